@@ -1,0 +1,198 @@
+"""Distributed tensors: a layout, this rank's block, and the exchanges between layouts.
+
+Usable without the rest of halograd, by a stencil code for instance (``examples/heat_equation.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from halograd.comm import Communicator
+from halograd.dtensor.box import Box
+from halograd.dtensor.exchange import Exchange
+from halograd.dtensor.layout import Layout
+
+__all__ = ["DistTensor", "Halo"]
+
+
+class DistTensor:
+    """A global array cut into boxes, one per rank, each with optional margins for halos.
+
+    ::
+
+        +---------------+
+        | margin        |   local        the whole local array, margins included
+        |  +---------+  |   owned        view of the box this rank owns
+        |  | owned   |  |
+        |  +---------+  |
+        +---------------+
+
+    Parameters
+    ----------
+    comm
+        Communicator of the ranks of `layout`.
+    layout
+        Who owns what. A `partial` layout holds summands.
+    dtype
+        NumPy dtype of the elements.
+    margin
+        Per axis ``(lo, hi)`` elements kept beside the owned box, clipped at the ends of the array.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: Layout,
+        dtype: np.dtype | str = "float32",
+        margin: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        if layout.size != comm.size:
+            raise ValueError(f"the layout is for {layout.size} ranks, the communicator has {comm.size}")
+        self.comm = comm
+        self.layout = layout
+        self.margin = tuple(margin) if margin is not None else ((0, 0),) * len(layout.shape)
+        if len(self.margin) != len(layout.shape) or any(min(m) < 0 for m in self.margin):
+            raise ValueError(
+                f"margin: expected one pair of widths >= 0 per axis of {layout.shape}, got {self.margin}"
+            )
+        self.held = tuple(self._grow(box) for box in layout.boxes)
+        self.local = np.zeros(self.held[comm.rank].shape, dtype)
+
+    def _grow(self, box: Box) -> Box:
+        """The box with its margins, clipped to the array."""
+        if not box.size:
+            return box
+        grown = Box(
+            tuple(a - lo for a, (lo, _) in zip(box.start, self.margin)),
+            tuple(b + hi for b, (_, hi) in zip(box.stop, self.margin)),
+        )
+        return grown & Box.of_shape(self.layout.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.layout.shape
+
+    @property
+    def box(self) -> Box:
+        """Global box that this rank owns."""
+        return self.layout.boxes[self.comm.rank]
+
+    @property
+    def owned(self) -> np.ndarray:
+        """View of the owned box in `local`."""
+        return self.local[self.box.slices(self.held[self.comm.rank].start)]
+
+    def exchange_to(self, other: DistTensor, kind: str = "redistribute") -> Exchange:
+        """The exchange that fills `other`'s owned boxes with this tensor's. Collective.
+
+        A partial tensor is summed on the way. Build it once, `run` it as often as needed.
+        Adjoint: ``other.exchange_to(self)`` for layouts that own each element once.
+        """
+        if other.shape != self.shape:
+            raise ValueError(f"expected a tensor of shape {self.shape}, got {other.shape}")
+        if other.layout.partial:
+            raise ValueError("the target layout has a pending sum: redistribute to one that does not")
+        return Exchange(
+            self.comm,
+            self.layout.boxes,
+            other.layout.boxes,
+            self.owned,
+            other.owned,
+            combine="sum" if self.layout.partial else "assign",
+            kind=kind,
+        )
+
+    def redistribute(self, layout: Layout) -> DistTensor:
+        """A new tensor with the same values in another layout. Collective."""
+        result = DistTensor(self.comm, layout, self.local.dtype)
+        exchange = self.exchange_to(result)
+        exchange.run()
+        exchange.close()
+        return result
+
+    def gather(self, root: int = 0) -> np.ndarray | None:
+        """The whole array on rank `root`, None elsewhere. Collective. Adjoint: scatter."""
+        whole = self.redistribute(Layout.on_rank(self.shape, root, self.comm.size))
+        return whole.local if self.comm.rank == root else None
+
+    @classmethod
+    def scatter(
+        cls,
+        comm: Communicator,
+        array: np.ndarray | None,
+        layout: Layout,
+        root: int = 0,
+        dtype: np.dtype | str = "float32",
+        margin: Sequence[tuple[int, int]] | None = None,
+    ) -> DistTensor:
+        """Distribute `array`, which only rank `root` needs to have. Collective. Adjoint: gather."""
+        fault = None
+        if comm.rank == root and (array is None or array.shape != layout.shape):
+            got = None if array is None else array.shape
+            fault = ValueError(f"scatter: expected an array of shape {layout.shape} on rank {root}, got {got}")
+        comm.agree(fault)
+        whole = DistTensor(comm, Layout.on_rank(layout.shape, root, comm.size), dtype)
+        if comm.rank == root:
+            whole.owned[...] = array
+        result = cls(comm, layout, dtype, margin)
+        exchange = whole.exchange_to(result)
+        exchange.run()
+        exchange.close()
+        return result
+
+
+class Halo:
+    """The halo exchange of a tensor with margins: fills them with what the neighbors own.
+
+    Corners included; a margin wider than the neighbor's block reaches the ranks behind it; one
+    message per rank. Collective to build. `add_back` is the adjoint: it adds what the margins hold
+    to the owners (in their owned boxes) and leaves the margins as they are.
+    """
+
+    def __init__(self, tensor: DistTensor) -> None:
+        if tensor.layout.partial or tensor.layout.overlapping:
+            raise ValueError("a halo exchange needs a layout that owns every element once")
+        held, owned = tensor.held, tensor.layout.boxes
+        start = held[tensor.comm.rank].start
+        self._fill = Exchange(
+            tensor.comm, owned, held, tensor.local, tensor.local, source_origin=start, target_origin=start
+        )
+        self._back: Exchange | None = None
+        self._tensor = tensor
+
+    def start(self) -> None:
+        """Send the faces; they are packed at once, so the owned box may change as soon as this returns."""
+        self._fill.start()
+
+    def finish(self) -> None:
+        """Wait until the margins are filled."""
+        self._fill.finish()
+
+    def run(self) -> None:
+        self.start()
+        self.finish()
+
+    def add_back(self) -> None:
+        """Adjoint of the fill. Collective (built at the first call)."""
+        if self._back is None:
+            t = self._tensor
+            start = t.held[t.comm.rank].start
+            self._back = Exchange(
+                t.comm,
+                t.held,
+                t.layout.boxes,
+                t.local,
+                t.local,
+                source_origin=start,
+                target_origin=start,
+                combine="sum",
+            )
+        self._back.run()
+
+    def close(self) -> None:
+        """Free the channels."""
+        self._fill.close()
+        if self._back is not None:
+            self._back.close()

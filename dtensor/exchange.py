@@ -1,0 +1,177 @@
+"""Exchanges: move data from owned boxes to needed boxes.
+
+Halo exchange, redistribution, scatter, gather and their adjoints are all this one object; nothing
+else in halograd moves tensor data. It is built once, over arrays that stay, and then only runs::
+
+    exchange.start()     # pack one message per neighbor and send it; copy what stays local
+    ...                  # compute what does not need it
+    exchange.finish()    # wait and unpack
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from halograd.comm import Communicator
+from halograd.dtensor.box import Box
+from halograd.dtensor.plan import Piece, plan_exchange
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """Fill the `target` array with the boxes that other ranks (and this one) own. Collective to build and run.
+
+    Parameters
+    ----------
+    comm
+        Communicator; all its ranks build the exchange, in the same order.
+    sources, targets
+        Box per rank, in global indices: where the data are and where they are wanted. Boxes that reach
+        outside the array are clipped by what is owned: the rest of the target is left untouched.
+    source, target
+        This rank's arrays (host), of the dtype that travels; None where the box is empty.
+    source_origin, target_origin
+        Global index of element ``[0, ...]`` of the arrays, by default the start of the rank's box
+        (an array may hold more than its box, such as margins).
+    combine
+        ``"assign"``: each element of the target is set once. ``"sum"``: sources are summands, the
+        target box is overwritten with their sum, in the order of the ranks.
+    kind
+        Name under which `comm.counters` books the messages and bytes.
+
+    Notes
+    -----
+    Adjoint: the exchange with sources and targets swapped and ``combine="sum"``.
+    Communication per process: one message per rank with a common box, ``itemsize`` bytes per element.
+    Modifies `target` only. `source` is packed within `start` and may be overwritten once that has returned.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        sources: Sequence[Box],
+        targets: Sequence[Box],
+        source: np.ndarray | None,
+        target: np.ndarray | None,
+        *,
+        source_origin: Sequence[int] | None = None,
+        target_origin: Sequence[int] | None = None,
+        combine: str = "assign",
+        kind: str = "halo",
+    ) -> None:
+        if combine not in ("assign", "sum"):
+            raise ValueError(f"combine: expected 'assign' or 'sum', got {combine!r}")
+        self._sum = combine == "sum"
+        self._target = target
+        rank = comm.rank
+        self.pieces = plan_exchange(sources, targets, rank, summed=self._sum)
+        at_source = tuple(source_origin) if source_origin is not None else sources[rank].start
+        at_target = tuple(target_origin) if target_origin is not None else targets[rank].start
+        sends = [p for p in self.pieces if p.source == rank and p.target != rank]
+        recvs = [p for p in self.pieces if p.target == rank and p.source != rank]
+        local = [p for p in self.pieces if p.source == p.target == rank]
+        dtype = _dtype(source, target)
+        self._channel = comm.channel(_counts(sends, "target"), _counts(recvs, "source"), dtype, kind=kind)
+        self._pack = self._bind(sends, "target", self._channel.send_buffer, source, at_source)
+        self._unpack = self._bind(recvs, "source", self._channel.recv_buffer, target, at_target)
+        self._local = [
+            (_view(source, p.box, at_source), _view(target, p.box, at_target))
+            for p in local
+            if not _same(_view(source, p.box, at_source), _view(target, p.box, at_target))
+        ]
+        self._clear = self._must_clear(target, targets[rank], at_target, local)
+
+    def _bind(self, pieces: Sequence[Piece], peer_of: str, buffer, array, origin) -> tuple[list, list]:
+        """Pairs of (message view, array view) for both slots of the channel."""
+        slots: tuple[list, list] = ([], [])
+        filled: dict[int, int] = {}
+        for piece in pieces:
+            peer = getattr(piece, peer_of)
+            first = filled.get(peer, 0)
+            filled[peer] = first + piece.box.size
+            view = _view(array, piece.box, origin)
+            for slot in (0, 1):
+                message = buffer(peer, slot)[first : filled[peer]].reshape(piece.box.shape)
+                slots[slot].append((message, view))
+        return slots
+
+    def _must_clear(self, target, box: Box, origin, local: Sequence[Piece]):
+        """View to zero before summing: nothing if a local piece covers the whole target anyway."""
+        if not self._sum or target is None or not box.size or any(p.box == box for p in local):
+            return None
+        return _view(target, box, origin)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether this rank sends or receives anything."""
+        return bool(self._pack[0] or self._unpack[0])
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has nothing to do at all, not even a local copy."""
+        return not (self.communicates or self._local or self._clear is not None)
+
+    def start(self) -> None:
+        """Pack and send; then copy what stays on this rank. Does not wait."""
+        channel = self._channel
+        for message, view in self._pack[channel.slot]:
+            np.copyto(message, view)
+        channel.start()
+        if self._clear is not None:
+            self._clear[...] = 0
+            for view, target in self._local:
+                np.add(target, view, out=target)
+        else:
+            for view, target in self._local:
+                np.copyto(target, view)
+
+    def finish(self) -> None:
+        """Wait for the messages and unpack them into the target."""
+        channel = self._channel
+        channel.finish()
+        if self._sum:
+            for message, view in self._unpack[channel.slot]:
+                np.add(view, message, out=view)
+        else:
+            for message, view in self._unpack[channel.slot]:
+                np.copyto(view, message)
+        channel.release()
+
+    def run(self) -> None:
+        """`start` and `finish`."""
+        self.start()
+        self.finish()
+
+    def close(self) -> None:
+        """Free the channel. Local."""
+        self._channel.close()
+
+
+def _dtype(source, target) -> np.dtype:
+    known = [a.dtype for a in (source, target) if a is not None]
+    if not known:
+        raise ValueError("an exchange needs an array on every rank; pass an empty one where a rank owns nothing")
+    if len(set(known)) > 1:
+        raise ValueError(f"source and target must have one dtype, got {known[0]} and {known[1]}")
+    return known[0]
+
+
+def _counts(pieces: Sequence[Piece], peer_of: str) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for piece in pieces:
+        peer = getattr(piece, peer_of)
+        counts[peer] = counts.get(peer, 0) + piece.box.size
+    return counts
+
+
+def _view(array: np.ndarray, box: Box, origin: Sequence[int]) -> np.ndarray:
+    view = array[box.slices(origin)]
+    if view.shape != box.shape:
+        raise ValueError(f"an array of shape {array.shape} that begins at {tuple(origin)} does not hold {box}")
+    return view
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.__array_interface__["data"][0] == b.__array_interface__["data"][0] and a.strides == b.strides

@@ -1,0 +1,185 @@
+"""Checks for layers, yours and ours: against one process on every grid, and gradients numerically.
+
+>>> from halograd.layers import Conv
+>>> check_layer(Conv(4, 3, padding=1), (8, 6, 3))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.dtensor import axis_names
+from halograd.kernels import get_backend
+from halograd.layers import Input, Layer, Loss, Network
+from halograd.training.executor import Executor
+from halograd.training.strategy import Strategy
+
+__all__ = ["LayerResult", "check_layer", "grids", "random_array", "run_layer"]
+
+
+def random_array(shape: Sequence[int], name: str, seed: int = 0) -> np.ndarray:
+    """A float64 array that depends on shape, name and seed only, so that every rank can make it."""
+    return np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(tuple(shape))
+
+
+def grids(size: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+    """All ways to cut `size` ranks into parts along `axes`.
+
+    >>> list(grids(2, ("sample", "height")))
+    [{'sample': 1, 'height': 2}, {'sample': 2, 'height': 1}]
+    """
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    for parts in itertools.product(divisors, repeat=len(axes)):
+        if math.prod(parts) == size:
+            yield dict(zip(axes, parts))
+
+
+class _Probe(Loss):
+    """The linear functional sum(y * g), whose gradient is g."""
+
+    def local(self, prediction, target, dx, scale, work) -> float:
+        if dx is not None:
+            np.copyto(dx, target)
+        return float(np.sum(np.multiply(prediction, target, dtype=np.float64)))
+
+
+LayerResult = dict[str, np.ndarray]
+
+
+def run_layer(
+    make: Callable[[], Layer],
+    shapes: Sequence[Sequence[int]],
+    comm: Communicator,
+    parts: dict[str, int],
+    *,
+    batch: int = 2,
+    dtype: str = "float64",
+    backend: str = "numpy",
+    options: dict | None = None,
+    seed: int = 0,
+    inputs: Sequence[np.ndarray] | None = None,
+    steps: int = 1,
+) -> LayerResult | None:
+    """Outputs and gradients of one layer under one cut: ``y, dx0, ..., loss`` and gradients by name. Collective.
+
+    The whole arrays, on rank 0; None on the other ranks. Inputs, parameters and the output's gradient are
+    random, by global index. `steps` repeats the step (buffers are used again).
+    """
+    nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
+    layer = make()
+    y = layer(*nodes)
+    g = Input(y.shape, name="g")
+    network = Network({"y": y, "loss": _Probe("probe")(y, g)})
+    name = network.names[y]
+    backend_ = get_backend(backend)
+    strategy = Strategy(parts, options=options or {})
+    probed = [n for n in network.inputs if n != "g"]
+    with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed) as executor:
+        for key, array in executor.store.params.items():
+            array[...] = random_array(array.shape, key, seed)
+        for i, s in enumerate(shapes):
+            given = inputs[i] if inputs is not None else random_array((batch, *s), f"x{i}", seed)
+            executor.set_input(f"x{i}", given)
+        executor.set_input("g", random_array((batch, *y.shape), "g", seed))
+        for _ in range(steps):
+            executor.forward()
+            loss = executor.loss_value()
+            executor.backward()
+            assert executor.reducer is not None
+            executor.reducer.finish()
+        result = {"y": executor.gather(name)}
+        result |= {f"dx{i}": executor.gather(f"x{i}", gradient=True) for i in range(len(shapes))}
+        result |= {f"d{k.rpartition('/')[2]}": v.copy() for k, v in executor.store.grads.items()}
+    result["loss"] = np.array([loss])
+    return result if comm.rank == 0 else None  # type: ignore[return-value]
+
+
+def check_layer(
+    layer: Layer | Callable[[], Layer],
+    input_shape: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    batch: int = 2,
+    comm: MPI.Comm | None = None,
+    backend: str = "numpy",
+    dtype: str = "float64",
+    tolerance: float = 64.0,
+    gradient: bool = True,
+    options: dict | None = None,
+    transport: str = "auto",
+) -> None:
+    """Check a layer against one process on every grid of the communicator's ranks, and its gradient numerically.
+
+    Parameters
+    ----------
+    layer
+        The layer, or a function that makes it.
+    input_shape
+        Shape of one sample ``(*spatial, C)``, or several shapes for a layer with several inputs.
+    batch
+        Samples.
+    comm
+        Ranks to use, by default all.
+    tolerance
+        Allowed difference in units of ``eps * sqrt(elements summed) * max|reference|``.
+    gradient
+        Compare gradients with central differences too (float64 only).
+
+    Raises
+    ------
+    AssertionError
+        Naming the grid and the array that differs most; on all ranks.
+    """
+    make = layer if callable(layer) and not isinstance(layer, Layer) else lambda: layer  # type: ignore[return-value]
+    several = bool(input_shape) and isinstance(input_shape[0], Sequence)
+    shapes = [tuple(s) for s in input_shape] if several else [tuple(input_shape)]  # type: ignore[union-attr,arg-type]
+    world = comm if comm is not None else MPI.COMM_WORLD
+    common = dict(batch=batch, backend=backend, dtype=dtype)
+    with Communicator(MPI.COMM_SELF) as alone:
+        reference = run_layer(make, shapes, alone, {}, **common)  # type: ignore[arg-type]
+        assert reference is not None
+        if gradient and dtype == "float64" and world.rank == 0:
+            _check_gradient(make, shapes, alone, reference, batch, backend)
+    axes = [a for a in axis_names(len(shapes[0]) + 1) if a != "channel"]
+    with Communicator(world, transport) as ranks:
+        for parts in grids(world.size, axes):
+            found = run_layer(make, shapes, ranks, parts, options=options, steps=2, **common)  # type: ignore[arg-type]
+            fault = None if found is None else compare(found, reference, tolerance, dtype, str(parts))
+            ranks.agree(fault)
+
+
+def compare(found: LayerResult, reference: LayerResult, tolerance: float, dtype: str, where: str) -> Exception | None:
+    """The first array that differs by more than the tolerance, as an error."""
+    for key, want in reference.items():
+        have = found[key]
+        if have.shape != want.shape:
+            return AssertionError(f"{where}: {key} has shape {have.shape}, one process {want.shape}")
+        scale = max(1.0, float(np.max(np.abs(want), initial=0.0)))
+        bound = tolerance * float(np.finfo(dtype).eps) * math.sqrt(max(want.size, 1)) * scale
+        error = float(np.max(np.abs(have.astype(np.float64) - want), initial=0.0))
+        if not error <= bound:
+            return AssertionError(f"{where}: {key} differs from one process by {error:.3g}, allowed are {bound:.3g}")
+    return None
+
+
+def _check_gradient(make, shapes, comm, reference, batch, backend) -> None:
+    """Central differences of the probe loss along random directions of each input and parameter."""
+    for i, shape in enumerate(shapes):
+        x = [random_array((batch, *s), f"x{j}") for j, s in enumerate(shapes)]
+        direction = random_array((batch, *shape), f"direction{i}")
+        eps, values = 1e-6, []
+        for sign in (1, -1):
+            moved = [a + sign * eps * direction if j == i else a for j, a in enumerate(x)]
+            result = run_layer(make, shapes, comm, {}, batch=batch, backend=backend, inputs=moved)
+            values.append(float(result["loss"][0]))
+        numeric = (values[0] - values[1]) / (2 * eps)
+        exact = float(np.sum(reference[f"dx{i}"] * direction))
+        scale = max(1.0, abs(exact), float(np.linalg.norm(reference[f"dx{i}"])))
+        if not abs(numeric - exact) <= 1e-5 * scale:
+            raise AssertionError(f"gradient {i}: {exact:.9g} from backward(), {numeric:.9g} numerically")

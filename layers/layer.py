@@ -1,0 +1,180 @@
+"""Layers and the graph they build.
+
+A :class:`Layer` is a description: it knows global shapes and which input box an output box needs,
+and neither ranks nor arrays. Calling it on nodes extends a graph::
+
+    x = Input((512, 512, 18), name="x")
+    y = Conv(32, 3, padding=1)(x)
+
+Write your own by subclassing :class:`Layer`: see ``docs/custom_layers.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from halograd.dtensor import Box, Layout, Window, input_box
+from halograd.layers.parameter import Parameter
+from halograd.layers.stencil import Stencil
+
+if TYPE_CHECKING:
+    from halograd.layers.binding import Binding
+    from halograd.layers.operator import Operator
+
+__all__ = ["Input", "Layer", "Node", "Shape"]
+
+Shape = tuple[int, ...]
+
+
+class Node:
+    """A value of the graph: what one layer makes of its inputs.
+
+    Attributes
+    ----------
+    layer
+        The layer that makes it.
+    inputs
+        The nodes it is made of.
+    shape
+        Shape of one sample: ``(*spatial, C)``.
+    """
+
+    def __init__(self, layer: Layer, inputs: Sequence[Node]) -> None:
+        self.layer = layer
+        self.inputs = tuple(inputs)
+        self.shape: Shape = layer.output_shape(*(n.shape for n in inputs))
+
+
+class Layer:
+    """One step of a network, described globally.
+
+    A subclass states what it reads and how it computes on plain arrays; how it is cut, which halos
+    travel and how gradients find back is not its business.
+
+    - `stencil`: the :class:`Stencil` it slides over the spatial axes, or None for pointwise
+      (an output element depends on the input elements of the same sample and position, all channels);
+    - :meth:`forward` and :meth:`backward` on local arrays that have their halo and padding already.
+
+    Layers that need more (other input boxes, reductions across ranks, kernels of a backend) override
+    :meth:`input_boxes` or :meth:`bind`.
+    """
+
+    #: Sliding window, or None for a pointwise layer.
+    stencil: Stencil | None = None
+    #: What the elements outside the array count as.
+    pad_value: float = 0.0
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+
+    def __call__(self, *inputs: Node) -> Node:
+        for node in inputs:
+            if not isinstance(node, Node):
+                raise TypeError(f"{self.kind}: expected the outputs of other layers, got {type(node).__name__}")
+        return Node(self, inputs)
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind of layer, as printed."""
+        return type(self).__name__
+
+    def windows(self, shape: Shape) -> tuple[Window, ...]:
+        """One window per spatial axis for an input sample of this shape."""
+        stencil = self.stencil or Stencil(1)
+        return stencil.windows(shape[:-1])
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        """Shape of one output sample, from those of the inputs (here: as many channels as the first input)."""
+        if self.stencil is None:
+            return shapes[0]
+        return (*self.stencil.output_spatial(shapes[0][:-1], self.kind), shapes[0][-1])
+
+    def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        """Parameters by name, for inputs of these sample shapes."""
+        return {}
+
+    def state(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        """Arrays that are kept in checkpoints but not trained (running statistics)."""
+        return {}
+
+    def flops(self, *shapes: Shape) -> int:
+        """Floating-point operations of the forward pass of one sample (a multiply-add counts two)."""
+        return 0
+
+    def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
+        """Per input, the global box ``(N, *spatial, C)`` that the output `box` needs.
+
+        May reach outside the array: what lies there counts as `pad_value`.
+        """
+        return tuple(input_box(self.windows(shape), box, shape[-1]) for shape in shapes)
+
+    def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
+        """Per rank, the box of input `i` that the rank's output box needs; may reach outside the array."""
+        shapes = [layout.shape[1:] for layout in inputs]
+        return tuple(self.input_boxes(box, *shapes)[i] for box in output.boxes)
+
+    def gradient_boxes(
+        self, boxes: Sequence[Box], shape: Shape, out_shape: Shape
+    ) -> tuple[Box, ...] | None:
+        """Per box of the first input, the box of the output's gradient from which its gradient follows.
+
+        None (the default): the gradient is computed where the output is and sent back to the owners.
+        """
+        return None
+
+    def forward(self, inputs: list[Any], params: Mapping[str, Any], box: Box) -> Any:
+        """Local. Compute the output `box` from the input boxes it needs.
+
+        Parameters
+        ----------
+        inputs
+            One array per input, exactly of the shape that :meth:`input_boxes` asks for: halo and padding
+            are there, so a stencil is applied without any padding.
+        params
+            Parameter arrays by name; do not modify them.
+        box
+            Global box of the output block.
+        """
+        raise TypeError(f"{self.kind} has neither forward() nor bind(): write one of them")
+
+    def backward(
+        self, dy: Any, inputs: list[Any], params: Mapping[str, Any], box: Box
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Local. Gradients with respect to the inputs (of their shapes, halo included) and the parameters.
+
+        What a gradient holds in the halo is added to the gradient of the rank that owns those
+        elements; parameter gradients are summed over the ranks.
+        """
+        raise TypeError(f"{self.kind} has no backward(): it can be evaluated but not trained")
+
+    def bind(self, binding: Binding) -> Operator:
+        """The operator that computes this layer on one rank's blocks. Collective."""
+        from halograd.layers.generic import LocalOperator
+
+        return LocalOperator(binding)
+
+
+class Input(Node):
+    """A value that comes from outside: samples or targets.
+
+    Parameters
+    ----------
+    shape
+        Shape of one sample, ``(*spatial, C)``.
+    name
+        By this name batches are delivered.
+    dtype
+        ``"compute"`` for the dtype of the computation, or an integer dtype for class indices.
+    """
+
+    def __init__(self, shape: Sequence[int], name: str = "x", dtype: str = "compute") -> None:
+        self.dtype = dtype
+        layer = Layer(name)
+        layer.output_shape = lambda *_: tuple(shape)  # type: ignore[method-assign]
+        super().__init__(layer, ())
+
+    def array_dtype(self, compute: np.dtype) -> np.dtype:
+        """Dtype of the arrays, for computation in `compute`."""
+        return compute if self.dtype == "compute" else np.dtype(self.dtype)

@@ -1,0 +1,87 @@
+"""The base of all losses: a scalar, and the gradient of its first input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from halograd.dtensor import Box, Layout
+from halograd.layers.binding import Binding
+from halograd.layers.layer import Layer, Shape
+from halograd.layers.operator import Operator
+
+__all__ = ["Loss", "LossOperator"]
+
+
+class Loss(Layer):
+    """A scalar computed of a prediction and a target that are cut alike.
+
+    A subclass whose loss is a sum over elements (or samples) overrides :meth:`local`; one that needs
+    sums over all ranks in between overrides :meth:`bind`.
+
+    The mean is over the samples that count (`mode.valid`) and all positions, of the whole batch, so that
+    the loss is that of one process.
+    """
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        self.check(*shapes)
+        return (1,)
+
+    def check(self, *shapes: Shape) -> None:
+        """Refuse shapes of prediction and target that do not go together."""
+
+    def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
+        """A loss is computed where its prediction is."""
+        return inputs[i].boxes
+
+    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> float:
+        """Local. `scale` times the sum of the loss over the block; its gradient into `dx` unless that is None.
+
+        `work` is this layer's own, kept from step to step, for buffers.
+        """
+        raise TypeError(f"{self.kind} must override local()")
+
+    def bind(self, binding: Binding) -> Operator:
+        return LossOperator(binding)
+
+
+class LossOperator(Operator):
+    """Loss of one rank's block; the executor sums `value` over the ranks."""
+
+    def __init__(self, b: Binding) -> None:
+        self.b = b
+        prediction, target = b.inputs
+        self.value = 0.0
+        self._work: dict = {}
+        self._dx = None
+        self._prediction = prediction.array
+        self._target = target.array
+        shape = prediction.layout.shape
+        if prediction.box.shape[:-1] != target.box.shape[:-1]:
+            raise ValueError(f"{b.name}: prediction and target are cut differently: {prediction.box}, {target.box}")
+        self._per_sample = int(np.prod(shape[1:-1], dtype=np.int64))
+
+    def forward(self) -> None:
+        b = self.b
+        scale = 1.0 / max(1, b.mode.valid * self._per_sample)
+        box = b.inputs[0].box
+        count = max(0, min(box.stop[0], b.mode.valid) - box.start[0])
+        if self._dx is not None and count < box.shape[0]:
+            self._dx[count:] = 0
+        if not count or not box.size:
+            self.value = 0.0
+            return
+        dx = None if self._dx is None else self._dx[:count]
+        layer = b.layer
+        assert isinstance(layer, Loss)
+        self.value = layer.local(self._prediction[:count], self._target[:count], dx, scale, self._work)
+
+    def bind_backward(self) -> None:
+        self._dx = self.b.gradient(0)
+
+    def backward(self) -> None:
+        """Nothing: the gradient was computed with the loss."""
+
+    def close(self) -> None:
+        self._work.clear()

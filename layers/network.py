@@ -1,0 +1,144 @@
+"""Networks: a graph of named layers, with shapes, parameters, flops and bytes as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from halograd.layers.layer import Input, Layer, Node, Shape
+from halograd.layers.parameter import Parameter
+
+__all__ = ["Network"]
+
+
+class Network:
+    """The layers between some inputs and some outputs, in an order in which they can be computed.
+
+    Parameters
+    ----------
+    outputs
+        Nodes by name. A node of a loss layer named ``"loss"`` is what training minimises.
+
+    Raises
+    ------
+    ValueError
+        If two layers have one name, or one layer is used twice (sharing of parameters is not supported).
+    """
+
+    def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network") -> None:
+        self.name = name
+        self.outputs: dict[str, Node] = {"output": outputs} if isinstance(outputs, Node) else dict(outputs)
+        # The loss comes last: between its forward and its backward nothing else may run.
+        last = [n for k, n in self.outputs.items() if k == "loss"]
+        self.nodes: list[Node] = _sorted([n for k, n in self.outputs.items() if k != "loss"] + last)
+        self.names: dict[Node, str] = self._name_nodes()
+
+    @property
+    def inputs(self) -> dict[str, Input]:
+        """Input nodes by name."""
+        return {self.names[n]: n for n in self.nodes if isinstance(n, Input)}
+
+    @property
+    def layers(self) -> dict[str, Node]:
+        """All nodes but the inputs, by name, in order of computation."""
+        return {self.names[n]: n for n in self.nodes if not isinstance(n, Input)}
+
+    def _name_nodes(self) -> dict[Node, str]:
+        names: dict[Node, str] = {}
+        seen: dict[str, int] = {}
+        used: set[str] = set()
+        owners: dict[Layer, Node] = {}
+        for node in self.nodes:
+            if owners.setdefault(node.layer, node) is not node:
+                raise ValueError(
+                    f"layer {node.layer.name or node.layer.kind!r} is used twice; make a second layer: "
+                    "shared parameters are not supported"
+                )
+            name = node.layer.name
+            if name is None:
+                kind = node.layer.kind.lower()
+                seen[kind] = seen.get(kind, 0) + 1
+                name = f"{kind}{seen[kind]}"
+            if name in used:
+                raise ValueError(f"two layers are named {name!r}; names must differ")
+            used.add(name)
+            names[node] = name
+        return names
+
+    def _shapes(self, node: Node) -> list[Shape]:
+        return [n.shape for n in node.inputs]
+
+    def parameters(self) -> dict[str, Parameter]:
+        """All parameters as ``layer/parameter``."""
+        return {
+            f"{name}/{key}": spec
+            for name, node in self.layers.items()
+            for key, spec in node.layer.parameters(*self._shapes(node)).items()
+        }
+
+    def state(self) -> dict[str, Parameter]:
+        """All untrained arrays as ``layer/array``."""
+        return {
+            f"{name}/{key}": spec
+            for name, node in self.layers.items()
+            for key, spec in node.layer.state(*self._shapes(node)).items()
+        }
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(p.size for p in self.parameters().values())
+
+    def rows(self) -> list[tuple[str, str, Shape, int, int, int]]:
+        """Per layer: name, kind, sample shape, parameters, forward flops per sample, elements per sample."""
+        result = []
+        for name, node in {**self.inputs, **self.layers}.items():
+            kind = "Input" if isinstance(node, Input) else node.layer.kind
+            shapes = self._shapes(node)
+            count = sum(p.size for p in node.layer.parameters(*shapes).values())
+            result.append((name, kind, node.shape, count, node.layer.flops(*shapes), math.prod(node.shape)))
+        return result
+
+    def summary(self, batch: int = 1, itemsize: int = 4) -> str:
+        """The network as a table: shape, parameters, forward flops and activation bytes of `batch` samples."""
+        head = ("layer", "kind", "shape", "parameters", "MFlop", "activation MiB")
+        rows = [
+            (n, k, "x".join(map(str, s)) or "-", f"{p:,}", f"{f * batch / 1e6:,.1f}", f"{e * batch * itemsize / 2**20:,.2f}")
+            for n, k, s, p, f, e in self.rows()
+        ]
+        raw = self.rows()
+        total = (
+            "total",
+            "",
+            "",
+            f"{sum(r[3] for r in raw):,}",
+            f"{sum(r[4] for r in raw) * batch / 1e6:,.1f}",
+            f"{sum(r[5] for r in raw) * batch * itemsize / 2**20:,.2f}",
+        )
+        table = [head, *rows, total]
+        widths = [max(len(r[c]) for r in table) for c in range(6)]
+        lines = [
+            "  ".join(v.ljust(w) if c < 3 else v.rjust(w) for c, (v, w) in enumerate(zip(r, widths))) for r in table
+        ]
+        rule = "-" * len(lines[0])
+        return "\n".join([f"{self.name}, batch {batch}", lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+def _sorted(outputs: list[Node]) -> list[Node]:
+    """Depth-first order of all nodes that `outputs` depend on, without recursion (networks are deep)."""
+    order: list[Node] = []
+    done: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(n, False) for n in reversed(outputs)]
+    while stack:
+        node, expanded = stack.pop()
+        if node in done:
+            continue
+        if expanded:
+            done.add(node)
+            order.append(node)
+            continue
+        stack.append((node, True))
+        stack.extend((n, False) for n in reversed(node.inputs) if n not in done)
+    return order

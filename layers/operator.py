@@ -1,0 +1,55 @@
+"""Operators: layers bound to the arrays of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Mode", "Operator"]
+
+
+@dataclass
+class Mode:
+    """What may change from step to step; shared by all operators of an executor.
+
+    Attributes
+    ----------
+    training
+        Batch statistics and dropout on; off: running statistics, no dropout.
+    step
+        Number of the training step: with `seed` the state of all random numbers.
+    seed
+        Seed of the run.
+    valid
+        Samples of the batch that count (the last batch of an epoch may be short).
+    """
+
+    training: bool = True
+    step: int = 0
+    seed: int = 0
+    valid: int = 0
+
+
+class Operator:
+    """One layer on one rank. Built once; `forward` and `backward` then only run. Collective to build and run.
+
+    `bind_backward` is called in reverse order of computation, when the gradient of the output has
+    its place; until then an operator can only compute forward.
+    """
+
+    def forward(self) -> None:
+        """Compute the owned box of the output."""
+        raise NotImplementedError
+
+    def bind_backward(self) -> None:
+        """Make everything that `backward` needs."""
+        raise NotImplementedError
+
+    def backward(self) -> None:
+        """Compute the gradients of the inputs and, locally, of the parameters."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free kernels and channels. Local."""
+        for item in vars(self).values():
+            if item is not None and hasattr(item, "close"):
+                item.close()

@@ -1,0 +1,56 @@
+"""Parameters: shape, initial values by name, and whether weight decay applies."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Parameter"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Description of one parameter array, held whole by every rank.
+
+    Attributes
+    ----------
+    shape
+        Shape of the array. Convolution weights are ``(K, *kernel, C / groups)``.
+    init
+        ``"he"`` (normal, variance 2 / fan_in; He et al. 2015), ``"glorot"`` (uniform; Glorot and Bengio
+        2010), ``"zeros"`` or ``"ones"``.
+    fan_in, fan_out
+        Number of inputs and outputs of one unit, for ``he`` and ``glorot``.
+    decay
+        Whether weight decay applies (not to biases and norms).
+    """
+
+    shape: tuple[int, ...]
+    init: str = "zeros"
+    fan_in: int = 1
+    fan_out: int = 1
+    decay: bool = True
+
+    def __post_init__(self) -> None:
+        if self.init not in ("he", "glorot", "zeros", "ones"):
+            raise ValueError(f"init: expected 'he', 'glorot', 'zeros' or 'ones', got {self.init!r}")
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def initial(self, name: str, seed: int) -> np.ndarray:
+        """Initial values in float64, a function of `name` and `seed` only: the same on every decomposition."""
+        if self.init == "zeros":
+            return np.zeros(self.shape)
+        if self.init == "ones":
+            return np.ones(self.shape)
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        if self.init == "he":
+            return rng.standard_normal(self.shape) * math.sqrt(2.0 / self.fan_in)
+        limit = math.sqrt(6.0 / (self.fan_in + self.fan_out))
+        return rng.uniform(-limit, limit, self.shape)

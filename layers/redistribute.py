@@ -1,0 +1,35 @@
+"""Redistribution: the same values under another layout, between layers that are cut differently."""
+
+from __future__ import annotations
+
+from halograd.layers.binding import Binding
+from halograd.layers.layer import Layer
+from halograd.layers.operator import Operator
+
+__all__ = ["Redistribute"]
+
+
+class Redistribute(Layer):
+    """Identity; the executor puts it between layers whose parts differ.
+
+    Communication per process: what it will own and does not own yet; backward the same, reversed.
+    """
+
+    def bind(self, binding: Binding) -> Operator:
+        return _RedistributeOperator(binding)
+
+
+class _RedistributeOperator(Operator):
+    def __init__(self, b: Binding) -> None:
+        self.b = b
+        self.exchange = b.exchange_into_output(0)
+
+    def forward(self) -> None:
+        self.exchange.run()
+
+    def bind_backward(self) -> None:
+        self.back = self.b.return_output_gradient(0) if self.b.needs_gradient(0) else None
+
+    def backward(self) -> None:
+        if self.back is not None:
+            self.back.run()

@@ -1,0 +1,162 @@
+"""Compilation: from network, strategy and batch to values with their storage. Mostly arithmetic.
+
+Decides, before anything is allocated on a device: the layout of every value, where data have to be
+redistributed between layers, and which values get margins so that halos are received in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from halograd.dtensor import Box, hull
+from halograd.layers import Input, Layer, Network, Node, Redistribute
+from halograd.layers.value import Value
+from halograd.training.strategy import Strategy, layout_of
+
+__all__ = ["Step", "compile_steps", "is_packed"]
+
+
+@dataclass
+class Step:
+    """One layer in the order of computation, with the values it reads and makes."""
+
+    name: str
+    layer: Layer
+    inputs: list[Value]
+    output: Value
+    options: dict
+
+
+def compile_steps(
+    network: Network,
+    strategy: Strategy,
+    batch: int,
+    size: int,
+    rank: int,
+    dtype: np.dtype,
+    probed: frozenset[str] = frozenset(),
+) -> tuple[list[Step], dict[str, Value]]:
+    """Steps in order of computation, and the values of inputs and layers by name. Local.
+
+    Returned values have layouts and the boxes that will be stored, but no arrays yet. `probed`: inputs
+    whose gradient is wanted.
+    """
+    compiler = _Compiler(network, strategy, batch, size, rank, dtype, probed)
+    for node in network.nodes:
+        compiler.add(node)
+    compiler.place()
+    return compiler.steps, compiler.by_name
+
+
+def is_packed(storage: Box, box: Box) -> bool:
+    """Whether `box`, as a view of an array that holds `storage`, is contiguous."""
+    if not box.size:
+        return True
+    if not storage.contains(box):
+        return False
+    inner_full = True
+    for have, want in zip(reversed(storage.shape), reversed(box.shape)):
+        if not inner_full and want > 1:
+            return False
+        inner_full = inner_full and have == want
+    return True
+
+
+class _Compiler:
+    def __init__(self, network, strategy, batch, size, rank, dtype, probed) -> None:
+        self.network, self.strategy, self.probed = network, strategy, probed
+        self.batch, self.size, self.rank, self.dtype = batch, size, rank, dtype
+        self.steps: list[Step] = []
+        self.by_name: dict[str, Value] = {}
+        self._values: dict[tuple[Node, tuple], Value] = {}
+        self._parts: dict[Node, tuple] = {}
+        self._inputs: list[Value] = []
+
+    def add(self, node: Node) -> None:
+        if isinstance(node, Input):
+            return  # placed when its first reader is known
+        name = self.network.names[node]
+        parts = self.strategy.parts_of(name)
+        key = tuple(parts.values())
+        inputs = [self._read(n, parts) for n in node.inputs]
+        output = self._value(name, node.shape, parts, self.dtype)
+        has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
+        output.trainable = has_parameters or any(v.trainable for v in inputs)
+        self._parts[node] = key
+        self._values[node, key] = self.by_name[name] = output
+        self.steps.append(Step(name, node.layer, inputs, output, self.strategy.options_of(name)))
+
+    def _value(self, name, shape, parts, dtype) -> Value:
+        layout = layout_of((self.batch, *shape), parts, self.size)
+        return Value(name, layout, dtype, layout.boxes, self.rank)
+
+    def _read(self, node: Node, parts: dict[str, int]) -> Value:
+        """The value of `node` under `parts`; redistributed where it is made under others."""
+        key = tuple(parts.values())
+        if (node, key) in self._values:
+            return self._values[node, key]
+        name = self.network.names[node]
+        if isinstance(node, Input) and node not in self._parts:
+            self._parts[node] = key
+            value = self._value(name, node.shape, parts, node.array_dtype(self.dtype))
+            value.trainable = name in self.probed
+            self._values[node, key] = self.by_name[name] = value
+            self._inputs.append(value)
+            return value
+        source = self._values[node, self._parts[node]]
+        if layout_of(source.layout.shape, parts, self.size) == source.layout:
+            return source
+        label = f"{name}->{'x'.join(map(str, key))}"
+        value = self._value(label, node.shape, parts, source.dtype)
+        value.trainable = source.trainable
+        self._values[node, key] = value
+        self.steps.append(Step(label, Redistribute(label), [source], value, {}))
+        return value
+
+    def place(self) -> None:
+        """Choose the stored boxes: margins for halos where the owned block stays packed."""
+        readers: dict[int, list[tuple[Step, int]]] = {}
+        for step in self.steps:
+            for i, value in enumerate(step.inputs):
+                readers.setdefault(id(value), []).append((step, i))
+        inputs = {id(v) for v in self._inputs}
+        for value in [*self._inputs, *(s.output for s in self.steps)]:
+            needs = [self._needed(s, i) for s, i in readers.get(id(value), [])]
+            stored = tuple(
+                hull([owned, *(n[r] for n in needs)]) for r, owned in enumerate(value.layout.boxes)
+            )
+            if id(value) in inputs:
+                value.stored = stored
+            value.region_box = _with_margins(value, stored[self.rank], [n[self.rank] for n in needs], id(value) in inputs)
+        for step in self.steps:
+            self._place_gradient(step)
+
+    def _needed(self, step: Step, i: int) -> list[Box]:
+        whole = Box.of_shape(step.inputs[i].layout.shape)
+        boxes = step.layer.needed_boxes(i, [v.layout for v in step.inputs], step.output.layout)
+        return [box & whole for box in boxes]
+
+    def _place_gradient(self, step: Step) -> None:
+        value, out = step.inputs[0], step.output
+        boxes = step.layer.gradient_boxes(value.layout.boxes, value.layout.shape[1:], out.layout.shape[1:])
+        if boxes is None:
+            return
+        grown = hull([out.box, boxes[self.rank]])
+        if is_packed(grown, out.box) and is_packed(grown, boxes[self.rank]):
+            out.gradient_box = grown
+
+
+def _with_margins(value: Value, grown: Box, needed: Sequence[Box], is_input: bool) -> Box:
+    if is_input:
+        return grown
+    if all(is_packed(grown, box) for box in [value.box, *needed]):
+        return grown
+    return value.box
+
+
+def activation_bytes(steps: Sequence[Step]) -> int:
+    """Bytes of all stored values of this rank."""
+    return sum(math.prod(s.output.region_box.shape) * s.output.dtype.itemsize for s in steps)

@@ -1,0 +1,232 @@
+"""Execution: a network compiled for one strategy, batch and backend into operators that only run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from halograd.comm import Communicator
+from halograd.dtensor import Box, Exchange, Layout
+from halograd.layers import Loss, Network
+from halograd.layers.binding import Binding
+from halograd.layers.memory import Memory
+from halograd.layers.operator import Mode, Operator
+from halograd.layers.value import Region
+from halograd.training.compiler import Step, compile_steps
+from halograd.training.reducer import GradientReducer
+from halograd.training.store import ParameterStore
+from halograd.training.strategy import Strategy
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """A network on this rank's blocks: `forward`, `backward`, gradients summed over all ranks.
+
+    Collective over `comm`, to build and to run. Building makes every buffer, exchange and kernel; a
+    step allocates nothing.
+
+    Parameters
+    ----------
+    network
+        Its output named ``"loss"``, if there is one, is a :class:`Loss`.
+    comm
+        Communicator whose ranks share the batch.
+    kernels
+        Backend from :func:`halograd.kernels.get_backend`.
+    batch
+        Global number of samples per step.
+    strategy
+        How layers are cut; by default not at all.
+    dtype
+        ``"float32"`` or ``"float64"``.
+    trainable
+        Whether `backward` will be called (False saves its memory).
+    store
+        Parameters to share with another executor (the same network for another batch size).
+    seed
+        Of parameters and dropout.
+    probed
+        Inputs whose gradient is wanted too.
+
+    Raises
+    ------
+    UserError
+        If strategy, network and communicator do not fit; on all ranks.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        comm: Communicator,
+        kernels: Any,
+        batch: int,
+        strategy: Strategy | None = None,
+        dtype: str = "float32",
+        trainable: bool = True,
+        store: ParameterStore | None = None,
+        seed: int = 0,
+        probed: Iterable[str] = (),
+    ) -> None:
+        self._probed = frozenset(probed)
+        self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
+        self.strategy = strategy or Strategy({"sample": comm.size})
+        self.strategy.validate(network, comm.size)
+        self.dtype = np.dtype(dtype)
+        self.memory = Memory(kernels)
+        self.mode = Mode(training=trainable, seed=seed, valid=batch)
+        self.store = store or ParameterStore(
+            network, self.memory, self.dtype, seed, self.strategy.bucket_bytes
+        )
+        self.recorder = comm.recorder
+        self._bind(trainable)
+
+    def _bind(self, trainable: bool) -> None:
+        self.steps, self.values = compile_steps(
+            self.network, self.strategy, self.batch, self.comm.size, self.comm.rank, self.dtype, self._probed
+        )
+        for name in self.network.inputs:
+            self.values[name].allocate(self.memory, "input")
+        self._bindings = [self._bind_forward(step) for step in self.steps]
+        self.loss = self._find_loss()
+        self._loss_sum = np.zeros(1)
+        self._loss_reduction = self.comm.reduction(self._loss_sum, kind="loss")
+        self.reducer: GradientReducer | None = None
+        self._backward: list[tuple[str, Callable[[], None]]] = []
+        if trainable:
+            self._bind_backward()
+            self.reducer = GradientReducer(self.store, self.comm, [s.name for s in self.steps])
+
+    def _bind_forward(self, step: Step) -> tuple[Step, Binding, Operator]:
+        step.output.allocate(self.memory, "activation")
+        store = self.store
+        binding = Binding(
+            step.layer,
+            step.name,
+            self.comm,
+            self.kernels,
+            self.memory,
+            self.mode,
+            step.inputs,
+            step.output,
+            store.of_layer(step.name, store.params),
+            store.of_layer(step.name, store.grads),
+            store.of_layer(step.name, store.state),
+            step.options,
+        )
+        operator = step.layer.bind(binding)
+        binding.end_scratch()
+        return step, binding, operator
+
+    def _find_loss(self) -> Operator | None:
+        for step, _, operator in self._bindings:
+            if isinstance(step.layer, Loss):
+                return operator
+        return None
+
+    def _bind_backward(self) -> None:
+        """In reverse order of computation, so that every gradient has its place when its maker is bound."""
+        for step, binding, operator in reversed(self._bindings):
+            value = step.output
+            if not value.trainable or not (value.contributions or operator is self.loss):
+                continue
+            total = value.close_gradient(self.memory, self.kernels)
+            operator.bind_backward()
+            binding.end_scratch()
+            value.end_gradient(self.memory)
+            if total is not None:
+                self._backward.append((f"{step.name} (sum)", total))
+            self._backward.append((step.name, operator.backward))
+        for name in self._probed:
+            value = self.values[name]
+            total = value.close_gradient(self.memory, self.kernels)
+            if total is not None:
+                self._backward.append((f"{name} (sum)", total))
+
+    # -- running ------------------------------------------------------------------------------
+
+    def forward(self, training: bool | None = None) -> None:
+        """Compute all layers of the batch in the input arrays. Collective.
+
+        `training` switches batch statistics and dropout; unchanged if None. The loss becomes known with
+        :meth:`loss_value`.
+        """
+        if training is not None:
+            self.mode.training = training
+        for step, _, operator in self._bindings:
+            if self.reducer is not None:
+                self.reducer.require(step.name)
+            self._run(step.name, "forward", operator.forward)
+        if self.loss is not None:
+            self._loss_sum[0] = self.loss.value  # type: ignore[attr-defined]
+            self._loss_reduction.start()
+
+    def loss_value(self) -> float:
+        """The loss of the last `forward`, summed over all ranks. Collective."""
+        if self.loss is None:
+            raise ValueError(f"network {self.network.name!r} has no loss layer")
+        self._loss_reduction.finish()
+        return float(self._loss_sum[0])
+
+    def backward(self) -> None:
+        """Gradients of all parameters; their sums over the ranks are started as they become ready. Collective."""
+        assert self.reducer is not None, "the executor was built with trainable=False"
+        self.reducer.begin()
+        for name, run in self._backward:
+            self._run(name, "backward", run)
+            self.reducer.ready(name)
+        self.reducer.flush()
+
+    def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
+        if self.recorder is None:
+            run()
+            return
+        begin = time.perf_counter()
+        run()
+        self.recorder.span(name, category, begin, time.perf_counter())
+
+    # -- data ---------------------------------------------------------------------------------
+
+    def input(self, name: str) -> Region:
+        """Array and global box ``(N, *spatial, C)`` of an input on this rank, halo included: fill all of it. Local."""
+        region = self.values[name].region
+        assert region is not None
+        return region
+
+    def set_input(self, name: str, array: np.ndarray) -> None:
+        """Fill an input from the whole global array. Local."""
+        region = self.input(name)
+        region.array[...] = array[region.box.slices()]
+
+    def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
+        """The whole array of a layer (or its gradient) on rank 0, None elsewhere. Collective; for small networks."""
+        value = self.values[name]
+        layout = Layout.on_rank(value.layout.shape, 0, self.comm.size)
+        box: Box = layout.boxes[self.comm.rank]
+        target = np.empty(box.shape, value.dtype)
+        source = value.dy if gradient else value.array
+        exchange = Exchange(self.comm, value.layout.boxes, layout.boxes, source, target, kind="gather")
+        exchange.run()
+        exchange.close()
+        return target if self.comm.rank == 0 else None
+
+    @property
+    def predicted_bytes(self) -> Mapping[str, int]:
+        """Bytes of this rank by use, as counted while compiling."""
+        return dict(self.memory.bytes)
+
+    def close(self) -> None:
+        """Free kernels, channels and reductions. Collective."""
+        for _, _, operator in self._bindings:
+            operator.close()
+        if self.reducer is not None:
+            self.reducer.close()
+        self._loss_reduction.close()
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

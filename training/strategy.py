@@ -1,0 +1,138 @@
+"""Strategies: how every layer is cut. Plain data, saved as JSON, edited by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halograd.dtensor import Layout, axis_names
+from halograd.errors import UserError
+from halograd.layers import Network
+
+__all__ = ["AXES", "Strategy", "layout_of"]
+
+AXES = ("sample", "depth", "height", "width")
+_OPTIONS = {"halo": ("auto", "pad", "overlap"), "statistics": ("local", "sample", "global")}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Parts per axis and choices per layer.
+
+    Attributes
+    ----------
+    parts
+        Parts per axis for every layer: ``{"sample": 2, "height": 2}``; axes not named are not cut.
+    layers
+        Layer name -> what differs there: parts per axis (all of them together replace `parts`), and
+        the options ``halo`` ("pad", "overlap" or "auto").
+    options
+        Options of every layer.
+    bucket_bytes
+        Size of the buckets in which parameter gradients are summed [B].
+    """
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+    layers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    bucket_bytes: int = 4 << 20
+
+    def parts_of(self, layer: str) -> dict[str, int]:
+        """Parts per axis of one layer; every axis is named."""
+        own = {k: v for k, v in self.layers.get(layer, {}).items() if k in AXES}
+        chosen = own or self.parts
+        return {axis: int(chosen.get(axis, 1)) for axis in AXES}
+
+    def options_of(self, layer: str) -> dict[str, Any]:
+        """Options of one layer."""
+        own = {k: v for k, v in self.layers.get(layer, {}).items() if k not in AXES}
+        return {**self.options, **own}
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the parts of every layer need."""
+        return math.prod(self.parts_of("").values())
+
+    def validate(self, network: Network, size: int) -> None:
+        """Refuse what cannot be meant, before anything is built. Local, the same on every rank.
+
+        Raises
+        ------
+        UserError
+            Unknown layers, axes or options; parts that do not fit the ranks or the samples' extent.
+        """
+        unknown = set(self.layers) - set(network.layers)
+        if unknown:
+            some = ", ".join(list(network.layers)[:6])
+            raise UserError(
+                f"strategy: layer {sorted(unknown)[0]!r} is not in network {network.name!r} (it has {some}, ...); "
+                "is this the strategy of another network?"
+            )
+        for where, entry in {"parts": self.parts, "options": self.options, **self.layers}.items():
+            _check_entry(where, entry)
+        if self.ranks != size:
+            raise UserError(
+                f"strategy: {dict(self.parts)} needs {self.ranks} ranks, the run has {size}; "
+                f"start {self.ranks} ranks or choose parts whose product is {size}"
+            )
+        for name in network.layers:
+            if math.prod(self.parts_of(name).values()) > size:
+                raise UserError(f"strategy: layer {name!r} needs {math.prod(self.parts_of(name).values())} ranks of {size}")
+        for name, node in network.inputs.items():
+            self._check_extent(name, node.shape)
+
+    def _check_extent(self, name: str, shape: tuple[int, ...]) -> None:
+        names = axis_names(len(shape) + 1)
+        for axis, parts in self.parts_of("").items():
+            if axis == "sample" or parts == 1 or len(shape) < 2:
+                continue
+            if axis not in names:
+                raise UserError(f"strategy: {axis!r} is cut, but input {name!r} has only the axes {names}")
+            extent = shape[names.index(axis) - 1]
+            if parts > extent:
+                raise UserError(
+                    f"strategy: {parts} parts along {axis!r}, but input {name!r} has an extent of {extent} there; "
+                    f"use at most {extent} parts"
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        data = {"parts": dict(self.parts), "layers": {k: dict(v) for k, v in self.layers.items()}}
+        data |= {"options": dict(self.options), "bucket_bytes": self.bucket_bytes}
+        Path(path).write_text(json.dumps(data, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Strategy:
+        """Read what `save` wrote."""
+        try:
+            return cls(**json.loads(Path(path).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"strategy {path}: cannot be read ({error}); expected JSON as Strategy.save writes") from error
+
+
+def _check_entry(where: str, entry: Mapping[str, Any]) -> None:
+    for key, value in entry.items():
+        if key in AXES:
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"strategy: {where}.{key}: expected a whole number >= 1, got {value!r}")
+        elif key not in _OPTIONS:
+            known = ", ".join((*AXES, *_OPTIONS))
+            raise UserError(f"strategy: {where}: unknown key {key!r}; known are {known}")
+        elif value not in _OPTIONS[key]:
+            raise UserError(f"strategy: {where}.{key}: expected one of {_OPTIONS[key]}, got {value!r}")
+
+
+def layout_of(shape: tuple[int, ...], parts: Mapping[str, int], size: int) -> Layout:
+    """Layout of an array ``(N, *spatial, C)`` under these parts.
+
+    An array without spatial axes has its samples spread over all the ranks of the parts, one block
+    each: every element has one owner, so the layers behind a spatial trunk are computed once and
+    parameter gradients are sums over all ranks without exception.
+    """
+    if len(shape) == 2:
+        return Layout.blocks(shape, (min(shape[0], math.prod(parts.values())), 1), size)
+    return Layout.blocks(shape, {k: v for k, v in parts.items() if k in axis_names(len(shape))}, size)
