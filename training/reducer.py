@@ -37,7 +37,8 @@ class GradientReducer:
             self._bucket_of |= {name.rpartition("/")[0]: i for name in bucket.names}
         self._layers = [{n.rpartition("/")[0] for n in b.names} for b in store.buckets]
         self._missing = [0] * len(store.buckets)
-        self._pending: list[bool] = [False] * len(store.buckets)
+        self._running = [False] * len(store.buckets)  # the sum was started and not waited for
+        self._pending = [False] * len(store.buckets)  # the update is still due
         self.update: Callable[[Bucket], None] | None = None
 
     def begin(self) -> None:
@@ -56,7 +57,7 @@ class GradientReducer:
 
     def _start(self, i: int) -> None:
         self._reductions[i].start()
-        self._pending[i] = True
+        self._running[i] = self._pending[i] = True
 
     def flush(self) -> None:
         """Backward is over: start what is incomplete (layers that no gradient reaches)."""
@@ -74,16 +75,20 @@ class GradientReducer:
     def _complete(self, i: int) -> None:
         if not self._pending[i]:
             return
+        self._wait_for(i)
         self._pending[i] = False
-        self._reductions[i].finish()
         if self.update is not None:
             self.update(self._store.buckets[i])
 
     def wait(self) -> None:
         """Finish all sums without updating yet (to clip by the global norm, say); `finish` updates."""
-        for i, pending in enumerate(self._pending):
-            if pending:
-                self._reductions[i].finish()
+        for i in range(len(self._running)):
+            self._wait_for(i)
+
+    def _wait_for(self, i: int) -> None:
+        if self._running[i]:
+            self._running[i] = False
+            self._reductions[i].finish()
 
     def finish(self) -> None:
         """All sums are done and all parameters updated when this returns."""
