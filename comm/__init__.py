@@ -1,1 +1,42 @@
-"""halograd.comm"""
+"""Communication: process grids, communicators over mpi4py, transports, progress and reductions.
+
+Importing this package does not initialize MPI: the names that need it are loaded when first used,
+so that pure arithmetic (planners, :class:`ProcessGrid`) runs where there is no MPI.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from halograd.comm.boot import boot, launched_size, leave
+from halograd.comm.counters import Counters, Recorder, Traffic
+from halograd.comm.errors import CommError
+from halograd.comm.grid import ProcessGrid
+
+if TYPE_CHECKING:
+    from halograd.comm.channel import Channel
+    from halograd.comm.communicator import Communicator
+    from halograd.comm.reduction import Reduction
+
+__all__ = [
+    "Channel",
+    "CommError",
+    "Communicator",
+    "Counters",
+    "ProcessGrid",
+    "Recorder",
+    "Reduction",
+    "Traffic",
+    "boot",
+    "launched_size",
+    "leave",
+]
+
+_NEED_MPI = {"Channel": "channel", "Communicator": "communicator", "Reduction": "reduction"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_MPI:
+        return getattr(importlib.import_module(f"halograd.comm.{_NEED_MPI[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

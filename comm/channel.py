@@ -1,0 +1,158 @@
+"""Channels: a fixed pattern of messages between ranks, made once and run many times."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+
+from halograd.comm.counters import Meter
+from halograd.comm.errors import CommError
+
+__all__ = ["Channel"]
+
+IDLE, STARTED, FINISHED = "idle", "started", "finished"
+
+
+class Channel(ABC):
+    """Moves one message to and from each peer, over and over; made by `Communicator.channel`.
+
+    One exchange is, on every rank of the communicator that has a peer::
+
+        s = channel.slot
+        pack into channel.send_buffer(peer, s)      # for every peer of send_counts
+        channel.start()                             # does not wait
+        ...                                         # compute; leave the buffers alone
+        channel.finish()                            # waits
+        read channel.recv_buffer(peer, s)           # for every peer of recv_counts
+        channel.release()                           # free and local: flips `slot`
+
+    Rules:
+
+    - `slot` is 0 or 1 and changes in `release` only, so it is the same from packing to unpacking.
+      All buffers exist from the beginning and stay: prebuild your views for both slots. A transport may
+      return the same buffer for both.
+    - A send buffer may be written from `release` (or creation) to `start` only.
+    - A receive buffer may be read from `finish` to `release` only. It is read-only: with the `shared`
+      transport it *is* the send buffer of the peer.
+    - All ranks start and finish their channels in the same order; several channels may be under way at once.
+      A rank that only sends waits in `finish` too, until its peers have started.
+
+    Attributes
+    ----------
+    send_counts, recv_counts : dict of int to int
+        Elements per peer, without the peers that get none.
+    dtype : numpy.dtype
+        Type of the elements.
+    """
+
+    def __init__(
+        self, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], dtype: np.dtype, meter: Meter
+    ) -> None:
+        self.send_counts = dict(send_counts)
+        self.recv_counts = dict(recv_counts)
+        self.dtype = dtype
+        self._meter = meter
+        self._slot = 0
+        self._state = IDLE
+        self._started_at = 0.0
+        self._closed = False
+
+    @property
+    def slot(self) -> int:
+        """The slot of the current exchange, 0 or 1."""
+        return self._slot
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks that this one sends to or receives from, in order."""
+        return tuple(sorted(self.send_counts.keys() | self.recv_counts.keys()))
+
+    def send_buffer(self, peer: int, slot: int) -> np.ndarray:
+        """What goes to `peer`: ``(send_counts[peer],)``, `dtype`, host, 64-byte aligned. Local."""
+        self._check(peer, slot, self.send_counts, "send_counts")
+        return self._send_buffer(peer, slot)
+
+    def recv_buffer(self, peer: int, slot: int) -> np.ndarray:
+        """What came from `peer`: ``(recv_counts[peer],)``, `dtype`, host, 64-byte aligned, read-only. Local."""
+        self._check(peer, slot, self.recv_counts, "recv_counts")
+        return self._recv_buffer(peer, slot)
+
+    def start(self) -> None:
+        """Send what was packed into the send buffers of the current slot. Does not wait."""
+        self._expect(IDLE, "start")
+        self._state = STARTED
+        self._started_at = time.perf_counter()
+        self._meter.sent()
+        self._start()
+
+    def finish(self) -> None:
+        """Return when the receive buffers of the current slot hold the data of this exchange.
+
+        Raises
+        ------
+        CommError
+            If the exchange was not started.
+        """
+        self._expect(STARTED, "finish")
+        before = time.perf_counter()
+        arrived = self._finish()
+        self._state = FINISHED
+        after = time.perf_counter()
+        self._meter.took(self._started_at, before, arrived or after, after)
+
+    def release(self) -> None:
+        """Give the receive buffers back and go to the other slot. Local, costs nothing."""
+        self._expect(FINISHED, "release")
+        self._state = IDLE
+        self._slot = 1 - self._slot
+
+    def close(self) -> None:
+        """Free what the channel holds; idempotent. Local, but all ranks do it.
+
+        An exchange under way is finished first. The buffers must not be used any more.
+        """
+        if self._closed:
+            return
+        if self._state == STARTED:
+            self._finish()
+        self._closed = True
+        self._close()
+
+    def _expect(self, state: str, call: str) -> None:
+        if self._closed:
+            raise CommError(f"{call}(): expected an open channel, got a closed one ({self._meter.name})")
+        if self._state != state:
+            raise CommError(
+                f"{call}(): expected the channel to be {state}, got {self._state} ({self._meter.name}); "
+                f"the order is start(), finish(), release()"
+            )
+
+    def _check(self, peer: int, slot: int, counts: Mapping[int, int], name: str) -> None:
+        if peer not in counts:
+            raise CommError(f"peer: expected one of {sorted(counts)} ({name}), got {peer}")
+        if slot not in (0, 1):
+            raise CommError(f"slot: expected 0 or 1, got {slot}")
+
+    @abstractmethod
+    def _send_buffer(self, peer: int, slot: int) -> np.ndarray: ...
+
+    @abstractmethod
+    def _recv_buffer(self, peer: int, slot: int) -> np.ndarray: ...
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> float:
+        """Wait; return when the last message arrived (`time.perf_counter` [s]), 0 if not known."""
+
+    @abstractmethod
+    def _close(self) -> None: ...

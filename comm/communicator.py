@@ -1,0 +1,367 @@
+"""Communicators: ranks, the channels and reductions between them, and agreement on faults."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+from halograd.comm.boot import end
+from halograd.comm.channel import Channel
+from halograd.comm.counters import Counters, Instruments, Meter, Recorder
+from halograd.comm.errors import CommError
+from halograd.comm.progress import Progress
+from halograd.comm.reduction import Reduction, check_buffer
+from halograd.comm.transports import Context, Transport, make_transport, parse_transport
+from halograd.comm.transports.base import Pattern
+
+__all__ = ["Communicator"]
+
+_OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+
+class Communicator:
+    """A group of ranks that exchange data. Collective to make and to close.
+
+    Parameters
+    ----------
+    mpi_comm
+        Cloned once; the caller's communicator is not used afterwards.
+    transport
+        ``"auto"``, ``"mpi"``, ``"shared"`` or ``"emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE"``
+        (see `halograd.comm.transports`).
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank, and how many there are.
+    ranks : tuple of int
+        Rank in the root communicator of each rank of this one.
+    transport : str
+        As given.
+
+    Raises
+    ------
+    CommError
+        If the transport is not known, or MPI was initialized without THREAD_MULTIPLE.
+
+    Notes
+    -----
+    Only channels and reductions are counted, recorded and (by the emulated network) delayed; `bcast`, `agree`
+    and the like are control, not traffic.
+    """
+
+    def __init__(self, mpi_comm: MPI.Intracomm, transport: str = "auto") -> None:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise CommError(
+                f"MPI thread level: expected THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE}), got {MPI.Query_thread()}; "
+                f"leave mpi4py.rc.thread_level alone"
+            )
+        parse_transport(transport)
+        self._set_up(mpi_comm.Dup(), transport, Progress(), Instruments(), tuple(range(mpi_comm.size)))
+        self._is_root = True
+
+    def _set_up(
+        self,
+        own: MPI.Intracomm,
+        transport: str,
+        progress: Progress,
+        instruments: Instruments,
+        ranks: tuple[int, ...],
+    ) -> None:
+        self._mpi = own
+        self.rank = own.rank
+        self.size = own.size
+        self.ranks = ranks
+        self.transport = transport
+        self._progress = progress
+        self._instruments = instruments
+        self._transport: Transport = make_transport(transport, Context(own, progress, self.agree))
+        self._open: list[Communicator | Channel | Reduction] = []
+        self._channels_made = 0
+        self._is_root = False
+        self._closed = False
+
+    @property
+    def mpi(self) -> MPI.Intracomm:
+        """The clone, for libraries that want an MPI communicator (parallel HDF5). Do not free it."""
+        return self._mpi
+
+    @property
+    def counters(self) -> Counters:
+        """Traffic of this process, shared by the root communicator and all split from it."""
+        return self._instruments.counters
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who is told of waits and communications, shared like the counters; None for nobody."""
+        return self._instruments.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._instruments.recorder = recorder
+
+    def channel(
+        self,
+        send_counts: Mapping[int, int],
+        recv_counts: Mapping[int, int],
+        dtype: Any,
+        *,
+        kind: str = "halo",
+        name: str | None = None,
+    ) -> Channel:
+        """A channel that moves one message to and from each peer. Collective over this communicator.
+
+        Parameters
+        ----------
+        send_counts, recv_counts
+            Elements per peer (another rank of this communicator); zeros mean no message. What a rank sends
+            its peer expects: ``send_counts[q]`` here is ``recv_counts[p]`` on rank q. May be empty.
+        dtype
+            Type of the elements, the same on all ranks.
+        kind, name
+            What the counters book it under, and what the recorder is told (by default the kind).
+
+        Raises
+        ------
+        CommError
+            On all ranks alike, if the counts are not valid or do not match.
+        """
+        with self.agreement():
+            self._check_open()
+            _check_counts(send_counts, "send_counts", self.rank, self.size)
+            _check_counts(recv_counts, "recv_counts", self.rank, self.size)
+            element = np.dtype(dtype)
+        sends = {peer: int(count) for peer, count in sorted(send_counts.items()) if count}
+        recvs = {peer: int(count) for peer, count in sorted(recv_counts.items()) if count}
+        self._agree_on_counts(sends, recvs, element.itemsize)
+        pattern = Pattern(sends, recvs, element, self._next_tag())
+        nbytes = sum(sends.values()) * element.itemsize
+        meter = Meter(self._instruments, kind, name or kind, len(sends), nbytes)
+        channel = self._transport.channel(pattern, meter)
+        self._keep(channel)
+        return channel
+
+    def reduction(
+        self,
+        buffer: np.ndarray,
+        group: Communicator | None = None,
+        *,
+        kind: str = "allreduce",
+        name: str | None = None,
+    ) -> Reduction:
+        """An in-place sum of `buffer` over all ranks. Collective over this communicator, or over `group`.
+
+        Parameters
+        ----------
+        buffer
+            Host array of the same shape and dtype on all ranks (float32, float64, int32 or int64), packed.
+            Modified by each run.
+        group
+            A communicator split from this one, to sum over its ranks instead; only they call.
+        kind, name
+            What the counters book it under, and what the recorder is told (by default the kind).
+
+        Raises
+        ------
+        CommError
+            On all ranks alike, if the buffers are not valid or differ.
+        """
+        if group is not None:
+            return group.reduction(buffer, kind=kind, name=name)
+        with self.agreement():
+            self._check_open()
+            check_buffer(buffer)
+        self._agree_on_buffer(buffer)
+        messages = 1 if self.size > 1 and buffer.size else 0
+        meter = Meter(self._instruments, kind, name or kind, messages, buffer.nbytes)
+        reduction = self._transport.reduction(buffer, meter)
+        self._keep(reduction)
+        return reduction
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """The communicator of the ranks with the same color, ordered by key. Collective.
+
+        Ranks with color None get None. Transport, progress thread, counters and recorder are shared; this
+        communicator closes those split from it.
+        """
+        part = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        if part == MPI.COMM_NULL:
+            return None
+        ranks = tuple(part.allgather(self.ranks[self.rank]))
+        child = Communicator.__new__(Communicator)
+        child._set_up(part, self.transport, self._progress, self._instruments, ranks)
+        self._keep(child)
+        return child
+
+    def agree(self, fault: Exception | None) -> None:
+        """Raise on all ranks if any rank has a fault. Collective.
+
+        Each rank passes its own fault or None. All ranks raise an error of the same type and text, that of
+        the lowest rank with a fault; its text names that rank (by its number in the root communicator).
+        The error has attributes ``agreed = True`` and ``arose_here``.
+
+        Raises
+        ------
+        Exception
+            Of the type of the fault; a CommError if that type cannot be made from a text alone.
+        """
+        faulty = np.zeros(self.size, np.uint8)
+        self._mpi.Allgather(np.array([fault is not None], np.uint8), faulty)
+        if not faulty.any():
+            return
+        origin = int(np.argmax(faulty))
+        described = self._mpi.bcast(None if fault is None else _describe(fault), root=origin)
+        others = int(faulty.sum()) - 1
+        where = f"rank {self.ranks[origin]}" + (f" (and {others} more)" if others else "")
+        error = _recreate(*described, where)
+        error.agreed = True  # type: ignore[attr-defined]
+        error.arose_here = origin == self.rank  # type: ignore[attr-defined]
+        raise error from fault
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Run the body, which must not communicate, and :meth:`agree` on its fault. Collective."""
+        fault: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            fault = raised
+        self.agree(fault)
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """The small object that `root` passes. Collective."""
+        return self._mpi.bcast(value, root=root)
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
+        """On `root` the small objects of all ranks, in order; None elsewhere. Collective."""
+        return self._mpi.gather(value, root=root)
+
+    def allgather_objects(self, value: Any) -> list[Any]:
+        """The small objects of all ranks, in order. Collective."""
+        return self._mpi.allgather(value)
+
+    def allreduce_scalar(self, value: float, operation: str = "sum") -> float:
+        """Sum (or ``"max"``, ``"min"``) of a number over all ranks, the same bits on all. Collective.
+
+        Integers stay integers. All ranks pass the same type.
+        """
+        if operation not in _OPERATIONS:
+            raise CommError(f"operation: expected one of {sorted(_OPERATIONS)}, got {operation!r}")
+        buffer = np.array([value], np.int64 if isinstance(value, (int, np.integer)) else np.float64)
+        self._mpi.Allreduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation])
+        return buffer[0].item()
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it. Collective."""
+        self._mpi.Barrier()
+
+    def abort(self, code: int = 1) -> NoReturn:
+        """End all ranks of the job at once with this exit code. Local; does not return."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end(self._mpi, code)
+
+    def close(self) -> None:
+        """Free channels, reductions, split communicators, windows and the clone; idempotent. Collective."""
+        if self._closed:
+            return
+        self._closed = True
+        # Last in, first out: the order of making was the same on all ranks, and so is that of closing.
+        for item in reversed(self._open):
+            item.close()
+        self._open.clear()
+        self._transport.close()
+        self._mpi.Free()
+        if self._is_root:
+            self._progress.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if value is None or getattr(value, "agreed", False):
+            self.close()
+        elif self._is_root:
+            # The other ranks know nothing of this fault: to free anything together would hang.
+            self._progress.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def _keep(self, item: Communicator | Channel | Reduction) -> None:
+        """Remember what to close, and forget what its owner has closed."""
+        self._open = [other for other in self._open if not other.closed]
+        self._open.append(item)
+
+    def _next_tag(self) -> int:
+        tag = self._channels_made
+        self._channels_made += 1
+        # Wraps only where so many channels were made that the first of them is long gone. (MPI keeps
+        # its limits as attributes of COMM_WORLD; this sends nothing there.)
+        return tag % (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CommError("expected an open communicator, got a closed one")
+
+    def _agree_on_counts(self, sends: Mapping[int, int], recvs: Mapping[int, int], itemsize: int) -> None:
+        """Raise on all ranks unless each expects [B] what the other sends."""
+        announced = np.zeros(self.size, np.int64)
+        for peer, count in sends.items():
+            announced[peer] = count * itemsize
+        expected = np.empty(self.size, np.int64)
+        self._mpi.Alltoall(announced, expected)
+        with self.agreement():
+            for peer, nbytes in enumerate(expected.tolist()):
+                if nbytes != recvs.get(peer, 0) * itemsize:
+                    raise CommError(
+                        f"recv_counts: expected {nbytes // itemsize} elements from rank {peer} (it sends {nbytes} "
+                        f"bytes), got {recvs.get(peer, 0)} of {itemsize} bytes; give both ranks the same counts"
+                    )
+
+    def _agree_on_buffer(self, buffer: np.ndarray) -> None:
+        mine = (buffer.shape, buffer.dtype.name)
+        first = self._mpi.bcast(mine, root=0)
+        with self.agreement():
+            if mine != first:
+                raise CommError(
+                    f"buffer: expected shape {first[0]} and {first[1]} as on rank {self.ranks[0]}, "
+                    f"got {mine[0]} and {mine[1]}"
+                )
+
+
+def _check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) -> None:
+    for peer, count in counts.items():
+        if peer == rank or not 0 <= peer < size:
+            raise CommError(f"{name}: expected peers other than {rank} in 0 <= peer < {size}, got {peer}")
+        if count < 0:
+            raise CommError(f"{name}: expected a number of elements >= 0 for peer {peer}, got {count}")
+
+
+def _describe(fault: Exception) -> tuple[str, str, str]:
+    """Module and name of the type, and the text, of a fault."""
+    kind = type(fault)
+    text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
+    return kind.__module__, kind.__qualname__, text
+
+
+def _recreate(module: str, name: str, text: str, where: str) -> Exception:
+    """An error of this type that says where it arose; decided alike on all ranks."""
+    try:
+        error = getattr(importlib.import_module(module), name)(f"{where}: {text}")
+        if isinstance(error, Exception):
+            return error
+    except Exception:  # the type is not to be had, or wants more, such as UnicodeDecodeError
+        pass
+    return CommError(f"{where}: {name}: {text}")

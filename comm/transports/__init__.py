@@ -1,0 +1,58 @@
+"""Ways for messages to travel, by name.
+
+``mpi``
+    One persistent message per peer.
+``shared``
+    Peers on the same node read each other's send buffers in a shared window.
+``auto``
+    ``shared`` between ranks of the same node, ``mpi`` between nodes.
+``emulated:alpha=A,beta=B``
+    ``mpi``, but a message of n bytes takes ``A + B * n`` seconds and no CPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+from halograd.comm.errors import CommError
+from halograd.comm.transports.auto import AutoTransport
+from halograd.comm.transports.base import Context, Transport
+from halograd.comm.transports.emulated import EmulatedTransport
+from halograd.comm.transports.mpi import MpiTransport
+from halograd.comm.transports.shared import SharedTransport
+
+__all__ = ["Context", "Transport", "make_transport", "parse_transport"]
+
+_PLAIN: dict[str, type[Transport]] = {"auto": AutoTransport, "mpi": MpiTransport, "shared": SharedTransport}
+_EXPECTED = "expected 'auto', 'mpi', 'shared' or 'emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE'"
+
+
+def parse_transport(text: str) -> tuple[str, dict[str, float]]:
+    """Name and options of a transport. Local.
+
+    >>> parse_transport("emulated:alpha=1e-3,beta=1e-9")
+    ('emulated', {'alpha': 0.001, 'beta': 1e-09})
+    """
+    name, _, rest = text.partition(":")
+    if name in _PLAIN and not rest:
+        return name, {}
+    if name != "emulated":
+        raise CommError(f"transport: {_EXPECTED}, got {text!r}")
+    options: dict[str, float] = {}
+    for item in rest.split(","):
+        key, _, value = item.partition("=")
+        try:
+            options[key.strip()] = float(value)
+        except ValueError:
+            raise CommError(f"transport: {_EXPECTED}, got {text!r}") from None
+    if sorted(options) != ["alpha", "beta"] or not all(0 <= v < math.inf for v in options.values()):
+        raise CommError(f"transport: {_EXPECTED} with numbers >= 0, got {text!r}")
+    return name, options
+
+
+def make_transport(text: str, context: Context) -> Transport:
+    """The transport of this name on one communicator. Local; the transport may be collective to use."""
+    name, options = parse_transport(text)
+    if name == "emulated":
+        return EmulatedTransport(context, **options)
+    return _PLAIN[name](context)

@@ -1,0 +1,93 @@
+"""What a transport is, and what it is given."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+from halograd.comm.channel import Channel
+from halograd.comm.counters import Meter
+from halograd.comm.progress import Progress
+from halograd.comm.reduction import DirectReduction, Reduction
+
+__all__ = ["Context", "Pattern", "Transport", "aligned_bytes"]
+
+ALIGNMENT = 64  # [B], a cache line: neighbors do not share one, and copies use full vectors
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a communicator gives its transport.
+
+    Attributes
+    ----------
+    mpi
+        The communicator's own clone; messages on it are the transport's alone.
+    progress
+        The progress thread.
+    agree
+        `Communicator.agree`: raise everywhere what failed somewhere. Collective.
+    """
+
+    mpi: MPI.Intracomm
+    progress: Progress
+    agree: Callable[[Exception | None], None]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Who sends how much to whom: elements per peer, none of them zero.
+
+    Attributes
+    ----------
+    tag
+        Tag of the messages, the same on all ranks and of no other channel.
+    """
+
+    sends: Mapping[int, int]
+    recvs: Mapping[int, int]
+    dtype: np.dtype
+    tag: int
+
+    def among(self, peers: set[int]) -> Pattern:
+        """The part of the pattern that concerns these peers."""
+        sends = {peer: count for peer, count in self.sends.items() if peer in peers}
+        recvs = {peer: count for peer, count in self.recvs.items() if peer in peers}
+        return Pattern(sends, recvs, self.dtype, self.tag)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks that are sent to or received from, in order."""
+        return tuple(sorted(self.sends.keys() | self.recvs.keys()))
+
+
+class Transport(ABC):
+    """Makes channels and reductions on one communicator."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    @abstractmethod
+    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
+        """A channel of this (valid and matching) pattern. Collective over the communicator."""
+
+    def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        """An in-place sum of `buffer` over the communicator. Collective over the communicator."""
+        return DirectReduction(self._context.mpi, self._context.progress, buffer, meter)
+
+    def close(self) -> None:
+        """Free what the transport holds, after its channels. Collective over the communicator."""
+        return None
+
+
+def aligned_bytes(nbytes: int) -> np.ndarray:
+    """Zeros: ``(nbytes,)`` uint8, aligned to a cache line. Local."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % ALIGNMENT
+    aligned = raw[first : first + nbytes]
+    aligned.fill(0)  # commit the pages now, not in the first exchange
+    return aligned
