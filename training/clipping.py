@@ -1,0 +1,29 @@
+"""Clipping of gradients by their global norm."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from halograd.training.reducer import GradientReducer
+from halograd.training.store import ParameterStore
+
+__all__ = ["clip_scale", "gradient_norm"]
+
+
+def gradient_norm(store: ParameterStore) -> float:
+    """Euclidean norm of all summed gradients together. Local: every rank holds the same sums."""
+    return math.sqrt(sum(float(np.dot(b.grads, b.grads)) for b in store.buckets))
+
+
+def clip_scale(store: ParameterStore, reducer: GradientReducer, max_norm: float) -> tuple[float, float]:
+    """Wait for all gradients; the factor that brings their norm down to `max_norm`, and the norm. Collective.
+
+    The factor is ``min(1, max_norm / (norm + 1e-6))`` as in torch.nn.utils.clip_grad_norm_. It goes to
+    ``Optimizer.begin_step``, so that no pass over the gradients is spent on it. The norm needs every
+    gradient: the sums that travel are not hidden behind the next forward pass any more.
+    """
+    reducer.wait()
+    norm = gradient_norm(store)
+    return min(1.0, max_norm / (norm + 1e-6)), norm

@@ -1,0 +1,246 @@
+"""Configurations: the TOML file of a run, checked before anything is built.
+
+Every table is a pydantic model that refuses unknown keys and wrong types (no silent conversion). What is
+wrong is said in one line: the key's path, what was expected, what came.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from halograd.errors import UserError
+from halograd.training.messages import describe
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "BackendConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OutputConfig",
+    "ScheduleConfig",
+    "StrategyConfig",
+    "TrainingConfig",
+    "load_config",
+    "parse_config",
+]
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelConfig(BaseModel):
+    """``[model]``: its name, and the options of the function of that name in `halograd.models`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All keys but the name."""
+        return dict(self.model_extra or {})
+
+
+class DataConfig(_Table):
+    """``[data]``: the HDF5 file, its datasets, and how samples are drawn."""
+
+    path: str
+    input: str = "x"
+    target: str = "mask"
+    order: Literal["auto", "NHWC", "NCHW"] = "auto"
+    validation: Below1 = 0.1
+    normalize: bool = True
+    shuffle: bool = True
+    prefetch: bool = True
+
+
+class StrategyConfig(_Table):
+    """``[strategy]``: parts per axis, halo algorithm; or a file that :meth:`Strategy.save` wrote."""
+
+    sample: Count | None = None
+    depth: Count = 1
+    height: Count = 1
+    width: Count = 1
+    halo: Literal["auto", "pad", "overlap"] = "auto"
+    bucket_bytes: Count = 4 << 20
+    file: str | None = None
+
+    @model_validator(mode="after")
+    def _file_alone(self) -> StrategyConfig:
+        others = sorted(self.model_fields_set - {"file"})
+        if self.file is not None and others:
+            raise ValueError(f"file: expected no other key beside it, got {others[0]}")
+        return self
+
+
+class SGDConfig(_Table):
+    """``[optimizer]`` with ``kind = "sgd"``."""
+
+    kind: Literal["sgd"]
+    momentum: Below1 = 0.0
+    nesterov: bool = False
+    weight_decay: NotNegative = 0.0
+
+    @model_validator(mode="after")
+    def _momentum(self) -> SGDConfig:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov: expected momentum > 0 with it, got 0")
+        return self
+
+
+class AdamConfig(_Table):
+    """``[optimizer]`` with ``kind = "adam"`` or ``"adamw"``."""
+
+    kind: Literal["adam", "adamw"]
+    beta1: Below1 = 0.9
+    beta2: Below1 = 0.999
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+
+
+class LARSConfig(_Table):
+    """``[optimizer]`` with ``kind = "lars"``."""
+
+    kind: Literal["lars"]
+    momentum: Below1 = 0.9
+    trust: Positive = 1e-3
+    weight_decay: NotNegative = 0.0
+
+
+OptimizerConfig = Annotated[SGDConfig | AdamConfig | LARSConfig, Field(discriminator="kind")]
+
+
+class ScheduleConfig(_Table):
+    """``[schedule]``: the learning rate over the epochs; epochs may be fractions."""
+
+    kind: Literal["constant", "step", "cosine"] = "constant"
+    learning_rate: Positive
+    warmup_epochs: NotNegative = 0.0
+    warmup_start: Below1 = 0.0
+    milestones: list[Positive] = Field(default_factory=list)
+    factor: Positive = 0.1
+    final: NotNegative = 0.0
+
+    @model_validator(mode="after")
+    def _milestones(self) -> ScheduleConfig:
+        if self.kind == "step" and not self.milestones:
+            raise ValueError("milestones: expected the epochs at which the rate drops, got none")
+        if self.milestones != sorted(set(self.milestones)):
+            raise ValueError(f"milestones: expected rising epochs, got {self.milestones}")
+        return self
+
+
+class TrainingConfig(_Table):
+    """``[training]``."""
+
+    epochs: Count
+    batch: Count
+    seed: Whole = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    clip_norm: Positive | None = None
+
+
+class BackendConfig(_Table):
+    """``[backend]``: kernels, threads per rank, and how messages travel."""
+
+    kernels: str = "auto"
+    threads: Count = 1
+    transport: str = "auto"
+
+
+class OutputConfig(_Table):
+    """``[output]``: where a run writes, and how often."""
+
+    directory: str
+    log_steps: Count = 1
+    checkpoint_epochs: Whole = 1
+    checkpoint_steps: Whole = 0
+    keep: Count = 3
+    timeline: bool = False
+    progress: bool = True
+
+
+class Config(_Table):
+    """A whole configuration."""
+
+    model: ModelConfig
+    data: DataConfig
+    strategy: StrategyConfig = StrategyConfig()
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    training: TrainingConfig
+    backend: BackendConfig = BackendConfig()
+    output: OutputConfig
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a TOML file; `overrides` are ``section.key=value`` and win. Local.
+
+    Raises
+    ------
+    UserError
+        In one line: which key, what was expected, what came.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"configuration {path}: expected a TOML file, it cannot be read: {reason}") from error
+    return parse_config(text, overrides, str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), source: str = "configuration") -> Config:
+    """Like :func:`load_config`, of the text itself; `source` is named in errors."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{source}: expected valid TOML, got an error: {error}") from error
+    for override in overrides:
+        _set(tables, override)
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        raise UserError(f"{source}: {describe(error, Config)}") from error
+
+
+def _set(tables: dict[str, Any], override: str) -> None:
+    """Apply one ``section.key=value``."""
+    key, equals, value = override.partition("=")
+    path = key.strip().split(".")
+    if not equals or len(path) < 2 or not all(path):
+        raise UserError(f"--set: expected section.key=value, got {override!r}")
+    where = tables
+    for name in path[:-1]:
+        where = where.setdefault(name, {})
+        if not isinstance(where, Mapping):
+            raise UserError(f"--set {key.strip()}: expected a table at {name!r}, got {where!r}")
+    where[path[-1]] = _value(key.strip(), value.strip())
+
+
+def _value(key: str, text: str) -> Any:
+    """A TOML value; a bare word or path is a text, as a shell takes the quotes away."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text and not set(text) & set("\"'[]{}=,\n"):
+            return text
+        raise UserError(f"--set {key}: expected a TOML value, got {text!r}") from error
+    if set(parsed) != {"value"}:
+        raise UserError(f"--set {key}: expected one TOML value, got {text!r}")
+    return parsed["value"]

@@ -1,0 +1,258 @@
+"""Optimizers: one update of a bucket's parameters from its summed gradients, in place.
+
+An optimizer works on the flat arrays of the buckets, in pieces that stay in the cache, with arrays and
+views that all exist before the first step. Its state is seen by checkpoints under ``layer/parameter``,
+whatever the buckets are.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from halograd.training.store import Bucket, ParameterStore
+
+__all__ = ["LARS", "SGD", "Adam", "AdamW", "Optimizer"]
+
+# Elements per piece: parameter, gradient, two states and two scratch arrays of it fit a 1 MiB cache.
+PIECE = 1 << 15
+
+
+@dataclass
+class Piece:
+    """A range of a bucket that is updated in one go: views made once.
+
+    Attributes
+    ----------
+    p, g
+        Parameters (modified) and summed gradients (read).
+    state
+        The optimizer's arrays, by their place in `state_names` (modified).
+    a, b
+        Scratch.
+    decayed
+        Whether weight decay applies.
+    name
+        The parameter, where pieces do not mix parameters.
+    """
+
+    p: Any
+    g: Any
+    state: tuple[Any, ...]
+    a: Any
+    b: Any
+    decayed: bool
+    name: str = ""
+
+
+class Optimizer(ABC):
+    """Base of the optimizers. Local: gradients come summed, every rank updates its own copy alike.
+
+    One step is `begin_step`, then `update` of every bucket, in any order.
+
+    Attributes
+    ----------
+    step
+        Updates begun so far.
+    learning_rate
+        Of the current step.
+    gradient_scale
+        Factor on all gradients of the current step (clipping).
+    """
+
+    #: Names of the state arrays.
+    state_names: tuple[str, ...] = ()
+
+    def __init__(self, store: ParameterStore, weight_decay: float = 0.0) -> None:
+        self.store, self.weight_decay = store, weight_decay
+        self.step, self.learning_rate, self.gradient_scale = 0, 0.0, 1.0
+        self._arrays = [
+            tuple(store.memory.keep(b.params.shape, b.params.dtype, "optimizer state") for _ in self.state_names)
+            for b in store.buckets
+        ]
+        scratch = [store.memory.keep((PIECE,), store.dtype, "optimizer scratch") for _ in range(2)]
+        self._pieces = {
+            id(bucket): [self._piece(bucket, state, scratch, r) for r in self._ranges(bucket)]
+            for bucket, state in zip(store.buckets, self._arrays)
+        }
+
+    def _ranges(self, bucket: Bucket) -> list[tuple[int, int, str]]:
+        """``(start, stop, name)`` of the pieces; none holds both decayed and undecayed parameters."""
+        parts = ((0, bucket.decayed), (bucket.decayed, bucket.params.size))
+        return [(i, min(i + PIECE, stop), "") for start, stop in parts for i in range(start, stop, PIECE)]
+
+    def _piece(self, bucket: Bucket, state: tuple, scratch: list, where: tuple[int, int, str]) -> Piece:
+        start, stop, name = where
+        views = tuple(s[start:stop] for s in state)
+        a, b = (s[: stop - start] for s in scratch)
+        decayed = start < bucket.decayed
+        return Piece(bucket.params[start:stop], bucket.grads[start:stop], views, a, b, decayed, name)
+
+    def begin_step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        """A step begins: all updates of the last one are done."""
+        self.step += 1
+        self.learning_rate, self.gradient_scale = learning_rate, gradient_scale
+
+    def update(self, bucket: Bucket) -> None:
+        """Update the parameters of one bucket, whose gradients are summed. Nothing is allocated."""
+        for piece in self._pieces[id(bucket)]:
+            self._apply(piece)
+
+    @abstractmethod
+    def _apply(self, piece: Piece) -> None:
+        """Update one piece."""
+
+    def _gradient(self, piece: Piece, weight_decay: float) -> Any:
+        """``gradient_scale * g + weight_decay * p``, in `piece.a` where it differs from `g`."""
+        g = piece.g
+        if self.gradient_scale != 1.0:
+            g = np.multiply(piece.g, self.gradient_scale, out=piece.a)
+        if weight_decay and piece.decayed:
+            np.multiply(piece.p, weight_decay, out=piece.b)
+            g = np.add(g, piece.b, out=piece.a)
+        return g
+
+    def named_state(self) -> dict[str, dict[str, Any]]:
+        """State arrays by name of the state and ``layer/parameter``, shaped as the parameters: views."""
+        return {
+            key: {
+                name: arrays[i][bucket.slices[name]].reshape(self.store.params[name].shape)
+                for bucket, arrays in zip(self.store.buckets, self._arrays)
+                for name in bucket.names
+            }
+            for i, key in enumerate(self.state_names)
+        }
+
+    def settings(self) -> Mapping[str, Any]:
+        """Scalars of the state, for checkpoints."""
+        return {"kind": type(self).__name__, "step": self.step}
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, plain or Nesterov's, as torch.optim.SGD.
+
+    ``v = momentum * v + g; p -= learning_rate * v`` with ``g`` the gradient plus ``weight_decay * p``;
+    Nesterov: ``p -= learning_rate * (g + momentum * v)``.
+    """
+
+    state_names = ("momentum",)
+
+    def __init__(
+        self, store: ParameterStore, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    ) -> None:
+        if nesterov and not momentum:
+            raise ValueError("nesterov: expected momentum > 0 with it, got 0")
+        if not momentum:
+            self.state_names = ()
+        self.momentum, self.nesterov = momentum, nesterov
+        super().__init__(store, weight_decay)
+
+    def _apply(self, piece: Piece) -> None:
+        step = self._gradient(piece, self.weight_decay)
+        if self.momentum:
+            (v,) = piece.state
+            np.multiply(v, self.momentum, out=v)
+            np.add(v, step, out=v)
+            if self.nesterov:
+                np.multiply(v, self.momentum, out=piece.b)
+                step = np.add(step, piece.b, out=piece.a)
+            else:
+                step = v
+        np.multiply(step, self.learning_rate, out=piece.b)
+        np.subtract(piece.p, piece.b, out=piece.p)
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba 2015, Algorithm 1) with L2 regularisation in the gradient, as torch.optim.Adam."""
+
+    state_names = ("first_moment", "second_moment")
+    _decoupled = False
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.betas, self.epsilon = betas, epsilon
+        super().__init__(store, weight_decay)
+
+    def _apply(self, piece: Piece) -> None:
+        m, v = piece.state
+        a, b = piece.a, piece.b
+        beta1, beta2 = self.betas
+        g = self._gradient(piece, 0.0 if self._decoupled else self.weight_decay)
+        np.subtract(g, m, out=b)
+        np.multiply(b, 1 - beta1, out=b)
+        np.add(m, b, out=m)
+        np.multiply(g, g, out=b)
+        np.multiply(b, 1 - beta2, out=b)
+        np.multiply(v, beta2, out=v)
+        np.add(v, b, out=v)
+        if self._decoupled and piece.decayed and self.weight_decay:
+            np.multiply(piece.p, 1 - self.learning_rate * self.weight_decay, out=piece.p)
+        np.sqrt(v, out=b)
+        np.divide(b, math.sqrt(1 - beta2**self.step), out=b)
+        np.add(b, self.epsilon, out=b)
+        np.divide(m, b, out=a)
+        np.multiply(a, self.learning_rate / (1 - beta1**self.step), out=a)
+        np.subtract(piece.p, a, out=piece.p)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW."""
+
+    _decoupled = True
+
+
+class LARS(Optimizer):
+    """Layer-wise adaptive rate scaling (You et al. 2017, Algorithm 1), for large batches.
+
+    Per parameter array ``r = trust * |p| / (|g| + weight_decay * |p|)``;
+    ``v = momentum * v + learning_rate * r * (g + weight_decay * p); p -= v``.
+    Biases and norm parameters (no weight decay) have ``r = 1``, as in all practical implementations.
+    """
+
+    state_names = ("momentum",)
+
+    def __init__(
+        self, store: ParameterStore, momentum: float = 0.9, trust: float = 1e-3, weight_decay: float = 0.0
+    ) -> None:
+        self.momentum, self.trust = momentum, trust
+        super().__init__(store, weight_decay)
+
+    def _ranges(self, bucket: Bucket) -> list[tuple[int, int, str]]:
+        whole = [(s.start, s.stop, name) for name, s in bucket.slices.items()]
+        return [(i, min(i + PIECE, stop), name) for start, stop, name in whole for i in range(start, stop, PIECE)]
+
+    def update(self, bucket: Bucket) -> None:
+        """Update one bucket: the norms of each parameter first, then its pieces."""
+        pieces = self._pieces[id(bucket)]
+        rate, current = 1.0, ""
+        for piece in pieces:
+            if piece.name != current:
+                current = piece.name
+                rate = self._rate(current, bucket) if piece.decayed else 1.0
+            self._rate_now = self.learning_rate * rate
+            self._apply(piece)
+
+    def _rate(self, name: str, bucket: Bucket) -> float:
+        where = bucket.slices[name]
+        p = math.sqrt(float(np.dot(bucket.params[where], bucket.params[where])))
+        g = math.sqrt(float(np.dot(bucket.grads[where], bucket.grads[where]))) * self.gradient_scale
+        below = g + self.weight_decay * p
+        return self.trust * p / below if p > 0 and below > 0 else 1.0
+
+    def _apply(self, piece: Piece) -> None:
+        (v,) = piece.state
+        g = self._gradient(piece, self.weight_decay)
+        np.multiply(v, self.momentum, out=v)
+        np.multiply(g, self._rate_now, out=piece.b)
+        np.add(v, piece.b, out=v)
+        np.subtract(piece.p, v, out=piece.p)

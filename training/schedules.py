@@ -1,0 +1,89 @@
+"""Schedules of the learning rate: pure functions of the step, so that a restart needs the step only.
+
+>>> rate = WarmUp(Cosine(0.1, steps=100), steps=10)
+>>> [round(rate(s), 4) for s in (0, 9, 55, 100)]
+[0.01, 0.098, 0.0422, 0.0]
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Constant", "Cosine", "Schedule", "StepDecay", "WarmUp"]
+
+#: Learning rate of update number ``step`` (0, 1, ...).
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same rate always."""
+
+    rate: float
+
+    def __call__(self, step: int) -> float:
+        return self.rate
+
+
+@dataclass(frozen=True)
+class StepDecay:
+    """`rate`, times `factor` at each milestone.
+
+    Attributes
+    ----------
+    milestones
+        Steps from which on one factor more applies, rising.
+    """
+
+    rate: float
+    milestones: tuple[int, ...]
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError(f"milestones: expected rising steps, got {self.milestones}")
+
+    def __call__(self, step: int) -> float:
+        return self.rate * self.factor ** bisect_right(self.milestones, step)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from `rate` at step 0 to `final` at step `steps`, constant from there
+    (Loshchilov and Hutter 2017, Eq. 5, without restarts)."""
+
+    rate: float
+    steps: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {self.steps}")
+
+    def __call__(self, step: int) -> float:
+        way = min(step, self.steps) / self.steps
+        return self.final + (self.rate - self.final) * (1 + math.cos(math.pi * way)) / 2
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Another schedule, times a factor that rises linearly to 1 over the first `steps` steps.
+
+    The schedule inside counts from step 0 too, so its milestones stay where they are (Goyal et al. 2017,
+    Section 2.2). Step 0 has the factor ``start + (1 - start) / steps``: no step is without effect.
+    """
+
+    schedule: Schedule
+    steps: int
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {self.steps}")
+
+    def __call__(self, step: int) -> float:
+        factor = self.start + (1 - self.start) * min(1.0, (step + 1) / self.steps)
+        return factor * self.schedule(step)

@@ -1,0 +1,154 @@
+"""Timelines: what each rank did when, as Chrome-trace JSON, with the overlap ratio and a table of phases.
+
+A :class:`Timeline` is the recorder of a communicator: set it as ``comm.recorder`` before the executor is
+built. Open the merged file in ``chrome://tracing`` or https://ui.perfetto.dev: one process per rank, rows
+for what the main thread does and for the messages that travel meanwhile::
+
+    rank 0   compute      [conv1 forward][bn1 forward]      [conv2 forward]
+             wait                        [halo]
+             halo             [  halo travels  ]
+             all-reduce   [ all-reduce of the last step ]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Phase", "Timeline", "overlap_ratio"]
+
+#: Categories that the main thread is busy with; "communication" runs beside it, "wait" within it.
+BUSY = ("forward", "backward", "update", "io")
+
+
+@dataclass
+class Phase:
+    """Sum of the spans of one name and category [s]."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+def overlap_ratio(communication: float, blocked: float) -> float | None:
+    """Overlap ratio in percent: how much of the communication was hidden behind computation.
+
+    ``R = 100 * sum(T_c - T_b) / sum(T_c)``, with T_c the true duration of a communication and T_b the
+    time that the main thread was blocked in it; None without communication.
+
+    Parameters
+    ----------
+    communication, blocked
+        Sums of T_c and T_b [s].
+
+    References
+    ----------
+    Lee et al. 2017, Eq. 11. Theirs is a sum over the all-reduces of one step; ours over any spans.
+    """
+    return 100.0 * (communication - blocked) / communication if communication > 0 else None
+
+
+class Timeline:
+    """Recorder of spans with bounded memory: sums of all, details of the last `capacity`. Local.
+
+    Parameters
+    ----------
+    rank
+        Process id in the trace.
+    capacity
+        Spans whose times are kept; older ones are overwritten (their sums stay).
+
+    Notes
+    -----
+    Not thread-safe: spans come from the main thread (see :class:`halograd.comm.Recorder`).
+    """
+
+    def __init__(self, rank: int = 0, capacity: int = 200_000) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity: expected at least 1, got {capacity}")
+        self.rank, self.capacity = rank, capacity
+        self.phases: dict[tuple[str, str], Phase] = {}
+        self.recorded = 0
+        self._keys: list[tuple[str, str]] = []
+        self._number: dict[tuple[str, str], int] = {}
+        self._which = np.zeros(capacity, np.int32)
+        self._times = np.zeros((capacity, 2))
+
+    def span(self, name: str, category: str, t0: float, t1: float) -> None:
+        """Book one span from `t0` to `t1` (`time.perf_counter` [s])."""
+        key = (name, category)
+        number = self._number.get(key)
+        if number is None:
+            number = self._number[key] = len(self._keys)
+            self._keys.append(key)
+            self.phases[key] = Phase()
+        phase = self.phases[key]
+        phase.count += 1
+        phase.seconds += t1 - t0
+        i = self.recorded % self.capacity
+        self._which[i] = number
+        self._times[i, 0], self._times[i, 1] = t0, t1
+        self.recorded += 1
+
+    @contextmanager
+    def measure(self, name: str, category: str) -> Iterator[None]:
+        """Book what runs inside."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.span(name, category, begin, time.perf_counter())
+
+    def spans(self) -> Iterator[tuple[str, str, float, float]]:
+        """Name, category, begin and end [s] of the spans that are kept, oldest first."""
+        kept = min(self.recorded, self.capacity)
+        for k in range(self.recorded - kept, self.recorded):
+            i = k % self.capacity
+            name, category = self._keys[self._which[i]]
+            yield name, category, float(self._times[i, 0]), float(self._times[i, 1])
+
+    def seconds(self, category: str, kind: str = "") -> float:
+        """Time in all spans of a category [s]; of one kind of communication, if `kind` is given."""
+        return sum(
+            p.seconds for (n, c), p in self.phases.items() if c == category and (not kind or kind_of(n) == kind)
+        )
+
+    def overlap(self, kind: str = "") -> float | None:
+        """Overlap ratio [%] of all communication or of one kind ("halo", "allreduce", ...)."""
+        return overlap_ratio(self.seconds("communication", kind), self.seconds("wait", kind))
+
+    def kinds(self) -> list[str]:
+        """Kinds of communication seen."""
+        return sorted({kind_of(n) for n, c in self.phases if c in ("communication", "wait")})
+
+    def table(self, steps: int = 1) -> str:
+        """Time per step and phase [ms], and what of the communication was hidden."""
+        lines = [f"{'phase':24}{'ms/step':>10}"]
+        for category in BUSY:
+            seconds = self.seconds(category)
+            if seconds:
+                lines.append(f"{category:24}{1e3 * seconds / steps:>10.2f}")
+        lines.append(f"{'communication':24}{'ms/step':>10}{'blocked':>10}{'hidden':>9}")
+        for kind in self.kinds():
+            true, blocked = self.seconds("communication", kind), self.seconds("wait", kind)
+            ratio = overlap_ratio(true, blocked)
+            hidden = "-" if ratio is None else f"{ratio:.1f} %"
+            lines.append(f"  {kind:22}{1e3 * true / steps:>10.2f}{1e3 * blocked / steps:>10.2f}{hidden:>9}")
+        return "\n".join(lines)
+
+    def clear(self) -> None:
+        """Forget all spans and sums."""
+        self.phases = {key: Phase() for key in self._keys}
+        self.recorded = 0
+
+
+def kind_of(name: str) -> str:
+    """Kind of communication of a channel's or reduction's name: its first word.
+
+    >>> kind_of("halo to 1, 2")
+    'halo'
+    """
+    return name.split(" ", 1)[0].split(":", 1)[0] or "other"
