@@ -1,0 +1,70 @@
+# Everything runs from .venv, made by pip alone; a second call re-uses it.
+#   make demo        dataset, training on 4 MPI ranks, evaluation, report in demo/
+#   make test        the whole suite, serially and under 1, 2, 3, 4, 6 and 8 MPI ranks
+#   make bench-step  step times beside torch and JAX (installs them)
+PYTHON ?= python3
+VENV ?= .venv
+# EXTRAS=test leaves the mpich wheel out, for a machine with an MPI of its own.
+EXTRAS ?= mpich,test
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+SOURCES := comm data dtensor halograd kernels layers models training
+
+.DEFAULT_GOAL := help
+.PHONY: help venv oracle peers lint-tools demo test bench-step lint typecheck clean distclean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# The first of $(PYTHON), python3.14 ... python3.10 that is new enough and can make a venv.
+$(VENV)/.stamp-python:
+	@for python in "$(PYTHON)" python3.14 python3.13 python3.12 python3.11 python3.10; do \
+	  "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue; \
+	  echo "== $(VENV) with $$("$$python" --version)"; \
+	  "$$python" -m venv "$(VENV)" && touch $@ && exit 0; \
+	  exit 1; \
+	done; \
+	echo "expected Python >= 3.10 with the venv module, got $$("$(PYTHON)" --version 2>&1); install one (Debian: also python3-venv) or call make PYTHON=/path/to/python3" >&2; \
+	exit 1
+
+# Installed again when the metadata or the set of folders changes; code is editable and needs nothing.
+$(VENV)/.stamp-base: $(VENV)/.stamp-python pyproject.toml setup.py
+	@echo "== installing halograd, MPI and the test tools (some minutes the first time)"
+	@$(PIP) install -e ".[$(EXTRAS)]"
+	@touch $@
+
+$(VENV)/.stamp-lint $(VENV)/.stamp-oracle $(VENV)/.stamp-peers: $(VENV)/.stamp-%: $(VENV)/.stamp-base
+	@echo "== installing the extra '$*'"
+	@$(PIP) install -e ".[$(EXTRAS),$*]"
+	@touch $@
+
+venv: $(VENV)/.stamp-base
+oracle: $(VENV)/.stamp-oracle
+peers: $(VENV)/.stamp-peers
+lint-tools: $(VENV)/.stamp-lint
+
+demo: venv
+	@$(VENV)/bin/halograd demo --out demo
+
+test: venv
+	@$(PY) tests/run_suite.py $(SUITE)
+
+bench-step: peers
+	@$(PY) benchmarks/step.py
+
+lint: lint-tools
+	@$(PY) -m ruff check .
+
+# mypy finds halograd.comm only where the folders are really laid out so: in an ordinary install.
+typecheck: lint-tools
+	@rm -rf .typecheck build
+	@$(PIP) install --no-deps --target .typecheck .
+	@rm -rf build
+	@cd .typecheck && $(abspath $(PY)) -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p halograd
+
+clean:
+	@rm -rf build .typecheck .mypy_cache .ruff_cache .hypothesis demo runs *.egg-info
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	@rm -rf $(VENV)

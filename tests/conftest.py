@@ -1,0 +1,146 @@
+"""Markers and fixtures of the suite.
+
+``@pytest.mark.mpi``              run under 1, 2, 3 and 4 ranks
+``@pytest.mark.many_ranks``       run under 1, 2, 3, 4, 6 and 8 ranks
+``@pytest.mark.ranks(2, 6)``      run under exactly these numbers of ranks
+``@pytest.mark.timeout(seconds)`` a limit other than the default
+
+A test with one of the first three is not run serially. Under MPI a fault on one rank fails the test on all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from tests.harness.jobs import TEST_ENVIRONMENT
+from tests.harness.plugin import RankPlugin, quiet
+from tests.harness.record import Record
+from tests.harness.watchdog import Watchdog
+
+SIZE = pytest.StashKey[int]()
+FEW, MANY = (1, 2, 3, 4), (1, 2, 3, 4, 6, 8)
+
+for _name, _value in TEST_ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+# The same draws on every rank and in every run; shared machines make deadlines meaningless.
+settings.register_profile("suite", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("suite")
+
+
+def sizes(item: pytest.Item) -> tuple[int, ...]:
+    """Numbers of ranks a test is to be run under; empty for a serial test."""
+    exact = item.get_closest_marker("ranks")
+    if exact is not None:
+        if not exact.args or not all(isinstance(n, int) and n > 0 for n in exact.args):
+            raise pytest.UsageError(f"{item.nodeid}: expected @pytest.mark.ranks(2, 6), got ranks{exact.args}")
+        return exact.args
+    mpi = item.get_closest_marker("mpi")
+    if mpi is None and item.get_closest_marker("many_ranks") is None:
+        return ()
+    smallest = mpi.kwargs.get("min_size", 1) if mpi else 1
+    every = MANY if item.get_closest_marker("many_ranks") else FEW
+    return tuple(n for n in every if n >= smallest)
+
+
+@pytest.hookimpl(trylast=True)  # the reporter to be silenced must be there
+def pytest_configure(config: pytest.Config) -> None:
+    rank, size = 0, 0
+    if config.getoption("--with-mpi"):
+        from mpi4py import MPI
+
+        rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    record = Record(rank)
+    record.write(pid=os.getpid())
+    watchdog = Watchdog(record)
+    config.stash[SIZE] = size
+    if rank == 0:
+        config.pluginmanager.register(Recorder(record), "halograd-recorder")
+    if size:
+        quiet(config, rank)
+        config.pluginmanager.register(RankPlugin(config, MPI.COMM_WORLD, record, watchdog), "halograd-rank")
+    else:
+        config.pluginmanager.register(SerialLimit(watchdog), "halograd-limit")
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Make ``-m mpi`` find the tests of the other two markers too."""
+    if sizes(item) and item.get_closest_marker("mpi") is None:
+        item.add_marker("mpi")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under MPI keep the tests for this number of ranks."""
+    size = config.stash[SIZE]
+    if not size:
+        return
+    other = [item for item in items if size not in sizes(item)]
+    if other:
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if size in sizes(item)]
+
+
+class SerialLimit:
+    """pytest-timeout interrupts a serial test by a signal; where that cannot work this ends the process."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        marker = item.get_closest_marker("timeout")
+        given = marker.args[0] if marker and marker.args else None
+        limit = given or item.config.getoption("timeout") or item.config.getini("timeout") or 300
+        self.watchdog.start(float(limit), None)
+        try:
+            return (yield)
+        finally:
+            self.watchdog.stop()
+
+
+class Recorder:
+    """Writes the outcome of each test as soon as it is known."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.outcome: dict[str, tuple[str, str]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.record.write(collected=len(session.items))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.record.write(end=report.nodeid or "collection", outcome="failed", text=report.longreprtext)
+        elif report.skipped:
+            self.record.write(end=report.nodeid, outcome="skipped", text=_reason(report))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.record.write(begin=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.outcome[report.nodeid] = ("failed", report.longreprtext)
+        elif report.skipped:
+            self.outcome.setdefault(report.nodeid, ("skipped", _reason(report)))
+        elif report.when == "call":
+            self.outcome.setdefault(report.nodeid, ("passed", ""))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        outcome, text = self.outcome.pop(nodeid, ("failed", "no outcome was reported"))
+        self.record.write(end=nodeid, outcome=outcome, text=text)
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    return str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
+
+
+@pytest.fixture
+def comm() -> Any:
+    """`MPI.COMM_WORLD`, for tests of data movement to clone."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD

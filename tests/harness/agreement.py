@@ -1,0 +1,90 @@
+"""All ranks agree on the outcome of each phase of a test, so that a fault on one of them is everyone's.
+
+The agreement waits with non-blocking calls and a deadline on a communicator of its own: a rank that failed while
+the others wait for it inside the test cannot be waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import zlib
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+
+from tests.harness.record import Record
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+PASSED, SKIPPED, FAILED = 0, 1, 2
+NAMES = {"passed": PASSED, "skipped": SKIPPED, "failed": FAILED}
+
+
+class Agreement:
+    """Outcomes of all ranks, exchanged over a duplicate of `comm`. Collective over `comm`.
+
+    Parameters
+    ----------
+    grace
+        How long a rank that failed waits for the others [s] before it ends the job.
+    stderr
+        File descriptor for last words: pytest's capture has its hands on number 2 during a test.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, record: Record, grace: float, stderr: int) -> None:
+        self.comm = comm.Dup()
+        self.record = record
+        self.grace = grace
+        self.stderr = stderr
+        host = socket.gethostname()
+        self._peers = [pid for where, pid in self.gather_objects([host, os.getpid()]) if where == host]
+
+    def outcomes(self, key: str, outcome: str, text: str, patience: float) -> list[int]:
+        """Outcome of every rank for the phase `key`; ends the job if that cannot be had. Collective.
+
+        A rank that failed waits `grace`, one that did not waits `patience` [s]: the others may still be at
+        work, and each of them has a limit of its own.
+        """
+        mine = np.array([NAMES[outcome], zlib.crc32(key.encode())], np.int64)
+        everyone = np.zeros((self.comm.size, 2), np.int64)
+        request = self.comm.Iallgather(mine, everyone)
+        failed = NAMES[outcome] == FAILED
+        deadline = time.monotonic() + (self.grace if failed else patience)
+        pause = 1e-4
+        while not request.Test():
+            if time.monotonic() > deadline:
+                reason = text if failed else f"passed here, but other ranks never came to the end of {key}"
+                self.give_up(key, reason)
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+        if len(set(everyone[:, 1])) > 1:
+            self.give_up(key, f"the ranks run different tests; this one runs {key}\n{text}")
+        return [int(code) for code in everyone[:, 0]]
+
+    def gather_objects(self, value: object) -> list:
+        """JSON-able value of every rank, on every rank. Collective."""
+        data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        counts = np.zeros(self.comm.size, np.int64)
+        self.comm.Allgather(np.array([data.size], np.int64), counts)
+        everyone = np.zeros(int(counts.sum()), np.uint8)
+        self.comm.Allgatherv(data, [everyone, counts])
+        cuts = np.cumsum(counts)[:-1]
+        return [json.loads(part.tobytes()) for part in np.split(everyone, cuts)]
+
+    def give_up(self, key: str, text: str) -> NoReturn:
+        """Say why, let the peers of this node leave their tracebacks, and end the job. Local."""
+        rank, size = self.comm.rank, self.comm.size
+        self.record.write(fatal=key.partition(" ")[0], text=f"[rank {rank} of {size}] {text}")
+        os.write(self.stderr, f"\n[rank {rank} of {size}] ends the job: {key}\n{text}\n".encode())
+        for pid in self._peers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        self.comm.Abort(1)
+        os._exit(1)

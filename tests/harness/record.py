@@ -1,0 +1,105 @@
+"""What happened to every test, one JSON line per event, readable after the process has died.
+
+Each rank appends to its own file in the folder named by `VARIABLE`; without it nothing is written. Rank 0's file
+holds the verdicts. `stack-RANK.txt` beside it takes the tracebacks of a rank that hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "HALOGRAD_TEST_RECORD"
+
+
+class Record:
+    """Writer of the events of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.folder = Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+        self._path = self.folder / f"events-{rank}.jsonl" if self.folder else None
+        self._rank = rank
+
+    def write(self, **event: Any) -> None:
+        """Append one event; opened and closed each time, so that a killed process loses nothing."""
+        if self._path:
+            with self._path.open("a") as file:
+                file.write(json.dumps(event) + "\n")
+
+    def stack_file(self) -> Path | None:
+        """Where this rank's tracebacks go when it hangs."""
+        return self.folder / f"stack-{self._rank}.txt" if self.folder else None
+
+
+@dataclass
+class Verdict:
+    """Outcome of one test in one run."""
+
+    test: str
+    outcome: str
+    text: str = ""
+
+
+@dataclass
+class Outcomes:
+    """What a run's record says.
+
+    Attributes
+    ----------
+    verdicts
+        One per test that was begun; a test that never ended counts as failed.
+    collected
+        Number of tests the run set out to do, None if it did not come so far.
+    pids, segments
+        Process ids of the ranks and names of the shared-memory files they mapped.
+    stacks
+        Rank to the tracebacks it left.
+    """
+
+    verdicts: list[Verdict] = field(default_factory=list)
+    collected: int | None = None
+    pids: list[int] = field(default_factory=list)
+    segments: set[str] = field(default_factory=set)
+    stacks: dict[int, str] = field(default_factory=dict)
+
+    def count(self, outcome: str) -> int:
+        """Number of tests with this outcome."""
+        return sum(v.outcome == outcome for v in self.verdicts)
+
+
+def read(folder: Path) -> Outcomes:
+    """Read the record of a run, complete or not."""
+    found = Outcomes()
+    begun: dict[str, Verdict] = {}
+    for path in sorted(folder.glob("events-*.jsonl")):
+        for event in _events(path):
+            if "pid" in event:
+                found.pids.append(event["pid"])
+            found.segments |= set(event.get("segments", ()))
+            found.collected = event.get("collected", found.collected)
+            if "begin" in event:
+                begun.setdefault(event["begin"], Verdict(event["begin"], "failed", "did not end"))
+            if "end" in event:
+                begun[event["end"]] = Verdict(event["end"], event["outcome"], event.get("text", ""))
+    # A rank that gives up leaves its reason last: it outweighs what rank 0 knows of that test.
+    for path in sorted(folder.glob("events-*.jsonl")):
+        for event in _events(path):
+            if "fatal" in event:
+                begun[event["fatal"]] = Verdict(event["fatal"], "failed", event["text"])
+    found.verdicts = list(begun.values())
+    for path in sorted(folder.glob("stack-*.txt")):
+        if text := path.read_text(errors="replace").strip():
+            found.stacks[int(path.stem.removeprefix("stack-"))] = text
+    return found
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:  # the process was killed while writing it
+            continue

@@ -1,0 +1,86 @@
+"""Start an MPI job from inside a serial test."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+
+from tests.harness import jobs
+
+__all__ = ["find_mpiexec", "mpiexec"]
+
+
+def find_mpiexec() -> str:
+    """Path of the mpiexec beside this Python, else of the first on PATH."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise FileNotFoundError(f"expected mpiexec in {beside.parent} or on PATH, got none; pip install mpich")
+    return found
+
+
+def mpiexec(
+    n: int,
+    args: Sequence[str | PathLike[str]],
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | PathLike[str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``mpiexec -n N python ARGS`` and return its exit code, stdout and stderr as text.
+
+    ``mpiexec(4, ["-m", "halograd", "doctor"])``. After `timeout` [s] the whole job is killed and
+    `subprocess.TimeoutExpired` raised, with what was printed so far. A job that ends by itself with code 0 must
+    leave neither a process nor a shared-memory segment: `AssertionError` otherwise. What a failing job leaves is
+    swept (MPICH leaves a segment after every abort).
+    """
+    mark = jobs.new_mark()
+    command = [find_mpiexec(), "-n", str(n), sys.executable, *map(str, args)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env=jobs.job_environment(mark, env),
+        cwd=cwd,
+        start_new_session=True,
+    ) as process:
+        seen: set[str] = set()
+        watcher = threading.Thread(target=_watch, args=(process, mark, seen), daemon=True)
+        watcher.start()
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as expired:
+            jobs.end(mark)
+            stdout, stderr = process.communicate()
+            jobs.remove(seen)
+            raise subprocess.TimeoutExpired(command, timeout, stdout, stderr) from expired
+        finally:
+            left = jobs.await_end(mark)
+            jobs.end(mark)
+            watcher.join()
+    _judge(process.returncode, left, seen, stderr)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _watch(process: subprocess.Popen[str], mark: str, seen: set[str]) -> None:
+    """Collect the names of the shared-memory segments of the job while it runs."""
+    while process.poll() is None:
+        seen |= jobs.segments(jobs.members(mark))
+        time.sleep(0.05)
+
+
+def _judge(code: int, left: list[int], seen: set[str], stderr: str) -> None:
+    if code != 0:
+        jobs.remove(seen)
+        return
+    kept = jobs.await_removal(seen)
+    jobs.remove(kept)
+    assert not left, f"expected no process to outlive the job, got {left}\n{stderr}"
+    assert not kept, f"expected no shared memory to outlive the job, got {kept}\n{stderr}"

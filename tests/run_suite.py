@@ -1,0 +1,195 @@
+"""Run the whole suite: serially, then under 1, 2, 3, 4, 6 and 8 MPI ranks. Called by ``make test``.
+
+Every run has a wall-clock limit, every test one of its own. A run that hangs is killed with all its ranks and
+counts as failed, with the tracebacks of every rank. The last line is ``N passed, N failed, N skipped``.
+
+    python tests/run_suite.py                         everything
+    python tests/run_suite.py --runs 2,4 tests/comm   these tests, under 2 and 4 ranks only
+    python tests/run_suite.py --runs serial -k box    other arguments go to pytest
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.harness import jobs, record  # noqa: E402  (needs the line above)
+from tests.launch import find_mpiexec  # noqa: E402
+
+RUNS = ("serial", "1", "2", "3", "4", "6", "8")
+NO_TESTS = 5  # exit code of pytest when nothing was selected
+
+
+@dataclass
+class Run:
+    """Result of one run of pytest, serial or under MPI."""
+
+    name: str
+    passed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    skips: list[tuple[str, str]] = field(default_factory=list)
+
+
+def command(name: str, limit: float, arguments: list[str]) -> list[str]:
+    """Command line of a run."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-r", "fE"]
+    pytest += ["--continue-on-collection-errors", f"--timeout={limit:g}"]
+    if name == "serial":
+        return [*pytest, "--timeout-method=signal", "-m", "not mpi", *arguments]
+    return [find_mpiexec(), "-n", name, *pytest, "--with-mpi", "-m", "mpi", *arguments]
+
+
+def execute(name: str, options: argparse.Namespace, folder: Path) -> Run:
+    """Do one run and judge it."""
+    records = folder / f"record-{name}"
+    records.mkdir()
+    mark = jobs.new_mark()
+    extra = {record.VARIABLE: str(records), "PYTEST_DEBUG_TEMPROOT": str(folder), "TMPDIR": str(folder)}
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        command(name, options.test_limit, options.arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        cwd=options.directory,
+        env=jobs.job_environment(mark, extra),
+        start_new_session=True,
+    )
+    tail: deque[str] = deque(maxlen=40)
+    reader = threading.Thread(target=_pass_on, args=(process, tail), daemon=True)
+    reader.start()
+    late = _wait(process, mark, options.limit, records)
+    left = jobs.await_end(mark)
+    immortal = jobs.end(mark)
+    reader.join(5)
+    run = _judge(name, process.returncode, record.read(records), tail)
+    run.seconds = time.monotonic() - begin
+    if late:
+        run.failures.append((name, f"the run exceeded its limit of {options.limit:g} s"))
+    elif left:
+        run.failures.append((name, f"expected no process to outlive the run, got {left}"))
+    if immortal:
+        run.failures.append((name, f"expected killed processes to end, got {immortal}"))
+    return run
+
+
+def _pass_on(process: subprocess.Popen[bytes], tail: deque[str]) -> None:
+    assert process.stdout is not None
+    while chunk := process.stdout.read1(1 << 16):
+        text = chunk.decode(errors="replace")
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        tail.extend(text.splitlines())
+
+
+def _wait(process: subprocess.Popen[bytes], mark: str, limit: float, records: Path) -> bool:
+    """Wait for the run, or kill it after its limit; return whether it had to be killed."""
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        for pid in record.read(records).pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)  # for the tracebacks
+        jobs.end(mark)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # where there is no /proc to find members by
+        process.wait()
+        return True
+    return False
+
+
+def _judge(name: str, code: int, outcomes: record.Outcomes, tail: deque[str]) -> Run:
+    run = Run(name, outcomes.count("passed"), outcomes.count("skipped"))
+    run.skips = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "skipped"]
+    run.failures = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "failed"]
+    ended_well = code in (0, NO_TESTS)
+    if not ended_well and not run.failures:
+        run.failures.append((name, f"exit code {code} without a failed test; last output:\n" + "\n".join(tail)))
+    if outcomes.stacks and not ended_well:
+        print(f"\n== where the ranks of run '{name}' were", flush=True)
+        for rank, stack in outcomes.stacks.items():
+            print("\n".join(f"[rank {rank}] {line}" for line in stack.splitlines()[-60:]), flush=True)
+    kept = jobs.await_removal(outcomes.segments)
+    jobs.remove(kept)
+    if kept and ended_well:  # MPICH leaves its segment whenever a job is aborted
+        run.failures.append((name, f"expected no shared memory to outlive the run, got {kept}"))
+    missing = (outcomes.collected or 0) - len(outcomes.verdicts)
+    if missing > 0 and not ended_well:
+        print(f"== {missing} tests of run '{name}' were not reached", flush=True)
+    return run
+
+
+def summarize(runs: list[Run]) -> bool:
+    """Print failures, skip reasons, the table and the line of totals; return whether all is well."""
+    print("\n" + "=" * 30 + " summary " + "=" * 30)
+    reasons = sorted({text for run in runs for _, text in run.skips})
+    for reason in reasons:
+        tests = sum(text == reason for run in runs for _, text in run.skips)
+        print(f"skipped {tests}: {reason}")
+    for module in ("torch", "vtk"):
+        present = importlib.util.find_spec(module) is not None
+        print(f"{module}: " + ("present" if present else "absent, its tests are skipped; `make oracle` installs it"))
+    for run in runs:
+        for test, text in run.failures:
+            last = text.strip().splitlines()[-1] if text.strip() else ""
+            print(f"FAILED [{run.name}] {test}: {last}")
+    print(f"\n{'ranks':>7} {'passed':>8} {'failed':>8} {'skipped':>8} {'seconds':>9}")
+    for run in runs:
+        print(f"{run.name:>7} {run.passed:>8} {len(run.failures):>8} {run.skipped:>8} {run.seconds:>9.1f}")
+    passed, skipped = sum(run.passed for run in runs), sum(run.skipped for run in runs)
+    failed = sum(len(run.failures) for run in runs)
+    if passed + failed == 0:
+        print("expected at least one test, got none")
+        failed = 1
+    print(f"\n{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+    return failed == 0
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Options of this script; what it does not know is for pytest."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated list of 'serial' and rank counts")
+    parser.add_argument("--limit", type=float, default=900, help="wall-clock limit of a run [s] (default %(default)g)")
+    parser.add_argument("--test-limit", type=float, default=180, help="limit of a test [s] (default %(default)g)")
+    parser.add_argument("--directory", type=Path, default=ROOT, help="where to run pytest (default: the repository)")
+    options, options.arguments = parser.parse_known_args(arguments)
+    options.runs = options.runs.split(",")
+    unknown = [name for name in options.runs if name != "serial" and not name.isdigit()]
+    if unknown:
+        parser.error(f"--runs: expected 'serial' or rank counts, got {unknown}")
+    paths = [a for a in options.arguments if (options.directory / a.partition("::")[0]).exists()]
+    if not paths:
+        options.arguments.append("tests")
+    return options
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    options = parse()
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="halograd-suite-", ignore_cleanup_errors=True) as folder:
+        for name in options.runs:
+            print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)
+            runs.append(execute(name, options, Path(folder)))
+    return 0 if summarize(runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
