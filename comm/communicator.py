@@ -10,8 +10,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
-from mpi4py import MPI
-
 from halograd.comm.boot import end
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Counters, Instruments, Meter, Recorder
@@ -20,6 +18,7 @@ from halograd.comm.progress import Progress
 from halograd.comm.reduction import Reduction, check_buffer
 from halograd.comm.transports import Context, Transport, make_transport, parse_transport
 from halograd.comm.transports.base import Pattern
+from mpi4py import MPI
 
 __all__ = ["Communicator"]
 
@@ -194,6 +193,7 @@ class Communicator:
         part = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
         if part == MPI.COMM_NULL:
             return None
+        assert isinstance(part, MPI.Intracomm)
         ranks = tuple(part.allgather(self.ranks[self.rank]))
         child = Communicator.__new__(Communicator)
         child._set_up(part, self.transport, self._progress, self._instruments, ranks)
@@ -217,10 +217,10 @@ class Communicator:
         if not faulty.any():
             return
         origin = int(np.argmax(faulty))
-        described = self._mpi.bcast(None if fault is None else _describe(fault), root=origin)
+        module, name, text = self._mpi.bcast(None if fault is None else _describe(fault), root=origin)
         others = int(faulty.sum()) - 1
         where = f"rank {self.ranks[origin]}" + (f" (and {others} more)" if others else "")
-        error = _recreate(*described, where)
+        error = _recreate(module, name, text, where)
         error.agreed = True  # type: ignore[attr-defined]
         error.arose_here = origin == self.rank  # type: ignore[attr-defined]
         raise error from fault

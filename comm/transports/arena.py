@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from mpi4py import MPI
-
 from halograd.comm.errors import CommError
 from halograd.comm.transports.base import ALIGNMENT
+from mpi4py import MPI
 
 __all__ = ["Arena", "Chunk", "rounded"]
 
@@ -60,7 +59,7 @@ class Chunk:
     def segment(self, rank: int) -> np.ndarray:
         """The memory of a rank of the node: ``(bytes,)`` uint8, shared. Local."""
         memory, _ = self._window.Shared_query(rank)
-        return np.frombuffer(memory, np.uint8)
+        return np.asarray(memory.cast("B"))
 
     def sync(self) -> None:
         """Memory fence between what this rank wrote or read and its next message. Local."""

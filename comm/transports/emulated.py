@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from mpi4py import MPI
-
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.reduction import Reduction
 from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
 from halograd.comm.transports.mpi import MpiChannel
+from mpi4py import MPI
 
 __all__ = ["EmulatedTransport", "sleep_until"]
 
@@ -90,8 +89,8 @@ class EmulatedChannel(MpiChannel):
     def _start(self) -> None:
         for stamp in self._stamps:
             stamp[0] = self._started_at
-        if self._operation.requests:
-            MPI.Prequest.Startall(self._operation.requests)
+        if self._requests:
+            MPI.Prequest.Startall(self._requests)
             self._progress.submit(self._operation)
 
     def _finish(self) -> float:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from mpi4py import MPI
-
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.progress import Operation
 from halograd.comm.transports.base import Context, Pattern, Transport, aligned_bytes
+from mpi4py import MPI
 
 __all__ = ["MpiChannel", "MpiTransport", "words"]
 
@@ -43,11 +42,12 @@ class MpiChannel(Channel):
         self._progress = context.progress
         self._sent = self._allocate(pattern.sends)
         self._received = self._allocate(pattern.recvs)
-        self._operation = Operation()
-        self._operation.requests = [
+        self._requests: list[MPI.Prequest] = [
             *(context.mpi.Recv_init(words(m), peer, pattern.tag) for peer, m in self._received.items()),
             *(context.mpi.Send_init(words(m), peer, pattern.tag) for peer, m in self._sent.items()),
         ]
+        self._operation = Operation()
+        self._operation.requests = self._requests
         self._send_views = self._payloads(self._sent)
         self._recv_views = self._payloads(self._received)
         for view in self._recv_views.values():
@@ -70,7 +70,7 @@ class MpiChannel(Channel):
         return self._recv_views[peer]
 
     def _start(self) -> None:
-        MPI.Prequest.Startall(self._operation.requests)
+        MPI.Prequest.Startall(self._requests)
         if self._in_background:
             self._progress.submit(self._operation)
 
@@ -82,9 +82,9 @@ class MpiChannel(Channel):
         return 0.0
 
     def _close(self) -> None:
-        for request in self._operation.requests:
+        for request in self._requests:
             request.Free()
-        self._operation.requests = ()
+        self._requests.clear()
         for buffers in (self._sent, self._received, self._send_views, self._recv_views):
             buffers.clear()
 

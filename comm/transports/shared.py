@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from mpi4py import MPI
-
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.transports.arena import Arena, Chunk, rounded
 from halograd.comm.transports.base import Context, Pattern, Transport
+from mpi4py import MPI
 
 __all__ = ["SharedTransport"]
 
@@ -74,6 +73,7 @@ class SharedTransport(Transport):
         if self._arena is None:
             comm = self._context.mpi
             node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+            assert isinstance(node, MPI.Intracomm)
             everybody, here = comm.Get_group(), node.Get_group()
             self._node_ranks = list(everybody.Translate_ranks(range(comm.size), here))
             everybody.Free()
