@@ -53,9 +53,7 @@ class DistTensor:
         self.layout = layout
         self.margin = tuple(margin) if margin is not None else ((0, 0),) * len(layout.shape)
         if len(self.margin) != len(layout.shape) or any(min(m) < 0 for m in self.margin):
-            raise ValueError(
-                f"margin: expected one pair of widths >= 0 per axis of {layout.shape}, got {self.margin}"
-            )
+            raise ValueError(f"margin: expected one pair of widths >= 0 per axis of {layout.shape}, got {self.margin}")
         self.held = tuple(self._grow(box) for box in layout.boxes)
         self.local = np.zeros(self.held[comm.rank].shape, dtype)
 

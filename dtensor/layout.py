@@ -144,7 +144,5 @@ def _cuts(size: int, parts: int, given: Sequence[int] | None, axis: int) -> tupl
     given = tuple(given)
     rising = all(a <= b for a, b in itertools.pairwise(given))
     if len(given) != parts + 1 or given[0] != 0 or given[-1] != size or not rising:
-        raise ValueError(
-            f"axis {axis}: expected {parts + 1} rising boundaries from 0 to {size}, got {given}"
-        )
+        raise ValueError(f"axis {axis}: expected {parts + 1} rising boundaries from 0 to {size}, got {given}")
     return given

@@ -45,9 +45,7 @@ def subtract(box: Box, other: Box) -> list[Box]:
     return pieces
 
 
-def plan_exchange(
-    sources: Sequence[Box], targets: Sequence[Box], rank: int, *, summed: bool = False
-) -> list[Piece]:
+def plan_exchange(sources: Sequence[Box], targets: Sequence[Box], rank: int, *, summed: bool = False) -> list[Piece]:
     """Pieces that `rank` sends, receives or copies, in an order that sender and receiver share.
 
     Parameters

@@ -1,0 +1,104 @@
+"""Mesh-tangling models of Dryden et al. 2019 (Section VI): six blocks of convolution, batch norm, ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halograd.layers import (
+    BatchNorm,
+    BinaryCrossEntropyWithLogits,
+    Concat,
+    Conv,
+    Input,
+    Network,
+    Node,
+    Resize,
+)
+
+__all__ = ["mesh", "mesh_1k", "mesh_2k"]
+
+#: Filters per block; the paper's figures give the first (128), the fifth (384) and the last (128).
+WIDTHS = (128, 192, 256, 320, 384, 128)
+
+
+def mesh(
+    resolution: int | Sequence[int] = 512,
+    channels: int = 18,
+    widths: Sequence[int] = WIDTHS,
+    convs: int = 3,
+    decoder: bool = False,
+    statistics: str = "global",
+    pos_weight: float = 1.0,
+    name: str = "mesh",
+) -> Network:
+    """The mesh-tangling network: which cells, or which patches of cells, need relaxation.
+
+    Every block begins with a convolution of stride 2 (the first of all with a 5 x 5 kernel), so with six
+    blocks there is one prediction per 64 x 64 patch, against the mask reduced to that grid
+    (:mod:`halograd.data.targets`). With `decoder`, a path back up with skip connections predicts every cell.
+
+    Parameters
+    ----------
+    resolution
+        Cells along height and width (one number, or two).
+    channels
+        Channels of a sample.
+    widths
+        Filters of each block.
+    convs
+        Convolution-norm-ReLU units per block: 3 in the paper's 1K model, 5 in its 2K model.
+    decoder
+        Predict every cell instead of every patch.
+    statistics
+        Of batch norm: "global", "sample" or "local".
+    pos_weight
+        Weight of the cells that need relaxation in the loss.
+
+    Returns
+    -------
+    Network
+        Inputs ``x (H, W, channels)`` and ``target (h, w, 1)``; outputs ``prediction`` (logits) and ``loss``.
+    """
+    height, width = (resolution, resolution) if isinstance(resolution, int) else resolution
+    scale = 2 ** len(widths)
+    if decoder and (height % scale or width % scale):
+        raise ValueError(f"resolution: with a decoder, expected multiples of {scale}, got {height} x {width}")
+    x = Input((height, width, channels), name="x")
+    y: Node = x
+    skips: list[Node] = []
+    for i, filters in enumerate(widths, start=1):
+        for j in range(1, convs + 1):
+            first = j == 1
+            kernel = 5 if first and i == 1 else 3
+            y = _unit(y, filters, f"{i}_{j}", kernel, 2 if first else 1, statistics)
+        skips.append(y)
+    if decoder:
+        y = _decoder(y, skips[:-1], widths, statistics)
+    logits = Conv(1, 1 if decoder else 3, padding=0 if decoder else 1, name="predict")(y)
+    target = Input(logits.shape, name="target")
+    loss = BinaryCrossEntropyWithLogits(pos_weight=pos_weight, name="bce")(logits, target)
+    return Network({"prediction": logits, "loss": loss}, name=name)
+
+
+def _unit(y: Node, filters: int, label: str, kernel: int, stride: int, statistics: str) -> Node:
+    y = Conv(filters, kernel, stride, kernel // 2, bias=False, name=f"conv{label}")(y)
+    return BatchNorm(statistics=statistics, activation="relu", name=f"bn{label}")(y)
+
+
+def _decoder(y: Node, skips: Sequence[Node], widths: Sequence[int], statistics: str) -> Node:
+    """Up by two, join the encoder's output of that size, one unit; once more to the cells themselves."""
+    for level in range(len(widths) - 1, 0, -1):
+        y = Resize(scale=2, name=f"up{level}")(y)
+        y = Concat(name=f"join{level}")(y, skips[level - 1])
+        y = _unit(y, widths[level - 1], f"d{level}", 3, 1, statistics)
+    return Resize(scale=2, mode="bilinear", name="up0")(_unit(y, widths[0], "d0", 3, 1, statistics))
+
+
+def mesh_1k(**options) -> Network:
+    """The paper's 1K model: 1024 x 1024 x 18, three convolutions per block."""
+    return mesh(**{"resolution": 1024, "convs": 3, "name": "mesh_1k", **options})
+
+
+def mesh_2k(**options) -> Network:
+    """The paper's 2K model: 2048 x 2048 x 18, five convolutions per block."""
+    return mesh(**{"resolution": 2048, "convs": 5, "name": "mesh_2k", **options})

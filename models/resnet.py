@@ -1,0 +1,82 @@
+"""ResNet-50 (He et al. 2016), version 1.5: the stride sits in the 3 x 3 convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halograd.layers import (
+    Add,
+    BatchNorm,
+    Conv,
+    Dense,
+    GlobalAveragePool,
+    Input,
+    MaxPool,
+    Network,
+    Node,
+    ReLU,
+    SoftmaxCrossEntropy,
+)
+
+__all__ = ["resnet", "resnet50"]
+
+
+def resnet(
+    depths: Sequence[int],
+    classes: int = 1000,
+    channels: int = 3,
+    resolution: int = 224,
+    width: int = 64,
+    statistics: str = "global",
+    name: str = "resnet",
+) -> Network:
+    """A residual network of bottleneck blocks.
+
+    Parameters
+    ----------
+    depths
+        Blocks per stage, (3, 4, 6, 3) for ResNet-50.
+    classes, channels, resolution
+        Of the head and of the samples.
+    width
+        Filters of the first stage's 3 x 3 convolutions (64; smaller for tests).
+    statistics
+        Of batch norm: "global", "sample" or "local".
+
+    Returns
+    -------
+    Network
+        Inputs ``x (resolution, resolution, channels)`` and ``target (1,)`` (class index); outputs
+        ``prediction`` (logits) and ``loss``.
+    """
+    x = Input((resolution, resolution, channels), name="x")
+    y = Conv(width, 7, 2, 3, bias=False, name="conv1")(x)
+    y = BatchNorm(statistics=statistics, activation="relu", name="bn1")(y)
+    y = MaxPool(3, 2, padding=1, name="pool1")(y)
+    for stage, blocks in enumerate(depths, start=2):
+        for block in range(1, blocks + 1):
+            stride = 2 if block == 1 and stage > 2 else 1
+            y = _bottleneck(y, width * 2 ** (stage - 2), stride, f"{stage}_{block}", statistics)
+    y = GlobalAveragePool(name="pool")(y)
+    logits = Dense(classes, name="dense")(y)
+    target = Input((1,), name="target", dtype="int32")
+    return Network({"prediction": logits, "loss": SoftmaxCrossEntropy(name="ce")(logits, target)}, name=name)
+
+
+def _bottleneck(x: Node, filters: int, stride: int, label: str, statistics: str) -> Node:
+    y = Conv(filters, 1, bias=False, name=f"conv{label}a")(x)
+    y = BatchNorm(statistics=statistics, activation="relu", name=f"bn{label}a")(y)
+    y = Conv(filters, 3, stride, 1, bias=False, name=f"conv{label}b")(y)
+    y = BatchNorm(statistics=statistics, activation="relu", name=f"bn{label}b")(y)
+    y = Conv(4 * filters, 1, bias=False, name=f"conv{label}c")(y)
+    y = BatchNorm(statistics=statistics, name=f"bn{label}c")(y)
+    shortcut = x
+    if stride > 1 or x.shape[-1] != 4 * filters:
+        shortcut = Conv(4 * filters, 1, stride, bias=False, name=f"conv{label}s")(x)
+        shortcut = BatchNorm(statistics=statistics, name=f"bn{label}s")(shortcut)
+    return ReLU(name=f"relu{label}")(Add(name=f"add{label}")(y, shortcut))
+
+
+def resnet50(**options) -> Network:
+    """ResNet-50: 25,557,032 parameters with 1000 classes."""
+    return resnet(**{"depths": (3, 4, 6, 3), "name": "resnet50", **options})

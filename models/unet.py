@@ -1,0 +1,74 @@
+"""U-Net in two (Ronneberger et al. 2015) and three dimensions (Çiçek et al. 2016)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halograd.layers import BatchNorm, Concat, Conv, ConvTranspose, Input, MaxPool, Network, Node, SoftmaxCrossEntropy
+
+__all__ = ["unet", "unet2d", "unet3d"]
+
+
+def unet(
+    resolution: Sequence[int],
+    channels: int = 1,
+    classes: int = 2,
+    width: int = 64,
+    levels: int = 4,
+    statistics: str = "global",
+    name: str = "unet",
+) -> Network:
+    """Encoder and decoder with skip connections; "same" padding, so that every element is predicted.
+
+    Parameters
+    ----------
+    resolution
+        Spatial extent of a sample, 1 to 3 numbers, multiples of ``2**levels``.
+    channels, classes
+        Input channels; classes per element.
+    width
+        Filters of the first level; twice as many at each level below.
+    levels
+        Number of poolings.
+    statistics
+        Of batch norm: "global", "sample" or "local".
+
+    Returns
+    -------
+    Network
+        Inputs ``x (*resolution, channels)`` and ``target (*resolution, 1)`` (class index per element);
+        outputs ``prediction`` (logits) and ``loss``.
+    """
+    if any(n % 2**levels for n in resolution):
+        raise ValueError(f"resolution: expected multiples of {2**levels} ({levels} levels), got {tuple(resolution)}")
+    x = Input((*resolution, channels), name="x")
+    y: Node = x
+    skips: list[Node] = []
+    for level in range(levels):
+        y = _double(y, width * 2**level, f"down{level}", statistics)
+        skips.append(y)
+        y = MaxPool(2, 2, name=f"pool{level}")(y)
+    y = _double(y, width * 2**levels, "bottom", statistics)
+    for level in reversed(range(levels)):
+        y = ConvTranspose(width * 2**level, 2, 2, name=f"up{level}")(y)
+        y = _double(Concat(name=f"join{level}")(skips[level], y), width * 2**level, f"up{level}", statistics)
+    logits = Conv(classes, 1, name="predict")(y)
+    target = Input((*resolution, 1), name="target", dtype="int32")
+    return Network({"prediction": logits, "loss": SoftmaxCrossEntropy(name="ce")(logits, target)}, name=name)
+
+
+def _double(y: Node, filters: int, label: str, statistics: str) -> Node:
+    for part in "ab":
+        y = Conv(filters, 3, padding=1, bias=False, name=f"{label}_conv_{part}")(y)
+        y = BatchNorm(statistics=statistics, activation="relu", name=f"{label}_bn_{part}")(y)
+    return y
+
+
+def unet2d(resolution: int = 256, **options) -> Network:
+    """U-Net on squares."""
+    return unet(**{"resolution": (resolution,) * 2, "name": "unet2d", **options})
+
+
+def unet3d(resolution: int = 64, **options) -> Network:
+    """U-Net on cubes, three levels as in Çiçek et al."""
+    return unet(**{"resolution": (resolution,) * 3, "levels": 3, "width": 32, "name": "unet3d", **options})

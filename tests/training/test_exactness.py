@@ -1,0 +1,100 @@
+"""Training under every sample x height x width cut gives the losses of one process."""
+
+import math
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.models import lenet5, mesh, resnet, unet
+from halograd.testing import grids, random_array
+from halograd.training.executor import Executor
+from halograd.training.strategy import Strategy
+
+STEPS = 10
+RATE = 0.05
+
+NETWORKS = {
+    "mesh": lambda: mesh(resolution=(40, 36), channels=5, widths=(6, 8, 8), convs=2, name="small mesh"),
+    "mesh_decoder": lambda: mesh(resolution=16, channels=3, widths=(4, 6), convs=1, decoder=True, pos_weight=3.0),
+    "resnet": lambda: resnet((1, 1, 1, 1), classes=5, resolution=36, width=4, name="small resnet"),
+    "unet": lambda: unet((16, 24), channels=2, classes=3, width=4, levels=2, name="small unet"),
+    "lenet": lambda: lenet5(classes=4, resolution=28),
+}
+
+
+def train(network, comm, parts, dtype, backend="numpy", batch=4, options=None, steps=STEPS):
+    """Losses of `steps` steps of plain gradient descent, and the parameters afterwards. Collective."""
+    strategy = Strategy(parts, options=options or {}, bucket_bytes=4096)
+    losses = []
+    with Executor(network, comm, get_backend(backend), batch, strategy, dtype, seed=3) as executor:
+
+        def update(bucket):
+            bucket.params -= RATE * bucket.grads
+
+        executor.reducer.update = update
+        for step in range(steps):
+            executor.mode.step = step
+            fill(executor, step)
+            executor.forward()
+            losses.append(executor.loss_value())
+            executor.backward()
+        executor.reducer.finish()
+        return np.array(losses), {k: v.copy() for k, v in executor.store.params.items()}
+
+
+def fill(executor, step):
+    """Inputs drawn by global index: the same whatever the cut."""
+    for name, node in executor.network.inputs.items():
+        shape = (executor.batch, *node.shape)
+        array = random_array(shape, name, seed=step % 3)
+        if name == "target" and node.dtype != "compute":
+            classes = executor.network.outputs["prediction"].shape[-1]
+            array = np.floor((array * 1000) % classes)
+        elif name == "target":
+            array = (array > 0.5).astype(float)
+        executor.set_input(name, array)
+
+
+def check(name, comm, dtype, backend="numpy", options=None):
+    """Compare with one process; the bound grows with the steps, as rounding does in training."""
+    network = NETWORKS[name]()
+    with Communicator(MPI.COMM_SELF) as alone:
+        expected, parameters = train(network, alone, {}, dtype, backend)
+    assert np.isfinite(expected).all() and expected[-1] < expected[0], "the network must learn something"
+    eps = float(np.finfo(dtype).eps)
+    reduction = max(math.prod(n.shape) for n in network.layers.values()) * 4
+    bound = eps * math.sqrt(reduction) * 20 * (1 + np.arange(STEPS)) ** 2
+    for parts in grids(comm.size, ("sample", "height", "width")):
+        found, ours = train(network, comm, parts, dtype, backend, options=options)
+        error = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
+        fault = None
+        if not (error <= bound).all():
+            fault = AssertionError(f"{name} under {parts}: losses differ by {error}, allowed are {bound}")
+        comm.agree(fault)
+        worst = max(float(np.max(np.abs(ours[k] - parameters[k]))) for k in parameters)
+        assert worst <= bound[-1] * 10, f"{name} under {parts}: parameters differ by {worst}"
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_losses_of_ten_steps_are_those_of_one_process(name, dtype):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        check(name, comm, dtype)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["mesh", "unet"])
+def test_overlapped_halos_give_the_same_losses(name):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        check(name, comm, "float64", options={"halo": "overlap"})
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["mesh", "resnet"])
+def test_onednn_gives_the_losses_of_one_process(name):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        check(name, comm, "float32", backend="onednn")
