@@ -67,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.pluginmanager.register(SerialLimit(watchdog), "halograd-limit")
 
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Make ``-m mpi`` find the tests of the other two markers too."""
     if sizes(item) and item.get_closest_marker("mpi") is None:

@@ -78,11 +78,10 @@ def execute(name: str, options: argparse.Namespace, folder: Path) -> Run:
     left = jobs.await_end(mark)
     immortal = jobs.end(mark)
     reader.join(5)
-    run = _judge(name, process.returncode, record.read(records), tail)
+    ended = f"the run exceeded its limit of {options.limit:g} s" if late else f"exit code {process.returncode}"
+    run = _judge(name, process.returncode, ended, record.read(records), tail)
     run.seconds = time.monotonic() - begin
-    if late:
-        run.failures.append((name, f"the run exceeded its limit of {options.limit:g} s"))
-    elif left:
+    if left and not late:
         run.failures.append((name, f"expected no process to outlive the run, got {left}"))
     if immortal:
         run.failures.append((name, f"expected killed processes to end, got {immortal}"))
@@ -115,13 +114,15 @@ def _wait(process: subprocess.Popen[bytes], mark: str, limit: float, records: Pa
     return False
 
 
-def _judge(name: str, code: int, outcomes: record.Outcomes, tail: deque[str]) -> Run:
+def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: deque[str]) -> Run:
     run = Run(name, outcomes.count("passed"), outcomes.count("skipped"))
     run.skips = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "skipped"]
     run.failures = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "failed"]
     ended_well = code in (0, NO_TESTS)
     if not ended_well and not run.failures:
-        run.failures.append((name, f"exit code {code} without a failed test; last output:\n" + "\n".join(tail)))
+        run.failures.append((name, "last output:\n" + "\n".join(tail) + f"\n{ended}, without a failed test"))
+    elif code < 0:
+        print(f"== run '{name}': {ended}")
     if outcomes.stacks and not ended_well:
         print(f"\n== where the ranks of run '{name}' were", flush=True)
         for rank, stack in outcomes.stacks.items():

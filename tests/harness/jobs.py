@@ -59,6 +59,14 @@ def members(mark: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
+def alive(pid: int) -> bool:
+    """Whether this process exists and is more than an entry that its parent has not asked for."""
+    try:
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def segments(pids: Iterable[int]) -> set[str]:
     """Names of the shared-memory files that these processes have mapped and that still have a name."""
     found = set()

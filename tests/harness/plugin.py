@@ -17,12 +17,10 @@ from _pytest._io import TerminalWriter
 from tests.harness.agreement import FAILED, SKIPPED, Agreement
 from tests.harness.jobs import segments
 from tests.harness.record import Record
-from tests.harness.watchdog import Watchdog
+from tests.harness.watchdog import Watchdog, grace
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-GRACE_VARIABLE = "HALOGRAD_TEST_GRACE"
 
 
 class RankPlugin:
@@ -33,10 +31,10 @@ class RankPlugin:
         self.comm = comm
         self.watchdog = watchdog
         self.limit = float(config.getoption("timeout") or config.getini("timeout") or 300)
-        grace = float(os.environ.get(GRACE_VARIABLE, 20))
-        self.agreement = Agreement(comm, record, grace, os.dup(2))
+        self.record = record
+        self.agreement = Agreement(comm, record, grace(), os.dup(2))
         self.errors: list[str] = []
-        record.write(segments=sorted(segments([os.getpid()])))
+        self._note_segments()
 
     # Collection: an import error on one rank, or ranks that would run different tests.
 
@@ -68,6 +66,13 @@ class RankPlugin:
             report.outcome = "failed"
             report.longrepr = _joint_text(codes, texts)
         return report
+
+    def pytest_sessionfinish(self) -> None:
+        self._note_segments()
+
+    def _note_segments(self) -> None:
+        """The runner looks whether what is mapped here outlives the run."""
+        self.record.write(segments=sorted(segments([os.getpid()])))
 
     # Limits: pytest-timeout asks whoever wants to do it.
 

@@ -11,12 +11,16 @@ from typing import TextIO
 
 from tests.harness.record import Record
 
-# The second watchdog needs no interpreter lock; it acts where the first could not.
-MARGIN = 15.0  # [s]
+GRACE_VARIABLE = "HALOGRAD_TEST_GRACE"
+
+
+def grace() -> float:
+    """How long after a first sign of trouble a harder measure follows [s]."""
+    return float(os.environ.get(GRACE_VARIABLE, 20))
 
 
 class Watchdog:
-    """Timer for one test at a time; `expired(limit)` is called in its thread after the tracebacks are written.
+    """Timer for one test at a time; `expired(limit)` is called in a thread of its own.
 
     SIGUSR1 writes the tracebacks at any time: the runner or another rank asks for them so.
     """
@@ -29,11 +33,14 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def start(self, limit: float, expired: Callable[[float], None] | None) -> None:
-        """Begin to watch. Without `expired` only the second watchdog acts, which ends this process."""
+        """Begin to watch. Without `expired` only the second watchdog acts, which ends this process.
+
+        It needs no interpreter lock, and acts after the grace time where the first one could not.
+        """
         self.stop()
-        faulthandler.dump_traceback_later(limit + MARGIN, exit=True, file=self.file)
+        faulthandler.dump_traceback_later(limit + grace(), exit=True, file=self.file)
         if expired is not None:
-            self._timer = threading.Timer(limit, self._fire, (limit, expired))
+            self._timer = threading.Timer(limit, expired, (limit,))
             self._timer.daemon = True
             self._timer.start()
 
@@ -43,6 +50,3 @@ class Watchdog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _fire(self, limit: float, expired: Callable[[float], None]) -> None:
-        expired(limit)

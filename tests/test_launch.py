@@ -1,0 +1,53 @@
+"""MPI jobs that serial tests start: what comes back, and that nothing stays."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.harness import jobs
+from tests.launch import mpiexec
+
+
+def script(tmp_path, body):
+    path = tmp_path / "job.py"
+    path.write_text("import os, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n" + body)
+    return [path]
+
+
+def test_result_of_a_job(tmp_path):
+    line = "rank {world.rank} of {world.size} {os.environ[\"WORD\"]} {os.getcwd()}"
+    body = f"os.write(1, f'{line}\\n'.encode())\nsys.exit(3)\n"
+    done = mpiexec(2, script(tmp_path, body), env={"WORD": "moon"}, cwd=tmp_path)
+    assert done.returncode == 3
+    assert sorted(done.stdout.splitlines()) == [f"rank {r} of 2 moon {tmp_path}" for r in (0, 1)]
+
+
+def test_job_that_hangs_is_killed_with_all_its_ranks(tmp_path):
+    body = "os.write(1, f'{os.getpid()}\\n'.encode())\nif world.rank: time.sleep(1000)\nworld.Barrier()\n"
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        mpiexec(3, script(tmp_path, body), timeout=4)
+    pids = [int(line) for line in caught.value.output.split()]
+    assert len(pids) == 3
+    assert not [pid for pid in pids if jobs.alive(pid)]
+
+
+def test_segments_of_an_aborted_job_are_swept(tmp_path):
+    body = """
+with open("/dev/shm/halograd-test-launch", "w+b") as file:
+    import mmap
+    file.truncate(4096)
+    kept = mmap.mmap(file.fileno(), 4096)
+time.sleep(0.5)
+world.Abort(5)
+"""
+    done = mpiexec(1, script(tmp_path, body))
+    assert done.returncode == 5
+    assert not (jobs.SHARED_MEMORY / "halograd-test-launch").exists()
+
+
+def test_process_that_outlives_a_good_job_is_an_error(tmp_path):
+    body = "import subprocess as s\ns.Popen(['sleep', '300'], stdout=s.DEVNULL, stderr=s.DEVNULL, stdin=s.DEVNULL)\n"
+    with pytest.raises(AssertionError, match="expected no process to outlive the job"):
+        mpiexec(1, script(tmp_path, body))

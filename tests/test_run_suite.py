@@ -1,0 +1,218 @@
+"""The suite's runner: a fault or a hang on any rank is reported as a failure, in time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import jobs
+from tests.harness.record import VARIABLE
+from tests.harness.watchdog import GRACE_VARIABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = """
+import os, signal, subprocess, sys, time
+import pytest
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+"""
+
+
+def run_suite(folder: Path, body: str, runs: str, *options: str) -> tuple[int, str, tuple[int, int, int], float]:
+    """Run the runner on one test file; return exit code, output, (passed, failed, skipped) and seconds."""
+    (folder / "test_fake.py").write_text(HEAD + textwrap.dedent(body))
+    arguments = ["--runs", runs, "--directory", str(folder), "--test-limit", "60", *options]
+    inherited = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "run_suite.py", *arguments, "-p", "tests.conftest", "test_fake.py"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**inherited, GRACE_VARIABLE: "1", "PYTHONPATH": str(ROOT)},
+    )
+    output = done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    match = re.fullmatch(r"(\d+) passed, (\d+) failed, (\d+) skipped", last)
+    assert match, output
+    passed, failed, skipped = map(int, match.groups())
+    return done.returncode, output, (passed, failed, skipped), time.monotonic() - begin
+
+
+def test_markers_choose_the_runs(tmp_path):
+    body = """
+    def test_serial(): pass
+    @pytest.mark.mpi
+    def test_few(): assert world.size in (1, 2, 3, 4)
+    @pytest.mark.many_ranks
+    def test_many(): assert world.allreduce(1) == world.size
+    @pytest.mark.ranks(2, 6)
+    def test_exact(): assert world.size in (2, 6)
+    @pytest.mark.mpi(min_size=2)
+    def test_several(): assert world.size > 1
+    @pytest.mark.mpi
+    def test_skipped(): pytest.skip("needs a moon")
+    """
+    code, output, counts, _ = run_suite(tmp_path, body, "serial,1,2,6")
+    assert (code, counts) == (0, (1 + 2 + 4 + 2, 0, 2)), output
+    assert "skipped 2: Skipped: needs a moon" in output
+    assert "MPI Information" not in output
+
+
+def test_fault_on_one_rank_fails_the_test_and_the_next_one_runs(tmp_path):
+    body = """
+    @pytest.mark.mpi
+    def test_fault():
+        assert world.rank != 1, "rank one is broken"
+    @pytest.mark.mpi
+    def test_next(): world.Barrier()
+    """
+    code, output, counts, _ = run_suite(tmp_path, body, "3")
+    assert code == 1 and counts == (1, 1, 0), output
+    assert "[rank 1 of 3]" in output and "rank one is broken" in output and "[rank 0 of 3]" not in output
+
+
+def test_fault_in_set_up_of_one_rank_skips_the_body_on_all(tmp_path):
+    body = """
+    @pytest.fixture
+    def broken():
+        assert world.rank != 0, "no fixture on rank zero"
+    @pytest.mark.mpi
+    def test_fault(broken): world.Barrier()
+    """
+    code, output, counts, _ = run_suite(tmp_path, body, "2")
+    assert code == 1 and counts == (0, 1, 0), output
+    assert "no fixture on rank zero" in output
+
+
+def test_fault_while_the_others_wait_ends_the_run(tmp_path):
+    body = """
+    @pytest.mark.mpi
+    def test_fault():
+        if world.rank == 1: raise ValueError("rank one left")
+        world.Barrier()
+    @pytest.mark.mpi
+    def test_never(): pass
+    """
+    code, output, counts, seconds = run_suite(tmp_path, body, "2")
+    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
+    assert "rank one left" in output and "1 tests of run '2' were not reached" in output
+    assert re.search(r"\[rank 0\] .*in test_fault", output), output  # where the other one waited
+
+
+def test_hang_on_one_rank_is_ended_by_the_limit_of_the_test(tmp_path):
+    body = """
+    @pytest.mark.timeout(2)
+    @pytest.mark.mpi
+    def test_hang():
+        if world.rank == 1: world.Recv(bytearray(1), source=0)
+    """
+    code, output, counts, seconds = run_suite(tmp_path, body, "2")
+    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
+    assert "test exceeded its limit of 2 s" in output
+    assert re.search(r"\[rank 1\] .*in test_hang", output), output
+
+
+def test_hang_outside_a_test_is_ended_by_the_limit_of_the_run(tmp_path):
+    body = """
+    @pytest.mark.mpi
+    def test_good(): pass
+    if world.rank == 1: time.sleep(1000)
+    """
+    code, output, counts, seconds = run_suite(tmp_path, body, "2", "--limit", "5")
+    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
+    assert "the run exceeded its limit of 5 s, without a failed test" in output
+    assert re.search(r"\[rank 1\] .*test_fake.py", output), output
+
+
+@pytest.mark.parametrize("death", ["os._exit(7)", "os.kill(os.getpid(), signal.SIGKILL)", "os.abort()"])
+def test_death_of_a_rank_is_a_failure(tmp_path, death):
+    body = f"""
+    @pytest.mark.mpi
+    def test_death():
+        if world.rank == 1: {death}
+        world.Barrier()
+    """
+    code, output, counts, seconds = run_suite(tmp_path, body, "2")
+    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
+
+
+def test_skip_on_one_rank_only_is_a_failure(tmp_path):
+    body = """
+    @pytest.mark.mpi
+    def test_skip():
+        if world.rank == 1: pytest.skip("I am special")
+    """
+    code, output, counts, _ = run_suite(tmp_path, body, "2")
+    assert code == 1 and counts == (0, 1, 0), output
+    assert "expected a test to be skipped on all ranks or none, got ranks [1] of 2" in output
+
+
+def test_ranks_that_collect_different_tests_are_a_failure(tmp_path):
+    body = """
+    if world.rank == 1: raise ImportError("not here")
+    @pytest.mark.mpi
+    def test_good(): pass
+    """
+    code, output, counts, seconds = run_suite(tmp_path, body, "2")
+    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
+    assert "ranks [1] collect other tests than rank 0" in output and "not here" in output
+
+
+def test_serial_hangs_are_failures_too(tmp_path):
+    body = """
+    @pytest.mark.timeout(1)
+    def test_interruptible(): time.sleep(1000)
+    def test_between(): pass
+    @pytest.mark.timeout(1)
+    def test_deaf():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        time.sleep(1000)
+    """
+    code, output, counts, seconds = run_suite(tmp_path, body, "serial")
+    assert code == 1 and counts == (1, 2, 0) and seconds < 30, output
+    assert re.search(r"\[rank 0\] .*in test_deaf", output), output
+
+
+def test_process_left_behind_is_a_failure_and_killed(tmp_path):
+    body = """
+    @pytest.mark.mpi
+    def test_leaves():
+        if world.rank == 0:
+            nothing = subprocess.DEVNULL
+            subprocess.Popen(["sleep", "317"], start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
+    """
+    code, output, counts, _ = run_suite(tmp_path, body, "1")
+    assert code == 1 and counts == (1, 1, 0), output
+    left = re.search(r"expected no process to outlive the run, got \[(\d+)\]", output)
+    assert left and not jobs.alive(int(left[1])), output
+
+
+def test_shared_memory_left_behind_is_a_failure_and_removed(tmp_path):
+    name = f"halograd-left-{os.getpid()}"
+    body = f"""
+    import mmap
+    kept = []
+    @pytest.mark.mpi
+    def test_leaves():
+        file = open("/dev/shm/{name}", "w+b")
+        file.truncate(4096)
+        kept.append(mmap.mmap(file.fileno(), 4096))
+    """
+    code, output, counts, _ = run_suite(tmp_path, body, "1")
+    assert code == 1 and counts == (1, 1, 0), output
+    assert f"expected no shared memory to outlive the run, got ['{name}']" in output
+    assert not (jobs.SHARED_MEMORY / name).exists()
+
+
+def test_no_tests_at_all_is_a_failure(tmp_path):
+    code, output, counts, _ = run_suite(tmp_path, "", "serial")
+    assert code == 1 and counts == (0, 1, 0)
+    assert "expected at least one test, got none" in output
