@@ -63,8 +63,7 @@ class Quads:
         at = np.asarray(nodes, dtype=np.float64)
         if at.ndim != 3 or at.shape[2] != 2 or min(at.shape[:2]) < 2:
             raise ValueError(
-                f"expected nodes of shape (rows + 1, cols + 1, 2), got {at.shape}; "
-                "pass a mesh of at least one cell"
+                f"expected nodes of shape (rows + 1, cols + 1, 2), got {at.shape}; pass a mesh of at least one cell"
             )
         if normal not in ("center", "up"):
             raise ValueError(f"expected normal 'center' or 'up', got {normal!r}")

@@ -1,0 +1,82 @@
+"""Files that appear under their name only when they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import DataError
+
+__all__ = ["atomic_path"]
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file system does not allow a file of this size",
+}
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]:
+    """Give a path beside `path` to write to; rename it to `path` when the block ends without an error.
+
+    If the block fails, the partial file is removed and what was there before stays.
+
+    Parameters
+    ----------
+    path : path
+        Final name. Its folder must exist.
+    needed : int
+        Size of the file to come [B]; refused beforehand if the disk has less.
+
+    Raises
+    ------
+    DataError
+        When the folder is missing or not writable, or the disk is or becomes full.
+    """
+    final = Path(path)
+    if final.is_dir():
+        raise DataError(f"cannot write {final}: it is a folder; give the name of a file in it")
+    if not final.parent.is_dir():
+        raise DataError(f"cannot write {final}: the folder {final.parent} does not exist; make it first")
+    free = shutil.disk_usage(final.parent).free
+    if needed > free:
+        raise DataError(
+            f"cannot write {final}: expected {needed / 1e6:,.1f} MB of free disk, got {free / 1e6:,.1f} MB; "
+            "free some space, or ask for fewer or smaller samples"
+        )
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        _to_disk(partial)
+        os.replace(partial, final)
+    except OSError as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        raise DataError(f"cannot write {final}: {reason}; nothing was left behind") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _to_disk(path: Path) -> None:
+    # Some file systems report a full disk only here, and a rename may overtake the data otherwise.
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: OSError) -> str | None:
+    """Why the disk took no more, or None for another error. HDF5 hides the number in its message."""
+    for number, reason in _FULL.items():
+        if error.errno == number or f"errno = {number}," in str(error):
+            return reason
+    if isinstance(error, PermissionError):
+        return "permission denied"
+    return None

@@ -1,0 +1,155 @@
+"""Logistic regression per cell: the baseline a network must beat, on the same channels and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["LogisticModel", "best_threshold", "fit", "intersection_over_union", "predict"]
+
+Array = NDArray[np.float64]
+Blocks = Callable[[], Iterable[tuple[ArrayLike, ArrayLike]]]
+
+THRESHOLDS = np.arange(1, 100) / 100
+
+
+@dataclass(frozen=True)
+class LogisticModel:
+    """Weights of ``p = 1 / (1 + exp(-(x . weights + bias)))``.
+
+    Attributes
+    ----------
+    weights : float64 array ``(C,)``
+    bias : float
+    loss : float
+        Mean cross-entropy [nat] on the data it was fitted to.
+    iterations : int
+        Newton steps taken.
+    """
+
+    weights: Array
+    bias: float
+    loss: float
+    iterations: int
+
+
+def fit(blocks: Blocks, ridge: float = 1e-6, iterations: int = 30, tolerance: float = 1e-8) -> LogisticModel:
+    """Maximum likelihood by Newton's method (iteratively re-weighted least squares). Local.
+
+    Parameters
+    ----------
+    blocks : callable
+        Each call starts a pass over the data: an iterable of pairs ``(x, y)``, x ``(..., C)`` float and
+        y ``(...)`` or ``(..., 1)`` in {0, 1}. One block at a time is in memory.
+    ridge : float
+        Penalty ``ridge / 2 |weights|^2`` on the mean loss; keeps collinear channels solvable.
+    iterations : int
+        Most Newton steps.
+    tolerance : float
+        Stops when the loss falls by less than this fraction.
+
+    Raises
+    ------
+    ValueError
+        When there is no data.
+
+    Reference
+    ---------
+    T. Hastie, R. Tibshirani, J. Friedman, *The Elements of Statistical Learning*, section 4.4.1; we halve a
+    step as long as it does not lower the loss.
+    """
+    theta = np.zeros(_width(blocks))
+    loss, gradient, hessian = _derivatives(blocks, theta, ridge)
+    taken, converged = 0, False
+    while taken < iterations and not converged:
+        step = np.asarray(np.linalg.lstsq(hessian, gradient, rcond=None)[0], dtype=np.float64)
+        new = _line_search(blocks, theta, step, loss, ridge)
+        if new is None:
+            break
+        before, taken = loss, taken + 1
+        theta, (loss, gradient, hessian) = new
+        converged = before - loss <= tolerance * abs(before)
+    return LogisticModel(theta[:-1], float(theta[-1]), float(loss), taken)
+
+
+def predict(model: LogisticModel, x: ArrayLike) -> Array:
+    """Probability of a 1 for each cell: x ``(..., C)`` -> ``(...)``, float64. Local."""
+    values = np.asarray(x, dtype=np.float64)
+    if values.shape[-1] != len(model.weights):
+        raise ValueError(
+            f"expected {len(model.weights)} channels last, got shape {values.shape}; pass what the model was fitted to"
+        )
+    return _sigmoid(values @ model.weights + model.bias)
+
+
+def intersection_over_union(probability: ArrayLike, y: ArrayLike, threshold: float = 0.5) -> float:
+    """``|P & Y| / |P | Y|`` of the cells above `threshold` and the true ones; 1 where both are empty."""
+    positive, true = np.asarray(probability) > threshold, np.asarray(y) > 0.5
+    union = np.count_nonzero(positive | true)
+    return 1.0 if union == 0 else np.count_nonzero(positive & true) / union
+
+
+def best_threshold(model: LogisticModel, blocks: Blocks) -> tuple[float, float]:
+    """The threshold out of 0.01, 0.02, ... 0.99 with the highest intersection over union, and that value."""
+    both, positive, true = np.zeros(len(THRESHOLDS)), np.zeros(len(THRESHOLDS)), 0.0
+    for x, y in blocks():
+        probability = predict(model, x).ravel()
+        mask = np.asarray(y).ravel() > 0.5
+        # Cells above a threshold, counted for all thresholds at once.
+        both += _counts_above(probability[mask])
+        positive += _counts_above(probability)
+        true += float(np.count_nonzero(mask))
+    union = positive + true - both
+    score = np.divide(both, union, out=np.ones_like(both), where=union > 0)
+    best = int(np.argmax(score))
+    return float(THRESHOLDS[best]), float(score[best])
+
+
+def _counts_above(probability: Array) -> Array:
+    return len(probability) - np.searchsorted(np.sort(probability), THRESHOLDS, side="right").astype(float)
+
+
+def _width(blocks: Blocks) -> int:
+    for x, _ in blocks():
+        return np.shape(x)[-1] + 1
+    raise ValueError("expected at least one block of data, got none; pass a dataset that is not empty")
+
+
+def _line_search(
+    blocks: Blocks, theta: Array, step: Array, loss: float, ridge: float
+) -> tuple[Array, tuple[float, Array, Array]] | None:
+    """The first of theta - step, theta - step / 2, ... with a lower loss, and its derivatives."""
+    for halvings in range(12):
+        trial = theta - step * 0.5**halvings
+        derivatives = _derivatives(blocks, trial, ridge)
+        if derivatives[0] < loss:
+            return trial, derivatives
+    return None
+
+
+def _derivatives(blocks: Blocks, theta: Array, ridge: float) -> tuple[float, Array, Array]:
+    """Mean loss, gradient and Hessian with respect to (weights, bias)."""
+    loss, count = 0.0, 0
+    gradient = np.zeros_like(theta)
+    hessian = np.zeros((len(theta), len(theta)))
+    for x, y in blocks():
+        values = np.asarray(x, dtype=np.float64).reshape(-1, len(theta) - 1)
+        values = np.concatenate([values, np.ones((len(values), 1))], axis=1)
+        true = np.asarray(y, dtype=np.float64).ravel()
+        score = values @ theta
+        p = _sigmoid(score)
+        loss += float(np.sum(np.logaddexp(0, score) - true * score))
+        gradient += values.T @ (p - true)
+        hessian += values.T @ (values * (p * (1 - p))[:, None])
+        count += len(values)
+    penalty = np.full(len(theta), ridge)
+    penalty[-1] = 0.0
+    loss = loss / count + 0.5 * float(np.sum(penalty * theta**2))
+    return loss, gradient / count + penalty * theta, hessian / count + np.diag(penalty)
+
+
+def _sigmoid(score: Array) -> Array:
+    return 0.5 * (1 + np.tanh(0.5 * score))

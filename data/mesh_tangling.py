@@ -1,0 +1,288 @@
+"""Generate mesh-tangling samples: Lagrangian meshes in an unsteady flow, and the cells about to tangle.
+
+A *simulation* is one random flow and bubble (:mod:`.flow`) that carries one mesh (:mod:`.lagrangian`). A
+*sample* is one simulation at one instant t: 18 channels of state and cell quality at t, and the mask of the cells
+that need relaxation now, i.e. whose scaled Jacobian falls below the limit within the next interval
+``[t, t + interval]`` if nobody interferes. Half of these cells still look healthy at t: where the velocity around
+them shears, they will not for long.
+
+The instants are chosen such that about 2 to 30 % of the cells are masked. This is judged on a coarse copy of the
+mesh: so the instants do not depend on the resolution, and neither they nor the flow depend on how many samples or
+row blocks there are.
+
+File format 1 (HDF5)::
+
+    inputs      (N, R, R, 18) float32, chunks (1, 64, 64, 18); layout "NHWC", channel_names, channel_units
+    mask        (N, R, R)     uint8 in {0, 1};                 layout "NHWC"
+    simulation  (N,)          int64: samples of one simulation belong on one side of a train/validation split
+    time        (N,)          float64 [s]
+    attributes  format "halograd mesh-tangling", format_version 1, and every field of Settings
+
+Row i of a sample is the mesh line of initial y = i / R, column j that of initial x = j / R.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from .atomic import atomic_path
+from .errors import DataError
+from .flow import Bubble, Flow
+from .lagrangian import CHANNELS, UNITS, MeshBlock
+
+__all__ = ["FORMAT", "FORMAT_VERSION", "Settings", "Simulation", "generate"]
+
+FORMAT = "halograd mesh-tangling"
+FORMAT_VERSION = 1
+BLOCK = 64
+"""Cell rows computed and written at a time, and the side of a chunk."""
+PILOT = 64
+"""Cells per axis of the coarse mesh on which the instants are chosen."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a data set.
+
+    Attributes
+    ----------
+    resolution : int
+        Cells per axis.
+    samples, seed : int
+        Number of samples, and the seed of all randomness.
+    samples_per_simulation : int
+        Instants taken of each simulation.
+    limit : float
+        Scaled Jacobian below which a cell needs relaxation.
+    time_step : float
+        Step of the Runge-Kutta scheme [s]; the quality is watched after every step.
+    interval_steps : int
+        Length of the next interval, in steps.
+    most_steps : int
+        A simulation ends here at the latest.
+    least_masked, most_masked : float
+        Share of masked cells of the coarse mesh between which an instant is taken, if it can be had. A finer
+        mesh has up to a fifth fewer: these values give 2 to 30 % at resolution 128.
+    """
+
+    resolution: int
+    samples: int
+    seed: int = 0
+    samples_per_simulation: int = 2
+    limit: float = 0.2
+    time_step: float = 0.025
+    interval_steps: int = 8
+    most_steps: int = 80
+    least_masked: float = 0.03
+    most_masked: float = 0.36
+
+    def __post_init__(self) -> None:
+        _check(self.resolution >= 8, "resolution", "at least 8", self.resolution)
+        _check(self.samples >= 1, "samples", "at least 1", self.samples)
+        _check(self.seed >= 0, "seed", "0 or more", self.seed)
+        _check(self.samples_per_simulation >= 1, "samples_per_simulation", "at least 1", self.samples_per_simulation)
+        _check(0 < self.limit < 1, "limit", "between 0 and 1", self.limit)
+        _check(0 < self.time_step <= 0.1, "time_step", "above 0 and at most 0.1 s", self.time_step)
+        _check(self.interval_steps >= 1, "interval_steps", "at least 1", self.interval_steps)
+        room = self.interval_steps + self.samples_per_simulation + 1
+        _check(self.most_steps >= room, "most_steps", f"at least {room}", self.most_steps)
+        masked = (self.least_masked, self.most_masked)
+        _check(0 <= masked[0] < masked[1] <= 1, "least_masked < most_masked", "within [0, 1]", masked)
+
+    @property
+    def simulations(self) -> int:
+        return -(-self.samples // self.samples_per_simulation)
+
+
+class Simulation:
+    """One random flow, its mesh, and the instants at which samples are taken. Local.
+
+    Parameters
+    ----------
+    settings : Settings
+    index : int
+        Number of the simulation: with the seed, it decides everything.
+    """
+
+    def __init__(self, settings: Settings, index: int) -> None:
+        self.settings, self.index = settings, index
+        rng = np.random.default_rng([settings.seed, index])
+        self.bubble = Bubble.draw(rng)
+        self.flow = Flow(rng, self.bubble, settings.time_step, settings.most_steps)
+        self.steps = self._choose_steps(rng)
+
+    def mesh(self, first: int = 0, last: int | None = None) -> MeshBlock:
+        """The mesh at rest, cell rows ``[first, last)``."""
+        last = self.settings.resolution if last is None else last
+        return MeshBlock(self.flow, self.settings.resolution, first, last, self.settings.time_step)
+
+    def sample_rows(self, first: int, last: int, taken: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+        """Cell rows ``[first, last)`` of the first `taken` samples.
+
+        Returns
+        -------
+        inputs ``(taken, rows, resolution, 18)``, mask ``(taken, rows, resolution)``.
+        """
+        s, steps = self.settings, self.steps[:taken]
+        mesh = self.mesh(first, last)
+        shape = (len(steps), last - first, s.resolution)
+        inputs = np.empty((*shape, len(CHANNELS)), np.float32)
+        mask = np.zeros(shape, np.uint8)
+        for step in range(max(steps) + s.interval_steps + 1):
+            watching = [k for k, at in enumerate(steps) if at <= step <= at + s.interval_steps]
+            if watching:
+                mask[watching] |= mesh.quality() < s.limit
+            for k in watching:
+                if steps[k] == step:
+                    mesh.channels(inputs[k])
+            mesh.advance()
+        return inputs, mask
+
+    def _choose_steps(self, rng: np.random.Generator) -> list[int]:
+        """Instants, in order: one from each equal part of the stretch with the wanted share of masked cells."""
+        s = self.settings
+        share = self._pilot()
+        wanted = np.flatnonzero((share >= s.least_masked) & (share <= s.most_masked))
+        wanted = wanted[wanted > 0]  # at rest, nothing is to be seen yet
+        if len(wanted) < s.samples_per_simulation:
+            # A flow that tangles all at once, or hardly: the instants nearest to the wanted share.
+            off = np.maximum(s.least_masked - share, share - s.most_masked)[1:]
+            wanted = 1 + np.sort(np.argsort(off, kind="stable")[: s.samples_per_simulation])
+        return [int(rng.choice(part)) for part in np.array_split(wanted, s.samples_per_simulation)]
+
+    def _pilot(self) -> NDArray[np.float64]:
+        """Share of masked cells of the coarse mesh, per step at which an interval may begin."""
+        s = self.settings
+        mesh = MeshBlock(self.flow, PILOT, 0, PILOT, s.time_step)
+        recent: deque[NDArray[np.bool_]] = deque(maxlen=s.interval_steps + 1)
+        share: list[float] = []
+        for _ in range(s.most_steps):
+            recent.append(mesh.quality() < s.limit)
+            if len(recent) == s.interval_steps + 1:
+                share.append(float(np.logical_or.reduce(list(recent)).mean()))
+                if share[-1] > s.most_masked and len(share) > s.samples_per_simulation:
+                    break
+            mesh.advance()
+        return np.array(share)
+
+
+def generate(
+    path: str | os.PathLike[str],
+    resolution: int,
+    samples: int,
+    seed: int = 0,
+    *,
+    samples_per_simulation: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> Settings:
+    """Write a data set of mesh-tangling samples. Local.
+
+    The file is written beside `path` and renamed when it is complete. Memory does not grow with the number of
+    samples, and only linearly with the resolution. The same arguments give the same data.
+
+    Parameters
+    ----------
+    path : path
+        The HDF5 file to write; one that exists is replaced at the end.
+    resolution, samples, seed, samples_per_simulation : int
+        See :class:`Settings`.
+    progress : callable, optional
+        Called as ``progress(done, total)`` after every row block.
+
+    Returns
+    -------
+    Settings : all that decided the data set.
+
+    Raises
+    ------
+    DataError
+        Arguments out of range, no such folder, disk full.
+    """
+    settings = Settings(resolution, samples, seed, samples_per_simulation)
+    needed = samples * resolution**2 * (4 * len(CHANNELS) + 1)
+    with atomic_path(path, needed) as partial, _hdf5(partial) as file:
+        _create(file, settings)
+        _fill(file, settings, progress)
+    return settings
+
+
+@contextlib.contextmanager
+def _hdf5(path: Path) -> Iterator[h5py.File]:
+    """A new HDF5 file; the first error wins over those that closing a broken file adds."""
+    file = h5py.File(path, "w", libver="v110")
+    try:
+        yield file
+    except BaseException:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            file.close()
+        raise
+    file.close()
+
+
+def _create(file: h5py.File, settings: Settings) -> None:
+    n, r = settings.samples, settings.resolution
+    side = min(BLOCK, r)
+    # Written in whole chunks: no fill value first, and no cache.
+    inputs = file.create_dataset(
+        "inputs", (n, r, r, len(CHANNELS)), np.float32, chunks=(1, side, side, len(CHANNELS)), fillvalue=None
+    )
+    mask = file.create_dataset("mask", (n, r, r), np.uint8, chunks=(1, side, side))
+    inputs.attrs["channel_names"] = list(CHANNELS)
+    inputs.attrs["channel_units"] = list(UNITS)
+    mask.attrs["description"] = "1: the cell needs relaxation now"
+    for dataset in (inputs, mask):
+        dataset.attrs["layout"] = "NHWC"
+    file.create_dataset("simulation", data=np.arange(n) // settings.samples_per_simulation)
+    file.create_dataset("time", (n,), np.float64).attrs["units"] = "s"
+    file.attrs.update({"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(settings)})
+
+
+@dataclass(frozen=True)
+class _Task:
+    simulation: Simulation
+    first: int
+    last: int
+    taken: int
+
+
+def _tasks(settings: Settings) -> Iterator[_Task]:
+    """All row blocks of all simulations, in the order of the file."""
+    per = settings.samples_per_simulation
+    for index in range(settings.simulations):
+        simulation = Simulation(settings, index)
+        taken = min(per, settings.samples - index * per)
+        for first in range(0, settings.resolution, BLOCK):
+            yield _Task(simulation, first, min(first + BLOCK, settings.resolution), taken)
+
+
+def _fill(file: h5py.File, settings: Settings, progress: Callable[[int, int], None] | None) -> None:
+    total = settings.simulations * -(-settings.resolution // BLOCK)
+    for done, task in enumerate(_tasks(settings), start=1):
+        _write(file, settings, task)
+        if progress is not None:
+            progress(done, total)
+
+
+def _write(file: h5py.File, settings: Settings, task: _Task) -> None:
+    inputs, mask = task.simulation.sample_rows(task.first, task.last, task.taken)
+    start = task.simulation.index * settings.samples_per_simulation
+    samples, rows = slice(start, start + task.taken), slice(task.first, task.last)
+    file["inputs"][samples, rows] = inputs
+    file["mask"][samples, rows] = mask
+    file["time"][samples] = np.array(task.simulation.steps[: task.taken]) * settings.time_step
+    # A full disk is noticed here, not after hours in close().
+    file.flush()
+
+
+def _check(valid: bool, name: str, expected: str, got: object) -> None:
+    if not valid:
+        raise DataError(f"{name}: expected {expected}, got {got}")
