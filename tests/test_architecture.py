@@ -1,0 +1,160 @@
+"""The house's rules that a machine can check: who imports whom, file sizes, nothing of one machine in the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What each folder may import of the others. `halograd/` itself is on top and may import all of them.
+BELOW: dict[str, set[str]] = {
+    "comm": set(),
+    "kernels": set(),
+    "dtensor": {"comm", "kernels"},
+    "layers": {"comm", "kernels", "dtensor"},
+    "models": {"comm", "kernels", "dtensor", "layers"},
+    "data": {"comm", "kernels", "dtensor", "layers"},
+    "perfmodel": {"dtensor", "layers", "models"},
+    "training": {"comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel"},
+    "jobs": {"perfmodel", "models"},
+}
+FOR_ALL = {"errors", "__version__"}  # names of `halograd/` that stand below everything
+
+# Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
+MAY_IMPORT = {
+    "mpi4py": ("comm/", "halograd/testing.py", "halograd/cli/"),
+    "cupy": ("comm/transports/", "kernels/cudnn/", "halograd/cli/"),
+    "torch": (),
+    "jax": (),
+}
+PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+# The brackets keep these lines from matching themselves.
+MACHINE_PATH = re.compile(r"/(wor[k]|far[m]|roo[t]|hom[e]/[a-z]+|User[s]/[a-z]+)/")
+INDEX_HOST = re.compile(r"pyp[i]\.org|pythonhoste[d]\.org|download\.pytorc[h]\.org|anacond[a]\.org")
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files of these folders, by path."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def library() -> list[Path]:
+    """Python files of the installed package."""
+    return sources("halograd", *BELOW)
+
+
+def name(path: Path) -> str:
+    """Path from the root of the repository, for messages and test ids."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def package(path: Path) -> list[str]:
+    """Dotted name of the package a file is in, as a list: ``dtensor/box.py`` is in ``halograd.dtensor``."""
+    parts = list(path.relative_to(ROOT).parent.parts)
+    return parts if parts[0] == "halograd" else ["halograd", *parts]
+
+
+def imports(path: Path, text: str | None = None) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything a file imports, relative imports resolved, at any depth."""
+    tree = ast.parse(path.read_text(encoding="utf-8") if text is None else text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package(path)[: len(package(path)) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def upward(path: Path, text: str | None = None) -> list[str]:
+    """Imports of a file that its folder may not have."""
+    folder = package(path)[1] if len(package(path)) > 1 else ""
+    if folder not in BELOW:
+        return []
+    allowed = BELOW[folder] | {folder} | FOR_ALL
+    found = []
+    for line, imported in imports(path, text):
+        parts = imported.split(".")
+        if parts[0] == "halograd" and (len(parts) == 1 or parts[1] not in allowed):
+            found.append(f"{name(path)}:{line} imports {imported}")
+    return found
+
+
+def test_imports_point_one_way():
+    found = [line for path in library() for line in upward(path)]
+    assert not found, "expected imports to point down (see BELOW in this file), got\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "bad"),
+    [
+        ("comm/grid.py", "from halograd.dtensor import Box", True),
+        ("comm/grid.py", "def f():\n    from ..layers.layer import Layer", True),
+        ("comm/grid.py", "import halograd", True),
+        ("comm/grid.py", "from halograd import testing", True),
+        ("comm/grid.py", "from halograd.errors import UserError", False),
+        ("comm/grid.py", "from .errors import CommError", False),
+        ("kernels/numpy/conv.py", "from ...dtensor import Box", True),
+        ("kernels/numpy/conv.py", "from ..errors import KernelError", False),
+        ("layers/layer.py", "from halograd.kernels import Backend\nimport numpy", False),
+        ("layers/layer.py", "from halograd.training.executor import Executor", True),
+        ("halograd/testing.py", "from halograd.training import Executor", False),
+    ],
+)
+def test_the_check_of_imports_sees_all_forms(path, text, bad):
+    assert bool(upward(ROOT / path, text)) is bad
+
+
+@pytest.mark.parametrize("module", MAY_IMPORT)
+def test_only_some_files_may_import(module):
+    found = [
+        f"{name(path)}:{line}"
+        for path in library()
+        if not name(path).startswith(MAY_IMPORT[module])
+        for line, imported in imports(path)
+        if imported.split(".")[0] == module
+    ]
+    assert not found, f"expected {module} to be imported in {MAY_IMPORT[module]} only, got {found}"
+
+
+def test_no_pickle():
+    found = []
+    for path in [*library(), *sources("benchmarks", "examples")]:
+        found += [f"{name(path)}:{line}" for line, imported in imports(path) if imported.split(".")[0] in PICKLERS]
+        if "allow_pickle=True" in path.read_text(encoding="utf-8"):
+            found.append(name(path))
+    assert not found, f"expected no pickle anywhere, got {found}"
+
+
+def test_no_file_over_500_lines():
+    files = [*library(), *sources("tests", "benchmarks", "examples")]
+    long = {name(path): n for path in files if (n := len(path.read_text(encoding="utf-8").splitlines())) > 500}
+    assert not long, f"expected at most 500 lines per file, got {long}; split by concept"
+
+
+def test_every_folder_is_installed():
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    missing = [folder for folder in BELOW if (ROOT / folder / "__init__.py").exists() and f'"{folder}"' not in setup]
+    assert not missing, f"expected FOLDERS in setup.py to name every package, missing {missing}"
+    bare = [name(p.parent) for p in library() if not (p.parent / "__init__.py").exists()]
+    assert not bare, f"expected an __init__.py, without which nothing is installed, in {sorted(set(bare))}"
+
+
+@pytest.mark.parametrize("pattern", [MACHINE_PATH, INDEX_HOST], ids=["machine path", "package index"])
+def test_nothing_of_one_machine(pattern):
+    files = [*library(), *sources("tests", "benchmarks", "examples")]
+    files += [path for path in ROOT.glob("*") if path.is_file() and path.suffix in ("", ".md", ".toml", ".py")]
+    files += [p for folder in ("docs", ".ci", "examples") for p in (ROOT / folder).rglob("*") if p.is_file()]
+    files = [path for path in files if path.suffix not in (".png", ".h5", ".pyc")]
+    found = []
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            if pattern.search(line):
+                found.append(f"{name(path)}:{number} {line.strip()[:80]}")
+    assert not found, "got\n" + "\n".join(found)
