@@ -15,7 +15,7 @@ from pathlib import Path
 __all__ = ["sweep"]
 
 SHARED_MEMORY = Path("/dev/shm")
-PATTERNS = ("mpich_shm_*", "sm_segment.*", "ucx_shm_*", "vader_segment.*")
+PATTERNS = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "ucx_shm_*", "vader_segment.*")
 
 
 def sweep(min_age: float = 0.0) -> list[Path]:

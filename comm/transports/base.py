@@ -13,7 +13,7 @@ from halograd.comm.progress import Progress
 from halograd.comm.reduction import DirectReduction, Reduction
 from mpi4py import MPI
 
-__all__ = ["Context", "Pattern", "Transport", "aligned_bytes"]
+__all__ = ["Context", "Pattern", "Transport", "aligned_bytes", "split_node"]
 
 ALIGNMENT = 64  # [B], a cache line: neighbors do not share one, and copies use full vectors
 
@@ -81,6 +81,13 @@ class Transport(ABC):
     def close(self) -> None:
         """Free what the transport holds, after its channels. Collective over the communicator."""
         return None
+
+
+def split_node(mpi_comm: MPI.Intracomm) -> MPI.Intracomm:
+    """The ranks that share memory with this one, in the same order. Collective; the caller frees it."""
+    node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, mpi_comm.rank)
+    assert isinstance(node, MPI.Intracomm)
+    return node
 
 
 def aligned_bytes(nbytes: int) -> np.ndarray:

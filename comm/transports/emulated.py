@@ -14,6 +14,7 @@ from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.reduction import Reduction
+from halograd.comm.transports import base
 from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
 from halograd.comm.transports.mpi import MpiChannel
 from mpi4py import MPI
@@ -60,7 +61,7 @@ class EmulatedTransport(Transport):
         """Raise on all ranks if they do not share a clock. Collective once."""
         if self._one_machine:
             return
-        node = self._context.mpi.Split_type(MPI.COMM_TYPE_SHARED)
+        node = base.split_node(self._context.mpi)
         here, all_ranks = node.size, self._context.mpi.size
         node.Free()
         fault = None

@@ -6,6 +6,7 @@ import numpy as np
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
+from halograd.comm.transports import base
 from halograd.comm.transports.arena import Arena, Chunk, rounded
 from halograd.comm.transports.base import Context, Pattern, Transport
 from mpi4py import MPI
@@ -72,8 +73,7 @@ class SharedTransport(Transport):
         """The arena, made at the first call (collective): many communicators only reduce."""
         if self._arena is None:
             comm = self._context.mpi
-            node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
-            assert isinstance(node, MPI.Intracomm)
+            node = base.split_node(comm)
             everybody, here = comm.Get_group(), node.Get_group()
             self._node_ranks = list(everybody.Translate_ranks(range(comm.size), here))
             everybody.Free()

@@ -1,0 +1,307 @@
+"""Channels: the data arrive, whatever the pattern, and no exchange disturbs another."""
+
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from halograd.comm import CommError, Communicator
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+REPETITIONS = 50
+
+
+def pattern(size, seed, largest=5000):
+    """Elements that rank p sends to rank q, the same on all ranks; about half of them none, some one way only."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, largest, (size, size)) * (rng.random((size, size)) < 0.5)
+    np.fill_diagonal(counts, 0)
+    return counts
+
+
+def open_channel(communicator, counts, dtype=np.float32, **options):
+    rank = communicator.rank
+    sends = {q: int(n) for q, n in enumerate(counts[rank]) if q != rank}
+    recvs = {p: int(n) for p, n in enumerate(counts[:, rank]) if p != rank}
+    return communicator.channel(sends, recvs, dtype, **options)
+
+
+def message(source, target, step, count, dtype):
+    """Values small enough for every dtype, different for each step and (nearly) each element."""
+    return ((np.arange(count) + 7 * source + 3 * target + 11 * step) % 120).astype(dtype)
+
+
+def pack(channel, rank, step):
+    for peer, count in channel.send_counts.items():
+        channel.send_buffer(peer, channel.slot)[:] = message(rank, peer, step, count, channel.dtype)
+
+
+def check(channel, rank, step):
+    for peer, count in channel.recv_counts.items():
+        received = channel.recv_buffer(peer, channel.slot)
+        np.testing.assert_array_equal(received, message(peer, rank, step, count, channel.dtype))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_patterns_with_ranks_out_of_step(communicator, seed):
+    rank = communicator.rank
+    channel = open_channel(communicator, pattern(communicator.size, seed))
+    pauses = np.random.default_rng(100 * seed + rank).random((REPETITIONS, 4))
+    for step in range(REPETITIONS):
+        # Each rank is slow now and then: before packing, before waiting, before reading, before giving back.
+        naps = [1e-3 if pause < 0.15 else 0.0 for pause in pauses[step]]
+        time.sleep(naps[0])
+        pack(channel, rank, step)
+        channel.start()
+        time.sleep(naps[1])
+        channel.finish()
+        time.sleep(naps[2])
+        check(channel, rank, step)
+        time.sleep(naps[3])
+        channel.release()
+
+
+def test_one_way_only(communicator):
+    counts = np.zeros((communicator.size, communicator.size), int)
+    counts[0, 1:] = 3000
+    channel = open_channel(communicator, counts)
+    assert channel.peers == (tuple(range(1, communicator.size)) if communicator.rank == 0 else (0,))
+    for step in range(REPETITIONS):
+        if communicator.rank == 1 and step % 10 == 0:
+            time.sleep(2e-3)  # a slow reader: the sender must not overwrite what it reads
+        pack(channel, communicator.rank, step)
+        channel.start()
+        channel.finish()
+        check(channel, communicator.rank, step)
+        channel.release()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_several_channels_at_once_may_finish_in_any_order(communicator, order):
+    rank = communicator.rank
+    channels = [open_channel(communicator, pattern(communicator.size, seed)) for seed in (3, 4, 5)]
+    for step in range(10):
+        for number, channel in enumerate(channels):
+            pack(channel, rank, step + number)
+            channel.start()
+        for number in order:
+            channels[number].finish()
+            check(channels[number], rank, step + number)
+            channels[number].release()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16, np.int64, np.int8, np.complex128])
+def test_every_dtype_and_odd_counts(communicator, dtype):
+    counts = np.full((communicator.size, communicator.size), 37)
+    channel = open_channel(communicator, counts, dtype)
+    assert channel.dtype == np.dtype(dtype)
+    for step in range(3):
+        pack(channel, communicator.rank, step)
+        channel.start()
+        channel.finish()
+        check(channel, communicator.rank, step)
+        channel.release()
+
+
+def test_large_messages(communicator):
+    channel = open_channel(communicator, np.full((communicator.size, communicator.size), 300_000))
+    for step in range(4):
+        pack(channel, communicator.rank, step)
+        channel.start()
+        channel.finish()
+        check(channel, communicator.rank, step)
+        channel.release()
+
+
+def test_buffers_stay_where_they_are_and_are_aligned(communicator):
+    channel = open_channel(communicator, np.full((communicator.size, communicator.size), 5))
+    peer = (communicator.rank + 1) % communicator.size
+
+    def addresses():
+        buffers = [f(peer, slot) for f in (channel.send_buffer, channel.recv_buffer) for slot in (0, 1)]
+        return [b.ctypes.data for b in buffers]
+
+    before = addresses()
+    assert all(address % 64 == 0 for address in before)
+    for step in range(3):
+        pack(channel, communicator.rank, step)
+        channel.start()
+        channel.finish()
+        channel.release()
+    assert addresses() == before
+    assert not channel.recv_buffer(peer, 0).flags.writeable
+    assert channel.send_buffer(peer, 0).shape == (5,)
+
+
+def test_a_channel_without_peers_is_free(communicator):
+    channel = communicator.channel({}, {}, np.float32)
+    for _ in range(3):
+        channel.start()
+        channel.finish()
+        channel.release()
+    assert communicator.counters.snapshot() == {}
+
+
+def test_messages_and_bytes_are_counted_by_kind(communicator):
+    counts = pattern(communicator.size, seed=6)
+    mine = counts[communicator.rank]
+    halo = open_channel(communicator, counts)
+    other = open_channel(communicator, counts, np.float64, kind="redistribute")
+    for channel, repetitions in ((halo, 3), (other, 2)):
+        for _ in range(repetitions):
+            channel.start()
+            channel.finish()
+            channel.release()
+    messages, elements = np.count_nonzero(mine), int(mine.sum())
+    for kind, repetitions, itemsize in (("halo", 3, 4), ("redistribute", 2, 8)):
+        booked = communicator.counters[kind]
+        assert (booked.messages, booked.bytes) == (repetitions * messages, repetitions * elements * itemsize)
+    communicator.counters.reset()
+    assert communicator.counters["halo"].messages == 0
+
+
+def test_recorder_is_told_of_travel_and_waiting(communicator):
+    class Spans(list):
+        def span(self, name, category, t0, t1):
+            self.append((name, category, t0, t1))
+
+    spans = communicator.recorder = Spans()
+    channel = open_channel(communicator, np.full((communicator.size, communicator.size), 10), name="conv1 x")
+    before = time.perf_counter()
+    channel.start()
+    channel.finish()
+    channel.release()
+    after = time.perf_counter()
+    assert [(name, category) for name, category, _, _ in spans] == [("conv1 x", "communication"), ("conv1 x", "wait")]
+    assert all(before <= t0 <= t1 <= after for _, _, t0, t1 in spans)
+
+
+def test_the_order_of_calls_is_checked(communicator):
+    channel = open_channel(communicator, np.full((communicator.size, communicator.size), 2), name="face")
+    with pytest.raises(CommError, match=r"finish\(\): expected the channel to be started, got idle \(face\)"):
+        channel.finish()
+    channel.start()
+    with pytest.raises(CommError, match=r"start\(\): expected the channel to be idle, got started"):
+        channel.start()
+    with pytest.raises(CommError, match=r"release\(\): expected the channel to be finished, got started"):
+        channel.release()
+    channel.finish()
+    with pytest.raises(CommError, match="the order is start"):
+        channel.start()
+    channel.release()
+    channel.close()
+    channel.close()
+    with pytest.raises(CommError, match="expected an open channel, got a closed one"):
+        channel.start()
+
+
+def test_a_wrong_peer_or_slot_is_named(communicator):
+    channel = open_channel(communicator, np.full((communicator.size, communicator.size), 2))
+    with pytest.raises(CommError, match=rf"peer: expected one of \[.*\] \(send_counts\), got {communicator.rank}"):
+        channel.send_buffer(communicator.rank, 0)
+    with pytest.raises(CommError, match="slot: expected 0 or 1, got 2"):
+        channel.recv_buffer((communicator.rank + 1) % communicator.size, 2)
+
+
+def test_wrong_counts_on_one_rank_are_an_error_on_all(communicator):
+    last = communicator.size - 1
+    nobody = {communicator.size: 1} if communicator.rank == last else {}
+    with pytest.raises(CommError, match=rf"rank {last}: send_counts: expected peers other than {last}"):
+        communicator.channel(nobody, {}, np.float32)
+    negative = {1: -1} if communicator.rank == 0 else {}
+    with pytest.raises(CommError, match="rank 0: recv_counts: expected a number of elements >= 0 for peer 1, got -1"):
+        communicator.channel({}, negative, np.float32)
+    sends = {1: 5} if communicator.rank == 0 else {}
+    recvs = {0: 4} if communicator.rank == 1 else {}
+    with pytest.raises(CommError, match="rank 1: recv_counts: expected 5 elements from rank 0 .* got 4"):
+        communicator.channel(sends, recvs, np.float32)
+    channel = communicator.channel(sends, {0: 5} if communicator.rank == 1 else {}, np.float32)  # still of use
+    pack(channel, communicator.rank, 0)
+    channel.start()
+    channel.finish()
+    check(channel, communicator.rank, 0)
+
+
+def test_closing_the_communicator_finishes_what_is_under_way(communicator):
+    channel = open_channel(communicator, np.full((communicator.size, communicator.size), 100))
+    channel.start()
+    communicator.close()
+    assert channel.closed
+    communicator.close()
+
+
+def test_memory_of_closed_channels_is_used_again(comm):
+    with Communicator(comm, "shared") as communicator:
+        counts = np.full((comm.size, comm.size), 100_000)
+        addresses = set()
+        for step in range(5):
+            channel = open_channel(communicator, counts)
+            addresses.add(channel.send_buffer((comm.rank + 1) % comm.size, 0).ctypes.data)
+            pack(channel, comm.rank, step)
+            channel.start()
+            channel.finish()
+            check(channel, comm.rank, step)
+            channel.release()
+            channel.close()
+        assert len(addresses) == 1
+
+
+def test_shared_buffers_are_the_peers_own(comm):
+    """Zero copy: what the peer writes after the exchange shows at once."""
+    with Communicator(comm, "shared") as communicator:
+        channel = open_channel(communicator, np.full((comm.size, comm.size), 4))
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        channel.send_buffer(right, 1)[:] = 10 + comm.rank  # the slot that is not under way
+        communicator.barrier()
+        assert (channel.recv_buffer(left, 1) == 10 + left).all()
+        communicator.barrier()
+
+
+@pytest.fixture
+def nodes_of_two(monkeypatch):
+    """Pretend that ranks 0 and 1 are on one node, 2 and 3 on the next."""
+    from halograd.comm.transports import base
+
+    monkeypatch.setattr(base, "split_node", lambda comm: comm.Split(comm.rank // 2, comm.rank))
+
+
+@pytest.mark.ranks(2, 3, 4, 6)
+def test_auto_mixes_shared_memory_and_messages(comm, nodes_of_two):
+    with Communicator(comm, "auto") as communicator:
+        for seed in range(4):
+            channel = open_channel(communicator, pattern(comm.size, seed))
+            for step in range(10):
+                pack(channel, comm.rank, step)
+                channel.start()
+                channel.finish()
+                check(channel, comm.rank, step)
+                channel.release()
+        near = [peer for peer in range(comm.size) if peer // 2 == comm.rank // 2]
+        assert sorted(communicator._transport.neighbors()) == near
+
+
+@pytest.mark.ranks(3, 4)
+def test_shared_and_emulated_refuse_several_nodes(comm, nodes_of_two):
+    counts = np.full((comm.size, comm.size), 4)
+    with Communicator(comm, "shared") as communicator:
+        with pytest.raises(CommError, match=r"rank 0 .*expected peers on the same node, got rank 2 on another"):
+            open_channel(communicator, counts)
+    with Communicator(comm, "emulated:alpha=0,beta=0") as communicator:
+        with pytest.raises(CommError, match=rf"expected all {comm.size} ranks on one machine"):
+            open_channel(communicator, counts)
+        with pytest.raises(CommError, match=rf"expected all {comm.size} ranks on one machine"):
+            communicator.reduction(np.ones(3))
+
+
+def test_too_little_shared_memory_is_an_error_not_a_bus_error(comm, monkeypatch):
+    import os
+
+    if comm.rank == 0:
+        status = os.statvfs("/dev/shm")
+        full = os.statvfs_result((*status[:4], 0, *status[5:10]))
+        monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with Communicator(comm, "shared") as communicator:
+        with pytest.raises(CommError, match=r"rank 0: shared transport: .* use transport='mpi'"):
+            open_channel(communicator, np.full((comm.size, comm.size), 4))
