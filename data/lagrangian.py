@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .flow import Bubble, Flow, VelocityField
-from .verdict import METRICS, Quads, scaled_jacobian
+from .quads import Quads
+from .verdict import METRICS, scaled_jacobian
 
 __all__ = ["CHANNELS", "UNITS", "MeshBlock"]
 

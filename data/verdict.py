@@ -3,18 +3,10 @@
 Everything is computed in float64 from node positions; thresholds and clamps follow the Verdict that
 VTK 9.7 ships, so that the tests can compare value by value:
 
-- a length, area or Jacobian below :data:`TINY` (of the cell scaled by its bounding-box diagonal)
+- a length, area or Jacobian below :data:`~.quads.TINY` (of the cell scaled by its bounding-box diagonal)
   counts as zero;
 - results are clamped to +-:data:`HUGE`;
 - a quad whose nodes 2 and 3 coincide is measured as a triangle where Verdict does so.
-
-Corner order of the cell ``(i, j)`` and the numbering of its edges::
-
-    3 = (i+1, j) --- e2 --- 2 = (i+1, j+1)          y, row i
-        |                       |                   ^
-        e3                      e1                  |
-        |                       |                   +--> x, column j
-    0 = (i, j)   --- e0 --- 1 = (i, j+1)
 
 Verdict measures a cell against its *own* normal: a cell turned inside out as a whole looks perfect.
 A mesh in the plane knows better; ``Quads(nodes, normal="up")`` measures against +z, and
@@ -29,134 +21,26 @@ differ in one thing: where Verdict returns NaN (distortion of a cell shrunk to a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from .quads import TINY, Quads, maximum, minimum, unit
 
 __all__ = ["HUGE", "METRICS", "TINY", "Quads", "quad_metrics"]
 
 Array = NDArray[np.float64]
 
-TINY = 10 * float(np.finfo(np.float64).eps)
-"""VERDICT_DBL_MIN of VTK 9.7; a vector of at most twice this length cannot be normalised."""
 HUGE = 1e30
 """VERDICT_DBL_MAX."""
 
 _GAUSS = 1 / np.sqrt(3.0)
 
 
-class Quads:
-    """Geometry shared by the metrics of all cells of one mesh, computed on first use.
-
-    Parameters
-    ----------
-    nodes : array, ``(rows + 1, cols + 1, 2)``, host
-        Node positions (x, y) [m]; not modified.
-    normal : {"center", "up"}
-        Orientation against which Jacobians are signed: the cell's own normal at its centre
-        (Verdict), or +z (reveals inverted cells).
-    """
-
-    def __init__(self, nodes: ArrayLike, normal: Literal["center", "up"] = "center") -> None:
-        at = np.asarray(nodes, dtype=np.float64)
-        if at.ndim != 3 or at.shape[2] != 2 or min(at.shape[:2]) < 2:
-            raise ValueError(
-                f"expected nodes of shape (rows + 1, cols + 1, 2), got {at.shape}; pass a mesh of at least one cell"
-            )
-        if normal not in ("center", "up"):
-            raise ValueError(f"expected normal 'center' or 'up', got {normal!r}")
-        self._up = normal == "up"
-        self.x: list[Array] = _corners(at[..., 0])
-        self.y: list[Array] = _corners(at[..., 1])
-        self.ex: list[Array] = [self.x[(k + 1) % 4] - self.x[k] for k in range(4)]
-        self.ey: list[Array] = [self.y[(k + 1) % 4] - self.y[k] for k in range(4)]
-
-    @cached_property
-    def cross(self) -> list[Array]:
-        """z of the cross product of the edges that meet at corner k, ``e[k-1] x e[k]`` [m^2]."""
-        return [self.ex[k - 1] * self.ey[k] - self.ey[k - 1] * self.ex[k] for k in range(4)]
-
-    @cached_property
-    def sign(self) -> Array:
-        """Orientation of the cell: +1, -1, or 0 where it has no normal."""
-        if self._up:
-            return np.ones_like(self.ex[0])
-        return _unit((self.ex[0] - self.ex[2]) * (self.ey[1] - self.ey[3])
-                     - (self.ey[0] - self.ey[2]) * (self.ex[1] - self.ex[3]))  # fmt: skip
-
-    @cached_property
-    def corner_areas(self) -> list[Array]:
-        """Jacobian at the four corners [m^2]."""
-        return [self.sign * c for c in self.cross]
-
-    @cached_property
-    def scale(self) -> Array:
-        """Diagonal of the cell's bounding box [m], 1 where it is a point."""
-        width = _maximum(self.x) - _minimum(self.x)
-        height = _maximum(self.y) - _minimum(self.y)
-        diagonal = np.sqrt(width * width + height * height)
-        return np.where(diagonal < TINY, 1.0, diagonal)
-
-    @cached_property
-    def areas(self) -> list[Array]:
-        """Corner Jacobians of the scaled cell."""
-        square = self.scale * self.scale
-        return [a / square for a in self.corner_areas]
-
-    @cached_property
-    def lengths_squared(self) -> list[Array]:
-        """Squared edge lengths of the scaled cell."""
-        square = self.scale * self.scale
-        return [(x * x + y * y) / square for x, y in zip(self.ex, self.ey)]
-
-    @cached_property
-    def lengths(self) -> list[Array]:
-        """Edge lengths of the scaled cell."""
-        return [np.sqrt(s) for s in self.lengths_squared]
-
-    @cached_property
-    def axes(self) -> tuple[Array, Array, Array, Array]:
-        """Principal axes (x1, y1, x2, y2) of the scaled cell."""
-        return (
-            (self.ex[0] - self.ex[2]) / self.scale,
-            (self.ey[0] - self.ey[2]) / self.scale,
-            (self.ex[1] - self.ex[3]) / self.scale,
-            (self.ey[1] - self.ey[3]) / self.scale,
-        )
-
-    @cached_property
-    def cosines(self) -> list[Array]:
-        """Cosine of the angle at corners 1, 2, 3, 0; NaN where an edge has no length."""
-        raw = [np.sqrt(x * x + y * y) for x, y in zip(self.ex, self.ey)]
-        dots = [self.ex[k - 1] * self.ex[k] + self.ey[k - 1] * self.ey[k] for k in range(4)]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return [np.clip(-dots[k] / (raw[k - 1] * raw[k]), -1, 1) for k in range(4)]
-
-    @cached_property
-    def short(self) -> NDArray[np.bool_]:
-        """Cells with an edge of no length [unscaled]."""
-        return _minimum([x * x + y * y for x, y in zip(self.ex, self.ey)]) <= TINY * TINY
-
-    @cached_property
-    def collapsed(self) -> NDArray[np.bool_]:
-        """Cells whose nodes 2 and 3 coincide: Verdict takes them for triangles."""
-        return (self.ex[2] == 0) & (self.ey[2] == 0)
-
-    @cached_property
-    def triangle(self) -> tuple[list[Array], Array]:
-        """Of the collapsed cells only: squared side lengths (01, 12, 20) and twice the area."""
-        x = [a[self.collapsed] for a in self.x]
-        y = [a[self.collapsed] for a in self.y]
-        sides = [(x[(k + 1) % 3] - x[k]) ** 2 + (y[(k + 1) % 3] - y[k]) ** 2 for k in range(3)]
-        return sides, np.abs((x[1] - x[0]) * (y[2] - y[0]) - (y[1] - y[0]) * (x[2] - x[0]))
-
-
 def aspect_ratio(q: Quads) -> Array:
     """Longest edge times perimeter over the sum of the corner Jacobians; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _clamp(_maximum(q.lengths) * sum(q.lengths) / sum(q.areas))
+        return _clamp(maximum(q.lengths) * sum(q.lengths) / sum(q.areas))
 
 
 def condition_number(q: Quads) -> Array:
@@ -178,8 +62,8 @@ def condition_number(q: Quads) -> Array:
 def distortion(q: Quads) -> Array:
     """Smallest Jacobian over the corners and 2x2 Gauss points times parent area over area; 1 for a square."""
     corner = [c / 4 for c in q.cross]
-    units = [_unit(c) for c in corner]
-    face = _face_sign([_unit(c) for c in q.cross])
+    units = [unit(c) for c in corner]
+    face = _face_sign([unit(c) for c in q.cross])
     least = np.full_like(q.scale, np.inf)
     area = np.zeros_like(least)
     for weights in _gauss_weights():
@@ -196,7 +80,7 @@ def distortion(q: Quads) -> Array:
 
 def jacobian(q: Quads) -> Array:
     """Smallest Jacobian at the corners [m^2]."""
-    result = _clamp(_minimum(q.corner_areas))
+    result = _clamp(minimum(q.corner_areas))
     if q.collapsed.any():
         result[q.collapsed] = q.triangle[1]
     return result
@@ -204,14 +88,14 @@ def jacobian(q: Quads) -> Array:
 
 def largest_angle(q: Quads) -> Array:
     """Largest included angle [degree], above 180 where a corner is reflex."""
-    angle = np.degrees(np.arccos(_minimum(q.cosines)))
-    angle = np.where(_minimum(q.corner_areas) < 0, 360 - angle, angle)
+    angle = np.degrees(np.arccos(minimum(q.cosines)))
+    angle = np.where(minimum(q.corner_areas) < 0, 360 - angle, angle)
     return _angles(q, np.where(q.short, 0.0, angle), np.minimum)
 
 
 def smallest_angle(q: Quads) -> Array:
     """Smallest included angle [degree]."""
-    angle = np.degrees(np.arccos(_maximum(q.cosines)))
+    angle = np.degrees(np.arccos(maximum(q.cosines)))
     return _angles(q, np.where(q.short, 360.0, angle), np.maximum)
 
 
@@ -233,8 +117,8 @@ def oddy(q: Quads) -> Array:
 def scaled_jacobian(q: Quads) -> Array:
     """Smallest corner Jacobian over the lengths of its two edges: the sine of the angle; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        least = _minimum([q.areas[k] / (q.lengths[k] * q.lengths[k - 1]) for k in range(4)])
-    result = np.where(_minimum(q.lengths) < TINY, 0.0, _clamp(least))
+        least = minimum([q.areas[k] / (q.lengths[k] * q.lengths[k - 1]) for k in range(4)])
+    result = np.where(minimum(q.lengths) < TINY, 0.0, _clamp(least))
     if q.collapsed.any():
         (a, b, c), twice = q.triangle
         product = np.sqrt(np.maximum(np.maximum(a * b, b * c), a * c))
@@ -247,8 +131,8 @@ def shape(q: Quads) -> Array:
     """2 over the condition number of the weighted Jacobian matrix, worst corner; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
         s = q.lengths_squared
-        least = 2 * _minimum([q.areas[k] / (s[k] + s[k - 1]) for k in range(4)])
-    return np.where((_minimum(s) <= TINY) | (least < TINY), 0.0, least)
+        least = 2 * minimum([q.areas[k] / (s[k] + s[k - 1]) for k in range(4)])
+    return np.where((minimum(s) <= TINY) | (least < TINY), 0.0, least)
 
 
 def shear(q: Quads) -> Array:
@@ -271,7 +155,7 @@ def stretch(q: Quads) -> Array:
     diagonal = [(q.x[k + 2] - q.x[k]) ** 2 + (q.y[k + 2] - q.y[k]) ** 2 for k in range(2)]
     longest = np.maximum(*diagonal) / square
     flat = longest < TINY
-    return np.where(flat, HUGE, np.sqrt(2 * _minimum(q.lengths_squared) / np.where(flat, 1.0, longest)))
+    return np.where(flat, HUGE, np.sqrt(2 * minimum(q.lengths_squared) / np.where(flat, 1.0, longest)))
 
 
 def taper(q: Quads) -> Array:
@@ -332,26 +216,9 @@ def quad_metrics(nodes: ArrayLike, names: Sequence[str] = tuple(METRICS)) -> dic
     return {name: METRICS[name](quads) for name in METRICS if name in names}
 
 
-def _corners(a: Array) -> list[Array]:
-    return [a[:-1, :-1], a[:-1, 1:], a[1:, 1:], a[1:, :-1]]
-
-
-def _minimum(arrays: Sequence[Array]) -> Array:
-    return np.minimum(np.minimum(arrays[0], arrays[1]), np.minimum(arrays[2], arrays[3]))
-
-
-def _maximum(arrays: Sequence[Array]) -> Array:
-    return np.maximum(np.maximum(arrays[0], arrays[1]), np.maximum(arrays[2], arrays[3]))
-
-
 def _clamp(value: Array) -> Array:
     # fmin and fmax drop a NaN as C's do: 0/0 (a point) becomes -HUGE, as in Verdict.
     return np.where(value > 0, np.fmin(value, HUGE), np.fmax(value, -HUGE))
-
-
-def _unit(z: Array) -> Array:
-    """Sign of a normal along z; 0 where it is too short to be normalised."""
-    return np.where(np.abs(z) > 2 * TINY, np.sign(z), 0.0)
 
 
 def _face_sign(corner: Sequence[Array]) -> Array:

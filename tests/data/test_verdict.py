@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from halograd.data.verdict import HUGE, METRICS, Quads, quad_metrics, scaled_jacobian
+from halograd.data.quads import Quads
+from halograd.data.verdict import HUGE, METRICS, quad_metrics, scaled_jacobian
 
 VTK_NAMES = {
     "aspectRatio": "QuadAspectRatio",
@@ -157,9 +158,7 @@ def assert_like_vtk(corners) -> None:
     corners = np.asarray(corners, dtype=np.float64)
     got, expected = metrics_of(corners), vtk_metrics(corners)
     edge = max(np.hypot(*(corners[k] - corners[k - 1])) for k in range(4))
-    least = min(
-        abs(np.linalg.det([corners[k] - corners[k - 1], corners[(k + 1) % 4] - corners[k]])) for k in range(4)
-    )
+    least = min(abs(np.linalg.det([corners[k] - corners[k - 1], corners[(k + 1) % 4] - corners[k]])) for k in range(4))
     eps = 64 * np.finfo(float).eps * max(1.0, np.abs(corners).max() / edge)
     for name in METRICS:
         amplified = edge**2 / max(least, 1e-300) if abs(expected[name]) < HUGE else 1.0

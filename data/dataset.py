@@ -1,0 +1,245 @@
+"""Any HDF5 file with an input and a target dataset, of which each process reads only its own box.
+
+Arrays of halograd are ``(N, *spatial, C)``; on disk a dataset may be that (``layout="NHWC"``) or
+``(N, C, *spatial)`` (``"NCHW"``), with 1, 2 or 3 spatial axes. Targets are one of
+
+- a value per cell, ``(N, *spatial)``, or with a channel axis, in the layout of the inputs; the grid may be coarser
+  than that of the inputs by a whole factor per axis;
+- a label per sample, ``(N,)``, or a vector ``(N, K)``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dtensor.box import Box
+from . import structure
+from .errors import DataError
+
+__all__ = ["Hdf5Dataset"]
+
+
+class Hdf5Dataset:
+    """Inputs and targets of one HDF5 file, read by boxes. Local; every rank opens its own.
+
+    Parameters
+    ----------
+    path : path
+    inputs, targets : str
+        Names of the datasets; ``targets=None`` for a file without.
+    layout : {"NHWC", "NCHW"}, optional
+        Order of axes on disk, for any number of spatial axes. Default: the attribute ``layout`` of the inputs.
+    target_range : (low, high), optional
+        Targets outside are refused when they are read.
+
+    Attributes
+    ----------
+    sample_shape, target_shape : tuple
+        ``(*spatial, C)`` of one sample; a label per sample is ``(1,)``.
+    channel_names : list of str
+        From the attribute of that name, else ``channel 0``, ...
+    groups : int64 array ``(N,)`` or None
+        The dataset ``simulation``, where there is one: samples that belong together.
+    bytes_read : int
+        Bytes requested of the file so far, as stored.
+
+    Raises
+    ------
+    DataError
+        File missing, not HDF5 or truncated; dataset missing, of wrong rank or type; inputs and targets that do not
+        fit each other. Reading raises it for NaN or infinity, and for targets out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        inputs: str = "inputs",
+        targets: str | None = "mask",
+        layout: str | None = None,
+        target_range: tuple[float, float] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.bytes_read = 0
+        self.target_range = target_range
+        self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
+        self._file = structure.open_file(self.path)
+        try:
+            self._inputs = structure.find(self._file, self.path, inputs)
+            self._kind = structure.input_kind(self._inputs, self.path, layout)
+            self.sample_shape = structure.shape_of(self._inputs, self._kind)
+            self.channel_names = structure.channel_names(self._inputs, self.sample_shape[-1])
+            self.groups = structure.groups(self._file, len(self))
+            self._targets, self._target_kind, self.target_shape = self._open_targets(targets)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __len__(self) -> int:
+        return self._inputs.shape[0]
+
+    def __enter__(self) -> Hdf5Dataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; twice does no harm."""
+        self._file.close()
+
+    def read(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read this rank's box of the inputs of a global batch. Local.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Samples of the whole (global) batch, in order.
+        box : Box
+            In the batch's coordinates ``(N, *spatial, C)``. May reach outside the array: what lies there is left as
+            it is in `out` (margins that hold padding).
+        out : array of shape ``box.shape``, host
+            Filled within; float32 or float64 (others are converted), any strides; C-contiguous is fastest.
+
+        Returns
+        -------
+        tuple of slices : the part of `out` that was filled.
+
+        Raises
+        ------
+        DataError
+            NaN or infinity in what was read; a file that cannot be read any more.
+        """
+        filled = self._read(self._inputs, self._kind, indices, box, out)
+        self._check_finite(indices, box, out, filled)
+        return filled
+
+    def read_targets(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read this rank's box of the targets of a global batch; as :meth:`read`, over :attr:`target_shape`.
+
+        A label per sample has the box ``(N, 1)``.
+        """
+        if self._targets is None:
+            raise DataError(f"{self.path}: opened without targets; pass targets='name of a dataset'")
+        filled = self._read(self._targets, self._target_kind, indices, box, out)
+        self._check_targets(indices, box, out, filled)
+        return filled
+
+    def _open_targets(self, name: str | None) -> tuple[h5py.Dataset | None, structure.Kind, tuple[int, ...]]:
+        if name is None:
+            return None, "vector", ()
+        targets = structure.find(self._file, self.path, name)
+        kind = structure.target_kind(targets, self.path, self._inputs, self._kind)
+        return targets, kind, structure.shape_of(targets, kind)
+
+    def _read(
+        self, source: h5py.Dataset, kind: structure.Kind, indices: Sequence[int], box: Box, out: NDArray[Any]
+    ) -> tuple[slice, ...]:
+        whole = Box.of_shape((len(indices), *structure.shape_of(source, kind)))
+        if box.ndim != whole.ndim or out.shape != box.shape:
+            raise DataError(
+                f"{self.path}: expected a box of {whole.ndim} axes within {whole.shape} and an array of its shape, "
+                f"got {box} and {out.shape}"
+            )
+        part = box & whole
+        filled = part.slices(origin=box.start)
+        if part.size == 0:
+            return tuple(slice(0, 0) for _ in filled)
+        for k in range(*part.ranges[0]):
+            where = _selection(kind, self._index(indices[k]), part.slices()[1:])
+            self._read_sample(source, kind, where, out, (k - box.start[0], *filled[1:]))
+        return filled
+
+    def _read_sample(
+        self,
+        source: h5py.Dataset,
+        kind: structure.Kind,
+        where: tuple[int | slice, ...],
+        out: NDArray[Any],
+        destination: tuple[int | slice, ...],
+    ) -> None:
+        extent = tuple(s.stop - s.start for s in where if isinstance(s, slice))
+        self.bytes_read += math.prod(extent) * source.dtype.itemsize
+        try:
+            if kind in ("channels last", "vector") and _is_direct(source, out):
+                source.read_direct(out, where, destination)
+                return
+            scratch = self._scratch_array(source, out, extent)
+            source.read_direct(scratch, where)
+        except (OSError, RuntimeError) as error:
+            raise DataError(
+                f"{self.path}: cannot read sample {where[0]} of {source.name!r} ({structure.one_line(error)}); the "
+                "file is damaged or was changed while it was open: write it again"
+            ) from error
+        if kind == "channels first":
+            scratch = np.moveaxis(scratch, 0, -1)
+        elif kind == "no channels":
+            scratch = scratch[..., None]
+        out[destination] = scratch
+
+    def _scratch_array(self, source: h5py.Dataset, out: NDArray[Any], extent: tuple[int, ...]) -> NDArray[Any]:
+        """A reused array of this shape: reading must not allocate in every step."""
+        # HDF5 converts between numbers, but knows neither NumPy's bool nor bfloat16.
+        boolean = source.dtype.kind == "b"
+        dtype = source.dtype if boolean else out.dtype if out.dtype.kind == "f" else np.dtype(np.float32)
+        n = math.prod(extent)
+        if dtype not in self._scratch or self._scratch[dtype].size < n:
+            self._scratch[dtype] = np.empty(n, dtype)
+        return self._scratch[dtype][:n].reshape(extent)
+
+    def _index(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
+        return int(index)
+
+    def _check_finite(self, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]) -> None:
+        values = out[filled]
+        if np.isfinite(values).all():
+            return
+        at = np.argwhere(~np.isfinite(values))[0] + [s.start for s in filled]
+        where = [int(a + o) for a, o in zip(at, box.start)]
+        name = self.channel_names[where[-1]]
+        raise DataError(
+            f"{self.path}: {float(out[tuple(at)])} in sample {indices[where[0]]}, channel {where[-1]} ({name}) "
+            f"at {tuple(where[1:-1])}; expected finite numbers: repair or leave out that sample"
+        )
+
+    def _check_targets(self, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]) -> None:
+        values = out[filled]
+        low, high = self.target_range if self.target_range is not None else (-np.inf, np.inf)
+        # A comparison with NaN is false, so that NaN counts as wrong here.
+        good = (values >= low) & (values <= high) & np.isfinite(values)
+        if good.all():
+            return
+        at = np.argwhere(~good)[0] + [s.start for s in filled]
+        where = [int(a + o) for a, o in zip(at, box.start)]
+        expected = "a finite number" if self.target_range is None else f"{low:g} .. {high:g}"
+        raise DataError(
+            f"{self.path}: target {float(out[tuple(at)]):g} in sample {indices[where[0]]} at {tuple(where[1:])}; "
+            f"expected {expected}: repair the data or choose another loss"
+        )
+
+
+def _selection(kind: structure.Kind, index: int, where: tuple[slice, ...]) -> tuple[int | slice, ...]:
+    """Slices on disk of the part `where` ``(*spatial, C)`` of one sample."""
+    *spatial, channels = where
+    if kind == "channels first":
+        return (index, channels, *spatial)
+    if kind == "no channels":
+        return (index, *spatial)
+    return (index, *where)
+
+
+def _is_direct(source: h5py.Dataset, out: NDArray[Any]) -> bool:
+    """Whether HDF5 can write straight into `out`."""
+    return bool(out.flags.c_contiguous) and out.dtype.kind == "f" and source.dtype.kind != "b"

@@ -1,0 +1,203 @@
+"""Prefetch: a thread reads the next batches while the step computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ..dtensor.box import Box
+from .dataset import Hdf5Dataset
+from .errors import DataError
+from .normalize import ChannelStatistics
+from .sampler import Batch
+from .targets import TargetReduction
+
+__all__ = ["LoadedBatch", "Loader"]
+
+
+class Recorder(Protocol):
+    """Told of every read: seconds of ``time.perf_counter``."""
+
+    def span(self, name: str, category: str, t0: float, t1: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """This rank's box of one global batch.
+
+    Attributes
+    ----------
+    x : array ``input_box.shape``
+        Normalised inputs; outside the sample (padding) 0.
+    y : array ``target_box.shape``, or None
+        Targets, reduced to patches where asked for.
+    batch : Batch
+    """
+
+    x: NDArray[Any]
+    y: NDArray[Any] | None
+    batch: Batch
+
+
+class Loader:
+    """Delivers the local boxes of global batches, in order, read ahead by a thread. Local.
+
+    Buffers are made once: what :meth:`iterate` yields is overwritten when the batch after it is asked for.
+
+    Parameters
+    ----------
+    dataset : Hdf5Dataset
+        Used by the thread only, while a loop runs.
+    input_box : Box
+        Of the global batch ``(N, *spatial, C)``: the owned box with the halo the first layer needs. May reach outside.
+    target_box : Box, optional
+        Of the targets ``(N, *grid, C)``, in patches where there is a `reduction`. None: no targets.
+    statistics : ChannelStatistics, optional
+        Applied to the inputs within the sample.
+    reduction : TargetReduction, optional
+        Reduces the targets from cells to patches.
+    dtype : float32 or float64
+    depth : int
+        Sets of buffers: one is in use, the others are being filled.
+    recorder : optional
+        Its ``span("read", "io", t0, t1)`` is called, from the thread, for every batch.
+
+    Attributes
+    ----------
+    seconds_waited : float
+        Time the consumer has waited for data so far [s].
+    """
+
+    def __init__(
+        self,
+        dataset: Hdf5Dataset,
+        input_box: Box,
+        target_box: Box | None = None,
+        *,
+        statistics: ChannelStatistics | None = None,
+        reduction: TargetReduction | None = None,
+        dtype: DTypeLike = np.float32,
+        depth: int = 2,
+        recorder: Recorder | None = None,
+    ) -> None:
+        if depth < 2:
+            raise DataError(f"depth: expected 2 or more sets of buffers, got {depth}")
+        if reduction is not None:
+            reduction.coarse_shape(dataset.target_shape)
+        self._dataset, self._statistics = dataset, statistics
+        self._reduction, self._recorder = reduction, recorder
+        self._input_box, self._target_box = input_box, target_box
+        self._x = [np.zeros(input_box.shape, dtype) for _ in range(depth)]
+        self._y = [None if target_box is None else np.zeros(target_box.shape, dtype) for _ in range(depth)]
+        self._cells: NDArray[Any] | None = None
+        if reduction is not None and target_box is not None:
+            self._cells = np.zeros(reduction.fine_box(target_box).shape, dtype)
+        self._running: _Worker | None = None
+        self.seconds_waited = 0.0
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def iterate(self, batches: Iterable[Batch | Sequence[int]]) -> Iterator[LoadedBatch]:
+        """Load these batches in order. An error of the thread is raised here, when its batch is due.
+
+        Ends its thread when the loop ends, breaks or fails. One loop at a time.
+        """
+        if self._running is not None:
+            raise DataError("this loader is already in a loop; end that one first, or make another loader")
+        worker = self._running = _Worker(self, [_as_batch(b, k) for k, b in enumerate(batches)])
+        worker.thread.start()
+        try:
+            while True:
+                t0 = time.perf_counter()
+                item = worker.ready.get()
+                self.seconds_waited += time.perf_counter() - t0
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                slot, batch = item
+                yield LoadedBatch(self._x[slot], self._y[slot], batch)
+                worker.free.put(slot)
+        finally:
+            # Not close(): by the time a forgotten loop is collected, another may run.
+            worker.stop()
+            if self._running is worker:
+                self._running = None
+
+    def close(self) -> None:
+        """Stop the thread, if one runs, and wait for it; twice does no harm. Leaves the dataset open."""
+        worker, self._running = self._running, None
+        if worker is not None:
+            worker.stop()
+
+    def fill(self, batch: Batch, slot: int) -> None:
+        """Read `batch` into this set of buffers, in the calling thread."""
+        t0 = time.perf_counter()
+        x, y = self._x[slot], self._y[slot]
+        filled = self._dataset.read(batch.indices, self._input_box, x)
+        if self._statistics is not None:
+            self._statistics.apply(x[filled], max(0, self._input_box.start[-1]))
+        if y is not None and self._target_box is not None:
+            if self._reduction is None or self._cells is None:
+                self._dataset.read_targets(batch.indices, self._target_box, y)
+            else:
+                fine = self._reduction.fine_box(self._target_box)
+                self._dataset.read_targets(batch.indices, fine, self._cells)
+                self._reduction.apply(self._cells, y)
+        if self._recorder is not None:
+            self._recorder.span("read", "io", t0, time.perf_counter())
+
+
+class _Worker:
+    """The thread of one loop and its two queues of slots: `free` to fill, `ready` to use."""
+
+    def __init__(self, loader: Loader, batches: list[Batch]) -> None:
+        self._loader, self._batches = loader, batches
+        self._stopped = threading.Event()
+        self.free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[tuple[int, Batch] | BaseException | None] = queue.SimpleQueue()
+        for slot in range(len(loader._x)):
+            self.free.put(slot)
+        # A daemon, so that a consumer that dies without closing does not keep the process alive.
+        self.thread = threading.Thread(target=self._run, name="halograd-prefetch", daemon=True)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.free.put(None)
+        if self.thread.ident is not None:
+            self.thread.join()
+        # Ends a loop that goes on after close() instead of leaving it waiting for ever.
+        self.ready.put(None)
+
+    def _run(self) -> None:
+        try:
+            for batch in self._batches:
+                slot = self.free.get()
+                if slot is None or self._stopped.is_set():
+                    return
+                self._loader.fill(batch, slot)
+                self.ready.put((slot, batch))
+            self.ready.put(None)
+        except BaseException as error:  # raised again in the consumer
+            self.ready.put(error)
+
+
+def _as_batch(batch: Batch | Sequence[int], position: int) -> Batch:
+    if isinstance(batch, Batch):
+        return batch
+    indices = tuple(int(i) for i in batch)
+    return Batch(indices, len(indices), 0, position)

@@ -1,0 +1,172 @@
+"""Which samples, in which order: decided by seed and epoch alone, so that it is the same on every decomposition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .errors import DataError
+
+__all__ = ["Batch", "Sampler", "split"]
+
+# Keeps the random streams of split and shuffle apart.
+_SPLIT, _SHUFFLE = 1, 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one global batch.
+
+    Attributes
+    ----------
+    indices : tuple of int
+        Dataset indices, one per sample of the global batch.
+    valid : int
+        The first so many count; the rest repeats the last one, to fill a batch of fixed size.
+    epoch, position : int
+        Where in the sequence this batch stands.
+    """
+
+    indices: tuple[int, ...]
+    valid: int
+    epoch: int
+    position: int
+
+
+def split(
+    samples: int, fraction: float, seed: int = 0, groups: ArrayLike | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Divide samples into training and validation, by whole groups. Local, the same on every rank.
+
+    Parameters
+    ----------
+    samples : int
+    fraction : float
+        Share of the groups held out, in [0, 1); if above 0, at least one group is held out and one stays.
+    seed : int
+    groups : int array ``(samples,)``, optional
+        Samples of equal value stay together: ``Hdf5Dataset.groups``, the simulation they come from.
+
+    Returns
+    -------
+    training, validation : sorted int64 arrays of dataset indices.
+
+    >>> split(6, 0.3, groups=[0, 0, 1, 1, 2, 2])
+    (array([0, 1, 4, 5]), array([2, 3]))
+    """
+    if not 0 <= fraction < 1:
+        raise DataError(f"validation fraction: expected 0 or more and less than 1, got {fraction}")
+    labels = np.arange(samples) if groups is None else np.asarray(groups)
+    if labels.shape != (samples,):
+        raise DataError(f"groups: expected one per sample, shape ({samples},), got {labels.shape}")
+    names = np.unique(labels)
+    held = 0 if fraction == 0 else min(max(1, round(fraction * len(names))), len(names) - 1)
+    if fraction > 0 and held < 1:
+        raise DataError(f"cannot hold out a part of {len(names)} group of samples; expected two simulations or more")
+    chosen = np.random.default_rng([seed, _SPLIT]).permutation(names)[:held]
+    out = np.isin(labels, chosen)
+    return np.flatnonzero(~out), np.flatnonzero(out)
+
+
+class Sampler:
+    """Global batches of a list of samples, epoch after epoch; resumable anywhere.
+
+    Parameters
+    ----------
+    indices : sequence of int
+        Dataset indices to draw from.
+    batch : int
+        Samples per global batch.
+    seed : int
+    shuffle : {"epoch", "never"}
+        A new order every epoch, or the order of `indices`.
+    remainder : {"drop", "fill"}
+        What becomes of samples that do not fill a batch: left out (training; others next epoch), or the batch is
+        filled with copies of its last sample that do not count (evaluation).
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int] | NDArray[np.int64],
+        batch: int,
+        seed: int = 0,
+        shuffle: Literal["epoch", "never"] = "epoch",
+        remainder: Literal["drop", "fill"] = "drop",
+    ) -> None:
+        if shuffle not in ("epoch", "never"):
+            raise DataError(f"shuffle: expected 'epoch' or 'never', got {shuffle!r}")
+        if remainder not in ("drop", "fill"):
+            raise DataError(f"remainder: expected 'drop' or 'fill', got {remainder!r}")
+        if batch < 1:
+            raise DataError(f"batch: expected 1 or more samples, got {batch}")
+        least = batch if remainder == "drop" else 1
+        if len(indices) < least:
+            raise DataError(f"batch of {batch}: expected at least {least} samples to draw from, got {len(indices)}")
+        self._indices = np.asarray(indices, dtype=np.int64)
+        self.batch, self.seed, self.shuffle, self.remainder = batch, seed, shuffle, remainder
+        self.epoch = 0
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        n = len(self._indices)
+        return n // self.batch if self.remainder == "drop" else -(-n // self.batch)
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """All samples in the order of this epoch."""
+        if self.shuffle == "never":
+            return self._indices
+        return np.random.default_rng([self.seed, _SHUFFLE, epoch]).permutation(self._indices)
+
+    def rest_of_epoch(self) -> list[Batch]:
+        """The batches of the current epoch that have not been taken. Does not move the position."""
+        order = self.order(self.epoch)
+        return [self._cut(order, k) for k in range(self.position, len(self))]
+
+    def advance(self) -> None:
+        """Record that the next batch was used; after the last one, the next epoch begins."""
+        self.position += 1
+        if self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The rest of the current epoch; the position follows as batches are handed out."""
+        for batch in self.rest_of_epoch():
+            self.advance()
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers that, given to :meth:`load_state_dict`, continue the same sequence."""
+        return {
+            "epoch": self.epoch, "position": self.position, "seed": self.seed, "batch": self.batch,
+            "samples": len(self._indices), "shuffle": self.shuffle,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises
+        ------
+        DataError
+            When it was taken of another sequence: other seed, batch, order or number of samples.
+        """
+        mine = self.state_dict()
+        for key in ("seed", "batch", "samples", "shuffle"):
+            if state.get(key) != mine[key]:
+                raise DataError(
+                    f"cannot continue the data sequence: checkpoint has {key} = {state.get(key)}, this run has "
+                    f"{mine[key]}; use the settings of the checkpoint or start anew"
+                )
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < len(self):
+            raise DataError(f"expected an epoch >= 0 and a position in 0 .. {len(self) - 1}, got {epoch}, {position}")
+        self.epoch, self.position = epoch, position
+
+    def _cut(self, order: NDArray[np.int64], position: int) -> Batch:
+        part = [int(i) for i in order[position * self.batch : (position + 1) * self.batch]]
+        filled = part + [part[-1]] * (self.batch - len(part))
+        return Batch(tuple(filled), len(part), self.epoch, position)
