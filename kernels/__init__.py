@@ -1,1 +1,16 @@
-"""halograd.kernels"""
+"""Local compute on plain arrays: the same kernels by NumPy and by oneDNN."""
+
+from halograd.kernels.backend import ACTIVATIONS, Backend, get_backend
+from halograd.kernels.errors import KernelError
+from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import BatchNormKernels, Kernel
+
+__all__ = [
+    "ACTIVATIONS",
+    "Backend",
+    "BatchNormKernels",
+    "Geometry",
+    "Kernel",
+    "KernelError",
+    "get_backend",
+]

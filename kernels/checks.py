@@ -1,0 +1,147 @@
+"""Checks of the arrays that a kernel is built on, the same for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.errors import KernelError
+from halograd.kernels.geometry import Geometry
+
+__all__ = [
+    "check_batch_norm",
+    "check_conv",
+    "check_dense",
+    "check_dtypes",
+    "check_packed",
+    "check_pool",
+    "check_same_shape",
+]
+
+
+def check_packed(what: str, **arrays: Any) -> None:
+    """Every array given is C-contiguous; None stands for one that is not there."""
+    for name, a in arrays.items():
+        if a is not None and not a.flags.c_contiguous:
+            raise KernelError(
+                f"{what}: expected {name} packed (C-contiguous), got shape {a.shape} with strides {a.strides}; "
+                "copy it into a buffer of Backend.empty() first"
+            )
+
+
+def check_dtypes(what: str, allowed: Sequence[str], remedy: str, **arrays: Any) -> None:
+    """All arrays given have the same dtype, one of `allowed`."""
+    found = {name: np.dtype(a.dtype).name for name, a in arrays.items() if a is not None}
+    if len(set(found.values())) > 1:
+        text = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+        raise KernelError(f"{what}: expected arrays of one dtype, got {text}; convert them to one")
+    dtype = next(iter(found.values()))
+    if dtype not in allowed:
+        raise KernelError(f"{what}: expected dtype {' or '.join(allowed)}, got {dtype}; {remedy}")
+
+
+def check_same_shape(what: str, **arrays: Any) -> None:
+    """All arrays given have the same shape."""
+    shapes = {name: tuple(a.shape) for name, a in arrays.items() if a is not None}
+    if len(set(shapes.values())) > 1:
+        text = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise KernelError(f"{what}: expected arrays of one shape, got {text}; pass arrays of equal shape")
+
+
+def _expect_shape(what: str, name: str, a: Any, shape: tuple[int, ...], why: str) -> None:
+    if tuple(a.shape) != shape:
+        raise KernelError(f"{what}: expected {name} of shape {shape}, got {tuple(a.shape)}; {why}")
+
+
+def _expect_rank(what: str, name: str, a: Any, ndim: int) -> None:
+    if len(a.shape) != ndim:
+        raise KernelError(
+            f"{what}: expected {name} with {ndim} axes, got shape {tuple(a.shape)}; "
+            "arrays are (N, *spatial, C), weights (K, *kernel, C / groups)"
+        )
+
+
+def _expect_output(what: str, x: Any, y: Any, geometry: Geometry) -> None:
+    """`y` has the samples and the spatial shape that follow from `x`; a rank with nothing is left alone."""
+    if 0 in x.shape or 0 in y.shape:
+        return
+    spatial = geometry.output_shape(x.shape[1:-1])
+    if tuple(y.shape[:-1]) != (x.shape[0], *spatial):
+        raise KernelError(
+            f"{what}: expected an output of shape {(x.shape[0], *spatial, y.shape[-1])} from an input of shape "
+            f"{tuple(x.shape)}, got {tuple(y.shape)}; adapt the arrays or the padding of {geometry}"
+        )
+
+
+def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry) -> None:
+    """Shapes and strides of a convolution, of its arrays or of their gradients."""
+    for name, a in (("input", x), ("weights", w), ("output", y)):
+        _expect_rank(what, name, a, geometry.ndim + 2)
+    check_packed(what, input=x, weights=w, bias=b, output=y)
+    channels, filters, groups = x.shape[-1], y.shape[-1], geometry.groups
+    if channels % groups or filters % groups:
+        raise KernelError(
+            f"{what}: expected channels that {groups} groups divide, got {channels} in and {filters} out; "
+            "choose another number of groups"
+        )
+    shape = (filters, *geometry.kernel, channels // groups)
+    _expect_shape(what, "weights", w, shape, "weights are (K, *kernel, C / groups)")
+    if b is not None:
+        _expect_shape(what, "bias", b, (filters,), "a bias has one value per output channel")
+    _expect_output(what, x, y, geometry)
+
+
+def check_pool(what: str, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> None:
+    """Shapes and strides of a pooling and of its gradient."""
+    for name, a in (("x", x), ("y", y)):
+        _expect_rank(what, name, a, geometry.ndim + 2)
+    if (dy is None) != (dx is None):
+        raise KernelError(f"{what}: expected both dy and dx or neither, got one; pass both for a backward kernel")
+    check_packed(what, x=x, y=y, dy=dy, dx=dx)
+    check_same_shape(what, x=x, dx=dx)
+    check_same_shape(what, y=y, dy=dy)
+    if x.shape[-1] != y.shape[-1]:
+        raise KernelError(
+            f"{what}: expected as many channels in x as in y, got {x.shape[-1]} and {y.shape[-1]}; pooling keeps them"
+        )
+    _expect_output(what, x, y, geometry)
+
+
+def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], sums: dict[str, Any]) -> None:
+    """Shapes and strides of a batch norm: ``vectors`` are (C,), ``sums`` float64 (2, C)."""
+    what = "batch_norm"
+    if (dy is None) != (dx is None):
+        raise KernelError(f"{what}: expected both dy and dx or neither, got one; pass both for a backward kernel")
+    check_packed(what, x=x, y=y, dy=dy, dx=dx, **vectors, **sums)
+    check_same_shape(what, x=x, y=y, dy=dy, dx=dx)
+    if len(x.shape) < 2:
+        raise KernelError(f"{what}: expected x of shape (N, *spatial, C), got {tuple(x.shape)}; add the sample axis")
+    for name, a in vectors.items():
+        _expect_shape(what, name, a, (x.shape[-1],), "it has one value per channel")
+        if np.dtype(a.dtype) not in (np.dtype(x.dtype), np.dtype(np.float32)):
+            raise KernelError(
+                f"{what}: expected {name} of dtype {np.dtype(x.dtype).name} or float32, got "
+                f"{np.dtype(a.dtype).name}; convert it"
+            )
+    for name, a in sums.items():
+        _expect_shape(what, name, a, (2, x.shape[-1]), "it has two values per channel")
+        if np.dtype(a.dtype) != np.float64:
+            raise KernelError(
+                f"{what}: expected {name} of dtype float64, got {np.dtype(a.dtype).name}; sums of many terms need it"
+            )
+
+
+def check_dense(what: str, x: Any, w: Any, b: Any, y: Any) -> None:
+    """Shapes and strides of a dense layer: x (N, F), w (K, F), b (K,), y (N, K), or their gradients."""
+    for name, a in (("input", x), ("weights", w), ("output", y)):
+        if len(a.shape) != 2:
+            raise KernelError(
+                f"{what}: expected {name} with 2 axes, got shape {tuple(a.shape)}; x is (N, F), w (K, F), y (N, K)"
+            )
+    check_packed(what, input=x, weights=w, bias=b, output=y)
+    _expect_shape(what, "weights", w, (y.shape[1], x.shape[1]), "weights are (K, F)")
+    _expect_shape(what, "output", y, (x.shape[0], w.shape[0]), "the output is (N, K)")
+    if b is not None:
+        _expect_shape(what, "bias", b, (w.shape[0],), "a bias has one value per output")

@@ -1,0 +1,108 @@
+"""What a backend's factories return: arrays and geometry bound at build time, ready to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halograd.kernels.errors import KernelError
+from halograd.kernels.scratch import Scratch
+
+__all__ = ["BatchNormKernels", "Kernel", "ScratchKernel"]
+
+
+class Kernel:
+    """A computation on arrays bound at build time; calling it runs it, allocating nothing.
+
+    Attributes
+    ----------
+    impl : str
+        Which implementation runs, e.g. ``"numpy:im2col"`` or ``"onednn:brgconv:avx512_core"``.
+    workspace_bytes : int
+        Memory this kernel alone holds besides its arguments [B].
+    scratch_bytes : int
+        Memory it needs while it runs, shared with all kernels of its backend [B].
+    """
+
+    impl: str = "nothing"
+    workspace_bytes: int = 0
+    scratch_bytes: int = 0
+
+    def __init__(
+        self, run: Callable[[], Any], impl: str, workspace_bytes: int = 0, close: Callable[[], Any] | None = None
+    ) -> None:
+        self._run: Callable[[], Any] = run
+        self._free: Callable[[], Any] | None = close
+        self.impl = impl
+        self.workspace_bytes = workspace_bytes
+
+    def __call__(self) -> None:
+        self._run()
+
+    def close(self) -> None:
+        """Free what the kernel holds; it cannot run any more. May be called twice."""
+        free, self._free = self._free, None
+        self._run = self._closed
+        if free is not None:
+            free()
+
+    def _closed(self) -> None:
+        raise KernelError(f"kernel {self.impl}: expected an open kernel, got one after close(); build it again")
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.impl}>"
+
+
+class ScratchKernel(Kernel):
+    """A kernel that takes views of its backend's :class:`Scratch` before it runs first.
+
+    Parameters
+    ----------
+    bind
+        Takes the views anew and returns what is to run. Called at the first call and whenever the
+        scratch memory was enlarged since.
+    """
+
+    def __init__(
+        self,
+        bind: Callable[[], Callable[[], Any]],
+        scratch: Scratch,
+        scratch_bytes: int,
+        impl: str,
+        workspace_bytes: int = 0,
+        close: Callable[[], Any] | None = None,
+    ) -> None:
+        scratch.reserve(scratch_bytes)
+        self._bind: Callable[[], Callable[[], Any]] | None = bind
+        self._scratch = scratch
+        self._generation = -1
+        self.scratch_bytes = scratch_bytes
+        super().__init__(self._closed, impl, workspace_bytes, close)
+
+    def __call__(self) -> None:
+        if self._generation != self._scratch.generation and self._bind is not None:
+            self._run = self._bind()
+            self._generation = self._scratch.generation
+        self._run()
+
+    def close(self) -> None:
+        self._bind = None
+        super().close()
+
+
+@dataclass(frozen=True)
+class BatchNormKernels:
+    """The four steps of a batch norm; the two backward ones are None where no gradient was asked for."""
+
+    statistics: Kernel
+    forward: Kernel
+    backward_sums: Kernel | None
+    backward_data: Kernel | None
+
+    def close(self) -> None:
+        """Close all four."""
+        kernels: Sequence[Kernel | None] = (self.statistics, self.forward, self.backward_sums, self.backward_data)
+        for kernel in kernels:
+            if kernel is not None:
+                kernel.close()

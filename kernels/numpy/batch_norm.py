@@ -1,0 +1,199 @@
+"""Batch norm in blocks of rows that stay in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.kernel import BatchNormKernels, Kernel, ScratchKernel
+from halograd.kernels.numpy.moments import moments
+from halograd.kernels.numpy.rows import RowBlocks
+from halograd.kernels.scratch import Scratch, round_up
+
+__all__ = ["BatchNormArrays", "NumpyBatchNorm", "mean_and_variance"]
+
+
+@dataclass(frozen=True)
+class BatchNormArrays:
+    """The arguments of :meth:`Backend.batch_norm`."""
+
+    x: Any
+    y: Any
+    dy: Any
+    dx: Any
+    gamma: Any
+    beta: Any
+    mean: Any
+    var: Any
+    sums: Any
+    means: Any
+    eps: float
+    relu: bool
+    local: bool
+
+    @property
+    def rows(self) -> int:
+        """Elements per channel."""
+        return self.x.size // self.x.shape[-1]
+
+
+def mean_and_variance(a: BatchNormArrays) -> Callable[[], None]:
+    """A function that turns ``sums = [sum x, sum x^2]`` of this process into `mean` and `var`."""
+    mean, var = np.empty((2, a.x.shape[-1]))
+
+    def run() -> None:
+        np.divide(a.sums[0], a.rows, out=mean)
+        np.divide(a.sums[1], a.rows, out=var)
+        np.copyto(a.mean, mean, casting="same_kind")
+        np.multiply(mean, mean, out=mean)
+        np.subtract(var, mean, out=var)
+        np.maximum(var, 0, out=var)
+        np.copyto(a.var, var, casting="same_kind")
+
+    return run
+
+
+class NumpyBatchNorm:
+    """Builds the kernels of one batch norm; see :meth:`Backend.batch_norm`."""
+
+    def __init__(self, arrays: BatchNormArrays, scratch: Scratch) -> None:
+        self.a, self.scratch = arrays, scratch
+        self.blocks = RowBlocks(arrays.x)
+        self._second = round_up(self.blocks.largest * arrays.x.itemsize)
+        self._ones = np.ones(self.blocks.tallest, arrays.x.dtype)
+
+    def kernels(self) -> BatchNormKernels:
+        """All four kernels."""
+        a = self.a
+        idle = Kernel(lambda: None, "numpy:nothing to do")
+        statistics = idle if a.local else self._kernel(lambda: moments(a.x, a.sums, self.scratch))
+        forward = self._kernel(self._bind_forward)
+        if a.dx is None:
+            return BatchNormKernels(statistics, forward, None, None)
+        if a.local:
+            return BatchNormKernels(statistics, forward, self._kernel(self._bind_backward_local), idle)
+        backward_sums = self._kernel(lambda: self._bind_sums(a.sums))
+        return BatchNormKernels(statistics, forward, backward_sums, self._kernel(lambda: self._bind_data(a.means)))
+
+    def _kernel(self, bind: Callable[[], Callable[[], Any]]) -> Kernel:
+        return ScratchKernel(bind, self.scratch, 2 * self._second, "numpy:batch_norm")
+
+    def _buffers(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        dtype = self.a.x.dtype
+        return self.scratch.view(shape, dtype), self.scratch.view(shape, dtype, self._second)
+
+    def _bind_forward(self) -> Callable[[], None]:
+        a = self.a
+        vectors = self.blocks.vectors(3, a.x.dtype)  # mean, gamma / sqrt(var + eps), beta
+        first = moments(a.x, a.sums, self.scratch) if a.local else None
+        settle = mean_and_variance(a) if a.local else None
+        steps = [(p.view(a.x), p.view(a.y), *vectors.reshape(3, -1)[:, : p.shape[1]]) for p in self.blocks.pieces]
+        inverse = self._inverse_deviation()
+
+        def run() -> None:
+            if first is not None and settle is not None:
+                first()
+                settle()
+            np.copyto(vectors[0], a.mean, casting="same_kind")
+            np.copyto(vectors[2], a.beta, casting="same_kind")
+            np.multiply(inverse(), a.gamma, out=vectors[1], casting="same_kind")
+            for x, y, mean, scale, beta in steps:
+                np.subtract(x, mean, out=y)
+                np.multiply(y, scale, out=y)
+                np.add(y, beta, out=y)
+                if a.relu:
+                    np.maximum(y, 0, out=y)
+
+        return run
+
+    def _inverse_deviation(self) -> Callable[[], Any]:
+        """A function that returns ``1 / sqrt(var + eps)`` in float64."""
+        a, inverse = self.a, np.empty(self.a.x.shape[-1])
+
+        def run() -> Any:
+            np.add(a.var, a.eps, out=inverse)
+            np.sqrt(inverse, out=inverse)
+            np.reciprocal(inverse, out=inverse)
+            return inverse
+
+        return run
+
+    def _bind_sums(self, sums: Any) -> Callable[[], None]:
+        a = self.a
+        vectors = self.blocks.vectors(2, a.x.dtype)  # mean, 1 / sqrt(var + eps)
+        row = np.empty(self.blocks.repeat * self.blocks.channels, a.x.dtype)
+        part = np.empty(self.blocks.channels)
+        steps = []
+        for p in self.blocks.pieces:
+            long = row[: p.shape[1]]
+            arrays = (p.view(a.x), p.view(a.y), p.view(a.dy), *self._buffers(p.shape))
+            repeated = vectors.reshape(2, -1)[:, : p.shape[1]]
+            steps.append((self._ones[: p.shape[0]], *arrays, *repeated, long, long.reshape(p.repeat, -1)))
+        inverse = self._inverse_deviation()
+
+        def run() -> None:
+            sums.fill(0)
+            np.copyto(vectors[0], a.mean, casting="same_kind")
+            np.copyto(vectors[1], inverse(), casting="same_kind")
+            for one, x, y, dy, masked, xhat, mean, inv, long, by_channel in steps:
+                gradient = dy
+                if a.relu:
+                    np.greater(y, 0, out=masked)
+                    np.multiply(dy, masked, out=masked)
+                    gradient = masked
+                np.matmul(one, gradient, out=long)
+                np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
+                np.add(sums[0], part, out=sums[0])
+                np.subtract(x, mean, out=xhat)
+                np.multiply(xhat, inv, out=xhat)
+                np.multiply(xhat, gradient, out=xhat)
+                np.matmul(one, xhat, out=long)
+                np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
+                np.add(sums[1], part, out=sums[1])
+
+        return run
+
+    def _bind_data(self, means: Any) -> Callable[[], None]:
+        """``dx = scale * (dy' - means[0] - (x - mean) * slope)``, ``slope = means[1] / sqrt(var + eps)``."""
+        a = self.a
+        vectors = self.blocks.vectors(4, a.x.dtype)  # mean, slope, means[0], scale
+        steps = []
+        for p in self.blocks.pieces:
+            arrays = (p.view(a.x), p.view(a.y), p.view(a.dy), p.view(a.dx), *self._buffers(p.shape))
+            steps.append((*arrays, *vectors.reshape(4, -1)[:, : p.shape[1]]))
+        inverse = self._inverse_deviation()
+
+        def run() -> None:
+            inv = inverse()
+            np.copyto(vectors[0], a.mean, casting="same_kind")
+            np.multiply(inv, means[1], out=vectors[1], casting="same_kind")
+            np.copyto(vectors[2], means[0], casting="same_kind")
+            np.multiply(inv, a.gamma, out=vectors[3], casting="same_kind")
+            for x, y, dy, dx, masked, correction, mean, slope, offset, scale in steps:
+                gradient = dy
+                if a.relu:
+                    np.greater(y, 0, out=masked)
+                    np.multiply(dy, masked, out=masked)
+                    gradient = masked
+                np.subtract(x, mean, out=correction)
+                np.multiply(correction, slope, out=correction)
+                np.subtract(gradient, correction, out=dx)
+                np.subtract(dx, offset, out=dx)
+                np.multiply(dx, scale, out=dx)
+
+        return run
+
+    def _bind_backward_local(self) -> Callable[[], None]:
+        a = self.a
+        means = np.empty((2, self.blocks.channels))
+        add_up, correct = self._bind_sums(a.sums), self._bind_data(means)
+
+        def run() -> None:
+            add_up()
+            np.divide(a.sums, a.rows, out=means)
+            correct()
+
+        return run

@@ -1,0 +1,83 @@
+"""Backends, arrays drawn from a seed, outputs that begin as NaN, and comparison in units of rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from halograd.kernels import Backend, KernelError, get_backend
+
+EPS = {
+    np.dtype(np.float64): 2.0**-52,
+    np.dtype(np.float32): 2.0**-23,
+    np.dtype(ml_dtypes.bfloat16): 2.0**-7,
+}
+
+
+class Arrays:
+    """Arrays of one backend and dtype."""
+
+    def __init__(self, backend: Backend, dtype, seed: int = 0) -> None:
+        self.backend, self.dtype = backend, np.dtype(dtype)
+        self._random = np.random.default_rng(seed)
+
+    def draw(self, *shape: int, dtype=None):
+        """Standard normal numbers."""
+        a = self.backend.empty(shape, dtype or self.dtype)
+        a[...] = self._random.standard_normal(shape)
+        return a
+
+    def levels(self, *shape: int):
+        """Numbers out of -1, 0, 1, so that ties are common."""
+        a = self.backend.empty(shape, self.dtype)
+        a[...] = self._random.integers(-1, 2, shape)
+        return a
+
+    def poisoned(self, *shape: int, dtype=None):
+        """An output: NaN wherever a kernel forgets to write."""
+        a = self.backend.empty(shape, dtype or self.dtype)
+        a.fill(np.nan)
+        return a
+
+
+def assert_close(got, expected, terms: int, what: str = "", scale: float | None = None) -> None:
+    """Every element of `got` is within ``4 * eps * terms * scale`` of `expected`.
+
+    `terms` is the length of the sum behind an element, `scale` the size of its terms (default: the largest expected,
+    at least 1). A sum in any order errs by at most ``eps * terms * sum |terms|``; 4 leaves room for its products.
+    """
+    assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
+    found = got.astype(np.float64)
+    assert not np.isnan(found).any(), f"{what}: {np.isnan(found).sum()} of {found.size} elements never written"
+    largest = max(1.0, float(np.abs(expected).max(initial=0)))
+    bound = 4 * EPS[np.dtype(got.dtype)] * terms * (largest if scale is None else scale)
+    error = np.abs(found - expected).max(initial=0)
+    assert error <= bound, f"{what}: error {error:.3e} exceeds {bound:.3e}"
+
+
+@pytest.fixture(params=["numpy", "onednn"], scope="session")
+def backend(request) -> Iterator[Backend]:
+    """Each backend in turn."""
+    try:
+        opened = get_backend(request.param)
+    except KernelError as error:
+        pytest.skip(f"needs the backend {request.param}: {error}")
+    with opened:
+        yield opened
+
+
+@pytest.fixture
+def arrays(backend) -> Arrays:
+    """float32 arrays of the backend."""
+    return Arrays(backend, np.float32)
+
+
+@pytest.fixture(params=[np.float32, np.float64], ids=["float32", "float64"])
+def typed(backend, request) -> Arrays:
+    """Arrays of every dtype that the backend has."""
+    if np.dtype(request.param).name not in backend.dtypes:
+        pytest.skip(f"needs a backend with {np.dtype(request.param).name}; {backend.name} has {backend.dtypes}")
+    return Arrays(backend, request.param)
