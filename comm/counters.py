@@ -56,7 +56,10 @@ class Recorder(Protocol):
     """Is told of spans of time, always from the thread that calls `finish()`."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
-        """Category ``"communication"`` (from start to arrival) or ``"wait"``; `time.perf_counter` [s]."""
+        """Category ``"communication"`` (from start to arrival) or ``"wait"``; `time.perf_counter` [s].
+
+        `name` is ``"kind: name"`` of the channel or reduction, or its kind alone if it has no name.
+        """
 
 
 @dataclass
@@ -75,7 +78,7 @@ class Meter:
     kind
         Name under which the counters book.
     name
-        Name under which the recorder is told of spans.
+        Name of the channel or reduction; with the kind, what the recorder is told.
     messages, nbytes
         Traffic per exchange [B].
     """
@@ -84,6 +87,7 @@ class Meter:
         self._instruments = instruments
         self.kind = kind
         self.name = name
+        self.label = name if name == kind else f"{kind}: {name}"
         self.messages = messages
         self.nbytes = nbytes
 
@@ -96,5 +100,5 @@ class Meter:
         """Tell the recorder of one exchange: when it travelled and when somebody waited for it [s]."""
         recorder = self._instruments.recorder
         if recorder is not None:
-            recorder.span(self.name, "communication", started, max(started, arrived))
-            recorder.span(self.name, "wait", waited_from, waited_to)
+            recorder.span(self.label, "communication", started, max(started, arrived))
+            recorder.span(self.label, "wait", waited_from, waited_to)
