@@ -12,6 +12,7 @@ for what the main thread does and for the messages that travel meanwhile::
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ class Timeline:
 
     Notes
     -----
-    Not thread-safe: spans come from the main thread (see :class:`halograd.comm.Recorder`).
+    Spans may come from several threads (the prefetching one tells of its reads).
     """
 
     def __init__(self, rank: int = 0, capacity: int = 200_000) -> None:
@@ -76,22 +77,24 @@ class Timeline:
         self._number: dict[tuple[str, str], int] = {}
         self._which = np.zeros(capacity, np.int32)
         self._times = np.zeros((capacity, 2))
+        self._lock = threading.Lock()
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
         """Book one span from `t0` to `t1` (`time.perf_counter` [s])."""
-        key = (name, category)
-        number = self._number.get(key)
-        if number is None:
-            number = self._number[key] = len(self._keys)
-            self._keys.append(key)
-            self.phases[key] = Phase()
-        phase = self.phases[key]
-        phase.count += 1
-        phase.seconds += t1 - t0
-        i = self.recorded % self.capacity
-        self._which[i] = number
-        self._times[i, 0], self._times[i, 1] = t0, t1
-        self.recorded += 1
+        with self._lock:
+            key = (name, category)
+            number = self._number.get(key)
+            if number is None:
+                number = self._number[key] = len(self._keys)
+                self._keys.append(key)
+                self.phases[key] = Phase()
+            phase = self.phases[key]
+            phase.count += 1
+            phase.seconds += t1 - t0
+            i = self.recorded % self.capacity
+            self._which[i] = number
+            self._times[i, 0], self._times[i, 1] = t0, t1
+            self.recorded += 1
 
     @contextmanager
     def measure(self, name: str, category: str) -> Iterator[None]:
@@ -146,9 +149,9 @@ class Timeline:
 
 
 def kind_of(name: str) -> str:
-    """Kind of communication of a channel's or reduction's name: its first word.
+    """Kind of communication, of the name that a recorder is told.
 
-    >>> kind_of("halo to 1, 2")
-    'halo'
+    >>> kind_of("statistics: bn1"), kind_of("halo")
+    ('statistics', 'halo')
     """
-    return name.split(" ", 1)[0].split(":", 1)[0] or "other"
+    return name.partition(":")[0]

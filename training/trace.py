@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from halograd.comm import Communicator
 from halograd.training.timeline import Timeline, kind_of
@@ -17,7 +16,7 @@ from halograd.training.timeline import Timeline, kind_of
 __all__ = ["merge_traces", "trace_events", "write_trace"]
 
 _ROWS = {"compute": 0, "wait": 1, "I/O": 2, "halo": 3, "all-reduce": 4, "other": 5}
-_TITLES = {"allreduce": "all-reduce", "loss": "all-reduce", "statistics": "all-reduce", "metrics": "all-reduce"}
+_REDUCTIONS = ("allreduce", "loss", "statistics", "running statistics", "metrics")
 
 
 def trace_events(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
@@ -41,8 +40,8 @@ def trace_events(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
 
 def _row(name: str, category: str) -> str:
     if category == "communication":
-        title = _TITLES.get(kind_of(name), kind_of(name))
-        return title if title in _ROWS else "other"
+        kind = kind_of(name)
+        return "all-reduce" if kind in _REDUCTIONS else kind if kind in _ROWS else "other"
     return {"wait": "wait", "io": "I/O"}.get(category, "compute")
 
 
@@ -93,10 +92,9 @@ def _common_origin(comm: Communicator, rounds: int = 5) -> float:
     Ranks of one node read the same clock; of other nodes we know only when they left a barrier (some
     microseconds), which is taken where the difference is too large for one clock.
     """
-    ends = np.zeros((rounds, comm.size))
-    for i in range(rounds):
+    ends = []
+    for _ in range(rounds):
         comm.barrier()
-        ends[i, comm.rank] = time.perf_counter()
-    comm.reduction(ends, kind="metrics").run()
-    offset = float(np.median(ends[:, comm.rank] - ends[:, 0]))
-    return float(ends[0, 0]) + (offset if abs(offset) > 0.05 else 0.0)
+        ends.append(comm.allgather_objects(time.perf_counter()))
+    offset = statistics.median(row[comm.rank] - row[0] for row in ends)
+    return float(ends[0][0]) + (offset if abs(offset) > 0.05 else 0.0)

@@ -1,0 +1,49 @@
+"""A small network and its parameters, for tests that run no layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from halograd.layers import Input, Layer, Network, Parameter
+from halograd.layers.memory import Memory
+from halograd.training.store import ParameterStore
+
+
+class Host:
+    """What `Memory` needs of a backend."""
+
+    def zeros(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+
+class Scale(Layer):
+    """A layer with parameters of given shapes: a decayed `w`, an undecayed `b`, a running `mean`."""
+
+    def __init__(self, w: tuple[int, ...], name: str) -> None:
+        super().__init__(name)
+        self._w = w
+
+    def parameters(self, *shapes) -> Mapping[str, Parameter]:
+        return {"w": Parameter(self._w, "he", math.prod(self._w)), "b": Parameter((self._w[0],), decay=False)}
+
+    def state(self, *shapes) -> Mapping[str, Parameter]:
+        return {"mean": Parameter((self._w[0],))}
+
+
+def small_network(first: tuple[int, ...] = (5, 3, 3), name: str = "scale1") -> Network:
+    x = Input((8, 8, 2), name="x")
+    return Network(Scale((7, 41), "scale3")(Scale((3,), "scale2")(Scale(first, name)(x))), name="small")
+
+
+@pytest.fixture
+def make_store() -> Callable[..., ParameterStore]:
+    """``make_store(bucket_bytes=..., dtype=..., network=..., seed=...)``"""
+
+    def make(bucket_bytes: int = 1 << 20, dtype: str = "float64", seed: int = 0, **shape) -> ParameterStore:
+        return ParameterStore(small_network(**shape), Memory(Host()), np.dtype(dtype), seed, bucket_bytes)
+
+    return make

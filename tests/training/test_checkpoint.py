@@ -1,0 +1,207 @@
+"""Checkpoints: round trips over buckets, and what is refused, with nothing lost."""
+
+import os
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from halograd.data.errors import DataError
+from halograd.errors import UserError
+from halograd.training.checkpoint import Progress, read_checkpoint, read_header, write_checkpoint
+from halograd.training.folder import CheckpointFolder
+from halograd.training.optimizers import SGD, Adam
+
+PROGRESS = Progress(epoch=3, sample=12, step=77, seed=5)
+
+
+def scramble(store, optimizer=None):
+    rng = np.random.default_rng(1)
+    arrays = [*store.params.values(), *store.state.values()]
+    for group in optimizer.named_state().values() if optimizer else ():
+        arrays += group.values()
+    for array in arrays:
+        array[...] = rng.standard_normal(array.shape)
+    if optimizer:
+        optimizer.step = 77
+
+
+@pytest.fixture
+def saved(make_store, tmp_path):
+    store = make_store()
+    optimizer = Adam(store)
+    scramble(store, optimizer)
+    path = tmp_path / "step-00000077.h5"
+    write_checkpoint(path, store, optimizer, PROGRESS, "a = 1\n")
+    return path, store, optimizer
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_round_trip(saved, make_store, bucket_bytes):
+    path, store, optimizer = saved
+    other = make_store(bucket_bytes, seed=9)
+    twin = Adam(other)
+    assert read_checkpoint(path, other, twin) == PROGRESS
+    assert twin.step == 77
+    for mine, theirs in ((store.params, other.params), (store.state, other.state)):
+        for name in mine:
+            np.testing.assert_array_equal(mine[name], theirs[name])
+    for key, arrays in optimizer.named_state().items():
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(array, twin.named_state()[key][name])
+    assert read_header(path) == (PROGRESS, "a = 1\n")
+
+
+def test_parameters_alone(saved, make_store):
+    path, store, _ = saved
+    other = make_store(seed=9)
+    read_checkpoint(path, other)
+    assert all((store.params[n] == other.params[n]).all() for n in store.params)
+
+
+def refused(path, store, message, optimizer=None):
+    """The read is refused in one line, and nothing was changed."""
+    before = {n: a.copy() for n, a in store.params.items()}
+    with pytest.raises(UserError) as caught:
+        read_checkpoint(path, store, optimizer)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert all((store.params[n] == before[n]).all() for n in before)
+
+
+def test_other_network(saved, make_store):
+    store = make_store(first=(5, 3, 1))
+    want = "is of another network: expected 'scale1/w: parameter 5x3x1', got 'scale1/w: parameter 5x3x3'"
+    refused(saved[0], store, want)
+    want = "is of another network: expected 'first: Scale 8x8x2', got 'scale1: Scale 8x8x2'"
+    refused(saved[0], make_store(name="first"), want)
+
+
+def test_other_dtype(saved, make_store):
+    refused(saved[0], make_store(dtype="float32"), 'expected float32 parameters, got float64; set training.dtype')
+
+
+def test_other_optimizer(saved, make_store):
+    store = make_store()
+    want = "expected the optimizer SGD with ['momentum'], got Adam with ['first_moment', 'second_moment']"
+    refused(saved[0], store, want, SGD(store, 0.9))
+
+
+def test_no_optimizer(make_store, tmp_path):
+    store = make_store()
+    write_checkpoint(tmp_path / "a.h5", store)
+    refused(tmp_path / "a.h5", store, "expected the state of an optimizer, got parameters only", SGD(store))
+
+
+def test_missing(make_store, tmp_path):
+    refused(tmp_path / "none.h5", make_store(), "expected a file, there is none")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.999])
+def test_truncated(saved, make_store, part):
+    path = saved[0]
+    os.truncate(path, int(path.stat().st_size * part))
+    refused(path, make_store(), "it is truncated or damaged")
+
+
+def test_names_an_older_one(saved, make_store):
+    path, store, _ = saved
+    write_checkpoint(path.with_name("step-00000050.h5"), store)
+    os.truncate(path, 100)
+    refused(path, make_store(), "; use an older one: step-00000050.h5")
+
+
+@pytest.mark.parametrize("name", ["params/scale1/w", "state/scale3/mean", "optimizer/first_moment/scale2/b"])
+def test_one_bit(saved, make_store, name):
+    path = saved[0]
+    with h5py.File(path, "r") as file:
+        at = file[name].id.get_offset()
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    store = make_store()
+    refused(path, store, f"it is truncated or damaged (the checksum of {name} is wrong)", Adam(store))
+
+
+def test_other_file(make_store, tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = 1
+    refused(tmp_path / "a.h5", make_store(), "expected a checkpoint of halograd, got another HDF5 file")
+
+
+def test_other_format(saved, make_store):
+    with h5py.File(saved[0], "r+") as file:
+        file.attrs["format"] = 99
+    refused(saved[0], make_store(), "expected format 1, got 99")
+
+
+SAVE_IN_LITTLE_SPACE = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from conftest import Host, ParameterStore, Memory, np, small_network
+from halograd.training.checkpoint import write_checkpoint
+store = ParameterStore(small_network(), Memory(Host()), np.dtype("float64"), 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+try:
+    write_checkpoint(sys.argv[1], store)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 6000])
+def test_no_space(saved, make_store, limit):
+    """No room for the whole file: one clear line, no crash at exit, the previous checkpoint is intact."""
+    path, store, _ = saved
+    assert path.stat().st_size > 6000
+    command = [sys.executable, "-c", SAVE_IN_LITTLE_SPACE, path, os.path.dirname(__file__), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    want = f"cannot write {path}: the file system does not allow a file of this size; nothing was left behind\n"
+    assert done.stdout == want
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    other = make_store(seed=9)
+    read_checkpoint(path, other)
+    assert all((store.params[n] == other.params[n]).all() for n in store.params)
+
+
+def test_disk_full_at_once(saved, monkeypatch):
+    path, store, _ = saved
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    with pytest.raises(DataError, match="expected 0.0 MB of free disk, got 0.0 MB"):
+        write_checkpoint(path, store)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_folder_keeps_the_last(make_store, tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    store = make_store()
+    for step in (5, 10, 15, 20):
+        folder.write(store, SGD(store), Progress(step=step), "")
+    assert sorted(p.name for p in folder.path.iterdir()) == ["latest.h5", "step-00000015.h5", "step-00000020.h5"]
+    assert folder.latest is not None and folder.latest.resolve().name == "step-00000020.h5"
+    assert read_header(folder.latest)[0].step == 20
+
+
+def test_folder_removes_what_a_killed_run_left(make_store, tmp_path):
+    left = tmp_path / ".step-00000005.h5.123.partial"
+    left.write_text("half")
+    folder = CheckpointFolder(tmp_path, keep=2)
+    folder.write(make_store(), None, Progress(step=7), "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.h5", "step-00000007.h5"]
+
+
+def test_empty_folder(tmp_path):
+    assert CheckpointFolder(tmp_path / "none", keep=1).latest is None
+
+
+def test_writing_the_same_step_again(make_store, tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    store = make_store()
+    for _ in range(2):
+        folder.write(store, None, Progress(step=7), "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.h5", "step-00000007.h5"]

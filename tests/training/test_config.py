@@ -1,0 +1,128 @@
+"""Configurations: what is read, what overrides do, and every message."""
+
+import pytest
+
+from halograd.errors import UserError
+from halograd.training.config import load_config, parse_config
+
+TEXT = """
+[model]
+name = "mesh"
+resolution = 64
+[data]
+path = "a.h5"
+[optimizer]
+kind = "sgd"
+momentum = 0.9
+[schedule]
+learning_rate = 0.1
+[training]
+epochs = 2
+batch = 4
+[output]
+directory = "runs/a"
+"""
+
+
+def test_values_and_defaults():
+    config = parse_config(TEXT)
+    assert config.model.name == "mesh" and config.model.options == {"resolution": 64}
+    assert config.optimizer.momentum == 0.9 and config.optimizer.nesterov is False
+    assert config.strategy.sample is None and config.strategy.height == 1
+    assert config.training.dtype == "float32" and config.training.clip_norm is None
+
+
+def test_overrides():
+    overrides = ["training.epochs=7", "strategy.height=2", 'data.path="b c.h5"', "output.directory=runs/b"]
+    config = parse_config(TEXT, [*overrides, "model.widths=[1, 2]", "schedule.learning_rate=1"])
+    assert config.training.epochs == 7 and config.strategy.height == 2 and config.data.path == "b c.h5"
+    assert config.output.directory == "runs/b" and config.model.options["widths"] == [1, 2]
+    assert config.schedule.learning_rate == 1.0
+
+
+def test_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(TEXT)
+    assert load_config(path, ["training.batch=8"]).training.batch == 8
+
+
+ONE_OF_SGD = "kind, momentum, nesterov, weight_decay"
+
+BAD = [
+    ("training.epochs=many", "training.epochs: expected a whole number, got 'many'"),
+    ("training.epochs=2.5", "training.epochs: expected a whole number, got 2.5"),
+    ("training.epochs=true", "training.epochs: expected a whole number, got true"),
+    ("training.epochs=0", "training.epochs: expected a number >= 1, got 0"),
+    ("training.clip_norm=-1", "training.clip_norm: expected a number > 0, got -1"),
+    ("data.validation=1", "data.validation: expected a number < 1, got 1"),
+    ("schedule.learning_rate=fast", "schedule.learning_rate: expected a number, got 'fast'"),
+    ("schedule.learning_rate=inf", "schedule.learning_rate: expected a finite number, got inf"),
+    ("schedule.milestones=3", "schedule.milestones: expected a list, got 3"),
+    ("schedule.milestones=[1, 'a']", "schedule.milestones[1]: expected a number, got 'a'"),
+    ("schedule.milestones=[3, 1]", "schedule.milestones: expected rising epochs, got [3.0, 1.0]"),
+    ("schedule.kind=step", "schedule.milestones: expected the epochs at which the rate drops, got none"),
+    ("model.name=3", "model.name: expected a text in quotes, got 3"),
+    ("output.progress=1", "output.progress: expected true or false, got 1"),
+    ("data.order=HW", "data.order: expected one of 'auto', 'NHWC' or 'NCHW', got 'HW'"),
+    ("optimizer.kind=rms", "optimizer.kind: expected one of 'sgd', 'adam', 'adamw', 'lars', got 'rms'"),
+    ("optimizer.momentm=0.9", f"optimizer.momentm: unknown key; expected one of {ONE_OF_SGD}"),
+    ("optimizer.beta1=0.9", f"optimizer.beta1: unknown key; expected one of {ONE_OF_SGD}"),
+    ("trainig.epochs=3", "trainig: unknown key; expected one of model, data, strategy, optimizer, schedule, "),
+]
+
+
+@pytest.mark.parametrize("override, message", BAD, ids=[b[0] for b in BAD])
+def test_message(override, message):
+    with pytest.raises(UserError) as caught:
+        parse_config(TEXT, [override], "run.toml")
+    text = str(caught.value)
+    assert text.startswith(f"run.toml: {message}") and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("epochs = 2", "", "training.epochs: expected a value, got nothing; this key is required"),
+        ('kind = "sgd"', "", "optimizer.kind: expected a value, got nothing; this key is required"),
+        ("[schedule]\nlearning_rate = 0.1", "", "schedule: expected a value, got nothing; this key is required"),
+        ('[model]\nname = "mesh"\nresolution = 64', "model = 3", "model: expected a table, got 3"),
+        ("momentum = 0.9", "nesterov = true", "optimizer.nesterov: expected momentum > 0 with it, got 0"),
+        ("[data]", "[strategy]\nfile = 'a'\nheight = 2\n[data]", "strategy.file: expected no other key beside it, got "),
+        ("batch = 4", "batch = ", "expected valid TOML, got an error: Invalid value (at line "),
+    ],
+)
+def test_message_of_text(old, new, message):
+    with pytest.raises(UserError) as caught:
+        parse_config(TEXT.replace(old, new), source="run.toml")
+    text = str(caught.value)
+    assert text.startswith(f"run.toml: {message}") and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("training", "--set: expected section.key=value, got 'training'"),
+        ("epochs=3", "--set: expected section.key=value, got 'epochs=3'"),
+        ("training.=3", "--set: expected section.key=value, got 'training.=3'"),
+        ("training.epochs.x=3", "--set training.epochs.x: expected a table at 'epochs', got 2"),
+        ("training.batch=[1", "--set training.batch: expected a TOML value, got '[1'"),
+        ("training.batch=", "--set training.batch: expected a TOML value, got ''"),
+        ("training.batch=1\nx = 2", "--set training.batch: expected one TOML value, got '1\\nx = 2'"),
+    ],
+)
+def test_message_of_override(override, message):
+    with pytest.raises(UserError) as caught:
+        parse_config(TEXT, [override])
+    assert str(caught.value) == message
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(UserError, match="expected a TOML file, it cannot be read: No such file or directory"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_binary_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="expected a TOML file, it cannot be read: it is not UTF-8 text"):
+        load_config(path)

@@ -1,0 +1,161 @@
+"""Optimizers against plain formulas and against torch; their state by name; no allocation in a step."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from halograd.training import optimizers
+from halograd.training.optimizers import LARS, SGD, Adam, AdamW
+
+RATES = [0.1, 0.05, 0.2, 0.1]
+SCALE = 0.7
+
+
+def gradients(store, step):
+    for name, array in store.grads.items():
+        seed = [step, *map(ord, name)]
+        array[...] = np.random.default_rng(seed).standard_normal(array.shape)
+
+
+def run(store, optimizer, scale=1.0):
+    """Parameters after some steps, and what the gradients were."""
+    seen = []
+    for step, rate in enumerate(RATES):
+        gradients(store, step)
+        seen.append({k: v.copy() for k, v in store.grads.items()})
+        optimizer.begin_step(rate, scale)
+        for bucket in store.buckets:
+            optimizer.update(bucket)
+    return seen
+
+
+def decays(name):
+    return name.endswith("/w")
+
+
+def sgd(p, g, rate, state, decay, momentum, nesterov):
+    g = g + decay * p
+    state["v"] = momentum * state.get("v", 0) + g
+    return p - rate * (g + momentum * state["v"] if nesterov else state["v"])
+
+
+def adam(p, g, rate, state, decay, decoupled):
+    state["t"] = t = state.get("t", 0) + 1
+    p = p * (1 - rate * decay) if decoupled else p
+    g = g if decoupled else g + decay * p
+    state["m"] = 0.9 * state.get("m", 0) + 0.1 * g
+    state["v"] = 0.999 * state.get("v", 0) + 0.001 * g * g
+    return p - rate * (state["m"] / (1 - 0.9**t)) / (np.sqrt(state["v"] / (1 - 0.999**t)) + 1e-8)
+
+
+def lars(p, g, rate, state, decay, layerwise):
+    below = np.linalg.norm(g) + decay * np.linalg.norm(p)
+    ratio = 0.02 * np.linalg.norm(p) / below if layerwise and np.linalg.norm(p) > 0 else 1.0
+    state["v"] = 0.9 * state.get("v", 0) + rate * ratio * (g + decay * p)
+    return p - state["v"]
+
+
+CASES = {
+    "sgd": (lambda s: SGD(s), lambda *a, d: sgd(*a, 0, 0, False)),
+    "momentum": (lambda s: SGD(s, 0.9, weight_decay=0.01), lambda *a, d: sgd(*a, 0.01 * d, 0.9, False)),
+    "nesterov": (lambda s: SGD(s, 0.9, True, 0.01), lambda *a, d: sgd(*a, 0.01 * d, 0.9, True)),
+    "adam": (lambda s: Adam(s, weight_decay=0.01), lambda *a, d: adam(*a, 0.01 * d, False)),
+    "adamw": (lambda s: AdamW(s, weight_decay=0.01), lambda *a, d: adam(*a, 0.01 * d, True)),
+    "lars": (lambda s: LARS(s, 0.9, 0.02, 0.01), lambda *a, d: lars(*a, 0.01 * d, d)),
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("scale", [1.0, SCALE])
+@pytest.mark.parametrize("case", CASES)
+def test_formula(make_store, monkeypatch, case, scale, bucket_bytes):
+    monkeypatch.setattr(optimizers, "PIECE", 16)  # several pieces per bucket, the last one short
+    store = make_store(bucket_bytes)
+    make, formula = CASES[case]
+    want = {k: v.copy() for k, v in store.params.items()}
+    states = {k: {} for k in want}
+    seen = run(store, make(store), scale)
+    for rate, grads in zip(RATES, seen):
+        for k in want:
+            want[k] = formula(want[k], scale * grads[k], rate, states[k], d=decays(k))
+    for k, found in store.params.items():
+        np.testing.assert_allclose(found, want[k], rtol=1e-12, atol=1e-13, err_msg=k)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", ["momentum", "nesterov", "adam", "adamw"])
+def test_torch(make_store, case):
+    torch = pytest.importorskip("torch")
+    store = make_store()
+    groups = [[k for k in store.params if decays(k)], [k for k in store.params if not decays(k)]]
+    twins = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in store.params.items()}
+    options = [
+        {"params": [twins[k] for k in keys], "weight_decay": decay} for keys, decay in zip(groups, (0.01, 0.0))
+    ]
+    peer = {
+        "momentum": lambda: torch.optim.SGD(options, lr=1.0, momentum=0.9),
+        "nesterov": lambda: torch.optim.SGD(options, lr=1.0, momentum=0.9, nesterov=True),
+        "adam": lambda: torch.optim.Adam(options, lr=1.0),
+        "adamw": lambda: torch.optim.AdamW(options, lr=1.0),
+    }[case]()
+    for rate, grads in zip(RATES, run(store, CASES[case][0](store))):
+        for k, twin in twins.items():
+            twin.grad = torch.tensor(grads[k])
+        for group in peer.param_groups:
+            group["lr"] = rate
+        peer.step()
+    for k, found in store.params.items():
+        np.testing.assert_allclose(found, twins[k].detach().numpy(), rtol=1e-12, atol=1e-13, err_msg=k)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gaps_stay_zero(make_store, case):
+    store = make_store(dtype="float32")
+    run(store, CASES[case][0](store))
+    for bucket in store.buckets:
+        gaps = np.ones(bucket.params.size, bool)
+        for where in bucket.slices.values():
+            gaps[where] = False
+        assert gaps.any() and not bucket.params[gaps].any()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_state_is_named_by_parameter(make_store, case):
+    """The same state under the same names, whatever the buckets."""
+    one, many = make_store(1 << 20), make_store(1)
+    assert len(one.buckets) < len(many.buckets)
+    states = []
+    for store in (one, many):
+        optimizer = CASES[case][0](store)
+        run(store, optimizer)
+        states.append(optimizer.named_state())
+        assert optimizer.settings()["step"] == len(RATES)
+    assert states[0].keys() == states[1].keys()
+    for key, arrays in states[0].items():
+        assert arrays.keys() == one.params.keys()
+        for name, array in arrays.items():
+            assert array.shape == one.params[name].shape and array.any()
+            np.testing.assert_allclose(array, states[1][key][name], rtol=1e-13)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_update_allocates_no_array(make_store, case):
+    store = make_store(first=(64, 64, 9), dtype="float32")
+    optimizer = CASES[case][0](store)
+    run(store, optimizer, SCALE)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        optimizer.begin_step(0.1, SCALE)
+        for bucket in store.buckets:
+            optimizer.update(bucket)
+        peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert peak < 4096, f"a step allocated {peak} bytes; the parameters have {store.buckets[0].params.nbytes}"
+
+
+def test_nesterov_needs_momentum(make_store):
+    with pytest.raises(ValueError, match="nesterov: expected momentum > 0 with it, got 0"):
+        SGD(make_store(), nesterov=True)

@@ -1,0 +1,116 @@
+"""Timelines: sums, bounded memory, Eq. 11 on spans made by hand, and valid trace files."""
+
+import json
+
+import pytest
+
+from halograd.training.timeline import Timeline, kind_of, overlap_ratio
+from halograd.training.trace import merge_traces, trace_events, write_trace
+
+
+def example(rank=0):
+    timeline = Timeline(rank)
+    timeline.span("conv1", "forward", 10.0, 10.004)
+    timeline.span("halo", "communication", 10.000, 10.010)
+    timeline.span("halo", "wait", 10.008, 10.010)
+    timeline.span("allreduce", "communication", 10.020, 10.050)
+    timeline.span("allreduce", "wait", 10.044, 10.050)
+    timeline.span("read", "io", 10.050, 10.051)
+    return timeline
+
+
+def test_overlap_ratio():
+    """Communications of 10 and 30 ms, of which 2 and 6 ms blocked: 80 % of each and of both are hidden."""
+    timeline = example()
+    assert timeline.overlap("halo") == pytest.approx(80.0)
+    assert timeline.overlap("allreduce") == pytest.approx(80.0)
+    timeline.span("allreduce", "communication", 11.0, 11.010)
+    timeline.span("allreduce", "wait", 11.0, 11.010)
+    assert timeline.overlap("allreduce") == pytest.approx(100 * (40 - 16) / 40)
+    assert timeline.overlap() == pytest.approx(100 * (50 - 18) / 50)
+
+
+def test_no_communication():
+    assert overlap_ratio(0.0, 0.0) is None and Timeline().overlap() is None
+
+
+def test_sums_outlive_spans():
+    timeline = Timeline(capacity=3)
+    for i in range(10):
+        timeline.span("conv1", "forward", i, i + 0.5)
+    assert [s[2] for s in timeline.spans()] == [7.0, 8.0, 9.0]
+    assert timeline.phases["conv1", "forward"].count == 10
+    assert timeline.seconds("forward") == pytest.approx(5.0)
+    timeline.clear()
+    assert timeline.seconds("forward") == 0 and not list(timeline.spans())
+
+
+def test_measure_and_table():
+    timeline = example()
+    with timeline.measure("sgd", "update"):
+        pass
+    lines = timeline.table(steps=2).splitlines()
+    assert lines[1].split() == ["forward", "2.00"]
+    assert lines[-2].split() == ["allreduce", "15.00", "3.00", "80.0", "%"]
+    assert lines[-1].split() == ["halo", "5.00", "1.00", "80.0", "%"]
+
+
+def test_capacity():
+    with pytest.raises(ValueError, match="capacity: expected at least 1, got 0"):
+        Timeline(capacity=0)
+
+
+@pytest.mark.parametrize("name, kind", [("halo", "halo"), ("running statistics: bn1", "running statistics")])
+def test_kind(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_merge(tmp_path):
+    parts = [tmp_path / f"part{r}" for r in range(2)]
+    for rank, part in enumerate(parts):
+        part.write_text(json.dumps(list(trace_events(example(rank), 5.0 + rank))))
+    merge_traces(parts, tmp_path / "trace.json")
+    check_trace(tmp_path, 2)
+    spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert min(e["ts"] for e in spans) == 0
+    first = [e["ts"] for e in spans if e["name"] == "conv1"]
+    assert sorted(first) == pytest.approx([0.0, 1e6])  # the origins were a second apart
+
+
+def check_trace(folder, ranks):
+    """One valid file and nothing beside it; the rows of every rank."""
+    assert [p.name for p in folder.iterdir()] == ["trace.json"]
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for rank in range(ranks):
+        own = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
+        assert {(e["name"], e["cat"]): rows[rank, e["tid"]] for e in own} == {
+            ("conv1", "forward"): "compute",
+            ("halo", "communication"): "halo",
+            ("halo", "wait"): "wait",
+            ("allreduce", "communication"): "all-reduce",
+            ("allreduce", "wait"): "wait",
+            ("read", "io"): "I/O",
+        }
+        assert all(e["dur"] > 0 and e["ts"] >= 0 for e in own)
+
+
+@pytest.mark.mpi
+def test_write(comm, tmp_path):
+    from halograd.comm import Communicator
+
+    with Communicator(comm) as ranks:
+        folder = type(tmp_path)(ranks.bcast(str(tmp_path)))
+        write_trace(example(ranks.rank), ranks, folder / "trace.json")
+        ranks.barrier()
+        check_trace(folder, ranks.size)
+        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        assert {e["pid"] for e in events} == set(range(ranks.size))
+
+
+@pytest.mark.mpi
+def test_no_folder(comm, tmp_path):
+    from halograd.comm import Communicator
+
+    with Communicator(comm) as ranks, pytest.raises(OSError, match="No such file"):
+        write_trace(example(ranks.rank), ranks, tmp_path / "none" / "trace.json")

@@ -1,0 +1,219 @@
+"""Checkpoints: everything a run needs to go on, in one HDF5 file, whatever the decomposition was.
+
+::
+
+    /                    attributes: format, network, config, progress (JSON)
+    /params/LAYER/NAME   parameters
+    /state/LAYER/NAME    running statistics
+    /optimizer           attributes: kind, step; one group like /params per state array
+
+Every array carries its CRC-32. A file appears under its name only when it is complete and on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from halograd.data.atomic import atomic_path
+from halograd.errors import UserError
+from halograd.layers import Network
+from halograd.training.hdf5 import FaultHolder
+from halograd.training.optimizers import Optimizer
+from halograd.training.store import ParameterStore
+
+__all__ = ["Progress", "fingerprint", "read_checkpoint", "read_header", "write_checkpoint"]
+
+FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes
+    ----------
+    epoch
+        Epochs completed.
+    sample
+        Samples of the current epoch that were trained on: the position of the sampler.
+    step
+        Updates done; the schedule and all random numbers are functions of it and of `seed`.
+    seed
+        Of the run.
+    """
+
+    epoch: int = 0
+    sample: int = 0
+    step: int = 0
+    seed: int = 0
+
+
+def fingerprint(network: Network) -> list[str]:
+    """What makes two networks the same: layers in order with kind and shape, and their arrays."""
+    lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
+    lines += [f"{name}: parameter {_by(p.shape)}" for name, p in network.parameters().items()]
+    return lines + [f"{name}: state {_by(p.shape)}" for name, p in network.state().items()]
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def write_checkpoint(
+    path: str | Path,
+    store: ParameterStore,
+    optimizer: Optimizer | None = None,
+    progress: Progress | None = None,
+    config: str = "",
+) -> None:
+    """Write a checkpoint atomically; what was under `path` stays until the new file is complete. Local.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be written (disk full, no folder, no permission). Nothing is left behind.
+    """
+    nbytes = sum(a.nbytes for a in store.params.values()) * (1 + len(optimizer.state_names) if optimizer else 1)
+    with atomic_path(path, needed=nbytes) as partial, FaultHolder(partial) as raw, h5py.File(raw, "w") as file:
+        file.attrs["format"] = FORMAT
+        file.attrs["dtype"] = store.dtype.name
+        file.create_dataset("network", data=json.dumps(fingerprint(store.network)))
+        file.create_dataset("config", data=config)
+        file.attrs["progress"] = json.dumps(asdict(progress or Progress()))
+        _write_arrays(file.create_group("params"), store.params)
+        _write_arrays(file.create_group("state"), store.state)
+        if optimizer is not None:
+            group = file.create_group("optimizer")
+            group.attrs["settings"] = json.dumps(dict(optimizer.settings()))
+            for key, arrays in optimizer.named_state().items():
+                _write_arrays(group.create_group(key), arrays)
+
+
+def _write_arrays(group: h5py.Group, arrays: Mapping[str, Any]) -> None:
+    for name, array in arrays.items():
+        dataset = group.create_dataset(name, data=array)
+        dataset.attrs["crc32"] = _crc(array)
+
+
+def _crc(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def read_header(path: str | Path) -> tuple[Progress, str]:
+    """Progress and configuration text of a checkpoint. Local."""
+    with _Opened(path) as file:
+        return _progress(file), _text(file, "config")
+
+
+def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimizer | None = None) -> Progress:
+    """Fill parameters, states and, if given, the optimizer from a checkpoint. Local.
+
+    Nothing is changed unless the whole file was read and fits.
+
+    Raises
+    ------
+    UserError
+        If the file is missing, truncated or damaged, of another network, optimizer or dtype.
+    """
+    with _Opened(path) as file:
+        _check_network(path, json.loads(_text(file, "network")), fingerprint(store.network))
+        if file.attrs["dtype"] != store.dtype.name:
+            raise UserError(
+                f"checkpoint {path}: expected {store.dtype.name} parameters, got {file.attrs['dtype']}; "
+                f"set training.dtype = \"{file.attrs['dtype']}\""
+            )
+        found = [(a, _read(file, f"params/{n}", a)) for n, a in store.params.items()]
+        found += [(a, _read(file, f"state/{n}", a)) for n, a in store.state.items()]
+        settings = None
+        if optimizer is not None:
+            settings = _optimizer_settings(path, file, optimizer)
+            for key, arrays in optimizer.named_state().items():
+                found += [(a, _read(file, f"optimizer/{key}/{n}", a)) for n, a in arrays.items()]
+        progress = _progress(file)
+    for array, values in found:
+        array[...] = values
+    if optimizer is not None and settings is not None:
+        optimizer.step = int(settings["step"])
+    return progress
+
+
+class _Opened:
+    """The file, open for reading; everything that can go wrong in reading it becomes one UserError."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+
+    def __enter__(self) -> h5py.File:
+        if not self._path.exists():
+            raise UserError(f"checkpoint {self._path}: expected a file, there is none")
+        try:
+            self._file = h5py.File(self._path, "r")
+        except OSError as error:
+            raise self._damaged(error) from error
+        if "format" not in self._file.attrs:
+            self._file.close()
+            raise UserError(f"checkpoint {self._path}: expected a checkpoint of halograd, got another HDF5 file")
+        if self._file.attrs["format"] != FORMAT:
+            found = self._file.attrs["format"]
+            self._file.close()
+            raise UserError(f"checkpoint {self._path}: expected format {FORMAT}, got {found}; use that halograd")
+        return self._file
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._file.close()
+        if isinstance(error, (OSError, KeyError, RuntimeError)):
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: BaseException) -> UserError:
+        reason = str(error).strip("'\"").splitlines()[0]
+        others = sorted(p.name for p in self._path.parent.glob("step-*.h5") if p.name != self._path.resolve().name)
+        remedy = f"; use an older one: {others[-1]}" if others else ""
+        return UserError(f"checkpoint {self._path}: it is truncated or damaged ({reason}){remedy}")
+
+
+def _read(file: h5py.File, name: str, like: np.ndarray) -> np.ndarray:
+    dataset = file[name]
+    if dataset.shape != like.shape or dataset.dtype != like.dtype:
+        raise KeyError(f"{name} is {dataset.shape} {dataset.dtype}")
+    array = dataset[...]
+    if _crc(array) != int(dataset.attrs["crc32"]):
+        raise OSError(f"the checksum of {name} is wrong")
+    return array
+
+
+def _text(file: h5py.File, name: str) -> str:
+    return file[name][()].decode()
+
+
+def _progress(file: h5py.File) -> Progress:
+    return Progress(**json.loads(file.attrs["progress"]))
+
+
+def _check_network(path: str | Path, there: list[str], here: list[str]) -> None:
+    for i in range(max(len(there), len(here))):
+        a = there[i] if i < len(there) else "nothing"
+        b = here[i] if i < len(here) else "nothing"
+        if a != b:
+            raise UserError(f"checkpoint {path} is of another network: expected {b!r}, got {a!r}")
+
+
+def _optimizer_settings(path: str | Path, file: h5py.File, optimizer: Optimizer) -> dict[str, Any]:
+    if "optimizer" not in file:
+        raise UserError(f"checkpoint {path}: expected the state of an optimizer, got parameters only")
+    group = file["optimizer"]
+    settings = json.loads(group.attrs["settings"])
+    there, here = (settings["kind"], sorted(group)), (type(optimizer).__name__, sorted(optimizer.state_names))
+    if there != here:
+        raise UserError(
+            f"checkpoint {path}: expected the optimizer {here[0]} with {here[1]}, got {there[0]} with {there[1]}; "
+            "resume with the optimizer of the run"
+        )
+    return settings
