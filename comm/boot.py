@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["boot", "launched_size", "leave"]
 
 WRONG_LAUNCHER = 64  # exit code (EX_USAGE)
-# A segment younger than this may belong to a job that is just starting and has not mapped it yet.
-SWEEP_AGE = 60.0  # [s]
 # How long a rank leaves the talking to the one where an agreed fault arose, before it ends the job itself.
 PATIENCE = 5.0  # [s]
 
@@ -74,7 +72,7 @@ def boot() -> MPI.Intracomm:
     threading.excepthook = lambda args: _die_in_thread(world, args)
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     if node.rank == 0:
-        sweep(SWEEP_AGE)
+        sweep()
     node.Free()
     return world
 

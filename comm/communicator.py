@@ -132,8 +132,8 @@ class Communicator:
         CommError
             On all ranks alike, if the counts are not valid or do not match.
         """
+        self._check_open()
         with self.agreement():
-            self._check_open()
             _check_counts(send_counts, "send_counts", self.rank, self.size)
             _check_counts(recv_counts, "recv_counts", self.rank, self.size)
             element = np.dtype(dtype)
@@ -174,8 +174,8 @@ class Communicator:
         """
         if group is not None:
             return group.reduction(buffer, kind=kind, name=name)
+        self._check_open()
         with self.agreement():
-            self._check_open()
             check_buffer(buffer)
         self._agree_on_buffer(buffer)
         messages = 1 if self.size > 1 and buffer.size else 0
@@ -190,6 +190,7 @@ class Communicator:
         Ranks with color None get None. Transport, progress thread, counters and recorder are shared; this
         communicator closes those split from it.
         """
+        self._check_open()
         part = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
         if part == MPI.COMM_NULL:
             return None
@@ -217,10 +218,10 @@ class Communicator:
         if not faulty.any():
             return
         origin = int(np.argmax(faulty))
-        module, name, text = self._mpi.bcast(None if fault is None else _describe(fault), root=origin)
+        module, name, text, told = self._mpi.bcast(None if fault is None else _describe(fault), root=origin)
         others = int(faulty.sum()) - 1
         where = f"rank {self.ranks[origin]}" + (f" (and {others} more)" if others else "")
-        error = _recreate(module, name, text, where)
+        error = _recreate(module, name, text, "" if told else f"{where}: ")
         error.agreed = True  # type: ignore[attr-defined]
         error.arose_here = origin == self.rank  # type: ignore[attr-defined]
         raise error from fault
@@ -349,19 +350,19 @@ def _check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) ->
             raise CommError(f"{name}: expected a number of elements >= 0 for peer {peer}, got {count}")
 
 
-def _describe(fault: Exception) -> tuple[str, str, str]:
-    """Module and name of the type, and the text, of a fault."""
+def _describe(fault: Exception) -> tuple[str, str, str, bool]:
+    """Module and name of the type of a fault, its text, and whether that names a rank already."""
     kind = type(fault)
     text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
-    return kind.__module__, kind.__qualname__, text
+    return kind.__module__, kind.__qualname__, text, getattr(fault, "agreed", False)
 
 
 def _recreate(module: str, name: str, text: str, where: str) -> Exception:
     """An error of this type that says where it arose; decided alike on all ranks."""
     try:
-        error = getattr(importlib.import_module(module), name)(f"{where}: {text}")
+        error = getattr(importlib.import_module(module), name)(f"{where}{text}")
         if isinstance(error, Exception):
             return error
     except Exception:  # the type is not to be had, or wants more, such as UnicodeDecodeError
         pass
-    return CommError(f"{where}: {name}: {text}")
+    return CommError(f"{where}{name}: {text}")

@@ -2,23 +2,26 @@
 
 MPICH names the segment of each rank and unlinks it when the rank finalizes: a rank that is killed or
 aborted leaves its segment (1-3 MB), and a job that Slurm restarts under the same number meets it and hangs.
-Run it by hand, or before a restarted job, with ``python -m halograd.comm.sweep``.
+Before such a job run ``python -m halograd.comm.sweep 0`` on each node; the number is the least age [s].
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from pathlib import Path
 
 __all__ = ["sweep"]
 
 SHARED_MEMORY = Path("/dev/shm")
+# A segment younger than this may belong to a job that is just starting and has not mapped it yet.
+AGE = 60.0  # [s]
 PATTERNS = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "ucx_shm_*", "vader_segment.*")
 
 
-def sweep(min_age: float = 0.0) -> list[Path]:
+def sweep(min_age: float = AGE) -> list[Path]:
     """Remove MPI segments of this user that no live process has mapped. Local, one rank per node.
 
     Parameters
@@ -73,5 +76,5 @@ def _mapped() -> set[str]:
 
 
 if __name__ == "__main__":
-    for segment in sweep():
+    for segment in sweep(*map(float, sys.argv[1:2])):
         print(f"removed {segment}")

@@ -1,0 +1,118 @@
+"""How a program of several ranks begins and ends."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from halograd.comm import launched_size
+
+from tests.launch import mpiexec
+
+START = "from halograd.comm import boot, leave\nworld = boot()\n"
+
+
+def run(body, ranks=3):
+    """Exit code, stderr and seconds of a program whose ranks all run `body` after `boot()`."""
+    begin = time.monotonic()
+    done = mpiexec(ranks, ["-c", START + body], timeout=60)
+    return done.returncode, done.stderr, time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({}, None),
+        ({"PMI_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "6"}, 6),
+        ({"SLURM_NTASKS": "8"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, None),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}, 8),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "4"}, 4),
+        ({"PMI_SIZE": ""}, None),
+    ],
+)
+def test_size_the_launcher_says(environment, size):
+    assert launched_size(environment) == size
+
+
+def test_a_launcher_of_another_mpi_is_refused():
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "SLURM", "HYDRA"))}
+    environment["OMPI_COMM_WORLD_SIZE"] = "4"
+    done = subprocess.run(
+        [sys.executable, "-c", START + "print('went on')"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 64
+    assert "expected 4 ranks (the launcher says so), got 1 from" in done.stderr
+    assert "went on" not in done.stdout
+
+
+def test_an_exception_on_one_rank_ends_the_job_with_its_traceback():
+    code, stderr, seconds = run("if world.rank == 1: raise OSError('file is truncated')\nworld.Barrier()")
+    assert code == 1
+    assert "[rank 1 of 3] Traceback (most recent call last):" in stderr
+    assert "[rank 1 of 3] OSError: file is truncated" in stderr
+    assert "[rank 0 of 3]" not in stderr
+    assert seconds < 20
+
+
+def test_an_exception_in_a_thread_ends_the_job():
+    body = "import threading\ndef work(): raise ValueError('NaN in sample 3')\n"
+    body += "if world.rank == 2: threading.Thread(target=work).start()\nworld.Barrier(); world.Barrier()\n"
+    body += "import time; time.sleep(60)"
+    code, stderr, seconds = run(body)
+    assert code == 1
+    assert "[rank 2 of 3] ValueError: NaN in sample 3" in stderr
+    assert seconds < 20
+
+
+def test_an_interrupt_ends_the_job_with_130():
+    code, stderr, _ = run("if world.rank == 0: raise KeyboardInterrupt\nworld.Barrier()")
+    assert code == 130
+    assert "[rank 0 of 3] KeyboardInterrupt" in stderr
+
+
+def test_a_thread_may_exit_by_itself():
+    body = "import threading, sys\nt = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()\nleave(0)"
+    assert run(body)[0] == 0
+
+
+def test_of_an_agreed_error_only_its_rank_speaks():
+    body = "from halograd.comm import Communicator\n"
+    body += "with Communicator(world, 'mpi') as comm:\n"
+    body += "    comm.agree(ValueError('no such key') if comm.rank == 1 else None)"
+    code, stderr, seconds = run(body)
+    assert code == 1
+    assert "[rank 1 of 3] ValueError: rank 1: no such key" in stderr
+    assert "[rank 0 of 3]" not in stderr and "[rank 2 of 3]" not in stderr
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_leaving_with_a_code(code):
+    assert run(f"leave({code})")[0] == code
+
+
+def test_aborting_from_one_rank():
+    body = "from halograd.comm import Communicator\ncomm = Communicator(world, 'mpi')\n"
+    body += "if comm.rank == 1: comm.abort(7)\ncomm.barrier()"
+    code, _, seconds = run(body)
+    assert code == 7
+    assert seconds < 20
+
+
+def test_a_communicator_that_is_not_closed_does_not_keep_the_program():
+    body = "import numpy as np\nfrom halograd.comm import Communicator\ncomm = Communicator(world)\n"
+    body += "r = comm.reduction(np.ones(4)); r.start(); r.finish(); assert r.buffer[0] == 3"
+    code, stderr, seconds = run(body)
+    assert (code, stderr) == (0, "")
+    assert seconds < 20
+
+
+def test_pure_arithmetic_does_not_start_mpi():
+    check = "import sys, halograd.comm; halograd.comm.ProcessGrid({}, 1); sys.exit('mpi4py' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
+    check = "import halograd.comm as c; c.nonsense"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    assert "AttributeError: module 'halograd.comm' has no attribute 'nonsense'" in done.stderr

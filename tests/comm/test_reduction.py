@@ -1,0 +1,160 @@
+"""Reductions: sums in place, several at once, on split groups, and their faults."""
+
+import time
+
+import numpy as np
+import pytest
+from halograd.comm import CommError
+
+pytestmark = pytest.mark.mpi
+
+
+def filled(communicator, number, count=1000, dtype=np.float64):
+    return (np.arange(count) % 17 + 100 * communicator.rank + number).astype(dtype)
+
+
+def total(communicator, number, count=1000, dtype=np.float64):
+    ranks = communicator.size
+    return (ranks * (np.arange(count) % 17 + number) + 100 * ranks * (ranks - 1) // 2).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
+def test_the_buffer_becomes_the_sum(communicator, dtype):
+    buffer = np.zeros((10, 100), dtype)
+    reduction = communicator.reduction(buffer)
+    for step in range(3):
+        buffer[...] = filled(communicator, step, dtype=dtype).reshape(10, 100)
+        if step == 1:
+            reduction.run()
+        else:
+            reduction.start()
+            reduction.finish()
+        np.testing.assert_array_equal(buffer.ravel(), total(communicator, step, dtype=dtype))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_several_at_once_finish_in_any_order_on_each_rank(communicator, order):
+    order = np.roll(order, communicator.rank)  # ranks need not agree on it
+    sizes = (1, 1000, 50_000, 400_000)
+    reductions = [communicator.reduction(np.zeros(count)) for count in sizes]
+    for step in range(5):
+        for number, reduction in enumerate(reductions):
+            reduction.buffer[...] = filled(communicator, number + step, sizes[number])
+            reduction.start()
+        for number in order:
+            reductions[number].finish()
+            np.testing.assert_array_equal(
+                reductions[number].buffer, total(communicator, number + step, sizes[number])
+            )
+
+
+def test_a_small_sum_may_run_while_large_ones_are_under_way(communicator):
+    large = communicator.reduction(np.ones(200_000))
+    small = communicator.reduction(np.ones(3))
+    large.start()
+    small.run()
+    large.finish()
+    assert (large.buffer == communicator.size).all()
+    assert (small.buffer == communicator.size).all()
+
+
+def test_sums_of_a_split_group(communicator):
+    group = communicator.split(communicator.rank % 2, key=-communicator.rank)
+    members = [rank for rank in reversed(range(communicator.size)) if rank % 2 == communicator.rank % 2]
+    assert group.ranks == tuple(members)
+    expected = sum(members)
+    for reduction in (group.reduction(np.zeros(5)), communicator.reduction(np.zeros(5), group=group)):
+        reduction.buffer[...] = communicator.rank
+        reduction.run()
+        assert (reduction.buffer == expected).all()
+
+
+def test_what_is_counted(communicator):
+    reductions = communicator.reduction(np.zeros(10)), communicator.reduction(np.zeros(6, "f4"), kind="statistics")
+    for reduction in reductions:
+        reduction.run()
+        reduction.start()
+        reduction.finish()
+    alone = communicator.size == 1
+    for kind, nbytes in (("allreduce", 80), ("statistics", 24)):
+        booked = communicator.counters[kind]
+        assert (booked.messages, booked.bytes) == ((0, 0) if alone else (2, 2 * nbytes))
+
+
+def test_empty_buffers(communicator):
+    reduction = communicator.reduction(np.zeros((0, 3)))
+    reduction.run()
+    reduction.start()
+    reduction.finish()
+    assert communicator.counters.snapshot() == {}
+
+
+def test_the_order_of_calls_is_checked(communicator):
+    reduction = communicator.reduction(np.zeros(4), name="bucket 3")
+    with pytest.raises(CommError, match=r"finish\(\): expected start\(\) of bucket 3 before"):
+        reduction.finish()
+    reduction.start()
+    with pytest.raises(CommError, match=r"start\(\): expected finish\(\) of bucket 3 before"):
+        reduction.start()
+    with pytest.raises(CommError, match=r"expected finish\(\) of bucket 3 before"):
+        reduction.run()
+    reduction.close()
+    assert reduction.closed
+    reduction.close()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        ([1.0], "expected a NumPy array, got list"),
+        (np.zeros(3, np.float16), "expected one of float32, float64, int32, int64, got float16; convert"),
+        (np.zeros((4, 4))[:, ::2], r"expected a writeable C-contiguous array, got strides \(32, 16\)"),
+    ],
+)
+def test_a_bad_buffer_on_one_rank_is_an_error_on_all(communicator, buffer, message):
+    last = communicator.size - 1
+    with pytest.raises(CommError, match=f"rank {last}: buffer: {message}"):
+        communicator.reduction(buffer if communicator.rank == last else np.zeros(3))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_buffers_must_be_alike(communicator):
+    with pytest.raises(CommError, match=r"rank 1.*: buffer: expected shape \(3,\) and float64 as on rank 0, got \(2,\)"):
+        communicator.reduction(np.zeros(3 if communicator.rank == 0 else 2))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
+    """The other reductions under way, and later ones, are not harmed."""
+    bad, good = communicator.reduction(np.ones(10), name="bucket 7"), communicator.reduction(np.ones(10))
+    poll, polled = bad._operation.poll, []
+
+    def fail():
+        polled.append(poll())
+        if not polled[-1]:
+            return False
+        raise RuntimeError("the network is down")
+
+    bad._operation.poll = fail
+    bad.start()
+    good.start()
+    deadline = time.monotonic() + 20
+    while not (polled and polled[-1]) and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    with pytest.raises(CommError, match="reduction bucket 7 of 80 bytes failed: the network is down"):
+        bad.finish()
+    good.finish()
+    assert (good.buffer == communicator.size).all()
+    good.run()
+    assert (good.buffer == communicator.size**2).all()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_it_proceeds_while_the_main_thread_does_not_call_mpi(communicator):
+    reduction = communicator.reduction(np.ones(500_000))
+    reduction.start()
+    deadline = time.perf_counter() + 20
+    while communicator._progress._pending and time.perf_counter() < deadline:
+        time.sleep(1e-3)
+    assert (reduction.buffer == communicator.size).all()
+    reduction.finish()
