@@ -81,7 +81,15 @@ class Strategy:
             )
         for name in network.layers:
             if math.prod(self.parts_of(name).values()) > size:
-                raise UserError(f"strategy: layer {name!r} needs {math.prod(self.parts_of(name).values())} ranks of {size}")
+                raise UserError(
+                    f"strategy: layer {name!r} needs {math.prod(self.parts_of(name).values())} ranks of {size}"
+                )
+
+    def refuse_empty_blocks(self, network: Network) -> None:
+        """Refuse more parts along an axis than a sample is long: some ranks would read nothing. Local.
+
+        Blocks without elements are computed right; as a choice for whole samples they are a mistake.
+        """
         for name, node in network.inputs.items():
             self._check_extent(name, node.shape)
 
@@ -111,7 +119,9 @@ class Strategy:
         try:
             return cls(**json.loads(Path(path).read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"strategy {path}: cannot be read ({error}); expected JSON as Strategy.save writes") from error
+            raise UserError(
+                f"strategy {path}: cannot be read ({error}); expected JSON as Strategy.save writes"
+            ) from error
 
 
 def _check_entry(where: str, entry: Mapping[str, Any]) -> None:
