@@ -1,0 +1,71 @@
+"""The commands and their help. What a command needs is imported when it is called: help must be instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="halograd",
+    help="Train convolutional networks on samples that do not fit, or do not scale, on one device per sample.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+generate = typer.Typer(help="Make a data set.", rich_markup_mode=None)
+app.add_typer(generate, name="generate")
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the configuration; may be given several times."),
+]
+Configuration = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")]
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    if version:
+        from halograd import __version__
+
+        typer.echo(f"halograd {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def doctor() -> int:
+    """Print what was found on this machine, and whether training can run.
+
+    Exit code 1 if it cannot; the remedy stands beside what is missing.
+
+    \b
+    Examples:
+      halograd doctor
+      mpiexec -n 4 halograd doctor
+    """
+    from halograd.cli.doctor import examine
+
+    return examine()
+
+
+@generate.command("mesh-tangling")
+def mesh_tangling(
+    out: Annotated[Path, typer.Argument(metavar="OUT.h5", help="The HDF5 file to write.")],
+    resolution: Annotated[int, typer.Option(help="Cells per axis, up to 2048.")] = 256,
+    samples: Annotated[int, typer.Option(help="Number of samples.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of all randomness.")] = 0,
+) -> None:
+    """Lagrangian meshes in an unsteady flow: 18 channels, and the cells about to tangle.
+
+    \b
+    Example:
+      halograd generate mesh-tangling mesh.h5 --resolution 256 --samples 32 --seed 1
+    """
+    from halograd.cli.generating import generate_mesh_tangling
+
+    generate_mesh_tangling(out, resolution, samples, seed)

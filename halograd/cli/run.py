@@ -1,0 +1,116 @@
+"""Entry of the command line: who speaks, what an error looks like, how a job of several ranks ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from halograd.comm.boot import boot, end, launched_size, leave
+from halograd.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpi4py import MPI
+
+__all__ = ["main", "run"]
+
+USER_MISTAKE = 2
+INTERRUPTED = 130
+# How long a rank with a user's mistake waits for the others to find the same one before it ends the job alone.
+PATIENCE = 5.0  # [s]
+
+# Typer carries a click of its own since 0.25, an installed one before.
+_UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and end the process. Collective over the ranks that were launched.
+
+    Exit code 0, 2 for a user's mistake (one line on stderr, no traceback), 1 for any other fault. Of several
+    ranks only rank 0 prints; a fault on any rank ends the job at once with that rank's traceback.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    world = _world(arguments)
+    if world is None:
+        sys.exit(run(arguments))
+    mine = world.Dup()  # nobody else's messages
+    if mine.rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
+    code = run(arguments, mine)
+    leave(code)
+
+
+def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
+    """Run one command and return the exit code. Collective over `comm`; without it this process is alone."""
+    from halograd.cli.commands import app
+
+    speaks = comm is None or comm.rank == 0
+    logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, format="halograd: %(message)s")
+    # Calling `app` itself would replace the hook by which `boot` ends the job on a fault.
+    command = typer.main.get_command(app)
+    try:
+        return int(command.main(list(arguments) or ["--help"], prog_name="halograd", standalone_mode=False) or 0)
+    except _UsageError as error:
+        return _complain(_usage(error), error, comm)
+    except (UserError, *_others()) as error:
+        return _complain(str(error), error, comm)
+    except (KeyboardInterrupt, typer.Abort):
+        if comm is not None and comm.size > 1:
+            raise  # ends the other ranks
+        print("halograd: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `halograd ... | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
+
+
+def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
+    """The ranks that were launched, None for a process started alone."""
+    if launched_size() is None:
+        return None
+    if "doctor" not in arguments[:1]:
+        return boot()
+    try:  # the doctor reports a wrong launcher instead of dying of it
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return None
+    return MPI.COMM_WORLD
+
+
+def _others() -> tuple[type[Exception], ...]:
+    """Errors of other folders that are the user's to mend, of those folders that are loaded."""
+    names = {"halograd.data.errors": "DataError", "halograd.kernels.errors": "KernelError"}
+    return tuple(getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
+
+
+def _usage(error: Any) -> str:
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "halograd"
+    return f"{error.format_message().rstrip('.')}; see `{command} --help`"
+
+
+def _complain(text: str, error: Exception, comm: MPI.Intracomm | None) -> int:
+    """Say one line on rank 0; a rank that is alone with its mistake says it and ends the job."""
+    line = f"halograd: error: {' '.join(text.split())}"
+    if comm is not None and not getattr(error, "agreed", False) and not _everyone_is_here(comm):
+        print(f"{line} (rank {comm.rank} of {comm.size})", file=sys.stderr, flush=True)
+        end(comm, USER_MISTAKE)
+    if comm is None or comm.rank == 0:
+        print(line, file=sys.stderr, flush=True)
+    return USER_MISTAKE
+
+
+def _everyone_is_here(comm: MPI.Intracomm) -> bool:
+    """Whether all ranks come here within `PATIENCE`."""
+    request = comm.Ibarrier()
+    deadline = time.monotonic() + PATIENCE
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-3)
+    return True

@@ -1,0 +1,127 @@
+"""The command line: help with examples, one-line errors, and how several ranks end together."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import h5py
+import pytest
+
+from halograd import __version__
+from halograd.cli.commands import app
+from tests.harness.jobs import job_environment, new_mark
+from tests.launch import mpiexec
+
+
+def halograd(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, alone."""
+    command = [sys.executable, "-m", "halograd", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=job_environment(new_mark()))
+
+
+def commands() -> list[list[str]]:
+    """Every command, as the words one types."""
+    found = [[info.name or info.callback.__name__] for info in app.registered_commands]
+    for group in app.registered_groups:
+        found += [
+            [group.name, info.name or info.callback.__name__] for info in group.typer_instance.registered_commands
+        ]
+    return found
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_help_of_every_command_shows_an_example(words):
+    done = halograd(*words, "--help")
+    assert done.returncode == 0, done.stderr
+    example = done.stdout.partition("Example")[2]
+    assert f"halograd {' '.join(words)}" in example, done.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_the_commands(arguments):
+    done = halograd(*arguments)
+    assert done.returncode == 0
+    assert all(re.search(rf"^  {words[0]} ", done.stdout, re.M) for words in commands()), done.stdout
+
+
+def test_version():
+    assert halograd("--version").stdout == f"halograd {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bogus"], "No such option: --bogus; see `halograd --help`"),
+        (["trane"], "No such command 'trane'; see `halograd --help`"),
+        (["generate"], "Missing command; see `halograd generate --help`"),
+        (["generate", "mesh-tangling", "x.h5", "--resolution", "big"], "Invalid value for '--resolution'"),
+        (["generate", "mesh-tangling", "no/such/x.h5", "--resolution", "64"], "no/such does not exist; make it first"),
+    ],
+)
+def test_mistake_of_the_user_is_one_line(arguments, message):
+    done = halograd(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("halograd: error: "), done.stderr
+    assert message in done.stderr
+
+
+def test_generate_writes_what_was_asked_for(tmp_path):
+    out = tmp_path / "mesh.h5"
+    done = halograd("generate", "mesh-tangling", out, "--resolution", 64, "--samples", 2, "--seed", 5)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(rf"{out}: 2 samples of 64 x 64 cells, seed 5, [\d.]+ MiB\n", done.stdout)
+    with h5py.File(out) as file:
+        assert file["inputs"].shape == (2, 64, 64, 18) and file.attrs["seed"] == 5
+
+
+def test_only_rank_0_tells_of_a_mistake():
+    done = mpiexec(3, ["-m", "halograd", "--bogus"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "halograd: error: No such option: --bogus; see `halograd --help`\n"
+
+
+def job(tmp_path, body: str):
+    """Run a command with this body on 2 ranks; return the finished process and the seconds it took."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "from mpi4py import MPI\n"
+        "from halograd.cli import main\n"
+        "from halograd.cli.commands import app\n"
+        "from halograd.errors import UserError\n"
+        "@app.command()\n"
+        "def work():\n"
+        "    rank = MPI.COMM_WORLD.rank\n"
+        f"    {body}\n"
+        "    MPI.COMM_WORLD.Barrier()\n"
+        "    print('rank', rank, 'is through')\n"
+        "main(['work'])\n"
+    )
+    begin = time.monotonic()
+    return mpiexec(2, [script], timeout=60), time.monotonic() - begin
+
+
+def test_only_rank_0_prints(tmp_path):
+    done, _ = job(tmp_path, "pass")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rank 0 is through\n", "")
+
+
+def test_mistake_that_all_ranks_see_is_told_once(tmp_path):
+    done, _ = job(tmp_path, "raise UserError('expected a moon,\\ngot none; make one')")
+    assert done.returncode == 2
+    assert done.stderr == "halograd: error: expected a moon, got none; make one\n"
+
+
+def test_mistake_on_one_rank_ends_the_job(tmp_path):
+    done, seconds = job(tmp_path, "if rank == 1: raise UserError('expected a file, got none')")
+    assert done.returncode == 2 and seconds < 30
+    assert "halograd: error: expected a file, got none (rank 1 of 2)\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_fault_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
+    done, seconds = job(tmp_path, "if rank == 1: raise ZeroDivisionError('one over nothing')")
+    assert done.returncode == 1 and seconds < 30
+    assert "[rank 1 of 2] ZeroDivisionError: one over nothing" in done.stderr and "[rank 0 of 2]" not in done.stderr

@@ -1,0 +1,119 @@
+"""`halograd doctor`: what it finds, what it says of what is missing, and its exit code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+
+from halograd.cli.doctor.finding import Finding, careful
+from halograd.cli.doctor.report import merge, show
+from tests.harness.jobs import job_environment, new_mark
+from tests.launch import mpiexec
+
+
+def doctor(**variables: str) -> tuple[int, dict[str, str], str]:
+    """Exit code, lines by name, and last line of ``halograd doctor`` with these environment variables."""
+    done = subprocess.run(
+        [sys.executable, "-m", "halograd", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=job_environment(new_mark(), variables),
+    )
+    return done.returncode, lines_of(done.stdout), done.stdout.splitlines()[-1]
+
+
+def lines_of(output: str) -> dict[str, str]:
+    """``status value`` of each line, by name."""
+    parts = [line.split(maxsplit=1) for line in output.splitlines()[:-1]]
+    pairs = [(status, *rest.split("  ", maxsplit=1)) for status, rest in parts]
+    return {name: f"{status} {value.strip()}" for status, name, value in pairs}
+
+
+def test_sound_machine():
+    code, lines, last = doctor(OMP_NUM_THREADS="1")
+    assert code == 0 and last == "training can run", lines
+    for name in ("Python", "MPI library", "thread level", "mpi4py", "ranks", "communication", "NumPy", "h5py"):
+        assert lines[name].startswith("ok "), lines
+    assert lines["thread level"] == "ok multiple"
+    assert "1 per rank (OMP_NUM_THREADS=1), 1 ranks on this node" in lines["threads"]
+    assert {"shared memory", "CUDA driver", "CuPy", "cuDNN", "NCCL"} <= lines.keys()
+    assert any("oneDNN" in name or "onednn" in name for name in lines)
+
+
+def test_onednn_is_checked_against_numpy():
+    try:
+        importlib.metadata.version("onednn-cpu-gomp")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs oneDNN: its wheel exists for x86-64 Linux only")
+    _, lines, _ = doctor()
+    assert lines["oneDNN"].startswith("ok ") and "libdnnl" in lines["oneDNN"]
+    assert lines["convolution"].startswith("ok ") and "ref" not in lines["convolution"].split(",")[0]
+
+
+def test_too_low_thread_level_is_a_failure_with_remedy():
+    code, lines, last = doctor(MPI4PY_RC_THREAD_LEVEL="serialized")
+    assert code == 1 and last == "training cannot run: thread level"
+    assert lines["thread level"].startswith("fail serialized  -> expected multiple")
+
+
+def test_missing_mpi_is_a_failure_with_remedy():
+    code, lines, last = doctor(MPI4PY_LIBMPI=os.path.join(os.sep, "nowhere", "libmpi.so.12"))
+    assert code == 1 and last == "training cannot run: MPI library"
+    assert "pip install 'halograd[mpich]'" in lines["MPI library"]
+    assert "ranks" not in lines and lines["h5py"].startswith("ok ")
+
+
+def test_wrong_launcher_is_a_failure_with_remedy():
+    code, lines, _ = doctor(OMPI_COMM_WORLD_SIZE="4")
+    assert code == 1
+    assert lines["ranks"].startswith("fail the launcher started 4, MPI sees 1  -> start with the mpiexec of the same")
+
+
+def test_several_ranks_give_one_report():
+    done = mpiexec(3, ["-m", "halograd", "doctor"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = lines_of(done.stdout)
+    assert done.stdout.count("MPI library") == 1
+    assert lines["ranks"].startswith("ok 3 on ") and lines["communication"].startswith("ok sum over ranks 6 of 6")
+
+
+def test_more_threads_than_cores_is_a_warning():
+    code, lines, _ = doctor(OMP_NUM_THREADS="4096")
+    assert code == 0
+    assert lines["threads"].startswith("warn 4096 per rank") and "start at most 1 ranks per node" in lines["threads"]
+
+
+def test_worst_finding_of_all_ranks_is_shown():
+    good, bad = Finding("MPI", "ok", "fine"), Finding("MPI", "fail", "broken", "mend it")
+    worse_late = merge([[good, Finding("x", "note", "a")], [bad], [Finding("MPI", "warn", "slow")]])
+    assert worse_late == [Finding("MPI", "fail", "rank 1: broken", "mend it"), Finding("x", "note", "a")]
+    assert merge([[good], [good]]) == [good]
+
+
+def test_probe_that_breaks_is_a_finding():
+    def probe():
+        yield Finding("first", "ok", "there")
+        raise OSError("library is\n half there")
+
+    found = careful("h5py", probe)
+    remedy = "its installation is broken: pip install --force-reinstall h5py"
+    assert found == [Finding("first", "ok", "there"), Finding("h5py", "fail", "OSError: library is half there", remedy)]
+    assert careful("cupy", probe, "note")[1].status == "note"
+
+
+def test_table_on_a_terminal_shows_brackets_as_they_are(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    show([Finding("MPI library", "fail", "none", "pip install 'halograd[mpich]'"), Finding("NumPy", "ok", "2")])
+    output = capsys.readouterr().out
+    assert "halograd[mpich]" in output and "training cannot run: MPI library" in output
+
+
+def test_status_is_one_of_four():
+    with pytest.raises(ValueError, match=r"expected a status out of \('ok', 'note', 'warn', 'fail'\), got 'good'"):
+        Finding("x", "good", "y")
