@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from halograd.layers.dice import Dice
 from halograd.layers.loss import Loss
+from halograd.layers.losses import BinaryCrossEntropyWithLogits
+from halograd.layers.softmax_cross_entropy import SoftmaxCrossEntropy
 from halograd.layers.value import Value
 from halograd.training.executor import Executor
 
@@ -19,41 +22,45 @@ __all__ = ["Confusion", "Errors", "Evaluation", "scores"]
 class Confusion:
     """Confusion counts of a classification of samples, pixels or cells.
 
+    Parameters
+    ----------
+    classes
+        Number of classes.
+    threshold
+        Given: two classes, each prediction above it means yes, each target from 0.5 on (targets are cut and
+        shaped as predictions, several channels are several questions). None: the class is the channel of the
+        largest prediction; targets are class indices ``(..., 1)`` or one channel per class.
+    ignored
+        Class index of positions that do not count.
+
     Attributes
     ----------
     counts
         ``(classes, classes)`` int64: rows are the true classes, columns the predicted ones.
     """
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes: int, threshold: float | None = None, ignored: int | None = None) -> None:
         if classes < 2:
             raise ValueError(f"classes: expected at least 2, got {classes}")
-        self.classes = classes
+        self.classes, self.threshold, self.ignored = classes, threshold, ignored
         self.counts = np.zeros((classes, classes), np.int64)
 
     def add(self, prediction: Any, target: Any) -> None:
-        """Count a block. Local.
+        """Count a block ``(N, ..., C)``. Local."""
+        guess, truth = self._classes(prediction, target)
+        if self.ignored is not None:
+            counts = truth != self.ignored
+            guess, truth = guess[counts], truth[counts]
+        index = truth * self.classes + guess
+        self.counts += np.bincount(index.reshape(-1), minlength=self.classes**2).reshape(self.counts.shape)
 
-        Parameters
-        ----------
-        prediction
-            ``(..., C)`` scores, the largest of which is the class; or ``(..., 1)`` logits of the second of
-            two classes (positive means yes).
-        target
-            ``(..., 1)`` class indices (those outside ``[0, classes)`` are not counted), or for logits the
-            truth between 0 and 1 (yes from 0.5 on).
-        """
-        if not prediction.size:
-            return
-        if prediction.shape[-1] == 1:
-            guess = (prediction[..., 0] > 0).astype(np.int64)
-            truth = (target[..., 0] >= 0.5).astype(np.int64)
-        else:
-            guess = np.argmax(prediction, axis=-1)
-            truth = target[..., 0].astype(np.int64)
-        counted = (truth >= 0) & (truth < self.classes)
-        index = truth[counted] * self.classes + guess[counted]
-        self.counts += np.bincount(index, minlength=self.classes**2).reshape(self.counts.shape)
+    def _classes(self, prediction: Any, target: Any) -> tuple[np.ndarray, np.ndarray]:
+        if self.threshold is not None:
+            return (prediction > self.threshold).astype(np.int64), (target >= 0.5).astype(np.int64)
+        guess = np.argmax(prediction, axis=-1)
+        if target.shape[-1] == 1:
+            return guess, target[..., 0].astype(np.int64)
+        return guess, np.argmax(target, axis=-1)
 
     def scores(self) -> dict[str, float | None]:
         """What follows from the counts."""
@@ -124,9 +131,8 @@ class Evaluation:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._prediction, self._target, kind = _judged(executor)
-        channels = self._prediction.layout.shape[-1]
-        self.counted: Confusion | Errors = Errors() if "MSE" in kind else Confusion(max(2, channels))
+        self._prediction, self._target, layer = _judged(executor)
+        self.counted = _counter(layer, self._prediction.layout.shape[-1], self._target.layout.shape[-1])
         self._reduction = executor.comm.reduction(self.counted.counts, kind="metrics")
         self._loss, self._samples = 0.0, 0
 
@@ -135,15 +141,17 @@ class Evaluation:
         self.counted.counts[...] = 0
         self._loss, self._samples = 0.0, 0
 
-    def add(self) -> None:
-        """Count the batch that was just computed."""
+    def add(self) -> float:
+        """Count the batch that was just computed; its mean loss."""
         valid = self._executor.mode.valid
-        self._loss += self._executor.loss_value() * valid
+        loss = self._executor.loss_value()
+        self._loss += loss * valid
         self._samples += valid
         box = self._prediction.box
         count = max(0, min(box.stop[0], valid) - box.start[0])
         if count and box.size:
             self.counted.add(self._prediction.array[:count], self._target.array[:count])
+        return loss
 
     def finish(self) -> dict[str, float | None]:
         """Mean loss per sample and the metrics, the same on all ranks."""
@@ -156,8 +164,21 @@ class Evaluation:
         self._reduction.close()
 
 
-def _judged(executor: Executor) -> tuple[Value, Value, str]:
+def _judged(executor: Executor) -> tuple[Value, Value, Loss]:
     for step in executor.steps:
         if isinstance(step.layer, Loss):
-            return step.inputs[0], step.inputs[1], step.layer.kind
+            return step.inputs[0], step.inputs[1], step.layer
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
+
+
+def _counter(loss: Loss, channels: int, target_channels: int) -> Confusion | Errors:
+    """How the predictions of a network with this loss are judged."""
+    if isinstance(loss, SoftmaxCrossEntropy):
+        return Confusion(channels, ignored=loss.ignore_index)
+    if isinstance(loss, Dice):
+        if loss.activation == "softmax" or channels != target_channels:
+            return Confusion(channels)
+        return Confusion(2, threshold=0.0 if loss.activation == "sigmoid" else 0.5)
+    if isinstance(loss, BinaryCrossEntropyWithLogits):
+        return Confusion(2, threshold=0.0)
+    return Errors()
