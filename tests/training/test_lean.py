@@ -1,0 +1,105 @@
+"""A step allocates nothing, and sends exactly the messages and bytes of the formula."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers import BatchNorm, BinaryCrossEntropyWithLogits, Conv, Input, Network
+from halograd.models import mesh, resnet, unet
+from halograd.training.executor import Executor
+from halograd.training.strategy import Strategy
+from tests.training.test_exactness import fill
+
+BIG = {
+    "mesh": lambda: mesh(resolution=256, widths=(16, 16), convs=2),
+    "resnet": lambda: resnet((1, 1), classes=5, resolution=192, width=16),
+    "unet": lambda: unet((128, 128), channels=2, classes=3, width=16, levels=2),
+}
+
+
+def step(executor):
+    executor.forward()
+    executor.loss_value()
+    executor.backward()
+    executor.reducer.finish()
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+@pytest.mark.parametrize("name", BIG)
+def test_a_step_allocates_no_array(name, halo, backend):
+    """Activations have 256 KiB and more on every rank: any temporary of one of them would be seen.
+
+    NumPy's casting buffers (8192 elements per operand, some 100 KiB) come and go and are no arrays.
+    """
+    with Communicator(MPI.COMM_WORLD) as comm:
+        strategy = Strategy({"width": comm.size}, options={"halo": halo})
+        with Executor(BIG[name](), comm, get_backend(backend), 1, strategy) as executor:
+            fill(executor, 0)
+            for _ in range(2):
+                step(executor)
+            comm.barrier()
+            tracemalloc.start()
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(2):
+                step(executor)
+            after, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        fault = None
+        if peak - before > 192 * 1024 or after - before > 16 * 1024:
+            fault = AssertionError(f"peak {peak - before} B, left {after - before} B")
+        comm.agree(fault)
+
+
+def chain(rows, columns):
+    """Three convolutions whose halos can be counted by hand: 5x5, 3x3 stride 2, 3x3; 4, 6, 5 channels."""
+    x = Input((rows, columns, 2), name="x")
+    y = Conv(4, 5, padding=2, name="a")(x)
+    y = BatchNorm(name="bn")(y)
+    y = Conv(6, 3, 2, 1, name="b")(y)
+    y = Conv(1, 3, padding=1, name="c")(y)
+    target = Input(y.shape, name="target")
+    return Network({"loss": BinaryCrossEntropyWithLogits(name="loss")(y, target)})
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+def test_halo_messages_and_bytes_are_those_of_the_formula(halo):
+    """H cut, `P` blocks of 8 rows. Forward, rows wanted from above and below (a reads its halo from disk):
+    b: 1 and 0 of 4 channels; c: 1 and 1 of 6. Backward, rows of dy: b: 0 and 1 of 6; c: 1 and 1 of 1."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        columns, batch, size = 10, 3, np.dtype("float32").itemsize
+        executor = Executor(
+            chain(8 * comm.size, columns),
+            comm,
+            get_backend("numpy"),
+            batch,
+            Strategy({"height": comm.size}, options={"halo": halo}),
+        )
+        with executor:
+            fill(executor, 0)
+            step(executor)
+            comm.counters.reset()
+            step(executor)
+            above, below = comm.rank > 0, comm.rank < comm.size - 1
+            # To the rank above goes what it wants from below, and the other way round.
+            rows_up = {"fwd b": (0, 4, columns), "fwd c": (1, 6, 5), "bwd b": (1, 6, 5), "bwd c": (1, 1, 5)}
+            rows_down = {"fwd b": (1, 4, columns), "fwd c": (1, 6, 5), "bwd b": (0, 6, 5), "bwd c": (1, 1, 5)}
+            sent = [m for there, rows in ((above, rows_up), (below, rows_down)) if there for m in rows.values() if m[0]]
+            nbytes = sum(r * c * w for r, c, w in sent) * batch * size
+            found = comm.counters["halo"]
+            fault = None
+            if (found.messages, found.bytes) != (len(sent), nbytes):
+                fault = AssertionError(f"expected {len(sent)} messages, {nbytes} B; got {found}")
+            comm.agree(fault)
+            statistics, gradients = comm.counters["statistics"], comm.counters["allreduce"]
+            several = int(comm.size > 1)
+            assert (statistics.messages, statistics.bytes) == (2 * several, 2 * 2 * 4 * 8 * several)
+            buckets = executor.store.buckets
+            assert gradients.messages == len(buckets) * several
+            assert gradients.bytes == sum(b.grads.nbytes for b in buckets) * several
