@@ -54,7 +54,7 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]
         yield partial
         _to_disk(partial)
         os.replace(partial, final)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # h5py raises either for a failed write
         reason = _reason(error)
         if reason is None:
             raise
@@ -72,10 +72,10 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: OSError) -> str | None:
+def _reason(error: OSError | RuntimeError) -> str | None:
     """Why the disk took no more, or None for another error. HDF5 hides the number in its message."""
     for number, reason in _FULL.items():
-        if error.errno == number or f"errno = {number}," in str(error):
+        if getattr(error, "errno", None) == number or f"errno = {number}," in str(error):
             return reason
     if isinstance(error, PermissionError):
         return "permission denied"

@@ -218,7 +218,8 @@ def generate(
 @contextlib.contextmanager
 def _hdf5(path: Path) -> Iterator[h5py.File]:
     """A new HDF5 file; the first error wins over those that closing a broken file adds."""
-    file = h5py.File(path, "w", libver="v110")
+    # No chunk cache: every write reaches the file at once, so that a full disk is noticed by the write that met it.
+    file = h5py.File(path, "w", libver="v110", rdcc_nbytes=0)
     try:
         yield file
     except BaseException:
@@ -231,7 +232,7 @@ def _hdf5(path: Path) -> Iterator[h5py.File]:
 def _create(file: h5py.File, settings: Settings) -> None:
     n, r = settings.samples, settings.resolution
     side = min(BLOCK, r)
-    # Written in whole chunks: no fill value first, and no cache.
+    # Written in whole: no fill value first.
     inputs = file.create_dataset(
         "inputs", (n, r, r, len(CHANNELS)), np.float32, chunks=(1, side, side, len(CHANNELS)), fillvalue=None
     )
@@ -279,8 +280,6 @@ def _write(file: h5py.File, settings: Settings, task: _Task) -> None:
     file["inputs"][samples, rows] = inputs
     file["mask"][samples, rows] = mask
     file["time"][samples] = np.array(task.simulation.steps[: task.taken]) * settings.time_step
-    # A full disk is noticed here, not after hours in close().
-    file.flush()
 
 
 def _check(valid: bool, name: str, expected: str, got: object) -> None:

@@ -56,7 +56,7 @@ def split(
     training, validation : sorted int64 arrays of dataset indices.
 
     >>> split(6, 0.3, groups=[0, 0, 1, 1, 2, 2])
-    (array([0, 1, 4, 5]), array([2, 3]))
+    (array([0, 1, 2, 3]), array([4, 5]))
     """
     if not 0 <= fraction < 1:
         raise DataError(f"validation fraction: expected 0 or more and less than 1, got {fraction}")

@@ -1,0 +1,266 @@
+"""Reading by boxes: right values, only the own box, and one clear line for everything that can be wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from halograd.data.dataset import Hdf5Dataset
+from halograd.data.errors import DataError
+from halograd.dtensor.box import Box
+
+N, CHANNELS = 5, 3
+
+
+def make(path: Path, spatial=(6, 8), layout="NHWC", dtype=np.float32, mask_channels=None, **extra) -> np.ndarray:
+    """Write a file; give the inputs as ``(N, *spatial, C)``."""
+    rng = np.random.default_rng(1)
+    x = (rng.normal(0, 100, (N, *spatial, CHANNELS))).astype(dtype)
+    y = rng.integers(0, 2, (N, *spatial)).astype(np.uint8)
+    with h5py.File(path, "w") as file:
+        last = layout == "NHWC"
+        file["inputs"] = x if last else np.moveaxis(x, -1, 1)
+        file["inputs"].attrs["layout"] = layout
+        if mask_channels is not None:
+            y = y[..., None] if last else y[:, None]
+        file["mask"] = y
+        for name, value in extra.items():
+            file[name] = value
+    return x
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data.h5"
+
+
+@pytest.mark.parametrize("spatial", [(9,), (6, 8), (4, 3, 5)])
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int16, np.bool_])
+def test_any_box_of_any_layout(path: Path, spatial: tuple, layout: str, dtype: type) -> None:
+    x = make(path, spatial, layout, dtype)
+    rng = np.random.default_rng(0)
+    with Hdf5Dataset(path) as data:
+        assert len(data) == N and data.sample_shape == (*spatial, CHANNELS)
+        for out_dtype in (np.float32, np.float64):
+            indices = [int(i) for i in rng.permutation(N)[:4]]
+            batch = x[indices].astype(out_dtype)
+            for _ in range(5):
+                low = [int(rng.integers(0, n)) for n in batch.shape]
+                high = [int(rng.integers(a + 1, n + 1)) for a, n in zip(low, batch.shape)]
+                box = Box(tuple(low), tuple(high))
+                out = np.full(box.shape, np.nan, out_dtype)
+                data.read(indices, box, out)
+                np.testing.assert_array_equal(out, batch[box.slices()])
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_margins_outside_the_sample_are_left_alone(path: Path, layout: str, contiguous: bool) -> None:
+    x = make(path, layout=layout)
+    box = Box((0, -2, 3, 0), (2, 4, 11, 3))
+    whole = np.full((2, 6, 10 if not contiguous else 8, 3), -7.0, np.float32)
+    out = whole[:, :, :8]
+    assert out.flags.c_contiguous == contiguous
+    with Hdf5Dataset(path) as data:
+        filled = data.read([4, 0], box, out)
+    expected = np.full(box.shape, -7.0, np.float32)
+    expected[:, 2:6, 0:5] = x[[4, 0], 0:4, 3:8]
+    np.testing.assert_array_equal(out, expected)
+    assert filled == (slice(0, 2), slice(2, 6), slice(0, 5), slice(0, 3))
+    assert np.all(whole[:, :, 8:] == -7)
+
+
+def test_each_rank_reads_only_its_box(path: Path) -> None:
+    """A 2 x 2 cut with a halo of one: every rank asks for its block, its halo, and nothing else."""
+    x = make(path)
+    for rows, cols in (((0, 4), (0, 5)), ((0, 4), (3, 8)), ((2, 6), (0, 5)), ((2, 6), (3, 8))):
+        with Hdf5Dataset(path) as data:
+            box = Box((0, rows[0], cols[0], 0), (2, rows[1], cols[1], 3))
+            out = np.empty(box.shape, np.float32)
+            data.read([1, 3], box, out)
+            assert data.bytes_read == 2 * 4 * 5 * 3 * 4
+            np.testing.assert_array_equal(out, x[[1, 3], slice(*rows), slice(*cols)])
+            data.read_targets([1, 3], box.replace(3, 0, 1), np.empty((2, 4, 5, 1), np.float32))
+            assert data.bytes_read == 2 * 4 * 5 * 3 * 4 + 2 * 4 * 5
+
+
+def test_a_sample_cut_reads_its_samples_only(path: Path) -> None:
+    x = make(path)
+    with Hdf5Dataset(path) as data:
+        out = np.empty((1, 6, 8, 3), np.float32)
+        data.read([3, 0, 2], Box((2, 0, 0, 0), (3, 6, 8, 3)), out)
+        assert data.bytes_read == x[0].nbytes
+    np.testing.assert_array_equal(out[0], x[2])
+
+
+def test_an_empty_box_reads_nothing(path: Path) -> None:
+    make(path)
+    with Hdf5Dataset(path) as data:
+        data.read([0], Box((0, 6, 0, 0), (1, 6, 8, 3)), np.empty((1, 0, 8, 3), np.float32))
+        data.read([0], Box((0, 20, 0, 0), (1, 22, 8, 3)), np.empty((1, 2, 8, 3), np.float32))
+        assert data.bytes_read == 0
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("channels", [None, 1])
+def test_targets_with_and_without_channels(path: Path, layout: str, channels: int | None) -> None:
+    make(path, layout=layout, mask_channels=channels)
+    with h5py.File(path) as file:
+        mask = file["mask"][()].reshape(N, 6, 8, 1)
+    with Hdf5Dataset(path) as data:
+        assert data.target_shape == (6, 8, 1)
+        out = np.empty((2, 3, 4, 1), np.float32)
+        data.read_targets([1, 2], Box((0, 2, 1, 0), (2, 5, 5, 1)), out)
+    np.testing.assert_array_equal(out, mask[[1, 2], 2:5, 1:5])
+
+
+def test_labels_vectors_and_coarse_targets(path: Path) -> None:
+    labels, vectors = np.arange(N) * 10, np.arange(N * 4.0).reshape(N, 4)
+    make(path, labels=labels, vectors=vectors, coarse=np.arange(N * 12).reshape(N, 3, 4))
+    out = np.empty((2, 1))
+    with Hdf5Dataset(path, targets="labels") as data:
+        data.read_targets([4, 1], Box((0, 0), (2, 1)), out)
+    np.testing.assert_array_equal(out[:, 0], [40, 10])
+    out = np.empty((2, 2))
+    with Hdf5Dataset(path, targets="vectors") as data:
+        data.read_targets([4, 1], Box((0, 1), (2, 3)), out)
+    np.testing.assert_array_equal(out, vectors[[4, 1], 1:3])
+    with Hdf5Dataset(path, targets="coarse") as data:
+        assert data.target_shape == (3, 4, 1)
+
+
+def test_names_and_groups(path: Path) -> None:
+    make(path, simulation=np.array([0, 0, 1, 1, 2]))
+    with Hdf5Dataset(path) as data:
+        assert data.channel_names == ["channel 0", "channel 1", "channel 2"]
+        assert list(data.groups) == [0, 0, 1, 1, 2]
+    with h5py.File(path, "a") as file:
+        file["inputs"].attrs["channel_names"] = ["Density", "Pressure", "oddy"]
+    with Hdf5Dataset(path) as data:
+        assert data.channel_names == ["Density", "Pressure", "oddy"]
+
+
+def test_a_missing_file(path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.h5: no such file; generate it"):
+        Hdf5Dataset(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"a text file, not HDF5"])
+def test_not_hdf5(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="expected an HDF5 file, got something else"):
+        Hdf5Dataset(path)
+
+
+def test_a_truncated_file(path: Path) -> None:
+    make(path)
+    path.write_bytes(path.read_bytes()[:-1500])
+    with pytest.raises(DataError, match="truncated or damaged: write it again") as caught:
+        Hdf5Dataset(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_chunk_is_named_when_it_is_read(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        inputs = file.create_dataset(
+            "inputs", (2, 4, 4, 1), np.float32, chunks=(1, 4, 4, 1), fletcher32=True, data=np.ones((2, 4, 4, 1))
+        )
+        inputs.attrs["layout"] = "NHWC"
+        offset = inputs.id.get_chunk_info(1).byte_offset
+    raw = bytearray(path.read_bytes())
+    raw[offset + 5] ^= 255
+    path.write_bytes(raw)
+    box, out = Box((0, 0, 0, 0), (1, 4, 4, 1)), np.empty((1, 4, 4, 1), np.float32)
+    with Hdf5Dataset(path, targets=None) as data:
+        data.read([0], box, out)
+        with pytest.raises(DataError, match=r"cannot read sample 1 of '/inputs' .*the file is damaged") as caught:
+            data.read([1], box, out)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_dataset_lists_what_is_there(path: Path) -> None:
+    make(path)
+    with pytest.raises(DataError, match=r"expected a dataset 'x', got inputs \(5, 6, 8, 3\), mask \(5, 6, 8\)"):
+        Hdf5Dataset(path, inputs="x")
+
+
+def test_layout_must_be_known(path: Path) -> None:
+    make(path)
+    with h5py.File(path, "a") as file:
+        del file["inputs"].attrs["layout"]
+    with pytest.raises(DataError, match="has no attribute 'layout'; pass layout='NHWC' or 'NCHW'"):
+        Hdf5Dataset(path)
+    assert Hdf5Dataset(path, targets=None, layout="NCHW").sample_shape == (8, 3, 6)
+    with pytest.raises(DataError, match="expected layout 'NHWC' or 'NCHW', got 'HWCN'"):
+        Hdf5Dataset(path, layout="HWCN")
+
+
+def test_wrong_ranks_shapes_and_types(path: Path) -> None:
+    make(path, flat=np.zeros((5, 6)), text=np.array([b"a"] * 5), empty=np.zeros((0, 6, 8, 3)),
+         few=np.zeros((4, 6, 8)), off=np.zeros((5, 6, 7)), scalar=np.float32(1))  # fmt: skip
+    cases = [
+        ({"inputs": "flat", "layout": "NHWC"}, r"expected \(N, \*spatial, C\) .* got shape \(5, 6\)"),
+        ({"inputs": "text", "layout": "NHWC"}, "dataset 'text': expected numbers, got "),
+        ({"inputs": "empty", "layout": "NHWC"}, r"is empty: expected samples, got shape \(0, 6, 8, 3\)"),
+        ({"targets": "few"}, r"inputs have 5 samples, targets '/few' have shape \(4, 6, 8\)"),
+        ({"targets": "scalar"}, r"inputs have 5 samples, targets '/scalar' have shape \(\)"),
+        ({"targets": "off"}, r"inputs have the grid \(6, 8\), targets '/off' the shape \(5, 6, 7\)"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(DataError, match=message):
+            Hdf5Dataset(path, **arguments)
+
+
+def test_wrong_requests(path: Path) -> None:
+    make(path)
+    with Hdf5Dataset(path) as data:
+        box = Box((0, 0, 0, 0), (1, 6, 8, 3))
+        with pytest.raises(DataError, match=r"expected a box of 4 axes within \(1, 6, 8, 3\)"):
+            data.read([0], box, np.empty((1, 6, 8), np.float32))
+        with pytest.raises(DataError, match=r"expected a sample of 0 \.\. 4, got 5"):
+            data.read([5], box, np.empty(box.shape, np.float32))
+    with (
+        Hdf5Dataset(path, targets=None) as data,
+        pytest.raises(DataError, match="opened without targets; pass targets="),
+    ):
+        data.read_targets([0], box, np.empty(box.shape, np.float32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_names_sample_and_channel(path: Path, bad: float) -> None:
+    make(path)
+    with h5py.File(path, "a") as file:
+        file["inputs"][3, 4, 5, 1] = bad
+    out = np.zeros((2, 4, 8, 3), np.float32)
+    with Hdf5Dataset(path) as data:
+        data.read([1, 3], Box((0, 0, 0, 0), (2, 4, 8, 3)), out)
+        with pytest.raises(DataError, match=rf"{bad} in sample 3, channel 1 \(channel 1\) at \(4, 5\)"):
+            data.read([1, 3], Box((0, 2, 0, 0), (2, 6, 8, 3)), out)
+
+
+def test_targets_out_of_range(path: Path) -> None:
+    make(path)
+    with h5py.File(path, "a") as file:
+        file["mask"][2, 1, 1] = 9
+    out = np.zeros((1, 6, 8, 1), np.float32)
+    box = Box((0, 0, 0, 0), (1, 6, 8, 1))
+    with Hdf5Dataset(path, target_range=(0, 1)) as data:
+        data.read_targets([0], box, out)
+        with pytest.raises(DataError, match=r"target 9 in sample 2 at \(1, 1, 0\); expected 0 \.\. 1"):
+            data.read_targets([2], box, out)
+    with Hdf5Dataset(path) as data:
+        data.read_targets([2], box, out)
+
+
+def test_reading_again_allocates_no_arrays(path: Path) -> None:
+    make(path, layout="NCHW")
+    box = Box((0, 0, 0, 0), (2, 6, 8, 3))
+    out = np.empty(box.shape, np.float32)
+    with Hdf5Dataset(path) as data:
+        data.read([0, 1], box, out)
+        scratch = dict(data._scratch)
+        data.read([2, 3], box, out)
+        assert all(data._scratch[k] is v for k, v in scratch.items())

@@ -1,0 +1,15 @@
+"""The progress bar follows its callback."""
+
+from __future__ import annotations
+
+import io
+
+from halograd.data.progress import progress_bar
+from rich.console import Console
+
+
+def test_the_bar_shows_what_was_reported() -> None:
+    out = io.StringIO()
+    with progress_bar("generating", Console(file=out, force_terminal=True, width=100)) as update:
+        update(3, 7)
+    assert "generating" in out.getvalue() and "3/7" in out.getvalue()

@@ -1,0 +1,100 @@
+"""Order, split and resumption."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from halograd.data.errors import DataError
+from halograd.data.sampler import Sampler, split
+
+
+def taken(sampler: Sampler, batches: int) -> list[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = []
+    while len(out) < batches:
+        for batch in sampler:
+            out.append(batch.indices)
+            if len(out) == batches:
+                break
+    return out
+
+
+def test_an_epoch_holds_every_sample_once_in_a_new_order() -> None:
+    sampler = Sampler(range(10, 22), 4, seed=3)
+    first, second = taken(sampler, 3), taken(sampler, 3)
+    for epoch in (first, second):
+        assert sorted(sum(epoch, ())) == list(range(10, 22))
+    assert first != second
+    assert sampler.epoch == 2 and sampler.position == 0
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    assert taken(Sampler(range(50), 8, seed=1), 12) == taken(Sampler(range(50), 8, seed=1), 12)
+    assert taken(Sampler(range(50), 8, seed=1), 3) != taken(Sampler(range(50), 8, seed=2), 3)
+    # The same samples at other batch sizes come in the same order.
+    assert sum(taken(Sampler(range(48), 4, seed=1), 12), ()) == sum(taken(Sampler(range(48), 16, seed=1), 3), ())
+
+
+def test_drop_and_fill() -> None:
+    assert len(Sampler(range(10), 4)) == 2
+    last = list(Sampler(range(10), 4, shuffle="never", remainder="fill"))[-1]
+    assert last.indices == (8, 9, 9, 9) and last.valid == 2
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 6, 7])
+def test_resume_anywhere(after: int) -> None:
+    whole = taken(Sampler(range(13), 2, seed=7), 14)
+    first = Sampler(range(13), 2, seed=7)
+    assert taken(first, after) == whole[:after]
+    second = Sampler(range(13), 2, seed=7)
+    second.load_state_dict(first.state_dict())
+    assert taken(second, 14 - after) == whole[after:]
+
+
+def test_rest_of_epoch_does_not_move() -> None:
+    sampler = Sampler(range(6), 2)
+    sampler.advance()
+    assert [b.position for b in sampler.rest_of_epoch()] == [1, 2]
+    assert (sampler.epoch, sampler.position) == (0, 1)
+
+
+def test_a_foreign_state_is_refused() -> None:
+    sampler = Sampler(range(6), 2, seed=1)
+    for key, value in (("seed", 2), ("batch", 3), ("samples", 7), ("shuffle", "never")):
+        with pytest.raises(DataError, match=f"checkpoint has {key} = {value}, this run has"):
+            sampler.load_state_dict(sampler.state_dict() | {key: value})
+    with pytest.raises(DataError, match=r"a position in 0 \.\. 2, got 0, 3"):
+        sampler.load_state_dict(sampler.state_dict() | {"position": 3})
+
+
+def test_split_keeps_simulations_together() -> None:
+    groups = np.repeat(np.arange(20), 3)
+    training, validation = split(60, 0.25, seed=2, groups=groups)
+    assert len(validation) == 15
+    assert sorted([*training, *validation]) == list(range(60))
+    assert not set(groups[training]) & set(groups[validation])
+    again = split(60, 0.25, seed=2, groups=groups)
+    np.testing.assert_array_equal(again[1], validation)
+    assert not np.array_equal(split(60, 0.25, seed=3, groups=groups)[1], validation)
+
+
+def test_split_extremes() -> None:
+    assert len(split(5, 0.0)[1]) == 0
+    assert [len(part) for part in split(5, 0.01)] == [4, 1]
+    assert [len(part) for part in split(5, 0.99)] == [1, 4]
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(DataError, match="validation fraction: expected 0 or more and less than 1, got 1"):
+        split(4, 1)
+    with pytest.raises(DataError, match="cannot hold out a part of 1 group of samples"):
+        split(4, 0.5, groups=[0, 0, 0, 0])
+    with pytest.raises(DataError, match=r"groups: expected one per sample, shape \(4,\), got \(3,\)"):
+        split(4, 0.5, groups=[0, 0, 0])
+    with pytest.raises(DataError, match="expected at least 8 samples to draw from, got 4"):
+        Sampler(range(4), 8)
+    with pytest.raises(DataError, match="batch: expected 1 or more samples, got 0"):
+        Sampler(range(4), 0)
+    with pytest.raises(DataError, match="shuffle: expected 'epoch' or 'never', got 'always'"):
+        Sampler(range(4), 2, shuffle="always")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="remainder: expected 'drop' or 'fill', got 'keep'"):
+        Sampler(range(4), 2, remainder="keep")  # type: ignore[arg-type]
