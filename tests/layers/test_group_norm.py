@@ -1,0 +1,193 @@
+"""Group, instance and layer norm: exact under every cut, messages, refusals, torch."""
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from halograd.comm import Communicator
+from halograd.layers import GroupNorm, Input, InstanceNorm, LayerNorm
+from mpi4py import MPI
+
+from halograd.testing import check_layer, grids, random_array, run_layer
+from tests.layers.geometries import skew
+from tests.layers.norms import close, executing, needs, normalize, step, traffic
+from tests.layers.oracle import check_torch, torch
+
+SHAPE = (7, 5, 4)
+AXES = ("sample", "height", "width")
+BACKENDS = ("numpy", "onednn")
+KINDS = {
+    "group": lambda **o: GroupNorm(2, name="norm", **o),
+    "instance": lambda **o: InstanceNorm(name="norm", **o),
+    "layer": lambda **o: LayerNorm(name="norm", **o),
+    "channels": lambda **o: LayerNorm("channels", name="norm", **o),
+}
+
+OPTIONS = [{"activation": "relu"}, {"affine": False}, {"affine": False, "activation": "relu"}]
+
+
+@pytest.fixture
+def ranks():
+    with Communicator(MPI.COMM_WORLD) as comm:
+        yield comm
+
+
+def oracle(kind, x, relu=False, affine=True):
+    """The definition: x as (N, positions, groups, members), statistics over the axes of the kind."""
+    shape, channels = x.shape, x.shape[-1]
+    groups = {"group": 2, "instance": channels, "layer": 1, "channels": 1}[kind]
+    axes = (3,) if kind == "channels" else (1, 3)
+    split = (shape[0], -1, groups, channels // groups)
+    gamma, beta = (random_array((channels,), f"norm/{k}") for k in ("gamma", "beta"))
+    if not affine:
+        gamma, beta = np.ones(channels), np.zeros(channels)
+    g = random_array(shape, "g").reshape(split)
+    found = normalize(x.reshape(split), g, gamma.reshape(groups, -1), beta.reshape(groups, -1), axes, relu=relu)
+    result = {k: found[k].reshape(shape) for k in ("y", "dx0")}
+    if affine:
+        xhat = normalize(x.reshape(split), g, np.ones(split[2:]), np.zeros(split[2:]), axes)["y"].reshape(shape)
+        dy = random_array(shape, "g") * (result["y"] > 0 if relu else 1)
+        rest = tuple(range(len(shape) - 1))
+        result |= {"dgamma": (dy * xhat).sum(rest), "dbeta": dy.sum(rest)}
+    return result
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(12, 4), SHAPE, (3, 5, 4, 2)])
+def test_exact_on_every_grid(kind, shape):
+    check_layer(lambda: KINDS[kind](), shape, batch=3)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options", [{"activation": "relu"}, {"affine": False}, {"affine": False, "activation": "relu"}]
+)
+def test_is_the_definition(ranks, kind, options):
+    x = random_array((3, *SHAPE), "x0")
+    want = oracle(kind, x, relu="activation" in options, affine=options.get("affine", True))
+    for parts in grids(ranks.size, AXES):
+        found = run_layer(lambda: KINDS[kind](**options), [SHAPE], ranks, parts, batch=3, steps=2)
+        for key, array in want.items():
+            if found is not None:
+                close(found[key], array)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spatial", [(32, 7), (6, 7)])
+def test_exact_on_uneven_and_empty_blocks(kind, spatial, monkeypatch):
+    skew(monkeypatch)
+    check_layer(lambda: KINDS[kind](activation="relu"), (*spatial, 4), batch=2)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_exact_on_samples_without_space(kind, batch):
+    check_layer(lambda: KINDS[kind](), (6,), batch=batch)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_against_the_definition(ranks, kind, backend):
+    needs(backend)
+    shape = (9, 8, 16)
+    x = random_array((2, *shape), "x0").astype(np.float32)
+    want = oracle(kind, x, relu=True)
+    for parts in grids(ranks.size, AXES):
+        found = run_layer(
+            lambda: KINDS[kind](activation="relu"), [shape], ranks, parts, dtype="float32", backend=backend, inputs=[x]
+        )
+        for key, array in want.items():
+            if found is not None:
+                close(found[key], array, "float32", 300)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mean", "spread"), [(1e3, 1.0), (1e6, 1.0), (-1e4, 1e-2), (5.0, 0.0)])
+def test_large_mean_and_small_variance(ranks, kind, mean, spread):
+    x = mean + spread * random_array((2, *SHAPE), "x0")
+    want = oracle(kind, x)
+    for parts in grids(ranks.size, AXES):
+        found = run_layer(lambda: KINDS[kind](), [SHAPE], ranks, parts, inputs=[x])
+        if found is not None:
+            close(found["y"], want["y"], factor=10 * max(1, abs(mean) / math.hypot(spread, 3e-3)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_is_the_same(ranks, kind):
+    with executing(lambda: KINDS[kind](), SHAPE, ranks, {"width": ranks.size}, trainable=False) as executor:
+        for name, array in executor.store.params.items():
+            array[...] = random_array(array.shape, name)
+        executor.forward(training=False)
+        executor.loss_value()
+        y = executor.gather("norm")
+    if y is not None:
+        close(y, oracle(kind, random_array((2, *SHAPE), "x0"))["y"])
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_sum_forward_and_one_backward_among_those_who_share_samples(ranks, kind):
+    groups = {"group": 2, "instance": SHAPE[-1], "layer": 1, "channels": 0}[kind]
+    for parts in grids(ranks.size, AXES):
+        with executing(lambda: KINDS[kind](), SHAPE, ranks, parts, batch=4) as executor:
+            step(executor)
+            sent = traffic(ranks, lambda executor=executor: step(executor))
+            nbytes = ranks.counters["statistics"].bytes
+            box = executor.values["norm"].box
+        shares = groups and parts["height"] * parts["width"] > 1 and box.size
+        assert sent.get("statistics", 0) == (2 if shares else 0)
+        assert nbytes == (2 * box.shape[0] * 2 * groups * 8 if shares else 0)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_allocates_no_array(ranks, kind):
+    make = lambda: KINDS[kind](activation="relu")  # noqa: E731
+    with executing(make, (96, 96, 8), ranks, {"height": ranks.size}, dtype="float32") as executor:
+        step(executor)
+        tracemalloc.start()
+        step(executor)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # A block has 2 * 96 * 96 * 8 * 4 / ranks bytes; NumPy's casting buffers have 64 KiB.
+    assert peak < 96 * 1024
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GroupNorm(0), "groups: expected a number >= 1"),
+        (lambda: GroupNorm(2, eps=0.0), "eps: expected a number > 0"),
+        (lambda: GroupNorm(2, activation="gelu"), "others are layers of their own"),
+        (lambda: LayerNorm("space"), "axes: expected"),
+        (lambda: GroupNorm(3)(Input(SHAPE, name="x")), "expected a number of groups that divides 4, got 3"),
+    ],
+)
+def test_refuses_what_is_not_meant(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("shape", [(8, 4), SHAPE, (3, 4, 5, 4)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_torch(kind, shape):
+    lib = torch()
+    functional = lib.nn.functional
+
+    def function(x, gamma, beta):
+        if kind == "instance":
+            return functional.instance_norm(x, weight=gamma, bias=beta)
+        if kind == "channels":
+            return functional.layer_norm(x.movedim(1, -1), shape[-1:], gamma, beta).movedim(-1, 1)
+        return functional.group_norm(x, 2 if kind == "group" else 1, gamma, beta)
+
+    check_torch(lambda: KINDS[kind](), [shape], function)
