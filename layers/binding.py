@@ -128,6 +128,18 @@ class Binding:
         self.memory.share(self.output.dy)
         self.inputs[i].contributions.append(self.output.dy)
 
+    def share_gradient(self, inputs: Sequence[int]) -> Any:
+        """One packed array of the output's shape that is the gradient of all these inputs: write it once.
+
+        It is nobody's own storage, so that no input adds its other gradients into it.
+        """
+        array = self.memory.acquire(self.box.shape, self.dtype)
+        for count, i in enumerate(inputs):
+            if count:
+                self.memory.share(array)
+            self.inputs[i].contributions.append(array)
+        return array
+
     def gather_gradient(self, boxes: Sequence[Box], region: Region | None = None) -> Gathered:
         """Bring boxes of the output's gradient together (the halo of `dy`).
 
@@ -209,7 +221,5 @@ class Returned:
 
 
 def _extend(box: Box, owned: Box, slack: Sequence[int]) -> Box:
-    stop = tuple(
-        o if b <= o <= b + s else b for b, o, s in zip(box.stop, owned.stop, slack)
-    )
+    stop = tuple(o if b <= o <= b + s else b for b, o, s in zip(box.stop, owned.stop, slack))
     return Box(box.start, stop) if box.size else box

@@ -33,12 +33,10 @@ class Stencil:
     def windows(self, spatial: Sequence[int]) -> tuple[Window, ...]:
         """One window per spatial axis, for inputs of these global spatial sizes."""
         axes = len(spatial)
-        kernel, stride = _spread("kernel", self.kernel, axes), _spread("stride", self.stride, axes)
-        dilation = _spread("dilation", self.dilation, axes)
+        kernel, stride = spread("kernel", self.kernel, axes), spread("stride", self.stride, axes)
+        dilation = spread("dilation", self.dilation, axes)
         pads = self._pads(spatial, kernel, stride, dilation)
-        return tuple(
-            Window(k, s, lo, hi, d) for k, s, (lo, hi), d in zip(kernel, stride, pads, dilation)
-        )
+        return tuple(Window(k, s, lo, hi, d) for k, s, (lo, hi), d in zip(kernel, stride, pads, dilation))
 
     def _pads(self, spatial, kernel, stride, dilation) -> list[tuple[int, int]]:
         padding = self.padding
@@ -64,7 +62,7 @@ class Stencil:
         return sizes
 
 
-def _spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:
+def spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,) * axes
     if len(value) != axes:
