@@ -1,0 +1,161 @@
+"""Max and average pooling, cut along samples and space, overlapping windows included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from halograd.dtensor import Window
+from halograd.layers.binding import Binding
+from halograd.layers.convolution import local_geometry
+from halograd.layers.layer import Layer, Shape
+from halograd.layers.operator import Operator
+from halograd.layers.stencil import Stencil
+
+__all__ = ["AveragePool", "MaxPool"]
+
+
+class _Pool(Layer):
+    """What both kinds of pooling share: the window, and the refusal of windows that hold only padding."""
+
+    def __init__(
+        self,
+        kernel: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: str | int | Sequence = 0,
+        dilation: int | Sequence[int] = 1,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.stencil: Stencil = Stencil(kernel, kernel if stride is None else stride, padding, dilation)
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        (shape,) = shapes
+        sizes = self.stencil.output_spatial(shape[:-1], self.kind)
+        for axis, (w, n, outputs) in enumerate(zip(self.windows(shape), shape, sizes)):
+            bad = _only_padding(w, n, outputs)
+            if bad is not None:
+                raise ValueError(
+                    f"{self.kind}: window {bad} on spatial axis {axis} reads only padding (kernel {w.kernel}, "
+                    f"dilation {w.dilation}, padding {(w.pad_lo, w.pad_hi)}, extent {n}); make the padding smaller"
+                )
+        return (*sizes, shape[-1])
+
+    def flops(self, *shapes: Shape) -> int:
+        taps = math.prod(w.kernel for w in self.windows(shapes[0]))
+        return taps * math.prod(self.output_shape(*shapes))
+
+    def bind_kernels(self, b: Binding, x: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
+        """Forward and backward kernel of the backend."""
+        raise NotImplementedError
+
+    def bind(self, binding: Binding) -> Operator:
+        return PoolOperator(binding)
+
+
+class MaxPool(_Pool):
+    """The largest element of each window, channel by channel.
+
+    ``y[n, o, c] = max_j x[n, o * stride - pad_lo + dilation * j, c]``; padding never wins. Of equal elements the
+    first in row-major order of the window receives the gradient.
+
+    Output size per axis: ``floor((n + pad_lo + pad_hi - dilation * (kernel - 1) - 1) / stride) + 1``.
+
+    Parameters
+    ----------
+    kernel, stride, padding, dilation
+        See :class:`Stencil`; the stride is the kernel where it is not given. Backends that cannot dilate
+        refuse a dilation when the network is compiled.
+
+    Raises
+    ------
+    ValueError
+        If a window would read nothing but padding.
+
+    Notes
+    -----
+    Input and output are cut in samples and space. Communication per process: the halo of `x` forward; as much
+    backward, added to the gradients of its owners.
+    """
+
+    def bind_kernels(self, b: Binding, x: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
+        return b.kernels.max_pool(x, b.output.array, dy, dx, geometry)
+
+
+class AveragePool(_Pool):
+    """The mean of each window, channel by channel.
+
+    ``y[n, o, c] = (1 / count) * sum_j x[n, o * stride - pad_lo + dilation * j, c]``
+
+    Output size, arguments and communication as for :class:`MaxPool`.
+
+    Parameters
+    ----------
+    count_include_pad
+        True: `count` is the number of taps of the kernel, padding counts as zeros. False: `count` is the number
+        of taps inside the (global) array.
+    """
+
+    def __init__(
+        self,
+        kernel: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: str | int | Sequence = 0,
+        dilation: int | Sequence[int] = 1,
+        count_include_pad: bool = True,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(kernel, stride, padding, dilation, name)
+        self.count_include_pad = count_include_pad
+
+    def bind_kernels(self, b: Binding, x: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
+        include = self.count_include_pad
+        return b.kernels.average_pool(x, b.output.array, dy, dx, geometry, count_include_pad=include)
+
+
+class PoolOperator(Operator):
+    """Pooling on one rank: halo of `x`, one kernel; backward one kernel, then the adjoint of the halo exchange.
+
+    The gathered box ends at the border of the global array, so what the kernel takes for padding is
+    padding of the global array: counts are right without any care.
+    """
+
+    def __init__(self, b: Binding) -> None:
+        assert isinstance(b.layer, _Pool)
+        self.b = b
+        windows = b.layer.windows(b.shapes[0])
+        # A fill value would only be needed for boxes that reach outside the array; these are clipped.
+        self.boxes = b.clipped_boxes(0, [0, *(w.stride - 1 for w in windows), 0])
+        self.x = b.gather(0, self.boxes)
+        self.geometry = local_geometry(windows, self.x.box, b.box)
+        self.kernel, _ = b.layer.bind_kernels(b, self.x.array, None, None, self.geometry)
+
+    def forward(self) -> None:
+        self.x.start()
+        self.x.finish()
+        self.kernel()
+
+    def bind_backward(self) -> None:
+        b = self.b
+        assert isinstance(b.layer, _Pool)
+        self.dx = b.return_gradient(0, self.boxes)
+        # Forward and backward of a pooling share what forward remembers, so both are made again.
+        self.kernel.close()
+        self.kernel, self.adjoint = b.layer.bind_kernels(b, self.x.array, b.output.dy, self.dx.array, self.geometry)
+
+    def backward(self) -> None:
+        self.adjoint()
+        self.dx.start()
+        self.dx.finish()
+
+
+def _only_padding(w: Window, size: int, outputs: int) -> int | None:
+    """The first of `outputs` windows that has no tap inside ``[0, size)``, or None."""
+    for o in range(outputs):
+        first = o * w.stride - w.pad_lo
+        # The first tap at or behind 0 is the only candidate: later ones lie further behind.
+        inside = first if first >= 0 else first + -(first // w.dilation) * w.dilation
+        if inside >= size or inside >= first + w.extent:
+            return o
+    return None

@@ -1,0 +1,165 @@
+"""Max, average and global average pooling: exact under every cut, refusals, torch."""
+
+import pytest
+from halograd.dtensor import Window
+from halograd.layers import AveragePool, Conv, GlobalAveragePool, Input, MaxPool, ReLU
+from halograd.layers.pooling import _only_padding
+from hypothesis import given, settings
+
+from halograd.testing import check_layer
+from tests.layers.geometries import NASTY, brute_force_taps, drawn, skew
+from tests.layers.oracle import check_torch, torch
+
+#: A dilated window with this padding may read nothing but padding, or the padding exceeds the kernel: refused.
+POOLS = {
+    "max": MaxPool,
+    "average": AveragePool,
+    "average without pad": lambda *a: AveragePool(*a, count_include_pad=False),
+}
+
+
+def fits(make, spatial, geometry):
+    try:
+        Input((*spatial, 2), "x")
+        make(*geometry)(Input((*spatial, 2), "x"))
+    except ValueError as error:
+        assert "only padding" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("name", NASTY)
+def test_exact_on_every_grid(kind, name):
+    spatial, *geometry = NASTY[name]
+    assert fits(POOLS[kind], spatial, geometry)
+    check_layer(lambda: POOLS[kind](*geometry), (*spatial, 2), gradient=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("spatial", [(32, 7), (6, 7)])
+def test_exact_on_uneven_and_empty_blocks(kind, spatial, monkeypatch):
+    skew(monkeypatch)
+    check_layer(lambda: POOLS[kind](3, 2, 1), (*spatial, 2), gradient=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", POOLS)
+@settings(max_examples=8)
+@given(geometry=drawn())
+def test_exact_on_drawn_geometries(kind, geometry):
+    spatial, *rest = geometry
+    if fits(POOLS[kind], spatial, rest):
+        check_layer(lambda: POOLS[kind](*rest), (*spatial, 2), gradient=False, batch=1)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", POOLS)
+def test_exact_between_other_layers(kind):
+    """The input is not one of the network: it has no margins, and other layers' gradients meet its own."""
+
+    def chain():
+        return lambda x: ReLU()(POOLS[kind](3, 2, 1)(Conv(3, 3, padding=1, name="c")(MaxPool(2)(x))))
+
+    check_layer(chain, (9, 8, 2), gradient=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", POOLS)
+def test_exact_on_onednn(kind):
+    check_layer(lambda: POOLS[kind](3, 2, ((1, 0), (0, 1))), (11, 9, 3), dtype="float32", backend="onednn")
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_gradient_is_the_derivative(kind):
+    check_layer(lambda: POOLS[kind](3, 2, 1), (7, 6, 2))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shape", [(7, 6, 2), (9, 3), (6, 7, 6, 2)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_global_average_pool_exact_on_every_grid(shape, batch):
+    check_layer(GlobalAveragePool, shape, batch=batch)
+
+
+@pytest.mark.mpi
+def test_global_average_pool_exact_on_uneven_and_empty_blocks(monkeypatch):
+    skew(monkeypatch)
+    check_layer(GlobalAveragePool, (6, 7, 2), batch=2)
+
+
+@pytest.mark.mpi
+def test_global_average_pool_behind_a_layer_in_float32():
+    check_layer(lambda: lambda x: GlobalAveragePool()(MaxPool(3, 2)(x)), (9, 8, 2), dtype="float32", batch=2)
+
+
+def test_windows_of_padding_only_are_found():
+    for kernel in range(1, 4):
+        for stride in range(1, 4):
+            for dilation in range(1, 4):
+                for lo in range(5):
+                    w = Window(kernel, stride, lo, 4, dilation)
+                    for size in range(1, 5):
+                        outputs = w.output_size(size)
+                        bad = [
+                            o
+                            for o in range(outputs)
+                            if not any(0 <= i < size for i in brute_force_taps(kernel, stride, lo, dilation, o))
+                        ]
+                        assert _only_padding(w, size, outputs) == (bad[0] if bad else None)
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_refuses_windows_of_padding_only(kind):
+    with pytest.raises(ValueError, match=r"window 0 on spatial axis 1 reads only padding .* make the padding smaller"):
+        POOLS[kind](2, 1, (0, 2))(Input((4, 4, 1)))
+
+
+def test_refuses_windows_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"MaxPool: a window of extent \[5, 5\] does not fit .* enlarge the input"):
+        MaxPool(5)(Input((4, 4, 1)))
+
+
+def test_global_average_pool_refuses_samples_without_space():
+    with pytest.raises(ValueError, match="expected samples with spatial axes"):
+        GlobalAveragePool()(Input((4,)))
+
+
+def test_shapes_and_flops():
+    assert MaxPool(3, 2, 1)(Input((9, 8, 5))).shape == (5, 4, 5)
+    assert AveragePool(2)(Input((9, 8, 5))).shape == (4, 4, 5)
+    assert MaxPool(3, 2, "same").output_shape((9, 8, 5)) == (5, 4, 5)
+    assert AveragePool(2).flops((8, 8, 3)) == 4 * 4 * 4 * 3
+    assert GlobalAveragePool().output_shape((4, 5, 6, 7)) == (7,)
+    assert GlobalAveragePool().flops((4, 5, 7)) == 140
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "spatial, args", [((9, 8), (3, 2, 1)), ((11,), (2,)), ((6, 7, 8), (3, 2, 1)), ((9, 9), (3, 1))]
+)
+def test_pools_as_torch(spatial, args):
+    f = torch().nn.functional
+    axes = len(spatial)
+    shapes = [(*spatial, 3)]
+    max_pool, average = getattr(f, f"max_pool{axes}d"), getattr(f, f"avg_pool{axes}d")
+    check_torch(lambda: MaxPool(*args, name="p"), shapes, lambda x: max_pool(x, *args))
+    for include in (True, False):
+        check_torch(
+            lambda include=include: AveragePool(*args, count_include_pad=include, name="p"),
+            shapes,
+            lambda x, include=include: average(x, *args, count_include_pad=include),
+        )
+
+
+@pytest.mark.torch
+def test_dilated_max_pool_as_torch():
+    pool = torch().nn.functional.max_pool2d
+    check_torch(lambda: MaxPool(3, 1, 1, 2, name="p"), [(9, 8, 2)], lambda x: pool(x, 3, 1, 1, 2))
+
+
+@pytest.mark.torch
+def test_global_average_pool_as_torch():
+    check_torch(lambda: GlobalAveragePool("p"), [(5, 4, 3)], lambda x: x.mean((2, 3)))
