@@ -1,0 +1,210 @@
+"""Convolution: exact under every cut and halo algorithm, on both backends, refusals, torch."""
+
+import numpy as np
+import pytest
+from halograd.dtensor import Box, Window
+from halograd.layers import Conv, Input, MaxPool, Network
+from halograd.layers.convolution import local_geometry
+from halograd.layers.strips import boundary_boxes
+from hypothesis import given, settings
+
+from halograd.testing import check_layer
+from tests.layers.geometries import NASTY, drawn, every, skew
+from tests.layers.oracle import check_torch, torch, weights
+
+
+def conv(geometry, filters=3, **more):
+    kernel, stride, padding, dilation = geometry
+    return lambda: Conv(filters, kernel, stride, padding, dilation, name="conv", **more)
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+@pytest.mark.parametrize("name", NASTY)
+def test_exact_on_every_grid(name, halo):
+    spatial, *geometry = NASTY[name]
+    check_layer(conv(geometry), (*spatial, 2), gradient=False, options={"halo": halo})
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+@pytest.mark.parametrize("name", NASTY)
+def test_exact_on_onednn(name, halo):
+    spatial, *geometry = NASTY[name]
+    options = {"halo": halo}
+    check_layer(conv(geometry), (*spatial, 2), dtype="float32", backend="onednn", batch=1, options=options)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+@pytest.mark.parametrize("spatial", [(32, 7), (6, 7)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_exact_on_uneven_and_empty_blocks(spatial, stride, halo, monkeypatch):
+    skew(monkeypatch)
+    check_layer(conv((3, stride, 1, 1)), (*spatial, 2), gradient=False, options={"halo": halo})
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+@settings(max_examples=10)
+@given(geometry=drawn())
+def test_exact_on_drawn_geometries(geometry, halo):
+    spatial, *rest = geometry
+    check_layer(conv(rest), (*spatial, 2), gradient=False, batch=1, options={"halo": halo})
+
+
+@pytest.mark.mpi
+@settings(max_examples=4)
+@given(geometry=drawn(axes=3, largest=8))
+def test_exact_on_drawn_geometries_in_3d(geometry):
+    spatial, *rest = geometry
+    check_layer(conv(rest, 2), (*spatial, 1), gradient=False, batch=1)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+@pytest.mark.parametrize(
+    "more", [{"groups": 2}, {"bias": False}, {"activation": "relu"}, {"groups": 4, "activation": "relu"}], ids=str
+)
+def test_exact_with_groups_bias_and_activation(more, halo):
+    check_layer(conv((3, 2, 1, 1), 4, **more), (9, 8, 4), gradient=False, options={"halo": halo})
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+def test_exact_between_other_layers(backend, dtype, halo):
+    """The halo is received into margins where they fit, halos reach behind the neighbor, ranks have nothing."""
+
+    def chain():
+        def build(x):
+            x = Conv(3, 3, padding=1, activation="relu", name="a")(MaxPool(2)(x))
+            x = Conv(4, 5, padding=2, name="b")(x)
+            return Conv(2, 3, 2, padding=1, name="c")(x)
+
+        return build
+
+    check_layer(chain, (9, 8, 2), gradient=False, backend=backend, dtype=dtype, options={"halo": halo})
+
+
+@pytest.mark.mpi
+def test_outputs_that_read_only_padding():
+    """They are the bias, on ranks that hold no input for them too."""
+    check_layer(conv((2, 1, ((4, 5), (0, 3)), 1)), (6, 6, 2), gradient=False)
+
+
+@pytest.mark.parametrize("more", [{}, {"groups": 2}, {"activation": "relu"}], ids=str)
+def test_gradient_is_the_derivative(more):
+    check_layer(conv((3, 2, 1, 1), 4, **more), (7, 6, 2))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "spatial, geometry",
+    [
+        ((9, 8), (3, 2, 1, 1)),
+        ((9, 8), ((2, 4), 1, (1, 2), 1)),
+        ((11, 9), (3, 1, 2, 2)),
+        ((13,), (5, 3, 2, 1)),
+        ((6, 7, 6), (3, 2, 1, 1)),
+    ],
+)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+def test_as_torch(spatial, geometry, groups, backend, dtype):
+    function = getattr(torch().nn.functional, f"conv{len(spatial)}d")
+    _, stride, padding, dilation = geometry
+    check_torch(
+        conv(geometry, 4, groups=groups),
+        [(*spatial, 2)],
+        lambda x, w, b: function(x, weights(w), b, stride, padding, dilation, groups),
+        dtype,
+        backend,
+    )
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_same_padding_as_torch(dilation):
+    function = torch().nn.functional.conv2d
+    check_torch(
+        conv((4, 1, "same", dilation), 2),
+        [(9, 8, 2)],
+        lambda x, w, b: function(x, weights(w), b, padding="same", dilation=dilation),
+    )
+
+
+# -- arithmetic --------------------------------------------------------------------------------------
+
+
+def test_boundary_boxes_are_the_outputs_that_need_a_halo():
+    windows = (Window(3, 2, 1, 1), Window(4, 1, 1, 2, 1))
+    shape = (1, 12, 9, 2)
+    outs = [w.output_size(n) for w, n in zip(windows, shape[1:])]
+    owned = Box((0, 4, 3, 0), (1, 8, 6, 2))
+    out = Box((0, 1, 2, 0), (1, 5, 7, 3))
+    assert all(b <= m for b, m in zip(out.stop[1:3], outs))
+    boxes = boundary_boxes(windows, out, owned, shape)
+    for position in every(out.ranges[1:3]):
+        need = [w.input_range(o, o + 1) for w, o in zip(windows, position)]
+        inside = all(
+            max(0, lo) >= a and min(n, hi) <= b for (lo, hi), (a, b), n in zip(need, owned.ranges[1:3], shape[1:3])
+        )
+        holding = [box for box in boxes if all(a <= o < b for o, (a, b) in zip(position, box.ranges[1:3]))]
+        assert len(holding) == (0 if inside else 1)
+
+
+def test_local_geometry_keeps_padding_at_the_ends_of_the_array_only():
+    windows = (Window(3, 1, 1, 1),)
+    first = local_geometry(windows, Box((0, 0, 0), (1, 5, 2)), Box((0, 0, 0), (1, 4, 3)))
+    inner = local_geometry(windows, Box((0, 3, 0), (1, 9, 2)), Box((0, 4, 0), (1, 8, 3)))
+    last = local_geometry(windows, Box((0, 7, 0), (1, 12, 2)), Box((0, 8, 0), (1, 12, 3)))
+    assert [g.padding for g in (first, inner, last)] == [((1, 0),), ((0, 0),), ((0, 1),)]
+
+
+# -- description -------------------------------------------------------------------------------------
+
+
+def test_shapes_parameters_and_flops():
+    layer = Conv(8, (3, 5), (2, 1), ((1, 1), (2, 2)), groups=2)
+    assert layer.output_shape((9, 8, 6)) == (5, 8, 8)
+    params = layer.parameters((9, 8, 6))
+    assert params["w"].shape == (8, 3, 5, 3) and params["b"].shape == (8,)
+    assert params["w"].fan_in == 3 * 5 * 3
+    assert params["w"].decay and not params["b"].decay
+    assert layer.flops((9, 8, 6)) == 2 * (3 * 5 * 3) * 8 * (5 * 8)
+    assert "b" not in Conv(8, 3, bias=False).parameters((9, 8, 6))
+
+
+def test_flops_and_shape_are_in_the_table():
+    x = Input((8, 8, 4), "x")
+    network = Network(Conv(6, 3, padding=1, name="first")(x))
+    rows = {row[0]: row for row in network.rows()}
+    assert rows["first"] == ("first", "Conv", (8, 8, 6), 6 * 9 * 4 + 6, 2 * 6 * 9 * 4 * 64, 8 * 8 * 6)
+    assert "first" in network.summary() and "8x8x6" in network.summary()
+
+
+def test_initial_weights_have_the_variance_of_he():
+    w = Conv(64, 3).parameters((8, 8, 32))["w"].initial("conv/w", 1)
+    assert np.var(w) == pytest.approx(2 / (9 * 32), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Conv(4, 3, activation="tanh"), r"activation: expected None or 'relu', got 'tanh'"),
+        (lambda: Conv(4, 3, groups=3), r"filters \(4\) must be a positive multiple of groups \(3\)"),
+        (lambda: Conv(0, 3), r"filters \(0\) must be a positive multiple"),
+        (lambda: Conv(4, 9)(Input((8, 8, 4))), r"Conv: a window of extent \[9, 9\] does not fit into \(8, 8\)"),
+        (lambda: Conv(4, 3, groups=2)(Input((8, 8, 3))), r"3 input channels are not a multiple of groups \(2\)"),
+        (lambda: Conv(4, (3, 3, 3))(Input((8, 8, 3))), r"kernel: expected one number or 2, got \(3, 3, 3\)"),
+        (lambda: Conv(4, 3, padding="valid")(Input((8, 8, 3))), r"padding: expected 'same', numbers or .*'valid'"),
+        (lambda: Conv(4, 3, padding=(1, 1, 1))(Input((8, 8, 3))), r"padding: expected one entry for each of 2"),
+        (lambda: Conv(4, 3, padding=-1)(Input((8, 8, 3))), r"padding before the first element must be >= 0, got -1"),
+        (lambda: Conv(4, 3, stride=0)(Input((8, 8, 3))), r"must be at least 1, got 3, 0, 1"),
+        (lambda: Conv(4, 3)(np.zeros((8, 8, 3))), r"Conv: expected the outputs of other layers, got ndarray"),
+    ],
+)
+def test_errors_name_what_is_wrong(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
