@@ -1,0 +1,167 @@
+"""Transposed convolution: exact under every cut, adjoint of the convolution, refusals, torch."""
+
+import pytest
+from halograd.dtensor import Box
+from halograd.layers import ConvTranspose, Input, MaxPool
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from halograd.testing import check_layer
+from tests.layers.geometries import brute_force_taps, skew
+from tests.layers.oracle import check_torch, torch, weights
+
+#: name -> (spatial, kernel, stride, padding, output padding, dilation)
+GEOMETRIES = {
+    "doubling": ((9, 7), 2, 2, 0, 0, 1),
+    "k3 s2 p1 op1": ((9, 8), 3, 2, 1, 1, 1),
+    "k4 s2 p1": ((7, 7), 4, 2, 1, 0, 1),
+    "stride beyond the kernel": ((6, 7), 2, 3, 0, (2, 1), 1),
+    "halo wider than a block": ((6, 7), 5, 1, 2, 0, 1),
+    "dilation": ((8, 7), 3, 2, 1, 1, 2),
+    "output padding of the dilation": ((8, 7), 2, 1, 1, 2, 3),
+    "asymmetric padding": ((8, 7), 4, 2, ((0, 3), (2, 1)), 0, 1),
+    "padding beyond the kernel": ((8, 7), 2, 1, 3, 0, 1),
+    "same": ((7, 6), 5, 3, "same", 0, 1),
+    "same, stride beyond the kernel": ((7, 6), 2, 3, "same", 0, 1),
+    "1-D": ((13,), 4, 3, 1, 1, 1),
+    "3-D": ((6, 7, 6), (2, 3, 2), (2, 1, 2), (0, 1, 0), 0, 1),
+}
+
+
+def transposed(geometry, filters=3, **more):
+    kernel, stride, padding, output_padding, dilation = geometry
+    return lambda: ConvTranspose(filters, kernel, stride, padding, output_padding, dilation, name="t", **more)
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_exact_on_every_grid(name):
+    spatial, *geometry = GEOMETRIES[name]
+    check_layer(transposed(geometry), (*spatial, 2), gradient=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_exact_on_onednn(name):
+    spatial, *geometry = GEOMETRIES[name]
+    check_layer(transposed(geometry), (*spatial, 2), dtype="float32", backend="onednn", batch=1)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("spatial", [(32, 7), (6, 7)])
+def test_exact_on_uneven_and_empty_blocks(spatial, monkeypatch):
+    skew(monkeypatch)
+    check_layer(transposed((3, 2, 1, 1, 1)), (*spatial, 2), gradient=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("more", [{"groups": 2}, {"bias": False}, {"groups": 4, "bias": False}], ids=str)
+def test_exact_with_groups_and_without_bias(more):
+    check_layer(transposed((3, 2, 1, 1, 1), 4, **more), (7, 8, 4), gradient=False)
+
+
+@pytest.mark.mpi
+def test_exact_between_other_layers():
+    def chain():
+        return lambda x: MaxPool(2)(ConvTranspose(3, 3, 2, 1, name="b")(MaxPool(2)(x)))
+
+    check_layer(chain, (9, 8, 2), gradient=False)
+
+
+@st.composite
+def drawn(draw):
+    columns = []
+    for _ in range(2):
+        kernel, stride, dilation = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        pads = (draw(st.integers(0, 3)), draw(st.integers(0, 3)))
+        more = draw(st.integers(0, max(stride, dilation) - 1))
+        columns.append((draw(st.integers(6, 9)), kernel, stride, pads, more, dilation))
+    return tuple(zip(*columns))
+
+
+def output_shape(layer, shape):
+    try:
+        return layer.output_shape(shape)
+    except ValueError:
+        return None
+
+
+@pytest.mark.mpi
+@settings(max_examples=10)
+@given(geometry=drawn())
+def test_exact_on_drawn_geometries(geometry):
+    spatial, *rest = geometry
+    assume(output_shape(transposed(rest)(), (*spatial, 2)) is not None)
+    check_layer(transposed(rest), (*spatial, 2), gradient=False, batch=1)
+
+
+@pytest.mark.parametrize("name", ["k3 s2 p1 op1", "dilation", "padding beyond the kernel"])
+def test_gradient_is_the_derivative(name):
+    spatial, *geometry = GEOMETRIES[name]
+    check_layer(transposed(geometry, 2), (*spatial, 2))
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_input_boxes_hold_every_input_that_reaches_an_output(name):
+    spatial, *geometry = GEOMETRIES[name]
+    layer = transposed(geometry)()
+    shape = (*spatial, 2)
+    out = layer.output_shape(shape)
+    for axis, (w, n, m) in enumerate(zip(layer.windows(shape), spatial, out)):
+        for a in range(m):
+            for b in range(a + 1, m + 1):
+                box = Box.of_shape((1, *out)).replace(axis + 1, a, b)
+                start, stop = layer.input_boxes(box, shape)[0].ranges[axis + 1]
+                taps = {i: brute_force_taps(w.kernel, w.stride, w.pad_lo, w.dilation, i) for i in range(n)}
+                reaching = [i for i, reached in taps.items() if any(a <= o < b for o in reached)]
+                assert not reaching or (start <= reaching[0] and reaching[-1] < stop)
+                assert 0 <= start <= stop <= n
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "name", [n for n, g in GEOMETRIES.items() if (g[3] != "same" and not isinstance(g[3], tuple)) or n == "3-D"]
+)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+def test_as_torch(name, groups, backend, dtype):
+    spatial, *geometry = GEOMETRIES[name]
+    _, stride, padding, output_padding, dilation = geometry
+    function = getattr(torch().nn.functional, f"conv_transpose{len(spatial)}d")
+    check_torch(
+        transposed(geometry, 4, groups=groups),
+        [(*spatial, 2)],
+        lambda x, w, b: function(x, weights(w), b, stride, padding, output_padding, groups, dilation),
+        dtype,
+        backend,
+    )
+
+
+def test_shapes_parameters_and_flops():
+    layer = ConvTranspose(6, 3, 2, 1, output_padding=1, groups=2)
+    assert layer.output_shape((5, 4, 8)) == (10, 8, 6)
+    assert ConvTranspose(6, 4, 3, "same").output_shape((5, 4, 8)) == (15, 12, 6)
+    params = layer.parameters((5, 4, 8))
+    assert params["w"].shape == (8, 3, 3, 3) and params["b"].shape == (6,)
+    assert layer.flops((5, 4, 8)) == 2 * (8 * 9 * 3) * 20
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: ConvTranspose(4, 3, groups=3), r"filters \(4\) must be a positive multiple of groups \(3\)"),
+        (lambda: ConvTranspose(4, 3, padding="full"), r"padding: expected 'same', numbers or .*'full'"),
+        (lambda: ConvTranspose(4, 3, 2, output_padding=2)(Input((4, 4, 2))), r"output_padding: expected less than"),
+        (lambda: ConvTranspose(4, 3, 2, "same", 1)(Input((4, 4, 2))), r"padding 'same' determines the output size"),
+        (lambda: ConvTranspose(4, 2, padding=4)(Input((4, 4, 2))), r"leaves nothing of the output"),
+        (lambda: ConvTranspose(4, 2, padding=-1)(Input((4, 4, 2))), r"padding: expected numbers >= 0"),
+        (
+            lambda: ConvTranspose(4, 2, padding=(1, 1, 1))(Input((4, 4, 2))),
+            r"padding: expected one entry for each of 2",
+        ),
+        (lambda: ConvTranspose(4, 2, groups=2)(Input((4, 4, 3))), r"3 input channels are not a multiple of groups"),
+    ],
+)
+def test_errors_name_what_is_wrong(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
