@@ -1,0 +1,71 @@
+"""Dense and Flatten: exact under every cut of the trunk before them, refusals, torch."""
+
+import pytest
+from halograd.layers import Conv, Dense, Flatten, Input, MaxPool
+
+from halograd.testing import check_layer
+from tests.layers.geometries import skew
+from tests.layers.oracle import check_torch, torch
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("bias", [True, False])
+def test_dense_exact_on_every_grid(batch, bias):
+    check_layer(lambda: Dense(3, bias), (7,), batch=batch)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("shape", [(6, 7, 2), (9, 3), (6, 7, 6, 2), (4,)])
+def test_flatten_exact_on_every_grid(shape, batch):
+    check_layer(Flatten, shape, batch=batch, gradient=False)
+
+
+@pytest.mark.mpi
+def test_flatten_exact_on_uneven_and_empty_blocks(monkeypatch):
+    skew(monkeypatch)
+    check_layer(Flatten, (6, 7, 2), gradient=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+def test_a_classifier_behind_a_cut_trunk(backend, dtype):
+    def chain():
+        def build(x):
+            x = MaxPool(2)(Conv(3, 3, padding=1, activation="relu", name="c")(x))
+            return Dense(4, name="d2")(Dense(5, name="d1")(Flatten()(x)))
+
+        return build
+
+    check_layer(chain, (8, 7, 2), gradient=False, backend=backend, dtype=dtype, batch=3)
+
+
+def test_gradient_is_the_derivative():
+    check_layer(lambda: lambda x: Dense(3, name="d")(Flatten()(x)), (3, 4, 2))
+
+
+@pytest.mark.torch
+def test_dense_as_torch():
+    function = torch().nn.functional.linear
+    check_torch(lambda: Dense(4, name="d"), [(6,)], lambda x, w, b: function(x, w, b))
+
+
+@pytest.mark.torch
+def test_flatten_as_torch_in_channels_last_order():
+    check_torch(lambda: Flatten("f"), [(3, 4, 2)], lambda x: x.movedim(1, -1).flatten(1))
+
+
+def test_shapes_parameters_and_flops():
+    assert Flatten().output_shape((3, 4, 5)) == (60,)
+    layer = Dense(4)
+    assert layer.output_shape((6,)) == (4,)
+    assert {k: p.shape for k, p in layer.parameters((6,)).items()} == {"w": (4, 6), "b": (4,)}
+    assert layer.flops((6,)) == 48
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match=r"Dense: expected samples of shape \(F,\), got \(4, 4, 2\); put Flatten"):
+        Dense(3)(Input((4, 4, 2)))
+    with pytest.raises(ValueError, match="units must be at least 1, got 0"):
+        Dense(0)
