@@ -1,0 +1,75 @@
+"""Activations and softmax: exact under every cut, derivatives, torch."""
+
+import numpy as np
+import pytest
+from halograd.comm import Communicator
+from halograd.layers import GELU, Input, LeakyReLU, MaxPool, ReLU, Sigmoid, Softmax, Tanh
+
+from halograd.testing import check_layer, run_layer
+from tests.layers.geometries import skew
+from tests.layers.oracle import check_torch, torch
+
+KINDS = {
+    "relu": ReLU,
+    "leaky": lambda name=None: LeakyReLU(0.2, name),
+    "sigmoid": Sigmoid,
+    "tanh": Tanh,
+    "gelu": GELU,
+    "softmax": Softmax,
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(7, 6, 3), (9, 2), (6, 7, 6, 2), (5,)])
+def test_exact_on_every_grid(kind, shape):
+    check_layer(KINDS[kind], shape, gradient=False, batch=3)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_behind_another_layer_on_onednn(kind):
+    check_layer(lambda: lambda x: KINDS[kind]()(MaxPool(2)(x)), (9, 8, 3), dtype="float32", backend="onednn")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_on_uneven_and_empty_blocks(kind, monkeypatch):
+    skew(monkeypatch)
+    check_layer(KINDS[kind], (7, 6, 3), gradient=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_is_the_derivative(kind):
+    check_layer(KINDS[kind], (5, 4, 3))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+def test_as_torch(kind, backend, dtype):
+    f = torch().nn.functional
+    functions = {
+        "relu": f.relu,
+        "leaky": lambda x: f.leaky_relu(x, 0.2),
+        "sigmoid": lambda x: x.sigmoid(),
+        "tanh": lambda x: x.tanh(),
+        "gelu": f.gelu,
+        "softmax": lambda x: x.softmax(1),
+    }
+    check_torch(lambda: KINDS[kind](name="a"), [(7, 6, 3)], functions[kind], dtype, backend)
+
+
+def test_softmax_of_large_values_is_finite():
+    from mpi4py import MPI
+
+    x = np.array([[[1e4, 1e4, -1e4]]]).repeat(2, axis=0)
+    with Communicator(MPI.COMM_SELF) as alone:
+        y = run_layer(Softmax, [(1, 3)], alone, {}, inputs=[x])["y"]
+    assert np.allclose(y, [0.5, 0.5, 0.0])
+
+
+def test_shape_is_kept():
+    for make in KINDS.values():
+        assert make()(Input((4, 5, 2))).shape == (4, 5, 2)
+    assert ReLU().flops((4, 5, 2)) == 40

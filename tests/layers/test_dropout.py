@@ -1,0 +1,89 @@
+"""Dropout: the same mask on every cut, another in every step, identity in evaluation."""
+
+import numpy as np
+import pytest
+from halograd.comm import Communicator
+from halograd.dtensor import Box
+from halograd.kernels import get_backend
+from halograd.layers import Conv, Dropout, Input, Network
+from halograd.layers.dropout import global_counters, mix64, mix64_inplace
+from halograd.training.executor import Executor
+from mpi4py import MPI
+
+from halograd.testing import check_layer
+from tests.layers.geometries import skew
+
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shape", [(7, 6, 3), (9, 2), (6, 7, 6, 2), (5,)])
+def test_exact_on_every_grid(shape):
+    check_layer(lambda: Dropout(0.4), shape, batch=3)
+
+
+@pytest.mark.mpi
+def test_exact_on_uneven_and_empty_blocks(monkeypatch):
+    skew(monkeypatch)
+    check_layer(lambda: lambda x: Dropout(0.4)(Conv(3, 3, padding=1, name="c")(x)), (6, 7, 2), gradient=False)
+
+
+def masks(step=0, seed=0, rate=0.3, training=True, shape=(20, 20, 5)):
+    """Output of dropout on ones."""
+    network = Network(Dropout(rate, "drop")(Input(shape)))
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        get_backend("numpy") as kernels,
+        Executor(network, alone, kernels, 2, dtype="float64", seed=seed, trainable=False) as executor,
+    ):
+        executor.mode.step = step
+        executor.set_input("x", np.ones((2, *shape)))
+        executor.forward(training=training)
+        return executor.gather("drop")
+
+
+def test_rate_and_scale():
+    y = masks()
+    assert set(np.unique(y)) == {0.0, 1 / 0.7}
+    # Binomial with 4000 draws: five standard deviations are 0.036.
+    assert abs(np.mean(y == 0) - 0.3) < 0.036
+    # Neighbors are independent: both dropped with probability 0.09, five standard deviations are 0.023.
+    for axis in range(4):
+        both = (np.delete(y, 0, axis) == 0) & (np.delete(y, -1, axis) == 0)
+        assert abs(np.mean(both) - 0.09) < 5 * np.sqrt(0.09 * 0.91 / both.size) * 1.5
+
+
+def test_mask_depends_on_step_and_seed():
+    assert np.array_equal(masks(), masks())
+    assert not np.array_equal(masks(), masks(step=1))
+    assert not np.array_equal(masks(), masks(seed=1))
+
+
+def test_identity_in_evaluation_and_for_rate_zero():
+    assert np.array_equal(masks(training=False), np.ones((2, 20, 20, 5)))
+    assert np.array_equal(masks(rate=0.0), np.ones((2, 20, 20, 5)))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 5, 3), (2, 5, 4, 3), (2, 3, 4, 2, 3)])
+def test_counters_are_those_of_the_global_index(shape):
+    index = np.arange(np.prod(shape), dtype=np.uint64).reshape(shape)
+    box = Box(tuple(n // 3 for n in shape), tuple(n - n // 4 for n in shape))
+    outer, inner = global_counters(shape, box)
+    with np.errstate(over="ignore"):
+        want = index[box.slices()] * np.uint64(GOLDEN)
+    assert np.array_equal((outer[:, None] + inner).reshape(box.shape), want)
+
+
+def test_hash_is_splitmix64():
+    """First numbers of the published generator for seed 0."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [mix64(k * GOLDEN) for k in range(3)] == published
+    z = np.array([(k + 1) * GOLDEN % 2**64 for k in range(3)], np.uint64)
+    mix64_inplace(z, np.empty_like(z))
+    assert [int(v) for v in z] == published
+
+
+def test_refuses_rates_outside():
+    for rate in (-0.1, 1.0, 1.5):
+        with pytest.raises(ValueError, match=r"Dropout: expected a rate in \[0, 1\), got"):
+            Dropout(rate)
