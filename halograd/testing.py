@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -64,13 +64,14 @@ def run_layer(
     backend: str = "numpy",
     options: dict | None = None,
     seed: int = 0,
-    inputs: Sequence[np.ndarray] | None = None,
+    shift: Mapping[str, np.ndarray] | None = None,
     steps: int = 1,
 ) -> LayerResult | None:
     """Outputs and gradients of one layer under one cut: ``y, dx0, ..., loss`` and gradients by name. Collective.
 
     The whole arrays, on rank 0; None on the other ranks. Inputs, parameters and the output's gradient are
-    random, by global index. `steps` repeats the step (buffers are used again).
+    random, by global index; `shift` is added to them (``x0``, ..., parameters by their short names). `steps`
+    repeats the step (buffers are used again).
     """
     nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
     layer = make()
@@ -78,15 +79,14 @@ def run_layer(
     g = Input(y.shape, name="g")
     network = Network({"y": y, "loss": _Probe("probe")(y, g)})
     name = network.names[y]
-    backend_ = get_backend(backend)
+    backend_, moved = get_backend(backend), dict(shift or {})
     strategy = Strategy(parts, options=options or {})
     probed = [n for n in network.inputs if n != "g"]
     with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed) as executor:
         for key, array in executor.store.params.items():
-            array[...] = random_array(array.shape, key, seed)
+            array[...] = random_array(array.shape, key, seed) + moved.get(key.rpartition("/")[2], 0.0)
         for i, s in enumerate(shapes):
-            given = inputs[i] if inputs is not None else random_array((batch, *s), f"x{i}", seed)
-            executor.set_input(f"x{i}", given)
+            executor.set_input(f"x{i}", random_array((batch, *s), f"x{i}", seed) + moved.get(f"x{i}", 0.0))
         executor.set_input("g", random_array((batch, *y.shape), "g", seed))
         for _ in range(steps):
             executor.forward()
@@ -171,18 +171,18 @@ def compare(found: LayerResult, reference: LayerResult, tolerance: float, dtype:
 
 
 def _check_gradient(make, shapes, comm, reference, batch, backend) -> Exception | None:
-    """Central differences of the probe loss along a random direction of each input."""
-    for i, shape in enumerate(shapes):
-        x = [random_array((batch, *s), f"x{j}") for j, s in enumerate(shapes)]
-        direction = random_array((batch, *shape), f"direction{i}")
+    """Central differences of the probe loss along a random direction of each input and each parameter."""
+    for key in (k for k in reference if k.startswith("d")):
+        direction = random_array(reference[key].shape, f"direction of {key}")
         eps, values = 1e-6, []
         for sign in (1, -1):
-            moved = [a + sign * eps * direction if j == i else a for j, a in enumerate(x)]
-            result = run_layer(make, shapes, comm, {}, batch=batch, backend=backend, inputs=moved)
+            shift = {key[1:]: sign * eps * direction}
+            result = run_layer(make, shapes, comm, {}, batch=batch, backend=backend, shift=shift)
+            assert result is not None
             values.append(float(result["loss"][0]))
         numeric = (values[0] - values[1]) / (2 * eps)
-        exact = float(np.sum(reference[f"dx{i}"] * direction))
-        scale = max(1.0, abs(exact), float(np.linalg.norm(reference[f"dx{i}"])))
+        exact = float(np.sum(reference[key] * direction))
+        scale = max(1.0, abs(exact), float(np.linalg.norm(reference[key])))
         if not abs(numeric - exact) <= 1e-5 * scale:
-            return AssertionError(f"gradient {i}: {exact:.9g} from backward(), {numeric:.9g} numerically")
+            return AssertionError(f"gradient {key}: {exact:.9g} from backward(), {numeric:.9g} numerically")
     return None
