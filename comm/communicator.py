@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -96,6 +97,14 @@ class Communicator:
     def counters(self) -> Counters:
         """Traffic of this process, shared by the root communicator and all split from it."""
         return self._instruments.counters
+
+    @cached_property
+    def waits_for_network(self) -> bool:
+        """Whether messages cross a (real or emulated) network: then it pays to compute meanwhile. Collective at first use.
+
+        Between ranks that read each other's memory a halo costs less than computing its boundary apart.
+        """
+        return self._transport.waits_for_network()
 
     @property
     def recorder(self) -> Recorder | None:

@@ -73,6 +73,12 @@ class Binding:
         """Global output box of this rank."""
         return self.output.box
 
+    @property
+    def overlaps_halo(self) -> bool:
+        """Whether to compute while the halo travels; "auto": where it has to cross a network. Collective at first use."""
+        halo = self.options.get("halo", "auto")
+        return halo == "overlap" or (halo == "auto" and self.comm.waits_for_network)
+
     def needed_boxes(self, i: int) -> tuple[Box, ...]:
         """Per rank, the box of input `i` that its output box needs; may reach outside the array."""
         return self.layer.needed_boxes(i, [v.layout for v in self.inputs], self.output.layout)

@@ -110,7 +110,7 @@ class ConvOperator(Operator):
         w, bias = b.params["w"], b.params.get("b")
         self.kernel = b.kernels.conv_forward(self.x.array, w, bias, b.output.array, self.geometry, relu=relu)
         self.strips: Strips | None = None
-        if b.options.get("halo", "pad") == "overlap" and self.x.communicates:
+        if b.overlaps_halo and self.x.communicates:
             self.strips = Strips(b, self.windows, self.x, relu)
         b.end_scratch()
         self.relu = relu

@@ -78,6 +78,13 @@ class Transport(ABC):
         """An in-place sum of `buffer` over the communicator. Collective over the communicator."""
         return DirectReduction(self._context.mpi, self._context.progress, buffer, meter)
 
+    def waits_for_network(self) -> bool:
+        """Whether a message may be on its way for long: some rank is on another node. Collective at first use."""
+        node = split_node(self._context.mpi)
+        far = node.size < self._context.mpi.size
+        node.Free()
+        return far
+
     def close(self) -> None:
         """Free what the transport holds, after its channels. Collective over the communicator."""
         return None

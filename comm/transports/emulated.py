@@ -48,6 +48,9 @@ class EmulatedTransport(Transport):
         self.beta = beta
         self._one_machine = False
 
+    def waits_for_network(self) -> bool:
+        return True
+
     def channel(self, pattern: Pattern, meter: Meter) -> Channel:
         self._check_clock()
         return EmulatedChannel(self._context, pattern, meter, self.alpha, self.beta)
