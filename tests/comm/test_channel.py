@@ -214,7 +214,7 @@ def test_wrong_counts_on_one_rank_are_an_error_on_all(communicator):
         communicator.channel({}, negative, np.float32)
     sends = {1: 5} if communicator.rank == 0 else {}
     recvs = {0: 4} if communicator.rank == 1 else {}
-    with pytest.raises(CommError, match="rank 1: recv_counts: expected 5 elements from rank 0 .* got 4"):
+    with pytest.raises(CommError, match=r"rank 1: recv_counts: expected 5 elements from rank 0 .* got 4"):
         communicator.channel(sends, recvs, np.float32)
     channel = communicator.channel(sends, {0: 5} if communicator.rank == 1 else {}, np.float32)  # still of use
     pack(channel, communicator.rank, 0)
@@ -284,9 +284,9 @@ def test_auto_mixes_shared_memory_and_messages(comm, nodes_of_two):
 @pytest.mark.ranks(3, 4)
 def test_shared_and_emulated_refuse_several_nodes(comm, nodes_of_two):
     counts = np.full((comm.size, comm.size), 4)
-    with Communicator(comm, "shared") as communicator:
-        with pytest.raises(CommError, match=r"rank 0 .*expected peers on the same node, got rank 2 on another"):
-            open_channel(communicator, counts)
+    far = r"rank 0 .*expected peers on the same node, got rank 2 on another"
+    with Communicator(comm, "shared") as communicator, pytest.raises(CommError, match=far):
+        open_channel(communicator, counts)
     with Communicator(comm, "emulated:alpha=0,beta=0") as communicator:
         with pytest.raises(CommError, match=rf"expected all {comm.size} ranks on one machine"):
             open_channel(communicator, counts)
@@ -301,6 +301,6 @@ def test_too_little_shared_memory_is_an_error_not_a_bus_error(comm, monkeypatch)
         status = os.statvfs("/dev/shm")
         full = os.statvfs_result((*status[:4], 0, *status[5:10]))
         monkeypatch.setattr(os, "statvfs", lambda path: full)
-    with Communicator(comm, "shared") as communicator:
-        with pytest.raises(CommError, match=r"rank 0: shared transport: .* use transport='mpi'"):
-            open_channel(communicator, np.full((comm.size, comm.size), 4))
+    shortage = r"rank 0: shared transport: .* use transport='mpi'"
+    with Communicator(comm, "shared") as communicator, pytest.raises(CommError, match=shortage):
+        open_channel(communicator, np.full((comm.size, comm.size), 4))
