@@ -1,0 +1,243 @@
+"""The C interface of oneDNN 3 by ctypes: constants, prototypes, error codes. Nothing else knows them.
+
+The numbers are those of the public headers; from 3.2 to 3.13 they only grew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
+from typing import Any
+
+from halograd.kernels.errors import KernelError
+
+__all__ = ["Abi", "Argument", "DnnlError", "dims"]
+
+# Data types (dnnl_data_type_t).
+TYPES = {"bfloat16": 2, "float32": 3, "uint8": 6}
+# Kinds of propagation (dnnl_prop_kind_t).
+FORWARD_TRAINING, FORWARD_INFERENCE, BACKWARD, BACKWARD_DATA = 64, 96, 128, 160
+# Algorithms (dnnl_alg_kind_t).
+CONVOLUTION_DIRECT = 0x1
+RELU, TANH, LOGISTIC, GELU_ERF = 0x20, 0x21, 0x29, 0x31
+RELU_BY_OUTPUT, TANH_BY_OUTPUT, LOGISTIC_BY_OUTPUT = 0x100, 0x101, 0x104
+POOLING_MAX, POOLING_AVERAGE_INCLUDE, POOLING_AVERAGE_EXCLUDE = 0x1FF, 0x2FF, 0x3FF
+BINARY_ADD, BINARY_MULTIPLY, BINARY_SUBTRACT = 0x1FFF0, 0x1FFF1, 0x1FFF5
+# Flags of batch normalization (dnnl_normalization_flags_t).
+GLOBAL_STATISTICS, SCALE, SHIFT, FUSE_RELU = 1, 2, 4, 8
+# Arguments of primitives (DNNL_ARG_*).
+SRC, SRC_1, DST, WEIGHTS, BIAS = 1, 2, 17, 33, 41
+MEAN, VARIANCE, GAMMA, BETA, WORKSPACE, SCRATCHPAD = 49, 50, 51, 52, 64, 80
+DIFF_SRC, DIFF_DST, DIFF_WEIGHTS, DIFF_BIAS, DIFF_GAMMA, DIFF_BETA = 129, 145, 161, 169, 255, 256
+POST_OPERATION = 32768  # of operation i: POST_OPERATION * (i + 1) | SRC_1
+# Queries (dnnl_query_t).
+_QUERY_IMPL, _QUERY_ARGUMENT = 8, 255
+_ANY_FORMAT, _CPU, _IN_ORDER, _USER_SCRATCHPAD = 1, 1, 1, 1
+_STATUS = {
+    1: "out of memory",
+    2: "invalid arguments",
+    3: "unimplemented",
+    4: "no further implementation",
+    5: "runtime error",
+    6: "not required",
+}
+UNIMPLEMENTED, INVALID = 3, 2
+# Threading runtimes whose calls return when the work is done: sequential, OpenMP, TBB.
+_BLOCKING = (1, 2, 4)
+_MAX_DIMS = 12
+
+_Out = POINTER(c_void_p)
+_Dims = POINTER(c_int64)
+
+
+class DnnlError(KernelError):
+    """oneDNN answered a call with an error code.
+
+    Attributes
+    ----------
+    status : int
+        The code.
+    """
+
+    def __init__(self, function: str, status: int) -> None:
+        super().__init__(f"oneDNN: {function}: {_STATUS.get(status, f'status {status}')}")
+        self.status = status
+
+
+class Argument(ctypes.Structure):
+    """``dnnl_exec_arg_t``: which argument, and its memory."""
+
+    _fields_ = [("index", c_int), ("memory", c_void_p)]
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [
+        ("major", c_int),
+        ("minor", c_int),
+        ("patch", c_int),
+        ("hash", c_char_p),
+        ("cpu_runtime", c_uint),
+        ("gpu_runtime", c_uint),
+    ]
+
+
+def dims(values: Any) -> Any:
+    """``dnnl_dims_t``."""
+    return (c_int64 * _MAX_DIMS)(*values)
+
+
+_DESCRIPTORS: dict[str, tuple[Any, ...]] = {
+    "reorder": (c_void_p, c_void_p, c_void_p),  # its first argument is a descriptor where others have the engine
+    "binary": (c_int, c_void_p, c_void_p, c_void_p),
+    "matmul": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "convolution_forward": (c_int, c_int, *(c_void_p,) * 4, *(_Dims,) * 4),
+    "convolution_backward_data": (c_int, *(c_void_p,) * 3, *(_Dims,) * 4, c_void_p),
+    "convolution_backward_weights": (c_int, *(c_void_p,) * 4, *(_Dims,) * 4, c_void_p),
+    "eltwise_forward": (c_int, c_int, c_void_p, c_void_p, c_float, c_float),
+    "eltwise_backward": (c_int, c_void_p, c_void_p, c_void_p, c_float, c_float, c_void_p),
+    "batch_normalization_forward": (c_int, c_void_p, c_void_p, c_float, c_uint),
+    "batch_normalization_backward": (c_int, c_void_p, c_void_p, c_void_p, c_float, c_uint, c_void_p),
+    "pooling_forward": (c_int, c_int, c_void_p, c_void_p, *(_Dims,) * 5),
+    "pooling_backward": (c_int, c_void_p, c_void_p, *(_Dims,) * 5, c_void_p),
+}
+
+
+class Abi:
+    """Checked calls into one loaded library; handles are integers.
+
+    Raises
+    ------
+    KernelError
+        If the library is not a oneDNN 3 whose CPU calls block.
+    """
+
+    def __init__(self, library: ctypes.CDLL, path: str) -> None:
+        self._library = library
+        try:
+            library.dnnl_version.restype = POINTER(_Version)
+            found = library.dnnl_version().contents
+        except AttributeError:
+            raise KernelError(
+                f"expected oneDNN 3 in {path}, got a library without dnnl_version; set DNNL_LIB"
+            ) from None
+        self.version = f"{found.major}.{found.minor}.{found.patch}"
+        if found.major != 3:
+            raise KernelError(f"expected oneDNN 3, got {self.version} in {path}; set DNNL_LIB to another library")
+        if found.cpu_runtime not in _BLOCKING:
+            raise KernelError(
+                f"expected a oneDNN built for OpenMP, TBB or one thread, got CPU runtime {found.cpu_runtime} in "
+                f"{path}, whose calls return early; set DNNL_LIB to another library"
+            )
+        self._declare()
+
+    def _declare(self) -> None:
+        create, call = self._create, self._call
+        self.engine = create("dnnl_engine_create", c_int, c_size_t)
+        self.stream = create("dnnl_stream_create", c_void_p, c_uint)
+        self._desc_strides = create("dnnl_memory_desc_create_with_strides", c_int, _Dims, c_int, _Dims)
+        self._desc_tag = create("dnnl_memory_desc_create_with_tag", c_int, _Dims, c_int, c_int)
+        self.desc_clone = create("dnnl_memory_desc_clone", c_void_p)
+        self.memory = create("dnnl_memory_create", c_void_p, c_void_p, c_void_p)
+        self._attr = create("dnnl_primitive_attr_create")
+        self._attr_scratchpad = call("dnnl_primitive_attr_set_scratchpad_mode", c_void_p, c_int)
+        self.attr_post_operations = call("dnnl_primitive_attr_set_post_ops", c_void_p, c_void_p)
+        self.post_operations = create("dnnl_post_ops_create")
+        self.append_sum = call("dnnl_post_ops_append_sum", c_void_p, c_float, c_int, c_int)
+        self.append_eltwise = call("dnnl_post_ops_append_eltwise", c_void_p, c_int, c_float, c_float)
+        self.append_binary = call("dnnl_post_ops_append_binary", c_void_p, c_int, c_void_p)
+        self.primitive = create("dnnl_primitive_create", c_void_p)
+        self._query = call("dnnl_primitive_desc_query", c_void_p, c_int, c_int, c_void_p)
+        self.set_data = call("dnnl_memory_set_data_handle", c_void_p, c_void_p)
+        self._query_desc = self._raw("dnnl_primitive_desc_query_md", c_void_p, c_void_p, c_int, c_int)
+        self.desc_size = self._raw("dnnl_memory_desc_get_size", c_size_t, c_void_p)
+        self._desc_equal = self._raw("dnnl_memory_desc_equal", c_int, c_void_p, c_void_p)
+        self.execute = self._raw("dnnl_primitive_execute", c_int, c_void_p, c_void_p, c_int, c_void_p)
+        for kind in (
+            "engine",
+            "stream",
+            "memory",
+            "memory_desc",
+            "primitive",
+            "primitive_desc",
+            "primitive_attr",
+            "post_ops",
+        ):
+            setattr(self, f"destroy_{kind}", call(f"dnnl_{kind}_destroy", c_void_p))
+        for name, types in _DESCRIPTORS.items():
+            engine = (c_void_p, *types, c_void_p)
+            setattr(self, name, create(f"dnnl_{name}_primitive_desc_create", *engine))
+
+    def _raw(self, name: str, result: Any, *types: Any) -> Callable[..., Any]:
+        function = getattr(self._library, name)
+        function.argtypes, function.restype = types, result
+        return function
+
+    def _call(self, name: str, *types: Any) -> Callable[..., None]:
+        function = self._raw(name, c_int, *types)
+
+        def checked(*args: Any) -> None:
+            status = function(*args)
+            if status:
+                raise DnnlError(name, status)
+
+        return checked
+
+    def _create(self, name: str, *types: Any) -> Callable[..., int]:
+        function = self._call(name, _Out, *types)
+
+        def created(*args: Any) -> int:
+            handle = c_void_p()
+            function(ctypes.byref(handle), *args)
+            return handle.value or 0
+
+        return created
+
+    # ------------------------------------------------------------------ calls with constants of this file
+    def cpu_engine(self) -> int:
+        """Handle of an engine for the CPU."""
+        return self.engine(_CPU, 0)
+
+    def cpu_stream(self, engine: int) -> int:
+        """Handle of an in-order stream."""
+        return self.stream(engine, _IN_ORDER)
+
+    def desc(self, shape: Any, dtype: str, strides: Any = None) -> int:
+        """Handle of a memory descriptor; without strides the primitive chooses the format."""
+        kind = TYPES[dtype]
+        if strides is None:
+            return self._desc_tag(len(shape), dims(shape), kind, _ANY_FORMAT)
+        return self._desc_strides(len(shape), dims(shape), kind, dims(strides))
+
+    def desc_equal(self, a: int, b: int) -> bool:
+        """Whether two descriptors mean the same bytes."""
+        return bool(self._desc_equal(a, b))
+
+    def attributes(self) -> int:
+        """Handle of attributes under which the scratchpad is ours."""
+        attr = self._attr()
+        self._attr_scratchpad(attr, _USER_SCRATCHPAD)
+        return attr
+
+    def implementation(self, descriptor: int) -> str:
+        """Name of the implementation a primitive descriptor stands for."""
+        text = c_char_p()
+        self._query(descriptor, _QUERY_IMPL, 0, ctypes.byref(text))
+        return (text.value or b"").decode()
+
+    def argument_desc(self, descriptor: int, argument: int) -> int:
+        """Borrowed handle of the memory descriptor of one argument; 0 if the primitive has no such argument."""
+        return self._query_desc(descriptor, _QUERY_ARGUMENT, argument) or 0
+
+    def set_threads(self, threads: int) -> None:
+        """Threads of primitives created from now on by this thread of control (OpenMP builds only).
+
+        Looked up through the library itself, so that it is the OpenMP which that library was linked with.
+        """
+        function = getattr(self._library, "omp_set_num_threads", None)
+        if function is not None:
+            function(c_int(threads))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        # Only for the type checker: the attributes set in _declare are found before this.
+        raise AttributeError(name)

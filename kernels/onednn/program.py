@@ -1,0 +1,274 @@
+"""Programs: primitives in sequence over bound memory, with everything they own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.aligned import aligned_empty
+from halograd.kernels.errors import KernelError
+from halograd.kernels.kernel import Kernel, ScratchKernel
+from halograd.kernels.onednn import abi as c
+from halograd.kernels.onednn.abi import Abi, Argument, DnnlError
+from halograd.kernels.scratch import Scratch, round_up
+
+__all__ = ["Engine", "Memory", "Program", "ReferenceOnly", "packed_strides"]
+
+
+class ReferenceOnly(KernelError):
+    """oneDNN has nothing but its reference implementation, hundreds of times slower than the others."""
+
+
+class Engine:
+    """oneDNN's engine and stream, and the scratch memory of its kernels."""
+
+    def __init__(self, abi: Abi, threads: int) -> None:
+        self.abi, self.threads = abi, threads
+        self.scratch = Scratch(aligned_empty)
+        self.handle = abi.cpu_engine()
+        self.stream = abi.cpu_stream(self.handle)
+
+    def close(self) -> None:
+        """Free engine, stream and scratch memory. May be called twice."""
+        self.scratch.release()
+        if self.handle:
+            self.abi.destroy_stream(self.stream)
+            self.abi.destroy_engine(self.handle)
+            self.handle = self.stream = 0
+
+
+class Memory:
+    """A memory object of oneDNN over an array, or over scratch memory from `offset` on."""
+
+    def __init__(self, handle: int, desc: int, array: Any = None, offset: int = 0, nbytes: int = 0) -> None:
+        self.handle, self.desc, self.array, self.offset, self.nbytes = handle, desc, array, offset, nbytes
+
+
+def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a C-contiguous array [elements]."""
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides))
+
+
+class Program:
+    """Steps to be run one after the other; build it, then take its :meth:`kernel`.
+
+    Every handle created is destroyed by :meth:`close`, in reverse order.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.abi = engine, engine.abi
+        self._owned: list[tuple[Callable[[int], None], int]] = []
+        self._keep: list[Any] = []
+        self._temporaries: list[Memory] = []
+        self._steps: list[Callable[[], Any]] = []
+        self._binders: list[Callable[[], tuple[int, Callable[[], Any]]]] = []
+        self._scratch_bytes = 0
+        self.workspace_bytes = 0
+        self.impls: list[str] = []
+        self.abi.set_threads(engine.threads)
+
+    # ------------------------------------------------------------------ what it owns
+    def own(self, kind: str, handle: int) -> int:
+        """Take charge of a handle of this kind; returns it."""
+        self._owned.append((getattr(self.abi, f"destroy_{kind}"), handle))
+        return handle
+
+    def close(self) -> None:
+        """Destroy everything. May be called twice."""
+        owned, self._owned = self._owned, []
+        for destroy, handle in reversed(owned):
+            destroy(handle)
+        self._keep, self._temporaries, self._steps, self._binders = [], [], [], []
+
+    def __del__(self) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ descriptors and memory
+    def desc(self, shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None) -> int:
+        """Memory descriptor; without strides the primitive chooses the format."""
+        return self.own("memory_desc", self.abi.desc(shape, np.dtype(dtype).name, strides))
+
+    def size(self, desc: int) -> int:
+        """Size of what a descriptor describes [B]."""
+        return self.abi.desc_size(desc)
+
+    def borrowed(self, desc: int) -> int:
+        """A copy of its own of a descriptor that belongs to another program or primitive."""
+        return self.own("memory_desc", self.abi.desc_clone(desc))
+
+    def array(self, array: Any, desc: int) -> Memory:
+        """Memory over an array's own bytes."""
+        self._keep.append(array)
+        pointer = array.__array_interface__["data"][0]
+        return Memory(self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, array)
+
+    def kept(self, desc: int) -> Memory:
+        """Memory of the program's own, undefined at first, kept between its steps and calls."""
+        nbytes = self.abi.desc_size(desc)
+        self.workspace_bytes += nbytes
+        return self.array(aligned_empty((nbytes,), np.uint8), desc)
+
+    def temporary(self, desc: int) -> Memory:
+        """Scratch memory, undefined at the beginning of every call."""
+        nbytes = self.abi.desc_size(desc)
+        handle = self.own("memory", self.abi.memory(desc, self.engine.handle, None))
+        memory = Memory(handle, desc, None, self._scratch_bytes, nbytes)
+        self._scratch_bytes += round_up(nbytes)
+        self._temporaries.append(memory)
+        return memory
+
+    def part(self, whole: Memory, desc: int, start: int) -> Memory:
+        """Memory over the bytes of `whole` from `start` on."""
+        if whole.array is not None:
+            pointer = whole.array.__array_interface__["data"][0] + start
+            return Memory(self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, whole.array)
+        handle = self.own("memory", self.abi.memory(desc, self.engine.handle, None))
+        memory = Memory(handle, desc, None, whole.offset + start, self.abi.desc_size(desc))
+        self._temporaries.append(memory)
+        return memory
+
+    # ------------------------------------------------------------------ steps
+    def attributes(self, *operations: tuple[Any, ...]) -> int:
+        """Attributes with these operations fused behind the primitive.
+
+        Each is ``("relu",)``, ``("sum",)`` or ``("binary", algorithm, descriptor)``.
+        """
+        attr = self.own("primitive_attr", self.abi.attributes())
+        if operations:
+            post = self.own("post_ops", self.abi.post_operations())
+            for kind, *values in operations:
+                if kind == "relu":
+                    self.abi.append_eltwise(post, c.RELU, 0.0, 0.0)
+                elif kind == "sum":
+                    self.abi.append_sum(post, 1.0, 0, 0)
+                else:
+                    self.abi.append_binary(post, *values)
+            self.abi.attr_post_operations(attr, post)
+        return attr
+
+    def descriptor(self, kind: str, *args: Any, attributes: int | None = None) -> int:
+        """Primitive descriptor of a kind of primitive.
+
+        Raises
+        ------
+        ReferenceOnly
+            If oneDNN would run its reference implementation, or has none.
+        """
+        created = self.hint(kind, *args, attributes=attributes)
+        impl = self.abi.implementation(created)
+        if impl.startswith("ref"):
+            raise ReferenceOnly(f"oneDNN {self.abi.version} has only the slow {impl} of {kind} for these arrays")
+        return created
+
+    def hint(self, kind: str, *args: Any, attributes: int | None = None) -> int:
+        """Primitive descriptor that may be slow, as it only serves to make another one."""
+        attr = self.attributes() if attributes is None else attributes
+        try:
+            created = getattr(self.abi, kind)(self.engine.handle, *args, attr)
+        except DnnlError as error:
+            if error.status in (c.UNIMPLEMENTED, c.INVALID):
+                raise ReferenceOnly(f"oneDNN {self.abi.version} has no {kind} for these arrays: {error}") from None
+            raise
+        return self.own("primitive_desc", created)
+
+    def step(self, descriptor: int, arguments: dict[int, Memory], name: bool = True) -> None:
+        """Add a primitive over this memory; its scratchpad is provided."""
+        pad = self.abi.argument_desc(descriptor, c.SCRATCHPAD)
+        if pad and self.abi.desc_size(pad):
+            arguments = {**arguments, c.SCRATCHPAD: self.temporary(pad)}
+        primitive = self.own("primitive", self.abi.primitive(descriptor))
+        table = (Argument * len(arguments))(*(Argument(i, m.handle) for i, m in arguments.items()))
+        self._keep.append(table)
+        execute, stream, count, address = self.abi.execute, self.engine.stream, len(table), ctypes.addressof(table)
+
+        def run() -> None:
+            status = execute(primitive, stream, count, address)
+            if status:
+                raise DnnlError("dnnl_primitive_execute", status)
+
+        self._steps.append(run)
+        if name:
+            self.impls.append(self.abi.implementation(descriptor))
+
+    def reorder(self, source: Memory, target: Memory) -> None:
+        """Add a copy from one format to another (and from one dtype to another)."""
+        engine = self.engine.handle
+        pd = self.abi.reorder(source.desc, engine, target.desc, engine, self.attributes())
+        self.own("primitive_desc", pd)
+        self.step(pd, {c.SRC: source, c.DST: target}, name=False)
+
+    def brought_to(self, source: Memory, desc: int) -> Memory:
+        """`source` in another format: itself if it has that format, else a copy made at every call."""
+        if self.abi.desc_equal(source.desc, desc):
+            return source
+        target = self.temporary(desc)
+        self.reorder(source, target)
+        return target
+
+    def wanted(self, descriptor: int, argument: int) -> int:
+        """Descriptor of the format in which a primitive takes one of its arguments."""
+        return self.abi.argument_desc(descriptor, argument)
+
+    def step_into(self, descriptor: int, arguments: dict[int, Memory], output: int, result: Memory) -> None:
+        """Add a primitive that writes `result`, by way of the format it prefers if that is another."""
+        desc = self.wanted(descriptor, output)
+        direct = self.abi.desc_equal(desc, result.desc)
+        target = result if direct else self.temporary(desc)
+        self.step(descriptor, {**arguments, output: target})
+        if not direct:
+            self.reorder(target, result)
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Add a step in Python."""
+        self._steps.append(function)
+
+    def call_on(self, memory: Memory, dtype: Any, bind: Callable[[Any], Callable[[], Any]]) -> None:
+        """Add a step in Python on a temporary: `bind` takes its flat array and returns what to run."""
+        at = len(self._steps)
+        self._steps.append(_unbound)
+        shape = (memory.nbytes // np.dtype(dtype).itemsize,)
+        scratch = self.engine.scratch
+        self._binders.append(lambda: (at, bind(scratch.view(shape, dtype, memory.offset))))
+
+    # ------------------------------------------------------------------ the result
+    def kernel(self, impl: str | None = None) -> Kernel:
+        """The program as a kernel, which owns it."""
+        name = "onednn:" + (impl or "+".join(dict.fromkeys(self.impls)))
+        if not self._scratch_bytes:
+            return Kernel(_sequence(self._steps), name, self.workspace_bytes, self.close)
+        scratch = self.engine.scratch
+        return ScratchKernel(self._bind, scratch, self._scratch_bytes, name, self.workspace_bytes, self.close)
+
+    def _bind(self) -> Callable[[], Any]:
+        """Point all temporaries into the scratch memory as it is now."""
+        whole = self.engine.scratch.view((self._scratch_bytes,), np.uint8)
+        address = whole.__array_interface__["data"][0]
+        for memory in self._temporaries:
+            self.abi.set_data(memory.handle, address + memory.offset)
+        steps = list(self._steps)
+        for binder in self._binders:
+            at, step = binder()
+            steps[at] = step
+        return _sequence(steps)
+
+
+def _sequence(steps: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    if len(steps) == 1:
+        return steps[0]
+    fixed = tuple(steps)
+
+    def run() -> None:
+        for step in fixed:
+            step()
+
+    return run
+
+
+def _unbound() -> None:
+    raise AssertionError("a step on scratch memory was run before the memory was there")

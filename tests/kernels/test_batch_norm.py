@@ -1,0 +1,146 @@
+"""Batch norm against its formula in float64, on its own statistics and on somebody else's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from . import reference
+from .conftest import EPS, Arrays, assert_close
+
+SHAPES = [(2, 5, 6, 16), (2, 5, 6, 18), (3, 7, 5), (1, 3, 4, 5, 7), (4, 8), (1, 33, 31, 3), (8, 1, 1, 2500), (1, 7)]
+BN_EPS = 1e-3
+
+
+class Problem:
+    """One batch norm with poisoned outputs."""
+
+    def __init__(self, a: Arrays, shape, relu: bool, local: bool, offset: float = 0.0, backward: bool = True):
+        self.a, self.relu, c = a, relu, shape[-1]
+        self.x, self.dy = a.draw(*shape), a.draw(*shape)
+        self.x += offset
+        self.gamma, self.beta = a.draw(c), a.draw(c)
+        self.y, self.dx = a.poisoned(*shape), a.poisoned(*shape)
+        self.mean, self.var = a.poisoned(c), a.poisoned(c)
+        self.sums, self.means = a.poisoned(2, c, dtype=np.float64), a.poisoned(2, c, dtype=np.float64)
+        self.count = self.x.size // c
+        gradients = (self.dy, self.dx) if backward else (None, None)
+        arrays = (self.gamma, self.beta, self.mean, self.var, self.sums, self.means)
+        self.k = a.backend.batch_norm(self.x, self.y, *gradients, *arrays, BN_EPS, relu, local)
+        self.expected = reference.batch_norm(self.x, self.dy, self.gamma, self.beta, BN_EPS, relu)
+
+    def set_statistics(self) -> None:
+        """What the layer above does between the kernels, for one process."""
+        mean = self.sums[0] / self.count
+        self.mean[...] = mean
+        self.var[...] = self.sums[1] / self.count - mean**2
+
+    def forward(self, local: bool) -> None:
+        self.k.statistics()
+        if not local:
+            self.set_statistics()
+        self.k.forward()
+
+    def check_forward(self) -> None:
+        want = self.expected
+        assert_close(self.mean, want["mean"], self.count, "mean")
+        assert_close(self.var, want["var"], self.count, "var")
+        assert_close(self.y, want["y"], self.count, "y", scale=8)
+
+    def check_backward(self) -> None:
+        eps = EPS[self.x.dtype]
+        bound = 16 * eps * self.count
+        assert np.abs(self.sums - self.expected["sums"]).max() <= bound * 8
+        assert_close(self.dx, self.expected["dx"], self.count, "dx", scale=16)
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_local(typed, shape, relu):
+    p = Problem(typed, shape, relu, local=True)
+    p.forward(local=True)
+    p.check_forward()
+    p.k.backward_sums()
+    p.check_backward()
+    p.k.backward_data()
+    p.check_backward()
+    p.k.close()
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_around_sums(typed, shape, relu):
+    p = Problem(typed, shape, relu, local=False)
+    p.forward(local=False)
+    p.check_forward()
+    p.k.backward_sums()
+    np.divide(p.sums, p.count, out=p.means)
+    p.k.backward_data()
+    p.check_backward()
+    p.k.close()
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+def test_statistics_of_others(typed, relu):
+    """Mean, variance and the correction come from more elements than are here."""
+    p = Problem(typed, (2, 5, 6, 18), relu, local=False)
+    c = 18
+    p.mean[...], p.var[...] = np.linspace(-1, 1, c), np.linspace(0.5, 2, c)
+    p.means[...] = np.random.default_rng(3).standard_normal((2, c))
+    p.k.forward()
+    p.k.backward_sums()
+    p.k.backward_data()
+    inverse = 1 / np.sqrt(p.var.astype(np.float64) + BN_EPS)
+    xhat = (p.x - p.mean.astype(np.float64)) * inverse
+    y = p.gamma * xhat + p.beta
+    dy = np.where(y > 0, p.dy, 0) if relu else p.dy.astype(np.float64)
+    assert_close(p.y, np.maximum(y, 0) if relu else y, 4, "y", scale=8)
+    want = p.gamma * inverse * (dy - p.means[0] - xhat * p.means[1])
+    assert_close(p.dx, want, 16, "dx", scale=16)
+    sums = np.stack([dy.sum(axis=(0, 1, 2)), (dy * xhat).sum(axis=(0, 1, 2))])
+    assert np.abs(p.sums - sums).max() <= 16 * EPS[p.x.dtype] * p.count * 8
+
+
+@pytest.mark.parametrize("offset", [0.0, 10.0, 1000.0])
+def test_variance_of_data_far_from_zero(arrays, offset):
+    """E[x^2] - mean^2 in float32 would lose everything at an offset of 1000; sums in float64 must not."""
+    p = Problem(arrays, (1, 64, 64, 5), relu=False, local=False, offset=offset)
+    p.k.statistics()
+    x = p.x.astype(np.float64).reshape(-1, 5)
+    var = p.sums[1] / p.count - (p.sums[0] / p.count) ** 2
+    assert np.abs(p.sums[0] / p.count - x.mean(axis=0)).max() <= 1e-6 * (1 + offset)
+    assert np.abs(var - x.var(axis=0)).max() <= 2e-6
+
+
+def test_variance_where_a_block_is_constant(arrays):
+    """A background of zeros before the data: a shift by the first values would not help."""
+    p = Problem(arrays, (1, 256, 128, 8), relu=False, local=False)
+    p.x[...] += 1000
+    p.x[:, :128] = 0
+    p.k.statistics()
+    x = p.x.astype(np.float64).reshape(-1, 8)
+    var = p.sums[1] / p.count - (p.sums[0] / p.count) ** 2
+    assert np.abs(var / x.var(axis=0) - 1).max() <= 1e-6
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
+def test_forward_only(arrays, local):
+    p = Problem(arrays, (2, 5, 6, 18), relu=True, local=local, backward=False)
+    assert p.k.backward_sums is None and p.k.backward_data is None
+    p.forward(local)
+    p.check_forward()
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
+def test_gradient_belongs_to_the_last_forward(arrays, local):
+    p = Problem(arrays, (2, 4, 4, 16), relu=True, local=local)
+    p.forward(local)
+    p.x *= -1
+    p.gamma *= 2
+    p.expected = reference.batch_norm(p.x, p.dy, p.gamma, p.beta, BN_EPS, True)
+    p.forward(local)
+    p.check_forward()
+    p.k.backward_sums()
+    np.divide(p.sums, p.count, out=p.means)
+    p.k.backward_data()
+    p.check_backward()

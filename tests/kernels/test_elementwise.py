@@ -1,0 +1,112 @@
+"""Activations, sums of arrays and dense layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from halograd.kernels import ACTIVATIONS
+
+from . import reference
+from .conftest import assert_close
+
+ALPHAS = {"leaky_relu": (0.0, 0.1, 1.5)}
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["packed", "strided"])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation(typed, kind, strided):
+    for alpha in ALPHAS.get(kind, (0.0,)):
+        shape = (2, 6, 8, 5) if strided else (2, 5, 6, 5)
+        at = (slice(None), slice(1, -1), slice(0, 6)) if strided else ()
+        x, dy = typed.draw(*shape)[at], typed.draw(*shape)[at]
+        x *= 3
+        y, dx = typed.poisoned(*shape)[at], typed.poisoned(*shape)[at]
+        assert x.flags.c_contiguous != strided
+        forward, backward = typed.backend.activation(kind, x, y, dy, dx, alpha)
+        forward()
+        backward()
+        value, slope = reference.activation(kind, x, alpha)
+        assert_close(y, value, 4, "y")
+        assert_close(dx, slope * dy, 4, "dx")
+        forward.close()
+        backward.close()
+
+
+@pytest.mark.parametrize("kind", ["relu", "leaky_relu", "sigmoid", "tanh"])
+def test_activation_in_place(typed, kind):
+    x, dy = typed.draw(2, 5, 6, 5), typed.draw(2, 5, 6, 5)
+    dx = typed.poisoned(2, 5, 6, 5)
+    value, slope = reference.activation(kind, x, 0.2)
+    forward, backward = typed.backend.activation(kind, x, x, dy, dx, 0.2)
+    forward()
+    backward()
+    assert_close(x, value, 4, "y")
+    assert_close(dx, slope * dy, 4, "dx")
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation_of_large_values(typed, kind):
+    """No overflow, no NaN, and the limits are right."""
+    x = typed.draw(1, 4)
+    x[...] = [-300, -50, 50, 300]
+    dy, y, dx = typed.draw(1, 4), typed.poisoned(1, 4), typed.poisoned(1, 4)
+    dy.fill(1)
+    forward, backward = typed.backend.activation(kind, x, y, dy, dx, 0.5)
+    forward()
+    backward()
+    positive = {"sigmoid": [1, 1], "tanh": [1, 1]}.get(kind, [50, 300])
+    negative = {"tanh": [-1, -1], "leaky_relu": [-150, -25]}.get(kind, [0, 0])
+    assert_close(y[0], np.array([*negative, *positive], np.float64), 4, "y")
+    slopes = {"sigmoid": [0, 0, 0, 0], "tanh": [0, 0, 0, 0], "leaky_relu": [0.5, 0.5, 1, 1]}
+    assert_close(dx[0], np.array(slopes.get(kind, [0, 0, 1, 1]), np.float64), 4, "dx")
+
+
+def test_activation_forward_only(arrays):
+    x, y = arrays.draw(3, 4), arrays.poisoned(3, 4)
+    forward, backward = arrays.backend.activation("tanh", x, y, None, None)
+    assert backward is None
+    forward()
+    assert_close(y, np.tanh(x.astype(np.float64)), 4)
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("terms", [1, 2, 3, 5])
+@pytest.mark.parametrize("where", ["packed", "strided", "in place first", "in place last", "in place twice"])
+def test_add(typed, terms, relu, where):
+    xs = [typed.draw(2, 6, 5, 18) for _ in range(terms)]
+    y = typed.poisoned(2, 6, 5, 18)
+    if where == "strided":
+        xs, y = [x[:, 1:-1] for x in xs], y[:, 1:-1]
+    elif where != "packed":
+        y = xs[0 if where == "in place first" else -1]
+    if where == "in place twice":
+        xs.append(y)
+    total = sum(x.astype(np.float64) for x in xs)
+    kernel = typed.backend.add(xs, y, relu=relu)
+    kernel()
+    assert_close(y, np.maximum(total, 0) if relu else total, terms + 1)
+    kernel.close()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("n, f, k", [(1, 1, 1), (3, 7, 5), (2, 64, 10), (8, 33, 16), (5, 16, 1)])
+def test_dense(typed, n, f, k, bias):
+    x, w, dy = typed.draw(n, f), typed.draw(k, f), typed.draw(n, k)
+    b, db = (typed.draw(k), typed.poisoned(k)) if bias else (None, None)
+    y, dx, dw = typed.poisoned(n, k), typed.poisoned(n, f), typed.poisoned(k, f)
+    kernels = [
+        typed.backend.dense_forward(x, w, b, y),
+        typed.backend.dense_backward_data(dy, w, dx),
+        typed.backend.dense_backward_filter(x, dy, dw, db),
+    ]
+    for kernel in kernels:
+        kernel()
+    x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
+    assert_close(y, x @ w.T + (b if bias else 0), f + 1, "y")
+    assert_close(dx, dy @ w, k, "dx")
+    assert_close(dw, dy.T @ x, n, "dw")
+    if bias:
+        assert_close(db, dy.sum(axis=0), n, "db")
+    for kernel in kernels:
+        kernel.close()
