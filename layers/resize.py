@@ -61,7 +61,7 @@ class Resize(Layer):
         axes = len(shape) - 1
         mode = "linear" if self.mode.endswith("linear") else self.mode
         given: Any = self.scale if self.size is None else self.size
-        values = [given] * axes if isinstance(given, int | float) else list(given)
+        values: list[Any] = [given] * axes if isinstance(given, int | float) else list(given)
         if len(values) != axes:
             raise ValueError(f"Resize: expected one number or {axes}, got {given}")
         if self.size is not None:

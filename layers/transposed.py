@@ -68,7 +68,9 @@ class ConvTranspose(Layer):
         if isinstance(padding, str) and padding != "same":
             raise ValueError(f"padding: expected 'same', numbers or (lo, hi) pairs, got {padding!r}")
         self.filters, self.groups, self.bias = filters, groups, bias
-        self.kernel, self.stride, self.padding = kernel, stride, padding
+        self.kernel, self.stride = kernel, stride
+        #: None for "same".
+        self.padding: int | Sequence[Any] | None = None if isinstance(padding, str) else padding
         self.output_padding, self.dilation = output_padding, dilation
 
     def windows(self, shape: Shape) -> tuple[Window, ...]:
@@ -93,7 +95,7 @@ class ConvTranspose(Layer):
             raise ValueError(
                 f"output_padding: expected less than the stride ({stride}) or the dilation ({dilation}), got {more}"
             )
-        if self.padding == "same":
+        if self.padding is None:
             if more:
                 raise ValueError("output_padding: padding 'same' determines the output size; leave it at 0")
             total = dilation * (kernel - 1) + 1 - stride
@@ -109,7 +111,7 @@ class ConvTranspose(Layer):
         (shape,) = shapes
         if shape[-1] % self.groups:
             raise ValueError(f"ConvTranspose: {shape[-1]} input channels are not a multiple of groups ({self.groups})")
-        if not isinstance(self.padding, int | str) and len(self.padding) != len(shape) - 1:
+        if isinstance(self.padding, Sequence) and len(self.padding) != len(shape) - 1:
             raise ValueError(
                 f"padding: expected one entry for each of {len(shape) - 1} spatial axes, got {self.padding}"
             )

@@ -1,0 +1,127 @@
+"""A step of any layer allocates no array, and sends exactly the halo bytes of the formula."""
+
+import contextlib
+import tracemalloc
+
+import pytest
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers import (
+    GELU,
+    Add,
+    AveragePool,
+    Concat,
+    Conv,
+    ConvTranspose,
+    Dense,
+    Dropout,
+    Flatten,
+    GlobalAveragePool,
+    Input,
+    LeakyReLU,
+    MaxPool,
+    Network,
+    ReLU,
+    Resize,
+    Sigmoid,
+    Softmax,
+    Tanh,
+)
+from halograd.training.executor import Executor
+from halograd.training.strategy import Strategy
+from mpi4py import MPI
+
+from halograd.testing import random_array
+from tests.layers.norms import Probe
+
+LAYERS = {
+    "conv": lambda x: Conv(8, 3, padding=1)(x),
+    "conv stride 2": lambda x: Conv(32, 3, 2, 1, activation="relu")(x),
+    "transposed": lambda x: ConvTranspose(8, 3, 2, 1, 1)(x),
+    "max pool": lambda x: MaxPool(3, 1, 1)(x),
+    "average pool": lambda x: AveragePool(3, 1, 1, count_include_pad=False)(x),
+    "global average pool": lambda x: GlobalAveragePool()(x),
+    "dense": lambda x: Dense(20)(Flatten()(x)),
+    "add": lambda x: Add()(ReLU()(x), Tanh()(x)),
+    "add relu": lambda x: Add("relu")(ReLU()(x), x),
+    "concat": lambda x: Concat()(ReLU()(x), x),
+    "leaky": lambda x: LeakyReLU()(x),
+    "sigmoid": lambda x: Sigmoid()(x),
+    "gelu": lambda x: GELU()(x),
+    "softmax": lambda x: Softmax()(x),
+    "dropout": lambda x: Dropout(0.3)(x),
+    "nearest": lambda x: Resize(2)(x),
+    "bilinear": lambda x: Resize(2, mode="bilinear")(x),
+    "bilinear, any ratio": lambda x: Resize(size=(50, 71), mode="bilinear")(x),
+}
+
+
+@contextlib.contextmanager
+def compiled(build, shape, comm, parts, backend="numpy", batch=2):
+    """An executor of `build`'s layers behind a pointwise convolution, filled."""
+    x = Input(shape, "x")
+    y = build(Conv(shape[-1], 1, name="before")(x))
+    network = Network({"y": y, "loss": Probe("probe")(y, Input(y.shape, "g"))})
+    with Executor(network, comm, get_backend(backend), batch, Strategy(parts), "float32", probed=["x"]) as executor:
+        executor.set_input("x", random_array((batch, *shape), "x"))
+        executor.set_input("g", random_array((batch, *y.shape), "g"))
+        yield executor
+
+
+def step(executor):
+    executor.forward()
+    executor.loss_value()
+    executor.backward()
+    executor.reducer.finish()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_allocates_no_array(name, backend):
+    """Every block has 256 KiB and more. NumPy's casting buffers (8192 elements per operand) are no arrays."""
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        compiled(LAYERS[name], (64, 64, 16), comm, {"width": comm.size}, backend) as executor,
+    ):
+        step(executor)
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        step(executor)
+        after, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        fault = None
+        if peak - before > 192 * 1024 or after - before > 16 * 1024:
+            fault = AssertionError(f"{name}: peak {peak - before} B, left {after - before} B")
+        comm.agree(fault)
+
+
+ROW = 6 * 2 * 4
+#: Two blocks of 4 rows of 6 positions, 2 channels, float32: layer -> bytes that each rank sends in a step.
+HALOS = {
+    "k3 pool": (lambda x: MaxPool(3, 1, 1)(x), [2 * ROW, 2 * ROW]),
+    "pool without overlap": (lambda x: AveragePool(2)(x), [0, 0]),
+    # Outputs 0, 1 read the rows 0..4, outputs 2 read 4..6: rank 0 lacks row 4, whose gradient comes back to rank 1.
+    "k3 s2 pool": (lambda x: MaxPool(3, 2)(x), [ROW, ROW]),
+    "nearest": (lambda x: Resize(2)(x), [0, 0]),
+    "bilinear": (lambda x: Resize(2, mode="bilinear")(x), [2 * ROW, 2 * ROW]),
+    "transposed without overlap": (lambda x: ConvTranspose(2, 2, 2)(x), [0, 0]),
+    # Row i reaches the outputs 2i - 1 ... 2i + 1: output 7 of rank 0 lacks row 4 of x, whose gradient lacks row 7
+    # of dy, 12 positions long.
+    "transposed": (lambda x: ConvTranspose(2, 3, 2, 1, 1)(x), [2 * ROW, ROW]),
+    "relu": (lambda x: ReLU()(x), [0, 0]),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", HALOS)
+def test_halo_bytes_are_those_of_the_formula(name):
+    build, want = HALOS[name]
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        compiled(build, (8, 6, 2), comm, {"height": 2}, batch=1) as executor,
+    ):
+        comm.counters.reset()
+        step(executor)
+        sent = comm.counters.snapshot()["halo"].bytes if "halo" in comm.counters.snapshot() else 0
+        assert sent == want[comm.rank]
