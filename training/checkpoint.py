@@ -2,7 +2,7 @@
 
 ::
 
-    /                    attributes: format, network, config, progress (JSON)
+    /                    attributes: format, dtype; texts: network, config, progress
     /params/LAYER/NAME   parameters
     /state/LAYER/NAME    running statistics
     /optimizer           attributes: kind, step; one group like /params per state array
@@ -15,19 +15,19 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-
 from halograd.data.atomic import atomic_path
-from halograd.errors import UserError
 from halograd.layers import Network
 from halograd.training.hdf5 import FaultHolder
 from halograd.training.optimizers import Optimizer
 from halograd.training.store import ParameterStore
+
+from halograd.errors import UserError
 
 __all__ = ["Progress", "fingerprint", "read_checkpoint", "read_header", "write_checkpoint"]
 
@@ -40,20 +40,20 @@ class Progress:
 
     Attributes
     ----------
-    epoch
-        Epochs completed.
-    sample
-        Samples of the current epoch that were trained on: the position of the sampler.
     step
         Updates done; the schedule and all random numbers are functions of it and of `seed`.
     seed
         Of the run.
+    sampler
+        Position in the data, as :meth:`Sampler.state_dict` gives it.
+    normalization
+        Statistics of the inputs, as :meth:`ChannelStatistics.state_dict` gives them; None without.
     """
 
-    epoch: int = 0
-    sample: int = 0
     step: int = 0
     seed: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    normalization: dict[str, Any] | None = None
 
 
 def fingerprint(network: Network) -> list[str]:
@@ -87,7 +87,7 @@ def write_checkpoint(
         file.attrs["dtype"] = store.dtype.name
         file.create_dataset("network", data=json.dumps(fingerprint(store.network)))
         file.create_dataset("config", data=config)
-        file.attrs["progress"] = json.dumps(asdict(progress or Progress()))
+        file.create_dataset("progress", data=json.dumps(asdict(progress or Progress())))
         _write_arrays(file.create_group("params"), store.params)
         _write_arrays(file.create_group("state"), store.state)
         if optimizer is not None:
@@ -128,7 +128,7 @@ def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimize
         if file.attrs["dtype"] != store.dtype.name:
             raise UserError(
                 f"checkpoint {path}: expected {store.dtype.name} parameters, got {file.attrs['dtype']}; "
-                f"set training.dtype = \"{file.attrs['dtype']}\""
+                f'set training.dtype = "{file.attrs["dtype"]}"'
             )
         found = [(a, _read(file, f"params/{n}", a)) for n, a in store.params.items()]
         found += [(a, _read(file, f"state/{n}", a)) for n, a in store.state.items()]
@@ -194,7 +194,7 @@ def _text(file: h5py.File, name: str) -> str:
 
 
 def _progress(file: h5py.File) -> Progress:
-    return Progress(**json.loads(file.attrs["progress"]))
+    return Progress(**json.loads(_text(file, "progress")))
 
 
 def _check_network(path: str | Path, there: list[str], here: list[str]) -> None:

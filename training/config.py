@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from halograd.training.messages import describe
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from halograd.errors import UserError
-from halograd.training.messages import describe
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,6 +30,7 @@ __all__ = [
     "ScheduleConfig",
     "StrategyConfig",
     "TrainingConfig",
+    "check_config",
     "load_config",
     "parse_config",
 ]
@@ -58,26 +59,37 @@ class ModelConfig(BaseModel):
 
 
 class DataConfig(_Table):
-    """``[data]``: the HDF5 file, its datasets, and how samples are drawn."""
+    """``[data]``: the HDF5 file, its datasets, and how samples are drawn.
+
+    `layout` is that on disk where the file does not say; `rule` reduces targets per cell to the patches that
+    the network predicts; `transforms` are rules by channel name, in place of the default ones; `prefetch` is the
+    number of batches read ahead.
+    """
 
     path: str
-    input: str = "x"
-    target: str = "mask"
-    order: Literal["auto", "NHWC", "NCHW"] = "auto"
+    inputs: str = "inputs"
+    targets: str = "mask"
+    layout: Literal["NHWC", "NCHW"] | None = None
+    rule: Literal["any", "all", "majority", "fraction", "max", "center"] | None = None
     validation: Below1 = 0.1
     normalize: bool = True
+    transforms: dict[str, str] = Field(default_factory=dict)
     shuffle: bool = True
-    prefetch: bool = True
+    prefetch: Count = 1
 
 
 class StrategyConfig(_Table):
-    """``[strategy]``: parts per axis, halo algorithm; or a file that :meth:`Strategy.save` wrote."""
+    """``[strategy]``: parts per axis, halo algorithm, statistics; or a file that :meth:`Strategy.save` wrote.
+
+    Without `sample`, samples are cut into as many parts as ranks are left.
+    """
 
     sample: Count | None = None
     depth: Count = 1
     height: Count = 1
     width: Count = 1
     halo: Literal["auto", "pad", "overlap"] = "auto"
+    statistics: Literal["global", "sample", "local"] | None = None
     bucket_bytes: Count = 4 << 20
     file: str | None = None
 
@@ -211,6 +223,11 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{source}: expected valid TOML, got an error: {error}") from error
+    return check_config(tables, overrides, source)
+
+
+def check_config(tables: dict[str, Any], overrides: Sequence[str] = (), source: str = "configuration") -> Config:
+    """Like :func:`parse_config`, of tables read already; modifies them."""
     for override in overrides:
         _set(tables, override)
     try:

@@ -18,6 +18,7 @@ _EXPECTED = {
     "string_type": "a text in quotes",
     "bool_type": "true or false",
     "list_type": "a list",
+    "dict_type": "a table",
     "model_type": "a table",
     "model_attributes_type": "a table",
     "greater_than_equal": "a number >= {ge}",

@@ -62,17 +62,27 @@ class Timeline:
     capacity
         Spans whose times are kept; older ones are overwritten (their sums stay).
 
+    Attributes
+    ----------
+    phases
+        Sums by name and category.
+    recorded
+        Spans booked so far.
+    paused
+        Whether spans are ignored for now (validation between training steps).
+
     Notes
     -----
     Spans may come from several threads (the prefetching one tells of its reads).
     """
 
-    def __init__(self, rank: int = 0, capacity: int = 200_000) -> None:
+    def __init__(self, rank: int = 0, capacity: int = 50_000) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: expected at least 1, got {capacity}")
         self.rank, self.capacity = rank, capacity
         self.phases: dict[tuple[str, str], Phase] = {}
         self.recorded = 0
+        self.paused = False
         self._keys: list[tuple[str, str]] = []
         self._number: dict[tuple[str, str], int] = {}
         self._which = np.zeros(capacity, np.int32)
@@ -81,6 +91,8 @@ class Timeline:
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
         """Book one span from `t0` to `t1` (`time.perf_counter` [s])."""
+        if self.paused:
+            return
         with self._lock:
             key = (name, category)
             number = self._number.get(key)
@@ -115,9 +127,7 @@ class Timeline:
 
     def seconds(self, category: str, kind: str = "") -> float:
         """Time in all spans of a category [s]; of one kind of communication, if `kind` is given."""
-        return sum(
-            p.seconds for (n, c), p in self.phases.items() if c == category and (not kind or kind_of(n) == kind)
-        )
+        return sum(p.seconds for (n, c), p in self.phases.items() if c == category and (not kind or kind_of(n) == kind))
 
     def overlap(self, kind: str = "") -> float | None:
         """Overlap ratio [%] of all communication or of one kind ("halo", "allreduce", ...)."""
@@ -126,6 +136,17 @@ class Timeline:
     def kinds(self) -> list[str]:
         """Kinds of communication seen."""
         return sorted({kind_of(n) for n, c in self.phases if c in ("communication", "wait")})
+
+    def summary(self) -> dict[str, dict[str, float | None]]:
+        """Seconds by category, and per kind of communication its true and blocked time [s] and overlap [%]."""
+        found: dict[str, dict[str, float | None]] = {c: {"seconds": self.seconds(c)} for c in BUSY}
+        for kind in self.kinds():
+            found[kind] = {
+                "communication": self.seconds("communication", kind),
+                "blocked": self.seconds("wait", kind),
+                "overlap": self.overlap(kind),
+            }
+        return found
 
     def table(self, steps: int = 1) -> str:
         """Time per step and phase [ms], and what of the communication was hidden."""

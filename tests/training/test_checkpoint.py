@@ -7,14 +7,14 @@ import sys
 import h5py
 import numpy as np
 import pytest
-
 from halograd.data.errors import DataError
-from halograd.errors import UserError
 from halograd.training.checkpoint import Progress, read_checkpoint, read_header, write_checkpoint
 from halograd.training.folder import CheckpointFolder
 from halograd.training.optimizers import SGD, Adam
 
-PROGRESS = Progress(epoch=3, sample=12, step=77, seed=5)
+from halograd.errors import UserError
+
+PROGRESS = Progress(77, 5, {"epoch": 3, "position": 12, "shuffle": "epoch"}, {"mean": [0.1, 1 / 3]})
 
 
 def scramble(store, optimizer=None):
@@ -79,7 +79,7 @@ def test_other_network(saved, make_store):
 
 
 def test_other_dtype(saved, make_store):
-    refused(saved[0], make_store(dtype="float32"), 'expected float32 parameters, got float64; set training.dtype')
+    refused(saved[0], make_store(dtype="float32"), "expected float32 parameters, got float64; set training.dtype")
 
 
 def test_other_optimizer(saved, make_store):
@@ -172,7 +172,7 @@ def test_no_space(saved, make_store, limit):
 def test_disk_full_at_once(saved, monkeypatch):
     path, store, _ = saved
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(DataError, match="expected 0.0 MB of free disk, got 0.0 MB"):
+    with pytest.raises(DataError, match=r"expected 0\.0 MB of free disk, got 0\.0 MB"):
         write_checkpoint(path, store)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 

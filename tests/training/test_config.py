@@ -1,9 +1,9 @@
 """Configurations: what is read, what overrides do, and every message."""
 
 import pytest
+from halograd.training.config import load_config, parse_config
 
 from halograd.errors import UserError
-from halograd.training.config import load_config, parse_config
 
 TEXT = """
 [model]
@@ -63,7 +63,9 @@ BAD = [
     ("schedule.kind=step", "schedule.milestones: expected the epochs at which the rate drops, got none"),
     ("model.name=3", "model.name: expected a text in quotes, got 3"),
     ("output.progress=1", "output.progress: expected true or false, got 1"),
-    ("data.order=HW", "data.order: expected one of 'auto', 'NHWC' or 'NCHW', got 'HW'"),
+    ("data.layout=HW", "data.layout: expected one of 'NHWC' or 'NCHW', got 'HW'"),
+    ("data.transforms={Pressure = 3}", "data.transforms.Pressure: expected a text in quotes, got 3"),
+    ("data.transforms=log", "data.transforms: expected a table, got 'log'"),
     ("optimizer.kind=rms", "optimizer.kind: expected one of 'sgd', 'adam', 'adamw', 'lars', got 'rms'"),
     ("optimizer.momentm=0.9", f"optimizer.momentm: unknown key; expected one of {ONE_OF_SGD}"),
     ("optimizer.beta1=0.9", f"optimizer.beta1: unknown key; expected one of {ONE_OF_SGD}"),
@@ -87,7 +89,7 @@ def test_message(override, message):
         ("[schedule]\nlearning_rate = 0.1", "", "schedule: expected a value, got nothing; this key is required"),
         ('[model]\nname = "mesh"\nresolution = 64', "model = 3", "model: expected a table, got 3"),
         ("momentum = 0.9", "nesterov = true", "optimizer.nesterov: expected momentum > 0 with it, got 0"),
-        ("[data]", "[strategy]\nfile = 'a'\nheight = 2\n[data]", "strategy.file: expected no other key beside it, got "),
+        ("[data]", "[strategy]\nfile = 'a'\nwidth = 2\n[data]", "strategy.file: expected no other key beside it, got"),
         ("batch = 4", "batch = ", "expected valid TOML, got an error: Invalid value (at line "),
     ],
 )

@@ -4,7 +4,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-
 from halograd.training import optimizers
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 
@@ -90,9 +89,7 @@ def test_torch(make_store, case):
     store = make_store()
     groups = [[k for k in store.params if decays(k)], [k for k in store.params if not decays(k)]]
     twins = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in store.params.items()}
-    options = [
-        {"params": [twins[k] for k in keys], "weight_decay": decay} for keys, decay in zip(groups, (0.01, 0.0))
-    ]
+    options = [{"params": [twins[k] for k in keys], "weight_decay": decay} for keys, decay in zip(groups, (0.01, 0.0))]
     peer = {
         "momentum": lambda: torch.optim.SGD(options, lr=1.0, momentum=0.9),
         "nesterov": lambda: torch.optim.SGD(options, lr=1.0, momentum=0.9, nesterov=True),

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-
 from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
 
 

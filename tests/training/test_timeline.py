@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from halograd.training.timeline import Timeline, kind_of, overlap_ratio
 from halograd.training.trace import merge_traces, trace_events, write_trace
 
@@ -40,6 +39,9 @@ def test_sums_outlive_spans():
         timeline.span("conv1", "forward", i, i + 0.5)
     assert [s[2] for s in timeline.spans()] == [7.0, 8.0, 9.0]
     assert timeline.phases["conv1", "forward"].count == 10
+    assert timeline.seconds("forward") == pytest.approx(5.0)
+    timeline.paused = True
+    timeline.span("conv1", "forward", 20, 21)
     assert timeline.seconds("forward") == pytest.approx(5.0)
     timeline.clear()
     assert timeline.seconds("forward") == 0 and not list(timeline.spans())

@@ -1,0 +1,79 @@
+"""What a configuration asks for: network, strategy, optimizer, schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from halograd.layers import Network
+from halograd.models import build
+from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
+from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
+from halograd.training.schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
+from halograd.training.store import ParameterStore
+from halograd.training.strategy import Strategy
+
+from halograd.errors import UserError
+
+__all__ = ["make_network", "make_optimizer", "make_schedule", "make_strategy"]
+
+
+def make_network(config: Config) -> Network:
+    """The network of ``[model]``, with inputs ``x`` and ``target`` and the outputs ``prediction`` and ``loss``.
+
+    Raises
+    ------
+    UserError
+        If the model is not known, refuses an option, or cannot be trained by name.
+    """
+    network = build(config.model.name, **config.model.options)
+    if set(network.inputs) != {"x", "target"} or "loss" not in network.outputs:
+        raise UserError(
+            f"model.name: expected a model with inputs x and target and an output loss, got {config.model.name!r} "
+            f"with inputs {sorted(network.inputs)}"
+        )
+    return network
+
+
+def make_strategy(config: StrategyConfig, size: int) -> Strategy:
+    """The strategy of ``[strategy]`` for `size` ranks."""
+    if config.file is not None:
+        return Strategy.load(config.file)
+    parts = {axis: getattr(config, axis) for axis in ("depth", "height", "width") if getattr(config, axis) > 1}
+    spatial = config.depth * config.height * config.width
+    if config.sample is None and size % spatial:
+        raise UserError(
+            f"strategy: {spatial} spatial parts do not divide the {size} ranks; start a multiple of {spatial} ranks "
+            "or choose other parts"
+        )
+    parts["sample"] = size // spatial if config.sample is None else config.sample
+    options: dict[str, Any] = {"halo": config.halo}
+    if config.statistics is not None:
+        options["statistics"] = config.statistics
+    return Strategy(parts, options=options, bucket_bytes=config.bucket_bytes)
+
+
+def make_optimizer(config: Any, store: ParameterStore) -> Optimizer:
+    """The optimizer of ``[optimizer]`` for these parameters."""
+    if isinstance(config, AdamConfig):
+        kind = {"adam": Adam, "adamw": AdamW}[config.kind]
+        return kind(store, (config.beta1, config.beta2), config.epsilon, config.weight_decay)
+    if isinstance(config, LARSConfig):
+        return LARS(store, config.momentum, config.trust, config.weight_decay)
+    return SGD(store, config.momentum, config.nesterov, config.weight_decay)
+
+
+def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> Schedule:
+    """The schedule of ``[schedule]``; epochs become steps."""
+
+    def steps(count: float) -> int:
+        return max(1, round(count * steps_per_epoch))
+
+    schedule: Schedule = Constant(config.learning_rate)
+    if config.kind == "step":
+        milestones = sorted({steps(m) for m in config.milestones})
+        schedule = StepDecay(config.learning_rate, tuple(milestones), config.factor)
+    elif config.kind == "cosine":
+        schedule = Cosine(config.learning_rate, steps(epochs), config.final)
+    if config.warmup_epochs > 0:
+        schedule = WarmUp(schedule, steps(config.warmup_epochs), config.warmup_start)
+    return schedule

@@ -1,0 +1,97 @@
+"""What a run writes while it runs: one JSON object per line, and a progress bar on rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["RunLog", "read_log", "rewind_log"]
+
+
+class RunLog:
+    """Log file and progress bar; on other ranks than 0 it does nothing. Local.
+
+    Parameters
+    ----------
+    path
+        The log; made if missing, continued otherwise.
+    speaks
+        Whether this is rank 0.
+    bar
+        Whether to show a progress bar (on a terminal only) and a line per epoch.
+    """
+
+    def __init__(self, path: Path, speaks: bool, bar: bool = True) -> None:
+        self._file = None
+        self._speaks, self._bar = speaks and bar, None
+        self._console = Console(stderr=True)
+        if speaks:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        if self._speaks and self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=None)
+
+    def write(self, event: str, **values: Any) -> None:
+        """One line ``{"event": event, ...}``, on the disk when this returns as far as the system cares."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, **values}) + "\n")
+            self._file.flush()
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        if self._speaks:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def move(self, done: int, total: int, text: str) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, description=text)
+
+    def close(self) -> None:
+        """Close the file and end the bar; idempotent."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_log(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
+    """The lines of a log, or those of one event; a last line that was cut off is left out."""
+    entries = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if event is None or entry["event"] == event:
+            entries.append(entry)
+    return entries
+
+
+def rewind_log(path: Path, step: int) -> None:
+    """Drop what was logged after update number `step`: a run that resumes there writes it again."""
+    if not path.exists():
+        return
+    kept = [entry for entry in read_log(path) if entry.get("step", 0) <= step]
+    beside = path.with_name(path.name + ".new")
+    beside.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,189 @@
+"""Training and evaluation by configuration: what the command line calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from halograd.comm import CommError, Communicator, boot
+from halograd.training.checkpoint import Progress, read_checkpoint, read_header
+from halograd.training.config import Config, check_config, load_config
+from halograd.training.epochs import Run, describe, evaluate_batches
+from halograd.training.folder import CheckpointFolder
+from halograd.training.log import RunLog, rewind_log
+from halograd.training.metrics import Evaluation
+from halograd.training.predictions import write_predictions
+from halograd.training.session import Session
+from halograd.training.trace import write_trace
+
+from halograd.errors import UserError
+
+__all__ = ["evaluate", "train"]
+
+SAMPLES = ("validation", "training", "all")
+
+
+def train(
+    config_path: str | Path, overrides: Sequence[str] = (), resume: bool = False, comm: Any = None
+) -> dict[str, Any]:
+    """Train by a configuration. Collective over all ranks of the job.
+
+    Parameters
+    ----------
+    config_path
+        TOML file (:mod:`halograd.training.config`).
+    overrides
+        ``section.key=value``.
+    resume
+        Continue from the newest checkpoint of the run, on whatever number of ranks.
+    comm
+        An MPI communicator to clone; by default all ranks of the job, after :func:`halograd.comm.boot`.
+
+    Returns
+    -------
+    dict
+        ``steps``, ``loss`` of the last step, ``validation`` metrics, ``directory``.
+
+    Raises
+    ------
+    UserError, DataError
+        Something the user can put right, in one line.
+    """
+    config = load_config(config_path, overrides)
+    directory = Path(config.output.directory)
+    folder = CheckpointFolder(directory / "checkpoints", config.output.keep)
+    with _communicator(config, comm) as ranks, ExitStack() as stack:
+        found, progress = _start_from(ranks, folder, resume)
+        normalization = None if progress is None else progress.normalization
+        session = Session.open(config, ranks, stack, normalization=normalization)
+        with ranks.agreement():
+            if ranks.rank == 0 and progress is not None:
+                rewind_log(directory / "log.jsonl", progress.step)
+            log = stack.enter_context(RunLog(directory / "log.jsonl", ranks.rank == 0, config.output.progress))
+        run = Run(session, folder, log)
+        log.say(_headline(session))
+        if found is not None:
+            run.resume(found)
+            log.say(f"resumed at step {run.optimizer.step}, epoch {run.sampler.epoch + 1}, from {found.resolve()}")
+        result = run.train()
+        _report_times(session, log, run.optimizer.step - (progress.step if progress else 0), directory)
+    return {**result, "directory": str(directory)}
+
+
+def evaluate(
+    target: str | Path,
+    overrides: Sequence[str] = (),
+    samples: str = "validation",
+    predictions: str | Path | None = None,
+    comm: Any = None,
+) -> dict[str, Any]:
+    """Loss and metrics of a trained network. Collective over all ranks of the job.
+
+    Parameters
+    ----------
+    target
+        The directory of a run, one of its checkpoints, or its configuration.
+    overrides
+        ``section.key=value``, on top of the configuration of the run.
+    samples
+        ``"validation"`` (those held out), ``"training"`` or ``"all"``.
+    predictions
+        HDF5 file to write predictions, targets and sample numbers to, by rank 0.
+    comm
+        As for :func:`train`.
+    """
+    if samples not in SAMPLES:
+        raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
+    config, checkpoint, progress = _trained(Path(target), overrides)
+    with _communicator(config, comm) as ranks, ExitStack() as stack:
+        session = Session.open(config, ranks, stack, trainable=False, normalization=progress.normalization)
+        with ranks.agreement():
+            read_checkpoint(checkpoint, session.executor.store)
+        batches = session.in_order(_chosen(session, samples))
+        result = evaluate_batches(session, Evaluation(session.executor), batches)
+        if predictions is not None:
+            write_predictions(session, batches, Path(predictions))
+        if ranks.rank == 0:
+            print(f"{samples}: {sum(b.valid for b in batches)} samples, step {progress.step}: {describe(result)}")
+    return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
+
+
+@contextmanager
+def _communicator(config: Config, comm: Any) -> Iterator[Communicator]:
+    """All ranks of the job, with the transport of the configuration."""
+    from halograd.comm.transports import parse_transport  # not at the top: it needs MPI
+
+    world = boot() if comm is None else comm
+    try:
+        parse_transport(config.backend.transport)
+    except CommError as error:
+        raise UserError(f"backend.{error}") from error
+    with Communicator(world, config.backend.transport) as ranks:
+        yield ranks
+
+
+def _start_from(ranks: Communicator, folder: CheckpointFolder, resume: bool) -> tuple[Path | None, Progress | None]:
+    """The checkpoint to continue from; the same on all ranks, as rank 0 sees the folder."""
+    found = ranks.bcast(folder.latest)
+    if not resume:
+        if found is not None:
+            raise UserError(
+                f"output.directory: expected one without checkpoints, got those of another run in {folder.path}; "
+                "continue it with --resume, or choose another directory"
+            )
+        return None, None
+    if found is None:
+        raise UserError(f"--resume: expected a checkpoint in {folder.path}, there is none; start without --resume")
+    with ranks.agreement():
+        progress, _ = read_header(found)
+    return found, progress
+
+
+def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, Progress]:
+    """Configuration, checkpoint and progress of what is to be evaluated."""
+    if target.suffix == ".toml":
+        config = load_config(target, overrides)
+        checkpoint = CheckpointFolder(Path(config.output.directory) / "checkpoints").latest
+    else:
+        config = None
+        checkpoint = target if target.is_file() else CheckpointFolder(target / "checkpoints").latest
+    if checkpoint is None:
+        raise UserError(f"{target}: expected a trained run (its configuration, directory or a checkpoint), got none")
+    progress, text = read_header(checkpoint)
+    if config is None:
+        config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
+    return config, checkpoint, progress
+
+
+def _chosen(session: Session, samples: str) -> np.ndarray:
+    chosen = {
+        "validation": session.validation,
+        "training": session.training,
+        "all": np.arange(len(session.dataset)),
+    }[samples]
+    if not len(chosen):
+        raise UserError("data.validation: expected held-out samples to evaluate, got 0; or evaluate other samples")
+    return chosen
+
+
+def _headline(session: Session) -> str:
+    strategy, executor = session.executor.strategy, session.executor
+    cuts = " x ".join(f"{n} {axis}" for axis, n in strategy.parts_of("").items() if n > 1) or "no cut"
+    return (
+        f"{session.network.name}: {executor.store.count:,} parameters, {len(session.training)} + "
+        f"{len(session.validation)} samples, {session.comm.size} rank(s) ({cuts}), {executor.kernels.describe()}"
+    )
+
+
+def _report_times(session: Session, log: RunLog, steps: int, directory: Path) -> None:
+    """Timeline and table of phases of this run, if they were asked for. Collective."""
+    timeline = session.timeline
+    if timeline is None:
+        return
+    write_trace(timeline, session.comm, directory / "timeline.json")
+    log.say(timeline.table(max(1, steps)))
+    log.write("phases", steps=steps, overlap=timeline.overlap(), phases=timeline.summary())

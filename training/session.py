@@ -1,0 +1,170 @@
+"""Everything a run works with, built from a configuration: data, network, executor and the loader between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from halograd.comm import Communicator
+from halograd.data import (
+    Batch,
+    ChannelStatistics,
+    Hdf5Dataset,
+    Loader,
+    Sampler,
+    TargetReduction,
+    channel_statistics,
+    split,
+)
+from halograd.kernels import get_backend
+from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy
+from halograd.training.build import make_network, make_strategy
+from halograd.training.config import Config, DataConfig
+from halograd.training.executor import Executor
+from halograd.training.timeline import Timeline
+
+from halograd.errors import UserError
+
+__all__ = ["Session"]
+
+
+@dataclass
+class Session:
+    """Data, network and executor of one run. Collective over `comm` to open; closed by the stack it was opened on.
+
+    Attributes
+    ----------
+    training, validation
+        Dataset indices, the same on all ranks.
+    statistics
+        Of the inputs; None without normalization.
+    timeline
+        None unless ``output.timeline`` is set.
+    """
+
+    config: Config
+    comm: Communicator
+    network: Network
+    executor: Executor
+    dataset: Hdf5Dataset
+    training: np.ndarray
+    validation: np.ndarray
+    statistics: ChannelStatistics | None
+    loader: Loader
+    timeline: Timeline | None
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        comm: Communicator,
+        stack: ExitStack,
+        trainable: bool = True,
+        normalization: dict[str, Any] | None = None,
+    ) -> Session:
+        """Build everything; `normalization` is that of a checkpoint, computed from the data otherwise."""
+        data, settings = config.data, config.training
+        network = make_network(config)
+        strategy = make_strategy(config.strategy, comm.size)
+        strategy.validate(network, comm.size)
+        with comm.agreement():
+            dataset = stack.enter_context(_open_dataset(data, network))
+            reduction = _reduction(data, dataset, network)
+        training, validation = split(len(dataset), data.validation, settings.seed, dataset.groups)
+        statistics = None
+        if data.normalize and normalization is not None:
+            statistics = ChannelStatistics.from_state_dict(normalization)
+        elif data.normalize:
+            statistics = _statistics(data, dataset, training, comm)
+        timeline = None
+        if config.output.timeline:
+            timeline = comm.recorder = Timeline(comm.rank)
+        kernels = stack.enter_context(get_backend(config.backend.kernels, config.backend.threads))
+        executor = stack.enter_context(
+            Executor(network, comm, kernels, settings.batch, strategy, settings.dtype, trainable, seed=settings.seed)
+        )
+        boxes = executor.input("x").box, executor.input("target").box
+        loader = stack.enter_context(
+            Loader(
+                dataset,
+                *boxes,
+                statistics=statistics,
+                reduction=reduction,
+                dtype=executor.dtype,
+                depth=data.prefetch + 1,
+                recorder=timeline,
+            )
+        )
+        return cls(config, comm, network, executor, dataset, training, validation, statistics, loader, timeline)
+
+    def sampler(self) -> Sampler:
+        """Of the training samples, in the order of the run's seed."""
+        shuffle: Literal["epoch", "never"] = "epoch" if self.config.data.shuffle else "never"
+        return Sampler(self.training, self.config.training.batch, self.config.training.seed, shuffle)
+
+    def in_order(self, indices: np.ndarray) -> list[Batch]:
+        """Batches of these samples, each once; the last one is filled up."""
+        batch = self.config.training.batch
+        return Sampler(indices, batch, shuffle="never", remainder="fill").rest_of_epoch()
+
+    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Bring one batch after the other into the inputs of the executor. Local."""
+        x, target = (self.executor.input(name).array for name in ("x", "target"))
+        with closing(self.loader.iterate(batches)) as loaded:  # type: ignore[type-var]
+            for item in loaded:
+                np.copyto(x, item.x)
+                np.copyto(target, item.y, casting="unsafe")
+                self.executor.mode.valid = item.batch.valid
+                yield item.batch
+
+
+def _open_dataset(data: DataConfig, network: Network) -> Hdf5Dataset:
+    dataset = Hdf5Dataset(data.path, data.inputs, data.targets, data.layout, _target_range(network))
+    expected = network.inputs["x"].shape
+    if dataset.sample_shape != expected:
+        dataset.close()
+        raise UserError(
+            f"data.path: expected samples of shape {expected} for model {network.name!r}, got {dataset.sample_shape} "
+            f"in {data.path}; change the options of [model] or the data"
+        )
+    return dataset
+
+
+def _target_range(network: Network) -> tuple[float, float] | None:
+    loss = network.outputs["loss"]
+    if isinstance(loss.layer, BinaryCrossEntropyWithLogits):
+        return (0.0, 1.0)
+    if isinstance(loss.layer, SoftmaxCrossEntropy) and loss.layer.ignore_index is None:
+        return (0.0, loss.inputs[0].shape[-1] - 1.0)
+    return None
+
+
+def _reduction(data: DataConfig, dataset: Hdf5Dataset, network: Network) -> TargetReduction | None:
+    """How the targets of the file become those of the network, None where they are the same."""
+    have, want = dataset.target_shape, network.inputs["target"].shape
+    if have == want:
+        return None
+    divides = len(have) == len(want) > 1 and all(n and not m % n for m, n in zip(have, want)) and have[-1] == want[-1]
+    if not divides:
+        raise UserError(
+            f"data.targets: expected targets of shape {want} (or finer by whole factors), got {have} in {data.path}"
+        )
+    if data.rule is None:
+        raise UserError(
+            f"data.rule: expected how a patch is made of its cells (any, all, majority, fraction, max, center), got "
+            f"nothing; the network predicts {want[:-1]} patches, the targets have {have[:-1]} cells"
+        )
+    return TargetReduction(data.rule, tuple(m // n for m, n in zip(have[:-1], want[:-1])))
+
+
+def _statistics(data: DataConfig, dataset: Hdf5Dataset, training: np.ndarray, comm: Communicator) -> ChannelStatistics:
+    def total(array: np.ndarray) -> np.ndarray:
+        comm.reduction(array, kind="data").run()
+        return array
+
+    return channel_statistics(
+        dataset, training, rank=comm.rank, size=comm.size, allreduce=total, transforms=data.transforms
+    )

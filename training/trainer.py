@@ -1,0 +1,121 @@
+"""The training step: forward, backward, and updates that wait until they are needed."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+from halograd.training.clipping import clip_scale
+from halograd.training.executor import Executor
+from halograd.training.optimizers import Optimizer
+from halograd.training.schedules import Schedule
+from halograd.training.store import Bucket
+
+from halograd.errors import UserError
+
+__all__ = ["Diverged", "Trainer"]
+
+
+class Diverged(UserError):
+    """The loss or a parameter is not a finite number any more. Raised on all ranks alike."""
+
+
+class Trainer:
+    """Trains the network of an executor, one batch at a time. Collective over its communicator.
+
+    ::
+
+        trainer = Trainer(executor, SGD(executor.store, momentum=0.9), Cosine(0.1, steps=1000))
+        for every batch: fill executor.input("x").array, ...; loss = trainer.step()
+        trainer.settle()
+
+    The gradients of a bucket are summed behind the rest of backward, and its parameters updated when the
+    next forward pass comes to their first layer: read parameters after :meth:`settle` only.
+
+    Parameters
+    ----------
+    executor
+        Built with ``trainable=True``; its inputs hold the batch when `step` is called.
+    optimizer
+        Of the executor's store.
+    schedule
+        Learning rate of update number 0, 1, ...
+    clip_norm
+        Gradients are scaled down to this global norm; then all sums are waited for before any update.
+
+    Attributes
+    ----------
+    gradient_norm
+        Global norm before clipping, of the last step; None without `clip_norm`.
+    """
+
+    def __init__(
+        self, executor: Executor, optimizer: Optimizer, schedule: Schedule, clip_norm: float | None = None
+    ) -> None:
+        if executor.reducer is None:
+            raise ValueError("executor: expected one that trains, got trainable=False")
+        self.executor, self.optimizer, self.schedule = executor, optimizer, schedule
+        self.clip_norm = clip_norm
+        self.gradient_norm: float | None = None
+        self._reducer = executor.reducer
+        self._recorder = executor.recorder
+        self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
+
+    def _timed_update(self, bucket: Bucket) -> None:
+        assert self._recorder is not None
+        begin = time.perf_counter()
+        self.optimizer.update(bucket)
+        self._recorder.span("update", "update", begin, time.perf_counter())
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.schedule(self.optimizer.step)
+
+    def step(self) -> float:
+        """One step on the batch in the inputs; the mean loss of the batch, before the update.
+
+        Raises
+        ------
+        Diverged
+            If the loss is not finite; the parameters are left as they are.
+        """
+        executor = self.executor
+        executor.mode.step = self.optimizer.step
+        executor.mode.valid = executor.batch
+        executor.forward(training=True)
+        executor.backward()
+        loss = executor.loss_value()
+        if not math.isfinite(loss):
+            self._reducer.wait()
+            raise Diverged(
+                f"step {self.optimizer.step}: the loss is {loss}; lower schedule.learning_rate, or set "
+                "training.clip_norm"
+            )
+        scale = 1.0
+        if self.clip_norm is not None:
+            scale, self.gradient_norm = clip_scale(executor.store, self._reducer, self.clip_norm)
+            if not math.isfinite(self.gradient_norm):
+                raise Diverged(
+                    f"step {self.optimizer.step}: the norm of the gradients is {self.gradient_norm}; lower "
+                    "schedule.learning_rate"
+                )
+        self.optimizer.begin_step(self.learning_rate, scale)
+        return loss
+
+    def settle(self) -> None:
+        """Return when all updates are done: before evaluation, checkpoints, reading parameters.
+
+        Raises
+        ------
+        Diverged
+            If a parameter is not finite: a checkpoint of it would be worthless.
+        """
+        self._reducer.finish()
+        for name, array in self.executor.store.params.items():
+            if not np.isfinite(array).all():
+                raise Diverged(
+                    f"step {self.optimizer.step}: parameter {name} is not finite any more; lower "
+                    "schedule.learning_rate, or set training.clip_norm"
+                )
