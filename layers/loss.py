@@ -47,7 +47,11 @@ class Loss(Layer):
 
 
 class LossOperator(Operator):
-    """Loss of one rank's block; the executor sums `value` over the ranks."""
+    """Loss of one rank's block; the executor sums `value` over the ranks.
+
+    The gradient is written with the loss. Its memory may have served the layers before, as scratch, but nothing
+    uses it from here to `backward`: the network computes its loss last, and backward begins with it.
+    """
 
     def __init__(self, b: Binding) -> None:
         self.b = b
@@ -62,11 +66,15 @@ class LossOperator(Operator):
             raise ValueError(f"{b.name}: prediction and target are cut differently: {prediction.box}, {target.box}")
         self._per_sample = int(np.prod(shape[1:-1], dtype=np.int64))
 
+    def scale(self, count: int) -> float:
+        """What the sum over positions is multiplied by; `count` samples of this rank's block count. Collective."""
+        return 1.0 / max(1, self.b.mode.valid * self._per_sample)
+
     def forward(self) -> None:
         b = self.b
-        scale = 1.0 / max(1, b.mode.valid * self._per_sample)
         box = b.inputs[0].box
         count = max(0, min(box.stop[0], b.mode.valid) - box.start[0])
+        scale = self.scale(count)
         if self._dx is not None and count < box.shape[0]:
             self._dx[count:] = 0
         if not count or not box.size:

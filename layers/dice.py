@@ -1,0 +1,186 @@
+"""Soft Dice loss: its sums run over all ranks before there is a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from halograd.layers.binding import Binding
+from halograd.layers.chunks import buffer, chunks, rows
+from halograd.layers.layer import Shape
+from halograd.layers.loss import Loss, LossOperator
+from halograd.layers.operator import Operator
+
+__all__ = ["Dice"]
+
+ACTIVATIONS = ("sigmoid", "softmax", "none")
+REDUCTIONS = ("batch", "sample")
+
+
+class Dice(Loss):
+    """Soft Dice loss (Milletari et al. 2016, with sums in place of sums of squares).
+
+    ``loss = mean_c (1 - (2 * I[c] + smooth) / (P[c] + T[c] + smooth))``, with ``I = sum p * t``, ``P = sum p`` and
+    ``T = sum t`` over positions, of probabilities `p` and targets `t`.
+
+    Parameters
+    ----------
+    activation
+        Makes probabilities of the prediction: ``"sigmoid"`` (each channel for itself), ``"softmax"`` (over the
+        channels) or ``"none"``.
+    reduction
+        ``"batch"``: the sums run over all samples. ``"sample"``: over each sample; the loss is the mean of theirs.
+    smooth
+        Keeps the loss of a class that is nowhere at 0.
+
+    Notes
+    -----
+    Prediction ``(N, *spatial, C)``. Target of the same shape with values in [0, 1]; with ``"softmax"`` also
+    ``(N, *spatial, 1)``: the class index. Communication per process: one sum of ``24 C`` B (times the batch size with
+    ``"sample"``) in forward.
+    """
+
+    def __init__(
+        self, activation: str = "sigmoid", reduction: str = "batch", smooth: float = 1.0, name: str | None = None
+    ) -> None:
+        super().__init__(name)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {ACTIVATIONS}, got {activation!r}")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction: expected one of {REDUCTIONS}, got {reduction!r}")
+        if not smooth > 0:
+            raise ValueError(f"smooth: expected a number > 0, got {smooth!r}")
+        self.activation, self.reduction, self.smooth = activation, reduction, smooth
+
+    def check(self, *shapes: Shape) -> None:
+        prediction, target = shapes
+        indices = (*prediction[:-1], 1)
+        if target == prediction or (target == indices and self.activation == "softmax"):
+            return
+        legal = f"{prediction} or {indices}" if self.activation == "softmax" else f"{prediction}"
+        raise ValueError(f"{self.kind}: expected a target of shape {legal}, got {target}")
+
+    def bind(self, binding: Binding) -> Operator:
+        return DiceOperator(binding)
+
+
+class DiceOperator(LossOperator):
+    """Probabilities and their sums, one reduction, then the gradient in a second sweep."""
+
+    def __init__(self, b: Binding) -> None:
+        super().__init__(b)
+        layer = b.layer
+        assert isinstance(layer, Dice)
+        self.layer = layer
+        batch, channels = b.inputs[0].layout.shape[0], b.inputs[0].layout.shape[-1]
+        self.groups = batch if layer.reduction == "sample" else 1
+        #: Per group: I, P, T per channel; then, in place, loss and the gradient's two coefficients.
+        self.sums = np.zeros((self.groups, 3, channels))
+        self.reduction = b.comm.reduction(self.sums, kind="loss", name=b.name)
+
+    def forward(self) -> None:
+        box, valid = self.b.inputs[0].box, self.b.mode.valid
+        count = max(0, min(box.stop[0], valid) - box.start[0]) if box.size else 0
+        if self._dx is not None:
+            self._dx[count:] = 0
+        self.sums.fill(0)
+        for n in range(count):
+            self._sweep(n, self.sums[(box.start[0] + n) % self.groups], gradient=False)
+        self.reduction.run()
+        samples = valid if self.groups > 1 else 1
+        loss = self._coefficients(max(1, samples))
+        self.value = loss if self.b.rank == 0 else 0.0
+        if self._dx is not None:
+            for n in range(count):
+                self._sweep(n, self.sums[(box.start[0] + n) % self.groups], gradient=True)
+
+    def _coefficients(self, samples: int) -> float:
+        """The loss; `sums` become a, b with ``dloss/dp = a * t + b``. Local, the same on all ranks."""
+        loss = 0.0
+        share = 1.0 / (samples * self.sums.shape[2])
+        for both, total, target in self.sums[:samples]:
+            total += target
+            total += self.layer.smooth
+            both *= 2
+            both += self.layer.smooth
+            both /= total
+            loss += share * float(np.sum(np.subtract(1, both, out=target)))
+            np.divide(both, total, out=target)
+            target *= share
+            np.divide(-2 * share, total, out=both)
+        return loss
+
+    def _sweep(self, n: int, sums: Any, gradient: bool) -> None:
+        """Over one sample: either add to its sums, or write its gradient."""
+        work = self._work
+        x, t = rows(self._prediction[n], work, "prediction"), rows(self._target[n], work, "target")
+        for part in chunks(len(x), x.shape[1]):
+            # Channel by channel, (C, positions).
+            p = buffer(work, "p", x[part].shape[::-1], x.dtype)
+            targets = buffer(work, "t", p.shape, x.dtype)
+            np.copyto(p, x[part].T)
+            self._probabilities(p)
+            self._targets(t[part], targets)
+            if gradient:
+                assert self._dx is not None
+                self._gradient(p, targets, sums)
+                np.copyto(self._dx[n].reshape(x.shape)[part], p.T)
+            else:
+                self._add(p, targets, sums)
+
+    def _probabilities(self, p: Any) -> None:
+        """The activation, in place."""
+        if self.layer.activation == "sigmoid":
+            # tanh saturates where an exponential would overflow.
+            p *= 0.5
+            np.tanh(p, out=p)
+            p += 1
+            p *= 0.5
+        elif self.layer.activation == "softmax":
+            column = buffer(self._work, "column", p.shape[1:], p.dtype)
+            p -= np.amax(p, axis=0, out=column)
+            np.exp(p, out=p)
+            p /= np.sum(p, axis=0, out=column)
+
+    def _targets(self, t: Any, out: Any) -> None:
+        if t.shape[1] == out.shape[0]:
+            np.copyto(out, t.T, casting="unsafe")
+            return
+        if not (t.min() >= 0 and t.max() < len(out)):
+            wrong = t.max() if t.max() >= len(out) else t.min()
+            raise ValueError(
+                f"{self.b.name}: expected targets in [0, {len(out)}), got {wrong}; check the dataset's classes"
+            )
+        mask = buffer(self._work, "mask", out.shape[1:], np.bool_)
+        for channel, row in enumerate(out):
+            np.copyto(row, np.equal(t[:, 0], channel, out=mask))
+
+    def _add(self, p: Any, t: Any, sums: Any) -> None:
+        column = buffer(self._work, "sum", p.shape[:1], np.float64)
+        sums[1] += np.sum(p, axis=1, dtype=np.float64, out=column)
+        sums[2] += np.sum(t, axis=1, dtype=np.float64, out=column)
+        p *= t
+        sums[0] += np.sum(p, axis=1, dtype=np.float64, out=column)
+
+    def _gradient(self, p: Any, t: Any, sums: Any) -> None:
+        """``dloss/dx`` in place of `p`; modifies `t`."""
+        typed = buffer(self._work, "typed", (2, len(p), 1), p.dtype)
+        np.copyto(typed[0, :, 0], sums[0], casting="same_kind")
+        np.copyto(typed[1, :, 0], sums[2], casting="same_kind")
+        t *= typed[0]
+        t += typed[1]
+        other = buffer(self._work, "other", p.shape, p.dtype)
+        if self.layer.activation == "sigmoid":
+            np.subtract(1, p, out=other)
+            p *= other
+            p *= t
+        elif self.layer.activation == "softmax":
+            np.multiply(p, t, out=other)
+            t -= np.sum(other, axis=0, out=buffer(self._work, "column", p.shape[1:], p.dtype))
+            p *= t
+        else:
+            np.copyto(p, t)
+
+    def close(self) -> None:
+        super().close()
+        self.reduction.close()

@@ -1,0 +1,232 @@
+"""Softmax cross-entropy with class indices, per sample or per position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from halograd.layers.binding import Binding
+from halograd.layers.chunks import buffer, chunks, rows
+from halograd.layers.layer import Shape
+from halograd.layers.loss import Loss, LossOperator
+from halograd.layers.operator import Operator
+
+__all__ = ["SoftmaxCrossEntropy"]
+
+NORMALIZATIONS = ("count", "weights")
+
+
+class SoftmaxCrossEntropy(Loss):
+    """Cross-entropy of the softmax over channels with class indices, per sample or per position.
+
+    ``ce = -sum_c q[c] * log(softmax(x))[c]``, with ``q[c] = (1 - s) * w[t] * (c == t) + s / K * w[c]`` for the class
+    index `t`, class weights `w` and label smoothing `s` (torch's definition).
+
+    Parameters
+    ----------
+    class_weights
+        Weight per class; by default 1.
+    normalization
+        ``"count"``: the mean over all positions of the samples that count, whatever their weight.
+        ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does.
+    label_smoothing
+        Share of the target that is spread over all classes, in [0, 1).
+    ignore_index
+        Positions with this target have neither loss nor weight.
+
+    Notes
+    -----
+    Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``. Communication per process:
+    the sum of the loss; with ``"weights"`` one sum of 8 B more, in forward.
+
+    Raises
+    ------
+    ValueError
+        In forward, on the rank that has it, for a target that is no class.
+    """
+
+    def __init__(
+        self,
+        class_weights: Sequence[float] | None = None,
+        normalization: str = "count",
+        label_smoothing: float = 0.0,
+        ignore_index: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        if normalization not in NORMALIZATIONS:
+            raise ValueError(f"normalization: expected one of {NORMALIZATIONS}, got {normalization!r}")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing: expected a number in [0, 1), got {label_smoothing!r}")
+        self.class_weights = None if class_weights is None else np.asarray(class_weights, np.float64)
+        if self.class_weights is not None and (self.class_weights.ndim != 1 or np.any(self.class_weights < 0)):
+            raise ValueError(f"class_weights: expected one number >= 0 per class, got {class_weights!r}")
+        self.normalization, self.label_smoothing, self.ignore_index = normalization, label_smoothing, ignore_index
+
+    def check(self, *shapes: Shape) -> None:
+        prediction, target = shapes
+        if target != (*prediction[:-1], 1):
+            raise ValueError(f"{self.kind}: expected a target of shape {(*prediction[:-1], 1)}, got {target}")
+        weights = self.class_weights
+        if weights is not None and len(weights) != prediction[-1]:
+            raise ValueError(f"class_weights: expected {prediction[-1]} numbers, one per class, got {len(weights)}")
+
+    def bind(self, binding: Binding) -> Operator:
+        return WeightedOperator(binding) if self.normalization == "weights" else LossOperator(binding)
+
+    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> float:
+        x, t = rows(prediction, work, "prediction"), rows(target, work, "target")
+        gradient = None if dx is None else dx.reshape(x.shape)
+        total = 0.0
+        for part in chunks(len(x), x.shape[1]):
+            wanted = None if gradient is None else gradient[part]
+            total += self._chunk(x[part], t[part, 0], wanted, scale, work)
+        return total * scale
+
+    def target_weight(self, target: Any, classes: int, work: dict) -> float:
+        """Local. The sum of the weights of all targets."""
+        t = rows(target, work, "target")
+        total = 0.0
+        for part in chunks(len(t), classes):
+            _, weight = self._labels(t[part, 0], classes, np.dtype("float64"), work)
+            total += float(np.sum(weight))
+        return total
+
+    def _labels(self, t: Any, classes: int, dtype: np.dtype, work: dict) -> tuple[Any, Any]:
+        """Class index (0 where ignored) and its weight (0 where ignored) per position."""
+        label = buffer(work, "label", t.shape, np.int64)
+        weight = buffer(work, f"weight {dtype}", t.shape, dtype)
+        np.copyto(label, t, casting="unsafe")
+        counts = None
+        if self.ignore_index is not None:
+            counts = np.not_equal(label, self.ignore_index, out=buffer(work, "counts", t.shape, np.bool_))
+            label *= counts
+        if label.size and not (label.min() >= 0 and label.max() < classes):
+            wrong = label.max() if label.max() >= classes else label.min()
+            raise ValueError(
+                f"{self.kind}: expected targets in [0, {classes}), got {wrong}; check the dataset's classes"
+            )
+        if self.class_weights is None:
+            weight.fill(1)
+        else:
+            np.take(self._typed_weights(dtype, work), label, out=weight, mode="clip")
+        if counts is not None:
+            weight *= counts
+        return label, weight
+
+    def _typed_weights(self, dtype: np.dtype, work: dict) -> Any:
+        key = f"class weights {dtype}"
+        if key not in work:
+            assert self.class_weights is not None
+            work[key] = self.class_weights.astype(dtype)
+        return work[key]
+
+    def _chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> float:
+        """Class by class, ``(K, positions)``: there are many more positions than classes in what is large."""
+        shape = (x.shape[1], x.shape[0])
+        z, column = buffer(work, "z", shape, x.dtype), buffer(work, "column", shape[1:], x.dtype)
+        label, weight = self._labels(t, shape[0], x.dtype, work)
+        index = buffer(work, "index", shape[1:], np.int64)
+        np.multiply(label, shape[1], out=index)
+        index += _positions(shape[1], work)
+        np.copyto(z, x.T)
+        np.amax(z, axis=0, out=column)
+        z -= column
+        # q . z, of which the loss is the negative, up to the logarithm of the sum.
+        share = self.label_smoothing / shape[0]
+        taken = buffer(work, "taken", shape[1:], x.dtype)
+        np.take(z.reshape(-1), index, out=taken, mode="clip")
+        taken *= weight
+        taken *= 1 - self.label_smoothing
+        mass = buffer(work, "mass", shape[1:], x.dtype)
+        np.multiply(weight, 1 - self.label_smoothing, out=mass)
+        if share:
+            self._smooth(z, weight, mass, taken, share, work)
+        np.exp(z, out=z)
+        np.sum(z, axis=0, out=column)
+        if dx is not None:
+            np.divide(mass, column, out=buffer(work, "ratio", shape[1:], x.dtype))
+            z *= buffer(work, "ratio", shape[1:], x.dtype)
+            self._subtract_target(z, index, weight, share, work)
+            z *= scale
+            np.copyto(dx, z.T)
+        np.log(column, out=column)
+        column *= mass
+        column -= taken
+        return float(np.sum(column, dtype=np.float64))
+
+    def _smooth(self, z: Any, weight: Any, mass: Any, taken: Any, share: float, work: dict) -> None:
+        """Add what label smoothing spreads over the classes to q . z and to the sum of q."""
+        weights = self._spread(z, work)
+        part, counts = (buffer(work, k, weight.shape, z.dtype) for k in ("part", "counted"))
+        self._counted(weight, counts, work)
+        np.dot(weights, z, out=part)
+        part *= share
+        part *= counts
+        taken += part
+        counts *= share * float(np.sum(weights, dtype=np.float64))
+        mass += counts
+
+    def _subtract_target(self, z: Any, index: Any, weight: Any, share: float, work: dict) -> None:
+        """``z -= q``."""
+        flat = z.reshape(-1)
+        taken = buffer(work, "part", weight.shape, z.dtype)
+        moved = buffer(work, "moved", weight.shape, z.dtype)
+        np.take(flat, index, out=taken, mode="clip")
+        np.multiply(weight, 1 - self.label_smoothing, out=moved)
+        taken -= moved
+        flat[index] = taken
+        if share:
+            self._counted(weight, moved, work)
+            for row, w in zip(z, self._spread(z, work)):
+                np.multiply(moved, share * float(w), out=taken)
+                row -= taken
+
+    def _spread(self, z: Any, work: dict) -> Any:
+        """Weight per class, in the dtype of the computation."""
+        if self.class_weights is None:
+            key = f"ones {z.dtype}"
+            if key not in work:
+                work[key] = np.ones(len(z), z.dtype)
+            return work[key]
+        return self._typed_weights(z.dtype, work)
+
+    def _counted(self, weight: Any, out: Any, work: dict) -> None:
+        """1 where a position counts, 0 where its target is ignored."""
+        if self.ignore_index is None:
+            out.fill(1)
+        else:
+            np.copyto(out, buffer(work, "counts", weight.shape, np.bool_))
+
+
+class WeightedOperator(LossOperator):
+    """Divides by the sum of the target's weights over all ranks, which one small sum finds out."""
+
+    def __init__(self, b: Binding) -> None:
+        super().__init__(b)
+        self._sum = np.zeros(1)
+        self.reduction = b.comm.reduction(self._sum, kind="loss", name=f"{b.name} (weights)")
+
+    def scale(self, count: int) -> float:
+        layer = self.b.layer
+        assert isinstance(layer, SoftmaxCrossEntropy)
+        target = self._target[:count]
+        classes = self.b.inputs[0].layout.shape[-1]
+        self._sum[0] = layer.target_weight(target, classes, self._work) if target.size else 0.0
+        self.reduction.run()
+        # A NumPy float64 would make float32 arrays compute in float64.
+        total = float(self._sum[0])
+        return 1.0 / total if total > 0 else 0.0
+
+    def close(self) -> None:
+        super().close()
+        self.reduction.close()
+
+
+def _positions(count: int, work: dict) -> Any:
+    """``0 .. count - 1``."""
+    array = work.get("positions")
+    if array is None or array.size < count:
+        array = work["positions"] = np.arange(count)
+    return array[:count]

@@ -1,0 +1,446 @@
+"""Losses: value and gradient against their definition and torch, under every cut, short batches, messages, refusals."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers import (
+    BinaryCrossEntropyWithLogits,
+    Conv,
+    Dice,
+    Input,
+    MeanSquaredError,
+    Network,
+    SoftmaxCrossEntropy,
+)
+from halograd.training.executor import Executor
+from halograd.training.strategy import Strategy
+from mpi4py import MPI
+
+from halograd.testing import grids, random_array
+from tests.layers.geometries import skew
+from tests.layers.norms import close, traffic
+from tests.layers.oracle import torch
+
+SHAPE = (5, 3, 4)
+AXES = ("sample", "height", "width")
+BATCH = 3
+WEIGHTS = (0.5, 2.0, 0.0, 1.5)
+
+
+@pytest.fixture
+def ranks():
+    with Communicator(MPI.COMM_WORLD) as comm:
+        yield comm
+
+
+# -- definitions, in float64 ------------------------------------------------------------------------
+
+
+def cross_entropy(x, t, weights=None, normalization="count", smoothing=0.0, ignore=None):
+    k = x.shape[-1]
+    w = np.ones(k) if weights is None else np.asarray(weights)
+    t = t[..., 0]
+    counts = np.ones(t.shape) if ignore is None else (t != ignore).astype(float)
+    t = np.where(counts > 0, t, 0)
+    log_p = x - x.max(-1, keepdims=True)
+    log_p = log_p - np.log(np.exp(log_p).sum(-1, keepdims=True))
+    hard = -w[t] * np.take_along_axis(log_p, t[..., None], -1)[..., 0]
+    soft = -(w * log_p).sum(-1) / k
+    total = (counts * ((1 - smoothing) * hard + smoothing * soft)).sum()
+    return total / ((counts * w[t]).sum() if normalization == "weights" else t.size)
+
+
+def binary_cross_entropy(x, t, pos_weight=1.0):
+    def softplus(z):
+        return np.maximum(z, 0) + np.log1p(np.exp(-np.abs(z)))
+
+    return np.mean(pos_weight * t * softplus(-x) + (1 - t) * softplus(x))
+
+
+def squared_error(x, t):
+    return np.mean((x - t) ** 2)
+
+
+def dice(x, t, activation="sigmoid", reduction="batch", smooth=1.0):
+    if activation == "sigmoid":
+        p = 1 / (1 + np.exp(-x))
+    elif activation == "softmax":
+        e = np.exp(x - x.max(-1, keepdims=True))
+        p = e / e.sum(-1, keepdims=True)
+    else:
+        p = x
+    if t.shape != x.shape:
+        t = np.eye(x.shape[-1])[t[..., 0]]
+    axes = tuple(range(1 if reduction == "sample" else 0, x.ndim - 1))
+    both, total = (p * t).sum(axes), (p + t).sum(axes)
+    return np.mean(1 - (2 * both + smooth) / (total + smooth))
+
+
+#: Name -> layer, definition, kind of target.
+LOSSES = {
+    "ce": (lambda: SoftmaxCrossEntropy(), cross_entropy, "class"),
+    "ce weighted, count": (
+        lambda: SoftmaxCrossEntropy(WEIGHTS),
+        lambda x, t: cross_entropy(x, t, WEIGHTS),
+        "class",
+    ),
+    "ce weighted, weights": (
+        lambda: SoftmaxCrossEntropy(WEIGHTS, "weights"),
+        lambda x, t: cross_entropy(x, t, WEIGHTS, "weights"),
+        "class",
+    ),
+    "ce smoothed": (
+        lambda: SoftmaxCrossEntropy(label_smoothing=0.2),
+        lambda x, t: cross_entropy(x, t, smoothing=0.2),
+        "class",
+    ),
+    "ce with all": (
+        lambda: SoftmaxCrossEntropy(WEIGHTS, "weights", 0.3, ignore_index=1),
+        lambda x, t: cross_entropy(x, t, WEIGHTS, "weights", 0.3, 1),
+        "class",
+    ),
+    "ce ignoring, count": (
+        lambda: SoftmaxCrossEntropy(ignore_index=1),
+        lambda x, t: cross_entropy(x, t, ignore=1),
+        "class",
+    ),
+    "bce": (lambda: BinaryCrossEntropyWithLogits(), binary_cross_entropy, "mask"),
+    "bce weighted": (
+        lambda: BinaryCrossEntropyWithLogits(7.0),
+        lambda x, t: binary_cross_entropy(x, t, 7.0),
+        "mask",
+    ),
+    "bce weighted per channel, soft": (
+        lambda: BinaryCrossEntropyWithLogits((1.0, 2.0, 0.5, 4.0)),
+        lambda x, t: binary_cross_entropy(x, t, np.array((1.0, 2.0, 0.5, 4.0))),
+        "share",
+    ),
+    "mse": (lambda: MeanSquaredError(), squared_error, "real"),
+    "dice": (lambda: Dice(), dice, "mask"),
+    "dice per sample": (lambda: Dice(reduction="sample"), lambda x, t: dice(x, t, reduction="sample"), "mask"),
+    "dice of probabilities": (
+        lambda: Dice("none", smooth=30.0),
+        lambda x, t: dice(x, t, "none", smooth=30.0),
+        "share",
+    ),
+    "dice softmax": (lambda: Dice("softmax"), lambda x, t: dice(x, t, "softmax"), "mask"),
+    "dice softmax of classes": (
+        lambda: Dice("softmax", "sample", 0.1),
+        lambda x, t: dice(x, t, "softmax", "sample", 0.1),
+        "class",
+    ),
+}
+
+#: One of each kind, where all of them would tell nothing more.
+SOME = ("ce with all", "bce weighted per channel, soft", "mse", "dice softmax of classes")
+
+
+def target(kind, shape, batch=BATCH):
+    """A target of this kind for predictions of this sample shape."""
+    rng = np.random.default_rng(7)
+    if kind == "class":
+        return rng.integers(0, shape[-1], (batch, *shape[:-1], 1))
+    if kind == "mask":
+        return rng.integers(0, 2, (batch, *shape)).astype(float)
+    return rng.random((batch, *shape)) if kind == "share" else rng.standard_normal((batch, *shape))
+
+
+def numeric_gradient(function, x, t):
+    """Central differences, element by element."""
+    gradient, eps = np.zeros(x.shape), 1e-5
+    for index in np.ndindex(*x.shape):
+        moved = x.copy()
+        moved[index] += eps
+        above = function(moved, t)
+        moved[index] -= 2 * eps
+        gradient[index] = (above - function(moved, t)) / (2 * eps)
+    return gradient
+
+
+def make_executor(make, shape, t, comm, parts, dtype="float64", backend="numpy", batch=BATCH, trainable=True):
+    """An executor of one loss on a random prediction, with the target `t` set."""
+    kind = "int32" if t.dtype.kind == "i" else "compute"
+    x, targets = Input(shape, name="x"), Input(t.shape[1:], name="t", dtype=kind)
+    network = Network({"loss": make()(x, targets)})
+    probed = ["x"] if trainable else []
+    strategy = Strategy(parts)
+    executor = Executor(network, comm, get_backend(backend), batch, strategy, dtype, trainable=trainable, probed=probed)
+    executor.set_input("t", t)
+    return executor
+
+
+def run_loss(make, x, t, comm, parts, dtype="float64", valid=None):
+    """Loss (the same on all ranks) and its gradient (on rank 0)."""
+    with make_executor(make, x.shape[1:], t, comm, parts, dtype, batch=len(x)) as executor:
+        executor.set_input("x", x)
+        # Twice: what the first step leaves in the buffers must not matter.
+        for count in (len(x), len(x) if valid is None else valid):
+            executor.mode.valid = count
+            executor.forward()
+            loss = executor.loss_value()
+            executor.backward()
+        assert len(set(comm.allgather_objects(loss))) == 1
+        return loss, executor.gather("x", gradient=True)
+
+
+# -- exactness --------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", LOSSES)
+def test_is_its_definition_on_every_grid(ranks, name):
+    make, function, kind = LOSSES[name]
+    x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
+    want, gradient = function(x, t), numeric_gradient(function, x, t)
+    for parts in grids(ranks.size, AXES):
+        loss, dx = run_loss(make, x, t, ranks, parts)
+        assert abs(loss - want) <= 1e-13 * max(1, abs(want))
+        if dx is not None:
+            assert np.abs(dx - gradient).max() <= 2e-9
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("shape", [(4,), (6, 4), (3, 4, 3, 4)])
+def test_samples_without_space_lines_and_volumes(ranks, name, shape):
+    make, function, kind = LOSSES[name]
+    x, t = random_array((BATCH, *shape), "x"), target(kind, shape)
+    axes = {2: ("sample", "width"), 4: ("sample", "depth", "height", "width")}.get(len(shape), ("sample",))
+    with Communicator(MPI.COMM_SELF) as alone:
+        want, gradient = run_loss(make, x, t, alone, {})
+    assert abs(want - function(x, t)) <= 1e-13 * max(1, abs(want))
+    for parts in grids(ranks.size, axes):
+        loss, dx = run_loss(make, x, t, ranks, parts)
+        assert abs(loss - want) <= 1e-13 * max(1, abs(want))
+        if dx is not None:
+            close(dx, gradient, factor=10)
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("name", SOME)
+def test_uneven_and_empty_blocks(ranks, name, monkeypatch):
+    make, function, kind = LOSSES[name]
+    x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
+    want = function(x, t)
+    skew(monkeypatch)
+    for parts in grids(ranks.size, AXES):
+        loss, _ = run_loss(make, x, t, ranks, parts)
+        assert abs(loss - want) <= 1e-13 * max(1, abs(want))
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32(ranks, name):
+    make, function, kind = LOSSES[name]
+    x, t = random_array((BATCH, *SHAPE), "x").astype(np.float32).astype(float), target(kind, SHAPE)
+    t = t.astype(np.float32).astype(float) if t.dtype.kind == "f" else t
+    want, gradient = function(x, t), numeric_gradient(function, x, t)
+    for parts in grids(ranks.size, AXES):
+        loss, dx = run_loss(make, x, t, ranks, parts, "float32")
+        assert abs(loss - want) <= 1e-6 * max(1, abs(want))
+        if dx is not None:
+            assert np.abs(dx - gradient).max() <= 1e-6
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("valid", [1, 2])
+@pytest.mark.parametrize("name", SOME)
+def test_a_short_batch_is_a_smaller_batch(ranks, name, valid):
+    make, function, kind = LOSSES[name]
+    x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
+    want, gradient = function(x[:valid], t[:valid]), numeric_gradient(function, x[:valid], t[:valid])
+    for parts in grids(ranks.size, AXES):
+        loss, dx = run_loss(make, x, t, ranks, parts, valid=valid)
+        assert abs(loss - want) <= 1e-13 * max(1, abs(want))
+        if dx is not None:
+            assert np.abs(dx[:valid] - gradient).max() <= 2e-9
+            assert not dx[valid:].any()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", LOSSES)
+def test_blocks_of_many_chunks(ranks, name):
+    """Larger than a chunk of 32768 elements, and no multiple of it."""
+    make, function, kind = LOSSES[name]
+    shape = (131, 117, 4)
+    x, t = random_array((2, *shape), "x"), target(kind, shape, 2)
+    want = function(x, t)
+    loss, dx = run_loss(make, x, t, ranks, {"height": ranks.size})
+    assert abs(loss - want) <= 1e-12 * max(1, abs(want))
+    if dx is not None:
+        direction, eps = random_array(x.shape, "direction"), 1e-4
+        numeric = (function(x + eps * direction, t) - function(x - eps * direction, t)) / (2 * eps)
+        assert abs(np.sum(dx * direction) - numeric) <= 1e-8
+
+
+# -- extremes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("mse", "dice of probabilities")])
+def test_huge_logits_neither_overflow_nor_lose_the_gradient(ranks, name, dtype):
+    make, function, kind = LOSSES[name]
+    x = 3000 * random_array((BATCH, *SHAPE), "x").round(2)
+    t = target(kind, SHAPE)
+    with np.errstate(over="ignore"):
+        want = function(x, t)
+    loss, dx = run_loss(make, x, t, ranks, {}, dtype)
+    assert abs(loss - want) <= 1e-6 * max(1, abs(want))
+    assert np.isfinite(dx).all()
+
+
+@pytest.mark.ranks(1)
+def test_gradient_of_a_confident_binary_prediction(ranks):
+    """sigmoid(-x) = exp(-x) for large x: a difference of rounded numbers would give 0."""
+    x, t = np.full((1, 1, 1, 1), 30.0), np.ones((1, 1, 1, 1))
+    _, dx = run_loss(BinaryCrossEntropyWithLogits, x, t, ranks, {})
+    assert dx[0, 0, 0, 0] == pytest.approx(-np.exp(-30.0), rel=1e-12)
+
+
+# -- messages and memory ----------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("name", "sums"), [("ce", 1), ("ce weighted, weights", 2), ("bce", 1), ("mse", 1), ("dice", 2)]
+)
+def test_sums_over_ranks(ranks, name, sums):
+    make, _, kind = LOSSES[name]
+    with make_executor(make, SHAPE, target(kind, SHAPE), ranks, {"height": ranks.size}) as executor:
+
+        def run():
+            executor.forward()
+            executor.loss_value()
+            executor.backward()
+
+        run()
+        assert traffic(ranks, run) == ({"loss": sums} if ranks.size > 1 else {})
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_allocates_no_array(ranks, name, trainable):
+    make, _, kind = LOSSES[name]
+    shape = (96, 96, 4)
+    t = target(kind, shape)
+    parts = {"width": ranks.size}
+    with make_executor(make, shape, t, ranks, parts, "float32", trainable=trainable) as executor:
+
+        def run():
+            executor.forward()
+            executor.loss_value()
+            if trainable:
+                executor.backward()
+
+        run()
+        tracemalloc.start()
+        run()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # A block has 3 * 96 * 96 * 4 * 4 / ranks bytes; NumPy's casting buffers have 64 KiB.
+    assert peak < 96 * 1024
+
+
+@pytest.mark.mpi
+def test_a_prediction_that_others_read_too_is_not_packed(ranks):
+    """An input that has the halo of a convolution: the loss sees a strided view."""
+    x, t = Input(SHAPE, name="x"), Input((*SHAPE[:-1], 1), name="t", dtype="int32")
+    y = Conv(SHAPE[-1], 3, padding=1, name="conv")(x)
+    network = Network({"y": y, "loss": SoftmaxCrossEntropy()(x, t)})
+    data, classes = random_array((BATCH, *SHAPE), "x"), target("class", SHAPE)
+    want = cross_entropy(data, classes)
+    for parts in grids(ranks.size, AXES):
+        with Executor(
+            network, ranks, get_backend("numpy"), BATCH, Strategy(parts), "float64", probed=["x"]
+        ) as executor:
+            executor.set_input("x", data)
+            executor.set_input("t", classes)
+            executor.forward()
+            assert abs(executor.loss_value() - want) <= 1e-13 * want
+
+
+# -- refusals ---------------------------------------------------------------------------------------
+
+X, CLASSES = Input(SHAPE, name="x"), Input((*SHAPE[:-1], 1), name="t", dtype="int32")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SoftmaxCrossEntropy(normalization="mean"), "normalization: expected one of"),
+        (lambda: SoftmaxCrossEntropy(label_smoothing=1.0), r"expected a number in \[0, 1\)"),
+        (lambda: SoftmaxCrossEntropy((1.0, -1.0)), "expected one number >= 0 per class"),
+        (lambda: SoftmaxCrossEntropy((1.0, 1.0))(X, CLASSES), "expected 4 numbers, one per class, got 2"),
+        (lambda: SoftmaxCrossEntropy()(X, X), r"expected a target of shape \(5, 3, 1\)"),
+        (lambda: BinaryCrossEntropyWithLogits(0.0), "expected a number > 0"),
+        (lambda: BinaryCrossEntropyWithLogits((1.0, 2.0))(X, X), "one for each of 4 channels, got 2"),
+        (lambda: BinaryCrossEntropyWithLogits()(X, CLASSES), "of the prediction's shape"),
+        (lambda: MeanSquaredError()(X, CLASSES), "of the prediction's shape"),
+        (lambda: Dice("relu"), "activation: expected one of"),
+        (lambda: Dice(reduction="mean"), "reduction: expected one of"),
+        (lambda: Dice(smooth=0.0), "smooth: expected a number > 0"),
+        (lambda: Dice()(X, CLASSES), r"expected a target of shape \(5, 3, 4\), got"),
+        (lambda: Dice("softmax")(X, Input((5, 3, 2), name="t")), r"\(5, 3, 4\) or \(5, 3, 1\), got"),
+    ],
+)
+def test_refuses_what_does_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("wrong", [-1, 4])
+@pytest.mark.parametrize("name", ["ce", "ce weighted, weights", "dice softmax of classes"])
+def test_refuses_a_target_that_is_no_class(ranks, name, wrong):
+    make, _, kind = LOSSES[name]
+    t = target(kind, SHAPE)
+    t[1, 2, 1, 0] = wrong
+    with (
+        make_executor(make, SHAPE, t, ranks, {}) as executor,
+        pytest.raises(ValueError, match=rf"expected targets in \[0, 4\), got {wrong}"),
+    ):
+        executor.forward()
+
+
+# -- torch ------------------------------------------------------------------------------------------
+
+
+def torch_loss(name, lib):
+    """The torch function for channels-first logits, and which target it wants."""
+    functional = lib.nn.functional
+    weights = lib.tensor(WEIGHTS, dtype=lib.float64)
+    return {
+        "ce": lambda x, t: functional.cross_entropy(x, t),
+        "ce weighted, weights": lambda x, t: functional.cross_entropy(x, t, weights),
+        "ce smoothed": lambda x, t: functional.cross_entropy(x, t, label_smoothing=0.2),
+        "ce with all": lambda x, t: functional.cross_entropy(x, t, weights, ignore_index=1, label_smoothing=0.3),
+        "bce": functional.binary_cross_entropy_with_logits,
+        "bce weighted": lambda x, t: functional.binary_cross_entropy_with_logits(
+            x, t, pos_weight=lib.tensor(7.0, dtype=lib.float64)
+        ),
+        "mse": functional.mse_loss,
+    }[name]
+
+
+@pytest.mark.torch
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    "name", ["ce", "ce weighted, weights", "ce smoothed", "ce with all", "bce", "bce weighted", "mse"]
+)
+def test_against_torch(ranks, name):
+    lib = torch()
+    make, _, kind = LOSSES[name]
+    x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
+    logits = lib.tensor(np.moveaxis(x, -1, 1).copy(), requires_grad=True)
+    wanted = t[..., 0] if kind == "class" else np.moveaxis(t, -1, 1)
+    reference = torch_loss(name, lib)(logits, lib.tensor(wanted.copy()))
+    reference.backward()
+    loss, dx = run_loss(make, x, t, ranks, {"height": ranks.size})
+    assert loss == pytest.approx(float(reference.detach()), rel=1e-13)
+    if dx is not None:
+        close(dx, np.moveaxis(logits.grad.numpy(), 1, -1), factor=10)
