@@ -23,6 +23,7 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the configuration; may be given several times."),
 ]
+Threads = Annotated[int | None, typer.Option(help="Threads per rank; the same as --set backend.threads=N.")]
 Configuration = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")]
 
 
@@ -69,3 +70,52 @@ def mesh_tangling(
     from halograd.cli.generating import generate_mesh_tangling
 
     generate_mesh_tangling(out, resolution, samples, seed)
+
+
+@app.command()
+def train(
+    config: Configuration,
+    sets: Sets = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint, on any number of ranks.")
+    ] = False,
+    threads: Threads = None,
+) -> None:
+    """Train a network as a configuration says; log, checkpoints and timeline go to its output.directory.
+
+    \b
+    Examples:
+      halograd train mesh.toml
+      mpiexec -n 4 halograd train mesh.toml --set strategy.height=2 --set training.epochs=20
+      mpiexec -n 2 halograd train mesh.toml --set strategy.height=1 --resume
+    """
+    from halograd.training.run import train as run
+
+    result = run(config, _overrides(sets, threads), resume)
+    print(f"trained to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints")
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, a checkpoint, or a configuration.")],
+    sets: Sets = None,
+    samples: Annotated[str, typer.Option(help="validation (those held out), training or all.")] = "validation",
+    predictions: Annotated[
+        Path | None, typer.Option(metavar="FILE.h5", help="Write predictions and targets to this file.")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Loss and metrics of a trained network, on any number of ranks.
+
+    \b
+    Examples:
+      halograd evaluate runs/mesh
+      mpiexec -n 2 halograd evaluate runs/mesh --set strategy.height=2 --predictions predicted.h5
+    """
+    from halograd.training.run import evaluate as judge
+
+    judge(run, _overrides(sets, threads), samples, predictions)
+
+
+def _overrides(sets: list[str] | None, threads: int | None) -> list[str]:
+    return [*(sets or []), *([] if threads is None else [f"backend.threads={threads}"])]
