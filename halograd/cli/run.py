@@ -58,8 +58,6 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
         return int(command.main(list(arguments) or ["--help"], prog_name="halograd", standalone_mode=False) or 0)
     except _UsageError as error:
         return _complain(_usage(error), error, comm)
-    except (UserError, *_others()) as error:
-        return _complain(str(error), error, comm)
     except (KeyboardInterrupt, typer.Abort):
         if comm is not None and comm.size > 1:
             raise  # ends the other ranks
@@ -68,6 +66,10 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     except BrokenPipeError:  # `halograd ... | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 0
+    except Exception as error:
+        if not isinstance(error, _mistakes()):
+            raise
+        return _complain(str(error), error, comm)
 
 
 def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
@@ -83,10 +85,10 @@ def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
     return MPI.COMM_WORLD
 
 
-def _others() -> tuple[type[Exception], ...]:
-    """Errors of other folders that are the user's to mend, of those folders that are loaded."""
-    names = {"halograd.data.errors": "DataError", "halograd.kernels.errors": "KernelError"}
-    return tuple(getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
+def _mistakes() -> tuple[type[Exception], ...]:
+    """Errors that are the user's to mend: the common one, and those of the folders that are loaded."""
+    names = {"halograd.data.errors": "DataError"}
+    return (UserError, *(getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules))
 
 
 def _usage(error: Any) -> str:

@@ -55,7 +55,7 @@ def test_version():
     ("arguments", "message"),
     [
         (["--bogus"], "No such option: --bogus; see `halograd --help`"),
-        (["trane"], "No such command 'trane'; see `halograd --help`"),
+        (["moon"], "No such command 'moon'; see `halograd --help`"),
         (["generate"], "Missing command; see `halograd generate --help`"),
         (["generate", "mesh-tangling", "x.h5", "--resolution", "big"], "Invalid value for '--resolution'"),
         (["generate", "mesh-tangling", "no/such/x.h5", "--resolution", "64"], "no/such does not exist; make it first"),

@@ -69,6 +69,7 @@ def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
     total = np.array([world.rank + 1.0])
     world.Allreduce(MPI.IN_PLACE, total)
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    assert isinstance(node, MPI.Intracomm)
     window = MPI.Win.Allocate_shared(1 << 20, 1, comm=node)
     neighbour, _ = window.Shared_query((node.rank + 1) % node.size)
     shared = neighbour is not None and len(neighbour) == 1 << 20
