@@ -21,13 +21,13 @@ from typing import Any
 
 import h5py
 import numpy as np
+
 from halograd.data.atomic import atomic_path
+from halograd.errors import UserError
 from halograd.layers import Network
 from halograd.training.hdf5 import FaultHolder
 from halograd.training.optimizers import Optimizer
 from halograd.training.store import ParameterStore
-
-from halograd.errors import UserError
 
 __all__ = ["Progress", "fingerprint", "read_checkpoint", "read_header", "write_checkpoint"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
 from halograd.training.reducer import GradientReducer
 from halograd.training.store import ParameterStore
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from halograd.training.messages import describe
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from halograd.errors import UserError
+from halograd.training.messages import describe
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -237,17 +237,20 @@ def check_config(tables: dict[str, Any], overrides: Sequence[str] = (), source: 
 
 
 def _set(tables: dict[str, Any], override: str) -> None:
-    """Apply one ``section.key=value``."""
-    key, equals, value = override.partition("=")
-    path = key.strip().split(".")
-    if not equals or len(path) < 2 or not all(path):
+    """Apply one ``section.key=value``, or ``section={...}`` for a whole table."""
+    key, equals, text = (part.strip() for part in override.partition("="))
+    path = key.split(".")
+    if not equals or not all(path):
+        raise UserError(f"--set: expected section.key=value, got {override!r}")
+    value = _value(key, text)
+    if len(path) < 2 and not isinstance(value, Mapping):
         raise UserError(f"--set: expected section.key=value, got {override!r}")
     where = tables
     for name in path[:-1]:
         where = where.setdefault(name, {})
         if not isinstance(where, Mapping):
-            raise UserError(f"--set {key.strip()}: expected a table at {name!r}, got {where!r}")
-    where[path[-1]] = _value(key.strip(), value.strip())
+            raise UserError(f"--set {key}: expected a table at {name!r}, got {where!r}")
+    where[path[-1]] = value
 
 
 def _value(key: str, text: str) -> Any:
@@ -255,7 +258,7 @@ def _value(key: str, text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
-        if text and not set(text) & set("\"'[]{}=,\n"):
+        if text and text[0] not in "\"'[{" and "\n" not in text:
             return text
         raise UserError(f"--set {key}: expected a TOML value, got {text!r}") from error
     if set(parsed) != {"value"}:

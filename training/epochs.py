@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from halograd.data import Batch
 from halograd.training.build import make_optimizer, make_schedule
 from halograd.training.checkpoint import Progress, read_checkpoint
@@ -58,8 +60,10 @@ class Run:
         """
         result: dict[str, Any] = {"loss": None}
         try:
-            while self.sampler.epoch < self.epochs:
-                result["loss"] = self._epoch()
+            # A loss that overflows is told in one line, not by warnings of the arithmetic on every rank.
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                while self.sampler.epoch < self.epochs:
+                    result["loss"] = self._epoch()
         except Diverged as error:
             raise self._stopped(error) from None
         return {**result, "steps": self.optimizer.step, "validation": self.validation}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from halograd.layers.dice import Dice
 from halograd.layers.loss import Loss
 from halograd.layers.losses import BinaryCrossEntropyWithLogits

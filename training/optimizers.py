@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from halograd.training.store import Bucket, ParameterStore
 
 __all__ = ["LARS", "SGD", "Adam", "AdamW", "Optimizer"]

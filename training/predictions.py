@@ -6,6 +6,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+
 from halograd.data import Batch
 from halograd.data.atomic import atomic_path
 from halograd.training.session import Session

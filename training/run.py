@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from halograd.comm import CommError, Communicator, boot
+from halograd.errors import UserError
 from halograd.training.checkpoint import Progress, read_checkpoint, read_header
 from halograd.training.config import Config, check_config, load_config
 from halograd.training.epochs import Run, describe, evaluate_batches
@@ -19,8 +21,6 @@ from halograd.training.metrics import Evaluation
 from halograd.training.predictions import write_predictions
 from halograd.training.session import Session
 from halograd.training.trace import write_trace
-
-from halograd.errors import UserError
 
 __all__ = ["evaluate", "train"]
 
@@ -182,8 +182,8 @@ def _headline(session: Session) -> str:
 def _report_times(session: Session, log: RunLog, steps: int, directory: Path) -> None:
     """Timeline and table of phases of this run, if they were asked for. Collective."""
     timeline = session.timeline
-    if timeline is None:
+    if timeline is None or not steps:
         return
     write_trace(timeline, session.comm, directory / "timeline.json")
-    log.say(timeline.table(max(1, steps)))
+    log.say(timeline.table(steps))
     log.write("phases", steps=steps, overlap=timeline.overlap(), phases=timeline.summary())

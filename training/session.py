@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+
 from halograd.comm import Communicator
 from halograd.data import (
     Batch,
@@ -19,14 +20,13 @@ from halograd.data import (
     channel_statistics,
     split,
 )
+from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy
 from halograd.training.build import make_network, make_strategy
 from halograd.training.config import Config, DataConfig
 from halograd.training.executor import Executor
 from halograd.training.timeline import Timeline
-
-from halograd.errors import UserError
 
 __all__ = ["Session"]
 

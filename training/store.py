@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from halograd.layers import Network, Parameter
 from halograd.layers.memory import Memory
 

@@ -6,13 +6,13 @@ import math
 import time
 
 import numpy as np
+
+from halograd.errors import UserError
 from halograd.training.clipping import clip_scale
 from halograd.training.executor import Executor
 from halograd.training.optimizers import Optimizer
 from halograd.training.schedules import Schedule
 from halograd.training.store import Bucket
-
-from halograd.errors import UserError
 
 __all__ = ["Diverged", "Trainer"]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
+
 from halograd.layers import Input, Layer, Network, Parameter
 from halograd.layers.memory import Memory
 from halograd.training.store import ParameterStore

@@ -7,12 +7,12 @@ import sys
 import h5py
 import numpy as np
 import pytest
+
 from halograd.data.errors import DataError
+from halograd.errors import UserError
 from halograd.training.checkpoint import Progress, read_checkpoint, read_header, write_checkpoint
 from halograd.training.folder import CheckpointFolder
 from halograd.training.optimizers import SGD, Adam
-
-from halograd.errors import UserError
 
 PROGRESS = Progress(77, 5, {"epoch": 3, "position": 12, "shuffle": "epoch"}, {"mean": [0.1, 1 / 3]})
 

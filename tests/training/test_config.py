@@ -1,9 +1,9 @@
 """Configurations: what is read, what overrides do, and every message."""
 
 import pytest
-from halograd.training.config import load_config, parse_config
 
 from halograd.errors import UserError
+from halograd.training.config import load_config, parse_config
 
 TEXT = """
 [model]
@@ -38,6 +38,8 @@ def test_overrides():
     assert config.training.epochs == 7 and config.strategy.height == 2 and config.data.path == "b c.h5"
     assert config.output.directory == "runs/b" and config.model.options["widths"] == [1, 2]
     assert config.schedule.learning_rate == 1.0
+    config = parse_config(TEXT, ["optimizer={kind = 'adam', beta1 = 0.5}", "optimizer.beta2=0.6"])
+    assert (config.optimizer.beta1, config.optimizer.beta2) == (0.5, 0.6)
 
 
 def test_file(tmp_path):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from halograd.layers import BinaryCrossEntropyWithLogits, Dice, Input, MeanSquaredError, Network, SoftmaxCrossEntropy
 from halograd.training.metrics import Confusion, Errors, Evaluation, scores
 
@@ -101,10 +102,9 @@ CASES = ["binary", "labels", "classes", "dice", "dice softmax", "dice one-hot", 
 def test_evaluation(comm, case):
     from halograd.comm import Communicator
     from halograd.kernels import get_backend
+    from halograd.testing import grids
     from halograd.training.executor import Executor
     from halograd.training.strategy import Strategy
-
-    from halograd.testing import grids
 
     with Communicator(comm) as ranks:
         for parts in grids(ranks.size, ("sample", "height", "width")):

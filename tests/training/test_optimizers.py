@@ -4,6 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+
 from halograd.training import optimizers
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 

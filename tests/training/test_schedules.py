@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
 
 

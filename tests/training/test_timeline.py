@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from halograd.training.timeline import Timeline, kind_of, overlap_ratio
 from halograd.training.trace import merge_traces, trace_events, write_trace
 

@@ -1,0 +1,63 @@
+"""A small data set and configuration, for tests of whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+SAMPLES, EDGE, CHANNELS = 19, 16, 3
+
+CONFIG = """
+[model]
+name = "mesh"
+resolution = {edge}
+channels = {channels}
+widths = [4, 6]
+convs = 1
+decoder = true
+pos_weight = 2.0
+[data]
+path = "{data}"
+validation = 0.3
+[strategy]
+bucket_bytes = 512
+[optimizer]
+kind = "adamw"
+weight_decay = 0.01
+[schedule]
+kind = "cosine"
+learning_rate = 0.01
+warmup_epochs = 1
+[training]
+epochs = 3
+batch = 4
+seed = 7
+dtype = "float64"
+[backend]
+kernels = "numpy"
+[output]
+directory = "{out}"
+progress = false
+"""
+
+
+def write_data(path: Path) -> None:
+    """Smooth random fields, and a mask of where the first is larger than the second."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((SAMPLES, EDGE, EDGE, CHANNELS))
+    for axis in (1, 2):
+        x = (np.roll(x, 1, axis) + 2 * x + np.roll(x, -1, axis)) / 4
+    with h5py.File(path, "w") as file:
+        file.create_dataset("inputs", data=(10 * x + 3).astype(np.float32)).attrs["layout"] = "NHWC"
+        file.create_dataset("mask", data=(x[..., 0] > x[..., 1]).astype(np.uint8))
+
+
+def write_config(folder: Path, out: str = "out", name: str = "run.toml") -> Path:
+    """Write data and configuration to `folder`; the path of the latter."""
+    if not (folder / "data.h5").exists():
+        write_data(folder / "data.h5")
+    text = CONFIG.format(edge=EDGE, channels=CHANNELS, data=folder / "data.h5", out=folder / out)
+    (folder / name).write_text(text)
+    return folder / name

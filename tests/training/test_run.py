@@ -1,0 +1,249 @@
+"""Whole runs in this process: the same curve on every grid, evaluation, and what is refused."""
+
+import errno
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.data.errors import DataError
+from halograd.errors import UserError
+from halograd.testing import grids
+from halograd.training.checkpoint import read_header
+from halograd.training.log import read_log, rewind_log
+from halograd.training.run import evaluate, train
+from halograd.training.trainer import Diverged
+from tests.training.runs import CHANNELS, EDGE, SAMPLES, write_config
+
+TOLERANCE = 1e-9
+
+
+@pytest.fixture
+def config(comm, tmp_path):
+    """The same configuration for all ranks, in the folder of rank 0."""
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+    comm.Barrier()
+    yield folder / "run.toml"
+    comm.Barrier()
+
+
+def cut(parts):
+    return [f"strategy.{axis}={n}" for axis, n in parts.items()]
+
+
+def curve(directory):
+    """Losses by step and validations by epoch."""
+    losses = {e["step"]: e["loss"] for e in read_log(directory / "log.jsonl", "step")}
+    metrics = [
+        {k: v for k, v in e.items() if k not in ("event", "epoch", "step")}
+        for e in read_log(directory / "log.jsonl", "validation")
+    ]
+    return losses, metrics
+
+
+def assert_same(found, wanted):
+    assert found[0].keys() == wanted[0].keys()
+    assert list(found[0].values()) == pytest.approx(list(wanted[0].values()), rel=TOLERANCE)
+    assert len(found[1]) == len(wanted[1])
+    for mine, theirs in zip(found[1], wanted[1]):
+        assert mine == pytest.approx(theirs, rel=TOLERANCE)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_the_same_curve_on_every_grid(comm, config):
+    folder = config.parent
+    if comm.rank == 0:
+        alone = train(config, [f"output.directory={folder / 'alone'}"], comm=MPI.COMM_SELF)
+        assert alone["steps"] == 9 and alone["validation"]["iou"] > 0.3
+    comm.Barrier()
+    wanted = curve(folder / "alone")
+    for number, parts in enumerate(grids(comm.size, ("sample", "height", "width"))):
+        out = folder / f"out{number}"
+        train(config, [f"output.directory={out}", *cut(parts)], comm=comm)
+        assert_same(curve(out), wanted)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_resume_on_another_grid(comm, config):
+    """Stopped after 5 of 9 steps on one rank, continued on all of them."""
+    folder = config.parent
+    common = ["output.checkpoint_steps=5", "training.clip_norm=0.5", "optimizer.kind=adam", "output.keep=9"]
+    if comm.rank == 0:
+        train(config, [*common, f"output.directory={folder / 'whole'}"], comm=MPI.COMM_SELF)
+        stopped = folder / "stopped" / "checkpoints"
+        stopped.mkdir(parents=True)
+        name = "step-00000005.h5"
+        (stopped / name).write_bytes((folder / "whole" / "checkpoints" / name).read_bytes())
+        lines = (folder / "whole" / "log.jsonl").read_text().splitlines(keepends=True)
+        # What a killed run has logged: some steps beyond the checkpoint, the last line half.
+        (folder / "stopped" / "log.jsonl").write_text("".join(lines[:-6]) + lines[-6][:20])
+    comm.Barrier()
+    train(config, [*common, f"output.directory={folder / 'stopped'}", f"strategy.height={comm.size}"], True, comm=comm)
+    found = read_log(folder / "stopped" / "log.jsonl", "step")
+    assert [e["step"] for e in found] == list(range(1, 10))
+    assert_same(curve(folder / "stopped"), curve(folder / "whole"))
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_evaluate(comm, config):
+    """The last validation of training, on any grid; the predictions agree with the metrics."""
+    folder = config.parent
+    trained = train(config, ["training.epochs=1", f"strategy.sample={comm.size}"], comm=comm)["validation"]
+    for parts in grids(comm.size, ("sample", "height", "width")):
+        found = evaluate(folder / "out", cut(parts), predictions=folder / "p.h5", comm=comm)
+        assert {k: found[k] for k in trained} == pytest.approx(trained, rel=TOLERANCE)
+        assert found["step"] == 3
+    with h5py.File(folder / "p.h5") as file:
+        guess, truth = file["prediction"][...] > 0, file["target"][...] > 0.5
+        assert len(file["sample"]) == 6 and guess.shape == (6, EDGE, EDGE, 1)
+    assert (guess & truth).sum() / (guess | truth).sum() == pytest.approx(trained["iou"])
+    by_config = evaluate(config, [f"strategy.sample={comm.size}"], comm=comm)
+    by_file = evaluate(folder / "out" / "checkpoints" / "latest.h5", cut(parts), comm=comm)
+    assert by_config["iou"] == by_file["iou"] == found["iou"]
+    everything = evaluate(folder / "out", cut(parts), samples="all", comm=comm)
+    assert everything["accuracy"] != found["accuracy"]
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_timeline(comm, config):
+    train(config, ["output.timeline=true", f"strategy.height={comm.size}", "training.epochs=1"], comm=comm)
+    events = json.loads((config.parent / "out" / "timeline.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    for rank in range(comm.size):
+        own = {(e["name"], e["cat"]) for e in spans if e["pid"] == rank}
+        assert {("conv1_1", "forward"), ("conv1_1", "backward"), ("update", "update"), ("read", "io")} <= own
+        assert ("allreduce", "communication") in own and ("allreduce", "wait") in own
+        assert (("halo", "communication") in own) == (comm.size > 1)
+    steps = [e for e in spans if e["name"] == "conv1_1" and e["cat"] == "forward" and e["pid"] == 0]
+    assert len(steps) == 3  # validation is not in it
+    (phases,) = read_log(config.parent / "out" / "log.jsonl", "phases")
+    assert phases["phases"]["forward"]["seconds"] > 0
+
+
+@pytest.mark.mpi
+def test_nan_stops_all_ranks(comm, config):
+    """The loss overflows in the second epoch: the checkpoint of the first one stays, and is finite."""
+    settings = ["schedule.kind=step", "schedule.milestones=[1]", "schedule.factor=1e300", "schedule.warmup_epochs=0"]
+    settings += ["optimizer={kind = 'sgd'}", f"strategy.sample={comm.size}"]
+    with pytest.raises(Diverged) as caught:
+        train(config, settings, comm=comm)
+    latest = config.parent / "out" / "checkpoints" / "step-00000003.h5"
+    assert str(caught.value).endswith(f"; the last good checkpoint is {latest}")
+    assert "lower schedule.learning_rate" in str(caught.value)
+    assert evaluate(config.parent / "out", comm=comm)["step"] == 3
+    comm.Barrier()
+    assert read_log(config.parent / "out" / "log.jsonl", "stopped")
+
+
+@pytest.mark.mpi
+def test_nan_before_any_checkpoint(comm, config):
+    settings = ["schedule.learning_rate=1e300", "schedule.warmup_epochs=0", "optimizer={kind = 'sgd'}"]
+    with pytest.raises(Diverged, match="; no checkpoint was written yet"):
+        train(config, settings, comm=comm)
+
+
+@pytest.mark.mpi
+def test_full_disk(comm, config, monkeypatch):
+    """All ranks stop with one line; the checkpoint before is whole."""
+    from halograd.training import checkpoint as module
+
+    def full(group, arrays):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    train(config, ["training.epochs=1"], comm=comm)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write_arrays", full)
+        with pytest.raises(DataError, match=r"cannot write .*step-00000006\.h5: the disk is full; nothing was left"):
+            train(config, ["training.epochs=2"], True, comm=comm)
+    folder = config.parent / "out" / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["latest.h5", "step-00000003.h5"]
+    assert read_header(folder / "latest.h5")[0].step == 3
+    comm.Barrier()
+
+
+MODEL = "model={name='mesh', channels=3, widths=[4, 6], convs=1, resolution=16"
+
+REFUSED = [
+    (
+        ["model.resolution=32"],
+        r"data\.path: expected samples of shape \(32, 32, 3\) for model 'mesh', got \(16, 16, 3\)",
+    ),
+    (["model.name=mush"], "model.name: expected one of .*mesh.*, got 'mush'"),
+    (["model.depth=3"], "model: mesh was not made: .*depth.*; its options are resolution, "),
+    ([MODEL + "}"], r"data\.rule: expected how a patch is made of its cells \(any, .* predicts \(4, 4\) patches"),
+    (["backend.transport=pigeon"], "backend.transport: expected 'auto', 'mpi', .* got 'pigeon'"),
+    (["backend.kernels=abacus"], "expected a backend out of auto, .* got 'abacus'"),
+    (["data.path=none.h5"], r"none\.h5: no such file"),
+    (["data.targets=x"], "expected a dataset 'x', got inputs .*, mask"),
+    (["training.batch=99"], "batch of 99: expected at least 99 samples to draw from, got 13"),
+    (["strategy.height=64"], "strategy: 64 spatial parts do not divide the . ranks; start a multiple of 64 ranks"),
+    (["strategy.sample=64"], "strategy: .* needs 64 ranks, the run has ."),
+    (["strategy={file = 'none.json'}"], "strategy none.json: cannot be read"),
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overrides, message", REFUSED, ids=[m for _, m in REFUSED])
+def test_refused(comm, config, overrides, message):
+    with pytest.raises((UserError, ValueError), match=message) as caught:
+        train(config, overrides, comm=comm)
+    assert "\n" not in str(caught.value)
+    assert not (config.parent / "out" / "checkpoints").exists()
+
+
+@pytest.mark.mpi
+def test_patches(comm, config):
+    train(config, [MODEL + "}", "data.rule=any", "training.epochs=1"], comm=comm)
+    assert (config.parent / "out" / "checkpoints" / "latest.h5").exists()
+
+
+@pytest.mark.mpi
+def test_another_runs_directory(comm, config):
+    train(config, ["training.epochs=1"], comm=comm)
+    with pytest.raises(UserError, match=r"output\.directory: expected one without checkpoints, .*--resume"):
+        train(config, comm=comm)
+    with pytest.raises(UserError, match=r"is of another network: expected 'conv1_1: Conv 8x8x5', got .*8x8x4'"):
+        train(config, ["model.widths=[5, 6]"], True, comm=comm)
+    with pytest.raises(ValueError, match="cannot continue the data sequence: checkpoint has seed = 7, this run has 8"):
+        train(config, ["training.seed=8"], True, comm=comm)
+
+
+@pytest.mark.mpi
+def test_nothing_to_resume(comm, config):
+    with pytest.raises(UserError, match=r"--resume: expected a checkpoint in .*, there is none; start without"):
+        train(config, resume=True, comm=comm)
+
+
+@pytest.mark.mpi
+def test_nothing_to_evaluate(comm, config):
+    with pytest.raises(UserError, match=r"expected a trained run \(its configuration, directory or a checkpoint\)"):
+        evaluate(config, comm=comm)
+    with pytest.raises(UserError, match="samples: expected one of validation, training, all, got 'test'"):
+        evaluate(config, samples="test", comm=comm)
+    train(config, ["training.epochs=1", "data.validation=0"], comm=comm)
+    with pytest.raises(UserError, match=r"data\.validation: expected held-out samples to evaluate, got 0"):
+        evaluate(config.parent / "out", comm=comm)
+
+
+def test_rewinding_a_log(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rewind_log(path, 3)
+    entries = [{"event": "step", "step": s} for s in range(1, 6)]
+    path.write_text("".join(json.dumps(e) + "\n" for e in entries) + '{"event": "st')
+    rewind_log(path, 3)
+    assert read_log(path) == entries[:3]
+
+
+def test_the_data_are_what_the_tests_think(tmp_path):
+    write_config(tmp_path)
+    with h5py.File(tmp_path / "data.h5") as file:
+        assert file["inputs"].shape == (SAMPLES, EDGE, EDGE, CHANNELS) and 0.3 < np.mean(file["mask"]) < 0.7
