@@ -204,11 +204,11 @@ class Backend(ABC):
             raise KernelError("activation: expected both dy and dx or neither, got one; pass both for a backward")
         checks.check_same_shape("activation", x=x, y=y, dy=dy, dx=dx)
         self._check_dtypes("activation", x=x, y=y, dy=dy, dx=dx)
-        needs_input = kind == "gelu" or (kind == "leaky_relu" and alpha < 0)
-        if dy is not None and x is y and needs_input:
-            raise KernelError(f"activation: expected x and y apart for the gradient of {kind}, got one array; use two")
         if empty.has_nothing(x):
             return empty.filled(0), None if dx is None else empty.filled(0)
+        needs_input = kind == "gelu" or (kind == "leaky_relu" and alpha < 0)
+        if dy is not None and checks.same_elements(x, y) and needs_input:
+            raise KernelError(f"activation: expected x and y apart for the gradient of {kind}, got one array; use two")
         return self._activation(kind, x, y, dy, dx, alpha)
 
     def add(self, xs: Sequence[Any], y: Any, relu: bool = False) -> Kernel:

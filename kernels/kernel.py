@@ -9,7 +9,7 @@ from typing import Any
 from halograd.kernels.errors import KernelError
 from halograd.kernels.scratch import Scratch
 
-__all__ = ["BatchNormKernels", "Kernel", "ScratchKernel"]
+__all__ = ["BatchNormKernels", "Kernel", "ScratchKernel", "chain", "idle"]
 
 
 class Kernel:
@@ -89,6 +89,28 @@ class ScratchKernel(Kernel):
     def close(self) -> None:
         self._bind = None
         super().close()
+
+
+def idle() -> Kernel:
+    """A step that another kernel does already."""
+    return Kernel(lambda: None, "idle")
+
+
+def chain(*kernels: Kernel) -> Kernel:
+    """Several kernels as one, run in this order; it closes them."""
+    parts = tuple(kernels)
+
+    def run() -> None:
+        for kernel in parts:
+            kernel()
+
+    def close() -> None:
+        for kernel in parts:
+            kernel.close()
+
+    whole = Kernel(run, " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
+    whole.scratch_bytes = max(k.scratch_bytes for k in parts)
+    return whole
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.kernel import BatchNormKernels, Kernel, ScratchKernel
+from halograd.kernels.kernel import BatchNormKernels, Kernel, ScratchKernel, idle
 from halograd.kernels.numpy.moments import moments
 from halograd.kernels.numpy.rows import RowBlocks
 from halograd.kernels.scratch import Scratch, round_up
@@ -68,13 +68,12 @@ class NumpyBatchNorm:
     def kernels(self) -> BatchNormKernels:
         """All four kernels."""
         a = self.a
-        idle = Kernel(lambda: None, "numpy:nothing to do")
-        statistics = idle if a.local else self._kernel(lambda: moments(a.x, a.sums, self.scratch))
+        statistics = idle() if a.local else self._kernel(lambda: moments(a.x, a.sums, self.scratch))
         forward = self._kernel(self._bind_forward)
         if a.dx is None:
             return BatchNormKernels(statistics, forward, None, None)
         if a.local:
-            return BatchNormKernels(statistics, forward, self._kernel(self._bind_backward_local), idle)
+            return BatchNormKernels(statistics, forward, self._kernel(self._bind_backward_local), idle())
         backward_sums = self._kernel(lambda: self._bind_sums(a.sums))
         return BatchNormKernels(statistics, forward, backward_sums, self._kernel(lambda: self._bind_data(a.means)))
 

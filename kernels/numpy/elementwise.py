@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from halograd.kernels.checks import same_elements
 from halograd.kernels.kernel import Kernel, ScratchKernel
 from halograd.kernels.numpy.erf import BUFFERS, erf
 from halograd.kernels.scratch import Scratch, nbytes_of, round_up
@@ -126,8 +127,8 @@ def activation(
 
 def add(xs: Sequence[Any], y: Any, relu: bool) -> Kernel:
     """Sum of arrays; `y` may be one of them, or several."""
-    into = [x for x in xs if _same(x, y)]
-    terms = [x for x in xs if not _same(x, y)]
+    into = [x for x in xs if same_elements(x, y)]
+    terms = [x for x in xs if not same_elements(x, y)]
 
     def run() -> None:
         _start(into, terms, y)
@@ -148,8 +149,3 @@ def _start(into: list[Any], terms: list[Any], y: Any) -> None:
         np.add(terms[0], terms[1], out=y)
     else:
         np.copyto(y, terms[0])
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two arrays are the same elements in the same order."""
-    return a.__array_interface__["data"] == b.__array_interface__["data"] and a.strides == b.strides

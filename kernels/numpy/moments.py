@@ -24,7 +24,8 @@ def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
     Each block of rows, small enough for the cache, is gone over twice: for its mean, and for the sum of
     squares about that mean. The blocks are combined in float64 (Chan, Golub, LeVeque, "Updating formulae
     and a pairwise algorithm for computing sample variances", 1979), so ``E[x^2] - mean^2`` formed in
-    float64 is right even where the mean is many times the standard deviation.
+    float64 is right even where the mean is many times the standard deviation: what the sum of a block errs
+    by enters the variance squared.
     """
     blocks = RowBlocks(x)
     ones = np.ones(blocks.tallest, x.dtype)
@@ -37,17 +38,14 @@ def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
         sums.fill(0)
         for count, one, rows, about, deviation, long, by_channel in steps:
             np.matmul(one, rows, out=long)
-            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=mean)
-            np.divide(mean, count, out=mean)
+            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=first)
+            np.divide(first, count, out=mean)
             np.copyto(shift, mean, casting="same_kind")
             np.subtract(rows, about, out=deviation)
-            # What rounding the mean left over is in `first`; `about` is what was really subtracted.
-            np.matmul(one, deviation, out=long)
-            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=first)
             np.multiply(deviation, deviation, out=deviation)
             np.matmul(one, deviation, out=long)
             np.add.reduce(by_channel, axis=0, dtype=np.float64, out=second)
-            np.copyto(mean, shift[0])
+            np.copyto(mean, shift[0])  # what was really subtracted
             _accumulate(sums, count, mean, first, second, extra)
 
     return run
@@ -68,13 +66,11 @@ def _step(piece: Piece, x: Any, ones: Any, shift: Any, row: Any, scratch: Scratc
 
 
 def _accumulate(sums: Any, count: int, mean: Any, first: Any, second: Any, extra: Any) -> None:
-    """Add a block's ``sum x = n m + first`` and ``sum x^2 = second + 2 m first + n m^2`` to `sums`."""
-    np.multiply(mean, first, out=extra)
-    np.multiply(extra, 2, out=extra)
-    np.add(second, extra, out=second)
+    """Add a block's ``sum x = first`` and ``sum x^2 = second + m (2 first - n m)`` to `sums`; overwrites `extra`."""
     np.multiply(mean, count, out=extra)
-    np.add(first, extra, out=first)
-    np.multiply(mean, extra, out=extra)
+    np.subtract(first, extra, out=extra)
+    np.add(extra, first, out=extra)
+    np.multiply(extra, mean, out=extra)
     np.add(second, extra, out=second)
     np.add(sums[0], first, out=sums[0])
     np.add(sums[1], second, out=sums[1])

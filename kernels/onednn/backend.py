@@ -30,7 +30,7 @@ __all__ = ["DELEGATED", "OnednnBackend"]
 DELEGATED = {
     "max_pool": "windows that are dilated, or padding as wide as the window",
     "average_pool": "windows that are dilated, or padding as wide as the window",
-    "batch_norm": "one element per channel",
+    "batch_norm": "one element per channel, or channels and rows that do not join to multiples of 16",
     "activation": "strided arrays",
     "add": "strided arrays, a single term, or the output twice among the terms",
 }
