@@ -362,7 +362,9 @@ def test_a_closed_kernel_says_so(arrays):
 
 def test_kernels_tell_what_they_are(arrays):
     for kernel in every_kernel(arrays):
-        assert kernel.impl in repr(kernel) and (":" in kernel.impl or kernel.impl == "idle") and "ref" not in kernel.impl
+        assert (
+            kernel.impl in repr(kernel) and (":" in kernel.impl or kernel.impl == "idle") and "ref" not in kernel.impl
+        )
         assert kernel.workspace_bytes >= 0 and kernel.scratch_bytes >= 0
     forward, _ = arrays.backend.max_pool(
         arrays.draw(2, 8, 8, 16), arrays.draw(2, 4, 4, 16), arrays.draw(2, 4, 4, 16), arrays.draw(2, 8, 8, 16), G2

@@ -1,0 +1,284 @@
+"""What is oneDNN's alone: bfloat16, the choice of algorithms, what is delegated and what refused."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import threadpoolctl
+
+from halograd.kernels import Geometry, KernelError, get_backend
+from halograd.kernels.onednn import DELEGATED, OnednnBackend, matmul
+from halograd.kernels.onednn.abi import Abi, DnnlError
+from halograd.kernels.onednn.program import Program, ReferenceOnly
+
+from . import reference
+from .conftest import EPS, Arrays, assert_close
+from .geometries import CASES
+from .test_convolution import check
+from .test_interface import G2, G, norm, text_of
+
+
+@pytest.fixture(scope="module")
+def onednn():
+    """oneDNN with one thread."""
+    try:
+        opened = OnednnBackend()
+    except KernelError as error:
+        pytest.skip(f"needs oneDNN: {error}")
+    with opened:
+        yield opened
+
+
+def refuse(monkeypatch, impl="ref:any"):
+    monkeypatch.setattr(Abi, "implementation", lambda self, descriptor: impl)
+
+
+# ---------------------------------------------------------------------- bfloat16
+@pytest.mark.parametrize("master", ["bfloat16", "float32"], ids=["bf16 weights", "f32 weights"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.geometry.groups == 1][:11], ids=str)
+def test_bfloat16(onednn, case, master):
+    """Products are exact and summed in float32; one rounding to bfloat16 at the end, one of float32 masters before."""
+    a, g, (xs, ws, bs, ys) = Arrays(onednn, ml_dtypes.bfloat16), case.geometry, case.shapes
+    dtype = ml_dtypes.bfloat16 if master == "bfloat16" else np.float32
+    x, dy, w, b = a.draw(*xs), a.draw(*ys), a.draw(*ws, dtype=dtype), a.draw(*bs, dtype=dtype)
+    y, dx, dw, db = a.poisoned(*ys), a.poisoned(*xs), a.poisoned(*ws, dtype=dtype), a.poisoned(*bs, dtype=dtype)
+    try:
+        kernels = [
+            onednn.conv_forward(x, w, b, y, g),
+            onednn.conv_backward_data(dy, w, dx, g),
+            onednn.conv_backward_filter(x, dy, dw, db, g),
+        ]
+    except KernelError as error:
+        pytest.skip(f"needs a CPU with AVX-512 for bfloat16: {error}")
+    for kernel in kernels:
+        kernel()
+    rounded = w.astype(ml_dtypes.bfloat16)
+    expected = [
+        (y, reference.conv(x, rounded, b, g, ys), math.prod(ws[1:])),
+        (dx, reference.conv_data(dy, rounded, g, xs), math.prod(g.kernel) * ws[0]),
+        (dw, reference.conv_filter(x, dy, g, ws), math.prod(ys[:-1])),
+        (db, dy.astype(np.float64).sum(axis=tuple(range(dy.ndim - 1))), math.prod(ys[:-1])),
+    ]
+    for got, want, terms in expected:
+        scale = max(1.0, float(np.abs(want).max()))
+        bound = EPS[np.dtype(got.dtype)] * scale + 4 * EPS[np.dtype(np.float32)] * terms * scale
+        found = got.astype(np.float64)
+        assert not np.isnan(found).any()
+        assert np.abs(found - want).max() <= bound
+
+
+def test_bfloat16_is_for_convolutions(onednn):
+    a = Arrays(onednn, ml_dtypes.bfloat16)
+    x = a.draw(2, 4, 4, 16)
+    assert "add: expected dtype float32, got bfloat16" in text_of(lambda: onednn.add([x, x], x))
+    w = a.draw(16, 3, 3, 16, dtype=np.float64)
+    text = text_of(lambda: onednn.conv_forward(x, w, None, x, G))
+    assert "expected weights of dtype bfloat16 or float32, got float64" in text
+
+
+# ---------------------------------------------------------------------- algorithms
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_algorithm_is_right(onednn, case, monkeypatch):
+    """Each candidate in turn, whichever would be the fastest."""
+    tried = []
+    for name in ("packed", "blocked", "taps"):
+
+        def only(candidates, name=name):
+            build = candidates.get(name, candidates["packed"])
+            tried.append(name)
+            try:
+                return build().kernel()
+            except ReferenceOnly:
+                return candidates["packed"]().kernel()
+
+        monkeypatch.setattr(onednn._choice, "_first", only)
+        check(Arrays(onednn, np.float32), case)
+    assert len(tried) == 9
+
+
+def test_taps_are_used_where_they_can_be(onednn):
+    a, usable = Arrays(onednn, np.float32), []
+    for case in CASES:
+        xs, ws, _, ys = case.shapes
+        try:
+            matmul.backward_filter_by_taps(
+                onednn._engine, a.draw(*xs), a.draw(*ys), a.draw(*ws), None, case.geometry
+            ).close()
+            usable.append(case)
+        except ReferenceOnly as error:
+            assert "expected stride 1 and one group" in str(error)
+    assert usable == [c for c in CASES if set(c.geometry.stride) == {1} and c.geometry.groups == 1]
+
+
+def test_autotune_measures_once_per_shape():
+    with get_backend("onednn", autotune=True) as backend:
+        a, case = Arrays(backend, np.float32), CASES[1]
+        check(a, case)
+        found = backend.autotuned()
+        assert {key[0] for key in found} == {"forward", "backward data", "backward filter"}
+        by_pass = {key[0]: times for key, times in found.items()}
+        assert set(by_pass["forward"]) == {"packed", "blocked"}
+        assert set(by_pass["backward filter"]) == {"packed", "blocked", "taps"}
+        for times in found.values():
+            assert list(times.values()) == sorted(times.values()) and min(times.values()) > 0
+        before = {key: dict(times) for key, times in found.items()}
+        check(a, case)
+        assert backend.autotuned() == before
+        check(a, CASES[2])
+        assert len(backend.autotuned()) == 6
+
+
+def test_autotune_takes_the_fastest(monkeypatch):
+    import halograd.kernels.onednn.autotune as autotune
+
+    order = []
+
+    def slow_first(kernel):
+        order.append(kernel.impl)
+        return 1.0 / len(order)
+
+    monkeypatch.setattr(autotune, "measure", slow_first)
+    with get_backend("onednn", autotune=True) as backend:
+        a, (xs, ws, _, ys) = Arrays(backend, np.float32), CASES[1].shapes
+        kernel = backend.conv_backward_filter(a.draw(*xs), a.draw(*ys), a.poisoned(*ws), None, CASES[1].geometry)
+        assert len(order) == 3 and kernel.impl == order[-1] and "brg" in kernel.impl
+
+
+# ---------------------------------------------------------------------- refused and delegated
+def test_slow_convolutions_are_refused(onednn, monkeypatch):
+    a = Arrays(onednn, np.float32)
+    x, w, y = a.draw(1, 4, 4, 8), a.draw(8, 3, 3, 8), a.draw(1, 4, 4, 8)
+    refuse(monkeypatch)
+    for call in (
+        lambda: onednn.conv_forward(x, w, None, y, G),
+        lambda: onednn.conv_backward_data(y, w, x, G),
+        lambda: onednn.conv_backward_filter(x, y, w, None, G),
+    ):
+        text = text_of(call)
+        assert "expected a convolution that oneDNN has a fast implementation of" in text
+        assert "has only the slow ref:any of convolution_" in text and "or the backend numpy" in text
+
+
+def test_slow_dense_layers_are_refused(onednn, monkeypatch):
+    a = Arrays(onednn, np.float32)
+    refuse(monkeypatch)
+    assert "only the slow ref:any of matmul" in text_of(
+        lambda: onednn.dense_forward(a.draw(2, 3), a.draw(4, 3), None, a.draw(2, 4))
+    )
+
+
+def test_delegation_is_named(onednn):
+    """Exactly what the table lists goes to NumPy, and the kernels say so."""
+    a, b = Arrays(onednn, np.float32), onednn
+    x, y = a.draw(2, 8, 8, 16), a.draw(2, 6, 6, 16)
+    dilated = Geometry.of((2, 2), 1, 0, dilation=2)
+    delegated = {
+        "max_pool": b.max_pool(x, y, None, None, dilated)[0],
+        "average_pool": b.average_pool(x, y, None, None, dilated, True)[0],
+        "batch_norm": b.batch_norm(**norm(a, (1, 7))).forward,
+        "activation": b.activation("relu", x[:, 1:], x[:, 1:], None, None)[0],
+        "add": b.add([x], a.draw(2, 8, 8, 16)),
+    }
+    assert set(delegated) == set(DELEGATED)
+    for kernel in delegated.values():
+        assert kernel.impl.startswith("numpy:")
+    assert b.batch_norm(**norm(a, (1, 3, 5, 18))).forward.impl.startswith("numpy:")
+    half = a.draw(2, 4, 4, 16)
+    fast = [
+        b.max_pool(x, half, None, None, G2)[0],
+        b.average_pool(x, half, None, None, G2, True)[0],
+        b.batch_norm(**norm(a, (2, 8, 8, 16))).forward,
+        b.activation("relu", x, x, None, None)[0],
+        b.add([x, x + 1], a.draw(2, 8, 8, 16)),
+    ]
+    for kernel in fast:
+        assert kernel.impl.startswith("onednn:")
+
+
+def test_statistics_of_odd_channels_are_fast_too(onednn):
+    a = Arrays(onednn, np.float32)
+    for channels in (18, 3, 24, 1):
+        kernels = onednn.batch_norm(**norm(a, (1, 32, 8, channels), local=False))
+        assert "bnorm_jit" in kernels.forward.impl and "jit" in kernels.backward_data.impl
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("drop", [(-1, 0), (-2, 0), (0, -3), (-2, -1)], ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_dropped_rows(onednn, samples, drop, stride):
+    """oneDNN rejects a padding of -stride and less behind; the rows are left out, and their gradient is zero."""
+    geometry = Geometry.of((3, 3), stride, ((1, drop[0]), (0, drop[1])))
+    a, spatial = Arrays(onednn, np.float32), (9, 10)
+    ys = (samples, *geometry.output_shape(spatial), 16)
+    x, w, dy = a.draw(samples, *spatial, 16), a.draw(16, 3, 3, 16), a.draw(*ys)
+    y, dx, dw = a.poisoned(*ys), a.poisoned(*x.shape), a.poisoned(*w.shape)
+    onednn.conv_forward(x, w, None, y, geometry)()
+    onednn.conv_backward_data(dy, w, dx, geometry)()
+    onednn.conv_backward_filter(x, dy, dw, None, geometry)()
+    assert_close(y, reference.conv(x, w, None, geometry, ys), 144)
+    assert_close(dx, reference.conv_data(dy, w, geometry, x.shape), 144)
+    assert_close(dw, reference.conv_filter(x, dy, geometry, w.shape), math.prod(ys[:-1]))
+
+
+# ---------------------------------------------------------------------- the library
+def fake(major, runtime):
+    version = SimpleNamespace(major=major, minor=1, patch=0, cpu_runtime=runtime)
+
+    def dnnl_version():
+        return SimpleNamespace(contents=version)
+
+    return SimpleNamespace(dnnl_version=dnnl_version)
+
+
+def test_another_version_is_refused():
+    text = text_of(lambda: Abi(fake(2, 2), "lib"))
+    assert "expected oneDNN 3, got 2.1.0 in lib; set DNNL_LIB" in text
+
+
+def test_an_asynchronous_library_is_refused():
+    text = text_of(lambda: Abi(fake(3, 512), "lib"))
+    assert "expected a oneDNN built for OpenMP, TBB or one thread, got CPU runtime 512 in lib" in text
+
+
+def test_error_codes_are_words(onednn):
+    with pytest.raises(DnnlError, match=r"oneDNN: dnnl_memory_desc_create_with_strides: invalid arguments") as caught:
+        Program(onednn._engine).desc((-1,), np.float32, (1,))
+    assert caught.value.status == 2
+
+
+def test_library_is_looked_for_in_order(monkeypatch):
+    from halograd.kernels.onednn import library
+
+    monkeypatch.delenv("DNNL_LIB", raising=False)
+    monkeypatch.setenv("CONDA_PREFIX", "/opt/conda")
+    own, conda, plain = library.candidates()
+    assert own.endswith("lib/libdnnl.so.3") and conda == "/opt/conda/lib/libdnnl.so.3" and plain == "libdnnl.so.3"
+    monkeypatch.setenv("DNNL_LIB", "/site/libdnnl.so")
+    assert library.candidates() == ["/site/libdnnl.so"]
+
+
+def test_one_pool_of_threads(onednn):
+    def blas() -> set[int]:
+        return {p["num_threads"] for p in threadpoolctl.threadpool_info() if p["user_api"] == "blas"}
+
+    before = blas()
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        if blas() == {1}:
+            pytest.skip("needs a BLAS with more than one thread")
+        with get_backend("onednn", threads=2) as backend:
+            assert blas() == {1} and backend.threads == 2
+        assert blas() == {2}
+        with get_backend("numpy", threads=1) as backend:
+            assert blas() == {1}
+        assert blas() == {2}
+    assert blas() == before
+
+
+def test_two_threads_give_the_same(onednn):
+    with get_backend("onednn", threads=2) as backend:
+        check(Arrays(backend, np.float32), CASES[2])
+    check(Arrays(onednn, np.float32), CASES[2])
