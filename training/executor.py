@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+
 from halograd.comm import Communicator
 from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers import Loss, Network
@@ -77,9 +78,7 @@ class Executor:
         self.dtype = np.dtype(dtype)
         self.memory = Memory(kernels)
         self.mode = Mode(training=trainable, seed=seed, valid=batch)
-        self.store = store or ParameterStore(
-            network, self.memory, self.dtype, seed, self.strategy.bucket_bytes
-        )
+        self.store = store or ParameterStore(network, self.memory, self.dtype, seed, self.strategy.bucket_bytes)
         self.recorder = comm.recorder
         self._bind(trainable)
 
@@ -121,8 +120,10 @@ class Executor:
         return step, binding, operator
 
     def _find_loss(self) -> Operator | None:
+        """The operator of the output named ``"loss"``; other losses of the network are values like any other."""
+        node = self.network.outputs.get("loss")
         for step, _, operator in self._bindings:
-            if isinstance(step.layer, Loss):
+            if node is not None and step.layer is node.layer and isinstance(node.layer, Loss):
                 return operator
         return None
 
