@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from halograd.comm import Communicator
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape

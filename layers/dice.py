@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from halograd.layers.binding import Binding
 from halograd.layers.chunks import buffer, chunks, rows
 from halograd.layers.layer import Shape

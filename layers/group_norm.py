@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from halograd.layers.batch_norm import affine_arrays, affine_parameters
 from halograd.layers.binding import Binding
 from halograd.layers.channel_norm import ChannelNormOperator

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from halograd.dtensor import Box, Layout
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from halograd.layers.chunks import buffer, chunks
 
 __all__ = ["cancellation_limit", "cancels", "centered_squares"]

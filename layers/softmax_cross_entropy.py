@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from halograd.layers.binding import Binding
 from halograd.layers.chunks import buffer, chunks, rows
 from halograd.layers.layer import Shape

@@ -6,12 +6,12 @@ import contextlib
 
 import numpy as np
 import pytest
+
 from halograd.kernels import KernelError, get_backend
 from halograd.layers import Input, Loss, Network
+from halograd.testing import random_array
 from halograd.training.executor import Executor
 from halograd.training.strategy import Strategy
-
-from halograd.testing import random_array
 
 
 def needs(backend):
@@ -48,6 +48,13 @@ def normalize(x, dy, gamma, beta, axes, eps=1e-5, relu=False):
     dx = (g - g.mean(axes, keepdims=True) - xhat * (g * xhat).mean(axes, keepdims=True)) / std
     rest = tuple(range(x.ndim - 1))
     return {"y": y, "dx0": dx, "dgamma": (dy * xhat).sum(rest), "dbeta": dy.sum(rest), "mean": mean, "var": var}
+
+
+def moved(shape, batch, change):
+    """`change` of the random input as `run_layer` wants it, and the input that results."""
+    drawn = random_array((batch, *shape), "x0")
+    shift = change(drawn) - drawn
+    return {"x0": shift}, drawn + shift
 
 
 def close(found, want, dtype="float64", factor=1000.0):

@@ -5,13 +5,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from halograd.comm import Communicator
-from halograd.layers import GroupNorm, Input, InstanceNorm, LayerNorm
 from mpi4py import MPI
 
+from halograd.comm import Communicator
+from halograd.layers import GroupNorm, Input, InstanceNorm, LayerNorm
 from halograd.testing import check_layer, grids, random_array, run_layer
 from tests.layers.geometries import skew
-from tests.layers.norms import close, executing, needs, normalize, step, traffic
+from tests.layers.norms import close, executing, moved, needs, normalize, step, traffic
 from tests.layers.oracle import check_torch, torch
 
 SHAPE = (7, 5, 4)
@@ -55,8 +55,14 @@ def oracle(kind, x, relu=False, affine=True):
 
 @pytest.mark.many_ranks
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(12, 4), SHAPE, (3, 5, 4, 2)])
-def test_exact_on_every_grid(kind, shape):
+def test_exact_on_every_grid(kind):
+    check_layer(lambda: KINDS[kind](), SHAPE, batch=3)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["group", "channels"])
+@pytest.mark.parametrize("shape", [(12, 4), (3, 5, 4, 2)])
+def test_exact_on_lines_and_volumes(kind, shape):
     check_layer(lambda: KINDS[kind](), shape, batch=3)
 
 
@@ -100,7 +106,7 @@ def test_float32_against_the_definition(ranks, kind, backend):
     want = oracle(kind, x, relu=True)
     for parts in grids(ranks.size, AXES):
         found = run_layer(
-            lambda: KINDS[kind](activation="relu"), [shape], ranks, parts, dtype="float32", backend=backend, inputs=[x]
+            lambda: KINDS[kind](activation="relu"), [shape], ranks, parts, dtype="float32", backend=backend
         )
         for key, array in want.items():
             if found is not None:
@@ -108,13 +114,13 @@ def test_float32_against_the_definition(ranks, kind, backend):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("mean", "spread"), [(1e3, 1.0), (1e6, 1.0), (-1e4, 1e-2), (5.0, 0.0)])
+@pytest.mark.parametrize("kind", ["group", "instance", "channels"])
+@pytest.mark.parametrize(("mean", "spread"), [(1e6, 1.0), (5.0, 0.0)])
 def test_large_mean_and_small_variance(ranks, kind, mean, spread):
-    x = mean + spread * random_array((2, *SHAPE), "x0")
+    shift, x = moved(SHAPE, 2, lambda x: mean + spread * x)
     want = oracle(kind, x)
     for parts in grids(ranks.size, AXES):
-        found = run_layer(lambda: KINDS[kind](), [SHAPE], ranks, parts, inputs=[x])
+        found = run_layer(lambda: KINDS[kind](), [SHAPE], ranks, parts, shift=shift)
         if found is not None:
             close(found["y"], want["y"], factor=10 * max(1, abs(mean) / math.hypot(spread, 3e-3)))
 
