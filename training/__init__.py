@@ -1,1 +1,73 @@
-"""halograd.training"""
+"""Training: execution of a strategy, the trainer, optimizers, schedules, checkpoints, metrics, timelines.
+
+Names are loaded when first used, so that plain data (:class:`Strategy`) can be had without MPI.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halograd.training.checkpoint import Progress, read_checkpoint, write_checkpoint
+    from halograd.training.config import Config, load_config
+    from halograd.training.executor import Executor
+    from halograd.training.metrics import Confusion, Evaluation
+    from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
+    from halograd.training.run import evaluate, train
+    from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
+    from halograd.training.store import ParameterStore
+    from halograd.training.strategy import Strategy
+    from halograd.training.timeline import Timeline
+    from halograd.training.trace import write_trace
+    from halograd.training.trainer import Diverged, Trainer
+
+__all__ = [
+    "LARS",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Config",
+    "Confusion",
+    "Constant",
+    "Cosine",
+    "Diverged",
+    "Evaluation",
+    "Executor",
+    "Optimizer",
+    "ParameterStore",
+    "Progress",
+    "StepDecay",
+    "Strategy",
+    "Timeline",
+    "Trainer",
+    "WarmUp",
+    "evaluate",
+    "load_config",
+    "read_checkpoint",
+    "train",
+    "write_checkpoint",
+    "write_trace",
+]
+
+_HOMES = {
+    "checkpoint": ("Progress", "read_checkpoint", "write_checkpoint"),
+    "config": ("Config", "load_config"),
+    "executor": ("Executor",),
+    "metrics": ("Confusion", "Evaluation"),
+    "optimizers": ("LARS", "SGD", "Adam", "AdamW", "Optimizer"),
+    "run": ("evaluate", "train"),
+    "schedules": ("Constant", "Cosine", "StepDecay", "WarmUp"),
+    "store": ("ParameterStore",),
+    "strategy": ("Strategy",),
+    "timeline": ("Timeline",),
+    "trace": ("write_trace",),
+    "trainer": ("Diverged", "Trainer"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"halograd.training.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

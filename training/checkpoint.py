@@ -104,7 +104,7 @@ def _write_arrays(group: h5py.Group, arrays: Mapping[str, Any]) -> None:
 
 
 def _crc(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def read_header(path: str | Path) -> tuple[Progress, str]:

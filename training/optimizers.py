@@ -140,7 +140,7 @@ class SGD(Optimizer):
     Nesterov: ``p -= learning_rate * (g + momentum * v)``.
     """
 
-    state_names = ("momentum",)
+    state_names: tuple[str, ...] = ("momentum",)
 
     def __init__(
         self, store: ParameterStore, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
@@ -170,7 +170,7 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Adam (Kingma and Ba 2015, Algorithm 1) with L2 regularisation in the gradient, as torch.optim.Adam."""
 
-    state_names = ("first_moment", "second_moment")
+    state_names: tuple[str, ...] = ("first_moment", "second_moment")
     _decoupled = False
 
     def __init__(
@@ -219,7 +219,7 @@ class LARS(Optimizer):
     Biases and norm parameters (no weight decay) have ``r = 1``, as in all practical implementations.
     """
 
-    state_names = ("momentum",)
+    state_names: tuple[str, ...] = ("momentum",)
 
     def __init__(
         self, store: ParameterStore, momentum: float = 0.9, trust: float = 1e-3, weight_decay: float = 0.0

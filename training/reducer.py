@@ -95,6 +95,11 @@ class GradientReducer:
         for i in range(len(self._pending)):
             self._complete(i)
 
+    def discard(self) -> None:
+        """Finish all sums and forget the updates (of a step that went wrong)."""
+        self.wait()
+        self._pending = [False] * len(self._pending)
+
     def close(self) -> None:
         """Free the reductions."""
         for reduction in self._reductions:

@@ -115,6 +115,7 @@ class Session:
         x, target = (self.executor.input(name).array for name in ("x", "target"))
         with closing(self.loader.iterate(batches)) as loaded:  # type: ignore[type-var]
             for item in loaded:
+                assert item.y is not None
                 np.copyto(x, item.x)
                 np.copyto(target, item.y, casting="unsafe")
                 self.executor.mode.valid = item.batch.valid

@@ -88,19 +88,13 @@ class Trainer:
         executor.backward()
         loss = executor.loss_value()
         if not math.isfinite(loss):
-            self._reducer.wait()
-            raise Diverged(
-                f"step {self.optimizer.step}: the loss is {loss}; lower schedule.learning_rate, or set "
-                "training.clip_norm"
-            )
+            raise self._diverged(f"the loss is {loss}; lower schedule.learning_rate, or set training.clip_norm")
         scale = 1.0
         if self.clip_norm is not None:
             scale, self.gradient_norm = clip_scale(executor.store, self._reducer, self.clip_norm)
             if not math.isfinite(self.gradient_norm):
-                raise Diverged(
-                    f"step {self.optimizer.step}: the norm of the gradients is {self.gradient_norm}; lower "
-                    "schedule.learning_rate"
-                )
+                norm = self.gradient_norm
+                raise self._diverged(f"the norm of the gradients is {norm}; lower schedule.learning_rate")
         self.optimizer.begin_step(self.learning_rate, scale)
         return loss
 
@@ -115,7 +109,10 @@ class Trainer:
         self._reducer.finish()
         for name, array in self.executor.store.params.items():
             if not np.isfinite(array).all():
-                raise Diverged(
-                    f"step {self.optimizer.step}: parameter {name} is not finite any more; lower "
-                    "schedule.learning_rate, or set training.clip_norm"
+                raise self._diverged(
+                    f"parameter {name} is not finite any more; lower schedule.learning_rate, or set training.clip_norm"
                 )
+
+    def _diverged(self, what: str) -> Diverged:
+        self._reducer.discard()
+        return Diverged(f"step {self.optimizer.step}: {what}")

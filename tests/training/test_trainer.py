@@ -1,0 +1,173 @@
+"""The training step against plain formulas on one process, clipping against torch, and what is refused."""
+
+import numpy as np
+import pytest
+
+from halograd import training
+from halograd.training.clipping import clip_scale, gradient_norm
+
+BATCH, STEPS, RATE, MOMENTUM = 4, 4, 0.5, 0.9
+
+
+class Reducer:
+    """Stands for gradients that are summed already."""
+
+    waited = False
+
+    def wait(self):
+        self.waited = True
+
+
+def fill_gradients(store):
+    rng = np.random.default_rng(3)
+    for array in store.grads.values():
+        array[...] = rng.standard_normal(array.shape)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("max_norm, scale", [(1.0, None), (1e9, 1.0)])
+def test_clip(make_store, bucket_bytes, max_norm, scale):
+    store, reducer = make_store(bucket_bytes), Reducer()
+    fill_gradients(store)
+    norm = np.sqrt(sum(np.sum(g * g) for g in store.grads.values()))
+    assert gradient_norm(store) == pytest.approx(norm, rel=1e-14)
+    found = clip_scale(store, reducer, max_norm)
+    assert reducer.waited and found == pytest.approx((scale or max_norm / (norm + 1e-6), norm), rel=1e-14)
+
+
+@pytest.mark.torch
+def test_clip_of_torch(make_store):
+    torch = pytest.importorskip("torch")
+    store = make_store()
+    fill_gradients(store)
+    twins = [torch.nn.Parameter(torch.tensor(g)) for g in store.grads.values()]
+    for twin in twins:
+        twin.grad = twin.detach().clone()
+    torch.nn.utils.clip_grad_norm_(twins, 0.7)
+    scale, _ = clip_scale(store, Reducer(), 0.7)
+    for twin, gradient in zip(twins, store.grads.values()):
+        np.testing.assert_allclose(scale * gradient, twin.grad.numpy(), rtol=1e-13)
+
+
+def test_public_names():
+    assert all(hasattr(training, name) for name in training.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        training.Trainr  # noqa: B018
+
+
+def network():
+    from halograd.layers import BatchNorm, BinaryCrossEntropyWithLogits, Conv, Input, Network
+
+    x, t = Input((8, 6, 2), "x"), Input((8, 6, 1), "target")
+    y = BatchNorm(activation="relu", name="bn1")(Conv(3, 3, padding=1, bias=False, name="conv1")(x))
+    y = Conv(1, 3, padding=1, name="conv2")(y)
+    return Network({"prediction": y, "loss": BinaryCrossEntropyWithLogits(name="bce")(y, t)}, name="two")
+
+
+def fill(executor, step):
+    from halograd.testing import random_array
+
+    executor.set_input("x", random_array((BATCH, 8, 6, 2), "x", step))
+    executor.set_input("target", (random_array((BATCH, 8, 6, 1), "t", step) > 0).astype(float))
+
+
+def reference(clip):
+    """Losses and parameters of plain momentum on one process."""
+    from mpi4py import MPI
+
+    from halograd.comm import Communicator
+    from halograd.kernels import get_backend
+    from halograd.training import Executor
+
+    losses, velocity = [], {}
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        Executor(network(), alone, get_backend("numpy"), BATCH, None, "float64") as e,
+    ):
+        for step in range(STEPS):
+            fill(e, step)
+            e.forward(training=True)
+            e.backward()
+            losses.append(e.loss_value())
+            e.reducer.finish()
+            norm = np.sqrt(sum(np.sum(g * g) for g in e.store.grads.values()))
+            scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+            for name, p in e.store.params.items():
+                velocity[name] = MOMENTUM * velocity.get(name, 0) + scale * e.store.grads[name]
+                p -= RATE * 0.5**step * velocity[name]
+        return losses, {name: p.copy() for name, p in e.store.params.items()}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_steps(comm, clip):
+    """Losses and parameters on every grid; updates that wait for the next step included."""
+    from halograd.comm import Communicator
+    from halograd.kernels import get_backend
+    from halograd.testing import grids
+    from halograd.training import SGD, Executor, StepDecay, Strategy, Trainer
+
+    losses, params = reference(clip)
+    with Communicator(comm) as ranks:
+        for parts in grids(ranks.size, ("sample", "height", "width")):
+            strategy = Strategy(parts, bucket_bytes=64)
+            with Executor(network(), ranks, get_backend("numpy"), BATCH, strategy, "float64") as executor:
+                optimizer = SGD(executor.store, MOMENTUM)
+                trainer = Trainer(executor, optimizer, StepDecay(RATE, (1, 2, 3), 0.5), clip)
+                found = []
+                for step in range(STEPS):
+                    fill(executor, step)
+                    found.append(trainer.step())
+                trainer.settle()
+                assert found == pytest.approx(losses, rel=1e-12)
+                assert (trainer.gradient_norm is None) == (clip is None)
+                for name, want in params.items():
+                    np.testing.assert_allclose(executor.store.params[name], want, rtol=1e-10, atol=1e-12)
+
+
+BAD = {
+    "loss": ("conv2/b", np.nan, None, "the loss is nan; lower schedule.learning_rate, or set training.clip_norm"),
+    "gradients": ("bn1/gamma", 1e30, 1.0, "the norm of the gradients is inf; lower schedule.learning_rate"),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("case", BAD)
+def test_diverged(comm, case):
+    """A loss or gradient that is not finite stops all ranks before it gets into the parameters."""
+    from halograd.comm import Communicator
+    from halograd.kernels import get_backend
+    from halograd.training import SGD, Constant, Diverged, Executor, Trainer
+
+    name, value, clip, message = BAD[case]
+    with Communicator(comm) as ranks, Executor(network(), ranks, get_backend("numpy"), BATCH) as executor:
+        trainer = Trainer(executor, SGD(executor.store), Constant(0.1), clip)
+        fill(executor, 0)
+        params = executor.store.params
+        trainer.step()
+        trainer.settle()
+        params[name][...] = value
+        before = {n: p.copy() for n, p in params.items()}
+        with np.errstate(all="ignore"), pytest.raises(Diverged, match=f"step 1: {message}"):
+            trainer.step()
+        executor.reducer.finish()
+        for n, p in before.items():
+            np.testing.assert_array_equal(params[n], p)
+        params["conv1/w"][0, 1, 1, 0] = np.inf
+        params["conv2/b"][...] = 0
+        with pytest.raises(Diverged, match="step 1: parameter conv1/w is not finite any more; lower"):
+            trainer.settle()
+
+
+@pytest.mark.mpi
+def test_needs_gradients(comm):
+    from halograd.comm import Communicator
+    from halograd.kernels import get_backend
+    from halograd.training import SGD, Constant, Executor, Trainer
+
+    with (
+        Communicator(comm) as ranks,
+        Executor(network(), ranks, get_backend("numpy"), BATCH, trainable=False) as executor,
+        pytest.raises(ValueError, match="executor: expected one that trains, got trainable=False"),
+    ):
+        Trainer(executor, SGD(executor.store), Constant(0.1))
