@@ -7,12 +7,13 @@ block, ranks with nothing, even kernels, dilation, asymmetric padding.
 import itertools
 
 import numpy as np
+from hypothesis import strategies as st
+
 from halograd.dtensor import Layout
 from halograd.training import compiler
 from halograd.training.strategy import layout_of
-from hypothesis import strategies as st
 
-#: name -> (spatial shape, kernel, stride, padding, dilation); every extent is at least 6: up to 6 ranks on an axis.
+#: name -> (spatial shape, kernel, stride, padding, dilation); every extent is at least 6.
 NASTY = {
     "k3 s2 p0": ((13, 9), 3, 2, 0, 1),
     "k3 s2 p1 on 8,8,8,7": ((31, 6), 3, 2, 1, 1),
@@ -30,6 +31,9 @@ NASTY = {
     "1-D": ((17,), 5, 2, ((2, 1),), 1),
     "3-D": ((6, 7, 6), (3, 2, 3), (1, 2, 1), (1, 0, 1), 1),
 }
+
+#: Those for 6 and 8 ranks, where more ranks than rows is the rule.
+CROWDED = ("k3 s2 p1 on 8,8,8,7", "halo wider than a block", "more ranks than outputs")
 
 
 def skewed_boundaries(size, parts):

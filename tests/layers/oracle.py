@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from halograd.comm import Communicator
-from halograd.layers import Input
 from mpi4py import MPI
 
+from halograd.comm import Communicator
+from halograd.layers import Input
 from halograd.testing import random_array, run_layer
 
 BATCH = 2

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+
 from halograd.comm import Communicator
 from halograd.layers import GELU, Input, LeakyReLU, MaxPool, ReLU, Sigmoid, Softmax, Tanh
-
 from halograd.testing import check_layer, run_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch

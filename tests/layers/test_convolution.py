@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+
 from halograd.dtensor import Box, Window
 from halograd.layers import Conv, Input, MaxPool, Network
 from halograd.layers.convolution import local_geometry
 from halograd.layers.strips import boundary_boxes
-from hypothesis import given, settings
-
 from halograd.testing import check_layer
-from tests.layers.geometries import NASTY, drawn, every, skew
+from tests.layers.geometries import CROWDED, NASTY, drawn, every, skew
 from tests.layers.oracle import check_torch, torch, weights
 
 
@@ -18,10 +18,18 @@ def conv(geometry, filters=3, **more):
     return lambda: Conv(filters, kernel, stride, padding, dilation, name="conv", **more)
 
 
-@pytest.mark.many_ranks
+@pytest.mark.mpi
 @pytest.mark.parametrize("halo", ["pad", "overlap"])
 @pytest.mark.parametrize("name", NASTY)
 def test_exact_on_every_grid(name, halo):
+    spatial, *geometry = NASTY[name]
+    check_layer(conv(geometry), (*spatial, 2), gradient=False, options={"halo": halo})
+
+
+@pytest.mark.ranks(6, 8)
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+@pytest.mark.parametrize("name", CROWDED)
+def test_exact_with_many_ranks(name, halo):
     spatial, *geometry = NASTY[name]
     check_layer(conv(geometry), (*spatial, 2), gradient=False, options={"halo": halo})
 
@@ -88,9 +96,12 @@ def test_exact_between_other_layers(backend, dtype, halo):
 
 
 @pytest.mark.mpi
-def test_outputs_that_read_only_padding():
+@pytest.mark.parametrize("halo", ["pad", "overlap"])
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+def test_outputs_that_read_only_padding(backend, dtype, halo):
     """They are the bias, on ranks that hold no input for them too."""
-    check_layer(conv((2, 1, ((4, 5), (0, 3)), 1)), (6, 6, 2), gradient=False)
+    geometry, options = (2, 1, ((4, 5), (0, 3)), 1), {"halo": halo}
+    check_layer(conv(geometry), (6, 6, 2), gradient=False, backend=backend, dtype=dtype, options=options)
 
 
 @pytest.mark.parametrize("more", [{}, {"groups": 2}, {"activation": "relu"}], ids=str)

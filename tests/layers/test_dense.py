@@ -1,8 +1,8 @@
 """Dense and Flatten: exact under every cut of the trunk before them, refusals, torch."""
 
 import pytest
-from halograd.layers import Conv, Dense, Flatten, Input, MaxPool
 
+from halograd.layers import Conv, Dense, Flatten, Input, MaxPool
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch

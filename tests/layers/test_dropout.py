@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
+from mpi4py import MPI
+
 from halograd.comm import Communicator
 from halograd.dtensor import Box
 from halograd.kernels import get_backend
 from halograd.layers import Conv, Dropout, Input, Network
 from halograd.layers.dropout import global_counters, mix64, mix64_inplace
-from halograd.training.executor import Executor
-from mpi4py import MPI
-
 from halograd.testing import check_layer
+from halograd.training.executor import Executor
 from tests.layers.geometries import skew
 
 GOLDEN = 0x9E3779B97F4A7C15

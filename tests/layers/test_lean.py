@@ -4,6 +4,8 @@ import contextlib
 import tracemalloc
 
 import pytest
+from mpi4py import MPI
+
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import (
@@ -27,11 +29,9 @@ from halograd.layers import (
     Softmax,
     Tanh,
 )
+from halograd.testing import random_array
 from halograd.training.executor import Executor
 from halograd.training.strategy import Strategy
-from mpi4py import MPI
-
-from halograd.testing import random_array
 from tests.layers.norms import Probe
 
 LAYERS = {

@@ -1,8 +1,8 @@
 """Add and Concat: exact under every cut, gradients that are shared and summed, refusals, torch."""
 
 import pytest
-from halograd.layers import Add, Concat, Conv, Input, ReLU
 
+from halograd.layers import Add, Concat, Conv, Input, ReLU
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch

@@ -1,16 +1,15 @@
 """Max, average and global average pooling: exact under every cut, refusals, torch."""
 
 import pytest
+from hypothesis import given, settings
+
 from halograd.dtensor import Window
 from halograd.layers import AveragePool, Conv, GlobalAveragePool, Input, MaxPool, ReLU
 from halograd.layers.pooling import _only_padding
-from hypothesis import given, settings
-
 from halograd.testing import check_layer
-from tests.layers.geometries import NASTY, brute_force_taps, drawn, skew
+from tests.layers.geometries import CROWDED, NASTY, brute_force_taps, drawn, skew
 from tests.layers.oracle import check_torch, torch
 
-#: A dilated window with this padding may read nothing but padding, or the padding exceeds the kernel: refused.
 POOLS = {
     "max": MaxPool,
     "average": AveragePool,
@@ -28,12 +27,20 @@ def fits(make, spatial, geometry):
     return True
 
 
-@pytest.mark.many_ranks
+@pytest.mark.mpi
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("name", NASTY)
 def test_exact_on_every_grid(kind, name):
     spatial, *geometry = NASTY[name]
     assert fits(POOLS[kind], spatial, geometry)
+    check_layer(lambda: POOLS[kind](*geometry), (*spatial, 2), gradient=False)
+
+
+@pytest.mark.ranks(6, 8)
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("name", CROWDED)
+def test_exact_with_many_ranks(kind, name):
+    spatial, *geometry = NASTY[name]
     check_layer(lambda: POOLS[kind](*geometry), (*spatial, 2), gradient=False)
 
 

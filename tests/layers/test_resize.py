@@ -4,11 +4,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from halograd.layers import Input, MaxPool, Resize
-from halograd.layers.resample import MODES, Resampling
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halograd.layers import Input, MaxPool, Resize
+from halograd.layers.resample import MODES, Resampling
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
@@ -27,12 +27,19 @@ CASES = {
 }
 
 
-@pytest.mark.many_ranks
+@pytest.mark.mpi
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_exact_on_every_grid(name, mode):
     spatial, how = CASES[name]
     check_layer(lambda: Resize(**how, mode=mode), (*spatial, 2), gradient=False)
+
+
+@pytest.mark.ranks(6, 8)
+@pytest.mark.parametrize("name", ["double", "half", "to one"])
+def test_exact_with_many_ranks(name):
+    spatial, how = CASES[name]
+    check_layer(lambda: Resize(**how, mode="linear"), (*spatial, 2), gradient=False)
 
 
 @pytest.mark.mpi
@@ -44,7 +51,7 @@ def test_exact_on_uneven_and_empty_blocks(how, mode, monkeypatch):
 
 
 @pytest.mark.mpi
-def test_exact_between_other_layers_in_float32():
+def test_exact_between_other_layers_on_onednn():
     def chain():
         return lambda x: MaxPool(3, 1, 1)(Resize(2, mode="bilinear")(MaxPool(2)(x)))
 
