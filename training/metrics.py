@@ -165,8 +165,10 @@ class Evaluation:
 
 
 def _judged(executor: Executor) -> tuple[Value, Value, Loss]:
+    """Prediction and target that the loss to be minimised reads, and its layer."""
+    node = executor.network.outputs.get("loss")
     for step in executor.steps:
-        if isinstance(step.layer, Loss):
+        if node is not None and step.layer is node.layer and isinstance(step.layer, Loss):
             return step.inputs[0], step.inputs[1], step.layer
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
 
