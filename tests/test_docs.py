@@ -20,3 +20,13 @@ def test_custom_layer_tutorial():
     space: dict = {"__name__": "tutorial"}
     for code in found:
         exec(compile(code, "custom_layers.md", "exec"), space)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_readme_example_trains():
+    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS.parent / "README.md").read_text(), flags=re.M | re.S)
+    assert len(code.strip().splitlines()) <= 16
+    space: dict = {}
+    exec(compile(code, "README.md", "exec"), space)
+    losses = space["losses"]
+    assert losses[-1] < 0.7 * losses[0]
