@@ -1,6 +1,7 @@
 """Local compute on plain arrays: the same kernels by NumPy and by oneDNN."""
 
-from halograd.kernels.backend import ACTIVATIONS, Backend, get_backend
+from halograd.kernels.backend import ACTIVATIONS, Backend
+from halograd.kernels.choice import get_backend
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormKernels, Kernel

@@ -66,7 +66,7 @@ class OnednnBackend(Backend):
         self.conv_dtypes = ("float32", "bfloat16")
         self.dtype_remedy = "use float32, or the backend numpy for float64"
         self._engine = Engine(abi, threads)
-        self._choice = Choice(autotune)
+        self._choice = Choice(autotune, threads)
         # One pool of threads per process: NumPy's own would fight oneDNN's for the same cores.
         self._blas = BlasLimit(1)
 

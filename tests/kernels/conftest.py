@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
@@ -58,15 +58,28 @@ def assert_close(got, expected, terms: int, what: str = "", scale: float | None 
     assert error <= bound, f"{what}: error {error:.3e} exceeds {bound:.3e}"
 
 
-@pytest.fixture(params=["numpy", "onednn"], scope="session")
-def backend(request) -> Iterator[Backend]:
+@pytest.fixture(scope="session")
+def backends() -> Iterator[Callable[[str], Backend]]:
+    """A function that gives the backend of a name, opened once."""
+    opened: dict[str, Backend] = {}
+
+    def get(name: str) -> Backend:
+        if name not in opened:
+            try:
+                opened[name] = get_backend(name)
+            except KernelError as error:
+                pytest.skip(f"needs the backend {name}: {error}")
+        return opened[name]
+
+    yield get
+    for backend in opened.values():
+        backend.close()
+
+
+@pytest.fixture(params=["numpy", "onednn"])
+def backend(backends, request) -> Backend:
     """Each backend in turn."""
-    try:
-        opened = get_backend(request.param)
-    except KernelError as error:
-        pytest.skip(f"needs the backend {request.param}: {error}")
-    with opened:
-        yield opened
+    return backends(request.param)
 
 
 @pytest.fixture
@@ -75,9 +88,13 @@ def arrays(backend) -> Arrays:
     return Arrays(backend, np.float32)
 
 
-@pytest.fixture(params=[np.float32, np.float64], ids=["float32", "float64"])
-def typed(backend, request) -> Arrays:
-    """Arrays of every dtype that the backend has."""
-    if np.dtype(request.param).name not in backend.dtypes:
-        pytest.skip(f"needs a backend with {np.dtype(request.param).name}; {backend.name} has {backend.dtypes}")
-    return Arrays(backend, request.param)
+@pytest.fixture(
+    params=[("numpy", np.float32), ("numpy", np.float64), ("onednn", np.float32)],
+    ids=["numpy-float32", "numpy-float64", "onednn-float32"],
+)
+def typed(backends, request) -> Arrays:
+    """Arrays of every backend in every dtype that it has for everything."""
+    name, dtype = request.param
+    backend = backends(name)
+    assert np.dtype(dtype).name in backend.dtypes
+    return Arrays(backend, dtype)

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import halograd.kernels.backend as choice
-from halograd.kernels import Backend, BatchNormKernels, Geometry, Kernel, KernelError, get_backend
+import halograd.kernels.choice as choice
+from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, Kernel, KernelError, get_backend
 from halograd.kernels.scratch import Scratch
 
 from .conftest import Arrays, assert_close
@@ -50,7 +50,7 @@ def every_kernel(a: Arrays, size: int = 8) -> list[Kernel]:
         b.dense_backward_data(n, k, a.draw(4, 16)),
         b.dense_backward_filter(m, n, a.draw(8, 16), a.draw(8)),
     ]
-    for kind in choice.ACTIVATIONS:
+    for kind in ACTIVATIONS:
         kernels += b.activation(kind, x, y, y, dx, 0.1)
         kernels += b.activation(kind, x[:, 1:], y[:, 1:], y[:, 1:], dx[:, 1:], 0.1)
     for local in (False, True):
@@ -128,9 +128,8 @@ def test_unknown_dtype_is_refused_with_the_remedy(arrays):
     assert "got float16; use float32, or the backend" in text
 
 
-def test_float64_is_refused_by_onednn(backend):
-    if backend.name != "onednn":
-        pytest.skip("needs the backend onednn: numpy has float64")
+def test_float64_is_refused_by_onednn(backends):
+    backend = backends("onednn")
     a = Arrays(backend, np.float64)
     x, w = a.draw(2, 6, 6, 4), a.draw(4, 3, 3, 4)
     text = text_of(lambda: backend.conv_forward(x, w, None, x, G))
@@ -404,9 +403,8 @@ def test_too_few_threads():
     assert "expected at least 1 thread, got 0" in text_of(lambda: get_backend("numpy", threads=0))
 
 
-def test_auto_is_onednn_where_it_is(backend):
-    if backend.name != "onednn":
-        pytest.skip("needs the backend onednn")
+def test_auto_is_onednn_where_it_is(backends):
+    backends("onednn")
     with get_backend() as found:
         assert found.name == "onednn" and isinstance(found, Backend)
 

@@ -137,7 +137,7 @@ def test_autotune_takes_the_fastest(monkeypatch):
 
     order = []
 
-    def slow_first(kernel):
+    def slow_first(kernel, clock):
         order.append(kernel.impl)
         return 1.0 / len(order)
 
