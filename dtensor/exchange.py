@@ -38,8 +38,8 @@ class Exchange:
     combine
         ``"assign"``: each element of the target is set once. ``"sum"``: sources are summands, the
         target box is overwritten with their sum, in the order of the ranks.
-    kind
-        Name under which `comm.counters` books the messages and bytes.
+    kind, name
+        Under which `comm.counters` books the messages and bytes, and what the recorder is told.
 
     Notes
     -----
@@ -60,6 +60,7 @@ class Exchange:
         target_origin: Sequence[int] | None = None,
         combine: str = "assign",
         kind: str = "halo",
+        name: str | None = None,
     ) -> None:
         if combine not in ("assign", "sum"):
             raise ValueError(f"combine: expected 'assign' or 'sum', got {combine!r}")
@@ -73,7 +74,7 @@ class Exchange:
         recvs = [p for p in self.pieces if p.target == rank and p.source != rank]
         local = [p for p in self.pieces if p.source == p.target == rank]
         dtype = _dtype(source, target)
-        self._channel = comm.channel(_counts(sends, "target"), _counts(recvs, "source"), dtype, kind=kind)
+        self._channel = comm.channel(_counts(sends, "target"), _counts(recvs, "source"), dtype, kind=kind, name=name)
         self._pack = self._bind(sends, "target", self._channel.send_buffer, source, at_source)
         self._unpack = self._bind(recvs, "source", self._channel.recv_buffer, target, at_target)
         self._local = [

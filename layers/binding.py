@@ -102,7 +102,7 @@ class Binding:
         if key in value.gathered:
             return value.gathered[key].borrowed()
         assert value.region is not None
-        found = gather(self.comm, value.region, value.stored, boxes, self._keeper(value.dtype), fill)
+        found = gather(self.comm, value.region, value.stored, boxes, self._keeper(value.dtype), fill, self.name)
         value.gathered[key] = found
         return found
 
@@ -153,7 +153,7 @@ class Binding:
         """
         source = region or self.output.gradient
         assert source is not None
-        return gather(self.comm, source, self.output.layout.boxes, boxes, self.scratch)
+        return gather(self.comm, source, self.output.layout.boxes, boxes, self.scratch, name=self.name)
 
     def return_gradient(self, i: int, boxes: Sequence[Box]) -> Returned:
         """Where to write the gradient of boxes that were gathered; `run` adds it up at the owners.
@@ -173,6 +173,7 @@ class Binding:
             target,
             combine="sum",
             kind="halo",
+            name=self.name,
         )
         return Returned(array, exchange)
 
@@ -186,6 +187,7 @@ class Binding:
             value.array,
             self.output.array,
             kind="redistribute",
+            name=self.name,
         )
 
     def return_output_gradient(self, i: int) -> Exchange:
@@ -199,6 +201,7 @@ class Binding:
             self.gradient(i),
             combine="sum",
             kind="redistribute",
+            name=self.name,
         )
 
 

@@ -168,6 +168,7 @@ def gather(
     needed: Sequence[Box],
     allocate: Any,
     fill: float | None = None,
+    name: str | None = None,
 ) -> Gathered:
     """Bring the boxes `needed` together. Collective over `comm`.
 
@@ -185,6 +186,8 @@ def gather(
         ``allocate(shape)`` gives the array where a copy is needed.
     fill
         Value of the padding.
+    name
+        What the exchange is called in a timeline.
     """
     rank = comm.rank
     box = needed[rank]
@@ -208,6 +211,7 @@ def gather(
         array,
         source_origin=region.box.start,
         target_origin=box.start,
+        name=name,
     )
     return Gathered(array, box, exchange)
 
