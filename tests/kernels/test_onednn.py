@@ -114,7 +114,7 @@ def test_taps_are_used_where_they_can_be(onednn):
     assert usable == [c for c in CASES if set(c.geometry.stride) == {1} and c.geometry.groups == 1]
 
 
-def test_autotune_measures_once_per_shape():
+def test_autotune_measures_once_per_shape(onednn):
     with get_backend("onednn", autotune=True) as backend:
         a, case = Arrays(backend, np.float32), CASES[1]
         check(a, case)
@@ -132,7 +132,7 @@ def test_autotune_measures_once_per_shape():
         assert len(backend.autotuned()) == 6
 
 
-def test_autotune_takes_the_fastest(monkeypatch):
+def test_autotune_takes_the_fastest(onednn, monkeypatch):
     import halograd.kernels.onednn.autotune as autotune
 
     order = []
