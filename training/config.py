@@ -169,10 +169,14 @@ class TrainingConfig(_Table):
 
 
 class BackendConfig(_Table):
-    """``[backend]``: kernels, threads per rank, and how messages travel."""
+    """``[backend]``: kernels, threads per rank, and how messages travel.
+
+    `autotune`: measure the algorithms of every convolution when the network is built, and take the fastest.
+    """
 
     kernels: str = "auto"
     threads: Count = 1
+    autotune: bool = False
     transport: str = "auto"
 
 

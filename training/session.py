@@ -82,7 +82,8 @@ class Session:
         timeline = None
         if config.output.timeline:
             timeline = comm.recorder = Timeline(comm.rank)
-        kernels = stack.enter_context(get_backend(config.backend.kernels, config.backend.threads))
+        backend = config.backend
+        kernels = stack.enter_context(get_backend(backend.kernels, backend.threads, backend.autotune))
         executor = stack.enter_context(
             Executor(network, comm, kernels, settings.batch, strategy, settings.dtype, trainable, seed=settings.seed)
         )
