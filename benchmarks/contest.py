@@ -1,0 +1,171 @@
+"""One problem, all contestants: check that they train the same network, then time them in turn."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.contestants import Contestant, Entry, EntryError
+from benchmarks.machine import Load, Usage, cpu_seconds
+
+__all__ = ["Outcome", "Settings", "Times", "run"]
+
+#: Relative difference that is allowed between the losses of the first steps.
+TOLERANCE = 1e-3
+CHECKED = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long, and how often.
+
+    Attributes
+    ----------
+    block
+        Seconds that a contestant runs before the next one does.
+    rounds
+        Rounds at most; in each, all contestants run in one order and then in the other.
+    budget
+        Seconds per problem that are not exceeded by much; at least two rounds are run.
+    """
+
+    block: float = 0.4
+    rounds: int = 12
+    budget: float = 75.0
+
+
+@dataclass
+class Times:
+    """Wall times of one contestant's steps [s], and page faults per step."""
+
+    title: str
+    about: str
+    seconds: list[float] = field(default_factory=list)
+    faults: float = 0.0
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class Outcome:
+    """What a problem gave: times by contestant, losses of the first steps, who used the CPUs in each block."""
+
+    problem: str
+    times: dict[str, Times]
+    losses: dict[str, list[float]]
+    usage: list[Usage] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def run(
+    problem: str,
+    entries: Sequence[Entry],
+    settings: Settings,
+    say: Callable[[str], None],
+    spec: Mapping[str, Any] | None = None,
+) -> Outcome:
+    """Time the entries on one problem.
+
+    Raises
+    ------
+    EntryError
+        If a contestant fails, or does not have the losses of the others.
+    """
+    with ExitStack() as stack:
+        contestants = [stack.enter_context(Contestant(e, problem, spec)) for e in entries]
+        for contestant in contestants:
+            contestant.ready()
+            say(f"  ready: {contestant.about}")
+        losses = {c.entry.name: c.ask("losses", CHECKED)[0]["losses"] for c in contestants}
+        check_losses(losses)
+        outcome = Outcome(problem, {c.entry.name: Times(c.entry.title, c.about) for c in contestants}, losses)
+        _time(contestants, settings, outcome)
+    return outcome
+
+
+def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
+    """Refuse contestants that do not train the same network alike.
+
+    Raises
+    ------
+    EntryError
+        If losses differ from those of the first contestant by more than the tolerance, or do not change by much
+        more than that (a wrong update would not be seen).
+    """
+    (reference, expected), *others = losses.items()
+    if not all(math.isfinite(v) for v in expected):
+        raise EntryError(f"{reference}: expected finite losses, got {expected}")
+    if abs(expected[-1] - expected[0]) < 3 * TOLERANCE * abs(expected[0]):
+        raise EntryError(f"{reference}: the losses {expected} hardly change; choose a larger learning rate")
+    for name, found in others:
+        errors = [abs(a - b) / abs(b) for a, b in zip(found, expected)]
+        if not all(e <= TOLERANCE for e in errors):  # NaN is not
+            raise EntryError(
+                f"{name}: losses of the first steps {found} differ from {reference}'s {expected} by {max(errors):.1e} "
+                f"(allowed are {TOLERANCE:.0e}): they do not train the same network, so nothing is timed"
+            )
+
+
+def _time(contestants: Sequence[Contestant], settings: Settings, outcome: Outcome) -> None:
+    counts = {c.entry.name: _count(c, settings.block) for c in contestants}
+    spent, done = 0.0, 0
+    while done < settings.rounds and (done < 2 or spent * (done + 1) / done <= settings.budget):
+        # There and back again: whoever profits from its place in one order suffers from it in the other.
+        for contestant in [*contestants, *reversed(contestants)]:
+            usage = _block(contestant, contestants, counts[contestant.entry.name], outcome)
+            spent += usage.seconds
+        done += 1
+
+
+def _count(contestant: Contestant, block: float) -> int:
+    """Steps that fill a block, after a warm-up."""
+    contestant.ask("measure", 2)
+    seconds = min(_seconds(contestant.ask("measure", 2)))
+    return max(1, min(200, round(block / max(seconds, 1e-6))))
+
+
+def _seconds(replies: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Time of each step: that of the slowest rank."""
+    return [max(times) for times in zip(*(r["seconds"] for r in replies))]
+
+
+def _block(contestant: Contestant, everybody: Sequence[Contestant], count: int, outcome: Outcome) -> Usage:
+    idle = [c for c in everybody if c is not contestant]
+    load = Load()
+    before = [c.cpu_seconds() for c in idle], contestant.cpu_seconds(), _own()
+    start = _wall()
+    replies = contestant.ask("measure", count)
+    seconds = _wall() - start
+    busy, stolen = load.since()
+    idle_used = sum(c.cpu_seconds() - b for c, b in zip(idle, before[0]))
+    others = busy - idle_used - (contestant.cpu_seconds() - before[1]) - (_own() - before[2])
+    if not all(math.isfinite(v) for v in replies[0]["losses"]):
+        raise EntryError(f"{contestant.entry.name}: the loss became {replies[0]['losses'][-1]} while it was timed")
+    times = outcome.times[contestant.entry.name]
+    times.seconds += _seconds(replies)
+    times.faults = max(r["faults"] for r in replies)
+    usage = Usage(seconds, idle_used / seconds, max(0.0, others) / seconds, stolen / seconds)
+    outcome.usage.append(usage)
+    return usage
+
+
+def _own() -> float:
+    return cpu_seconds([os.getpid()])
+
+
+_wall = time.perf_counter

@@ -1,0 +1,197 @@
+"""Contestants: who takes part, with which settings, as processes that run steps when asked to and sleep otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import cpu_seconds, tree
+
+__all__ = ["CONTESTANTS", "Contestant", "Entry", "EntryError"]
+
+_WORKER = Path(__file__).resolve().parent / "worker.py"
+#: How long a contestant may take to build or compile its step, and to answer a command [s].
+PATIENCE = 300.0
+
+#: The same for all. Freed memory stays in the process and big arrays come from the heap: with glibc's defaults
+#: every large array is mapped anew and its pages fault in each step, which costs eager frameworks up to 2x.
+#: Large pages wherever the system leaves the choice to the program.
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+
+class EntryError(RuntimeError):
+    """A contestant could not be started, or ended before its time."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant on the list.
+
+    Attributes
+    ----------
+    name, title
+        Short name, and what the table calls it.
+    kind
+        ``"halograd"``, ``"raw"``, ``"torch"`` or ``"jax"``.
+    ranks, threads
+        Processes under MPI, and threads of each.
+    devices
+        Devices of one process (JAX).
+    spec
+        Further settings for the worker.
+    """
+
+    name: str
+    title: str
+    kind: str
+    ranks: int = 1
+    threads: int = 2
+    devices: int = 1
+    spec: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        return self.kind == "halograd"
+
+    @property
+    def peer(self) -> bool:
+        return self.kind in ("torch", "jax")
+
+    def environment(self) -> dict[str, str]:
+        """Settings of threads and memory; everything else comes from the caller's environment."""
+        result = ALLOCATOR | {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
+        result |= {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        if self.kind == "jax":
+            flags = f"--xla_cpu_multi_thread_eigen=true --xla_force_host_platform_device_count={self.devices}"
+            result |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_ENABLE_X64": "0"}
+        return result
+
+
+CONTESTANTS = (
+    Entry("halograd-1x2", "halograd, 1 rank x 2 threads", "halograd"),
+    Entry("halograd-2x1", "halograd, 2 ranks x 1 thread, cut along H", "halograd", ranks=2, threads=1),
+    Entry("raw", "sum of its raw oneDNN primitives, 2 threads", "raw"),
+    Entry("torch", "torch, channels-last, 2 threads", "torch"),
+    Entry("jax", "JAX, jit, 1 device (2 threads)", "jax"),
+    Entry("jax-sharded", "JAX, jit, image sharded over 2 devices", "jax", devices=2),
+)
+
+
+class Contestant:
+    """The processes of one entry on one problem; a context manager that ends them."""
+
+    def __init__(self, entry: Entry, problem: str, spec: Mapping[str, Any] | None = None) -> None:
+        self.entry = entry
+        self._directory = Path(tempfile.mkdtemp(prefix="halograd-bench-"))
+        # Opened for both directions, which never blocks, so that a worker that dies can be noticed.
+        self._commands = [self._pipe(rank, "in") for rank in range(entry.ranks)]
+        self._replies = [self._pipe(rank, "out") for rank in range(entry.ranks)]
+        self._pending = [b""] * entry.ranks
+        given: dict[str, Any] = {"name": entry.name, "kind": entry.kind, "problem": problem, "pipes": str(self._directory)}
+        given |= {"threads": entry.threads, "devices": entry.devices, **entry.spec, **(spec or {})}
+        self._log = (self._directory / "log").open("w+")
+        self._process = subprocess.Popen(
+            [*_launcher(entry.ranks), sys.executable, str(_WORKER), json.dumps(given)],
+            env=_inherited() | entry.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+        self.pids: list[int] = []
+        self.about = ""
+
+    def _pipe(self, rank: int, end: str) -> int:
+        path = self._directory / f"{self.entry.name}.{rank}.{end}"
+        os.mkfifo(path)
+        return os.open(path, os.O_RDWR)
+
+    def ready(self) -> None:
+        """Return when it is set up (its processes run, its step is built).
+
+        Raises
+        ------
+        EntryError
+            With the end of its output, if it ended or took too long.
+        """
+        self.about = self._read()[0]["about"]
+        self.pids = tree(self._process.pid)
+
+    def ask(self, do: str, count: int) -> list[dict[str, Any]]:
+        """Have all ranks do something; their replies."""
+        for pipe in self._commands:
+            os.write(pipe, json.dumps({"do": do, "count": count}).encode() + b"\n")
+        return self._read()
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all its processes so far [s]."""
+        return cpu_seconds(self.pids)
+
+    def _read(self) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + PATIENCE
+        return [json.loads(self._line(rank, deadline)) for rank in range(self.entry.ranks)]
+
+    def _line(self, rank: int, deadline: float) -> bytes:
+        while b"\n" not in self._pending[rank]:
+            if select.select([self._replies[rank]], [], [], 0.5)[0]:
+                self._pending[rank] += os.read(self._replies[rank], 1 << 16)
+            elif self._process.poll() is not None:
+                raise EntryError(f"{self.entry.name}: ended with exit code {self._process.returncode}\n{self._tail()}")
+            elif time.monotonic() > deadline:
+                raise EntryError(f"{self.entry.name}: no answer within {PATIENCE:.0f} s\n{self._tail()}")
+        line, _, self._pending[rank] = self._pending[rank].partition(b"\n")
+        return line
+
+    def _tail(self, lines: int = 15) -> str:
+        self._log.flush()
+        text = (self._directory / "log").read_text(errors="replace")
+        return "\n".join(f"  | {line}" for line in text.splitlines()[-lines:])
+
+    def close(self) -> None:
+        """End the processes and remove the pipes."""
+        for pipe in self._commands:
+            os.write(pipe, b'{"do": "quit"}\n')
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait()
+        for pipe in (*self._commands, *self._replies):
+            os.close(pipe)
+        self._log.close()
+        shutil.rmtree(self._directory)
+
+    def __enter__(self) -> Contestant:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _inherited() -> dict[str, str]:
+    """The caller's environment, without what would make a rank of its MPI job out of a contestant."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "OMPI_", "PMIX_"))}
+
+
+def _launcher(ranks: int) -> Sequence[str]:
+    if ranks == 1:
+        return []
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise EntryError("expected mpiexec beside this Python or on PATH, got none; pip install '.[mpich]'")
+    return [found, "-n", str(ranks)]

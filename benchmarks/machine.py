@@ -1,0 +1,124 @@
+"""The machine under a benchmark: which cores, whose CPU time, and whether anybody disturbs. Linux only."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Load", "Usage", "choose_cores", "cpu_seconds", "describe", "tree"]
+
+_TICK = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+def choose_cores(count: int) -> list[int]:
+    """`count` logical CPUs of this process's affinity, on different cores where there are enough. Local.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < count:
+        raise ValueError(f"expected at least {count} CPUs, got {len(allowed)}; the benchmark needs {count} cores")
+    first: dict[str, int] = {}
+    for cpu in allowed:
+        first.setdefault(_core(cpu), cpu)
+    chosen = list(first.values())
+    return sorted((chosen + [c for c in allowed if c not in chosen])[:count])
+
+
+def _core(cpu: int) -> str:
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    try:
+        return (topology / "physical_package_id").read_text() + (topology / "core_id").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def tree(root: int) -> list[int]:
+    """Process `root` and all its descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields:
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """CPU time that these processes have used, all threads, user and system [s]; 0 for those that are gone."""
+    total = 0
+    for pid in pids:
+        fields = _stat(pid)
+        if fields:
+            total += int(fields[11]) + int(fields[12])
+    return total * _TICK
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+@dataclass
+class Usage:
+    """Who used the CPUs over some wall-clock time, in cores (CPU seconds per second).
+
+    Attributes
+    ----------
+    idle
+        Contestants that were not asked to run.
+    others
+        Everybody but contestants and the benchmark itself.
+    stolen
+        What the hypervisor gave to other machines.
+    """
+
+    seconds: float
+    idle: float
+    others: float
+    stolen: float
+
+
+class Load:
+    """CPU time of the whole machine since it was made [s]."""
+
+    def __init__(self) -> None:
+        self.busy, self.stolen = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        ticks = [int(v) for v in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        user, nice, system, _, _, irq, softirq, stolen = ticks
+        return (user + nice + system + irq + softirq) * _TICK, stolen * _TICK
+
+    def since(self) -> tuple[float, float]:
+        """Busy and stolen CPU seconds since then."""
+        busy, stolen = self._read()
+        return busy - self.busy, stolen - self.stolen
+
+
+def describe() -> dict[str, str | int]:
+    """Processor, cores and system, for the record."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return {
+        "processor": model,
+        "cpus": os.cpu_count() or 0,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,70 @@
+"""What is timed: networks, their initial weights and their data, the same for every contestant."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from halograd.layers import Network
+from halograd.models import mesh, resnet50, unet2d
+
+__all__ = ["DEFAULT", "PROBLEMS", "Problem"]
+
+_WIDTHS = (32, 48, 64, 96, 128, 128)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network, a batch and a learning rate.
+
+    Attributes
+    ----------
+    make
+        Makes the network.
+    batch
+        Samples per step.
+    rate
+        Learning rate of plain SGD: large enough that the losses of the first steps differ visibly, small enough
+        that rounding errors do not grow beyond what the comparison of losses allows.
+    """
+
+    make: Callable[[], Network]
+    batch: int
+    rate: float
+
+    def weights(self, network: Network) -> dict[str, np.ndarray]:
+        """Initial parameters as float32 by ``layer/parameter``: what halograd itself starts from with seed 0."""
+        return {name: spec.initial(name, 0).astype(np.float32) for name, spec in network.parameters().items()}
+
+    def data(self, network: Network) -> dict[str, np.ndarray]:
+        """Inputs ``(N, *spatial, C)``, packed, by name: normal samples, random targets."""
+        result = {}
+        for name, node in network.inputs.items():
+            draw = np.random.default_rng([7, zlib.crc32(name.encode())])
+            shape = (self.batch, *node.shape)
+            if name != "target":
+                result[name] = draw.standard_normal(shape, np.float32)
+            elif node.dtype == "compute":
+                result[name] = (draw.random(shape) > 0.5).astype(np.float32)
+            else:
+                classes = network.outputs["prediction"].shape[-1]
+                result[name] = draw.integers(0, classes, shape).astype(node.dtype)
+        return result
+
+
+PROBLEMS: dict[str, Problem] = {
+    "mesh-256": Problem(lambda: mesh(256, channels=18, widths=_WIDTHS, convs=3), 1, 1e-3),
+    "mesh-512": Problem(lambda: mesh(512, channels=18, widths=_WIDTHS, convs=3), 1, 3e-4),
+    "resnet50": Problem(lambda: resnet50(), 1, 1e-6),
+    "resnet50-b4": Problem(lambda: resnet50(), 4, 1e-6),
+    "unet-256": Problem(lambda: unet2d(256, channels=1, classes=2, width=64, levels=4), 1, 3e-3),
+    # Small ones, to try the benchmark itself.
+    "mesh-tiny": Problem(lambda: mesh(64, channels=3, widths=(8, 8), convs=2), 1, 0.05),
+    "resnet-tiny": Problem(lambda: resnet50(width=8, resolution=128, classes=10), 2, 1e-6),
+    "unet-tiny": Problem(lambda: unet2d(32, width=8, levels=2), 2, 0.05),
+}
+
+DEFAULT = ("mesh-256", "mesh-512", "resnet50", "unet-256")

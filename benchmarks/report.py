@@ -1,0 +1,70 @@
+"""Tables and ratios of the step benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+from benchmarks.contest import Outcome
+from benchmarks.contestants import CONTESTANTS
+
+__all__ = ["ratios", "summary", "table", "worst"]
+
+_OURS = tuple(e.name for e in CONTESTANTS if e.ours)
+_PEERS = tuple(e.name for e in CONTESTANTS if e.peer)
+#: More than this, in cores, and the times are not to be trusted: others, the idle contestants, other machines.
+_DISTURBED = {"others": 0.08, "idle": 0.02, "stolen": 0.02}
+
+
+def ratios(outcome: Outcome) -> dict[str, float]:
+    """The ratios of medians that :mod:`benchmarks.step` defines, as far as the contestants took part."""
+    median = {name: times.median for name, times in outcome.times.items()}
+    ours = [median[name] for name in _OURS if name in median]
+    peers = [median[name] for name in _PEERS if name in median]
+    result = {}
+    if ours and peers:
+        result["ratio to best peer"] = min(ours) / min(peers)
+    for label, above, below in (
+        ("ratio to raw sum", "halograd-1x2", "raw"),
+        ("ratio to JAX sharded", "halograd-2x1", "jax-sharded"),
+        ("two ranks to one", "halograd-2x1", "halograd-1x2"),
+    ):
+        if above in median and below in median:
+            result[label] = median[above] / median[below]
+    return result
+
+
+def worst(outcomes: Sequence[Outcome]) -> float | None:
+    """The largest ratio to the best peer of all networks."""
+    found = [r["ratio to best peer"] for r in map(ratios, outcomes) if "ratio to best peer" in r]
+    return max(found, default=None)
+
+
+def table(outcome: Outcome) -> str:
+    """Times, ratios and the state of the machine, for one network."""
+    lines = [f"  {'':46}{'median ms':>10}{'best ms':>10}{'steps':>7}{'faults/step':>13}"]
+    for times in outcome.times.values():
+        numbers = f"{1e3 * times.median:>10.2f}{1e3 * times.best:>10.2f}{len(times.seconds):>7}{times.faults:>13.0f}"
+        lines.append(f"  {times.title:46}{numbers}")
+    lines += [f"  {label:46}{value:>10.3f}" for label, value in ratios(outcome).items()]
+    return "\n".join([*lines, _machine(outcome)])
+
+
+def _machine(outcome: Outcome) -> str:
+    """Who else used the CPUs, and whether that was too much."""
+    used = {key: mean(getattr(u, key) for u in outcome.usage) for key in _DISTURBED}
+    text = (
+        f"  cores used meanwhile: {used['others']:.2f} by others, {used['idle']:.2f} by waiting contestants, "
+        f"{used['stolen']:.2f} stolen"
+    )
+    if any(used[key] > limit for key, limit in _DISTURBED.items()):
+        text += "\n  DISTURBED MACHINE: these times are not to be trusted; run again when it is quiet"
+    return text
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """The last lines of the output."""
+    found = worst(outcomes)
+    if found is None:
+        return "no peers took part: no ratio to the best peer"
+    return f"worst ratio to best peer: {found:.3f}"

@@ -1,0 +1,138 @@
+"""Time of a training step beside torch and JAX: forward, backward, update by plain SGD, in float32.
+
+    make bench-step                                  # or: pip install '.[mpich,peers]'; python benchmarks/step.py
+    python benchmarks/step.py --quick --networks mesh-256 --peers torch
+
+Every contestant is a process of its own (two under MPI for two ranks) with its own settings of threads, on the same
+two cores and with the same allocator settings. All train the same network from the same weights on the same data:
+their losses of the first three steps must agree to 1e-3, or nothing is timed. Then they run in turn, a block of steps
+each, in one order and back (A B C C B A); those whose turn it is not sleep in a read, which is checked. The time of a
+step goes from the end of the step before it to its own end; every step reads its loss on the host.
+
+``median`` and ``best`` are over all steps of all blocks. Per network::
+
+    ratio to best peer   = (smaller median of halograd's contestants) / (smallest median of torch and JAX's)
+    ratio to raw sum     = (median, one rank x 2 threads) / (median of the sum of its kernels' times within a step)
+    ratio to JAX sharded = (median, two ranks x 1 thread) / (median of JAX with the image sharded over 2 devices)
+    two ranks to one     = (median, two ranks x 1 thread) / (median, one rank x 2 threads)
+
+The last line is ``worst ratio to best peer: R`` with R the largest `ratio to best peer` of the networks. The raw sum
+leaves out the loss, copies, messages, the update, and the library around the kernels.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import report
+from benchmarks.contest import Outcome, Settings, run
+from benchmarks.contestants import ALLOCATOR, CONTESTANTS, Entry, EntryError
+from benchmarks.machine import choose_cores, describe
+from benchmarks.problems import DEFAULT, PROBLEMS
+
+PEERS = tuple(e.name for e in CONTESTANTS if e.peer)
+CORES = 2
+
+
+class UsageError(ValueError):
+    """Something that the caller can put right."""
+
+
+def select(peers: Sequence[str]) -> list[Entry]:
+    """Our contestants, and the peers by name; none is imported here.
+
+    Raises
+    ------
+    UsageError
+        If a peer is not known, or not installed.
+    """
+    unknown = sorted(set(peers) - set(PEERS))
+    if unknown:
+        raise UsageError(f"--peers: expected some of {', '.join(PEERS)} or none, got {unknown[0]!r}")
+    entries = [e for e in CONTESTANTS if not e.peer or e.name in peers]
+    for kind in dict.fromkeys(e.kind for e in entries if e.peer):
+        if importlib.util.find_spec(kind) is None:
+            raise UsageError(
+                f"peers: expected {kind} to be installed, got none; run `make bench-step` or `pip install '.[peers]'`, "
+                "or leave it out with --peers"
+            )
+    return entries
+
+
+def split(text: str, known: Sequence[str], option: str) -> list[str]:
+    """Names separated by commas."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise UsageError(f"{option}: expected some of {', '.join(known)}, got {text!r}")
+    return names
+
+
+def record(path: Path, outcomes: Sequence[Outcome], settings: Settings) -> None:
+    """Write everything that was measured as JSON."""
+    data = {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "machine": describe(),
+        "environment": ALLOCATOR,
+        "settings": asdict(settings),
+        "worst_ratio_to_best_peer": report.worst(outcomes),
+        "networks": [o.as_dict() | {"ratios": report.ratios(o)} for o in outcomes],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def results_path() -> Path:
+    """Where results go by default, named after today."""
+    return Path(__file__).resolve().parent / "results" / f"step-{datetime.date.today().isoformat()}.json"
+
+
+def main(
+    networks: Annotated[str, typer.Option(help=f"Of {', '.join(PROBLEMS)}; separated by commas.")] = ",".join(DEFAULT),
+    peers: Annotated[str, typer.Option(help=f"Of {', '.join(PEERS)}; or none.")] = ",".join(PEERS),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds at most per network.")] = 12,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds of timing per network.")] = 75.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Two short rounds: to see that it works.")] = False,
+    out: Annotated[str, typer.Option(help="Write JSON there; 'auto' for benchmarks/results/step-DATE.json.")] = "",
+) -> None:
+    """Time a training step of halograd beside torch and JAX.
+
+    Example: python benchmarks/step.py --networks mesh-512 --peers torch --rounds 4
+    """
+    settings = Settings(0.1, min(rounds, 2), 5.0) if quick else Settings(rounds=rounds, budget=budget)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that contestants are ended too
+    try:
+        names = split(networks, list(PROBLEMS), "--networks")
+        entries = select([] if peers == "none" else split(peers, PEERS, "--peers"))
+        os.sched_setaffinity(0, choose_cores(CORES))
+        outcomes = []
+        for name in names:
+            print(f"\n{name}", flush=True)
+            outcomes.append(run(name, entries, settings, lambda line: print(line, flush=True)))
+            print(report.table(outcomes[-1]), flush=True)
+    except (UsageError, ValueError) as error:
+        print(f"step: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except EntryError as error:
+        print(f"step: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if out:
+        record(results_path() if out == "auto" else Path(out), outcomes, settings)
+    print("\n" + report.summary(outcomes))
+
+
+if __name__ == "__main__":
+    typer.run(main)

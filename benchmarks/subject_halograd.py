@@ -1,0 +1,125 @@
+"""halograd as a contestant, and the sum of its bare kernels."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import fields, replace
+from typing import Any
+
+from mpi4py import MPI
+
+from benchmarks.problems import PROBLEMS
+from halograd.comm import Communicator
+from halograd.kernels import BatchNormKernels, Kernel, get_backend
+from halograd.training.executor import Executor
+from halograd.training.optimizers import SGD
+from halograd.training.strategy import Strategy
+
+__all__ = ["HalogradSubject", "RawSubject", "TimedBackend"]
+
+
+class HalogradSubject:
+    """A network under a cut along the height, one part per rank. Collective.
+
+    Parameters
+    ----------
+    spec
+        ``problem``, ``threads`` per rank, ``options`` of the strategy.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        problem = PROBLEMS[spec["problem"]]
+        network = problem.make()
+        self.rate = problem.rate
+        self.comm = Communicator(MPI.COMM_WORLD)
+        self.backend = self._backend(spec)
+        parts = {"height": self.comm.size}
+        strategy = Strategy(parts, options=spec.get("options", {}))
+        self.executor = Executor(network, self.comm, self.backend, problem.batch, strategy, "float32", seed=0)
+        assert self.executor.reducer is not None
+        self.optimizer = SGD(self.executor.store)
+        self.executor.reducer.update = self.optimizer.update
+        for name, array in problem.data(network).items():
+            self.executor.set_input(name, array)
+        self.about = (
+            f"halograd {self.backend.name} {self.backend.version}, {self.comm.size} x {spec['threads']} threads"
+        )
+
+    def _backend(self, spec: dict[str, Any]) -> Any:
+        return get_backend(spec.get("backend", "onednn"), threads=spec["threads"])
+
+    def step(self) -> float:
+        executor = self.executor
+        executor.mode.step += 1
+        executor.forward()
+        loss = executor.loss_value()
+        # The updates of the last step were made in this forward, before the layers that need them.
+        self.optimizer.begin_step(self.rate)
+        executor.backward()
+        return loss
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        assert self.executor.reducer is not None
+        self.executor.reducer.finish()
+
+    def close(self) -> None:
+        self.executor.close()
+        self.comm.close()
+
+
+class RawSubject(HalogradSubject):
+    """The same on a clock that runs only while one of the backend's kernels does.
+
+    What a step takes on it is the sum of its raw primitives, on the step's own arrays and in its order, without
+    messages, copies, loss and update, and without the library around them.
+    """
+
+    def _backend(self, spec: dict[str, Any]) -> Any:
+        return TimedBackend(super()._backend(spec))
+
+    def clock(self) -> float:
+        return self.backend.seconds
+
+
+class TimedBackend:
+    """A backend that adds up the time in its kernels.
+
+    Attributes
+    ----------
+    seconds
+        Wall time in kernels so far [s].
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        if not inspect.ismethod(found):
+            return found
+        return lambda *args, **kwargs: self._timed(found(*args, **kwargs))
+
+    def _timed(self, made: Any) -> Any:
+        if isinstance(made, Kernel):
+            return _TimedKernel(made, self)
+        if isinstance(made, BatchNormKernels):
+            return replace(made, **{f.name: self._timed(getattr(made, f.name)) for f in fields(made)})
+        return tuple(self._timed(k) for k in made) if isinstance(made, tuple) else made
+
+
+class _TimedKernel:
+    def __init__(self, kernel: Kernel, backend: TimedBackend) -> None:
+        self._kernel, self._backend = kernel, backend
+
+    def __call__(self) -> None:
+        before = time.perf_counter()
+        self._kernel()
+        self._backend.seconds += time.perf_counter() - before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)

@@ -1,0 +1,138 @@
+"""torch as a contestant: the same graph in eager mode, channels-last, with the settings that serve it best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mpi4py
+
+mpi4py.rc.initialize = False  # descriptions of layers are read; nothing is communicated
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+from benchmarks.problems import PROBLEMS  # noqa: E402
+from halograd import layers as hl  # noqa: E402
+
+__all__ = ["TorchSubject"]
+
+Function = Callable[..., torch.Tensor]
+Params = Mapping[str, torch.Tensor]
+
+
+class TorchSubject:
+    """A network's graph, walked node by node, with torch's functions.
+
+    Channels-last activations and weights; activations in place where autograd allows it; gradients set to None;
+    fused SGD; one pool of ``threads`` threads. The allocator is tuned by the environment, as for all contestants.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        torch.set_num_threads(spec["threads"])
+        torch.set_num_interop_threads(1)
+        problem = PROBLEMS[spec["problem"]]
+        network = problem.make()
+        self.params = {
+            k: channels_last(torch.from_numpy(v)).requires_grad_() for k, v in problem.weights(network).items()
+        }
+        self.inputs = {k: channels_last(torch.from_numpy(v)) for k, v in problem.data(network).items()}
+        self.steps = [self._bind(network, name, node) for name, node in network.layers.items()]
+        self.loss = network.names[network.outputs["loss"]]
+        self.optimizer = torch.optim.SGD(list(self.params.values()), lr=problem.rate, fused=True)
+        self.about = f"torch {torch.__version__}, channels-last, {torch.get_num_threads()} threads"
+
+    def _bind(self, network: hl.Network, name: str, node: hl.Node) -> tuple[str, list[str], Function]:
+        own = {k.rpartition("/")[2]: v for k, v in self.params.items() if k.rpartition("/")[0] == name}
+        function = FUNCTIONS[type(node.layer)](node.layer, own, node.inputs[0].shape)
+        return name, [network.names[n] for n in node.inputs], function
+
+    def step(self) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        values = dict(self.inputs)
+        for name, inputs, function in self.steps:
+            values[name] = function(*(values[i] for i in inputs))
+        loss = values[self.loss]
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """Nothing: every step is complete."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def channels_last(array: torch.Tensor) -> torch.Tensor:
+    """``(N, H, W, C)`` as ``(N, C, H, W)`` with the channels packed; others as they are.
+
+    Weights ``(K, h, w, C)`` become torch's ``(K, C, h, w)`` by the same move, those of transposed convolutions too.
+    """
+    if array.ndim != 4:
+        return array.clone()
+    return array.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+
+
+def _symmetric(layer: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Stride and padding in torch's terms."""
+    windows = layer.windows(shape)
+    if any(w.pad_lo != w.pad_hi for w in windows):
+        raise ValueError(f"{layer.name}: expected the same padding on both sides for torch, got {windows}")
+    return {
+        "stride": tuple(w.stride for w in windows),
+        "padding": tuple(w.pad_lo for w in windows),
+        "dilation": tuple(w.dilation for w in windows),
+    }
+
+
+def _activated(function: Function, activation: str | None) -> Function:
+    return function if activation is None else lambda *xs: F.relu(function(*xs), inplace=True)
+
+
+def _conv(layer: hl.Conv, own: Params, shape: tuple[int, ...]) -> Function:
+    options = _symmetric(layer, shape)
+    w, b = own["w"], own.get("b")
+    return _activated(lambda x: F.conv2d(x, w, b, groups=layer.groups, **options), layer.activation)
+
+
+def _transposed(layer: hl.ConvTranspose, own: Params, shape: tuple[int, ...]) -> Function:
+    options = _symmetric(layer, shape)
+    w, b = own["w"], own.get("b")
+    return lambda x: F.conv_transpose2d(x, w, b, groups=layer.groups, **options)
+
+
+def _batch_norm(layer: hl.BatchNorm, own: Params, shape: tuple[int, ...]) -> Function:
+    mean, var = torch.zeros(shape[-1]), torch.ones(shape[-1])
+    rest = (own["gamma"], own["beta"], True, layer.momentum, layer.eps)
+    return _activated(lambda x: F.batch_norm(x, mean, var, *rest), layer.activation)
+
+
+def _max_pool(layer: hl.MaxPool, own: Params, shape: tuple[int, ...]) -> Function:
+    kernel, options = tuple(w.kernel for w in layer.windows(shape)), _symmetric(layer, shape)
+    return lambda x: F.max_pool2d(x, kernel, **options)
+
+
+def _add(layer: hl.Add, own: Params, shape: tuple[int, ...]) -> Function:
+    return _activated(torch.add, layer.activation)
+
+
+#: Makes a layer's function of its description, its parameters and the sample shape of its first input.
+FUNCTIONS: dict[type, Callable[[Any, Params, tuple[int, ...]], Function]] = {
+    hl.Conv: _conv,
+    hl.ConvTranspose: _transposed,
+    hl.BatchNorm: _batch_norm,
+    hl.MaxPool: _max_pool,
+    hl.Add: _add,
+    # In these networks a ReLU of its own follows a sum, whose value nobody else reads.
+    hl.ReLU: lambda layer, own, shape: lambda x: F.relu(x, inplace=True),
+    hl.Concat: lambda layer, own, shape: lambda *xs: torch.cat(xs, dim=1),
+    hl.GlobalAveragePool: lambda layer, own, shape: lambda x: x.mean(dim=(2, 3)),
+    hl.Dense: lambda layer, own, shape: lambda x: F.linear(x, own["w"], own.get("b")),
+    hl.SoftmaxCrossEntropy: lambda layer, own, shape: lambda x, t: F.cross_entropy(x, t[:, 0].long()),
+    hl.BinaryCrossEntropyWithLogits: lambda layer, own, shape: F.binary_cross_entropy_with_logits,
+}

@@ -1,0 +1,113 @@
+"""One process of a contestant: sets up, then runs steps when it is asked to, and sleeps otherwise.
+
+Started by :mod:`benchmarks.contestants` as ``python worker.py SPEC`` (under mpiexec for several ranks), with a
+JSON object. Commands and replies are JSON lines through two named pipes per rank. A rank that waits for a
+command is blocked in a read: it uses no CPU, and neither do the other ranks, because each has its own pipe.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+__all__ = ["Subject", "measure", "serve"]
+
+
+class Subject(Protocol):
+    """A network that is ready to train on its data."""
+
+    about: str
+
+    def step(self) -> float:
+        """Forward, backward, update; the loss before the update."""
+
+    def clock(self) -> float:
+        """The time that its steps are measured by [s]: `time.perf_counter`, but for the raw kernels."""
+
+    def settle(self) -> None:
+        """Return when everything of the steps so far is done."""
+
+    def close(self) -> None:
+        """Free what has to be freed."""
+
+
+def make(spec: dict[str, Any]) -> Subject:
+    """The subject of this process; imports only what it needs."""
+    kind = spec["kind"]
+    if kind == "torch":
+        from benchmarks.subject_torch import TorchSubject
+
+        return TorchSubject(spec)
+    if kind == "jax":
+        from benchmarks.subject_jax import JaxSubject
+
+        return JaxSubject(spec)
+    from benchmarks.subject_halograd import HalogradSubject, RawSubject
+
+    return RawSubject(spec) if kind == "raw" else HalogradSubject(spec)
+
+
+def measure(subject: Subject, count: int) -> dict[str, Any]:
+    """Wall times [s] of `count` steps, of which each begins where the one before it ended.
+
+    One step more goes before them, not timed: it warms the caches that other contestants have emptied, and in
+    halograd it leaves its updates to the step that follows, as every step does. So each of the timed steps
+    holds one forward, one backward and one update of all parameters.
+    """
+    subject.step()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    seconds, losses = [], []
+    before = subject.clock()
+    for _ in range(count):
+        losses.append(subject.step())
+        now = subject.clock()
+        seconds.append(now - before)
+        before = now
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    subject.settle()
+    return {"seconds": seconds, "losses": losses, "faults": faults / count}
+
+
+def losses(subject: Subject, count: int) -> dict[str, Any]:
+    """Losses of `count` steps."""
+    found = [subject.step() for _ in range(count)]
+    subject.settle()
+    return {"losses": found}
+
+
+def serve(spec: dict[str, Any]) -> None:
+    """Answer commands until the parent says ``quit`` or is gone."""
+    base = Path(spec["pipes"]) / f"{spec['name']}.{launched_rank()}"
+    # Opened before anything that takes long: later, a parent that is gone would not be noticed.
+    with open(f"{base}.in") as commands, open(f"{base}.out", "w", buffering=1) as replies:
+        subject = make(spec)
+        gc.collect()
+        gc.disable()
+        print(json.dumps({"pid": os.getpid(), "about": subject.about}), file=replies)
+        for line in commands:
+            command = json.loads(line)
+            if command["do"] == "quit":
+                break
+            run = measure if command["do"] == "measure" else losses
+            print(json.dumps(run(subject, command["count"])), file=replies)
+        subject.close()
+
+
+def launched_rank() -> int:
+    """Rank that the launcher gave to this process, 0 without one; known before MPI is."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return 0
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

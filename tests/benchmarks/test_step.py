@@ -1,0 +1,92 @@
+"""The step benchmark: contestants train alike, wait without using the CPU, and are compared as defined."""
+
+import math
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import report
+from benchmarks.contest import Outcome, Settings, Times, check_losses, run
+from benchmarks.contestants import CONTESTANTS, Contestant, EntryError
+from benchmarks.machine import Usage
+from benchmarks.step import UsageError, select, split
+
+OURS = [replace(e, threads=1) for e in CONTESTANTS if not e.peer]
+NUMPY = {"backend": "numpy"}
+
+
+@pytest.mark.timeout(240)
+def test_contestants_are_timed_in_turn_on_the_same_network():
+    outcome = run("mesh-tiny", OURS, Settings(0.02, 2, 1.0), lambda line: None, NUMPY)
+    assert [len(t.seconds) > 0 and t.best > 0 for t in outcome.times.values()] == [True] * len(OURS)
+    assert len(outcome.usage) == 2 * 2 * len(OURS)  # two rounds, there and back
+    assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(outcome.losses["halograd-2x1"], outcome.losses["raw"]))
+    assert outcome.times["raw"].median < outcome.times["halograd-1x2"].median * 3
+    assert "ratio to raw sum" in report.ratios(outcome)
+
+
+@pytest.mark.timeout(240)
+def test_waiting_contestants_use_no_cpu_and_end_with_their_parent():
+    (entry,) = [e for e in OURS if e.ranks == 2]
+    with Contestant(entry, "mesh-tiny", NUMPY) as contestant:
+        contestant.ready()
+        contestant.ask("measure", 2)
+        time.sleep(0.3)
+        before = contestant.cpu_seconds()
+        time.sleep(1.0)
+        assert contestant.cpu_seconds() - before <= 0.05
+        pids = contestant.pids
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_a_contestant_that_fails_is_reported_with_its_output():
+    with Contestant(OURS[0], "no such network", NUMPY) as contestant, pytest.raises(EntryError, match="KeyError"):
+        contestant.ready()
+
+
+def test_contestants_that_train_differently_are_refused():
+    check_losses({"a": [1.0, 0.9, 0.8], "b": [1.0, 0.9001, 0.8]})
+    with pytest.raises(EntryError, match=r"b: losses .* nothing is timed"):
+        check_losses({"a": [1.0, 0.9, 0.8], "b": [1.0, 0.9, 0.82]})
+    with pytest.raises(EntryError, match="b: losses"):
+        check_losses({"a": [1.0, 0.9, 0.8], "b": [1.0, 0.9, math.nan]})
+    with pytest.raises(EntryError, match="hardly change"):
+        check_losses({"a": [1.0, 1.0, 0.999]})
+
+
+def outcome(problem, **milliseconds):
+    times = {name.replace("_", "-"): Times(name, "", [ms / 1e3] * 3) for name, ms in milliseconds.items()}
+    return Outcome(problem, times, {}, [Usage(1.0, 0.0, 0.0, 0.0)])
+
+
+def test_ratios_are_those_that_the_documentation_defines():
+    first = outcome("a", halograd_1x2=60, halograd_2x1=57, raw=58, torch=60, jax=120, jax_sharded=190)
+    found = report.ratios(first)
+    assert found["ratio to best peer"] == pytest.approx(57 / 60)
+    assert found["ratio to raw sum"] == pytest.approx(60 / 58)
+    assert found["ratio to JAX sharded"] == pytest.approx(57 / 190)
+    assert found["two ranks to one"] == pytest.approx(57 / 60)
+    second = outcome("b", halograd_1x2=66, torch=60)
+    assert report.summary([first, second]) == "worst ratio to best peer: 1.100"
+    assert report.summary([outcome("c", halograd_1x2=66)]).startswith("no peers took part")
+
+
+def test_a_disturbed_machine_is_named():
+    quiet = outcome("a", halograd_1x2=60)
+    assert "DISTURBED" not in report.table(quiet)
+    for loud in (Usage(1, 0, 0.3, 0), Usage(1, 0.1, 0, 0), Usage(1, 0, 0, 0.1)):
+        assert "DISTURBED" in report.table(replace(quiet, usage=[loud]))
+
+
+def test_choices_are_checked_before_anything_is_started(monkeypatch):
+    assert split("a, b", ["a", "b", "c"], "--networks") == ["a", "b"]
+    with pytest.raises(UsageError, match="--networks: expected some of a, b, got 'd'"):
+        split("d", ["a", "b"], "--networks")
+    with pytest.raises(UsageError, match="--peers: expected some of torch"):
+        select(["tensorflow"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not [e for e in select([]) if e.peer]
+    with pytest.raises(UsageError, match="expected torch to be installed, got none; run `make bench-step`"):
+        select(["torch"])
