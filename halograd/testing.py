@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -70,8 +70,9 @@ def run_layer(
     """Outputs and gradients of one layer under one cut: ``y, dx0, ..., loss`` and gradients by name. Collective.
 
     The whole arrays, on rank 0; None on the other ranks. Inputs, parameters and the output's gradient are
-    random, by global index; `shift` is added to them (``x0``, ..., parameters by their short names). `steps`
-    repeats the step (buffers are used again).
+    random, by global index; `shift` is added to them (``x0``, ..., parameters by their short names, or as
+    ``layer/parameter`` where `make` chains layers that have one in common). `steps` repeats the step (buffers
+    are used again).
     """
     nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
     layer = make()
@@ -83,8 +84,9 @@ def run_layer(
     strategy = Strategy(parts, options=options or {})
     probed = [n for n in network.inputs if n != "g"]
     with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed) as executor:
+        labels = _labels(executor.store.params)
         for key, array in executor.store.params.items():
-            array[...] = random_array(array.shape, key, seed) + moved.get(key.rpartition("/")[2], 0.0)
+            array[...] = random_array(array.shape, key, seed) + moved.get(labels[key], 0.0)
         for i, s in enumerate(shapes):
             executor.set_input(f"x{i}", random_array((batch, *s), f"x{i}", seed) + moved.get(f"x{i}", 0.0))
         executor.set_input("g", random_array((batch, *y.shape), "g", seed))
@@ -96,9 +98,16 @@ def run_layer(
             executor.reducer.finish()
         result = {"y": executor.gather(name)}
         result |= {f"dx{i}": executor.gather(f"x{i}", gradient=True) for i in range(len(shapes))}
-        result |= {f"d{k.rpartition('/')[2]}": v.copy() for k, v in executor.store.grads.items()}
+        result |= {f"d{labels[k]}": v.copy() for k, v in executor.store.grads.items()}
     result["loss"] = np.array([loss])
     return result if comm.rank == 0 else None  # type: ignore[return-value]
+
+
+def _labels(keys: Iterable[str]) -> dict[str, str]:
+    """``layer/parameter`` -> its short name, or the whole where two layers share the short one."""
+    short = {key: key.rpartition("/")[2] for key in keys}
+    names = list(short.values())
+    return {key: name if names.count(name) == 1 else key for key, name in short.items()}
 
 
 def check_layer(
