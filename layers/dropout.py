@@ -6,6 +6,7 @@ import math
 import zlib
 
 import numpy as np
+
 from halograd.dtensor import Box
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape

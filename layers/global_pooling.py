@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+
 from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape

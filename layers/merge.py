@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+
 from halograd.dtensor import Box
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape

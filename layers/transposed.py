@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from halograd.dtensor import Box, Window, input_box, output_box
 from halograd.layers.binding import Binding
 from halograd.layers.convolution import Zero, local_geometry
