@@ -136,7 +136,7 @@ def test_progress_is_reported(tmp_path: Path) -> None:
         ({"limit": 1.5}, "limit: expected between 0 and 1, got 1.5"),
         ({"time_step": 0.5}, "time_step: expected above 0 and at most 0.1 s, got 0.5"),
         ({"interval_steps": 0}, "interval_steps: expected at least 1, got 0"),
-        ({"most_steps": 3}, "most_steps: expected at least 11, got 3"),
+        ({"most_steps": 3}, "most_steps: expected at least 13, got 3"),
         ({"least_masked": 0.5}, "least_masked < most_masked: expected within"),
     ],
 )
