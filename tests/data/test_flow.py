@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from halograd.data.flow import Bubble, Flow, FrozenFlow, VelocityField
 from halograd.data.lagrangian import CHANNELS, UNITS, MeshBlock, bubble_fractions
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from halograd.data.logistic import best_threshold, fit, intersection_over_union, predict
 
 

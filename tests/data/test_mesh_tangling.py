@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+
 from halograd.data import mesh_tangling
 from halograd.data.errors import DataError
 from halograd.data.lagrangian import CHANNELS

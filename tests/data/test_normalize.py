@@ -7,6 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+
 from halograd.data.dataset import Hdf5Dataset
 from halograd.data.errors import DataError
 from halograd.data.normalize import ChannelStatistics, channel_statistics

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 
-from halograd.data.progress import progress_bar
 from rich.console import Console
+
+from halograd.data.progress import progress_bar
 
 
 def test_the_bar_shows_what_was_reported() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from halograd.data.errors import DataError
 from halograd.data.targets import RULES, TargetReduction
 from halograd.dtensor.box import Box
