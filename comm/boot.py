@@ -63,8 +63,9 @@ def boot() -> MPI.Intracomm:
     -----
     Ends the process with exit code 64 if the launcher started another number of ranks than MPI sees.
     """
-    from halograd.comm.sweep import sweep
     from mpi4py import MPI  # keep the default THREAD_MULTIPLE: MPICH yields the core at that level only
+
+    from halograd.comm.sweep import sweep
 
     world = MPI.COMM_WORLD
     _check_launcher(world.size)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
+
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 

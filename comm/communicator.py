@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
+from mpi4py import MPI
+
 from halograd.comm.boot import end
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Counters, Instruments, Meter, Recorder
@@ -19,7 +21,6 @@ from halograd.comm.progress import Progress
 from halograd.comm.reduction import Reduction, check_buffer
 from halograd.comm.transports import Context, Transport, make_transport, parse_transport
 from halograd.comm.transports.base import Pattern
-from mpi4py import MPI
 
 __all__ = ["Communicator"]
 
@@ -100,9 +101,9 @@ class Communicator:
 
     @cached_property
     def waits_for_network(self) -> bool:
-        """Whether messages cross a (real or emulated) network: then it pays to compute meanwhile. Collective at first use.
+        """Whether messages cross a (real or emulated) network. Collective at first use.
 
-        Between ranks that read each other's memory a halo costs less than computing its boundary apart.
+        Then it pays to compute meanwhile. Between ranks that read each other's memory a halo costs less than computing its boundary apart.
         """
         return self._transport.waits_for_network()
 

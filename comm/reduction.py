@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from mpi4py import MPI
+
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Operation, Progress
-from mpi4py import MPI
 
 __all__ = ["Reduction", "check_buffer"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+
 from halograd.comm import Communicator
 from halograd.dtensor.box import Box
 from halograd.dtensor.exchange import Exchange

@@ -109,8 +109,7 @@ class Layout:
         cuts = [_cuts(n, p, (boundaries or {}).get(d), d) for d, (n, p) in enumerate(zip(shape, parts))]
         ranges = [list(itertools.pairwise(c)) for c in cuts]
         boxes = [Box.of_ranges(r) for r in itertools.product(*ranges)]
-        nothing = Box((0,) * len(shape), (0,) * len(shape))
-        return cls(shape, (*boxes, *[nothing] * (size - len(boxes))))
+        return cls(shape, (*boxes, *[_nothing(shape)] * (size - len(boxes))))
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int) -> Layout:
@@ -120,8 +119,8 @@ class Layout:
     @classmethod
     def on_rank(cls, shape: Sequence[int], rank: int, size: int) -> Layout:
         """One rank holds the whole array, the others nothing."""
-        nothing = Box((0,) * len(shape), (0,) * len(shape))
-        return cls(tuple(shape), tuple(Box.of_shape(shape) if r == rank else nothing for r in range(size)))
+        whole, nothing = Box.of_shape(shape), _nothing(shape)
+        return cls(tuple(shape), tuple(whole if r == rank else nothing for r in range(size)))
 
     @property
     def size(self) -> int:
@@ -136,6 +135,11 @@ class Layout:
     def summed(self) -> Layout:
         """The same boxes, as summands of the array (a pending sum)."""
         return Layout(self.shape, self.boxes, partial=True)
+
+
+def _nothing(shape: Sequence[int]) -> Box:
+    """The box of a rank that owns nothing: no samples, each of the usual shape, so that channels still fit weights."""
+    return Box((0,) * len(shape), (0, *shape[1:]))
 
 
 def _cuts(size: int, parts: int, given: Sequence[int] | None, axis: int) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ _FOLDERS = {
 }
 _HOME = {name: folder for folder, names in _FOLDERS.items() for name in names}
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:

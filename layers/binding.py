@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from halograd.comm import Communicator
 from halograd.dtensor import Box, Exchange
 from halograd.layers.layer import Layer, Shape
@@ -75,7 +76,7 @@ class Binding:
 
     @property
     def overlaps_halo(self) -> bool:
-        """Whether to compute while the halo travels; "auto": where it has to cross a network. Collective at first use."""
+        """Whether to compute while the halo travels; "auto": where it crosses a network. Collective at first use."""
         halo = self.options.get("halo", "auto")
         return halo == "overlap" or (halo == "auto" and self.comm.waits_for_network)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from halograd.layers.binding import Binding
 from halograd.layers.operator import Operator
 

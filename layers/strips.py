@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from halograd.dtensor import Box, Window, input_box
 from halograd.layers.binding import Binding
 from halograd.layers.value import Gathered

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from mpi4py import MPI
+
 from halograd.comm.errors import CommError
 from halograd.comm.transports.base import ALIGNMENT
-from mpi4py import MPI
 
 __all__ = ["Arena", "Chunk", "rounded"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.transports.base import Context, Pattern, Transport

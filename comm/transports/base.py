@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from mpi4py import MPI
+
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.progress import Progress
 from halograd.comm.reduction import DirectReduction, Reduction
-from mpi4py import MPI
 
 __all__ = ["Context", "Pattern", "Transport", "aligned_bytes", "split_node"]
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from mpi4py import MPI
+
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
@@ -17,7 +19,6 @@ from halograd.comm.reduction import Reduction
 from halograd.comm.transports import base
 from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
 from halograd.comm.transports.mpi import MpiChannel
-from mpi4py import MPI
 
 __all__ = ["EmulatedTransport", "sleep_until"]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from mpi4py import MPI
+
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.progress import Operation
 from halograd.comm.transports.base import Context, Pattern, Transport, aligned_bytes
-from mpi4py import MPI
 
 __all__ = ["MpiChannel", "MpiTransport", "words"]
 

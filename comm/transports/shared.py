@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from mpi4py import MPI
+
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.transports import base
 from halograd.comm.transports.arena import Arena, Chunk, rounded
 from halograd.comm.transports.base import Context, Pattern, Transport
-from mpi4py import MPI
 
 __all__ = ["SharedTransport"]
 

@@ -117,5 +117,24 @@ def evaluate(
     judge(run, _overrides(sets, threads), samples, predictions)
 
 
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of data set, configuration, run and report.")] = Path("demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny: to see that everything works here.")] = False,
+) -> None:
+    """Make a data set, train on 4 MPI ranks, evaluate on held-out simulations, and write a report.
+
+    It starts its ranks itself. A second call uses the data set again and replaces the run.
+
+    \b
+    Examples:
+      halograd demo
+      halograd demo --quick --out /tmp/demo
+    """
+    from halograd.demo import FULL, QUICK, run_demo
+
+    run_demo(out, QUICK if quick else FULL)
+
+
 def _overrides(sets: list[str] | None, threads: int | None) -> list[str]:
     return [*(sets or []), *([] if threads is None else [f"backend.threads={threads}"])]

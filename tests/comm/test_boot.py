@@ -6,8 +6,8 @@ import sys
 import time
 
 import pytest
-from halograd.comm import launched_size
 
+from halograd.comm import launched_size
 from tests.launch import mpiexec
 
 START = "from halograd.comm import boot, leave\nworld = boot()\n"

@@ -5,6 +5,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+
 from halograd.comm import CommError, Communicator
 
 pytestmark = pytest.mark.mpi(min_size=2)

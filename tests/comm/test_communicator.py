@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+
 from halograd.comm import CommError, Communicator
 
 pytestmark = pytest.mark.mpi

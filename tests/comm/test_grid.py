@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+
 from halograd.comm import ProcessGrid
 
 SHAPES = [(1,), (4,), (2, 3), (3, 1, 2), (2, 2, 2)]

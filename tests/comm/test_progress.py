@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+
 from halograd.comm.progress import Operation, Progress
 from halograd.comm.transports.emulated import ring_seconds, sleep_until
 

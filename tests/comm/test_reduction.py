@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+
 from halograd.comm import CommError
 
 pytestmark = pytest.mark.mpi

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from halograd.comm import sweep as module
 from halograd.comm.sweep import sweep
-
 from tests.harness import jobs
 from tests.launch import find_mpiexec
 
