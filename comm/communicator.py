@@ -103,7 +103,8 @@ class Communicator:
     def waits_for_network(self) -> bool:
         """Whether messages cross a (real or emulated) network. Collective at first use.
 
-        Then it pays to compute meanwhile. Between ranks that read each other's memory a halo costs less than computing its boundary apart.
+        Then it pays to compute meanwhile; between ranks that read each other's memory a halo costs less than
+        computing its boundary apart.
         """
         return self._transport.waits_for_network()
 
