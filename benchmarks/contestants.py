@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.machine import cpu_seconds, tree
 
-__all__ = ["CONTESTANTS", "Contestant", "Entry", "EntryError"]
+__all__ = ["CONTESTANTS", "Contestant", "Entry", "EntryError", "launcher"]
 
 _WORKER = Path(__file__).resolve().parent / "worker.py"
 #: How long a contestant may take to build or compile its step, and to answer a command [s].
@@ -102,11 +102,16 @@ class Contestant:
         self._commands = [self._pipe(rank, "in") for rank in range(entry.ranks)]
         self._replies = [self._pipe(rank, "out") for rank in range(entry.ranks)]
         self._pending = [b""] * entry.ranks
-        given: dict[str, Any] = {"name": entry.name, "kind": entry.kind, "problem": problem, "pipes": str(self._directory)}
+        given: dict[str, Any] = {
+            "name": entry.name,
+            "kind": entry.kind,
+            "problem": problem,
+            "pipes": str(self._directory),
+        }
         given |= {"threads": entry.threads, "devices": entry.devices, **entry.spec, **(spec or {})}
         self._log = (self._directory / "log").open("w+")
         self._process = subprocess.Popen(
-            [*_launcher(entry.ranks), sys.executable, str(_WORKER), json.dumps(given)],
+            [*launcher(entry.ranks), sys.executable, str(_WORKER), json.dumps(given)],
             env=_inherited() | entry.environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -187,7 +192,8 @@ def _inherited() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "OMPI_", "PMIX_"))}
 
 
-def _launcher(ranks: int) -> Sequence[str]:
+def launcher(ranks: int) -> Sequence[str]:
+    """Command that starts what follows it on so many ranks; empty for one."""
     if ranks == 1:
         return []
     beside = Path(sys.executable).with_name("mpiexec")

@@ -1,0 +1,88 @@
+"""What each rank of :mod:`benchmarks.memory` runs: one training step, and how much memory it took. Collective."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.models import mesh_2k
+from halograd.training.executor import Executor
+from halograd.training.optimizers import SGD
+from halograd.training.strategy import Strategy
+
+__all__ = ["measure", "peak_bytes", "reset_peak", "resident_bytes"]
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"expected {key} in /proc/self/status, got none; this needs Linux")
+
+
+def resident_bytes() -> int:
+    """Memory of this process now, shared segments included [B]."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """Most memory that this process had since `reset_peak` [B]."""
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    """Begin to look for the peak anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Build and run one step; bytes of this rank, measured and predicted, beyond what the libraries took before."""
+    network = mesh_2k(**spec["model"])
+    with Communicator(MPI.COMM_WORLD) as comm, get_backend("auto", threads=spec["threads"]) as backend:
+        warm_up(backend)
+        before = resident_bytes()
+        reset_peak()
+        with Executor(network, comm, backend, 1, Strategy({"height": comm.size})) as executor:
+            optimizer = SGD(executor.store, momentum=0.9)
+            assert executor.reducer is not None
+            executor.reducer.update = optimizer.update
+            draw = np.random.default_rng(comm.rank)
+            for name in network.inputs:
+                fill(executor.input(name).array, draw)
+            executor.forward()
+            loss = executor.loss_value()
+            optimizer.begin_step(1e-3)
+            executor.backward()
+            executor.reducer.finish()
+            found = {"predicted": dict(executor.predicted_bytes), "loss": loss, "backend": backend.describe()}
+            return found | {"measured": peak_bytes() - before, "before": before}
+
+
+def warm_up(backend: Any) -> None:
+    """Have the backend load what it loads once: libraries, threads, generated code."""
+    x, y = backend.zeros((64, 64), "float32"), backend.zeros((64, 64), "float32")
+    backend.dense_forward(x, x, None, y)()
+
+
+def fill(array: np.ndarray, draw: np.random.Generator) -> None:
+    """Random numbers row by row, so that no second array of the size is needed."""
+    for sample in array:
+        for row in sample:
+            row[...] = draw.random(row.shape, np.float32)
+
+
+if __name__ == "__main__":
+    result = measure(json.loads(sys.argv[1]))
+    everyone = MPI.COMM_WORLD.gather(result)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(everyone))

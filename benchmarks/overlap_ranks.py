@@ -1,0 +1,204 @@
+"""What each rank of :mod:`benchmarks.overlap` runs: one cut, on networks of several speeds. Collective."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from mpi4py import MPI
+
+from benchmarks.paced import PacedBackend
+from halograd.comm import Communicator
+from halograd.comm.transports.emulated import ring_seconds
+from halograd.kernels import get_backend
+from halograd.layers import Conv, Input, MeanSquaredError, Network, Node
+from halograd.training.executor import Executor
+from halograd.training.strategy import Strategy
+
+__all__ = ["Case", "CostedCommunicator", "chain", "halos", "reductions"]
+
+IDEAL = (0.0, 0.0)
+ONE_BUCKET = 1 << 40
+
+
+class CostedCommunicator(Communicator):
+    """A communicator over an emulated network that adds up what each exchange takes if nothing hides it.
+
+    Attributes
+    ----------
+    alpha, beta
+        Of the network [s], [s/B].
+    seconds
+        Sum over the exchanges started so far of the time of the longest message that this rank receives,
+        and over reductions of the time of the ring, by kind [s].
+    largest
+        Largest message [B].
+    """
+
+    def __init__(self, mpi_comm: MPI.Intracomm, alpha: float, beta: float) -> None:
+        self.alpha, self.beta = alpha, beta
+        self.seconds: dict[str, float] = {}
+        self.largest = 0
+        super().__init__(mpi_comm, f"emulated:alpha={alpha:.9g},beta={beta:.9g}")
+
+    def channel(self, send_counts: Any, recv_counts: Any, dtype: Any, **kwargs: Any) -> Any:
+        made = super().channel(send_counts, recv_counts, dtype, **kwargs)
+        nbytes = max(made.recv_counts.values(), default=0) * made.dtype.itemsize
+        self.largest = max(self.largest, nbytes)
+        return self._priced(made, kwargs.get("kind", "halo"), self.alpha + self.beta * nbytes if nbytes else 0.0)
+
+    def reduction(self, buffer: np.ndarray, group: Communicator | None = None, **kwargs: Any) -> Any:
+        made = super().reduction(buffer, group, **kwargs)
+        seconds = ring_seconds(self.size, buffer.nbytes, self.alpha, self.beta)
+        return self._priced(made, kwargs.get("kind", "allreduce"), seconds)
+
+    def _priced(self, made: Any, kind: str, seconds: float) -> Any:
+        start = made.start
+
+        def priced() -> None:
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
+            start()
+
+        made.start = priced
+        return made
+
+
+def chain(extent: int, channels: int, layers: int) -> Network:
+    """Convolutions 3 x 3 one behind the other: the most halos, and work to hide each of them behind.
+
+    The first has few channels, so few parameters: its gradients come last and are needed first, and nothing is
+    left to hide their sum behind.
+    """
+    y: Node = Input((extent, extent, 2), name="x")
+    for i in range(layers):
+        y = Conv(channels, 3, padding=1, activation="relu", name=f"conv{i}")(y)
+    target = Input(y.shape, name="target")
+    return Network({"prediction": y, "loss": MeanSquaredError(name="mse")(y, target)}, name="chain")
+
+
+class Case:
+    """A network under one cut, halo algorithm and network speed. Collective."""
+
+    def __init__(self, spec: Mapping[str, Any], parts: Mapping[str, int], halo: str, speed: tuple, bucket: int) -> None:
+        self.comm = CostedCommunicator(MPI.COMM_WORLD, *speed)
+        backend: Any = get_backend(spec["backend"], threads=1)
+        if spec["rate"]:
+            backend = PacedBackend(backend, spec["rate"])
+        network = chain(spec["extent"], spec["channels"], spec["layers"])
+        strategy = Strategy(dict(parts), options={"halo": halo}, bucket_bytes=bucket)
+        self.executor = Executor(network, self.comm, backend, spec["batch"], strategy)
+        assert self.executor.reducer is not None
+        self.reducer = self.executor.reducer
+        draw = np.random.default_rng(0)
+        for name, node in network.inputs.items():
+            self.executor.set_input(name, draw.standard_normal((spec["batch"], *node.shape), np.float32))
+
+    def phase(self, run: Callable[[], None]) -> tuple[float, dict[str, float]]:
+        """Wall time of `run`, begun by all ranks together, and the communication in it by kind: of the slowest."""
+        self.comm.seconds = dict.fromkeys(("halo", "allreduce"), 0.0)
+        self.comm.barrier()
+        begin = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - begin
+        costs = {k: self.comm.allreduce_scalar(self.comm.seconds[k], "max") for k in ("halo", "allreduce")}
+        return self.comm.allreduce_scalar(seconds, "max"), costs
+
+    def forward_and_backward(self) -> dict[str, tuple[float, dict[str, float]]]:
+        """One step in two phases; what is left of the sums of gradients is waited for behind them."""
+        found = {"forward": self.phase(self.executor.forward)}
+        self.executor.loss_value()
+        found["backward"] = self.phase(self.executor.backward)
+        self.reducer.finish()
+        return found
+
+    def steps(self, count: int) -> dict[str, tuple[float, dict[str, float]]]:
+        """`count` steps after each other, in the steady state: sums of one step end within the next."""
+
+        def run() -> None:
+            for _ in range(count):
+                self.executor.forward()
+                self.executor.loss_value()
+                self.executor.backward()
+
+        run()
+        seconds, costs = self.phase(run)
+        self.reducer.finish()
+        return {"step": (seconds / count, {k: v / count for k, v in costs.items()})}
+
+    def close(self) -> None:
+        """Free everything. Collective."""
+        self.executor.close()
+        self.comm.close()
+
+
+def speeds(case: Case, compute: float, spec: Mapping[str, Any], kind: str) -> tuple[float, float]:
+    """Alpha [s] and beta [s/B] with which communication takes the share asked for of `compute` [s]."""
+    wanted = spec["share"] * compute
+    if kind == "halo":
+        nbytes = case.comm.allreduce_scalar(case.comm.largest, "max")
+        return 0.5 * wanted, 0.5 * wanted / nbytes
+    nbytes = sum(b.grads.nbytes for b in case.executor.store.buckets)
+    return 1e-5, wanted / ring_seconds(case.comm.size, nbytes, 0.0, 1.0)
+
+
+def alternate(cases: Mapping[str, Case], run: Callable[[Case], dict], repeats: int) -> dict[str, dict]:
+    """Medians over the repeats, in each of which all cases run: seconds and costs by case and phase."""
+    found: dict[str, list[dict]] = {name: [] for name in cases}
+    for repeat in range(-1, repeats):
+        for name, case in cases.items():
+            result = run(case)
+            if repeat >= 0:
+                found[name].append(result)
+    return {
+        name: {
+            phase: {"seconds": statistics.median(r[phase][0] for r in results)} | results[0][phase][1]
+            for phase in results[0]
+        }
+        for name, results in found.items()
+    }
+
+
+def halos(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Forward and backward of a cut in space; gradients are summed in one message, behind the phases."""
+    parts = spec["parts"]
+    ideal = {h: Case(spec, parts, h, IDEAL, ONE_BUCKET) for h in ("pad", "overlap")}
+    first = alternate(ideal, Case.forward_and_backward, 2)
+    per_layer = first["pad"]["forward"]["seconds"] / spec["layers"]
+    speed = speeds(ideal["pad"], per_layer, spec, "halo")
+    slow = {h: Case(spec, parts, h, speed, ONE_BUCKET) for h in ("pad", "overlap")}
+    cases = {f"{h} ideal": c for h, c in ideal.items()} | {f"{h} slow": c for h, c in slow.items()}
+    return {"speed": speed, "found": finish(cases, Case.forward_and_backward, spec["repeats"])}
+
+
+def reductions(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole steps of a cut of the samples: no halos, gradients summed layer by layer."""
+    bucket = 9 * spec["channels"] ** 2 * 4
+    ideal = Case(spec, spec["parts"], "pad", IDEAL, bucket)
+    first = alternate({"ideal": ideal}, Case.forward_and_backward, 2)
+    speed = speeds(ideal, first["ideal"]["backward"]["seconds"], spec, "allreduce")
+    cases = {"overlap ideal": ideal, "overlap slow": Case(spec, spec["parts"], "pad", speed, bucket)}
+    return {"speed": speed, "found": finish(cases, lambda case: case.steps(3), spec["repeats"])}
+
+
+def finish(cases: Mapping[str, Case], run: Callable[[Case], dict], repeats: int) -> dict[str, dict]:
+    """Measure, then close."""
+    found = alternate(cases, run, repeats)
+    for case in cases.values():
+        case.close()
+    return found
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    result = halos(given) if given["what"] == "halo" else reductions(given)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(result))

@@ -1,0 +1,59 @@
+"""An emulated processor: convolutions take the time of a device that computes at a given rate, and no CPU.
+
+With it the schedule of four ranks can be measured on two cores: kernels sleep as they would on a GPU of their own,
+and what is left over is how well messages and kernels were overlapped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+from halograd.comm.transports.emulated import sleep_until
+
+__all__ = ["PacedBackend"]
+
+
+class PacedBackend:
+    """A backend whose convolution kernels return no earlier than ``flops / rate`` after they were called.
+
+    Parameters
+    ----------
+    backend
+        Really computes; its arrays should be so small that this takes next to no time.
+    rate
+        Of the emulated processor [flop/s].
+    """
+
+    def __init__(self, backend: Any, rate: float) -> None:
+        self._backend, self._rate = backend, rate
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        if not inspect.ismethod(found) or name not in _OUTPUT_AND_WEIGHTS:
+            return found
+        y, w = _OUTPUT_AND_WEIGHTS[name]
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            positions = args[y].size / max(1, args[y].shape[-1])
+            return _PacedKernel(found(*args, **kwargs), 2 * positions * args[w].size / self._rate)
+
+        return make
+
+
+#: Positions of the output (or its gradient) and of the weights (or theirs) among the arguments.
+_OUTPUT_AND_WEIGHTS = {"conv_forward": (3, 1), "conv_backward_data": (0, 1), "conv_backward_filter": (1, 2)}
+
+
+class _PacedKernel:
+    def __init__(self, kernel: Any, seconds: float) -> None:
+        self._kernel, self._seconds = kernel, seconds
+
+    def __call__(self) -> None:
+        end = time.perf_counter() + self._seconds
+        self._kernel()
+        sleep_until(end)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
