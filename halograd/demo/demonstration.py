@@ -1,0 +1,115 @@
+"""The stages of the demonstration: data, training, evaluation, baseline, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from halograd.comm.boot import launched_size
+from halograd.demo.baseline import Judged, judge
+from halograd.demo.clock import Clock
+from halograd.demo.configuration import write_config
+from halograd.demo.dataset import make_dataset
+from halograd.demo.files import Files, prepare, replace_run
+from halograd.demo.job import find_mpiexec, run_ranks
+from halograd.demo.report import draw_pictures, write_report
+from halograd.demo.settings import DemoSettings
+from halograd.errors import UserError
+
+__all__ = ["run_demo"]
+
+
+def run_demo(out: Path, settings: DemoSettings) -> Judged:
+    """Generate, train on several ranks, evaluate, compare with a logistic regression, and report. Local.
+
+    Parameters
+    ----------
+    out
+        Folder; made if missing. A data set of the same settings is used again, a finished run is replaced.
+    settings
+        Sizes, and how long to train.
+
+    Raises
+    ------
+    UserError, DataError
+        Something the user can put right, in one line.
+    """
+    if launched_size() is not None:
+        raise UserError("demo: expected to be started alone, got a launcher; it starts its ranks itself")
+    mpiexec, files, clock = find_mpiexec(), Files(out), Clock()
+    prepare(files)
+    with clock.stage("generate"):
+        _generate(files, settings)
+    kept = write_config(files, settings)
+    if kept is not None:
+        print(f"the configuration that was there is now {kept}")
+    with clock.stage("train"):
+        headline = _train(mpiexec, files, settings)
+    with clock.stage("evaluate"):
+        arguments = ["evaluate", str(files.run), "--samples", "all", "--predictions", str(files.predictions)]
+        run_ranks(mpiexec, settings.ranks, [*arguments, "--set", "output.timeline=false"], _quiet)
+    with clock.stage("logistic regression"):
+        judged = judge(files, settings)
+    with clock.stage("pictures"):
+        draw_pictures(files, judged)
+    write_report(files, settings, judged, headline, clock)
+    _summarize(files, judged, clock)
+    return judged
+
+
+def _generate(files: Files, settings: DemoSettings) -> None:
+    print(f"1/4 data set {files.data}", flush=True)
+    with ExitStack() as stack:
+        move = _bar(stack, "blocks")
+        written = make_dataset(files.data, settings, lambda done, total: move(done, total))
+    cells = f"{settings.samples} samples of {settings.resolution} x {settings.resolution} cells"
+    print(f"    {cells}{'' if written else ', generated before'}", flush=True)
+
+
+def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
+    """Train beside the finished run, then take its place; the line that describes the network."""
+    print(f"2/4 training on {settings.ranks} ranks, {settings.sample} samples x {settings.height} blocks", flush=True)
+    with ExitStack() as stack:
+        move, done = _bar(stack, "epochs"), 0
+
+        def tell(line: str) -> None:
+            nonlocal done
+            if not line.startswith("trained to "):  # and where: it will be elsewhere in a moment
+                print(f"    {line}", flush=True)
+            done += line.startswith("epoch ")
+            move(done, settings.epochs)
+
+        arguments = ["train", str(files.config), "--set", f"output.directory={files.new_run}"]
+        lines = run_ranks(mpiexec, settings.ranks, arguments, tell)
+    replace_run(files.new_run, files.run)
+    print("3/4 evaluation, and a logistic regression of the same channels", flush=True)
+    return next((line for line in lines if " parameters, " in line), "")
+
+
+def _bar(stack: ExitStack, unit: str) -> Callable[[int, int], None]:
+    """A progress bar on a terminal, under the lines that are printed; nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn())
+    bar = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal, transient=True))
+    task = bar.add_task("", total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _quiet(line: str) -> None:
+    """The scores are told with those of the baseline; a fault is worth a line."""
+    if not line.startswith("all: "):
+        print(f"    {line}", flush=True)
+
+
+def _summarize(files: Files, judged: Judged, clock: Clock) -> None:
+    print(f"4/4 report {files.report}\n")
+    print(f"{'on held-out simulations':42}{'IoU':>7}{'F1':>7}")
+    for score in judged.scores:
+        print(f"{score.name:42}{score.iou:>7.3f}{score.values['f1'] or 0.0:>7.3f}")
+    stages = ", ".join(f"{stage.name} {stage.seconds:.0f}" for stage in clock.stages)
+    print(f"\n{clock.total.seconds:.0f} s: {stages}")
+    print(f"read {files.page} or {files.report}; edit {files.config} and train again")

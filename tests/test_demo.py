@@ -1,0 +1,179 @@
+"""`halograd demo`: the whole way from nothing to a report, and what it leaves alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from halograd.demo.document import Code, Heading, Picture, Table, Text, to_html, to_markdown
+from halograd.demo.job import find_mpiexec
+from halograd.demo.lanes import Bar, typical_steps, without
+from halograd.errors import UserError
+from tests.harness import jobs
+from tests.launch import mpiexec
+
+PICTURES = ("loss.png", "predictions.png", "timeline.png")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def demo(*arguments: object, seconds: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run ``halograd demo ARGUMENTS`` alone; nothing of it may be left when it ends."""
+    mark = jobs.new_mark()
+    command = [sys.executable, "-m", "halograd", "demo", *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=jobs.job_environment(mark))
+        assert not jobs.await_end(mark), "expected no process to outlive the demonstration"
+    finally:
+        jobs.end(mark)
+    return done
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """Folder and output of a small demonstration."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    done = demo("--quick", "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out, done.stdout
+
+
+@pytest.mark.slow
+def test_everything_is_there(finished):
+    out, _ = finished
+    names = {"mesh.h5", "config.toml", "predictions.h5", "report.md", "report.html", "run", *PICTURES}
+    assert {path.name for path in out.iterdir()} == names
+    assert all((out / name).read_bytes().startswith(PNG) for name in PICTURES)
+    assert {path.name for path in (out / "run").iterdir()} == {"checkpoints", "log.jsonl", "timeline.json"}
+
+
+@pytest.mark.slow
+def test_report_compares_with_the_baseline(finished):
+    out, printed = finished
+    report = (out / "report.md").read_text()
+    for name in ("network", "logistic regression per cell", "cells below the quality limit already"):
+        iou = re.search(rf"^{name} +([01]\.\d{{3}}) ", printed, re.M)
+        assert iou, printed
+        assert re.search(rf"^\| {name} \| [-.\d]+ \| {re.escape(iou[1])} \|", report, re.M), report
+    assert all(f"]({name})" in report for name in PICTURES)
+    assert all(
+        f"| {row} |" in report
+        for row in ("forward", "halo exchange", "all-reduce of gradients", "train", "total", "processor")
+    )
+
+
+@pytest.mark.slow
+def test_page_holds_its_pictures(finished):
+    page = (finished[0] / "report.html").read_text()
+    assert page.count("<img ") == page.count('src="data:image/png;base64,') == len(PICTURES)
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_predictions(finished):
+    out, _ = finished
+    with h5py.File(out / "predictions.h5") as file, h5py.File(out / "mesh.h5") as data:
+        order = np.argsort(file["sample"][:])
+        assert file["sample"][:][order].tolist() == list(range(12))
+        assert np.array_equal(file["target"][:][order][..., 0], data["mask"][:])
+
+
+@pytest.mark.slow
+def test_configuration_is_one_to_start_from(finished, tmp_path):
+    out, _ = finished
+    sets = ("strategy.sample=1", "training.epochs=1", f"output.directory={tmp_path / 'mine'}")
+    arguments = ["-m", "halograd", "train", out / "config.toml"]
+    for text in sets:
+        arguments += ["--set", text]
+    done = mpiexec(2, arguments)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mine" / "log.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_second_call_replaces_only_its_own(finished):
+    out, first = finished
+    assert "generated before" not in first
+    before = (out / "mesh.h5").stat().st_mtime_ns
+    (out / "run" / "notes.txt").write_text("mine")
+    edited = (out / "config.toml").read_text().replace("epochs = 3", "epochs = 5")
+    (out / "config.toml").write_text(edited)
+    (out / "run.new").mkdir()
+    (out / "run.new" / "log.jsonl").write_text('{"event": "step", "left": "by an interrupted run"}\n')
+    done = demo("--quick", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "generated before" in done.stdout and (out / "mesh.h5").stat().st_mtime_ns == before
+    assert (out / "run" / "notes.txt").read_text() == "mine"
+    assert (out / "config.toml.old1").read_text() == edited and "epochs = 3" in (out / "config.toml").read_text()
+    assert not (out / "run.new").exists() and "interrupted" not in (out / "run" / "log.jsonl").read_text()
+
+
+def test_foreign_data_are_not_replaced(tmp_path):
+    (tmp_path / "mesh.h5").write_text("somebody's")
+    done = demo("--quick", "--out", tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"data set at {tmp_path / 'mesh.h5'}, got another file; move it away" in done.stderr
+    assert (tmp_path / "mesh.h5").read_text() == "somebody's"
+
+
+def test_out_must_be_a_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = demo("--quick", "--out", tmp_path / "file")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"halograd: error: --out: expected a folder that can be made, got {tmp_path}")
+
+
+def test_it_wants_no_launcher(tmp_path):
+    done = mpiexec(2, ["-m", "halograd", "demo", "--quick", "--out", tmp_path / "out"])
+    assert done.returncode == 2
+    assert done.stderr == (
+        "halograd: error: demo: expected to be started alone, got a launcher; it starts its ranks itself\n"
+    )
+
+
+def test_missing_mpiexec_is_told_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"expected mpiexec in .* got none; pip install 'halograd\[mpich\]'"):
+        find_mpiexec()
+
+
+def test_compute_is_what_the_waits_leave():
+    assert without([(0, 10), (12, 14)], [(1, 2), (9, 13)]) == [(0, 1), (2, 9), (13, 14)]
+    assert without([(0, 4)], [(0, 4)]) == [] and without([(0, 4)], []) == [(0, 4)]
+
+
+def test_shown_steps_are_of_median_length():
+    ends = (0.0, 9.0, 11.0, 13.0, 15.0, 17.0, 18.0)
+    bars = [Bar(0, "compute", "update", end - 0.5, end) for end in ends]
+    assert typical_steps(bars, 1) == (9.0, 11.0)
+    assert typical_steps(bars, 2) == (9.0, 13.0)
+    assert typical_steps(bars[:2], 2) is None
+
+
+def test_document_in_both_forms(tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    blocks = [
+        Heading("A < B", 1),
+        Text("**bold** and `code`"),
+        Table([("name", "n"), ("x", "1")]),
+        Code("a < b"),
+        Picture(tmp_path / "a.png", "a picture"),
+    ]
+    assert to_markdown(blocks) == (
+        "# A < B\n\n**bold** and `code`\n\n| name | n |\n| :--- | ---: |\n| x | 1 |\n\n"
+        "```\na < b\n```\n\n![a picture](a.png)\n"
+    )
+    page = to_html(blocks)
+    for part in (
+        "<h1>A &lt; B</h1>",
+        "<p><b>bold</b> and <code>code</code></p>",
+        "<tr><td>x</td><td>1</td></tr>",
+        "<pre>a &lt; b</pre>",
+        '<img alt="a picture" src="data:image/png;base64,iVBORw0KGgo=">',
+    ):
+        assert part in page
