@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from halograd.comm import Communicator
 from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers.memory import Memory
@@ -22,7 +23,9 @@ class Region:
     box: Box
 
     def view(self, box: Box) -> Any:
-        """View of a box within."""
+        """View of a box within; of the shape of the box also where that is empty, wherever it lies then."""
+        if not box.size:
+            return self.array.reshape(-1)[:0].reshape(box.shape)
         return self.array[box.slices(self.box.start)]
 
 
