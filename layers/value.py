@@ -66,6 +66,7 @@ class Value:
     gradient: Region | None = None
     contributions: list[Any] = field(default_factory=list)
     _home: Region | None = None
+    _at_home: Any = None
     gathered: dict[Any, Gathered] = field(default_factory=dict)
 
     @property
@@ -95,7 +96,7 @@ class Value:
         if self._home is None:
             box = self.gradient_box or self.box
             self._home = Region(memory.acquire(box.shape, self.dtype), box)
-            array = self._home.view(self.box)
+            array = self._at_home = self._home.view(self.box)
         else:
             array = memory.acquire(self.box.shape, self.dtype)
         self.contributions.append(array)
@@ -108,27 +109,19 @@ class Value:
         if len(self.contributions) == 1:
             self.gradient = self._home or Region(self.contributions[0], self.box)
             return None
-        others = list(self.contributions)
+        summands = list(self.contributions)
         if self._home is None:
             self.new_contribution(memory)
-            target = self.contributions[-1]
-        else:
-            target = self._home.view(self.box)
-            others = [target, *(a for a in others if a is not target and not _same(a, target))]
         self.gradient = self._home
-        for array in others:
-            if array is not target:
+        for array in summands:
+            if array is not self._at_home:
                 memory.release(array)
-        return kernels.add(others, target)
+        return kernels.add(summands, self._at_home)
 
     def end_gradient(self, memory: Memory) -> None:
         """Its maker is bound: the gradient's memory may serve others."""
         if self.gradient is not None:
             memory.release(self.gradient.array)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(np.shares_memory(a, b))
 
 
 class Gathered:
