@@ -118,7 +118,7 @@ def test_layout_blocks_cover_and_are_in_row_major_order():
         count[box.slices()] += 1
     assert (count == 1).all() and not layout.overlapping
     assert layout.boxes[1] == Box((0, 3, 0, 0), (1, 5, 3, 4))
-    assert [b.size for b in layout.boxes[4:]] == [0, 0]
+    assert [b.shape for b in layout.boxes[4:]] == [(0, 5, 3, 4)] * 2, "samples of the usual shape, none of them"
 
 
 def test_layouts_of_different_boundaries_are_different():
