@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from halograd.demo.document import Code, Heading, Picture, Table, Text, to_html, to_markdown
-from halograd.demo.job import find_mpiexec
+from halograd.demo.job import find_mpiexec, run_ranks
 from halograd.demo.lanes import Bar, typical_steps, without
 from halograd.errors import UserError
 from tests.harness import jobs
@@ -140,6 +140,16 @@ def test_missing_mpiexec_is_told_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"expected mpiexec in .* got none; pip install 'halograd\[mpich\]'"):
         find_mpiexec()
+
+
+def test_job_that_fails_is_told_after_its_own_message(tmp_path):
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text("#!/bin/sh\necho halograd: error: expected a moon >&2\nexit 3\n")
+    launcher.chmod(0o755)
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"`halograd train` on 4 ranks: expected exit code 0, got 3; see its message"):
+        run_ranks(str(launcher), 4, ["train", "x.toml"], said.append)
+    assert said == ["halograd: error: expected a moon"]
 
 
 def test_compute_is_what_the_waits_leave():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -94,7 +95,10 @@ def _bar(stack: ExitStack, unit: str) -> Callable[[int, int], None]:
     """A progress bar on a terminal, under the lines that are printed; nothing elsewhere."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn())
-    bar = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal, transient=True))
+    off, both = not console.is_terminal, sys.stdout.isatty()
+    bar = stack.enter_context(
+        Progress(*columns, console=console, disable=off, transient=True, redirect_stdout=both)  # not out of a file
+    )
     task = bar.add_task("", total=None)
     return lambda done, total: bar.update(task, completed=done, total=total)
 
