@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from halograd.dtensor import Box, Layout, Window, input_box
 from halograd.layers.parameter import Parameter
 from halograd.layers.stencil import Stencil
@@ -111,13 +112,15 @@ class Layer:
         return tuple(input_box(self.windows(shape), box, shape[-1]) for shape in shapes)
 
     def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
-        """Per rank, the box of input `i` that the rank's output box needs; may reach outside the array."""
-        shapes = [layout.shape[1:] for layout in inputs]
-        return tuple(self.input_boxes(box, *shapes)[i] for box in output.boxes)
+        """Per rank, the box of input `i` that the rank's output box needs; may reach outside the array.
 
-    def gradient_boxes(
-        self, boxes: Sequence[Box], shape: Shape, out_shape: Shape
-    ) -> tuple[Box, ...] | None:
+        A rank without output needs nothing: else it would owe a gradient of what it read and never computed with.
+        """
+        shapes = [layout.shape[1:] for layout in inputs]
+        nothing = Box((0,) * len(inputs[i].shape), (0, *shapes[i]))
+        return tuple(self.input_boxes(box, *shapes)[i] if box.size else nothing for box in output.boxes)
+
+    def gradient_boxes(self, boxes: Sequence[Box], shape: Shape, out_shape: Shape) -> tuple[Box, ...] | None:
         """Per box of the first input, the box of the output's gradient from which its gradient follows.
 
         None (the default): the gradient is computed where the output is and sent back to the owners.

@@ -1,0 +1,292 @@
+"""Small random networks under random strategies, and what one step of them computes."""
+
+import math
+
+import numpy as np
+
+from halograd.dtensor import Box
+from halograd.kernels import get_backend
+from halograd.layers import (
+    Add,
+    AveragePool,
+    BatchNorm,
+    Concat,
+    Conv,
+    ConvTranspose,
+    Dense,
+    Dropout,
+    Flatten,
+    GlobalAveragePool,
+    GroupNorm,
+    Input,
+    Layer,
+    MaxPool,
+    MeanSquaredError,
+    Network,
+    Parameter,
+    ReLU,
+    Resize,
+    Softmax,
+    SoftmaxCrossEntropy,
+    Tanh,
+)
+from halograd.layers.memory import Memory
+from halograd.testing import random_array
+from halograd.training.executor import Executor
+from halograd.training.strategy import Strategy
+
+CLASSES = 3
+#: Most elements of one sample's array.
+LARGEST = 800
+
+
+class Gate(Layer):
+    """``y[o] = x0[o] * sum of x1 over the window of o``: a layer of one's own with two inputs of different halos."""
+
+    def __init__(self, reach):
+        super().__init__()
+        self.reach = reach
+
+    def input_boxes(self, box, *shapes):
+        grown = [(a - self.reach, b + self.reach) for a, b in box.ranges[1:-1]]
+        return (box, Box.of_ranges([box.ranges[0], *grown, box.ranges[-1]]))
+
+    def _windows(self, array, shape):
+        for offset in np.ndindex(*[2 * self.reach + 1] * (len(shape) - 2)):
+            yield array[(slice(None), *(slice(o, o + n) for o, n in zip(offset, shape[1:-1])))]
+
+    def forward(self, inputs, params, box):
+        return inputs[0] * sum(self._windows(inputs[1], box.shape))
+
+    def backward(self, dy, inputs, params, box):
+        around = np.zeros_like(inputs[1])
+        for view in self._windows(around, box.shape):
+            view += dy * inputs[0]
+        return [dy * sum(self._windows(inputs[1], box.shape)), around], {}
+
+
+class Centre(Layer):
+    """``y = amount * (x - mean of x over its sample and channel)``: reads whole samples, whatever it makes of them."""
+
+    def parameters(self, shape):
+        return {"amount": Parameter((shape[-1],), "ones", decay=False)}
+
+    def input_boxes(self, box, shape):
+        return (Box.of_ranges([box.ranges[0], *((0, n) for n in shape)]),)
+
+    def _axes(self, x):
+        return tuple(range(1, x.ndim - 1))
+
+    def _here(self, box):
+        return (slice(None), *(slice(a, b) for a, b in box.ranges[1:]))
+
+    def forward(self, inputs, params, box):
+        (x,) = inputs
+        return params["amount"] * (x[self._here(box)] - x.mean(self._axes(x), keepdims=True))
+
+    def backward(self, dy, inputs, params, box):
+        (x,) = inputs
+        weighted = params["amount"] * dy
+        dx = np.zeros_like(x)
+        dx[self._here(box)] = weighted
+        dx -= weighted.sum(self._axes(x), keepdims=True) / math.prod(x.shape[1:-1])
+        centred = x[self._here(box)] - x.mean(self._axes(x), keepdims=True)
+        return [dx], {"amount": np.sum(dy * centred, axis=(0, *self._axes(x)))}
+
+
+class Graphs:
+    """Draws networks: everything depends on the seed only."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng([1909, seed])
+        self.axes = int(self.rng.choice([1, 2, 2, 2, 3]))
+        self.batch = int(self.rng.integers(1, 4))
+        largest = {1: 14, 2: 10, 3: 6}[self.axes]
+        self.spatial = tuple(int(n) for n in self.rng.integers(3, largest, self.axes))
+
+    def pick(self, *choices):
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def per_axis(self, *choices):
+        return tuple(self.pick(*choices) for _ in range(self.axes))
+
+    def network(self):
+        """A trunk of a few layers, then a head; values that nobody reads become outputs of their own."""
+        first = Input((*self.spatial, self.pick(2, 4)), name="x")
+        values = [first]
+        if self.rng.random() < 0.3:
+            values.append(Input((*self.spatial, self.pick(2, 4)), name="x2"))
+        for _ in range(int(self.rng.integers(3, 9))):
+            node = self._layer(values)
+            if node is not None and math.prod(node.shape) <= LARGEST:
+                values.append(node)
+        outputs = self._head([v for v in values if not isinstance(v, Input)] or values)
+        read = {n for v in [*values, *outputs.values()] for n in v.inputs}
+        for i, v in enumerate(values):
+            if v not in read and not isinstance(v, Input):
+                outputs[f"extra{i}"] = v
+        names = list(outputs)
+        self.rng.shuffle(names)
+        return Network({n: outputs[n] for n in names})
+
+    def _layer(self, values):
+        x = values[max(0, len(values) - 1 - int(self.rng.integers(0, 3)))]
+        same = [v for v in values if v.shape == x.shape]
+        alike = [v for v in values if v.shape[:-1] == x.shape[:-1]]
+        make = self.pick(
+            self._conv, self._conv, self._conv, self._norm, self._pool, self._pool, self._transposed, self._resize,
+            self._add, self._add, self._concat, self._dropout, self._pointwise, self._gate, self._centre, self._group,
+        )  # fmt: skip
+        try:
+            return make(x, same, alike)
+        except ValueError:
+            return None  # a window that does not fit
+
+    def _conv(self, x, same, alike):
+        return Conv(
+            self.pick(2, 4),
+            self.per_axis(1, 2, 3, 3, 4),
+            self.per_axis(1, 1, 2, 3),
+            self.pick("same", 0, [(self.pick(0, 1, 2), self.pick(0, 1, 3)) for _ in range(self.axes)]),
+            self.per_axis(1, 1, 2),
+            bias=self.pick(True, False),
+            groups=self.pick(1, 1, 2),
+            activation=self.pick(None, "relu"),
+        )(x)
+
+    def _norm(self, x, same, alike):
+        # A generous eps: without it a variance near zero enlarges the roundings of everything before.
+        return BatchNorm(eps=0.1, activation=self.pick(None, "relu"), affine=self.pick(True, False))(x)
+
+    def _pool(self, x, same, alike):
+        layer = self.pick(MaxPool, AveragePool)
+        kernel = self.per_axis(2, 3)
+        return layer(kernel, self.per_axis(1, 2, 3), self.pick(0, 1))(x)
+
+    def _transposed(self, x, same, alike):
+        return ConvTranspose(2, self.per_axis(1, 2, 3), self.per_axis(1, 2), self.pick(0, 1), groups=self.pick(1, 2))(x)
+
+    def _resize(self, x, same, alike):
+        size = tuple(max(2, int(n * self.pick(0.6, 1.4, 2))) for n in x.shape[:-1])
+        return Resize(size=size, mode=self.pick("nearest", "linear"))(x)
+
+    def _add(self, x, same, alike):
+        others = [self.pick(*same) for _ in range(self.pick(1, 1, 2))]
+        return Add(self.pick(None, "relu"))(x, *others)
+
+    def _concat(self, x, same, alike):
+        return Concat()(x, self.pick(*alike))
+
+    def _dropout(self, x, same, alike):
+        return Dropout(0.3)(x)
+
+    def _pointwise(self, x, same, alike):
+        return self.pick(ReLU, Tanh, Softmax)()(x)
+
+    def _group(self, x, same, alike):
+        return GroupNorm(2, eps=0.1)(x)
+
+    def _gate(self, x, same, alike):
+        return Gate(self.pick(0, 1, 2))(x, self.pick(*same))
+
+    def _centre(self, x, same, alike):
+        return Centre()(x)
+
+    def _head(self, values):
+        """Outputs by name: the loss, and now and then a second one that no gradient comes from."""
+        last = values[-1]
+        kind = self.pick("field", "field", "classes of positions", "vector", "vector")
+        if kind == "field":
+            return {"loss": MeanSquaredError(name="mse")(last, Input(last.shape, name="target"))}
+        if kind == "classes of positions":
+            target = Input((*last.shape[:-1], 1), name="target", dtype=self.pick("int32", "int64"))
+            scores = Conv(CLASSES, 1)(last)
+            normalization = self.pick("count", "weights")
+            loss = SoftmaxCrossEntropy(self.rng.random(CLASSES) + 0.5, normalization, name="ce")(scores, target)
+            return {"loss": loss, "aside": MeanSquaredError()(last, ReLU()(last))}
+        other = values[int(self.rng.integers(len(values)))]
+        vectors = [self.pick(GlobalAveragePool, Flatten)()(v) for v in (last, other)]
+        vector = Dense(CLASSES)(Dropout(0.2)(Concat()(*vectors)))
+        vector = Add()(vector, Dense(CLASSES)(ReLU()(vector)))
+        target = Input((1,), name="target", dtype="int64")
+        return {"loss": SoftmaxCrossEntropy(name="ce")(vector, target), "vector": vector}
+
+    def strategy(self, network, size):
+        """Parts and halo algorithms at random; half of the layers have their own, perhaps with fewer ranks."""
+        axes = ("sample", *("depth", "height", "width")[3 - self.axes :])
+        everyone = self._parts(axes, size, exact=True)
+        layers = {}
+        apart = self.pick(0.0, 0.3, 0.7)
+        for name in network.layers:
+            own = {"halo": self.pick("pad", "overlap")}
+            if self.rng.random() < apart:
+                own |= self._parts(axes, size, exact=self.rng.random() < 0.6)
+            layers[name] = own
+        return Strategy(everyone, layers, bucket_bytes=self.pick(1, 500, 4 << 20))
+
+    def _parts(self, axes, size, exact):
+        parts = dict.fromkeys(axes, 1)
+        rest = size if exact else int(self.rng.integers(1, size + 1))
+        for prime in _primes(rest):
+            parts[axes[int(self.rng.integers(len(axes)))]] *= prime
+        return parts
+
+
+def _primes(n):
+    found, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p += 1
+    return found
+
+
+def poison(monkeypatch):
+    """Transient arrays hold NaN until somebody writes them: what is read before shows."""
+    acquire = Memory.acquire
+
+    def poisoned(self, shape, dtype):
+        array = acquire(self, shape, dtype)
+        if array.dtype.kind == "f":
+            array.fill(np.nan)
+        return array
+
+    monkeypatch.setattr(Memory, "acquire", poisoned)
+
+
+def batch_of(network, batch, step):
+    """Random inputs by name, a function of the step."""
+    arrays = {}
+    for name, node in network.inputs.items():
+        array = random_array((batch, *node.shape), name, step)
+        arrays[name] = array if node.dtype == "compute" else (np.abs(array) * 10).astype(node.dtype) % CLASSES
+    return arrays
+
+
+def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64"):
+    """Values, gradients and loss of the last of some steps, whole, on rank 0 (else None). Collective.
+
+    `steps`: numbers of the steps. More than one: what earlier steps left behind must not matter.
+    """
+    probed = [n for n, node in network.inputs.items() if node.dtype == "compute" and n != "target"]
+    kernels = get_backend(backend)
+    with Executor(network, comm, kernels, batch, strategy, dtype, probed=probed) as executor:
+        for key, array in executor.store.params.items():
+            array[...] = random_array(array.shape, key)
+        for step in steps:
+            executor.mode.step = step
+            for name, array in batch_of(network, batch, step).items():
+                executor.set_input(name, array)
+            executor.forward()
+            loss = executor.loss_value()
+            executor.backward()
+            executor.reducer.finish()
+        losses = {n for n, node in network.layers.items() if hasattr(node.layer, "local")}
+        result = {name: executor.gather(name) for name in network.layers if name not in losses}
+        for name in probed:
+            if executor.values[name].gradient is not None:
+                result[f"d{name}"] = executor.gather(name, gradient=True)
+        result |= {f"d{key}": array.copy() for key, array in executor.store.grads.items()}
+        result["loss"] = np.array([loss])
+    return result if comm.rank == 0 else None
