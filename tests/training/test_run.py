@@ -122,7 +122,8 @@ def test_timeline(comm, config):
         own = {(e["name"], e["cat"]) for e in spans if e["pid"] == rank}
         assert {("conv1_1", "forward"), ("conv1_1", "backward"), ("update", "update"), ("read", "io")} <= own
         assert ("allreduce", "communication") in own and ("allreduce", "wait") in own
-        assert (("halo", "communication") in own) == (comm.size > 1)
+        halos = {name for name, category in own if category == "communication" and name.startswith("halo: ")}
+        assert ("halo: conv2_1" in halos) == (comm.size > 1) == bool(halos)
     steps = [e for e in spans if e["name"] == "conv1_1" and e["cat"] == "forward" and e["pid"] == 0]
     assert len(steps) == 3  # validation is not in it
     (phases,) = read_log(config.parent / "out" / "log.jsonl", "phases")
