@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from halograd.dtensor import Box, Layout
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer
 from halograd.layers.operator import Operator
@@ -14,6 +17,10 @@ class Redistribute(Layer):
 
     Communication per process: what it will own and does not own yet; backward the same, reversed.
     """
+
+    def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
+        """It sends what is owned straight into its output: nothing is gathered beside the input."""
+        return inputs[i].boxes
 
     def bind(self, binding: Binding) -> Operator:
         return _RedistributeOperator(binding)

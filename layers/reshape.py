@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from halograd.dtensor import Box, Exchange
+from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
@@ -31,6 +32,10 @@ class Flatten(Layer):
         samples = box.ranges[0] if box.size else (0, 0)
         return (Box.of_ranges([samples, *((0, n) for n in shapes[0])]),)
 
+    def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
+        """What is owned is sent straight into the output: nothing is gathered beside the input."""
+        return inputs[i].boxes
+
     def bind(self, binding: Binding) -> Operator:
         return _FlattenOperator(binding)
 
@@ -39,15 +44,13 @@ class _FlattenOperator(Operator):
     def __init__(self, b: Binding) -> None:
         self.b = b
         value = b.inputs[0]
-        self.boxes = b.needed_boxes(0)
-        assert value.region is not None
+        self.boxes = tuple(b.layer.input_boxes(box, *b.shapes)[0] for box in b.output.layout.boxes)
         self.exchange = Exchange(
             b.comm,
-            value.stored,
+            value.layout.boxes,
             self.boxes,
-            value.region.array,
+            value.array,
             b.output.array.reshape(self.boxes[b.rank].shape),
-            source_origin=value.region.box.start,
             kind="redistribute",
         )
 

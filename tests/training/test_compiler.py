@@ -1,0 +1,56 @@
+"""What every rank stores: pure arithmetic, so one process asks for all ranks."""
+
+import numpy as np
+
+from halograd.dtensor import Box
+from halograd.layers import Add, Conv, Dense, Flatten, Input, MeanSquaredError, Network
+from halograd.training.compiler import compile_steps, is_packed
+from halograd.training.strategy import Strategy
+
+FLOAT = np.dtype("float32")
+
+
+def compiled(network, strategy, rank, size, batch=1):
+    steps, values = compile_steps(network, strategy, batch, size, rank, FLOAT)
+    return {step.name: step for step in steps}, values
+
+
+def fork():
+    """The input has two readers."""
+    x = Input((8, 8, 2), "x")
+    y = Add(name="sum")(Conv(2, 3, padding=1, name="a")(x), Conv(2, 3, padding=1, name="b")(x))
+    return Network({"loss": MeanSquaredError(name="mse")(y, Input((8, 8, 2), "target"))})
+
+
+def test_an_input_holds_the_halo_of_its_first_cut_only():
+    """Redistributed to another cut it is sent, not read twice by every rank."""
+    strategy = Strategy({"height": 2}, {"b": {"width": 2}})
+    for rank, rows in enumerate([(0, 5), (3, 8)]):
+        steps, values = compiled(fork(), strategy, rank, 2)
+        assert values["x"].region_box == Box((0, rows[0], 0, 0), (1, rows[1], 8, 2))
+        assert steps["x->1x1x1x2"].output.box == Box((0, 0, 4 * rank, 0), (1, 8, 4 * rank + 4, 2))
+
+
+def test_what_is_flattened_gets_no_margins():
+    """The rank that will own a sample receives it flattened already."""
+    y = Conv(2, 3, padding=1, name="a")(Input((8, 8, 2), "x"))
+    network = Network({"loss": MeanSquaredError()(Dense(3)(Flatten()(y)), Input((3,), "target"))})
+    steps, _ = compiled(network, Strategy({"height": 4}), 0, 4)
+    assert steps["a"].output.region_box == Box((0, 0, 0, 0), (1, 2, 8, 2))
+
+
+def test_halos_are_received_in_place_where_the_block_stays_packed():
+    y = Conv(2, 3, padding=1, name="b")(Conv(2, 3, padding=1, name="a")(Input((8, 8, 2), "x")))
+    network = Network({"loss": MeanSquaredError()(y, Input((8, 8, 2), "target"))})
+    for parts, box in {"height": Box((0, 1, 0, 0), (1, 5, 8, 2)), "width": Box((0, 0, 2, 0), (1, 8, 4, 2))}.items():
+        steps, _ = compiled(network, Strategy({parts: 4}), 1, 4)
+        assert steps["a"].output.region_box == box
+
+
+def test_packed_boxes():
+    storage = Box((0, 2, 0, 0), (1, 8, 4, 3))
+    assert is_packed(storage, Box((0, 3, 0, 0), (1, 5, 4, 3)))
+    assert not is_packed(storage, Box((0, 3, 1, 0), (1, 5, 4, 3)))
+    assert is_packed(storage, Box((0, 3, 1, 0), (1, 4, 4, 3))), "one row may be narrower"
+    assert not is_packed(storage, Box((0, 0, 0, 0), (1, 5, 4, 3)))
+    assert is_packed(storage, Box((0, 9, 0, 0), (1, 9, 4, 3))), "nothing is packed anywhere"
