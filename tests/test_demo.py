@@ -13,7 +13,7 @@ import pytest
 
 from halograd.demo.document import Code, Heading, Picture, Table, Text, to_html, to_markdown
 from halograd.demo.job import find_mpiexec, run_ranks
-from halograd.demo.lanes import Bar, typical_steps, without
+from halograd.demo.lanes import Bar, step_begins, typical_steps, without
 from halograd.errors import UserError
 from tests.harness import jobs
 from tests.launch import mpiexec
@@ -158,11 +158,14 @@ def test_compute_is_what_the_waits_leave():
 
 
 def test_shown_steps_are_of_median_length():
-    ends = (0.0, 9.0, 11.0, 13.0, 15.0, 17.0, 18.0)
-    bars = [Bar(0, "compute", "update", end - 0.5, end) for end in ends]
+    begins = (-5.0, 0.0, 9.0, 11.0, 13.0, 15.0, 17.0, 18.0)
+    bars = [Bar(0, "compute", "forward", begin + late, begin + late + 0.1) for begin in begins for late in (0.0, 0.2)]
+    bars += [Bar(0, "compute", "update", begin + 0.1, begin + 0.2) for begin in begins]
+    bars += [Bar(0, "compute", "backward", begin + 0.5, begin + 0.8) for begin in begins]
+    assert step_begins(bars, 0) == list(begins) and step_begins(bars, 1) == []
     assert typical_steps(bars, 1) == (9.0, 11.0)
     assert typical_steps(bars, 2) == (9.0, 13.0)
-    assert typical_steps(bars[:2], 2) is None
+    assert typical_steps([bar for bar in bars if bar.end < 10], 2) is None
 
 
 def test_document_in_both_forms(tmp_path):

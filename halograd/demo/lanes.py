@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Bar", "read_bars", "typical_steps", "without"]
+__all__ = ["Bar", "read_bars", "step_begins", "typical_steps", "without"]
 
 Interval = tuple[float, float]
 
@@ -49,17 +49,21 @@ def read_bars(path: Path) -> list[Bar]:
     return bars
 
 
-def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
-    """Begin and end of `count` steps in a row on rank 0 that took about as long as most did; None if there are fewer.
+def step_begins(bars: Sequence[Bar], rank: int) -> list[float]:
+    """When each step of a rank began: with its first forward. (Updates may lie within the forward of the next.)"""
+    mine = sorted((b for b in bars if b.rank == rank and b.kind in ("forward", "backward")), key=lambda b: b.begin)
+    before = ["backward", *(bar.kind for bar in mine)]
+    return [bar.begin for kind, bar in zip(before, mine) if kind == "backward" and bar.kind == "forward"]
 
-    A step ends with its update.
-    """
-    ends = np.sort([bar.end for bar in bars if bar.rank == 0 and bar.kind == "update"])
-    if len(ends) <= count:
+
+def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
+    """Begin and end of `count` whole steps of rank 0, in a row, that took about as long as most; None for fewer."""
+    begins = np.array(step_begins(bars, 0)[1:])  # the first that is kept may have lost its begin
+    if len(begins) <= count:
         return None
-    durations = ends[count:] - ends[:-count]
+    durations = begins[count:] - begins[:-count]
     first = int(np.argmin(np.abs(durations - np.median(durations))))
-    return float(ends[first]), float(ends[first + count])
+    return float(begins[first]), float(begins[first + count])
 
 
 def without(spans: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from halograd.demo.lanes import Bar, read_bars, typical_steps, without
+from halograd.demo.lanes import Bar, read_bars, step_begins, typical_steps, without
 from halograd.demo.style import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, YELLOW, picture
 
 __all__ = ["draw_timeline"]
@@ -40,7 +40,7 @@ def draw_timeline(path: Path, trace: Path, title: str) -> bool:
     with picture(path, 11.0, 0.9 + 1.15 * len(ranks)) as figure:
         grid = figure.subplots(len(ranks), 1, sharex=True, squeeze=False)[:, 0]
         for axes, rank in zip(grid, ranks):
-            _draw_rank(axes, [bar for bar in shown if bar.rank == rank], begin)
+            _draw_rank(axes, [bar for bar in shown if bar.rank == rank], step_begins(bars, rank), begin)
             axes.set_title(f"rank {rank}", loc="left", fontweight="bold", pad=2)
         grid[-1].set(xlim=(0, end - begin), xlabel="time [ms]")
         figure.suptitle(title, fontsize=9.5)
@@ -52,7 +52,7 @@ def draw_timeline(path: Path, trace: Path, title: str) -> bool:
     return True
 
 
-def _draw_rank(axes: Any, bars: Sequence[Bar], origin: float) -> None:
+def _draw_rank(axes: Any, bars: Sequence[Bar], steps: Sequence[float], origin: float) -> None:
     waits = sorted((bar.begin, bar.end) for bar in bars if bar.lane == "wait")
     for row, lane in enumerate(LANES):
         axes.axhspan(row - 0.42, row + 0.42, color=LIGHT, linewidth=0)
@@ -61,9 +61,8 @@ def _draw_rank(axes: Any, bars: Sequence[Bar], origin: float) -> None:
             if lane == "compute":
                 spans = without(spans, waits)
             axes.broken_barh([(b - origin, e - b) for b, e in spans], (row - 0.42, 0.84), facecolor=colour, linewidth=0)
-    for bar in bars:
-        if bar.kind == "update":
-            axes.axvline(bar.end - origin, color=DARK, linewidth=0.8, linestyle=":")
+    for begin in steps:
+        axes.axvline(begin - origin, color=DARK, linewidth=0.8, linestyle=":")
     axes.set(yticks=range(len(LANES)), yticklabels=LANES, ylim=(len(LANES) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0, labelsize=7.5)
     axes.tick_params(axis="x", labelsize=8)
