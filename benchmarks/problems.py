@@ -56,8 +56,8 @@ class Problem:
 
 
 PROBLEMS: dict[str, Problem] = {
-    "mesh-256": Problem(lambda: mesh(256, channels=18, widths=_WIDTHS, convs=3), 1, 1e-3),
-    "mesh-512": Problem(lambda: mesh(512, channels=18, widths=_WIDTHS, convs=3), 1, 3e-4),
+    "mesh-256": Problem(lambda: mesh(256, channels=18, widths=_WIDTHS, convs=3), 1, 1e-4),
+    "mesh-512": Problem(lambda: mesh(512, channels=18, widths=_WIDTHS, convs=3), 1, 1e-4),
     "resnet50": Problem(lambda: resnet50(), 1, 1e-6),
     "resnet50-b4": Problem(lambda: resnet50(), 4, 1e-6),
     "unet-256": Problem(lambda: unet2d(256, channels=1, classes=2, width=64, levels=4), 1, 3e-3),
