@@ -133,9 +133,10 @@ def _time(contestants: Sequence[Contestant], settings: Settings, outcome: Outcom
 
 
 def _count(contestant: Contestant, block: float) -> int:
-    """Steps that fill a block, after a warm-up."""
-    contestant.ask("measure", 2)
-    seconds = min(_seconds(contestant.ask("measure", 2)))
+    """Steps that fill a block; the comparison of losses was the warm-up."""
+    seconds = min(_seconds(contestant.ask("measure", 1)))
+    if seconds < block:
+        seconds = min(_seconds(contestant.ask("measure", 3)))
     return max(1, min(200, round(block / max(seconds, 1e-6))))
 
 
