@@ -10,11 +10,12 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.dtensor import Box, Exchange, Layout
-from halograd.layers import Loss, Network
+from halograd.layers import Network
 from halograd.layers.binding import Binding
+from halograd.layers.loss import LossOperator
 from halograd.layers.memory import Memory
 from halograd.layers.operator import Mode, Operator
-from halograd.layers.value import Region
+from halograd.layers.value import Region, Value
 from halograd.training.compiler import Step, compile_steps
 from halograd.training.reducer import GradientReducer
 from halograd.training.store import ParameterStore
@@ -92,8 +93,10 @@ class Executor:
         self.loss = self._find_loss()
         self._loss_sum = np.zeros(1)
         self._loss_reduction = self.comm.reduction(self._loss_sum, kind="loss")
+        self._loss_under_way = False
         self.reducer: GradientReducer | None = None
         self._backward: list[tuple[str, Callable[[], None]]] = []
+        self._sums: list[Any] = []
         if trainable:
             self._bind_backward()
             self.reducer = GradientReducer(self.store, self.comm, [s.name for s in self.steps])
@@ -119,11 +122,11 @@ class Executor:
         binding.end_scratch()
         return step, binding, operator
 
-    def _find_loss(self) -> Operator | None:
+    def _find_loss(self) -> LossOperator | None:
         """The operator of the output named ``"loss"``; other losses of the network are values like any other."""
         node = self.network.outputs.get("loss")
         for step, _, operator in self._bindings:
-            if node is not None and step.layer is node.layer and isinstance(node.layer, Loss):
+            if node is not None and step.layer is node.layer and isinstance(operator, LossOperator):
                 return operator
         return None
 
@@ -133,18 +136,19 @@ class Executor:
             value = step.output
             if not value.trainable or not (value.contributions or operator is self.loss):
                 continue
-            total = value.close_gradient(self.memory, self.kernels)
+            self._close_gradient(step.name, value)
             operator.bind_backward()
             binding.end_scratch()
             value.end_gradient(self.memory)
-            if total is not None:
-                self._backward.append((f"{step.name} (sum)", total))
             self._backward.append((step.name, operator.backward))
-        for name in self._probed:
-            value = self.values[name]
-            total = value.close_gradient(self.memory, self.kernels)
-            if total is not None:
-                self._backward.append((f"{name} (sum)", total))
+        for name in sorted(self._probed):
+            self._close_gradient(name, self.values[name])
+
+    def _close_gradient(self, name: str, value: Value) -> None:
+        total = value.close_gradient(self.memory, self.kernels)
+        if total is not None:
+            self._sums.append(total)
+            self._backward.append((f"{name} (sum)", total))
 
     # -- running ------------------------------------------------------------------------------
 
@@ -161,19 +165,33 @@ class Executor:
                 self.reducer.require(step.name)
             self._run(step.name, "forward", operator.forward)
         if self.loss is not None:
-            self._loss_sum[0] = self.loss.value  # type: ignore[attr-defined]
+            self._settle_loss()
+            self._loss_sum[0] = self.loss.value
             self._loss_reduction.start()
+            self._loss_under_way = True
+
+    def _settle_loss(self) -> None:
+        if self._loss_under_way:
+            self._loss_under_way = False
+            self._loss_reduction.finish()
 
     def loss_value(self) -> float:
-        """The loss of the last `forward`, summed over all ranks. Collective."""
-        if self.loss is None:
-            raise ValueError(f"network {self.network.name!r} has no loss layer")
-        self._loss_reduction.finish()
+        """The loss of the last `forward`, summed over all ranks. Collective; nobody has to ask for it."""
+        self._require_loss("loss_value()")
+        self._settle_loss()
         return float(self._loss_sum[0])
+
+    def _require_loss(self, what: str) -> None:
+        if self.loss is None:
+            raise ValueError(
+                f"{what}: network {self.network.name!r} has no output named 'loss' that is a loss layer; "
+                f"its outputs are {', '.join(self.network.outputs)}"
+            )
 
     def backward(self) -> None:
         """Gradients of all parameters; their sums over the ranks are started as they become ready. Collective."""
         assert self.reducer is not None, "the executor was built with trainable=False"
+        self._require_loss("backward()")
         self.reducer.begin()
         for name, run in self._backward:
             self._run(name, "backward", run)
@@ -202,8 +220,16 @@ class Executor:
         region.array[...] = array[region.box.slices()]
 
     def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
-        """The whole array of a layer (or its gradient) on rank 0, None elsewhere. Collective; for small networks."""
+        """The whole array of a layer on rank 0, None elsewhere. Collective; for small networks.
+
+        With `gradient` that of a probed input: others share memory, and are gone when `backward` returns.
+        """
         value = self.values[name]
+        if gradient and (name not in self._probed or value.gradient is None):
+            raise ValueError(
+                f"gather(): the gradient of {name!r} is not kept; build the executor with probed=[...] of inputs "
+                f"that the loss depends on, it has {sorted(self._probed)}"
+            )
         layout = Layout.on_rank(value.layout.shape, 0, self.comm.size)
         box: Box = layout.boxes[self.comm.rank]
         target = np.empty(box.shape, value.dtype)
@@ -222,6 +248,8 @@ class Executor:
         """Free kernels, channels and reductions. Collective."""
         for _, _, operator in self._bindings:
             operator.close()
+        for total in self._sums:
+            total.close()
         if self.reducer is not None:
             self.reducer.close()
         self._loss_reduction.close()

@@ -1,0 +1,94 @@
+"""Executors: in which order their methods may be called, side by side on one communicator, and what they refuse."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
+from halograd.testing import random_array
+from halograd.training.executor import Executor
+from halograd.training.strategy import Strategy
+
+SHAPE = (7, 6, 2)
+
+
+def network(loss=True):
+    """The second branch ends in an output that no gradient comes from."""
+    y = Conv(2, 3, padding=1, name="conv")(Input(SHAPE, "x"))
+    outputs = {"loss": MeanSquaredError(name="mse")(y, Input(SHAPE, "target"))} if loss else {}
+    return Network({**outputs, "aside": BatchNorm(name="norm")(y)}, name="bare")
+
+
+@contextlib.contextmanager
+def executing(comm, batch=2, **options):
+    make = network(options.pop("loss", True))
+    with Executor(make, comm, get_backend("numpy"), batch, Strategy({"height": comm.size}), "float64", **options) as e:
+        for name, node in make.inputs.items():
+            e.set_input(name, random_array((batch, *node.shape), name))
+        yield e
+
+
+def gradients(executor):
+    executor.forward()
+    executor.backward()
+    executor.reducer.finish()
+    return {name: array.copy() for name, array in executor.store.grads.items()}
+
+
+@pytest.mark.mpi
+def test_the_loss_may_be_asked_for_at_any_time_or_never():
+    with Communicator(MPI.COMM_WORLD) as comm, executing(comm) as executor:
+        executor.forward()
+        first = executor.loss_value()
+        assert executor.loss_value() == first > 0
+        executor.set_input("target", random_array((2, *SHAPE), "another"))
+        executor.forward()
+        executor.forward()
+        second = executor.loss_value()
+        assert second != first
+        executor.backward()
+        assert executor.loss_value() == second
+
+
+@pytest.mark.mpi
+def test_executors_side_by_side_on_one_communicator():
+    """Evaluation between forward and backward of training, with the same parameters, changes nothing."""
+    with Communicator(MPI.COMM_WORLD) as comm, executing(comm, probed=["x"]) as training:
+        want = gradients(training)
+        with executing(comm, batch=3, trainable=False, store=training.store) as evaluation:
+            training.forward()
+            evaluation.forward()
+            assert evaluation.loss_value() > 0
+            training.backward()
+            evaluation.forward()
+            training.reducer.finish()
+            assert evaluation.loss_value() != training.loss_value()
+        for name, array in training.store.grads.items():
+            assert np.array_equal(array, want[name]), name
+
+
+@pytest.mark.mpi
+def test_layers_that_no_gradient_reaches_have_none():
+    with Communicator(MPI.COMM_WORLD) as comm, executing(comm) as executor:
+        found = gradients(executor)
+    assert not found["norm/gamma"].any() and not found["norm/beta"].any()
+    assert found["conv/w"].any()
+
+
+@pytest.mark.mpi
+def test_refusals_name_what_is_missing():
+    with Communicator(MPI.COMM_WORLD) as comm:
+        with executing(comm, loss=False) as executor:
+            executor.forward()
+            for call, what in ((executor.backward, r"backward\(\)"), (executor.loss_value, r"loss_value\(\)")):
+                with pytest.raises(ValueError, match=f"{what}: network 'bare' has no output named 'loss'.*aside"):
+                    call()
+        with executing(comm, probed=["x"]) as executor:
+            gradients(executor)
+            executor.gather("x", gradient=True)
+            with pytest.raises(ValueError, match=r"gradient of 'conv' is not kept; .*it has \['x'\]"):
+                executor.gather("conv", gradient=True)
