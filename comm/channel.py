@@ -61,6 +61,12 @@ class Channel(ABC):
         self._closed = False
 
     @property
+    def buffer_bytes(self) -> int:
+        """Memory of this rank that the messages take [B]."""
+        elements = sum(self.send_counts.values()) + sum(self.recv_counts.values())
+        return elements * self.dtype.itemsize
+
+    @property
     def slot(self) -> int:
         """The slot of the current exchange, 0 or 1."""
         return self._slot

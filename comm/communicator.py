@@ -109,6 +109,20 @@ class Communicator:
         return self._transport.waits_for_network()
 
     @property
+    def buffer_bytes(self) -> int:
+        """Memory that the messages of all open channels and reductions take on this rank [B].
+
+        A sum over several ranks takes its own size again, inside the MPI library.
+        """
+        own = 0
+        for item in self._open:
+            if isinstance(item, Reduction):
+                own += item.buffer.nbytes if self.size > 1 and not item.closed else 0
+            elif not item.closed:
+                own += item.buffer_bytes
+        return own
+
+    @property
     def recorder(self) -> Recorder | None:
         """Who is told of waits and communications, shared like the counters; None for nobody."""
         return self._instruments.recorder

@@ -62,6 +62,11 @@ class Backend(ABC):
         """Return when all kernels called so far have finished; CPU kernels already have."""
         return
 
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """What the open kernels hold besides the arrays given to them: scratch and workspaces [B]."""
+
     @abstractmethod
     def close(self) -> None:
         """Free what the backend holds; its kernels must be closed before. May be called twice."""

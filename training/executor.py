@@ -241,8 +241,12 @@ class Executor:
 
     @property
     def predicted_bytes(self) -> Mapping[str, int]:
-        """Bytes of this rank by use, as counted while compiling."""
-        return dict(self.memory.bytes)
+        """Bytes of this rank by use, as counted while compiling.
+
+        With the workspaces of `kernels` and the message buffers of `comm`, also those that others share.
+        """
+        beside = {"kernel workspace": self.kernels.held_bytes, "messages": self.comm.buffer_bytes}
+        return {**self.memory.bytes, **beside}
 
     def close(self) -> None:
         """Free kernels, channels and reductions. Collective."""

@@ -126,6 +126,10 @@ class SharedChannel(Channel):
             *(context.mpi.Send_init(nothing, peer, pattern.tag) for peer in pattern.peers),
         ]
 
+    @property
+    def buffer_bytes(self) -> int:
+        return 2 * sum(self.send_counts.values()) * self.dtype.itemsize  # two slots; received where it was sent from
+
     def _send_buffer(self, peer: int, slot: int) -> np.ndarray:
         return self._sends[peer][slot]
 

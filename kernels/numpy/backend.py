@@ -48,6 +48,10 @@ class NumpyBackend(Backend):
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return aligned_empty(shape, dtype)
 
+    @property
+    def held_bytes(self) -> int:
+        return self.scratch.nbytes
+
     def close(self) -> None:
         self.scratch.release()
         self._blas.close()

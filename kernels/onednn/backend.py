@@ -73,6 +73,10 @@ class OnednnBackend(Backend):
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return aligned_empty(shape, dtype)
 
+    @property
+    def held_bytes(self) -> int:
+        return self._engine.workspace_bytes + self._engine.scratch.nbytes
+
     def close(self) -> None:
         self._engine.close()
         self._blas.close()

@@ -23,11 +23,18 @@ class ReferenceOnly(KernelError):
 
 
 class Engine:
-    """oneDNN's engine and stream, and the scratch memory of its kernels."""
+    """oneDNN's engine and stream, and the scratch memory of its kernels.
+
+    Attributes
+    ----------
+    workspace_bytes : int
+        What the kernels hold each for itself [B].
+    """
 
     def __init__(self, abi: Abi, threads: int) -> None:
         self.abi, self.threads = abi, threads
         self.scratch = Scratch(aligned_empty)
+        self.workspace_bytes = 0
         self.handle = abi.cpu_engine()
         self.stream = abi.cpu_stream(self.handle)
 
@@ -82,6 +89,8 @@ class Program:
     def close(self) -> None:
         """Destroy everything. May be called twice."""
         owned, self._owned = self._owned, []
+        if owned:
+            self.engine.workspace_bytes -= self.workspace_bytes
         for destroy, handle in reversed(owned):
             destroy(handle)
         self._keep, self._temporaries, self._steps, self._binders = [], [], [], []
@@ -112,6 +121,7 @@ class Program:
         """Memory of the program's own, undefined at first, kept between its steps and calls."""
         nbytes = self.abi.desc_size(desc)
         self.workspace_bytes += nbytes
+        self.engine.workspace_bytes += nbytes
         return self.array(aligned_empty((nbytes,), np.uint8), desc)
 
     def temporary(self, desc: int) -> Memory:
