@@ -168,7 +168,9 @@ def _counts(pieces: Sequence[Piece], peer_of: str) -> dict[int, int]:
     return counts
 
 
-def _view(array: np.ndarray, box: Box, origin: Sequence[int]) -> np.ndarray:
+def _view(array: np.ndarray | None, box: Box, origin: Sequence[int]) -> np.ndarray:
+    if array is None:
+        raise ValueError(f"expected an array that holds {box}, got None; only a rank with an empty box needs none")
     view = array[box.slices(origin)]
     if view.shape != box.shape:
         raise ValueError(f"an array of shape {array.shape} that begins at {tuple(origin)} does not hold {box}")

@@ -115,7 +115,7 @@ def check_layer(
     input_shape: Sequence[int] | Sequence[Sequence[int]],
     *,
     batch: int = 2,
-    comm: MPI.Comm | None = None,
+    comm: MPI.Intracomm | None = None,
     backend: str = "numpy",
     dtype: str = "float64",
     tolerance: float = 64.0,
@@ -145,9 +145,9 @@ def check_layer(
     AssertionError
         Naming the grid and the array that differs most; on all ranks.
     """
-    make = layer if callable(layer) and not isinstance(layer, Layer) else lambda: layer  # type: ignore[return-value]
+    make = layer if callable(layer) and not isinstance(layer, Layer) else lambda: layer
     several = bool(input_shape) and isinstance(input_shape[0], Sequence)
-    shapes = [tuple(s) for s in input_shape] if several else [tuple(input_shape)]  # type: ignore[union-attr,arg-type]
+    shapes = [tuple(s) for s in input_shape] if several else [tuple(input_shape)]  # type: ignore[arg-type]
     world = comm if comm is not None else MPI.COMM_WORLD
     common = {"batch": batch, "backend": backend, "dtype": dtype}
     with Communicator(MPI.COMM_SELF) as alone:

@@ -14,7 +14,7 @@ from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
 from halograd.layers.stencil import Stencil
 from halograd.layers.strips import Strips
-from halograd.layers.value import Region
+from halograd.layers.value import Gathered, Region
 
 __all__ = ["Conv", "local_geometry"]
 
@@ -65,7 +65,7 @@ class Conv(Layer):
         if filters < 1 or groups < 1 or filters % groups:
             raise ValueError(f"filters ({filters}) must be a positive multiple of groups ({groups})")
         self.filters, self.groups, self.bias, self.activation = filters, groups, bias, activation
-        self.stencil = Stencil(kernel, stride, padding, dilation)
+        self.stencil: Stencil = Stencil(kernel, stride, padding, dilation)
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
@@ -100,7 +100,7 @@ class ConvOperator(Operator):
     def __init__(self, b: Binding) -> None:
         layer = b.layer
         assert isinstance(layer, Conv)
-        self.b = b
+        self.b, self.layer = b, layer
         self.windows = layer.windows(b.shapes[0])
         self.groups = layer.groups
         slack = [0, *(w.stride - 1 for w in self.windows), 0]
@@ -129,7 +129,9 @@ class ConvOperator(Operator):
         b = self.b
         region = b.output.gradient
         assert region is not None
-        self.mask = self.dy = self.data = None
+        self.mask: Any = None
+        self.dy: Gathered | None = None
+        self.data: Any = None
         if self.relu:
             masked = b.scratch(b.box.shape)
             _, self.mask = b.kernels.activation("relu", b.output.array, b.output.array, b.output.dy, masked)
@@ -145,13 +147,13 @@ class ConvOperator(Operator):
         b = self.b
         value = b.inputs[0]
         dx = b.gradient(0)
-        boxes = b.layer.gradient_boxes(value.layout.boxes, b.shapes[0], b.output.layout.shape[1:])
-        self.dy = b.gather_gradient(boxes, region)
-        if value.box.size and not self.dy.box.size:
+        boxes = self.layer.gradient_boxes(value.layout.boxes, b.shapes[0], b.output.layout.shape[1:])
+        self.dy = dy = b.gather_gradient(boxes, region)
+        if value.box.size and not dy.box.size:
             self.data = Zero(dx)
         else:
-            geometry = local_geometry(self.windows, value.box, self.dy.box, self.groups)
-            self.data = b.kernels.conv_backward_data(self.dy.array, b.params["w"], dx, geometry)
+            geometry = local_geometry(self.windows, value.box, dy.box, self.groups)
+            self.data = b.kernels.conv_backward_data(dy.array, b.params["w"], dx, geometry)
 
     def backward(self) -> None:
         if self.mask is not None:

@@ -6,11 +6,11 @@ redistributed between layers, and which values get margins so that halos are rec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from halograd.dtensor import Box, hull
 from halograd.layers import Input, Layer, Network, Node, Redistribute
 from halograd.layers.value import Value
@@ -125,12 +125,12 @@ class _Compiler:
         inputs = {id(v) for v in self._inputs}
         for value in [*self._inputs, *(s.output for s in self.steps)]:
             needs = [self._needed(s, i) for s, i in readers.get(id(value), [])]
-            stored = tuple(
-                hull([owned, *(n[r] for n in needs)]) for r, owned in enumerate(value.layout.boxes)
-            )
+            stored = tuple(hull([owned, *(n[r] for n in needs)]) for r, owned in enumerate(value.layout.boxes))
             if id(value) in inputs:
                 value.stored = stored
-            value.region_box = _with_margins(value, stored[self.rank], [n[self.rank] for n in needs], id(value) in inputs)
+            value.region_box = _with_margins(
+                value, stored[self.rank], [n[self.rank] for n in needs], id(value) in inputs
+            )
         for step in self.steps:
             self._place_gradient(step)
 
@@ -155,8 +155,3 @@ def _with_margins(value: Value, grown: Box, needed: Sequence[Box], is_input: boo
     if all(is_packed(grown, box) for box in [value.box, *needed]):
         return grown
     return value.box
-
-
-def activation_bytes(steps: Sequence[Step]) -> int:
-    """Bytes of all stored values of this rank."""
-    return sum(math.prod(s.output.region_box.shape) * s.output.dtype.itemsize for s in steps)

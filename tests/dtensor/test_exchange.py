@@ -124,6 +124,8 @@ def test_one_message_per_neighbor_and_no_more_bytes_than_needed(comm):
 
 def test_bad_calls_are_refused_on_all_ranks(comm):
     layout = Layout.blocks(SHAPE, {"height": comm.size}, comm.size)
+    with pytest.raises(ValueError, match=r"expected an array that holds Box.*, got None"):
+        Exchange(comm, layout.boxes, layout.boxes, None, np.zeros(layout.boxes[comm.rank].shape))
     with pytest.raises(ValueError, match=r"margin: expected one pair"):
         DistTensor(comm, layout, margin=((1, 1),))
     with pytest.raises(ValueError, match="the layout is for"):
