@@ -102,7 +102,14 @@ class Network:
         """The network as a table: shape, parameters, forward flops and activation bytes of `batch` samples."""
         head = ("layer", "kind", "shape", "parameters", "MFlop", "activation MiB")
         rows = [
-            (n, k, "x".join(map(str, s)) or "-", f"{p:,}", f"{f * batch / 1e6:,.1f}", f"{e * batch * itemsize / 2**20:,.2f}")
+            (
+                n,
+                k,
+                "x".join(map(str, s)) or "-",
+                f"{p:,}",
+                f"{f * batch / 1e6:,.1f}",
+                f"{e * batch * itemsize / 2**20:,.2f}",
+            )
             for n, k, s, p, f, e in self.rows()
         ]
         raw = self.rows()
