@@ -64,7 +64,8 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             optimizer.begin_step(1e-3)
             executor.backward()
             executor.reducer.finish()
-            found = {"predicted": dict(executor.predicted_bytes), "loss": loss, "backend": f"{backend.name} {backend.version}, {backend.threads} thread(s)"}
+            kernels = f"{backend.name} {backend.version}, {backend.threads} thread(s)"
+            found = {"predicted": dict(executor.predicted_bytes), "loss": loss, "backend": kernels}
             return found | {"measured": peak_bytes() - before, "before": before}
 
 
