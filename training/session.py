@@ -70,6 +70,7 @@ class Session:
         network = make_network(config)
         strategy = make_strategy(config.strategy, comm.size)
         strategy.validate(network, comm.size)
+        strategy.refuse_empty_blocks(network)
         with comm.agreement():
             dataset = stack.enter_context(_open_dataset(data, network))
             reduction = _reduction(data, dataset, network)

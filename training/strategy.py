@@ -11,7 +11,7 @@ from typing import Any
 
 from halograd.dtensor import Layout, axis_names
 from halograd.errors import UserError
-from halograd.layers import Network
+from halograd.layers import Loss, Network
 
 __all__ = ["AXES", "Strategy", "layout_of"]
 
@@ -88,10 +88,13 @@ class Strategy:
     def refuse_empty_blocks(self, network: Network) -> None:
         """Refuse more parts along an axis than a sample is long: some ranks would read nothing. Local.
 
-        Blocks without elements are computed right; as a choice for whole samples they are a mistake.
+        Blocks without elements are computed right, and deep layers may have some; as a choice for whole
+        samples they are a mistake.
         """
+        read = {n for node in network.layers.values() if not isinstance(node.layer, Loss) for n in node.inputs}
         for name, node in network.inputs.items():
-            self._check_extent(name, node.shape)
+            if node in read:
+                self._check_extent(name, node.shape)
 
     def _check_extent(self, name: str, shape: tuple[int, ...]) -> None:
         names = axis_names(len(shape) + 1)
