@@ -45,9 +45,9 @@ def test_every_model_is_built_by_name_and_printed(name):
 
 
 def test_what_build_refuses():
-    with pytest.raises(UserError, match="expected one of lenet5, mesh, .*, got 'resnet'"):
+    with pytest.raises(UserError, match=r"expected one of lenet5, mesh, .*, got 'resnet'"):
         build("resnet")
-    with pytest.raises(UserError, match="lenet5 was not made: .*colour.*; its options are classes, channels"):
+    with pytest.raises(UserError, match=r"lenet5 was not made: .*colour.*; its options are classes, channels"):
         build("lenet5", colour=True)
     with pytest.raises(UserError, match="mesh was not made: resolution"):
         build("mesh", resolution=100, decoder=True)
