@@ -25,6 +25,7 @@ __all__ = ["boot", "launched_size", "leave"]
 WRONG_LAUNCHER = 64  # exit code (EX_USAGE)
 # How long a rank leaves the talking to the one where an agreed fault arose, before it ends the job itself.
 PATIENCE = 5.0  # [s]
+FORWARDING = 0.2  # [s]
 
 
 def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
@@ -128,5 +129,7 @@ def end(comm: MPI.Intracomm, code: int) -> NoReturn:
     from mpi4py import MPI
 
     if comm.size > 1 and not MPI.Is_finalized():
+        # Abort takes the launcher's relay of this rank with it: give it time to pass on what was printed.
+        time.sleep(FORWARDING)
         comm.Abort(code)
     os._exit(code)
