@@ -98,3 +98,12 @@ def test_overlapped_halos_give_the_same_losses(name):
 def test_onednn_gives_the_losses_of_one_process(name):
     with Communicator(MPI.COMM_WORLD) as comm:
         check(name, comm, "float32", backend="onednn")
+
+
+@pytest.mark.ranks(6)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["mesh", "resnet", "unet"])
+def test_losses_on_every_grid_of_six_ranks(name, dtype):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        check(name, comm, dtype)
