@@ -72,7 +72,8 @@ class Strategy:
                 f"strategy: layer {sorted(unknown)[0]!r} is not in network {network.name!r} (it has {some}, ...); "
                 "is this the strategy of another network?"
             )
-        for where, entry in {"parts": self.parts, "options": self.options, **self.layers}.items():
+        # Pairs, not a dictionary: a layer may be called "parts".
+        for where, entry in (("parts", self.parts), ("options", self.options), *self.layers.items()):
             _check_entry(where, entry)
         if self.ranks != size:
             raise UserError(
