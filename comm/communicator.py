@@ -103,8 +103,7 @@ class Communicator:
     def waits_for_network(self) -> bool:
         """Whether messages cross a (real or emulated) network. Collective at first use.
 
-        Then it pays to compute meanwhile; between ranks that read each other's memory a halo costs less than
-        computing its boundary apart.
+        Then there is time to compute meanwhile; ranks that read each other's memory copy a halo without a message.
         """
         return self._transport.waits_for_network()
 

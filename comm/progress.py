@@ -15,10 +15,10 @@ from mpi4py import MPI
 
 __all__ = ["Operation", "Progress"]
 
-# Short enough that the rounds of an all-reduce follow each other, long enough to leave the core alone. What
-# pends for long waits for a late rank: waking up every 0.2 ms takes 6 to 8 % of a core, every 0.8 ms 3 to 4 %.
-INTERVAL, LONG_INTERVAL = 2e-4, 8e-4  # [s]
-LONG = 2e-2  # [s]
+# After how long without a change [s] the thread sleeps how long between two polls [s]. Short at first, so that the
+# rounds of an all-reduce follow each other; what pends for long waits for a late rank, and a wake-up takes some 50 us
+# of a core: 0.8 ms between them would be 4 to 7 % of it, 2 ms is half of that. A rank that waits polls by itself.
+INTERVALS = ((2e-2, 2e-4), (2e-1, 8e-4), (float("inf"), 2e-3))
 
 
 class Operation:
@@ -125,7 +125,7 @@ class Progress:
                     return
                 self._advance()
                 waited = time.perf_counter() - self._last_change
-            time.sleep(INTERVAL if waited < LONG else LONG_INTERVAL)
+            time.sleep(next(interval for limit, interval in INTERVALS if waited < limit))
 
     def _advance(self) -> None:
         """Poll every pending operation once; called with the lock held."""

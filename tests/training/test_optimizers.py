@@ -86,7 +86,7 @@ def test_formula(make_store, monkeypatch, case, scale, bucket_bytes):
 @pytest.mark.torch
 @pytest.mark.parametrize("case", ["momentum", "nesterov", "adam", "adamw"])
 def test_torch(make_store, case):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     store = make_store()
     groups = [[k for k in store.params if decays(k)], [k for k in store.params if not decays(k)]]
     twins = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in store.params.items()}

@@ -37,7 +37,7 @@ def test_clip(make_store, bucket_bytes, max_norm, scale):
 
 @pytest.mark.torch
 def test_clip_of_torch(make_store):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     store = make_store()
     fill_gradients(store)
     twins = [torch.nn.Parameter(torch.tensor(g)) for g in store.grads.values()]
