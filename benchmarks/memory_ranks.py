@@ -15,10 +15,10 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
+from halograd.layers.strategy import Strategy
 from halograd.models import mesh_2k
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
-from halograd.training.strategy import Strategy
 
 __all__ = ["measure", "peak_bytes", "reset_peak", "resident_bytes"]
 

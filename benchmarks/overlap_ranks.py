@@ -21,8 +21,8 @@ from halograd.comm import Communicator
 from halograd.comm.transports.emulated import ring_seconds
 from halograd.kernels import get_backend
 from halograd.layers import Conv, Input, MeanSquaredError, Network, Node
+from halograd.layers.strategy import Strategy
 from halograd.training.executor import Executor
-from halograd.training.strategy import Strategy
 
 __all__ = ["Case", "CostedCommunicator", "chain", "halos", "reductions"]
 

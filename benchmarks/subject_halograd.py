@@ -12,9 +12,9 @@ from mpi4py import MPI
 from benchmarks.problems import PROBLEMS
 from halograd.comm import Communicator
 from halograd.kernels import BatchNormKernels, Kernel, get_backend
+from halograd.layers.strategy import Strategy
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
-from halograd.training.strategy import Strategy
 
 __all__ = ["HalogradSubject", "RawSubject", "TimedBackend"]
 

@@ -18,8 +18,8 @@ from halograd.comm import Communicator
 from halograd.dtensor import axis_names
 from halograd.kernels import get_backend
 from halograd.layers import Input, Layer, Loss, Network
+from halograd.layers.strategy import Strategy
 from halograd.training.executor import Executor
-from halograd.training.strategy import Strategy
 
 __all__ = ["LayerResult", "check_layer", "grids", "random_array", "run_layer"]
 

@@ -20,6 +20,7 @@ from halograd.layers.reshape import Flatten
 from halograd.layers.resize import Resize
 from halograd.layers.softmax_cross_entropy import SoftmaxCrossEntropy
 from halograd.layers.stencil import Stencil
+from halograd.layers.strategy import Strategy
 from halograd.layers.transposed import ConvTranspose
 
 __all__ = [
@@ -56,5 +57,6 @@ __all__ = [
     "Softmax",
     "SoftmaxCrossEntropy",
     "Stencil",
+    "Strategy",
     "Tanh",
 ]

@@ -64,6 +64,9 @@ class Layer:
 
     #: Sliding window, or None for a pointwise layer.
     stencil: Stencil | None = None
+    #: Whether the channels may be cut: "no", "channelwise" (a channel depends on the same channel only) or
+    #: "contracts" (all input channels are summed over, with weights that can be cut along both).
+    cuts_channels: str = "no"
     #: What the elements outside the array count as.
     pad_value: float = 0.0
 

@@ -19,7 +19,7 @@ BELOW: dict[str, set[str]] = {
     "layers": {"comm", "kernels", "dtensor"},
     "models": {"comm", "kernels", "dtensor", "layers"},
     "data": {"comm", "kernels", "dtensor", "layers"},
-    "perfmodel": {"dtensor", "layers", "models"},
+    "perfmodel": {"comm", "kernels", "dtensor", "layers", "models"},
     "training": {"comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel"},
     "jobs": {"perfmodel", "models"},
 }

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from halograd.layers import Strategy
     from halograd.training.checkpoint import Progress, read_checkpoint, write_checkpoint
     from halograd.training.config import Config, load_config
     from halograd.training.executor import Executor
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from halograd.training.run import evaluate, train
     from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
     from halograd.training.store import ParameterStore
-    from halograd.training.strategy import Strategy
     from halograd.training.timeline import Timeline
     from halograd.training.trace import write_trace
     from halograd.training.trainer import Diverged, Trainer
@@ -59,7 +59,7 @@ _HOMES = {
     "run": ("evaluate", "train"),
     "schedules": ("Constant", "Cosine", "StepDecay", "WarmUp"),
     "store": ("ParameterStore",),
-    "strategy": ("Strategy",),
+    "halograd.layers": ("Strategy",),
     "timeline": ("Timeline",),
     "trace": ("write_trace",),
     "trainer": ("Diverged", "Trainer"),
@@ -69,5 +69,6 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"halograd.training.{_HOME[name]}"), name)
+        home = _HOME[name]
+        return getattr(importlib.import_module(home if "." in home else f"halograd.training.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

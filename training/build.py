@@ -6,12 +6,12 @@ from typing import Any
 
 from halograd.errors import UserError
 from halograd.layers import Network
+from halograd.layers.strategy import Strategy
 from halograd.models import build
 from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
 from halograd.training.schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
 from halograd.training.store import ParameterStore
-from halograd.training.strategy import Strategy
 
 __all__ = ["make_network", "make_optimizer", "make_schedule", "make_strategy"]
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from halograd.dtensor import Box, hull
 from halograd.layers import Input, Layer, Network, Node, Redistribute
+from halograd.layers.strategy import Strategy, layout_of
 from halograd.layers.value import Value
-from halograd.training.strategy import Strategy, layout_of
 
 __all__ = ["Step", "compile_steps", "is_packed"]
 

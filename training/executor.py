@@ -15,11 +15,11 @@ from halograd.layers.binding import Binding
 from halograd.layers.loss import LossOperator
 from halograd.layers.memory import Memory
 from halograd.layers.operator import Mode, Operator
+from halograd.layers.strategy import Strategy
 from halograd.layers.value import Region, Value
 from halograd.training.compiler import Step, compile_steps
 from halograd.training.reducer import GradientReducer
 from halograd.training.store import ParameterStore
-from halograd.training.strategy import Strategy
 
 __all__ = ["Executor"]
 

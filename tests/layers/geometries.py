@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from halograd.dtensor import Layout
+from halograd.layers.strategy import layout_of
 from halograd.training import compiler
-from halograd.training.strategy import layout_of
 
 #: name -> (spatial shape, kernel, stride, padding, dilation); every extent is at least 6.
 NASTY = {

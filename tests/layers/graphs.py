@@ -31,9 +31,9 @@ from halograd.layers import (
     Tanh,
 )
 from halograd.layers.memory import Memory
+from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
-from halograd.training.strategy import Strategy
 
 CLASSES = 3
 #: Most elements of one sample's array.

@@ -9,9 +9,9 @@ import pytest
 
 from halograd.kernels import KernelError, get_backend
 from halograd.layers import Input, Loss, Network
+from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
-from halograd.training.strategy import Strategy
 
 
 def needs(backend):

@@ -10,8 +10,8 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.layers import BatchNorm, Input
 from halograd.layers.sample_group import sample_colors, sample_group
+from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import check_layer, grids, random_array, run_layer
-from halograd.training.strategy import Strategy, layout_of
 from tests.layers.geometries import skew
 from tests.layers.norms import close, executing, moved, needs, normalize, step, traffic
 from tests.layers.oracle import check_torch, torch

@@ -29,9 +29,9 @@ from halograd.layers import (
     Softmax,
     Tanh,
 )
+from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
-from halograd.training.strategy import Strategy
 from tests.layers.norms import Probe
 
 LAYERS = {

@@ -17,9 +17,9 @@ from halograd.layers import (
     Network,
     SoftmaxCrossEntropy,
 )
+from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
-from halograd.training.strategy import Strategy
 from tests.layers.geometries import skew
 from tests.layers.norms import close, traffic
 from tests.layers.oracle import torch

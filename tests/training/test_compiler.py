@@ -4,8 +4,8 @@ import numpy as np
 
 from halograd.dtensor import Box
 from halograd.layers import Add, Conv, Dense, Flatten, Input, MeanSquaredError, Network
+from halograd.layers.strategy import Strategy
 from halograd.training.compiler import compile_steps, is_packed
-from halograd.training.strategy import Strategy
 
 FLOAT = np.dtype("float32")
 

@@ -8,10 +8,10 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
+from halograd.layers.strategy import Strategy
 from halograd.models import lenet5, mesh, resnet, unet
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
-from halograd.training.strategy import Strategy
 
 STEPS = 10
 RATE = 0.05

@@ -9,9 +9,9 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
+from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
-from halograd.training.strategy import Strategy
 
 SHAPE = (7, 6, 2)
 

@@ -9,9 +9,9 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import BatchNorm, BinaryCrossEntropyWithLogits, Conv, Input, Network
+from halograd.layers.strategy import Strategy
 from halograd.models import mesh, resnet, unet
 from halograd.training.executor import Executor
-from halograd.training.strategy import Strategy
 from tests.training.test_exactness import fill
 
 BIG = {

@@ -102,9 +102,9 @@ CASES = ["binary", "labels", "classes", "dice", "dice softmax", "dice one-hot", 
 def test_evaluation(comm, case):
     from halograd.comm import Communicator
     from halograd.kernels import get_backend
+    from halograd.layers.strategy import Strategy
     from halograd.testing import grids
     from halograd.training.executor import Executor
-    from halograd.training.strategy import Strategy
 
     with Communicator(comm) as ranks:
         for parts in grids(ranks.size, ("sample", "height", "width")):

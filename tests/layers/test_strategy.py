@@ -3,8 +3,8 @@
 import pytest
 
 from halograd.errors import UserError
+from halograd.layers.strategy import Strategy, layout_of
 from halograd.models import mesh
-from halograd.training.strategy import Strategy, layout_of
 
 NETWORK = mesh(resolution=16, channels=2, widths=(4,), convs=1)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from halograd.dtensor import Layout, axis_names
 from halograd.errors import UserError
-from halograd.layers import Loss, Network
+from halograd.layers.loss import Loss
+from halograd.layers.network import Network
 
 __all__ = ["AXES", "Strategy", "layout_of"]
 

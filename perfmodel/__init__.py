@@ -1,0 +1,1 @@
+"""Performance model: machines, costs, planners and predictions, without running anything on them."""
