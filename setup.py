@@ -16,4 +16,8 @@ for folder in FOLDERS:
         packages.append(f"halograd.{folder}.{sub}")
         package_dir[f"halograd.{folder}.{sub}"] = f"{folder}/{sub.replace('.', '/')}"
 
-setup(packages=packages, package_dir=package_dir)
+setup(
+    packages=packages,
+    package_dir=package_dir,
+    package_data={"halograd.perfmodel": ["machines/*.toml"]},
+)

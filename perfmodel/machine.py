@@ -1,0 +1,269 @@
+"""Machines: what one device computes per second, and what a message costs between two of them.
+
+A machine is data. The shipped ones lie in ``perfmodel/machines/``; `halograd profile` writes one for the machine
+it runs on. `docs/machines.md` says how to write one by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from halograd.errors import UserError
+
+__all__ = ["LEVELS", "MACHINES", "Efficiency", "Link", "Machine", "Stage"]
+
+FOLDER = Path(__file__).parent / "machines"
+#: Names of the shipped machines.
+MACHINES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+#: Link levels, nearest first: the same device, the same node, the same switch, anywhere.
+LEVELS = ("device", "node", "switch", "across")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One message of n bytes takes ``alpha + beta * n`` [s] (Hockney's model).
+
+    Parameters
+    ----------
+    alpha
+        Start-up time of one message [s].
+    beta
+        Time per byte [s/B].
+    note
+        What carries it: the transport, the kind of wire, the error of a fit.
+    """
+
+    alpha: float
+    beta: float
+    note: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not (self.alpha >= 0 and self.beta >= 0):
+            raise ValueError(f"link: expected alpha >= 0 s and beta >= 0 s/B, got {self.alpha} and {self.beta}")
+
+    @property
+    def bandwidth(self) -> float:
+        """Of long messages [B/s]; infinite where a byte costs nothing."""
+        return 1 / self.beta if self.beta else float("inf")
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of one message of `nbytes` [B], in [s]."""
+        return self.alpha + self.beta * nbytes
+
+
+class Stage(NamedTuple):
+    """One level of a group of ranks: `size` members joined by `link`, which is of `level`."""
+
+    level: str
+    size: int
+    link: Link
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How much of its peak rates a device reaches.
+
+    A kernel of f flops runs at ``peak * compute * max(f / (f + half), least)`` [flop/s]: Hockney's half-performance
+    curve, with a floor so that the few operations of an elementwise kernel do not pay for filling the device.
+
+    Parameters
+    ----------
+    compute
+        Fraction of the peak that large kernels reach, in (0, 1].
+    half
+        Operations at which a kernel reaches half of that [flop]. Equivalently, every large kernel loses
+        ``half / (peak * compute)`` [s].
+    least
+        The lowest that the curve falls, as a fraction of `compute`, in [0, 1].
+    memory
+        Fraction of the memory bandwidth that streaming kernels reach, in (0, 1].
+    """
+
+    compute: float = 1.0
+    half: float = 0.0
+    least: float = 1.0
+    memory: float = 1.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of equal nodes, each with equal devices; rank r runs on device r, node by node.
+
+    Parameters
+    ----------
+    name
+        What it is called on the command line.
+    source
+        Where the numbers come from.
+    devices_per_node
+        Devices (ranks) on one node.
+    nodes_per_switch
+        Nodes below one switch of the first level.
+    peak_flops
+        Data type name -> peak rate of one device [flop/s].
+    memory_bandwidth
+        Peak of one device [B/s].
+    memory
+        Of one device [B].
+    launch
+        Floor of the time of any kernel [s].
+    links
+        Every one of `LEVELS` -> its `Link`. Between nodes ("switch", "across") it is the link of a whole node:
+        devices of a node that send at the same time share it.
+    efficiency
+        How much of the peaks is reached.
+    device
+        What a device is, for people.
+    """
+
+    name: str
+    source: str
+    devices_per_node: int
+    nodes_per_switch: int
+    peak_flops: Mapping[str, float]
+    memory_bandwidth: float
+    memory: int
+    launch: float
+    links: Mapping[str, Link]
+    efficiency: Efficiency = Efficiency()
+    device: str = ""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.devices_per_node, self.nodes_per_switch, self.memory))
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Machine:
+        """A shipped machine by its name, or one from a TOML file.
+
+        Parameters
+        ----------
+        name_or_path
+            One of `MACHINES`, or the path of a file (it ends in ``.toml``).
+
+        Raises
+        ------
+        UserError
+            There is no such machine or file, or the file has a wrong unit, an unknown key or a missing level.
+        """
+        from halograd.perfmodel.machine_file import load_machine
+
+        return load_machine(name_or_path)
+
+    def to_toml(self) -> str:
+        """The text of a machine file that `load` reads back to an equal machine."""
+        from halograd.perfmodel.machine_file import machine_to_toml
+
+        return machine_to_toml(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the machine file `path`; its folder must exist."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    def emulated(self, alpha: float, beta: float, name: str = "") -> Machine:
+        """This machine with one network between all its devices, as the ``emulated`` transport makes.
+
+        Parameters
+        ----------
+        alpha, beta
+            Of every level but "device" [s], [s/B].
+        name
+            Default: this machine's name with the two numbers.
+        """
+        link = Link(alpha, beta, "emulated")
+        links = dict.fromkeys(LEVELS, link) | {"device": self.links["device"]}
+        name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B"
+        source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."
+        return dataclasses.replace(self, name=name, source=source, links=links)
+
+    def level(self, a: int, b: int) -> str:
+        """The link level between two ranks: one of `LEVELS`."""
+        if a == b:
+            return "device"
+        if a // self.devices_per_node == b // self.devices_per_node:
+            return "node"
+        per_switch = self.devices_per_node * self.nodes_per_switch
+        return "switch" if a // per_switch == b // per_switch else "across"
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between two ranks."""
+        return self.links[self.level(a, b)]
+
+    def span(self, ranks: Iterable[int]) -> str:
+        """The slowest level within a group; "device" for a group of one or none.
+
+        Blocks of ranks on nodes and switches are contiguous, so the first and the last rank decide.
+        """
+        if isinstance(ranks, range):
+            return self.level(ranks[0], ranks[-1]) if ranks else "device"
+        members = tuple(ranks)
+        return self.level(min(members), max(members)) if members else "device"
+
+    def stages(self, ranks: Iterable[int]) -> tuple[Stage, ...]:
+        """How a group of ranks spreads over the machine, from the inside out.
+
+        Returns
+        -------
+        tuple of Stage
+            How many devices of a node, nodes of a switch and switches take part (the most of any node or
+            switch, so that an uneven group costs what its fullest part costs), with the link between them.
+            Levels with one member are left out, so a group of one has no stages.
+        """
+        members = ranks if isinstance(ranks, range) else tuple(ranks)
+        counts = _counts(members, self.devices_per_node, self.nodes_per_switch)
+        return tuple(Stage(level, n, self.links[level]) for level, n in zip(LEVELS[1:], counts) if n > 1)
+
+    def roofline(self, flops: float, nbytes: float, dtype: str) -> float:
+        """Time of one kernel on one device [s].
+
+        ``launch + max(flops / (peak * e(flops)), nbytes / (memory_bandwidth * efficiency.memory))``, with the
+        curve e of `Efficiency`. It never falls when flops or bytes grow.
+
+        Parameters
+        ----------
+        flops
+            Operations [flop]; a multiplication and an addition count as two.
+        nbytes
+            Read and written, each array once [B].
+        dtype
+            Name of the data type that is computed in.
+
+        Raises
+        ------
+        UserError
+            The machine file has no peak for `dtype`.
+
+        References
+        ----------
+        Williams, Waterman, Patterson 2009, "Roofline"; Hockney 1983 for the half-performance length.
+        """
+        arithmetic = flops / self.rate(flops, dtype) if flops > 0 else 0.0
+        return self.launch + max(arithmetic, nbytes / (self.memory_bandwidth * self.efficiency.memory))
+
+    def rate(self, flops: float, dtype: str) -> float:
+        """What a kernel of `flops` > 0 [flop] reaches when memory does not limit it [flop/s]."""
+        if dtype not in self.peak_flops:
+            raise UserError(
+                f"machine {self.name}: expected a data type with a peak rate ({', '.join(self.peak_flops)}), "
+                f"got {dtype}; add it to [device.peak_flops] of a copy of the machine file"
+            )
+        curve = self.efficiency
+        reached = max(flops / (flops + curve.half), curve.least)
+        return self.peak_flops[dtype] * curve.compute * reached
+
+
+@lru_cache(maxsize=65536)
+def _counts(ranks: range | tuple[int, ...], per_node: int, per_switch: int) -> tuple[int, int, int]:
+    """The most ranks on any node, the most nodes on any switch, and the number of switches."""
+    nodes: dict[int, int] = {}
+    for rank in ranks:
+        nodes[rank // per_node] = nodes.get(rank // per_node, 0) + 1
+    switches: dict[int, int] = {}
+    for node in nodes:
+        switches[node // per_switch] = switches.get(node // per_switch, 0) + 1
+    return max(nodes.values(), default=1), max(switches.values(), default=1), len(switches)

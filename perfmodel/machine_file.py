@@ -1,0 +1,236 @@
+"""Machine files: TOML in which every quantity carries its unit, checked key by key."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+
+from halograd.errors import UserError
+from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine
+from halograd.perfmodel.units import format_quantity, parse_quantity
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["load_machine", "machine_to_toml", "parse_machine"]
+
+
+def _quantity(unit: str) -> Any:
+    return Annotated[float, BeforeValidator(lambda text: parse_quantity(text, unit))]
+
+
+def _positive(unit: str) -> Any:
+    return Annotated[_quantity(unit), Field(gt=0)]
+
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text in quotes",
+    "string_too_short": "a text that is not empty",
+    "too_short": "at least one entry",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
+}
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class LinkTable(_Table):
+    """``[links.LEVEL]``: `alpha`, and one of `beta` and `bandwidth`."""
+
+    alpha: _quantity("s")
+    beta: _quantity("s/B") | None = None
+    bandwidth: _positive("B/s") | None = None
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> LinkTable:
+        if (self.beta is None) == (self.bandwidth is None):
+            got = "neither" if self.beta is None else "both"
+            raise ValueError(f'expected one of beta ("25.7 ps/B") and bandwidth ("12.5 GB/s"), got {got}')
+        return self
+
+    def link(self) -> Link:
+        """As the model uses it."""
+        beta = self.beta if self.beta is not None else 1 / self.bandwidth
+        return Link(self.alpha, beta, self.note)
+
+
+class EfficiencyTable(_Table):
+    """``[device.efficiency]``: see `halograd.perfmodel.Efficiency`."""
+
+    compute: Fraction
+    half: _quantity("flop")
+    least: Annotated[float, Field(ge=0, le=1)]
+    memory: Fraction
+
+
+class DeviceTable(_Table):
+    """``[device]``: one device, that is one rank."""
+
+    name: str = ""
+    memory: _positive("B")
+    memory_bandwidth: _positive("B/s")
+    launch: _quantity("s")
+    peak_flops: Annotated[dict[str, _positive("flop/s")], Field(min_length=1)]
+    efficiency: EfficiencyTable
+
+
+# One required key per level; made from LEVELS so that the two cannot part.
+LinksTable: Any = create_model("LinksTable", __base__=_Table, **dict.fromkeys(LEVELS, (LinkTable, ...)))
+
+
+class MachineTable(_Table):
+    """A whole machine file."""
+
+    name: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)]
+    devices_per_node: Count
+    nodes_per_switch: Count
+    device: DeviceTable
+    links: LinksTable
+
+    def machine(self) -> Machine:
+        """As the model uses it."""
+        device, links = self.device, self.links
+        return Machine(
+            name=self.name,
+            source=self.source,
+            devices_per_node=self.devices_per_node,
+            nodes_per_switch=self.nodes_per_switch,
+            peak_flops=dict(device.peak_flops),
+            memory_bandwidth=device.memory_bandwidth,
+            memory=int(device.memory),
+            launch=device.launch,
+            links={level: getattr(links, level).link() for level in LEVELS},
+            efficiency=Efficiency(**device.efficiency.model_dump()),
+            device=device.name,
+        )
+
+
+def load_machine(name_or_path: str | Path) -> Machine:
+    """`Machine.load`."""
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        if str(name_or_path) not in MACHINES:
+            raise UserError(_unknown(str(name_or_path)))
+        path = FOLDER / f"{name_or_path}.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"machine: expected a readable TOML file, got {path} ({reason}); check the path") from None
+    return parse_machine(text, str(path))
+
+
+def parse_machine(text: str, where: str = "machine file") -> Machine:
+    """The machine that the TOML `text` describes; `where` is named in errors.
+
+    Raises
+    ------
+    UserError
+        One line with the key's path, what was expected and what came.
+    """
+    try:
+        return MachineTable.model_validate(tomllib.loads(text)).machine()
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where}: expected TOML, got an error: {error}; mend that line") from None
+    except ValidationError as error:
+        raise UserError(f"{where}: {_describe(error)}") from None
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, MACHINES, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else "write the path of your own machine file"
+    return f"machine: expected one of {', '.join(MACHINES)} or the path of a .toml file, got {name!r}; {hint}"
+
+
+def _describe(error: ValidationError) -> str:
+    """One fault in one line, with the remedy; an unknown key first, as it is often why another is missing."""
+    faults = error.errors(include_url=False)
+    fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
+    path = ".".join(str(step) for step in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        known = _keys(fault["loc"][:-1])
+        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "remove it"
+        return f"{path}: unknown key, expected one of {', '.join(known)}; {remedy}"
+    if fault["type"] == "missing":
+        return f"{path}: expected a value, got nothing; add {_missing(path)} (see docs/machines.md)"
+    context = fault.get("ctx", {})
+    if "error" in context:
+        return f"{path}: {context['error']}"
+    expected = _EXPECTED.get(fault["type"], fault["msg"]).format(**context)
+    return f"{path}: expected {expected}, got {fault['input']!r}; change it"
+
+
+def _missing(path: str) -> str:
+    table, _, key = path.rpartition(".")
+    if table == "links":
+        return f"a table [{path}] with alpha and bandwidth; every one of {', '.join(LEVELS)} is required"
+    return f"the key {key}" + (f" to [{table}]" if table else "")
+
+
+def _keys(where: tuple[int | str, ...]) -> list[str]:
+    """The keys of the table at `where`."""
+    model: Any = MachineTable
+    for step in where:
+        model = model.model_fields[step].annotation
+    return list(model.model_fields)
+
+
+def machine_to_toml(machine: Machine) -> str:
+    """`Machine.to_toml`. Quantities are written in base units, so that they are read back exactly."""
+    curve = machine.efficiency
+    lines = [
+        f"name = {_text(machine.name)}",
+        f"source = {_text(machine.source)}",
+        f"devices_per_node = {machine.devices_per_node}",
+        f"nodes_per_switch = {machine.nodes_per_switch}",
+        "",
+        "[device]",
+        f"name = {_text(machine.device)}",
+        f"memory = {_value(machine.memory, 'B')}",
+        f"memory_bandwidth = {_value(machine.memory_bandwidth, 'B/s')}",
+        f"launch = {_value(machine.launch, 's')}",
+        "",
+        "[device.peak_flops]",
+        *(f"{dtype} = {_value(peak, 'flop/s')}" for dtype, peak in machine.peak_flops.items()),
+        "",
+        "[device.efficiency]",
+        f"compute = {float(curve.compute)!r}",
+        f"half = {_value(curve.half, 'flop')}",
+        f"least = {float(curve.least)!r}",
+        f"memory = {float(curve.memory)!r}",
+    ]
+    for level in LEVELS:
+        link = machine.links[level]
+        lines += ["", f"[links.{level}]", f"alpha = {_value(link.alpha, 's')}", f"beta = {_value(link.beta, 's/B')}"]
+        lines += [f"note = {_text(link.note)}"] if link.note else []
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: float, unit: str) -> str:
+    return f'"{format_quantity(value, unit)}"'
+
+
+def _text(text: str) -> str:
+    """A TOML basic string."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'

@@ -1,0 +1,82 @@
+"""Quantities written with their unit: ``"1.2 us"``, ``"25.7 ps/B"``, ``"16 GiB"``, ``"15.7 Tflop/s"``."""
+
+from __future__ import annotations
+
+import math
+import re
+
+__all__ = ["UNITS", "format_quantity", "parse_quantity"]
+
+#: What each unit measures, and how one would write it.
+UNITS = {
+    "s": ("a time", "1.2 us"),
+    "s/B": ("a time per byte", "25.7 ps/B"),
+    "B": ("a size", "16 GiB"),
+    "B/s": ("a bandwidth", "12.5 GB/s"),
+    "flop": ("a number of operations", "300 Mflop"),
+    "flop/s": ("a rate of operations", "15.7 Tflop/s"),
+}
+_DECIMAL = {"p": 1e-12, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3, "": 1.0}
+_LARGE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_PREFIXES = {
+    "s": _DECIMAL,
+    "s/B": _DECIMAL,
+    "B": _LARGE | _BINARY,
+    "B/s": _LARGE | _BINARY,
+    "flop": _LARGE,
+    "flop/s": _LARGE,
+}
+_QUANTITY = re.compile(r"\s*(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>\S*)\s*")
+
+
+def parse_quantity(text: object, unit: str) -> float:
+    """The number that `text` stands for, in `unit`.
+
+    Parameters
+    ----------
+    text
+        A number and a unit with an optional prefix: ``p n u m`` (or none) before seconds, ``k M G T P`` before
+        bytes and operations, ``Ki Mi Gi Ti`` before bytes. The space between the two may be left out.
+    unit
+        One of `UNITS`: "s", "s/B", "B", "B/s", "flop", "flop/s".
+
+    Returns
+    -------
+    float
+        At least 0, in `unit`.
+
+    Raises
+    ------
+    ValueError
+        It is not a text, has no unit or one of another kind, or is negative.
+
+    Examples
+    --------
+    >>> parse_quantity("16GiB", "B") == 16 * 2**30
+    True
+    >>> parse_quantity("15.7 Tflop/s", "flop/s")
+    15700000000000.0
+    """
+    kind, example = UNITS[unit]
+    expected = f'expected {kind} with its unit, such as "{example}", got {text!r}'
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{expected}; write a number and a unit in quotes")
+    scales = {prefix + unit: scale for prefix, scale in _PREFIXES[unit].items()}
+    if match["unit"] not in scales:
+        raise ValueError(f"{expected}; the unit must be one of {', '.join(dict.fromkeys(scales))}")
+    value = float(match["number"])
+    if value < 0 or not math.isfinite(value):
+        raise ValueError(f"{expected}; it must be finite and not negative")
+    return _scaled(value, scales[match["unit"]])
+
+
+def _scaled(value: float, scale: float) -> float:
+    """Divide by 1e6 rather than multiply by 1e-6: "1.2 us" is then the float 1.2e-06, as a reader expects."""
+    return value / round(1 / scale) if scale < 1 else value * scale
+
+
+def format_quantity(value: float, unit: str) -> str:
+    """`value` [`unit`] as a text that `parse_quantity` reads back to the very same float."""
+    return f"{value!r} {unit}" if value != int(value) or value >= 2**53 else f"{int(value)} {unit}"
