@@ -17,6 +17,7 @@ _FOLDERS = {
     "dtensor": ("Box", "DistTensor", "Exchange", "Halo", "Layout"),
     "layers": (
         "Add",
+        "AuxiliaryCrossEntropy",
         "AveragePool",
         "BatchNorm",
         "BinaryCrossEntropyWithLogits",
@@ -35,6 +36,7 @@ _FOLDERS = {
         "Layer",
         "LayerNorm",
         "LeakyReLU",
+        "LocalResponseNorm",
         "MaxPool",
         "MeanSquaredError",
         "Network",

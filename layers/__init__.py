@@ -1,6 +1,7 @@
 """Layers: the interface for writing one, the graph they build, and those that halograd has."""
 
 from halograd.layers.activation import GELU, LeakyReLU, ReLU, Sigmoid, Softmax, Tanh
+from halograd.layers.auxiliary import AuxiliaryCrossEntropy
 from halograd.layers.batch_norm import BatchNorm
 from halograd.layers.convolution import Conv
 from halograd.layers.dense import Dense
@@ -9,6 +10,7 @@ from halograd.layers.dropout import Dropout
 from halograd.layers.global_pooling import GlobalAveragePool
 from halograd.layers.group_norm import GroupNorm, InstanceNorm, LayerNorm
 from halograd.layers.layer import Input, Layer, Node, Shape
+from halograd.layers.local_response_norm import LocalResponseNorm
 from halograd.layers.loss import Loss
 from halograd.layers.losses import BinaryCrossEntropyWithLogits, MeanSquaredError
 from halograd.layers.merge import Add, Concat
@@ -26,6 +28,7 @@ from halograd.layers.transposed import ConvTranspose
 __all__ = [
     "GELU",
     "Add",
+    "AuxiliaryCrossEntropy",
     "AveragePool",
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
@@ -43,6 +46,7 @@ __all__ = [
     "Layer",
     "LayerNorm",
     "LeakyReLU",
+    "LocalResponseNorm",
     "Loss",
     "MaxPool",
     "MeanSquaredError",

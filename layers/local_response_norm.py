@@ -1,0 +1,149 @@
+"""Local response normalization across channels, as AlexNet and GoogLeNet have it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from halograd.layers.binding import Binding
+from halograd.layers.chunks import buffer, chunks
+from halograd.layers.layer import Layer, Shape
+from halograd.layers.operator import Operator
+
+__all__ = ["LocalResponseNorm"]
+
+
+class LocalResponseNorm(Layer):
+    """Each element is divided by a power of the mean square of the channels around it.
+
+    ``y[c] = x[c] * d[c] ** -beta`` with ``d[c] = k + alpha / size * sum_j x[j]**2``, `j` from
+    ``max(0, c - size // 2)`` to ``min(C - 1, c + (size - 1) // 2)``, at every sample and position. Backward::
+
+        dx[c] = dy[c] * d[c] ** -beta - 2 * beta * alpha / size * x[c] * sum_i dy[i] * x[i] * d[i] ** (-beta - 1)
+
+    with `i` over the channels whose window holds `c`.
+
+    Parameters
+    ----------
+    size
+        Channels of a window, at least 1.
+    alpha, beta, k
+        See above. As in Caffe and torch `alpha` is divided by `size`; Krizhevsky et al. do not divide, so that
+        their ``1e-4`` over 5 channels is ``5e-4`` here.
+
+    Raises
+    ------
+    ValueError
+        For a size below 1, a negative `alpha`, or `beta` or `k` that are not positive.
+
+    Notes
+    -----
+    Input and output ``(N, *spatial, C)`` are cut alike in samples and space; every rank has all channels.
+    Communication: none. Nothing is stored beside the input: backward computes `d` again.
+
+    References
+    ----------
+    Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural networks", 2012,
+    Section 3.3. Their window reaches ``size / 2`` channels to both sides; for even sizes ours is torch's, one
+    channel shorter behind.
+    """
+
+    def __init__(
+        self, size: int = 5, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0, name: str | None = None
+    ) -> None:
+        super().__init__(name)
+        if size < 1:
+            raise ValueError(f"size: expected at least 1 channel, got {size!r}")
+        if not alpha >= 0:
+            raise ValueError(f"alpha: expected a number >= 0, got {alpha!r}")
+        if not (beta > 0 and k > 0):
+            raise ValueError(f"beta, k: expected numbers > 0, got {beta!r}, {k!r}")
+        self.size, self.alpha, self.beta, self.k = size, alpha, beta, k
+
+    def flops(self, *shapes: Shape) -> int:
+        # The squares, their sum, one multiply-add, the power (as one), the product.
+        return (self.size + 4) * math.prod(shapes[0])
+
+    def bind(self, binding: Binding) -> Operator:
+        return _LocalResponseNormOperator(binding)
+
+
+class _LocalResponseNormOperator(Operator):
+    """Chunk by chunk, ``(positions, C)``, in buffers that stay in the cache and are made when first used."""
+
+    def __init__(self, b: Binding) -> None:
+        layer = b.layer
+        assert isinstance(layer, LocalResponseNorm)
+        self.b, self.layer = b, layer
+        # No communication: the input is copied if it is not packed.
+        self.x = b.gather(0, b.needed_boxes(0))
+        self._work: dict = {}
+
+    def _rows(self, array: Any) -> Any:
+        return array.reshape(-1, self.b.output.layout.shape[-1])
+
+    def forward(self) -> None:
+        self.x.start()
+        self.x.finish()
+        if not self.b.box.size:
+            return
+        x, y = self._rows(self.x.array), self._rows(self.b.output.array)
+        for part in chunks(*x.shape):
+            d = self._denominator(x[part])
+            np.power(d, -self.layer.beta, out=d)
+            np.multiply(x[part], d, out=y[part])
+
+    def _denominator(self, x: Any) -> Any:
+        """``d``, in a buffer."""
+        d, squares = (buffer(self._work, k, x.shape, x.dtype) for k in ("d", "squares"))
+        np.multiply(x, x, out=squares)
+        add_windows(squares, self.layer.size // 2, (self.layer.size - 1) // 2, out=d)
+        d *= self.layer.alpha / self.layer.size
+        d += self.layer.k
+        return d
+
+    def bind_backward(self) -> None:
+        self.dx = self.b.gradient(0)
+
+    def backward(self) -> None:
+        if not self.b.box.size:
+            return
+        x, dy, dx = self._rows(self.x.array), self._rows(self.b.output.dy), self._rows(self.dx)
+        for part in chunks(*x.shape):
+            self._backward(x[part], dy[part], dx[part])
+
+    def _backward(self, x: Any, dy: Any, dx: Any) -> None:
+        layer = self.layer
+        d = self._denominator(x)
+        power, sums = (buffer(self._work, k, x.shape, x.dtype) for k in ("power", "sums"))
+        np.power(d, -layer.beta, out=power)
+        np.multiply(dy, power, out=dx)
+        # dy * x * d ** (-beta - 1), summed over the windows that hold a channel: the windows turned around.
+        np.divide(dx, d, out=power)
+        power *= x
+        add_windows(power, (layer.size - 1) // 2, layer.size // 2, out=sums)
+        sums *= x
+        sums *= 2 * layer.beta * layer.alpha / layer.size
+        dx -= sums
+
+    def close(self) -> None:
+        self.x.close()
+        self._work.clear()
+
+
+def add_windows(array: Any, before: int, behind: int, out: Any) -> None:
+    """``out[:, c] = sum(array[:, c - before : c + behind + 1])``, cut off at the first and the last channel.
+
+    >>> out = np.empty((1, 4))
+    >>> add_windows(np.array([[1.0, 2.0, 3.0, 4.0]]), 1, 0, out)
+    >>> out
+    array([[1., 3., 5., 7.]])
+    """
+    channels = array.shape[1]
+    np.copyto(out, array)
+    for shift in range(1, min(before, channels - 1) + 1):
+        out[:, shift:] += array[:, :-shift]
+    for shift in range(1, min(behind, channels - 1) + 1):
+        out[:, :-shift] += array[:, shift:]

@@ -1,0 +1,98 @@
+"""Local response normalization: definition, torch, gradient, every cut, refusals."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.layers import Input, LocalResponseNorm
+from halograd.layers.local_response_norm import add_windows
+from halograd.testing import check_layer, random_array, run_layer
+from tests.layers.geometries import skew
+from tests.layers.oracle import check_torch, torch
+from tests.layers.test_lean import compiled, step
+
+#: Large enough alpha that the gradient's second term matters.
+SETTINGS = {"size": 5, "alpha": 0.7, "beta": 0.75, "k": 2.0}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shape", [(7, 6, 9), (9, 4), (5, 4, 3, 6), (8,)])
+def test_exact_on_every_grid(shape):
+    check_layer(lambda: LocalResponseNorm(**SETTINGS), shape, gradient=False, batch=3)
+
+
+@pytest.mark.mpi
+def test_exact_on_uneven_and_empty_blocks(monkeypatch):
+    skew(monkeypatch)
+    check_layer(lambda: LocalResponseNorm(**SETTINGS), (7, 6, 4), gradient=False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 40])
+def test_gradient_is_the_derivative(size):
+    check_layer(lambda: LocalResponseNorm(**{**SETTINGS, "size": size}), (4, 3, 7))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("size", [1, 2, 5, 6, 20])
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+def test_as_torch(size, backend, dtype):
+    norm = torch().nn.functional.local_response_norm
+    settings = {**SETTINGS, "size": size}
+    check_torch(
+        lambda: LocalResponseNorm(**settings, name="n"), [(7, 6, 9)], lambda x: norm(x, **settings), dtype, backend
+    )
+
+
+def test_definition_over_several_chunks():
+    """The formula of the docstring, element by element of some positions; more positions than a chunk holds."""
+    shape, size = (80, 70, 11), 4
+    layer = LocalResponseNorm(size, 0.5, 0.6, 1.5)
+    with Communicator(MPI.COMM_SELF) as alone:
+        y = run_layer(lambda: layer, [shape], alone, {})["y"]
+    x = random_array((2, *shape), "x0")
+    for n, i, j in ((0, 0, 0), (1, 79, 69), (1, 20, 33)):
+        for c in range(shape[-1]):
+            window = x[n, i, j, max(0, c - size // 2) : c + (size - 1) // 2 + 1]
+            want = x[n, i, j, c] * (1.5 + 0.5 / size * np.sum(window**2)) ** -0.6
+            assert y[n, i, j, c] == pytest.approx(want, rel=1e-13)
+
+
+@pytest.mark.parametrize("before, behind", [(0, 0), (1, 2), (3, 0), (9, 9)])
+def test_windows_are_those_of_a_loop(before, behind):
+    x = random_array((3, 6), "x")
+    out = np.empty_like(x)
+    add_windows(x, before, behind, out)
+    for c in range(6):
+        assert np.allclose(out[:, c], x[:, max(0, c - before) : c + behind + 1].sum(1), rtol=1e-14, atol=1e-14)
+
+
+def test_a_step_allocates_no_array():
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        compiled(lambda x: LocalResponseNorm()(x), (64, 64, 16), alone, {}) as executor,
+    ):
+        step(executor)
+        tracemalloc.start()
+        before, _ = tracemalloc.get_traced_memory()
+        step(executor)
+        after, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak - before < 192 * 1024 and after - before < 16 * 1024
+
+
+def test_shape_and_flops():
+    assert LocalResponseNorm()(Input((4, 5, 2))).shape == (4, 5, 2)
+    assert LocalResponseNorm(5).flops((4, 5, 2)) == 9 * 40
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="size: expected at least 1 channel, got 0"):
+        LocalResponseNorm(0)
+    with pytest.raises(ValueError, match=r"alpha: expected a number >= 0, got -1\.0"):
+        LocalResponseNorm(alpha=-1.0)
+    for wrong in ({"beta": 0.0}, {"k": -1.0}, {"k": float("nan")}):
+        with pytest.raises(ValueError, match="beta, k: expected numbers > 0"):
+            LocalResponseNorm(**wrong)
