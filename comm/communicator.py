@@ -111,15 +111,9 @@ class Communicator:
     def buffer_bytes(self) -> int:
         """Memory that the messages of all open channels and reductions take on this rank [B].
 
-        A sum over several ranks takes its own size again, inside the MPI library.
+        A sum by MPI takes its own size again, inside the MPI library.
         """
-        own = 0
-        for item in self._open:
-            if isinstance(item, Reduction):
-                own += item.buffer.nbytes if self.size > 1 and not item.closed else 0
-            elif not item.closed:
-                own += item.buffer_bytes
-        return own
+        return self._transport.buffer_bytes + sum(item.buffer_bytes for item in self._open if not item.closed)
 
     @property
     def recorder(self) -> Recorder | None:

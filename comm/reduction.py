@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -12,36 +13,38 @@ from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Operation, Progress
 
-__all__ = ["Reduction", "check_buffer"]
+__all__ = ["DirectReduction", "MpiReduction", "Reduction", "check_buffer"]
 
 REDUCIBLE = ("float32", "float64", "int32", "int64")
 
 
-class Reduction:
+class Reduction(ABC):
     """In-place sum of an array over all ranks; made by `Communicator.reduction`.
 
     ::
 
         fill the buffer
-        reduction.start()     # does not wait; proceeds on the progress thread
+        reduction.start()     # does not wait
         ...                   # compute; leave the buffer alone
         reduction.finish()    # waits: the buffer holds the sum
 
     Collective: all ranks start their reductions in the same order; any number may be under way, and they
-    may be finished in any order. Messages are not bound to one algorithm: MPI chooses.
+    may be finished in any order. The algorithm is the transport's choice; the result has the same bits on all ranks.
+    `finish` may be where the ranks of a node meet and add up: until all have called it, none returns.
     Adjoint: the sum of the adjoints, that is, itself.
     """
 
-    def __init__(self, mpi_comm: MPI.Intracomm, progress: Progress, buffer: np.ndarray, meter: Meter) -> None:
+    def __init__(self, buffer: np.ndarray, meter: Meter) -> None:
         self.buffer = buffer
-        self._mpi = mpi_comm
-        self._progress = progress
         self._meter = meter
-        self._operation = Operation()
         self._started_at = 0.0
         self._under_way = False
         self.closed = False
-        self._idle = mpi_comm.size == 1 or not buffer.size
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that the sum takes beside the buffer on this rank, in MPI or in shared memory [B]."""
+        return self.buffer.nbytes
 
     def start(self) -> None:
         """Begin to sum the buffer. Does not wait."""
@@ -50,9 +53,7 @@ class Reduction:
         self._under_way = True
         self._started_at = time.perf_counter()
         self._meter.sent()
-        if not self._idle:
-            self._operation.requests = self._post()
-            self._progress.submit(self._operation)
+        self._start()
 
     def finish(self) -> None:
         """Return when the buffer holds the sum over all ranks.
@@ -66,10 +67,9 @@ class Reduction:
             raise CommError(f"finish(): expected start() of {self._meter.name} before")
         self._under_way = False
         before = time.perf_counter()
-        arrived = before
-        if not self._idle:
-            arrived = self._guard(self._complete)
-        self._meter.took(self._started_at, before, arrived, time.perf_counter())
+        arrived = self._finish()
+        after = time.perf_counter()
+        self._meter.took(self._started_at, before, arrived or after, after)
 
     def run(self) -> None:
         """`start` and `finish` at once, for small buffers that are needed now."""
@@ -80,13 +80,48 @@ class Reduction:
         """Finish if under way; idempotent. Local, but all ranks do it."""
         if self._under_way:
             self.finish()
-        self.closed = True
+        if not self.closed:
+            self.closed = True
+            self._close()
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> float:
+        """Wait; return when the sum was there (`time.perf_counter` [s]), 0 if not known."""
+
+    def _close(self) -> None:
+        """Give back what the sum holds. Local."""
+        return None
+
+
+class MpiReduction(Reduction):
+    """A non-blocking all-reduce of MPI, which the progress thread drives."""
+
+    def __init__(self, mpi_comm: MPI.Intracomm, progress: Progress, buffer: np.ndarray, meter: Meter) -> None:
+        super().__init__(buffer, meter)
+        self._mpi = mpi_comm
+        self._progress = progress
+        self._operation = Operation()
+        self._idle = mpi_comm.size == 1 or not buffer.size
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.buffer.nbytes if self._mpi.size > 1 else 0
+
+    def _start(self) -> None:
+        if not self._idle:
+            self._operation.requests = self._post()
+            self._progress.submit(self._operation)
+
+    def _finish(self) -> float:
+        return 0.0 if self._idle else self._guard(self._complete)
 
     def _post(self) -> list[MPI.Request]:
         return [self._mpi.Iallreduce(MPI.IN_PLACE, self.buffer, MPI.SUM)]
 
     def _complete(self) -> float:
-        """Wait; return when the sum was there (`time.perf_counter` [s])."""
         self._progress.complete(self._operation)
         return self._operation.completed_at
 
@@ -99,7 +134,7 @@ class Reduction:
             ) from fault
 
 
-class DirectReduction(Reduction):
+class DirectReduction(MpiReduction):
     """A reduction on the real network: `run` does not go through the progress thread."""
 
     def run(self) -> None:

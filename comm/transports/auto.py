@@ -6,6 +6,7 @@ import numpy as np
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
+from halograd.comm.reduction import Reduction
 from halograd.comm.transports.base import Context, Pattern, Transport
 from halograd.comm.transports.mpi import MpiTransport
 from halograd.comm.transports.shared import SharedTransport
@@ -33,6 +34,14 @@ class AutoTransport(Transport):
         if not far:
             return shared
         return AutoChannel(pattern, meter, shared, self._mpi.channel(pattern.among(far), meter))
+
+    def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        """Through shared memory if all ranks are on this node."""
+        return self._shared.reduction(buffer, meter)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._shared.buffer_bytes
 
     def close(self) -> None:
         self._shared.close()

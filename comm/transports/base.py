@@ -79,6 +79,11 @@ class Transport(ABC):
         """An in-place sum of `buffer` over the communicator. Collective over the communicator."""
         return DirectReduction(self._context.mpi, self._context.progress, buffer, meter)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of this rank that all its channels and reductions share [B]."""
+        return 0
+
     def waits_for_network(self) -> bool:
         """Whether a message may be on its way for long: some rank is on another node. Collective at first use."""
         node = split_node(self._context.mpi)

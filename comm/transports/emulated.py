@@ -15,7 +15,7 @@ from mpi4py import MPI
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
-from halograd.comm.reduction import Reduction
+from halograd.comm.reduction import MpiReduction, Reduction
 from halograd.comm.transports import base
 from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
 from halograd.comm.transports.mpi import MpiChannel
@@ -105,7 +105,7 @@ class EmulatedChannel(MpiChannel):
         return max(arrived, self._operation.completed_at)
 
 
-class EmulatedReduction(Reduction):
+class EmulatedReduction(MpiReduction):
     """An all-reduce that takes the time of a ring, counted from when the last rank started it."""
 
     def __init__(self, context: Context, buffer: np.ndarray, meter: Meter, seconds: float) -> None:

@@ -8,11 +8,16 @@ from mpi4py import MPI
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
+from halograd.comm.reduction import Reduction
 from halograd.comm.transports import base
 from halograd.comm.transports.arena import Arena, Chunk, rounded
-from halograd.comm.transports.base import Context, Pattern, Transport
+from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
+from halograd.comm.transports.places import Places
+from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum, Stage, StagedSum
 
 __all__ = ["SharedTransport"]
+
+PIECE_BYTES = 256 * 1024  # of a large sum that is on the stage at once, per rank [B]: fits the cache of a core
 
 
 class SharedTransport(Transport):
@@ -22,6 +27,7 @@ class SharedTransport(Transport):
         super().__init__(context)
         self._arena: Arena | None = None
         self._node_ranks: list[int] = []
+        self._stage: Stage | None = None
 
     def neighbors(self) -> set[int]:
         """Ranks on the node of this one. Collective at the first call."""
@@ -46,6 +52,34 @@ class SharedTransport(Transport):
             first += 2 * size
         return SharedChannel(self._context, pattern, meter, chunk, self._views(pattern, chunk, offsets))
 
+    def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        """Through shared memory if all ranks are on this node; over MPI otherwise."""
+        size = self._context.mpi.size
+        if size == 1 or not buffer.size or len(self.neighbors()) < size:
+            return super().reduction(buffer, meter)
+        if buffer.nbytes > LARGEST_AT_ONCE:
+            return StagedSum(buffer, meter, self._open_stage())
+        nbytes = rounded(buffer.nbytes)
+        places = Places(self._open(), 2 * nbytes)
+        slots = [
+            [view.view(buffer.dtype).reshape(buffer.shape) for view in places.views(first, buffer.nbytes)]
+            for first in (0, nbytes)
+        ]
+        return SharedSum(buffer, meter, slots, places.mine, places.flags, places.give_back)
+
+    def _open_stage(self) -> Stage:
+        """The stage of all large sums, made at the first (collective)."""
+        if self._stage is None:
+            share = rounded(PIECE_BYTES // self._context.mpi.size + ALIGNMENT)
+            places = Places(self._open(), PIECE_BYTES + share)
+            summands, totals = places.views(0, PIECE_BYTES), places.views(PIECE_BYTES, share)
+            self._stage = Stage(summands, totals, places.mine, places.flags)
+        return self._stage
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._stage.nbytes if self._stage is not None else 0
+
     def _views(
         self, pattern: Pattern, chunk: Chunk, offsets: dict[int, tuple[int, int]]
     ) -> tuple[_Views, _Views]:
@@ -68,7 +102,7 @@ class SharedTransport(Transport):
     def close(self) -> None:
         if self._arena is not None:
             self._arena.close()
-            self._arena = None
+            self._arena = self._stage = None
 
     def _open(self) -> Arena:
         """The arena, made at the first call (collective): many communicators only reduce."""

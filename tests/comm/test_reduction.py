@@ -8,6 +8,8 @@ import pytest
 from halograd.comm import CommError
 
 pytestmark = pytest.mark.mpi
+over_mpi = pytest.mark.parametrize("communicator", ["mpi", "emulated:alpha=1e-4,beta=1e-10"], indirect=True)
+on_a_node = pytest.mark.parametrize("communicator", ["shared", "auto"], indirect=True)
 
 
 def filled(communicator, number, count=1000, dtype=np.float64):
@@ -125,6 +127,7 @@ def test_buffers_must_be_alike(communicator):
         communicator.reduction(np.zeros(3 if communicator.rank == 0 else 2))
 
 
+@over_mpi
 @pytest.mark.mpi(min_size=2)
 def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
     """The other reductions under way, and later ones, are not harmed."""
@@ -151,6 +154,7 @@ def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
     assert (good.buffer == communicator.size**2).all()
 
 
+@over_mpi
 @pytest.mark.mpi(min_size=2)
 def test_it_proceeds_while_the_main_thread_does_not_call_mpi(communicator):
     reduction = communicator.reduction(np.ones(500_000))
@@ -160,3 +164,58 @@ def test_it_proceeds_while_the_main_thread_does_not_call_mpi(communicator):
         time.sleep(1e-3)
     assert (reduction.buffer == communicator.size).all()
     reduction.finish()
+
+
+@on_a_node
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("nbytes", [8, 65_528, 65_536, 65_544, 262_136, 262_144, 262_152, 1_000_008])
+def test_sums_in_shared_memory_of_every_length(communicator, nbytes, dtype):
+    """Around the limit between small and large sums, and around whole pieces; the same bits on all ranks."""
+    count = nbytes // np.dtype(dtype).itemsize
+    draw = [np.random.default_rng([rank, count]).standard_normal(count).astype(dtype) for rank in range(4)]
+    expected = draw[0].copy()
+    for rank in range(1, communicator.size):
+        expected += draw[rank]
+    reduction = communicator.reduction(np.empty(count, dtype))
+    for _ in range(3):
+        reduction.buffer[...] = draw[communicator.rank]
+        reduction.run()
+        np.testing.assert_array_equal(reduction.buffer, expected)
+
+
+@on_a_node
+def test_large_sums_share_one_stage(communicator):
+    before = communicator.buffer_bytes
+    reductions = [communicator.reduction(np.ones(100_000)) for _ in range(3)]
+    staged = communicator.buffer_bytes - before
+    assert staged < 2 * 100_000 * 8
+    for reduction in reductions:
+        reduction.close()
+    assert communicator.buffer_bytes - before == staged
+
+
+@on_a_node
+@pytest.mark.mpi(min_size=2)
+def test_memory_of_a_closed_small_sum_is_used_again(communicator):
+    first = communicator.reduction(np.ones(1000))
+    place = first._slots[0][0].ctypes.data
+    first.close()
+    again = communicator.reduction(np.full(1000, 2.0))
+    assert again._slots[0][0].ctypes.data == place
+    again.run()
+    assert (again.buffer == 2 * communicator.size).all()
+
+
+@on_a_node
+def test_a_rank_that_comes_late_is_waited_for(communicator):
+    small, large = communicator.reduction(np.ones(5)), communicator.reduction(np.ones(50_000))
+    for late in range(communicator.size):
+        for reduction in (small, large):
+            reduction.buffer.fill(1)
+            if communicator.rank == late:
+                time.sleep(0.02)
+            reduction.start()
+        large.finish()
+        small.finish()
+        assert (small.buffer == communicator.size).all()
+        assert (large.buffer == communicator.size).all()

@@ -1,0 +1,39 @@
+"""Memory of the same use in the segments of all ranks of a node."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from halograd.comm.transports.arena import Arena
+from halograd.comm.transports.base import ALIGNMENT
+from halograd.comm.transports.flags import FLAG_BYTES, Flags
+
+__all__ = ["Places"]
+
+
+class Places:
+    """`nbytes` [B] in the segment of every rank of the node, behind a flag each. Collective over all nodes to make.
+
+    Attributes
+    ----------
+    mine
+        This rank on the node.
+    flags
+        The flags of these places.
+    """
+
+    def __init__(self, arena: Arena, nbytes: int) -> None:
+        self._chunk, first = arena.reserve(FLAG_BYTES + nbytes)
+        self.mine = arena.node.rank
+        self._offsets = dict(enumerate(arena.node.allgather(first)))
+        self.flags = Flags(self._chunk, first, self._offsets, self.mine)
+
+    def views(self, first: int, nbytes: int) -> list[np.ndarray]:
+        """Per rank its bytes ``[first, first + nbytes)``, uint8, shared; `first` is a multiple of a cache line."""
+        assert first % ALIGNMENT == 0, first
+        starts = {rank: offset + FLAG_BYTES + first for rank, offset in self._offsets.items()}
+        return [self._chunk.segment(rank)[start : start + nbytes] for rank, start in starts.items()]
+
+    def give_back(self) -> None:
+        """Free the memory. Local, but all ranks do it."""
+        self._chunk.give_back()
