@@ -1,0 +1,199 @@
+"""How long the planners take on networks of the shapes of the model zoo, without a memory limit and with one.
+
+    python benchmarks/planners.py
+    python benchmarks/planners.py --candidates 10,50 --networks resnet-152 --planners elimination
+
+Costs are synthetic but not random: every candidate is a cut over sample, height, width and channel in powers of two,
+a layer takes its share of the work and its messages, an edge what changes hands between the two cuts. Prints, per
+network, number of candidates and share of the memory that the fastest choice takes, the planner's seconds, the total
+found relative to the best one, and what the search cost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from halograd.errors import UserError
+from halograd.perfmodel.planners import PLANNERS, Choice, Problem
+
+#: Sustained [flop/s], latency [s] and [s/B] of a device and its links.
+FLOPS, ALPHA, BETA = 5e12, 5e-6, 1e-10
+
+Layer = tuple[str, float, float, float]  # kind, [flop], activation [B], parameters [B]
+Graph = tuple[list[Layer], list[tuple[int, int]]]
+
+
+class Builder:
+    """Layers and edges, one block after the other."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = [("input", 0.0, 2e8, 0.0)]
+        self.edges: list[tuple[int, int]] = []
+
+    def add(self, kind: str, *inputs: int, width: float = 1.0) -> int:
+        """A layer behind others; deeper ones have smaller activations and more parameters. Returns its number."""
+        depth = len(self.layers)
+        stage = min(depth // 60, 4)
+        activation, parameters = 2e8 * width / 2**stage, 3e5 * width * 4**stage
+        flops = 2e10 * width if kind == "conv" else activation
+        self.layers.append((kind, flops, activation, parameters if kind == "conv" else 0.0))
+        self.edges += [(u, depth) for u in inputs]
+        return depth
+
+    def block(self, x: int, width: float = 1.0) -> int:
+        """Convolution, batch norm, ReLU."""
+        for kind in ("conv", "norm", "relu"):
+            x = self.add(kind, x, width=width)
+        return x
+
+    def chain(self, x: int, blocks: int, width: float = 1.0) -> int:
+        """Blocks one after the other."""
+        for _ in range(blocks):
+            x = self.block(x, width)
+        return x
+
+
+def line(blocks: int = 20) -> Graph:
+    """A network without branches (VGG, mesh-tangling)."""
+    b = Builder()
+    b.chain(0, blocks)
+    return b.layers, b.edges
+
+
+def resnet(blocks: int = 50) -> Graph:
+    """Bottleneck blocks with identity shortcuts (ResNet-152)."""
+    b = Builder()
+    x = b.block(0)
+    for _ in range(blocks):
+        y = b.add("norm", b.add("conv", b.chain(x, 2, 0.25)))
+        x = b.add("relu", b.add("add", x, y))
+    return b.layers, b.edges
+
+
+def inception(modules: int = 11) -> Graph:
+    """Modules of four branches, the last ones of which branch again (Inception-v3)."""
+    b = Builder()
+    x = b.chain(0, 5)
+    for module in range(modules):
+        width = 0.2 + 0.02 * module
+        ends = [b.block(x, width), b.chain(x, 2, width), b.chain(x, 3, width), b.block(b.add("pool", x), width)]
+        if module >= modules - 2:
+            ends = [ends[0], ends[3], *(b.block(end, width) for end in ends[1:3] for _ in range(2))]
+        x = b.add("concat", *ends)
+    return b.layers, b.edges
+
+
+def unet(levels: int = 5) -> Graph:
+    """Encoder and decoder with skip connections."""
+    b = Builder()
+    x, skips = 0, []
+    for _ in range(levels):
+        skips.append(b.chain(x, 2))
+        x = b.add("pool", skips[-1])
+    x = b.chain(x, 2)
+    for skip in reversed(skips):
+        x = b.chain(b.add("concat", skip, b.add("conv", x)), 2)
+    return b.layers, b.edges
+
+
+def dense_blocks(blocks: int = 3, layers: int = 5) -> Graph:
+    """Blocks in which every layer reads all before: tables over more than two layers."""
+    b = Builder()
+    x = b.block(0)
+    for _ in range(blocks):
+        inside = [x]
+        for _ in range(layers):
+            inside.append(b.add("conv", *inside, width=0.2))
+        x = b.add("concat", *inside[-2:])
+    return b.layers, b.edges
+
+
+NETWORKS = {
+    "line-60": line,
+    "inception-v3": inception,
+    "unet": unet,
+    "resnet-152": resnet,
+    "dense": dense_blocks,
+}
+
+
+def cuts(count: int) -> np.ndarray:
+    """``[count, 4]`` parts over sample, height, width and channel, the most ranks first."""
+    exponents = [e for e in itertools.product(range(6), range(5), range(5), range(4)) if sum(e) <= 10]
+    exponents.sort(key=lambda e: (-sum(e), max(e), e))
+    spread = np.linspace(0, len(exponents) - 1, count).astype(int)
+    return 2.0 ** np.array([exponents[i] for i in spread])
+
+
+def problem(graph: Graph, candidates: int) -> Problem:
+    """Costs of a network whose layers may all be cut in the same ways."""
+    layers, edges = graph
+    parts = cuts(candidates)
+    ranks = parts.prod(axis=1)
+    # Of what a rank reads, the share it already has: per axis the overlap of two blocks that start together.
+    share = (np.minimum(1 / parts[:, None], 1 / parts[None]) * parts[None]).prod(axis=2)
+    times, memory = [], []
+    for kind, flops, activation, parameters in layers:
+        halo = (ALPHA + BETA * activation / ranks * parts[:, 1:3].max(axis=1) / 100) * (parts[:, 1:3] > 1).any(axis=1)
+        reduced = 2 * BETA * parameters / parts[:, 3] * (ranks > 1) + ALPHA * np.log2(ranks)
+        gathered = BETA * activation / ranks * (parts[:, 3] - 1)
+        compute = 3 * flops / FLOPS / ranks + 1e-5
+        times.append(compute + (halo + reduced + gathered if kind == "conv" else 0.0))
+        memory.append(np.rint(2 * activation / ranks + 3 * parameters / parts[:, 3]))
+    tables: dict[float, np.ndarray] = {}
+    for u, _ in edges:
+        nbytes = layers[u][2]
+        if nbytes not in tables:
+            moved = 2 * BETA * nbytes / np.minimum(ranks[:, None], ranks[None]) * (1 - share)
+            tables[nbytes] = moved + 2 * ALPHA * (share < 1)
+    names = tuple(f"{kind}{v}" for v, (kind, *_) in enumerate(layers))
+    return Problem(names, tuple(times), tuple(memory), {(u, v): tables[layers[u][2]] for u, v in edges})
+
+
+def limited(free: Problem, fastest: Choice, share: float) -> Problem:
+    """Under a memory limit between the least that is possible (0) and what the fastest choice takes (1)."""
+    try:
+        PLANNERS["elimination"]().plan(free.with_limit(0.0))
+    except UserError:
+        pass
+    least = sum(float(m.min()) for m in free.memory)
+    return free.with_limit(math.ceil(least + share * (fastest.memory - least)))
+
+
+def main(
+    networks: Annotated[str, typer.Option(help="comma-separated")] = ",".join(NETWORKS),
+    candidates: Annotated[str, typer.Option(help="per layer, comma-separated")] = "10,30,60,100,150",
+    planners: Annotated[str, typer.Option(help="comma-separated")] = "shortest_path,longest_path_first,elimination",
+    shares: Annotated[str, typer.Option(help="memory limits, 1: what the fastest choice takes")] = "1,0.9,0.5,0.1",
+) -> None:
+    """Print a table."""
+    print(f"{'network':14}{'layers':>7}{'cand.':>6}{'memory':>7}  {'planner':20}{'seconds':>8}{'ratio':>8}  work")
+    for name, count in itertools.product(networks.split(","), [int(c) for c in candidates.split(",")]):
+        free = problem(NETWORKS[name](), count)
+        fastest = PLANNERS["elimination"]().plan(free)
+        for share in [float(s) for s in shares.split(",")]:
+            one = free if share == 1 else limited(free, fastest, share)
+            best = PLANNERS["elimination"]().plan(one)
+            for planner in planners.split(","):
+                line = f"{name:14}{len(one.names):7}{count:6}{share:7.2f}  {planner:20}"
+                try:
+                    found = PLANNERS[planner]().plan(one)
+                except UserError as error:
+                    print(f"{line}  {error}"[:120])
+                    continue
+                mark = "" if found.optimal else f" gap {found.gap / found.seconds:.1e}"
+                ratio = found.seconds / best.seconds
+                print(f"{line}{found.work.seconds:8.3f}{ratio:8.4f}  {found.work}{mark}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,136 @@
+"""The optimum for any graph and any memory limit (Jia et al. 2018, Section 5, and what goes beyond it)."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import numpy as np
+
+from halograd.errors import UserError
+
+from .buckets import SUM_LIMIT, TABLE_LIMIT, Buckets, Messages
+from .costs import Costs
+from .labels import Bounds, search
+from .lagrangian import Relaxation, relax
+from .planner import Planner, choice_of, no_fit, not_allowed
+from .problem import Choice, Problem, Work
+from .pruning import prune
+
+__all__ = ["Elimination"]
+
+#: Sums of times closer than this, relative to the total, are equal.
+ROUNDING = 1e-12
+
+
+class Elimination(Planner):
+    """Node and edge elimination, continued to larger tables where the graph asks for it; the optimum.
+
+    1. Candidates that are provably needless are removed (`prune`).
+    2. All layers are eliminated (`Buckets`): on series-parallel networks these are the node and edge eliminations
+       of Jia et al. 2018; on others tables over more than two layers appear. If the result fits, it is the optimum.
+    3. Under a memory limit that binds, prices for memory give a lower bound (`relax`), and a search among all
+       choices near it (`search`) the optimum. The same search closes the gap where tables would be too large and
+       buckets were split.
+
+    The search widens the distance to the lower bound until it has found a choice within. If it would need more than
+    ``labels`` partial choices at once, it stops with the best choice found and a proved gap, ``optimal=False``.
+
+    Parameters
+    ----------
+    labels
+        Partial choices kept per layer at most.
+    table_limit, sum_limit
+        Entries of the largest table kept, and of the largest sum minimized over.
+    pruning
+        Whether to remove needless candidates first.
+    """
+
+    name = "elimination"
+
+    def __init__(
+        self,
+        labels: int = 100_000,
+        table_limit: int = TABLE_LIMIT,
+        sum_limit: int = SUM_LIMIT,
+        pruning: bool = True,
+    ) -> None:
+        self.labels = labels
+        self.limits = (table_limit, sum_limit)
+        self.pruning = pruning
+
+    def _search(self, problem: Problem) -> Choice:
+        if not self.pruning:
+            return self._solve(problem, problem)
+        pruned = prune(problem)
+        choice = self._solve(pruned.problem, problem)
+        work = choice.work + Work(pruned=pruned.removed)
+        return choice_of(problem, pruned.original(list(choice.indices)), choice.optimal, choice.gap, work)
+
+    def _solve(self, problem: Problem, whole: Problem) -> Choice:
+        costs = Costs(problem)
+        buckets = Buckets(problem.sizes, costs.edges, None, *self.limits)
+        free = buckets.run(costs.weighted())
+        if math.isinf(free.value):
+            self._why_none(whole)
+        if buckets.exact:
+            indices = buckets.decide(free)
+            if problem.fits(indices):
+                return choice_of(problem, indices, optimal=True, work=buckets.work())
+        if problem.limit is None:
+            relaxation = Relaxation(0.0, free, free.value)
+            relaxation.offer(problem, buckets.decide(free))
+            return self._close(problem, whole, buckets, relaxation, None)
+        weight = buckets.run(costs.memory())
+        if weight.value > problem.limit:
+            self._why_none(whole)
+        smallest = buckets.decide(weight) if buckets.exact else None
+        relaxation = relax(problem, buckets, costs, free, smallest, ROUNDING * abs(free.value))
+        return self._close(problem, whole, buckets, relaxation, weight)
+
+    def _close(
+        self, problem: Problem, whole: Problem, buckets: Buckets, relaxation: Relaxation, weight: Messages | None
+    ) -> Choice:
+        """Search near the lower bound, wider and wider, until the fastest choice found is proved to be the best."""
+        best, rounding = relaxation, ROUNDING * max(abs(relaxation.messages.value), abs(relaxation.bound))
+        room = math.inf if weight is None or problem.limit is None else problem.limit - weight.value
+        gap = best.seconds - best.bound
+        proved, states = 0.0, 0
+        excess = gap / 64 if math.isfinite(gap) else 1e-3 * abs(best.bound)
+        while best.seconds > best.bound + proved + rounding:
+            excess = min(max(excess, 2 * rounding), best.seconds - best.bound + rounding)
+            bounds = Bounds(excess, room, best.multiplier, 0.1 * rounding, self.labels)
+            found = search(buckets, best.messages, weight, bounds)
+            states += found.states
+            if found.indices is not None:
+                best.offer(problem, found.indices)
+            proved = max(proved, found.proved)
+            if found.proved < excess or excess == math.inf:
+                break
+            excess = excess * 4 if excess < 1e6 * abs(best.bound) else math.inf
+        work = buckets.work(best.passes + 1 + (weight is not None)) + Work(states=states)
+        if best.indices is None and proved < math.inf:
+            raise UserError(
+                f"planner elimination: expected to find a choice within {self.labels} partial choices per layer, found "
+                "none; raise `labels`, or give layers fewer candidates"
+            )
+        if best.indices is None:
+            self._why_none(whole)
+        gap = best.seconds - best.bound - proved
+        optimal = gap <= rounding
+        return choice_of(problem, best.indices, optimal, 0.0 if optimal else gap, work)
+
+    def _why_none(self, problem: Problem) -> NoReturn:
+        """Raise what explains best why there is no choice: nothing is allowed, or by how much nothing fits."""
+        if problem.limit is None:
+            raise not_allowed(problem)
+        raise no_fit(problem, self._solve(memory_problem(problem), problem.with_limit(None)).seconds)
+
+
+def memory_problem(problem: Problem) -> Problem:
+    """The problem whose fastest choice is the smallest one of this problem, "times" in [B]."""
+    tables = Costs(problem).memory()
+    count = len(problem.names)
+    times = tuple(np.asarray(t) for t in tables[:count])
+    edges = {edge: t for edge, t in zip(problem.edges, tables[count:]) if t is not None}
+    return Problem(problem.names, times, problem.memory, edges)

@@ -1,0 +1,244 @@
+"""What a planner is given and what it returns: arrays of costs in, one candidate per layer out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halograd.errors import UserError
+
+__all__ = ["Array", "Choice", "Edge", "Problem", "Work", "bytes_text"]
+
+Array = NDArray[np.float64]
+Edge = tuple[int, int]
+
+
+def bytes_text(nbytes: float) -> str:
+    """A number of bytes as people write it: ``"1.5 GiB"``, ``"12.0 MiB"``, ``"640 B"``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Choose one candidate per layer so that the sum of all times is smallest.
+
+    ``seconds(x) = sum_v times[v][x_v] + sum_(u,v) edges[u, v][x_u, x_v]``, subject to
+    ``memory(x) = sum_v memory[v][x_v] + sum_(u,v) edge_memory[u, v][x_u, x_v] <= limit``.
+    Planners know no more of layers than this.
+
+    Parameters
+    ----------
+    names
+        Layers in order of computation.
+    times
+        Per layer ``[candidates]``, [s]. ``inf``: not allowed.
+    memory
+        Per layer ``[candidates]``, what the candidate takes on the fullest rank [B]; finite.
+    edges
+        ``(u, v)`` with ``u < v``: what it costs to bring the result of ``u`` to ``v``,
+        ``[candidates of u, candidates of v]``, [s]. ``inf``: not allowed. One array may serve many edges: equal
+        arrays are worked on once.
+    limit
+        Largest sum of memory [B]; None: no limit.
+    edge_memory
+        What edges take [B], shapes as in ``edges``, whose keys it may use.
+
+    Raises
+    ------
+    UserError
+        Shapes that do not fit, edges backwards or to nowhere, NaN or -inf, memory that is not finite.
+    """
+
+    names: tuple[str, ...]
+    times: tuple[Array, ...]
+    memory: tuple[Array, ...]
+    edges: Mapping[Edge, Array] = field(default_factory=dict)
+    limit: float | None = None
+    edge_memory: Mapping[Edge, Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        converted: dict[int, Array] = {}
+        for name in ("times", "memory"):
+            values = tuple(_floats(a, converted) for a in getattr(self, name))
+            object.__setattr__(self, name, values)
+        for name in ("edges", "edge_memory"):
+            tables = {edge: _floats(a, converted) for edge, a in getattr(self, name).items()}
+            object.__setattr__(self, name, tables)
+        _check(self)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of candidates per layer."""
+        return tuple(len(t) for t in self.times)
+
+    def seconds(self, indices: Sequence[int]) -> float:
+        """Total time of one candidate per layer [s]."""
+        total = sum(float(t[i]) for t, i in zip(self.times, indices))
+        return total + sum(float(table[indices[u], indices[v]]) for (u, v), table in self.edges.items())
+
+    def bytes(self, indices: Sequence[int]) -> float:
+        """Total memory of one candidate per layer [B]."""
+        total = sum(float(m[i]) for m, i in zip(self.memory, indices))
+        return total + sum(float(table[indices[u], indices[v]]) for (u, v), table in self.edge_memory.items())
+
+    def fits(self, indices: Sequence[int]) -> bool:
+        """Whether the memory of one candidate per layer is within the limit."""
+        return self.limit is None or self.bytes(indices) <= self.limit
+
+    def with_limit(self, limit: float | None) -> Problem:
+        """The same problem under another memory limit [B]."""
+        return Problem(self.names, self.times, self.memory, self.edges, limit, self.edge_memory)
+
+    def restricted(self, kept: Sequence[NDArray[np.intp]]) -> Problem:
+        """The same problem with some candidates only: of layer ``v`` those at ``kept[v]``, in that order."""
+        if all(len(k) == size and np.array_equal(k, np.arange(size)) for k, size in zip(kept, self.sizes)):
+            return self
+        made: dict[tuple[int, bytes, bytes], Array] = {}
+
+        def cut(tables: Mapping[Edge, Array]) -> dict[Edge, Array]:
+            found = {}
+            for (u, v), table in tables.items():
+                key = (id(table), kept[u].tobytes(), kept[v].tobytes())
+                if key not in made:
+                    made[key] = table[np.ix_(kept[u], kept[v])]
+                found[u, v] = made[key]
+            return found
+
+        times = tuple(t[k] for t, k in zip(self.times, kept))
+        memory = tuple(m[k] for m, k in zip(self.memory, kept))
+        return Problem(self.names, times, memory, cut(self.edges), self.limit, cut(self.edge_memory))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a search cost.
+
+    Attributes
+    ----------
+    eliminations
+        Layers eliminated, summed over all passes.
+    operations
+        Additions of table entries, roughly: the size of everything that was minimized over.
+    largest_table
+        Entries of the largest table that was kept.
+    states
+        Partial or whole strategies looked at one by one.
+    pruned
+        Candidates that were proved needless and removed before the search.
+    seconds
+        Wall time [s].
+    """
+
+    eliminations: int = 0
+    operations: int = 0
+    largest_table: int = 0
+    states: int = 0
+    pruned: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.eliminations + other.eliminations,
+            self.operations + other.operations,
+            max(self.largest_table, other.largest_table),
+            self.states + other.states,
+            self.pruned + other.pruned,
+            self.seconds + other.seconds,
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{self.seconds:.3g} s"]
+        parts += [f"{self.eliminations} eliminations"] if self.eliminations else []
+        parts += [f"largest table {self.largest_table} entries"] if self.largest_table else []
+        parts += [f"{self.states} states"] if self.states else []
+        parts += [f"{self.pruned} candidates pruned"] if self.pruned else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One candidate per layer.
+
+    Attributes
+    ----------
+    indices
+        Candidate per layer.
+    seconds
+        Total time [s].
+    memory
+        Total memory [B].
+    optimal
+        Whether it is proved that nothing that fits is faster (up to rounding of the sums).
+    gap
+        Where it is not: how much faster another choice might be at most [s]; ``inf``: nothing is known.
+    work
+        What the search cost.
+    """
+
+    indices: tuple[int, ...]
+    seconds: float
+    memory: float
+    optimal: bool
+    gap: float = 0.0
+    work: Work = Work()
+
+
+def _floats(values: Any, converted: dict[int, Array]) -> Array:
+    """As float64, packed; arrays that are one object stay one object."""
+    if isinstance(values, np.ndarray) and values.dtype == np.float64 and values.flags.c_contiguous:
+        return values
+    if not isinstance(values, np.ndarray):
+        return np.ascontiguousarray(values, dtype=np.float64)
+    return converted.setdefault(id(values), np.ascontiguousarray(values, dtype=np.float64))
+
+
+def _check(problem: Problem) -> None:
+    names, sizes, n = problem.names, problem.sizes, len(problem.names)
+    if not (len(problem.times) == len(problem.memory) == n):
+        got = f"{len(problem.times)} and {len(problem.memory)}"
+        raise UserError(f"planner: expected times and memory for each of {n} layers, got {got}")
+    seen: set[int] = set()
+    for v, name in enumerate(names):
+        if problem.times[v].ndim != 1 or not sizes[v] or problem.memory[v].shape != (sizes[v],):
+            got = f"times {problem.times[v].shape}, memory {problem.memory[v].shape}"
+            raise UserError(f"planner: layer {name}: expected as many times as memory sizes, at least 1; got {got}")
+        _check_numbers(problem.times[v], f"layer {name}: times", seen)
+        _check_finite(problem.memory[v], f"layer {name}: memory")
+    for (u, v), table in problem.edges.items():
+        if not 0 <= u < v < n:
+            raise UserError(f"planner: edge {(u, v)}: expected 0 <= u < v < {n}, layers in order of computation")
+        _check_shape(table, (sizes[u], sizes[v]), f"edge {names[u]} -> {names[v]}")
+        _check_numbers(table, f"edge {names[u]} -> {names[v]}", seen)
+    for (u, v), table in problem.edge_memory.items():
+        if (u, v) not in problem.edges:
+            raise UserError(f"planner: edge_memory {(u, v)}: expected keys of edges, which has no such edge")
+        _check_shape(table, (sizes[u], sizes[v]), f"memory of edge {names[u]} -> {names[v]}")
+        _check_finite(table, f"memory of edge {names[u]} -> {names[v]}")
+    if problem.limit is not None and np.isnan(problem.limit):
+        raise UserError("planner: memory limit: expected a number of bytes or None, got nan")
+
+
+def _check_shape(table: Array, shape: tuple[int, int], what: str) -> None:
+    if table.shape != shape:
+        raise UserError(f"planner: {what}: expected shape {shape} (candidates of both layers), got {table.shape}")
+
+
+def _check_numbers(values: Array, what: str, seen: set[int]) -> None:
+    if id(values) in seen:
+        return
+    seen.add(id(values))
+    smallest = values.min()  # NaN if there is one
+    if not smallest > -np.inf:
+        raise UserError(f"planner: {what}: expected seconds, or inf for what is not allowed; got {smallest}")
+
+
+def _check_finite(values: Array, what: str) -> None:
+    if not np.isfinite(values).all():
+        raise UserError(f"planner: {what}: expected finite numbers of bytes, got {values[~np.isfinite(values)][0]}")
