@@ -8,10 +8,10 @@ switches. A collective is done stage by stage, with the algorithms of `halograd.
 * reduce-scatter and reduce: from the inside out; all-gather and broadcast: from the outside in;
 * all-to-all: swap within the node by the device of the target, then between nodes.
 
-The devices of a node share its link to other nodes, so all their parts together, the whole vector, go through it;
-nodes of a switch have a link each, so behind that stage every node carries its own part only. The flat ring over all
-ranks, which passes each node's link once in either direction at the pace of the slowest link, is taken where it is
-cheaper.
+The devices of a node share its network adapters, so with one adapter all their parts together, the whole vector, go
+through it; nodes of a switch have adapters of their own, so behind that stage every node carries its own part only
+(a fat tree without contention). The flat ring over all ranks, which passes each node's adapter once in either
+direction at the pace of the slowest link, is taken where it is cheaper.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Stages = tuple[Stage, ...]
 
 def _beyond(nbytes: float, stage: Stage) -> float:
     """Of `nbytes` spread over the members of `stage`: what goes through one link of the next stage [B]."""
-    return nbytes if stage.level == "node" else nbytes / stage.size
+    return nbytes * stage.sharing / stage.size
 
 
 def _allreduce(nbytes: float, stages: Stages, gamma: float) -> float:
@@ -105,8 +105,7 @@ def _all_to_all(nbytes: float, stages: Stages, gamma: float) -> float:
     total, through = 0.0, nbytes
     for stage in stages:
         total += collectives.all_to_all(through, stage.size, stage.link)
-        if stage.level == "node":
-            through *= stage.size  # all devices of the node send all that they hold through its one link
+        through *= stage.sharing  # everyone on a node sends all that it holds through the same few adapters
     return total
 
 

@@ -58,27 +58,34 @@ class Link:
 
 
 class Stage(NamedTuple):
-    """One level of a group of ranks: `size` members joined by `link`, which is of `level`."""
+    """One level of a group of ranks: `size` members joined by `link`, which is of `level`.
+
+    `sharing` members send through one and the same link when all of them send to the next level.
+    """
 
     level: str
     size: int
     link: Link
+    sharing: int = 1
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """How much of its peak rates a device reaches.
 
-    A kernel of f flops runs at ``peak * compute * max(f / (f + half), least)`` [flop/s]: Hockney's half-performance
-    curve, with a floor so that the few operations of an elementwise kernel do not pay for filling the device.
+    A kernel of f flops runs at ``peak * compute * max(1 / (1 + (half / f) ** exponent), least)`` [flop/s]. With an
+    exponent of 1 that is Hockney's half-performance curve ``f / (f + half)``; a smaller one lets the rate fall more
+    gently over more decades, as it does where tiles, waves and algorithms change with the size. The floor keeps the
+    few operations of an elementwise kernel from paying for filling the device.
 
     Parameters
     ----------
     compute
-        Fraction of the peak that large kernels reach, in (0, 1].
+        Fraction of the peak that the largest kernels reach, in (0, 1].
     half
-        Operations at which a kernel reaches half of that [flop]. Equivalently, every large kernel loses
-        ``half / (peak * compute)`` [s].
+        Operations at which a kernel reaches half of that [flop].
+    exponent
+        Steepness, in (0, 1]; up to 1 a larger kernel never takes less time.
     least
         The lowest that the curve falls, as a fraction of `compute`, in [0, 1].
     memory
@@ -87,8 +94,13 @@ class Efficiency:
 
     compute: float = 1.0
     half: float = 0.0
-    least: float = 1.0
+    exponent: float = 1.0
+    least: float = 0.0
     memory: float = 1.0
+
+    def curve(self, flops: float) -> float:
+        """Fraction of the peak that a kernel of `flops` > 0 [flop] reaches."""
+        return self.compute * max(1 / (1 + (self.half / flops) ** self.exponent), self.least)
 
 
 @dataclass(frozen=True)
@@ -114,10 +126,12 @@ class Machine:
     launch
         Floor of the time of any kernel [s].
     links
-        Every one of `LEVELS` -> its `Link`. Between nodes ("switch", "across") it is the link of a whole node:
-        devices of a node that send at the same time share it.
+        Every one of `LEVELS` -> its `Link`. Between nodes ("switch", "across") it is one network adapter:
+        devices of a node that send at the same time share the adapters.
     efficiency
         How much of the peaks is reached.
+    rails
+        Network adapters of a node that work at the same time, each with the link of "switch" and "across".
     device
         What a device is, for people.
     """
@@ -132,6 +146,7 @@ class Machine:
     launch: float
     links: Mapping[str, Link]
     efficiency: Efficiency = Efficiency()
+    rails: int = 1
     device: str = ""
 
     def __hash__(self) -> int:
@@ -216,13 +231,15 @@ class Machine:
         """
         members = ranks if isinstance(ranks, range) else tuple(ranks)
         counts = _counts(members, self.devices_per_node, self.nodes_per_switch)
-        return tuple(Stage(level, n, self.links[level]) for level, n in zip(LEVELS[1:], counts) if n > 1)
+        sharing = (-(-counts[0] // self.rails), 1, 1)  # nodes of a switch have adapters of their own
+        stages = zip(LEVELS[1:], counts, sharing)
+        return tuple(Stage(level, n, self.links[level], share) for level, n, share in stages if n > 1)
 
     def roofline(self, flops: float, nbytes: float, dtype: str) -> float:
         """Time of one kernel on one device [s].
 
-        ``launch + max(flops / (peak * e(flops)), nbytes / (memory_bandwidth * efficiency.memory))``, with the
-        curve e of `Efficiency`. It never falls when flops or bytes grow.
+        ``launch + max(flops / (peak * curve(flops)), nbytes / (memory_bandwidth * efficiency.memory))``, with
+        the curve of `Efficiency`. It never falls when flops or bytes grow.
 
         Parameters
         ----------
@@ -252,9 +269,7 @@ class Machine:
                 f"machine {self.name}: expected a data type with a peak rate ({', '.join(self.peak_flops)}), "
                 f"got {dtype}; add it to [device.peak_flops] of a copy of the machine file"
             )
-        curve = self.efficiency
-        reached = max(flops / (flops + curve.half), curve.least)
-        return self.peak_flops[dtype] * curve.compute * reached
+        return self.peak_flops[dtype] * self.efficiency.curve(flops)
 
 
 @lru_cache(maxsize=65536)

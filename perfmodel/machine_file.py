@@ -77,6 +77,7 @@ class EfficiencyTable(_Table):
 
     compute: Fraction
     half: _quantity("flop")
+    exponent: Fraction
     least: Annotated[float, Field(ge=0, le=1)]
     memory: Fraction
 
@@ -103,6 +104,7 @@ class MachineTable(_Table):
     source: Annotated[str, Field(min_length=1)]
     devices_per_node: Count
     nodes_per_switch: Count
+    rails: Count = 1
     device: DeviceTable
     links: LinksTable
 
@@ -120,6 +122,7 @@ class MachineTable(_Table):
             launch=device.launch,
             links={level: getattr(links, level).link() for level in LEVELS},
             efficiency=Efficiency(**device.efficiency.model_dump()),
+            rails=self.rails,
             device=device.name,
         )
 
@@ -203,6 +206,7 @@ def machine_to_toml(machine: Machine) -> str:
         f"source = {_text(machine.source)}",
         f"devices_per_node = {machine.devices_per_node}",
         f"nodes_per_switch = {machine.nodes_per_switch}",
+        f"rails = {machine.rails}",
         "",
         "[device]",
         f"name = {_text(machine.device)}",
@@ -216,6 +220,7 @@ def machine_to_toml(machine: Machine) -> str:
         "[device.efficiency]",
         f"compute = {float(curve.compute)!r}",
         f"half = {_value(curve.half, 'flop')}",
+        f"exponent = {float(curve.exponent)!r}",
         f"least = {float(curve.least)!r}",
         f"memory = {float(curve.memory)!r}",
     ]
