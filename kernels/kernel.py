@@ -9,7 +9,7 @@ from typing import Any
 from halograd.kernels.errors import KernelError
 from halograd.kernels.scratch import Scratch
 
-__all__ = ["BatchNormKernels", "Kernel", "ScratchKernel", "chain", "idle"]
+__all__ = ["BatchNormKernels", "Kernel", "ScratchKernel", "chain", "fallback", "idle"]
 
 
 class Kernel:
@@ -110,6 +110,20 @@ def chain(*kernels: Kernel) -> Kernel:
 
     whole = Kernel(run, " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
     whole.scratch_bytes = max(k.scratch_bytes for k in parts)
+    return whole
+
+
+def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kernel:
+    """`first`, and where it turns out that it `failed`, `second` after it; it closes both."""
+    both = chain(first, second)
+
+    def run() -> None:
+        first()
+        if failed():
+            second()
+
+    whole = Kernel(run, first.impl, both.workspace_bytes, both.close)
+    whole.scratch_bytes = both.scratch_bytes
     return whole
 
 

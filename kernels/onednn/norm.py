@@ -3,8 +3,8 @@
 On other statistics oneDNN's backward primitive leaves out the gradient through mean and variance. It writes
 ``scale * dy'`` and the sums; when all processes have agreed on the sums, one more pass adds the rest::
 
-    dx += (x - mean) * slope + offset      slope  = -gamma * means[1] / (var + eps)
-                                           offset = -gamma * means[0] / sqrt(var + eps)
+    dx += (x - mean) / sqrt(var + eps) * slope + offset      slope  = -gamma * means[1] / sqrt(var + eps)
+                                                             offset = -gamma * means[0] / sqrt(var + eps)
 
 Its fast kernels take multiples of 16 channels. With 18, eight rows are shown to it as one of 144 channels,
 with the per-channel vectors repeated eight times; the statistics are then always somebody else's: ours.
@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.kernel import BatchNormKernels, Kernel, ScratchKernel, chain, idle
+from halograd.kernels.checks import same_elements
+from halograd.kernels.kernel import BatchNormKernels, Kernel, ScratchKernel, chain, fallback, idle
 from halograd.kernels.numpy.batch_norm import BatchNormArrays, mean_and_variance
 from halograd.kernels.numpy.moments import moments, moments_scratch_bytes
 from halograd.kernels.onednn import abi as c
@@ -28,6 +29,8 @@ from halograd.kernels.onednn.program import Engine, Memory, Program, ReferenceOn
 __all__ = ["OnednnBatchNorm"]
 
 LANES = 16
+FAR = 100.0  # mean^2 / var from which on float32 is not trusted with the mean
+BLOCK_BYTES = 1 << 18  # of the correction per thread [B]: it is read again at once
 
 
 class _Repeated:
@@ -100,7 +103,52 @@ class OnednnBatchNorm:
         return BatchNormKernels(statistics, forward, sums, idle())
 
     def _statistics(self) -> Kernel:
-        """Sums by NumPy: oneDNN has them only together with a normalised output, twice the memory traffic."""
+        """Mean and variance of this block by the primitive, about its own mean, as sums in float64.
+
+        It normalizes too, into `y`, which `forward` writes after it: still a third of the time of sums by NumPy.
+        Its mean is a sum in float32. An error `e` of it costs the combined variance of several blocks some
+        ``2 e (mean - mean of all)``: no more than it costs the normalized values anyway, but where the data lie
+        far from zero that is too much, and NumPy does it.
+        """
+        a, p = self.a, Program(self.engine)
+        careful = self._statistics_by_numpy()
+        if same_elements(a.x, a.y):
+            return careful
+        x, y = self._image(p, a.x), self._image(p, a.y)
+        pd = p.descriptor("batch_normalization_forward", c.FORWARD_TRAINING, x.desc, y.desc, a.eps, 0)
+        found = np.empty((2, self.repeat * a.x.shape[-1]), np.float32)
+        p.step(pd, {c.SRC: x, c.DST: y, c.MEAN: vector(p, found[0]), c.VARIANCE: vector(p, found[1])})
+        p.call(self._sums_of(found.reshape(2, self.repeat, -1)))
+        return fallback(p.kernel(), self._far_from_zero(*found), careful)
+
+    def _far_from_zero(self, mean: Any, var: Any) -> Callable[[], bool]:
+        """A function that tells whether any channel's mean is many times its deviation."""
+        left, right = np.empty((2, *mean.shape), np.float32)
+
+        def ask() -> bool:
+            np.multiply(mean, mean, out=left)
+            np.add(var, self.a.eps, out=right)
+            np.divide(left, right, out=left)
+            return bool(left.max() > FAR)
+
+        return ask
+
+    def _sums_of(self, found: Any) -> Callable[[], None]:
+        """A function that turns `found`, mean and variance of every `repeat`-th row, into the sums."""
+        a, rows = self.a, self.a.rows / self.repeat
+        mean, square = np.empty((2, *found.shape[1:]))
+
+        def run() -> None:
+            np.copyto(mean, found[0])
+            np.multiply(mean, mean, out=square)
+            np.add(square, found[1], out=square)
+            np.add.reduce(mean, axis=0, out=a.sums[0])
+            np.add.reduce(square, axis=0, out=a.sums[1])
+            np.multiply(a.sums, rows, out=a.sums)
+
+        return run
+
+    def _statistics_by_numpy(self) -> Kernel:
         scratch, a = self.engine.scratch, self.a
         return ScratchKernel(
             lambda: moments(a.x, a.sums, scratch), scratch, moments_scratch_bytes(a.x), "numpy:moments"
@@ -146,20 +194,32 @@ class OnednnBatchNorm:
         return p.kernel()
 
     def _correction(self, means: Any) -> Kernel:
+        """Normalization again, with other scale and shift, into scratch that stays in the cache; then a sum."""
         a, p, repeated = self.a, Program(self.engine), _Repeated(self.repeat)
         slope, offset = np.empty((2, a.x.shape[-1]), np.float32)
-        x, dx = self._image(p, a.x), self._image(p, a.dx)
-        broadcast = (1, a.x.shape[-1] * self.repeat, 1, 1)
-        mean, by, plus = (vector(p, repeated(v), broadcast) for v in (a.mean, slope, offset))
-        operations = p.attributes(("binary", c.BINARY_MULTIPLY, by.desc), ("binary", c.BINARY_ADD, plus.desc), ("sum",))
-        pd = p.descriptor("binary", c.BINARY_SUBTRACT, x.desc, mean.desc, dx.desc, attributes=operations)
-        arguments = {c.SRC: x, c.SRC_1: mean, c.DST: dx}
-        arguments |= {c.POST_OPERATION | c.SRC_1: by, (2 * c.POST_OPERATION) | c.SRC_1: plus}
+        vectors = {
+            index: vector(p, repeated(v))
+            for index, v in ((c.MEAN, a.mean), (c.VARIANCE, a.var), (c.GAMMA, slope), (c.BETA, offset))
+        }
         p.call(self._coefficients(means, slope, offset))
         if self.repeat > 1:
             p.call(repeated.refresh)
-        p.step(pd, arguments)
+        width = self.repeat * a.x.shape[-1]
+        x, dx = a.x.reshape(-1, width), a.dx.reshape(-1, width)
+        height = max(1, self.engine.threads * BLOCK_BYTES // (4 * width))
+        scratch: Memory | None = None
+        for first in range(0, len(x), height):
+            block = tuple(image(p, part[first : first + height].reshape(1, 1, -1, width)) for part in (x, dx))
+            scratch = p.temporary(block[0].desc) if scratch is None else p.part(scratch, block[0].desc, 0)
+            self._correct(p, *block, scratch, vectors)
         return p.kernel()
+
+    def _correct(self, p: Program, x: Memory, dx: Memory, scratch: Memory, vectors: dict[int, Memory]) -> None:
+        flags = c.SCALE | c.SHIFT | c.GLOBAL_STATISTICS
+        pd = p.descriptor("batch_normalization_forward", c.FORWARD_INFERENCE, x.desc, x.desc, self.a.eps, flags)
+        p.step(pd, {c.SRC: x, c.DST: scratch, **vectors})
+        pd = p.descriptor("binary", c.BINARY_ADD, dx.desc, x.desc, dx.desc)
+        p.step(pd, {c.SRC: dx, c.SRC_1: scratch, c.DST: dx})
 
     def _coefficients(self, means: Any, slope: Any, offset: Any) -> Callable[[], None]:
         a = self.a
@@ -171,7 +231,6 @@ class OnednnBatchNorm:
             np.divide(a.gamma, inverse, out=scaled)
             np.negative(scaled, out=scaled)
             np.multiply(scaled, means[0], out=offset, casting="same_kind")
-            np.multiply(scaled, means[1], out=scaled)
-            np.divide(scaled, inverse, out=slope, casting="same_kind")
+            np.multiply(scaled, means[1], out=slope, casting="same_kind")
 
         return run

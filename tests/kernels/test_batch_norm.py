@@ -113,14 +113,21 @@ def test_variance_of_data_far_from_zero(arrays, offset):
 
 
 def test_variance_where_a_block_is_constant(arrays):
-    """A background of zeros before the data: a shift by the first values would not help."""
-    p = Problem(arrays, (1, 256, 128, 8), relu=False, local=False)
+    """A background of zeros before the data: a shift by the first values would not help.
+
+    A backend whose own (local) statistics are less accurate may be as inaccurate as they are, not more.
+    """
+    p, own = (Problem(arrays, (1, 256, 128, 8), relu=False, local=local) for local in (False, True))
     p.x[...] += 1000
     p.x[:, :128] = 0
+    own.x[...] = p.x
     p.k.statistics()
-    x = p.x.astype(np.float64).reshape(-1, 8)
+    own.k.forward()
+    want = p.x.astype(np.float64).reshape(-1, 8).var(axis=0)
     var = p.sums[1] / p.count - (p.sums[0] / p.count) ** 2
-    assert np.abs(var / x.var(axis=0) - 1).max() <= 1e-6
+    bound = max(1e-6, 1.01 * np.abs(own.var / want - 1).max())
+    assert bound < 1e-3
+    assert np.abs(var / want - 1).max() <= bound
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
