@@ -2,26 +2,75 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from halograd.errors import UserError
 from halograd.layers import Network
+from halograd.models.alexnet import alexnet
+from halograd.models.googlenet import googlenet
+from halograd.models.inception import inception_v3
 from halograd.models.lenet import lenet5
 from halograd.models.mesh import mesh, mesh_1k, mesh_2k
-from halograd.models.resnet import resnet, resnet50
+from halograd.models.resnet import resnet, resnet50, resnet152
 from halograd.models.unet import unet, unet2d, unet3d
+from halograd.models.vgg import vgg, vgg16, vgg128, vgg256, vgg512, vgg_a
 
-__all__ = ["MODELS", "build", "lenet5", "mesh", "mesh_1k", "mesh_2k", "resnet", "resnet50", "unet", "unet2d", "unet3d"]
+__all__ = [
+    "MODELS",
+    "alexnet",
+    "build",
+    "googlenet",
+    "inception_v3",
+    "lenet5",
+    "mesh",
+    "mesh_1k",
+    "mesh_2k",
+    "options_of",
+    "resnet",
+    "resnet50",
+    "resnet152",
+    "unet",
+    "unet2d",
+    "unet3d",
+    "vgg",
+    "vgg16",
+    "vgg128",
+    "vgg256",
+    "vgg512",
+    "vgg_a",
+]
 
-#: Functions that make a network, by the name used in configurations.
+#: Functions that make a network, by the name used in configurations and on the command line.
 MODELS: dict[str, Callable[..., Network]] = {
-    f.__name__: f for f in (lenet5, mesh, mesh_1k, mesh_2k, resnet50, unet2d, unet3d)
+    f.__name__: f
+    for f in (
+        *(lenet5, alexnet, vgg_a, vgg16, vgg128, vgg256, vgg512, googlenet, inception_v3, resnet50, resnet152),
+        *(mesh, mesh_1k, mesh_2k, unet2d, unet3d),
+    )
+}
+#: What the models that only preset some options of another hand them on to.
+_GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
+    **dict.fromkeys((vgg_a, vgg16, vgg128, vgg256, vgg512), vgg),
+    **dict.fromkeys((resnet50, resnet152), resnet),
+    **dict.fromkeys((mesh_1k, mesh_2k), mesh),
+    **dict.fromkeys((unet2d, unet3d), unet),
 }
 
 
-def build(name: str, **options: Any) -> Network:
+def options_of(name: str) -> tuple[str, ...]:
+    """Names of the options that the model called `name` takes.
+
+    >>> options_of("resnet50")
+    ('depths', 'classes', 'channels', 'resolution', 'width', 'statistics', 'name')
+    """
+    model = MODELS[name]
+    return tuple(inspect.signature(_GENERAL.get(model, model)).parameters)
+
+
+def build(name: str, **given: Any) -> Network:
     """The network called `name`, with its options.
 
     Raises
@@ -30,11 +79,13 @@ def build(name: str, **options: Any) -> Network:
         If there is no such model, or it does not take one of the options, or refuses its value.
     """
     if name not in MODELS:
-        raise UserError(f"model.name: expected one of {', '.join(sorted(MODELS))}, got {name!r}")
+        near = difflib.get_close_matches(name.lower().replace("-", "_"), MODELS, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"model.name: expected one of {', '.join(sorted(MODELS))}, got {name!r}{hint}")
     try:
-        return MODELS[name](**options)
+        return MODELS[name](**given)
     except TypeError as error:
-        known = ", ".join(p for p in inspect.signature(MODELS[name]).parameters)
+        known = ", ".join(options_of(name))
         raise UserError(f"model: {name} was not made: {error}; its options are {known}") from error
     except ValueError as error:
         raise UserError(f"model: {name} was not made: {error}") from error

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from halograd.layers import Conv, Dense, Flatten, Input, MaxPool, Network, ReLU, SoftmaxCrossEntropy
+from halograd.models.classifier import scaled
 
 __all__ = ["lenet5"]
 
 
-def lenet5(classes: int = 10, channels: int = 1, resolution: int = 28) -> Network:
+def lenet5(classes: int = 10, channels: int = 1, resolution: int = 28, width: float = 1.0) -> Network:
     """Two convolutions with pooling, three dense layers. 61,706 parameters for 28 x 28 x 1.
+
+    Parameters
+    ----------
+    classes, channels, resolution
+        Of the head and of the samples.
+    width
+        Factor of all filters and hidden units, for small networks.
 
     Returns
     -------
@@ -17,12 +25,12 @@ def lenet5(classes: int = 10, channels: int = 1, resolution: int = 28) -> Networ
         ``prediction`` (logits) and ``loss``.
     """
     x = Input((resolution, resolution, channels), name="x")
-    y = Conv(6, 5, padding=2, activation="relu", name="conv1")(x)
+    y = Conv(scaled(6, width), 5, padding=2, activation="relu", name="conv1")(x)
     y = MaxPool(2, 2, name="pool1")(y)
-    y = Conv(16, 5, activation="relu", name="conv2")(y)
+    y = Conv(scaled(16, width), 5, activation="relu", name="conv2")(y)
     y = Flatten(name="flatten")(MaxPool(2, 2, name="pool2")(y))
-    y = ReLU(name="relu3")(Dense(120, name="dense3")(y))
-    y = ReLU(name="relu4")(Dense(84, name="dense4")(y))
+    y = ReLU(name="relu3")(Dense(scaled(120, width), name="dense3")(y))
+    y = ReLU(name="relu4")(Dense(scaled(84, width), name="dense4")(y))
     logits = Dense(classes, name="dense5")(y)
     target = Input((1,), name="target", dtype="int32")
     return Network({"prediction": logits, "loss": SoftmaxCrossEntropy(name="ce")(logits, target)}, name="lenet5")

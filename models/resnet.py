@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al. 2016), version 1.5: the stride sits in the 3 x 3 convolution."""
+"""ResNet-50 and ResNet-152 (He et al. 2016), version 1.5: the stride sits in the 3 x 3 convolution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from halograd.layers import (
     SoftmaxCrossEntropy,
 )
 
-__all__ = ["resnet", "resnet50"]
+__all__ = ["resnet", "resnet50", "resnet152"]
 
 
 def resnet(
@@ -35,7 +35,7 @@ def resnet(
     Parameters
     ----------
     depths
-        Blocks per stage, (3, 4, 6, 3) for ResNet-50.
+        Blocks per stage, (3, 4, 6, 3) for ResNet-50, (3, 8, 36, 3) for ResNet-152.
     classes, channels, resolution
         Of the head and of the samples.
     width
@@ -80,3 +80,8 @@ def _bottleneck(x: Node, filters: int, stride: int, label: str, statistics: str)
 def resnet50(**options) -> Network:
     """ResNet-50: 25,557,032 parameters with 1000 classes."""
     return resnet(**{"depths": (3, 4, 6, 3), "name": "resnet50", **options})
+
+
+def resnet152(**options) -> Network:
+    """ResNet-152: 60,192,808 parameters with 1000 classes."""
+    return resnet(**{"depths": (3, 8, 36, 3), "name": "resnet152", **options})

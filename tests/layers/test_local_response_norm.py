@@ -1,5 +1,6 @@
 """Local response normalization: definition, torch, gradient, every cut, refusals."""
 
+import doctest
 import tracemalloc
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.layers import Input, LocalResponseNorm
+from halograd.layers import Input, LocalResponseNorm, local_response_norm
 from halograd.layers.local_response_norm import add_windows
 from halograd.testing import check_layer, random_array, run_layer
 from tests.layers.geometries import skew
@@ -58,6 +59,11 @@ def test_definition_over_several_chunks():
             window = x[n, i, j, max(0, c - size // 2) : c + (size - 1) // 2 + 1]
             want = x[n, i, j, c] * (1.5 + 0.5 / size * np.sum(window**2)) ** -0.6
             assert y[n, i, j, c] == pytest.approx(want, rel=1e-13)
+
+
+def test_example_of_the_docstring():
+    result = doctest.testmod(local_response_norm)
+    assert result.attempted and not result.failed
 
 
 @pytest.mark.parametrize("before, behind", [(0, 0), (1, 2), (3, 0), (9, 9)])

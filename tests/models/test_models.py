@@ -1,14 +1,154 @@
 """Models: published parameter counts, shapes, and what is refused."""
 
+import doctest
+import re
+from pathlib import Path
+
 import pytest
 
+from halograd import models
 from halograd.errors import UserError
-from halograd.models import MODELS, build, lenet5, mesh, mesh_1k, mesh_2k, resnet50, unet2d, unet3d
+from halograd.layers import AuxiliaryCrossEntropy, Dropout
+from halograd.models import (
+    MODELS,
+    alexnet,
+    build,
+    googlenet,
+    inception_v3,
+    mesh,
+    mesh_1k,
+    mesh_2k,
+    options_of,
+    resnet50,
+    unet2d,
+    unet3d,
+    vgg16,
+)
+from halograd.models import classifier as classifier_module
+from halograd.models.classifier import scaled
+
+#: Published, or (LeNet-5, VGG-128 ... VGG-512) counted by hand from the published layers.
+COUNTS = {
+    "lenet5": 61_706,
+    "alexnet": 61_100_840,
+    "vgg_a": 132_863_336,
+    "vgg16": 138_357_544,
+    "vgg128": 47_609_192,
+    "vgg256": 76_400_360,
+    "vgg512": 140_175_848,
+    "googlenet": 6_998_552,
+    "inception_v3": 23_834_568,
+    "resnet50": 25_557_032,
+    "resnet152": 60_192_808,
+}
+#: Model -> shape behind some of its layers.
+SHAPES = {
+    "alexnet": {"conv1": (55, 55, 64), "pool1": (27, 27, 64), "conv2": (27, 27, 192), "pool2": (13, 13, 192)}
+    | {"conv4": (13, 13, 256), "pool5": (6, 6, 256), "flatten": (9216,), "dropout7": (4096,)},
+    "vgg_a": {"conv1_1": (224, 224, 64), "conv3_2": (56, 56, 256), "pool5": (7, 7, 512), "flatten": (25088,)},
+    "vgg16": {"conv2_2": (112, 112, 128), "conv4_3": (28, 28, 512), "pool5": (7, 7, 512), "dense2": (4096,)},
+    "vgg512": {"conv1_1": (224, 224, 512), "conv2_1": (112, 112, 512), "conv5_2": (14, 14, 512)},
+    "vgg128": {"conv5_2": (14, 14, 128), "flatten": (6272,)},
+    "googlenet": {"conv1": (112, 112, 64), "pool1": (56, 56, 64), "norm2": (56, 56, 192), "pool2": (28, 28, 192)}
+    | {"join3a": (28, 28, 256), "join3b": (28, 28, 480), "join4a": (14, 14, 512), "join4d": (14, 14, 528)}
+    | {"join4e": (14, 14, 832), "join5b": (7, 7, 1024), "pool": (1024,)},
+    "inception_v3": {"conv1a": (149, 149, 32), "conv2b": (147, 147, 64), "conv4a": (71, 71, 192)}
+    | {"pool4": (35, 35, 192), "join5b": (35, 35, 256), "join5d": (35, 35, 288), "join6a": (17, 17, 768)}
+    | {"conv6b_7x7_2": (17, 17, 128), "join6e": (17, 17, 768), "join7a": (8, 8, 1280), "join7c": (8, 8, 2048)},
+    "resnet50": {"conv1": (112, 112, 64), "pool1": (56, 56, 64), "relu2_3": (56, 56, 256), "relu5_3": (7, 7, 2048)},
+    "resnet152": {"relu3_8": (28, 28, 512), "relu4_36": (14, 14, 1024), "relu5_3": (7, 7, 2048)},
+}
 
 
-def test_parameter_counts_are_the_published_ones():
-    assert resnet50().parameter_count == 25_557_032
-    assert lenet5(resolution=28).parameter_count == 61_706
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts_are_the_published_ones(name):
+    assert build(name).parameter_count == COUNTS[name]
+
+
+def test_parameter_counts_of_variants_are_the_published_ones():
+    assert alexnet(variant="grouped").parameter_count == 60_965_224
+    assert googlenet(auxiliary=True).parameter_count == 13_378_280
+    assert inception_v3(auxiliary=True).parameter_count == 27_161_264
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_those_of_the_papers(name):
+    layers = build(name).layers
+    assert {key: layers[key].shape for key in SHAPES[name]} == SHAPES[name]
+
+
+@pytest.mark.parametrize("name", sorted(set(COUNTS) - {"lenet5"}))
+def test_heads_of_21841_classes(name):
+    """Another head, the same trunk: ``(features + 1)`` more parameters per class."""
+    network = build(name, classes=21_841)
+    (features,) = network.outputs["prediction"].inputs[0].shape
+    assert network.outputs["prediction"].shape == (21_841,)
+    assert network.parameter_count - COUNTS[name] == 20_841 * (features + 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_the_same_inputs_and_outputs(name):
+    network = build(name)
+    assert set(network.inputs) == {"x", "target"} and set(network.outputs) == {"prediction", "loss"}
+    assert network.outputs["loss"].inputs[0] is network.outputs["prediction"]
+    assert network.name == name
+
+
+def test_grouped_alexnet_is_that_of_the_paper():
+    layers = alexnet(variant="grouped").layers
+    assert [layers[f"conv{i}"].layer.groups for i in range(1, 6)] == [1, 2, 1, 2, 2]
+    assert layers["conv2"].shape == (27, 27, 256) and layers["pool5"].shape == (6, 6, 256)
+    order = list(layers)
+    assert order.index("conv1") < order.index("norm1") < order.index("pool1")
+    norm = layers["norm2"].layer
+    assert (norm.size, norm.alpha / norm.size, norm.beta, norm.k) == (5, 1e-4, 0.75, 2.0)
+
+
+def test_inception_factorizes_its_kernels():
+    layers = inception_v3().layers
+    kernels = [layers[f"conv6c_double_{i}"].layer.stencil.kernel for i in range(1, 6)]
+    assert kernels == [1, (7, 1), (1, 7), (7, 1), (1, 7)]
+    assert {layers[f"conv7b_{k}"].layer.stencil.kernel for k in ("1x3", "3x1")} == {(1, 3), (3, 1)}
+    assert len({n.shape for k, n in layers.items() if k.startswith("bn6c")}) == 2  # 160 within, 192 to the outside
+
+
+def test_dropout_is_that_of_the_papers():
+    def rates(network):
+        return [n.layer.rate for n in network.layers.values() if isinstance(n.layer, Dropout)]
+
+    assert rates(alexnet()) == rates(vgg16()) == [0.5, 0.5]
+    assert rates(googlenet()) == [0.4] and sorted(rates(googlenet(auxiliary=True))) == [0.4, 0.7, 0.7]
+    assert rates(inception_v3()) == [0.5] and rates(resnet50()) == []
+    assert rates(googlenet(auxiliary=True, dropout=0.0)) == [0.0] * 3
+
+
+@pytest.mark.parametrize("model, weight, heads", [(googlenet, 0.3, 2), (inception_v3, 0.4, 1)])
+def test_auxiliary_classifiers_join_the_loss(model, weight, heads):
+    network = model(auxiliary=True, classes=7)
+    loss = network.outputs["loss"]
+    assert isinstance(loss.layer, AuxiliaryCrossEntropy) and loss.layer.weight == weight
+    assert [n.shape for n in loss.inputs] == [(7,), (1,)] + [(7,)] * heads
+    assert loss.inputs[0] is network.outputs["prediction"]
+
+
+def test_label_smoothing_of_inception():
+    assert inception_v3(label_smoothing=0.1).outputs["loss"].layer.label_smoothing == 0.1
+
+
+def test_width_scales_every_layer():
+    assert [scaled(n, 1 / 3) for n in (1, 4, 64)] == [1, 1, 21]
+    assert scaled(96, 1 / 16, 4) == 8 and scaled(96, 0.001, 2) == 2
+    half, whole = vgg16(width=0.5), vgg16()
+    for key, node in whole.layers.items():
+        if key.startswith("conv") or key in ("dense1", "dense2"):
+            assert half.layers[key].shape[-1] * 2 == node.shape[-1]
+    assert half.outputs["prediction"].shape == whole.outputs["prediction"].shape
+
+
+def test_examples_of_docstrings():
+    for module in (models, classifier_module):
+        result = doctest.testmod(module)
+        assert result.attempted and not result.failed
 
 
 def test_mesh_models_are_those_of_the_paper():
@@ -44,10 +184,55 @@ def test_every_model_is_built_by_name_and_printed(name):
     assert text.startswith(f"{build(name).name}, batch 2") and text.splitlines()[-1].startswith("total")
 
 
+@pytest.mark.parametrize(
+    "wrong, near",
+    [
+        ("resnet", "resnet50 or resnet152"),
+        ("VGG-16", "vgg16"),
+        ("inception", "inception_v3"),
+        ("GoogLeNet-v1", "googlenet"),
+        ("mesh-2k", "mesh_2k"),
+        ("unet2", "unet2d"),
+    ],
+)
+def test_unknown_names_are_answered_with_near_and_all_names(wrong, near):
+    with pytest.raises(UserError) as caught:
+        build(wrong)
+    message = str(caught.value)
+    assert f"got {wrong!r}; did you mean {near}" in message and "\n" not in message
+    assert all(name in message for name in MODELS)
+
+
+def test_a_name_like_none_is_answered_with_all_names():
+    with pytest.raises(UserError, match=r"expected one of alexnet, googlenet, .*, vgg_a, got 'qqq'$"):
+        build("qqq")
+
+
 def test_what_build_refuses():
-    with pytest.raises(UserError, match=r"expected one of lenet5, mesh, .*, got 'resnet'"):
-        build("resnet")
     with pytest.raises(UserError, match=r"lenet5 was not made: .*colour.*; its options are classes, channels"):
         build("lenet5", colour=True)
+    with pytest.raises(UserError, match=r"resnet152 was not made: .*; its options are depths, classes, channels"):
+        build("resnet152", colour=True)
     with pytest.raises(UserError, match="mesh was not made: resolution"):
         build("mesh", resolution=100, decoder=True)
+    with pytest.raises(UserError, match="variant: expected one of one_tower, grouped, got 'two_tower'"):
+        build("alexnet", variant="two_tower")
+    with pytest.raises(UserError, match=r"width: expected a number > 0 .*, got 0"):
+        build("vgg16", width=0)
+    with pytest.raises(UserError, match=r"resolution: expected at least 75 .*got 74"):
+        build("inception_v3", resolution=74)
+    with pytest.raises(UserError, match="at least 17 x 17 positions behind module 6e, got 16 x 16; take a resolution"):
+        build("inception_v3", resolution=298, auxiliary=True)
+    with pytest.raises(UserError, match="at least 5 x 5 positions behind module 4a, got 4 x 4; take a resolution"):
+        build("googlenet", resolution=64, auxiliary=True)
+
+
+def test_the_page_of_models_is_true():
+    """Every model has a row with its parameters, and the options that are named exist."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", page, flags=re.M))
+    assert set(rows) == set(MODELS)
+    for name, count in rows.items():
+        assert build(name).parameter_count == int(count.replace(",", "")), name
+    for name in MODELS:
+        assert all(f"`{option}`" in page for option in options_of(name)), name
