@@ -1,0 +1,203 @@
+"""Measured times on disk: one line of JSON each, appended, so that several runs may write at once."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from halograd import __version__
+from halograd.errors import UserError
+
+__all__ = ["CACHE_VARIABLE", "Conditions", "TimeCache", "cache_path", "device_name"]
+
+#: Environment variable with the folder of the cache.
+CACHE_VARIABLE = "HALOGRAD_CACHE"
+_log = logging.getLogger("halograd.perfmodel")
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under what times were measured; others are not comparable.
+
+    Attributes
+    ----------
+    device
+        Model of the processor or accelerator.
+    backend, version
+        Kernel library; `version` is that of the library and of halograd.
+    threads
+        Per rank.
+    ranks
+        Ranks of a node that compute at the same time, and share its memory.
+    autotune
+        Whether convolutions are chosen by measurement.
+    flush
+        What passes through the cache between two uses of a layer's data [B].
+    """
+
+    device: str
+    backend: str
+    version: str
+    threads: int = 1
+    ranks: int = 1
+    autotune: bool = False
+    flush: int = 0
+
+    @classmethod
+    def here(cls, kernels: Any, ranks: int = 1, autotune: bool = False, flush: int = 0) -> Conditions:
+        """Those of this machine with a backend. Local."""
+        version = f"{kernels.version}, halograd {__version__}"
+        return cls(device_name(kernels), kernels.name, version, kernels.threads, ranks, autotune, flush)
+
+    @cached_property
+    def text(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+
+class TimeCache:
+    """Times by conditions and key, in memory and in a file of JSON lines. Local.
+
+    Lines are only ever appended, with one write under a lock, so runs that write at the same time do not
+    harm each other; of two lines for one key the later counts. A line that cannot be read (of a run that was
+    killed, of a full disk) is skipped with a warning and counted in `damaged`.
+
+    Parameters
+    ----------
+    path
+        The file; it and its folder are made when the first time is written. None: in memory only.
+    every
+        Lines that are collected before they are written; :meth:`flush` writes what is left.
+
+    Raises
+    ------
+    UserError
+        If the file is there and cannot be read.
+    """
+
+    def __init__(self, path: Path | None, every: int = 1) -> None:
+        self.path, self.every = path, every
+        self.damaged = 0
+        self._times: dict[tuple[str, str], tuple[float, ...]] = {}
+        self._unwritten: list[str] = []
+        self.read()
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def get(self, conditions: Conditions, key: str) -> tuple[float, ...] | None:
+        """The times kept under a key [s], None if there are none."""
+        return self._times.get((conditions.text, key))
+
+    def put(self, conditions: Conditions, key: str, times: Sequence[float]) -> None:
+        """Keep times [s] under a key.
+
+        Raises
+        ------
+        UserError
+            If the file cannot be written.
+        """
+        self._times[conditions.text, key] = tuple(times)
+        self._unwritten.append(_line(conditions.text, key, times))
+        if len(self._unwritten) >= self.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was put; afterwards it survives an interruption."""
+        if not self._unwritten or self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _append(self.path, "".join(self._unwritten))
+        except OSError as error:
+            raise UserError(
+                f"cache {self.path}: expected a file that can be written, got an error ({error.strerror}); choose "
+                f"another folder with {CACHE_VARIABLE}"
+            ) from error
+        self._unwritten.clear()
+
+    def read(self) -> None:
+        """Take in what is in the file, also of other runs."""
+        if self.path is None or not self.path.exists():
+            return
+        try:
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError as error:
+            raise UserError(
+                f"cache {self.path}: expected a file that can be read, got an error ({error.strerror}); remove it, or "
+                f"choose another folder with {CACHE_VARIABLE}"
+            ) from error
+        self.damaged = 0
+        for number, line in enumerate(lines, start=1):
+            entry = _entry(line)
+            if entry is not None:
+                self._times[entry[0], entry[1]] = entry[2]
+            elif line.strip():
+                self.damaged += 1
+                _log.warning("cache %s: line %d is damaged and was skipped", self.path, number)
+
+
+def cache_path(folder: str | Path | None = None) -> Path:
+    """The file of measured times: in `folder`, else $HALOGRAD_CACHE, else $XDG_CACHE_HOME or ~/.cache."""
+    chosen = folder or os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen) / "kernel_times.jsonl"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "halograd" / "kernel_times.jsonl"
+
+
+@lru_cache
+def _processor() -> str:
+    """Model of the processor, as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    facts = dict(reversed([(k.strip(), v.strip()) for k, _, v in (line.partition(":") for line in lines) if v]))
+    parts = [facts[k] for k in ("model name", "cpu family", "model", "stepping") if k in facts]
+    return " ".join(parts) or platform.processor() or platform.machine()
+
+
+def device_name(kernels: Any) -> str:
+    """Model of what the kernels run on: that which the backend names, else the processor."""
+    return getattr(kernels, "device_name", None) or _processor()
+
+
+def _line(conditions: str, key: str, times: Sequence[float]) -> str:
+    # Conditions and key are JSON already and stay texts: they are compared, never taken apart.
+    return json.dumps([conditions, key, list(times)], separators=(",", ":")) + "\n"
+
+
+def _entry(line: str) -> tuple[str, str, tuple[float, ...]] | None:
+    """What `_line` wrote, None if it did not."""
+    try:
+        conditions, key, times = json.loads(line)
+        numbers = tuple(float(t) for t in times)
+    except (ValueError, TypeError):
+        return None
+    sound = isinstance(conditions, str) and isinstance(key, str) and len(numbers) == 3
+    return (conditions, key, numbers) if sound and all(math.isfinite(t) and t >= 0 for t in numbers) else None
+
+
+def _append(path: Path, text: str) -> None:
+    """Append whole lines in one write. What a killed run has left without an end gets one."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        size = os.fstat(handle).st_size
+        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        data = ("\n" if torn else "").encode() + text.encode()
+        while data:
+            data = data[os.write(handle, data) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)  # gives the lock back

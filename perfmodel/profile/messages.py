@@ -1,0 +1,249 @@
+"""Times of what halograd sends: channels, exchanges of faces, all-reduces, through its own communicator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from halograd.comm import Communicator
+from halograd.dtensor import Box, Exchange
+from halograd.perfmodel.profile.fit import Fit, fit_line
+
+__all__ = ["SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "fit_reduction", "fit_reduction_behind"]
+
+#: Sizes of messages [B].
+SIZES = (8, 64, 512, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20)
+#: How often all sizes are measured, one after the other, so that a disturbance hits one round and not one size.
+ROUNDS = 9
+#: Exchanges in a row, of which the mean counts: they synchronize each other.
+IN_A_ROW = 4
+#: Channels of the array whose faces are exchanged; a face across the width has runs of this many float32.
+CHANNELS = 32
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which node every rank is on.
+
+    Attributes
+    ----------
+    nodes
+        Per rank, the name of its node.
+    """
+
+    nodes: tuple[str, ...]
+
+    def partner(self, rank: int, level: str) -> int | None:
+        """With whom a rank exchanges to measure a level ("node" or "across"); None: it has nobody there.
+
+        Partners are mutual, and all pairs are at work at the same time.
+        """
+        mine = [r for r, node in enumerate(self.nodes) if node == self.nodes[rank]]
+        place = mine.index(rank)
+        if level == "node":
+            other = place ^ 1
+            return mine[other] if other < len(mine) else None
+        order = list(dict.fromkeys(self.nodes))
+        beside = order.index(self.nodes[rank]) ^ 1
+        if beside >= len(order):
+            return None
+        theirs = [r for r, node in enumerate(self.nodes) if node == order[beside]]
+        return theirs[place] if place < len(theirs) else None
+
+    def has(self, level: str) -> bool:
+        """Whether there is any pair of a level."""
+        return any(self.partner(rank, level) is not None for rank in range(len(self.nodes)))
+
+    @property
+    def fullest(self) -> int:
+        """Ranks on the node that has most."""
+        return max(self.nodes.count(node) for node in set(self.nodes))
+
+
+def fit_channel(comm: Communicator, partner: int | None, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Fit:
+    """Messages both ways with a partner, without packing: ``comm.channel``. Collective over `comm`.
+
+    Parameters
+    ----------
+    partner
+        Rank to exchange with; None to look on.
+    sizes
+        Bytes per message [B].
+    rounds
+        How often each is measured.
+    """
+    peers = [partner] if partner is not None else []
+    channels = [comm.channel(dict.fromkeys(peers, n), dict.fromkeys(peers, n), np.uint8, kind="profile") for n in sizes]
+
+    def run(i: int) -> None:
+        for _ in range(IN_A_ROW if peers else 0):
+            channels[i].start()
+            channels[i].finish()
+            channels[i].release()
+
+    fit = _fit(comm, sizes, run, rounds)
+    for channel in channels:
+        channel.close()
+    return fit
+
+
+def fit_face(comm: Communicator, partner: int | None, strided: bool, sizes: Sequence[int] = SIZES) -> Fit:
+    """Faces both ways with a partner, packed and unpacked as halos are: `Exchange`. Collective over `comm`.
+
+    Parameters
+    ----------
+    partner
+        Rank to exchange with; None to look on.
+    strided
+        Faces across the width, one column of `CHANNELS` per row of the array; else across the height, whose rows
+        are contiguous.
+    sizes
+        Bytes per message, rounded up to whole columns [B].
+    """
+    itemsize = np.dtype(np.float32).itemsize
+    rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in sizes]
+    exchanges = [_face(comm, partner, n, strided) for n in rows]
+
+    def run(i: int) -> None:
+        for _ in range(IN_A_ROW if partner is not None else 0):
+            exchanges[i].run()
+
+    fit = _fit(comm, [n * CHANNELS * itemsize for n in rows], run)
+    for exchange in exchanges:
+        exchange.close()
+    return fit
+
+
+def _face(comm: Communicator, partner: int | None, count: int, strided: bool) -> Exchange:
+    """The exchange that fills the margin of a block with the partner's face of `count` columns.
+
+    Blocks of 4 columns, of which the inner two are owned, side by side per pair: ``..ab cd..`` -> ``..abc bcd..``
+    """
+    nothing = Box((0,) * 4, (0, 0, 0, CHANNELS))
+    sources, targets = [nothing] * comm.size, [nothing] * comm.size
+    axis, extent = (2, (count, 4)) if strided else (1, (4, count))
+    if partner is None:
+        empty = np.empty(nothing.shape, np.float32)
+        pair: Sequence[tuple[int, int]] = comm.allgather_objects((-1, -1))
+    else:
+        pair = comm.allgather_objects((min(comm.rank, partner), max(comm.rank, partner)))
+    for rank, (low, high) in enumerate(pair):
+        if low < 0:
+            continue
+        side = int(rank == high)
+        block = Box((low, 0, 0, 0), (low + 1, *extent, CHANNELS))
+        sources[rank] = block.replace(axis, 2 * side, 2 * side + 2)
+        targets[rank] = block.replace(axis, 2 - side, 3 - side)  # the partner's column next to one's own
+    if partner is None:
+        return Exchange(comm, sources, targets, empty, empty, kind="profile")
+    array = np.ones((1, *extent, CHANNELS), np.float32)
+    origin = (pair[comm.rank][0], 0, 0, 0)
+    return Exchange(comm, sources, targets, array, array, source_origin=origin, target_origin=origin, kind="profile")
+
+
+def fit_copy(sizes: Sequence[int] = SIZES) -> Fit:
+    """Copies within the memory of a rank. Local, but all ranks do it at the same time."""
+    sources = [np.ones(n, np.uint8) for n in sizes]
+    targets = [np.ones(n, np.uint8) for n in sizes]
+    seconds = np.empty((ROUNDS, len(sizes)))
+    for times in seconds:
+        for i in range(len(sizes)):
+            begin = time.perf_counter()
+            for _ in range(IN_A_ROW):
+                np.copyto(targets[i], sources[i])
+            times[i] = (time.perf_counter() - begin) / IN_A_ROW
+    return fit_line(sizes, seconds.min(axis=0))
+
+
+def fit_reduction(comm: Communicator, sizes: Sequence[int] = SIZES) -> Fit:
+    """Sums of float32 over all ranks of `comm` that are waited for: ``reduction.run()``. Collective.
+
+    Parameters
+    ----------
+    sizes
+        Bytes per sum [B], multiples of 4.
+    """
+    reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile") for n in sizes]
+
+    def run(i: int) -> None:
+        for _ in range(IN_A_ROW):
+            reductions[i].run()
+
+    fit = _fit(comm, sizes, run)
+    for reduction in reductions:
+        reduction.close()
+    return fit
+
+
+def fit_reduction_behind(comm: Communicator, waited: Fit, sizes: Sequence[int] = SIZES) -> Fit:
+    """Sums of float32 over all ranks of `comm` from ``start()`` to arrival, while this thread computes. Collective.
+
+    Parameters
+    ----------
+    waited
+        What `fit_reduction` found: computation goes on for some times as long.
+    sizes
+        Bytes per sum [B], multiples of 4.
+    """
+    reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile") for n in sizes]
+    arrivals = _Arrivals()
+    seconds = np.empty((ROUNDS, len(sizes)))
+    recorder, comm.recorder = comm.recorder, arrivals
+    try:
+        for times in seconds:
+            for i, reduction in enumerate(reductions):
+                comm.barrier()
+                reduction.start()
+                _compute(4 * waited.at(sizes[i]) + 2e-3)
+                reduction.finish()
+                times[i] = arrivals.last
+    finally:
+        comm.recorder = recorder
+    for reduction in reductions:
+        reduction.close()
+    return fit_line(sizes, _slowest(comm, seconds))
+
+
+class _Arrivals:
+    """A recorder that remembers how long the last communication took."""
+
+    last = 0.0
+
+    def span(self, name: str, category: str, t0: float, t1: float) -> None:
+        if category == "communication":
+            self.last = max(t1 - t0, 1e-9)
+
+
+def _compute(seconds: float) -> None:
+    """Keep this core busy as a kernel does: for some 0.1 ms at a time without Python's lock."""
+    matrix = np.ones((128, 128), np.float32)
+    product = np.empty_like(matrix)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        np.matmul(matrix, matrix, out=product)
+
+
+def _fit(comm: Communicator, sizes: Sequence[int], run: Callable[[int], None], rounds: int = ROUNDS) -> Fit:
+    """Times of ``run(i)`` for every size, after one run that does not count. Collective."""
+    seconds = np.empty((rounds, len(sizes)))
+    for i in range(len(sizes)):
+        run(i)
+    for times in seconds:
+        for i in range(len(sizes)):
+            comm.barrier()
+            begin = time.perf_counter()
+            run(i)
+            times[i] = (time.perf_counter() - begin) / IN_A_ROW
+    return fit_line(sizes, _slowest(comm, seconds))
+
+
+def _slowest(comm: Communicator, seconds: np.ndarray) -> np.ndarray:
+    """Per size the best round of its slowest rank [s], the same on all ranks. Collective.
+
+    The best, because on a machine that others use too the median is theirs as much as ours.
+    """
+    everywhere = np.array(comm.allgather_objects(seconds.tolist()))
+    return everywhere.max(axis=0).min(axis=0)

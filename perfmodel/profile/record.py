@@ -1,0 +1,132 @@
+"""What a profile found: a machine file, and beside it what a machine file has no room for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halograd.errors import UserError
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.profile.fit import Fit
+
+__all__ = ["Profile", "record_path"]
+
+_VERSION = 1
+
+
+def record_path(machine_file: str | Path) -> Path:
+    """The record that belongs to a machine file: ``machine.toml`` -> ``machine.profile.json``."""
+    return Path(machine_file).with_suffix(".profile.json")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured times of messages and overheads, by the library's own communicator.
+
+    Attributes
+    ----------
+    machine
+        With what was measured put in.
+    ranks, transport
+        Of the run that measured.
+    channel
+        Level ("node", "across") -> messages both ways between pairs, without packing.
+    face, strided
+        Level -> exchanges of faces, packed and unpacked: rows that are contiguous, and columns.
+    copy
+        Copies within memory.
+    reduction
+        Ranks -> all-reduce that is waited for.
+    reduction_behind
+        Ranks -> all-reduce behind computation, from start to arrival.
+    update
+        Optimizer (SGD with momentum) per byte of parameters [s/B].
+    layer_overhead
+        What the executor adds to each forward or backward of a layer [s].
+    step_overhead
+        What it adds to a step [s].
+    """
+
+    machine: Machine
+    ranks: int
+    transport: str
+    channel: Mapping[str, Fit] = field(default_factory=dict)
+    face: Mapping[str, Fit] = field(default_factory=dict)
+    strided: Mapping[str, Fit] = field(default_factory=dict)
+    copy: Fit | None = None
+    reduction: Mapping[int, Fit] = field(default_factory=dict)
+    reduction_behind: Mapping[int, Fit] = field(default_factory=dict)
+    update: float = 0.0
+    layer_overhead: float = 0.0
+    step_overhead: float = 0.0
+
+    def pack(self, level: str = "node", strided: bool = False) -> float:
+        """What packing and unpacking adds to a message, per byte [s/B]; 0 where it was not measured.
+
+        The links of the measured machine have the contiguous part in them, an emulated network does not.
+        """
+        packed = (self.strided if strided else self.face).get(level)
+        bare = self.channel.get(level)
+        return max(0.0, packed.beta - bare.beta) if packed and bare else 0.0
+
+    def save(self, path: str | Path) -> None:
+        """Write the machine file `path` and the record beside it.
+
+        Raises
+        ------
+        UserError
+            If they cannot be written.
+        """
+        try:
+            self.machine.save(path)
+            record_path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"--out {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
+            ) from error
+
+    @classmethod
+    def load(cls, machine_file: str | Path) -> Profile:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        UserError
+            If there is no machine file or no record beside it, or one of them is damaged.
+        """
+        machine, path = Machine.load(machine_file), record_path(machine_file)
+        try:
+            return cls.from_dict(machine, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"profile {path}: expected what `halograd profile` writes beside {machine_file}, it cannot be read "
+                f"({error}); run `halograd profile` again"
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it, without the machine."""
+        fits = {k: _out(getattr(self, k)) for k in ("channel", "face", "strided", "reduction", "reduction_behind")}
+        numbers = {k: getattr(self, k) for k in ("ranks", "transport", "update", "layer_overhead", "step_overhead")}
+        return {"version": _VERSION, **numbers, "copy": self.copy and self.copy.to_dict(), **fits}
+
+    @classmethod
+    def from_dict(cls, machine: Machine, data: Mapping[str, Any]) -> Profile:
+        """What `to_dict` gave."""
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']}, expected {_VERSION}")
+        numbers = {k: float(data[k]) for k in ("update", "layer_overhead", "step_overhead")}
+        by_level = {k: _in(data[k], str) for k in ("channel", "face", "strided")}
+        by_ranks = {k: _in(data[k], int) for k in ("reduction", "reduction_behind")}
+        copy = Fit.from_dict(data["copy"]) if data["copy"] else None
+        return cls(machine, int(data["ranks"]), str(data["transport"]), copy=copy, **by_level, **by_ranks, **numbers)
+
+
+def _out(fits: Mapping[Any, Fit]) -> dict[str, Any]:
+    return {str(key): fit.to_dict() for key, fit in fits.items()}
+
+
+def _in(fits: Mapping[str, Any], kind: Any) -> dict[Any, Fit]:
+    return {kind(key): Fit.from_dict(fit) for key, fit in fits.items()}
