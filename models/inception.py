@@ -135,7 +135,7 @@ class _Builder:
     def module_c(self, x: Node, inner: int, label: str) -> Node:
         """Figure 6: 1x1, 7x7 and two 7x7 as 1x7 and 7x1, pooling."""
         rows, columns = (1, 7), (7, 1)
-        double = [(inner, 1), (inner, columns), (inner, rows), (inner, columns), (192, rows)]
+        double: list[tuple[int, _Kernel]] = [(inner, 1), (inner, columns), (inner, rows), (inner, columns), (192, rows)]
         return Concat(name=f"join{label}")(
             self.unit(x, 192, 1, f"{label}_1x1"),
             self.chain(x, [(inner, 1), (inner, rows), (192, columns)], f"{label}_7x7"),
