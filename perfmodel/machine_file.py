@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from halograd.errors import UserError
 from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine
@@ -21,17 +22,18 @@ else:
 __all__ = ["load_machine", "machine_to_toml", "parse_machine"]
 
 
-def _quantity(unit: str) -> Any:
-    return Annotated[float, BeforeValidator(lambda text: parse_quantity(text, unit))]
+def _read_as(unit: str) -> BeforeValidator:
+    return BeforeValidator(lambda text: parse_quantity(text, unit))
 
 
-def _positive(unit: str) -> Any:
-    return Annotated[_quantity(unit), Field(gt=0)]
-
-
+Seconds = Annotated[float, _read_as("s")]
+SecondsPerByte = Annotated[float, _read_as("s/B")]
+Bytes = Annotated[float, Field(gt=0), _read_as("B")]
+BytesPerSecond = Annotated[float, Field(gt=0), _read_as("B/s")]
+Flops = Annotated[float, _read_as("flop")]
+FlopsPerSecond = Annotated[float, Field(gt=0), _read_as("flop/s")]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
-
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -54,9 +56,9 @@ class _Table(BaseModel):
 class LinkTable(_Table):
     """``[links.LEVEL]``: `alpha`, and one of `beta` and `bandwidth`."""
 
-    alpha: _quantity("s")
-    beta: _quantity("s/B") | None = None
-    bandwidth: _positive("B/s") | None = None
+    alpha: Seconds
+    beta: SecondsPerByte | None = None
+    bandwidth: BytesPerSecond | None = None
     note: str = ""
 
     @model_validator(mode="after")
@@ -68,15 +70,16 @@ class LinkTable(_Table):
 
     def link(self) -> Link:
         """As the model uses it."""
-        beta = self.beta if self.beta is not None else 1 / self.bandwidth
-        return Link(self.alpha, beta, self.note)
+        if self.bandwidth is not None:
+            return Link(self.alpha, 1 / self.bandwidth, self.note)
+        return Link(self.alpha, self.beta or 0.0, self.note)
 
 
 class EfficiencyTable(_Table):
     """``[device.efficiency]``: see `halograd.perfmodel.Efficiency`."""
 
     compute: Fraction
-    half: _quantity("flop")
+    half: Flops
     exponent: Fraction
     least: Annotated[float, Field(ge=0, le=1)]
     memory: Fraction
@@ -86,15 +89,20 @@ class DeviceTable(_Table):
     """``[device]``: one device, that is one rank."""
 
     name: str = ""
-    memory: _positive("B")
-    memory_bandwidth: _positive("B/s")
-    launch: _quantity("s")
-    peak_flops: Annotated[dict[str, _positive("flop/s")], Field(min_length=1)]
+    memory: Bytes
+    memory_bandwidth: BytesPerSecond
+    launch: Seconds
+    peak_flops: Annotated[dict[str, FlopsPerSecond], Field(min_length=1)]
     efficiency: EfficiencyTable
 
 
-# One required key per level; made from LEVELS so that the two cannot part.
-LinksTable: Any = create_model("LinksTable", __base__=_Table, **dict.fromkeys(LEVELS, (LinkTable, ...)))
+class LinksTable(_Table):
+    """``[links]``: a table for every one of `LEVELS`."""
+
+    device: LinkTable
+    node: LinkTable
+    switch: LinkTable
+    across: LinkTable
 
 
 class MachineTable(_Table):
@@ -215,7 +223,7 @@ def machine_to_toml(machine: Machine) -> str:
         f"launch = {_value(machine.launch, 's')}",
         "",
         "[device.peak_flops]",
-        *(f"{dtype} = {_value(peak, 'flop/s')}" for dtype, peak in machine.peak_flops.items()),
+        *(f"{_key(dtype)} = {_value(peak, 'flop/s')}" for dtype, peak in machine.peak_flops.items()),
         "",
         "[device.efficiency]",
         f"compute = {float(curve.compute)!r}",
@@ -233,6 +241,11 @@ def machine_to_toml(machine: Machine) -> str:
 
 def _value(value: float, unit: str) -> str:
     return f'"{format_quantity(value, unit)}"'
+
+
+def _key(text: str) -> str:
+    """A TOML key, in quotes where it must be."""
+    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _text(text)
 
 
 def _text(text: str) -> str:

@@ -1,0 +1,184 @@
+"""Collectives against values computed by hand, against simulations of the algorithms, and as laws."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halograd.perfmodel import collectives
+from halograd.perfmodel.collectives import ALGORITHMS
+from halograd.perfmodel.machine import Link
+
+LINK = Link(alpha=10.0, beta=1.0)  # times below are whole numbers: 10 s a message, 1 s a byte
+CASES = [(name, algorithm) for name, formulas in ALGORITHMS.items() for algorithm in formulas]
+
+
+def cost(name: str, nbytes: float, ranks: int, link: Link = LINK, **options: object) -> float:
+    return getattr(collectives, name)(nbytes, ranks, link, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "ranks", "seconds"),
+    [
+        # 120 bytes, gamma = 0.5 s/B where something is added
+        ("allreduce", "recursive_doubling", 8, 3 * (10 + 120 + 60)),
+        ("allreduce", "recursive_doubling", 6, 2 * (10 + 120 + 60) + 2 * (10 + 120) + 60),
+        ("allreduce", "ring", 8, 14 * 10 + 2 * 105 + 0.5 * 105),
+        ("allreduce", "ring", 6, 10 * 10 + 2 * 100 + 0.5 * 100),
+        ("allreduce", "rabenseifner", 8, 6 * 10 + 2 * 105 + 0.5 * 105),
+        ("allreduce", "rabenseifner", 6, 4 * 10 + 2 * 90 + 0.5 * 90 + 2 * (10 + 120) + 60),
+        ("reduce_scatter", "recursive_halving", 8, 3 * 10 + 105 + 0.5 * 105),
+        ("reduce_scatter", "recursive_halving", 6, 4 * 10 + 240 + 0.5 * (120 + 100)),
+        ("reduce_scatter", "ring", 6, 5 * 10 + 100 + 0.5 * 100),
+        ("all_gather", "recursive_doubling", 8, 3 * 10 + 105),
+        ("all_gather", "recursive_doubling", 6, 4 * 10 + 100),
+        ("all_gather", "bruck", 6, 3 * 10 + 100),
+        ("all_gather", "ring", 6, 5 * 10 + 100),
+        ("broadcast", "binomial", 6, 3 * (10 + 120)),
+        ("broadcast", "scatter_allgather", 8, 3 * 10 + 105 + 3 * 10 + 105),
+        ("reduce", "binomial", 6, 3 * (10 + 120 + 60)),
+        ("reduce", "rabenseifner", 8, 3 * 10 + 105 + 0.5 * 105 + 3 * 10 + 105),
+        ("all_to_all", "pairwise", 6, 5 * 10 + 100),
+        ("all_to_all", "bruck", 8, 3 * (10 + 60)),
+    ],
+)
+def test_by_hand(name: str, algorithm: str, ranks: int, seconds: float) -> None:
+    adds = {"gamma": 0.5} if name in ("allreduce", "reduce", "reduce_scatter") else {}
+    assert cost(name, 120, ranks, algorithm=algorithm, **adds) == pytest.approx(seconds)
+
+
+def test_point_to_point() -> None:
+    assert collectives.point_to_point(5, LINK) == 15
+    assert collectives.point_to_point(0, LINK) == 0
+
+
+@pytest.mark.parametrize(("name", "algorithm"), CASES)
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_one_rank_and_no_bytes_are_free(name: str, algorithm: str, ranks: int) -> None:
+    assert cost(name, 100, 1, algorithm=algorithm) == cost(name, 0, ranks, algorithm=algorithm) == 0
+    if ranks > 1:
+        assert cost(name, 100, ranks, algorithm=algorithm) > 0
+
+
+@pytest.mark.parametrize(("name", "algorithm"), CASES)
+@given(
+    nbytes=st.floats(0, 1e12),
+    factor=st.floats(1, 100),
+    ranks=st.integers(1, 3000),
+    alpha=st.floats(0, 1),
+    beta=st.floats(0, 1),
+)
+def test_monotonic_in_bytes(
+    name: str, algorithm: str, nbytes: float, factor: float, ranks: int, alpha: float, beta: float
+) -> None:
+    link = Link(alpha, beta)
+    less = cost(name, nbytes, ranks, link, algorithm=algorithm)
+    assert less <= cost(name, nbytes * factor, ranks, link, algorithm=algorithm) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(nbytes=st.floats(1e-3, 1e9), ranks=st.integers(2, 300))
+def test_cheapest_is_taken(name: str, nbytes: float, ranks: int) -> None:
+    every = [cost(name, nbytes, ranks, algorithm=algorithm) for algorithm in ALGORITHMS[name]]
+    assert cost(name, nbytes, ranks) == min(every)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(nbytes=st.floats(1, 1e9), ranks=st.integers(2, 300))
+def test_not_below_the_bounds_of_any_algorithm(name: str, nbytes: float, ranks: int) -> None:
+    """Chan et al. 2007: ceil(lg p) messages are needed to reach everybody, and a rank's share of the bytes."""
+    steps = (ranks - 1).bit_length()
+    share = nbytes * (ranks - 1) / ranks * (2 if name == "allreduce" else 1)
+    assert cost(name, nbytes, ranks, Link(1.0, 0.0)) >= steps * (1 - 1e-12)
+    assert cost(name, nbytes, ranks, Link(0.0, 1.0)) >= share * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "short", "long"),
+    [
+        ("allreduce", 16, "recursive_doubling", "rabenseifner"),
+        ("allreduce", 12, "recursive_doubling", "ring"),
+        ("reduce_scatter", 12, "recursive_halving", "ring"),
+        ("broadcast", 16, "binomial", "scatter_allgather"),
+        ("reduce", 16, "binomial", "rabenseifner"),
+        ("all_to_all", 16, "bruck", "pairwise"),
+    ],
+)
+def test_crossover(name: str, ranks: int, short: str, long: str) -> None:
+    """Each has a size below which it wins; between the two they cost the same once."""
+    link = Link(1e-6, 1e-10)
+
+    def gain(nbytes: float) -> float:
+        return cost(name, nbytes, ranks, link, algorithm=long) - cost(name, nbytes, ranks, link, algorithm=short)
+
+    low, high = 1.0, 1e9
+    assert gain(low) > 0 > gain(high)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
+    assert 100 < low < 1e8
+    assert cost(name, 1, ranks, link) == cost(name, 1, ranks, link, algorithm=short)
+    assert cost(name, 1e9, ranks, link) == cost(name, 1e9, ranks, link, algorithm=long)
+
+
+@pytest.mark.parametrize("ranks", range(2, 34))
+def test_bruck_all_to_all_simulated(ranks: int) -> None:
+    """Blocks are passed on until they are where they belong; count the messages and blocks of rank 0."""
+    held = {rank: [(rank, target) for target in range(ranks)] for rank in range(ranks)}
+    messages = blocks = 0
+    bit = 1
+    while bit < ranks:
+        moved = {r: [b for b in held[r] if (b[1] - r) % ranks & bit] for r in held}
+        messages, blocks = messages + 1, blocks + len(moved[0])
+        held = {r: [b for b in held[r] if b not in moved[r]] + moved[(r - bit) % ranks] for r in held}
+        bit *= 2
+    assert all(sorted(held[r]) == [(source, r) for source in range(ranks)] for r in held)
+    seconds = cost("all_to_all", 8.0 * ranks, ranks, algorithm="bruck")
+    assert seconds == pytest.approx(messages * LINK.alpha + 8 * blocks * LINK.beta)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32])
+def test_recursive_doubling_and_halving_simulated(ranks: int) -> None:
+    """All-gather: exchange all one has with rank xor 2^k; reduce-scatter is the same backwards."""
+    held = {rank: {rank} for rank in range(ranks)}
+    messages, blocks, bit = 0, 0, 1
+    while bit < ranks:
+        messages, blocks = messages + 1, blocks + len(held[0])
+        held = {r: held[r] | held[r ^ bit] for r in held}
+        bit *= 2
+    assert all(len(owned) == ranks for owned in held.values())
+    seconds = messages * LINK.alpha + 8 * blocks * LINK.beta
+    assert cost("all_gather", 8.0 * ranks, ranks, algorithm="recursive_doubling") == pytest.approx(seconds)
+    assert cost("reduce_scatter", 8.0 * ranks, ranks, algorithm="recursive_halving") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("ranks", range(2, 34))
+def test_bruck_all_gather_and_binomial_tree_simulated(ranks: int) -> None:
+    held = {rank: [rank] for rank in range(ranks)}
+    messages = blocks = 0
+    while len(held[0]) < ranks:
+        step = len(held[0])
+        count = min(step, ranks - step)
+        messages, blocks = messages + 1, blocks + count
+        held = {r: held[r] + held[(r + step) % ranks][:count] for r in held}
+    assert all(sorted(owned) == list(range(ranks)) for owned in held.values())
+    seconds = messages * LINK.alpha + 8 * blocks * LINK.beta
+    assert cost("all_gather", 8.0 * ranks, ranks, algorithm="bruck") == pytest.approx(seconds)
+    known, rounds = 1, 0
+    while known < ranks:
+        known, rounds = min(ranks, 2 * known), rounds + 1
+    assert cost("broadcast", 8, ranks, algorithm="binomial") == rounds * LINK.seconds(8)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "ranks", "algorithm", "message"),
+    [
+        (1, 2, "magic", "allreduce: expected an algorithm of recursive_doubling, rabenseifner, ring, got 'magic'"),
+        (-1, 2, None, "expected nbytes >= 0 and ranks >= 1, got -1 and 2"),
+        (1, 0, None, "expected nbytes >= 0 and ranks >= 1, got 1 and 0"),
+    ],
+)
+def test_refusal(nbytes: float, ranks: int, algorithm: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        collectives.allreduce(nbytes, ranks, LINK, algorithm)
