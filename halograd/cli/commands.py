@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from halograd.cli.profiling import profile
+
 __all__ = ["app"]
 
 app = typer.Typer(
@@ -18,6 +20,7 @@ app = typer.Typer(
 )
 generate = typer.Typer(help="Make a data set.", rich_markup_mode=None)
 app.add_typer(generate, name="generate")
+app.command()(profile)
 
 Sets = Annotated[
     list[str] | None,

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import platform
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from halograd import __version__
+from halograd import kernels as kernels_package
+from halograd import layers as layers_package
 from halograd.errors import UserError
 
 __all__ = ["CACHE_VARIABLE", "Conditions", "TimeCache", "cache_path", "device_name"]
@@ -33,7 +36,8 @@ class Conditions:
     device
         Model of the processor or accelerator.
     backend, version
-        Kernel library; `version` is that of the library and of halograd.
+        Kernel library; `version` is that of the library and of halograd, with a checksum of the sources of its
+        kernels and layers.
     threads
         Per rank.
     ranks
@@ -55,7 +59,7 @@ class Conditions:
     @classmethod
     def here(cls, kernels: Any, ranks: int = 1, autotune: bool = False, flush: int = 0) -> Conditions:
         """Those of this machine with a backend. Local."""
-        version = f"{kernels.version}, halograd {__version__}"
+        version = f"{kernels.version}, halograd {__version__} {_sources():08x}"
         return cls(device_name(kernels), kernels.name, version, kernels.threads, ranks, autotune, flush)
 
     @cached_property
@@ -153,6 +157,16 @@ def cache_path(folder: str | Path | None = None) -> Path:
         return Path(chosen) / "kernel_times.jsonl"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "halograd" / "kernel_times.jsonl"
+
+
+@lru_cache
+def _sources() -> int:
+    """Checksum of the code that runs when a layer runs: between two releases it changes too."""
+    total = 0
+    for package in (kernels_package, layers_package):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
+            total = zlib.crc32(path.read_bytes(), total)
+    return total
 
 
 @lru_cache

@@ -25,6 +25,8 @@ STREAM = 128 << 20
 #: Positions per axis of the convolutions that show how the rate falls for small kernels.
 EXTENTS = (4, 8, 16, 32, 64)
 _CHANNELS = 64
+#: Below which fraction of the peak the curve does not fall.
+_LEAST = 0.05
 
 
 class DeviceRates:
@@ -97,7 +99,8 @@ def _efficiency(kernels: Any, clock: Callable[..., float], peak: float, launch: 
         flops.append(2.0 * 9 * _CHANNELS**2 * extent**2)
     line = fit_line(flops, seconds)
     compute = min(1.0, 1 / (line.beta * peak)) if line.beta else 1.0
-    return Efficiency(compute, max(0.0, line.alpha - launch) * peak * compute, 0.05, 1.0)
+    half = max(0.0, line.alpha - launch) * peak * compute
+    return Efficiency(compute=compute, half=half, least=_LEAST)
 
 
 def memory_size(ranks: int) -> int:

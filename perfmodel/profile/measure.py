@@ -54,7 +54,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
             strided[level] = fit_face(comm, partner, strided=True)
     comm.barrier()
     copy = fit_copy()
-    waited, behind = _reductions(comm)
+    sums = _reductions(comm)
     rates = measure_device(kernels, comm)
     machine = Machine(
         name=name,
@@ -67,9 +67,9 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
         launch=rates.launch,
         links=_links(copy, face, comm.transport),
         efficiency=rates.efficiency,
-        device=f"{device_name(kernels)}, {kernels.describe()}",
+        device=f"{device_name(kernels)}; {kernels.name} {kernels.version}, {kernels.threads} thread(s)",
     )
-    return comm.bcast(Profile(machine, comm.size, comm.transport, channel, face, strided, copy, waited, behind))
+    return comm.bcast(Profile(machine, comm.size, comm.transport, channel, face, strided, copy, **sums))
 
 
 def _links(copy: Fit, face: Mapping[str, Fit], transport: str) -> dict[str, Link]:
@@ -96,20 +96,20 @@ def group_sizes(ranks: int) -> list[int]:
     return sorted(sizes | ({ranks} if ranks > 1 else set()))
 
 
-def _reductions(comm: Communicator) -> tuple[dict[int, Fit], dict[int, Fit]]:
+def _reductions(comm: Communicator) -> dict[str, dict[int, Fit]]:
     """Sums over groups of ranks, all groups of a size at the same time; what the first one found."""
-    waited: dict[int, Fit] = {}
-    behind: dict[int, Fit] = {}
+    found: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
     for size in group_sizes(comm.size):
         whole = comm.rank < comm.size - comm.size % size
         group = comm.split(comm.rank // size if whole else None)
-        found = None
+        fits = None
         if group is not None:
-            first = fit_reduction(group)
-            found = first, fit_reduction_behind(group, first)
+            waited = fit_reduction(group)
+            fits = (waited, *fit_reduction_behind(group, waited))
             group.close()
-        waited[size], behind[size] = comm.bcast(found)
-    return waited, behind
+        for by_size, fit in zip(found.values(), comm.bcast(fits)):
+            by_size[size] = fit
+    return found
 
 
 @dataclass

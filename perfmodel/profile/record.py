@@ -15,6 +15,8 @@ from halograd.perfmodel.profile.fit import Fit
 __all__ = ["Profile", "record_path"]
 
 _VERSION = 1
+_BY_LEVEL = ("channel", "face", "strided")
+_BY_RANKS = ("reduction", "reduction_behind", "reduction_exposed")
 
 
 def record_path(machine_file: str | Path) -> Path:
@@ -41,7 +43,9 @@ class Profile:
     reduction
         Ranks -> all-reduce that is waited for.
     reduction_behind
-        Ranks -> all-reduce behind computation, from start to arrival.
+        Ranks -> all-reduce behind computation, from start to arrival; as `reduction` where nothing happens behind.
+    reduction_exposed
+        Ranks -> what ``finish`` takes however long was computed since ``start``.
     update
         Optimizer (SGD with momentum) per byte of parameters [s/B].
     layer_overhead
@@ -59,6 +63,7 @@ class Profile:
     copy: Fit | None = None
     reduction: Mapping[int, Fit] = field(default_factory=dict)
     reduction_behind: Mapping[int, Fit] = field(default_factory=dict)
+    reduction_exposed: Mapping[int, Fit] = field(default_factory=dict)
     update: float = 0.0
     layer_overhead: float = 0.0
     step_overhead: float = 0.0
@@ -108,7 +113,7 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without the machine."""
-        fits = {k: _out(getattr(self, k)) for k in ("channel", "face", "strided", "reduction", "reduction_behind")}
+        fits = {k: _out(getattr(self, k)) for k in (*_BY_LEVEL, *_BY_RANKS)}
         numbers = {k: getattr(self, k) for k in ("ranks", "transport", "update", "layer_overhead", "step_overhead")}
         return {"version": _VERSION, **numbers, "copy": self.copy and self.copy.to_dict(), **fits}
 
@@ -118,8 +123,8 @@ class Profile:
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}, expected {_VERSION}")
         numbers = {k: float(data[k]) for k in ("update", "layer_overhead", "step_overhead")}
-        by_level = {k: _in(data[k], str) for k in ("channel", "face", "strided")}
-        by_ranks = {k: _in(data[k], int) for k in ("reduction", "reduction_behind")}
+        by_level = {k: _in(data[k], str) for k in _BY_LEVEL}
+        by_ranks = {k: _in(data[k], int) for k in _BY_RANKS}
         copy = Fit.from_dict(data["copy"]) if data["copy"] else None
         return cls(machine, int(data["ranks"]), str(data["transport"]), copy=copy, **by_level, **by_ranks, **numbers)
 
