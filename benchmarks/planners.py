@@ -3,7 +3,7 @@
     python benchmarks/planners.py
     python benchmarks/planners.py --candidates 10,50 --networks resnet-152 --planners elimination
 
-Costs are synthetic but not random: every candidate is a cut over sample, height, width and channel in powers of two,
+Costs are synthetic, not random: every candidate is a cut over sample, height, width and channel in powers of two,
 a layer takes its share of the work and its messages, an edge what changes hands between the two cuts. Prints, per
 network, number of candidates and share of the memory that the fastest choice takes, the planner's seconds, the total
 found relative to the best one, and what the search cost.
@@ -36,7 +36,7 @@ class Builder:
     """Layers and edges, one block after the other."""
 
     def __init__(self) -> None:
-        self.layers: list[Layer] = [("input", 0.0, 2e8, 0.0)]
+        self.layers: list[Layer] = [("input", 2e8, 2e8, 0.0)]
         self.edges: list[tuple[int, int]] = []
 
     def add(self, kind: str, *inputs: int, width: float = 1.0) -> int:
@@ -142,12 +142,16 @@ def problem(graph: Graph, candidates: int) -> Problem:
     # Of what a rank reads, the share it already has: per axis the overlap of two blocks that start together.
     share = (np.minimum(1 / parts[:, None], 1 / parts[None]) * parts[None]).prod(axis=2)
     times, memory = [], []
-    for kind, flops, activation, parameters in layers:
+    noise: dict[Layer, np.ndarray] = {}  # of a measurement, the same for equal layers; without it ties are everywhere
+    random = np.random.default_rng(1)
+    for layer in layers:
+        kind, flops, activation, parameters = layer
         halo = (ALPHA + BETA * activation / ranks * parts[:, 1:3].max(axis=1) / 100) * (parts[:, 1:3] > 1).any(axis=1)
         reduced = 2 * BETA * parameters / parts[:, 3] * (ranks > 1) + ALPHA * np.log2(ranks)
         gathered = BETA * activation / ranks * (parts[:, 3] - 1)
         compute = 3 * flops / FLOPS / ranks + 1e-5
-        times.append(compute + (halo + reduced + gathered if kind == "conv" else 0.0))
+        factor = noise.setdefault(layer, random.normal(1.0, 0.02, candidates))
+        times.append(factor * compute + (halo + reduced + gathered if kind == "conv" else 0.0))
         memory.append(np.rint(2 * activation / ranks + 3 * parameters / parts[:, 3]))
     tables: dict[float, np.ndarray] = {}
     for u, _ in edges:
@@ -161,10 +165,6 @@ def problem(graph: Graph, candidates: int) -> Problem:
 
 def limited(free: Problem, fastest: Choice, share: float) -> Problem:
     """Under a memory limit between the least that is possible (0) and what the fastest choice takes (1)."""
-    try:
-        PLANNERS["elimination"]().plan(free.with_limit(0.0))
-    except UserError:
-        pass
     least = sum(float(m.min()) for m in free.memory)
     return free.with_limit(math.ceil(least + share * (fastest.memory - least)))
 

@@ -10,7 +10,7 @@ with larger tables (Dechter 1999, *Bucket elimination*), up to a limit; beyond i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +95,7 @@ class Buckets:
         self.order = elimination_order(sizes, edges, last)
         self.buckets = self._fill()
         self.exact = all(len(bucket.parts) == 1 for bucket in self.buckets)
-        scopes = [()] * len(sizes)
+        scopes: list[tuple[int, ...]] = [()] * len(sizes)
         for bucket in self.buckets:
             scopes[bucket.layer] = bucket.scope
         self.of = {bucket.layer: bucket for bucket in self.buckets}
@@ -166,16 +166,21 @@ class Buckets:
             return None
         axes = (v, *part.scope)
         # Equal work on equal tables is done once: blocks of a network repeat.
-        key = tuple((id(table), tuple(axes.index(u) for u in self.scopes[f])) for f, table in present)
-        key = (len(axes), *key)
+        key = (len(axes), *((id(table), tuple(axes.index(u) for u in self.scopes[f])) for f, table in present))
         if key not in known:
             known[key] = minimum_of_sum([aligned(table, self.scopes[f], v, part.scope) for f, table in present])
         return known[key]
 
-    def decide(self, messages: Messages) -> list[int]:
-        """Candidate per layer, each the best given those decided before: the optimum, if `exact`."""
+    def decide(self, messages: Messages, fixed: Mapping[int, int] | None = None) -> list[int]:
+        """Candidate per layer, each the best given those decided before: the optimum, if `exact`.
+
+        ``fixed``: layers whose candidate is given. If it is the one eliminated last, the result is still the best.
+        """
         indices = [0] * len(self.sizes)
         for bucket in self.decisions:
+            if fixed and bucket.layer in fixed:
+                indices[bucket.layer] = fixed[bucket.layer]
+                continue
             costs = np.zeros(self.sizes[bucket.layer])
             for f in bucket.factors:
                 table = messages.tables[f]

@@ -8,7 +8,7 @@ from .buckets import Table
 from .problem import Array, Problem
 from .tables import Pool
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "memory_problem"]
 
 
 class Costs:
@@ -62,3 +62,15 @@ def _memory_of(seconds: Array, nbytes: Array | None) -> Table:
     if forbidden.any():
         return np.where(forbidden, np.inf, 0.0 if nbytes is None else nbytes)
     return nbytes if nbytes is not None and nbytes.any() else None
+
+
+def memory_problem(problem: Problem) -> Problem:
+    """The problem whose fastest choice is the smallest one of this problem, "times" in [B]."""
+    tables = Costs(problem).memory()
+    count = len(problem.names)
+    times = tuple(np.asarray(t) for t in tables[:count])
+    edges = {
+        edge: np.zeros(between.shape) if t is None else t
+        for (edge, between), t in zip(problem.edges.items(), tables[count:])
+    }
+    return Problem(problem.names, times, problem.memory, edges)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-import numpy as np
-
 from halograd.errors import UserError
 
 from .buckets import SUM_LIMIT, TABLE_LIMIT, Buckets, Messages
-from .costs import Costs
+from .costs import Costs, memory_problem
 from .labels import Bounds, search
 from .lagrangian import Relaxation, relax
 from .planner import Planner, choice_of, no_fit, not_allowed
@@ -125,12 +123,3 @@ class Elimination(Planner):
         if problem.limit is None:
             raise not_allowed(problem)
         raise no_fit(problem, self._solve(memory_problem(problem), problem.with_limit(None)).seconds)
-
-
-def memory_problem(problem: Problem) -> Problem:
-    """The problem whose fastest choice is the smallest one of this problem, "times" in [B]."""
-    tables = Costs(problem).memory()
-    count = len(problem.names)
-    times = tuple(np.asarray(t) for t in tables[:count])
-    edges = {edge: t for edge, t in zip(problem.edges, tables[count:]) if t is not None}
-    return Problem(problem.names, times, problem.memory, edges)

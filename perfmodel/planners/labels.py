@@ -172,7 +172,7 @@ def _reopen(
 ) -> tuple[list[int], NDArray[np.int32]]:
     """Open layers and their candidates after one more was decided."""
     still = [i for i, u in enumerate(labels.layers) if users[u]]
-    states = labels.states[np.ix_(rows, still)]
+    states = labels.states[rows][:, still]
     layers = [labels.layers[i] for i in still]
     if users[layer]:
         return [*layers, layer], np.column_stack([states, candidates.astype(np.int32)])
