@@ -27,6 +27,7 @@ Bruck's all-to-all counts its blocks exactly when p is not a power of two.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from halograd.perfmodel.machine import Link
 
@@ -131,10 +132,14 @@ def _exchange_pairwise(n: float, p: int, link: Link, gamma: float) -> float:
     return (p - 1) * link.alpha + link.beta * _part(n, p)
 
 
+@lru_cache
+def _bruck_blocks(ranks: int) -> int:
+    """Blocks that a rank passes on: in step k those whose distance has bit k set."""
+    return sum(bin(distance).count("1") for distance in range(ranks))
+
+
 def _exchange_bruck(n: float, p: int, link: Link, gamma: float) -> float:
-    # In step k a rank passes on the blocks whose distance has bit k set.
-    blocks = sum(bin(distance).count("1") for distance in range(p))
-    return _ceil_log(p) * link.alpha + link.beta * n * blocks / p
+    return _ceil_log(p) * link.alpha + link.beta * n * _bruck_blocks(p) / p
 
 
 #: Collective -> algorithm -> formula.
