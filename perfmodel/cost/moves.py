@@ -1,0 +1,152 @@
+"""The exchanges of one step of a layer: which boxes travel, forward and backward, under the runtime's rules.
+
+=================  ==========================================  ================================================
+layer              forward                                     backward
+=================  ==========================================  ================================================
+convolution        halo of `x`                                 halo of `dy`, if `dx` is wanted
+  filters cut      ... and `x` of the channel group            sums of `dx` over the channel group
+  inputs cut       sums of `y` over the group                  `dy` of the group
+transposed         `x` that reaches the block                  halo of `dy`
+pooling, resize,   halo of `x`                                 what was received, back (the adjoint)
+  custom layers
+Flatten            blocks to whole samples                     the adjoint
+global average     sums of float64 to the owners of samples    the adjoint, in the dtype of the computation
+redistribution     owned to owned                              the adjoint
+others             nothing                                     nothing
+=================  ==========================================  ================================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from halograd.layers import Conv, Flatten, GlobalAveragePool, Layer, Redistribute, Resize
+from halograd.perfmodel.cost.blocks import Blocks
+from halograd.perfmodel.cost.needs import clipped, extended, gradient_blocks, needed_blocks, overrides
+from halograd.perfmodel.cost.stages import Stage
+from halograd.perfmodel.cost.traffic import Move
+
+__all__ = ["Moves", "Read", "moves_of", "reads_of"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """A box of an input on every rank, halo included.
+
+    Attributes
+    ----------
+    needed
+        What is brought together, clipped to the array.
+    key
+        Equal for boxes that need not be brought together twice.
+    move
+        The exchange; None where nothing travels.
+    """
+
+    needed: Blocks
+    key: object
+    move: Move | None
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Exchanges of one layer in one step, in order.
+
+    Attributes
+    ----------
+    forward, backward
+        All of them.
+    """
+
+    forward: tuple[Move, ...] = ()
+    backward: tuple[Move, ...] = ()
+
+
+def reads_of(stage: Stage) -> list[Read]:
+    """What a stage gathers of each of its inputs."""
+    owned = [value.blocks for value in stage.inputs]
+    shapes = [value.shape for value in stage.inputs]
+    own = not overrides(stage.layer, "bind")
+    found = []
+    for i, value in enumerate(stage.inputs):
+        raw = needed_blocks(stage.layer, i, owned, shapes, stage.output.blocks)
+        needed = clipped(raw, value.shape)
+        slack = None if own else slack_of(stage.layer, stage.shapes[i])
+        if slack is not None:
+            needed = extended(needed, value.blocks, slack)
+        key = (raw, stage.layer.pad_value) if own else (needed, None)
+        move = None if value.read or needed == value.blocks else Move(value.blocks, needed, value.itemsize)
+        found.append(Read(needed, key, move))
+    return found
+
+
+def slack_of(layer: Layer, shape: tuple[int, ...]) -> list[int] | None:
+    """Per axis, how much later than needed the owned block may end to be used without a copy."""
+    if isinstance(layer, Resize):
+        return [0, *(math.ceil(r.ratio) for r in layer.resamplings(shape)), 0]
+    if layer.stencil is not None:
+        return [0, *(w.stride - 1 for w in layer.windows(shape)), 0]
+    return None
+
+
+def moves_of(stage: Stage, gathered: set | None = None) -> Moves:
+    """The exchanges of one step of a stage.
+
+    Parameters
+    ----------
+    gathered
+        What was gathered of the inputs by stages before, ``(id of the value, key)``; is added to.
+    """
+    layer = stage.layer
+    if isinstance(layer, Redistribute):
+        return _both(stage, Move(stage.inputs[0].blocks, stage.output.blocks, stage.inputs[0].itemsize, "redistribute"))
+    if isinstance(layer, Flatten):
+        return _both(stage, _flatten(stage))
+    if isinstance(layer, GlobalAveragePool):
+        return _global_average(stage)
+    reads = reads_of(stage)
+    forward = []
+    for value, read in zip(stage.inputs, reads):
+        entry = (id(value), read.key)
+        if read.move is not None and (gathered is None or entry not in gathered):
+            forward.append(read.move)
+        if gathered is not None:
+            gathered.add(entry)
+    return Moves(tuple(forward), _backward(stage, reads) if stage.backward else ())
+
+
+def _both(stage: Stage, move: Move) -> Moves:
+    back = stage.backward and (stage.inputs[0].trainable or not isinstance(stage.layer, Redistribute))
+    return Moves((move,), (move.adjoint,) if back else ())
+
+
+def _backward(stage: Stage, reads: list[Read]) -> tuple[Move, ...]:
+    x, y = stage.inputs[0], stage.output
+    needed = gradient_blocks(stage.layer, x.blocks, x.shape, y.shape)
+    if needed is not None:
+        if isinstance(stage.layer, Conv) and not x.trainable:
+            return ()
+        return (Move(y.blocks, clipped(needed, y.shape), y.itemsize),)
+    return tuple(
+        Move(read.needed, value.blocks, value.itemsize)
+        for value, read in zip(stage.inputs, reads)
+        if value.trainable and read.needed != value.blocks
+    )
+
+
+def _flatten(stage: Stage) -> Move:
+    """Blocks of space to whole samples."""
+    x, y = stage.inputs[0], stage.output
+    whole = tuple(((0, n),) for n in x.shape[1:])
+    return Move(x.blocks, Blocks((y.blocks.axes[0], *whole)), x.itemsize, "redistribute")
+
+
+def _global_average(stage: Stage) -> Moves:
+    """One number per sample and channel that a rank has a part of: to the owner, and back."""
+    x, y = stage.inputs[0], stage.output
+    point = [tuple((0, int(b > a)) for a, b in axis) for axis in x.blocks.axes[1:-1]]
+    partial = Blocks((x.blocks.axes[0], *point, x.blocks.axes[-1]))
+    total = Blocks((y.blocks.axes[0], *(((0, 1),) for _ in point), y.blocks.axes[-1]))
+    back = (Move(total, partial, x.itemsize, "redistribute"),) if stage.backward else ()
+    return Moves((Move(partial, total, 8, "redistribute"),), back)

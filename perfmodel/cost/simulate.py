@@ -1,0 +1,170 @@
+"""A training step under a strategy, simulated: times, what hides behind what, memory and traffic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from halograd.layers import Network
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost.blocks import PARTS
+from halograd.perfmodel.cost.counts import count_steps
+from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, layer_cost
+from halograd.perfmodel.cost.memory import memory_of
+from halograd.perfmodel.cost.parameters import Bucket, buckets_of
+from halograd.perfmodel.cost.prediction import LayerRecord, Prediction
+from halograd.perfmodel.cost.stages import Stage, itemsize_of, stages
+from halograd.perfmodel.cost.timeline import Reduction, Timeline, run_step
+from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.kernel_times import KernelTimes
+from halograd.perfmodel.machine import Machine
+
+__all__ = ["Training", "simulate"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a step does besides the network.
+
+    Attributes
+    ----------
+    dtype
+        Of the computation.
+    slots
+        Arrays of the parameters' size that the optimizer keeps (SGD with momentum: 1, Adam: 2).
+    barrier
+        Whether all sums of gradients end before the next forward begins; the runtime's do not.
+    """
+
+    dtype: str = "float32"
+    slots: int = 1
+    barrier: bool = False
+
+
+def simulate(
+    network: Network,
+    strategy: Strategy,
+    batch: int,
+    machine: Machine,
+    times: KernelTimes,
+    training: Training | None = None,
+    ranks: int | None = None,
+    pricing: Pricing | None = None,
+) -> Prediction:
+    """What one training step takes.
+
+    Parameters
+    ----------
+    network, strategy
+        What is trained, and how it is cut; a strategy that does not fit is the caller's mistake
+        (`Strategy.validate`).
+    batch
+        Global number of samples.
+    machine, times
+        Links and kernels.
+    training
+        Dtype and optimizer.
+    ranks
+        How many there are; those of the strategy if None.
+    pricing
+        To share what was priced already; made of machine and times if None.
+    """
+    training = training or Training()
+    size = ranks or strategy.ranks
+    pricing = pricing or Pricing(Wires(machine), times, training.dtype)
+    steps = stages(network, strategy, batch, training.dtype)
+    gathered: set = set()
+    costs = [layer_cost(stage, pricing, size, gathered) for stage in steps]
+    itemsize = itemsize_of(training.dtype)
+    buckets = buckets_of(steps, itemsize, strategy.bucket_bytes)
+    reductions = [_reduction(bucket, pricing.wires, training.slots) for bucket in buckets]
+    names = [stage.name for stage in steps]
+    timeline = run_step(names, costs, reductions, pricing.wires.emulated, training.barrier)
+    fullest = [memory_of(steps, buckets, rank, size, itemsize, slots=training.slots) for rank in _some(steps)]
+    traffic = count_steps(network, steps, size, itemsize, strategy.bucket_bytes)
+    return Prediction(
+        network=network.name,
+        machine=machine.name,
+        batch=batch,
+        ranks=size,
+        dtype=training.dtype,
+        layers=tuple(_records(steps, costs, reductions, timeline)),
+        step_seconds=timeline.seconds,
+        forward_seconds=timeline.forward,
+        backward_seconds=timeline.backward,
+        allreduce_seconds=sum(r.seconds for r in reductions),
+        allreduce_exposed=sum(timeline.waits),
+        update_seconds=timeline.update,
+        memory=max(fullest, key=lambda m: sum(m.values())),
+        traffic={kind: (int(t.messages.max()), int(t.bytes.max())) for kind, t in traffic.items()},
+    )
+
+
+def _reduction(bucket: Bucket, wires: Wires, slots: int) -> Reduction:
+    nbytes, members = bucket.sum.largest
+    # The optimizer reads gradient, parameter and its own arrays, and writes the last two.
+    update = wires.copy(max(bucket.nbytes)) * (3 + 2 * slots) / 2 + wires.machine.launch
+    return Reduction(bucket, wires.sum(nbytes, members), update)
+
+
+def _some(steps: Sequence[Stage]) -> list[int]:
+    """The first rank, whose blocks are the largest, and one in the middle, which has margins on all sides."""
+    blocks = max((s.output.blocks for s in steps), key=lambda b: b.ranks)
+    middle = 0
+    for parts in blocks.grid:
+        middle = middle * parts + parts // 2
+    return sorted({0, min(middle, blocks.ranks - 1)})
+
+
+def _records(
+    steps: Sequence[Stage], costs: Sequence[LayerCost], reductions: Sequence[Reduction], timeline: Timeline
+) -> list[LayerRecord]:
+    shares = _shares(steps, reductions, timeline)
+    records, before = [], 0.0
+    for stage, cost in zip(steps, costs):
+        if not stage.is_layer:
+            before += cost.seconds
+            continue
+        records.append(_record(stage, cost, before, shares.get(stage.name, (0.0, 0.0))))
+        before = 0.0
+    return records
+
+
+def _record(stage: Stage, cost: LayerCost, before: float, share: tuple[float, float]) -> LayerRecord:
+    return LayerRecord(
+        stage.name,
+        stage.layer.kind,
+        {axis: n for axis, n in zip(PARTS, stage.parts) if n > 1},
+        math.prod(stage.parts),
+        forward=cost.forward + cost.strips * cost.overlaps,
+        backward=cost.backward_data + cost.backward_filter,
+        halo=cost.halo_forward + cost.halo_backward,
+        halo_exposed=cost.exposed_forward + cost.exposed_backward,
+        statistics=cost.statistics_forward + cost.statistics_backward,
+        redistribution=before + cost.redistribution_forward + cost.redistribution_backward,
+        packing=cost.packing_forward + cost.packing_backward,
+        allreduce=share[0],
+        allreduce_exposed=share[1],
+        halo_algorithm=("overlap" if cost.overlaps else "pad") if cost.halo_forward else "",
+        memory=stage.output.blocks.fullest * stage.output.itemsize,
+    )
+
+
+def _shares(
+    steps: Sequence[Stage], reductions: Sequence[Reduction], timeline: Timeline
+) -> Mapping[str, tuple[float, float]]:
+    """Per layer, its part of the sum of its bucket and of the wait for it, by parameters."""
+    weights = {
+        stage.name: sum(p.size for p in stage.layer.parameters(*stage.shapes).values())
+        for stage in steps
+        if stage.is_layer
+    }
+    found: dict[str, tuple[float, float]] = {}
+    for reduction, wait in zip(reductions, timeline.waits):
+        total = sum(weights[name] for name in reduction.bucket.layers)
+        for name in reduction.bucket.layers:
+            share = weights[name] / total
+            seconds, waited = found.get(name, (0.0, 0.0))
+            found[name] = (seconds + reduction.seconds * share, waited + wait * share)
+    return found

@@ -1,0 +1,117 @@
+"""The sums over ranks within a step of a layer: statistics of norms, losses that need sums in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from halograd.layers import BatchNorm, Dice, GroupNorm, LayerNorm, SoftmaxCrossEntropy
+from halograd.perfmodel.cost.blocks import Blocks
+from halograd.perfmodel.cost.stages import Stage
+from halograd.perfmodel.cost.traffic import Traffic
+
+__all__ = ["Sum", "Sums", "channel_groups", "sums_of"]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """All-reduces that run at the same time, one in each of some disjoint groups of ranks.
+
+    Attributes
+    ----------
+    kind
+        Under which `comm.counters` books it.
+    groups
+        The ranks of every group, and what they sum [B].
+    """
+
+    kind: str
+    groups: tuple[tuple[range, int], ...]
+
+    def sent(self, ranks: int) -> Traffic:
+        """What every rank sends: a reduction is booked as one message of its buffer."""
+        messages, nbytes = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+        for members, size in self.groups:
+            if len(members) > 1:
+                messages[members.start : members.stop : members.step] = 1
+                nbytes[members.start : members.stop : members.step] = size
+        return Traffic(messages, nbytes)
+
+    @property
+    def largest(self) -> tuple[int, range]:
+        """The group that takes longest: most bytes, of those the farthest apart."""
+        members, size = max(self.groups, key=lambda g: (g[1] * (len(g[0]) > 1), len(g[0]), g[0][-1] - g[0][0]))
+        return size, members
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of one layer in one step.
+
+    Attributes
+    ----------
+    forward, backward
+        Those that are waited for at once.
+    aside
+        Those that nobody waits for (running statistics).
+    """
+
+    forward: tuple[Sum, ...] = ()
+    backward: tuple[Sum, ...] = ()
+    aside: tuple[Sum, ...] = ()
+
+
+def channel_groups(blocks: Blocks, sizes: Iterable[int]) -> tuple[tuple[range, int], ...]:
+    """Ranks that hold the same block of channels, with one size [B] per block."""
+    count = blocks.grid[-1]
+    return tuple((range(first, blocks.ranks, count), size) for first, size in zip(range(count), sizes))
+
+
+def sums_of(stage: Stage, ranks: int) -> Sums:
+    """The sums of a stage on `ranks` ranks in all."""
+    layer = stage.layer
+    if isinstance(layer, BatchNorm):
+        return _batch_norm(stage, stage.options.get("statistics", layer.statistics), ranks)
+    if isinstance(layer, LayerNorm) and layer.axes == "channels":
+        return Sums()
+    if isinstance(layer, GroupNorm):
+        found = _sample_groups(stage.output.blocks, 16 * layer.group_count(stage.output.shape[-1]), per_sample=True)
+        return _twice(stage, Sum("statistics", found))
+    if isinstance(layer, Dice):
+        batch = stage.inputs[0].shape[0] if layer.reduction == "sample" else 1
+        return Sums((Sum("loss", ((range(ranks), 24 * stage.inputs[0].shape[-1] * batch),)),))
+    if isinstance(layer, SoftmaxCrossEntropy) and layer.normalization == "weights":
+        terms = len(stage.inputs) - 1
+        return Sums((Sum("loss", ((range(ranks), 8),)),) * terms)
+    return Sums()
+
+
+def _twice(stage: Stage, total: Sum, aside: tuple[Sum, ...] = ()) -> Sums:
+    several = any(len(members) > 1 for members, _ in total.groups)
+    now = (total,) if several else ()
+    return Sums(now, now if stage.backward else (), aside)
+
+
+def _batch_norm(stage: Stage, statistics: str, ranks: int) -> Sums:
+    """Two numbers of float64 per channel, over the ranks that share the statistics."""
+    blocks = stage.output.blocks
+    sizes = [16 * int(n) for n in blocks.extents[-1]]
+    if statistics == "global":
+        return _twice(stage, Sum("statistics", channel_groups(blocks, sizes)))
+    own = _sample_groups(blocks, sizes[0], per_sample=False) if statistics == "sample" else ()
+    if len(own) == 1 and len(own[0][0]) == ranks:
+        return _twice(stage, Sum("statistics", own))
+    running = (Sum("running statistics", ((range(ranks), sizes[0]),)),) if ranks > 1 else ()
+    return _twice(stage, Sum("statistics", own), running)
+
+
+def _sample_groups(blocks: Blocks, size: int, per_sample: bool) -> tuple[tuple[range, int], ...]:
+    """Ranks that share samples, with `size` [B] each, or per sample."""
+    width = blocks.ranks // blocks.grid[0]
+    return tuple(
+        (range(i * width, (i + 1) * width), size * (int(n) if per_sample else 1))
+        for i, n in enumerate(blocks.extents[0])
+        if n
+    )

@@ -1,0 +1,122 @@
+"""Messages and bytes of an exchange from owned boxes to needed boxes, without making it.
+
+An exchange sends one message per pair of ranks whose boxes meet (`halograd.dtensor.plan`). With boxes that are
+products of intervals (:class:`Blocks`), the overlap of two ranks is the product of overlaps by axes: what a rank sends
+is a product of sums over one axis each, less what it keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from halograd.perfmodel.cost.blocks import Blocks, outer, spread
+
+__all__ = ["Move", "Traffic"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the ranks ``0 .. P-1`` send in one exchange.
+
+    Attributes
+    ----------
+    messages, bytes
+        Arrays of `P` integers; bytes in [B].
+    """
+
+    messages: np.ndarray
+    bytes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Move:
+    """An exchange: what every rank owns goes to all who need it.
+
+    Attributes
+    ----------
+    source, target
+        Boxes before and after. Sources are disjoint, or summands that all travel.
+    itemsize
+        Of one element [B].
+    kind
+        Under which `comm.counters` books it: ``"halo"`` or ``"redistribute"``.
+    """
+
+    source: Blocks
+    target: Blocks
+    itemsize: int
+    kind: str = "halo"
+
+    @cached_property
+    def adjoint(self) -> Move:
+        """The same exchange, backward."""
+        return Move(self.target, self.source, self.itemsize, self.kind)
+
+    @cached_property
+    def _overlaps(self) -> tuple[np.ndarray, ...]:
+        """Per axis, elements in common of every source and every target part."""
+        return tuple(overlap(a, b) for a, b in zip(self.source.axes, self.target.axes))
+
+    @property
+    def idle(self) -> bool:
+        """Whether every rank has what it needs."""
+        return self.source == self.target or not self.sent(max(self.source.ranks, self.target.ranks)).messages.any()
+
+    def sent(self, ranks: int) -> Traffic:
+        """What every rank of ``0 .. ranks - 1`` sends."""
+        return self._sent(ranks)
+
+    def received(self, ranks: int) -> Traffic:
+        """What every rank of ``0 .. ranks - 1`` receives."""
+        return self.adjoint._sent(ranks)
+
+    def _sent(self, ranks: int) -> Traffic:
+        messages = outer([(o > 0).sum(axis=1) for o in self._overlaps])
+        elements = outer([o.sum(axis=1) for o in self._overlaps])
+        own = self._kept()
+        messages[: len(own)] -= own > 0
+        elements[: len(own)] -= own
+        return Traffic(spread(messages, ranks), spread(elements * self.itemsize, ranks))
+
+    def _kept(self) -> np.ndarray:
+        """Elements per rank that stay where they are."""
+        ranks = min(self.source.ranks, self.target.ranks)
+        own = np.ones(ranks, np.int64)
+        for o, a, b in zip(self._overlaps, places(self.source.grid), places(self.target.grid)):
+            own *= o[a[:ranks], b[:ranks]]
+        return own
+
+    def peers(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ranks to which `rank` sends, and how much [B]; itself is not among them."""
+        at = self.source.coordinates(rank)
+        if at is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        ranks, elements = np.zeros(1, np.int64), np.ones(1, np.int64)
+        for i, overlaps, parts in zip(at, self._overlaps, self.target.grid):
+            row = overlaps[i]
+            (met,) = np.nonzero(row)
+            ranks = (ranks[:, None] * parts + met).reshape(-1)
+            elements = (elements[:, None] * row[met]).reshape(-1)
+        others = ranks != rank
+        return ranks[others], elements[others] * self.itemsize
+
+
+@lru_cache(maxsize=16384)
+def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Elements in common of every interval of one axis with every interval of another."""
+    a, b = np.array(source, np.int64), np.array(target, np.int64)
+    low = np.maximum(a[:, None, 0], b[None, :, 0])
+    high = np.minimum(a[:, None, 1], b[None, :, 1])
+    return np.maximum(0, high - low)
+
+
+@lru_cache(maxsize=4096)
+def places(grid: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """Per axis, the coordinate of every rank of a grid."""
+    total = 1
+    for parts in grid:
+        total *= parts
+    return np.unravel_index(np.arange(total), grid)

@@ -1,0 +1,127 @@
+"""What exchanges and sums take on a machine's links, seen from the ranks that have most to do.
+
+A rank sends its messages one after the other, each ``alpha + beta * n`` of its level, and receives at the same time
+(Dryden et al. 2019, Section V-A: ``2 SR + 2 SR + 4 SR``). Devices of a node share its link to others: what all of them
+send across takes the node's link together. Only some nodes are looked at: those of the first rank, of the last and
+of the ones in the middle of the grids, which have neighbors on all sides; all ranks where there are few.
+
+The emulated network (`comm/transports/emulated.py`) is simpler: messages travel independently of each other, and
+every sum takes the time of a ring over its ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from halograd.perfmodel.collectives import allreduce
+from halograd.perfmodel.cost.blocks import Blocks
+from halograd.perfmodel.cost.traffic import Move
+from halograd.perfmodel.hierarchy import group_seconds
+from halograd.perfmodel.machine import LEVELS, Machine
+
+__all__ = ["Wires"]
+
+#: With at most so many ranks all are looked at.
+FEW = 8
+
+
+class Wires:
+    """Times of communication on a machine. Local; remembers what it was asked."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._exchanges: dict[Move, float] = {}
+        self._sums: dict[tuple[float, range | tuple[int, ...]], float] = {}
+        links = [machine.links[level] for level in LEVELS[1:]]
+        self._alpha = np.array([link.alpha for link in links])
+        self._beta = np.array([link.beta for link in links])
+
+    @cached_property
+    def emulated(self) -> bool:
+        """Whether this is the emulated network: no contention, rings only."""
+        return all(self.machine.links[level].note == "emulated" for level in LEVELS[1:])
+
+    @cached_property
+    def waits_for_network(self) -> bool:
+        """What `Communicator.waits_for_network` says there: whether there is time to compute meanwhile."""
+        return "shared" not in self.machine.links["node"].note
+
+    def copy(self, nbytes: float) -> float:
+        """Packing or unpacking of `nbytes` [B]: read and written once [s]."""
+        return 2 * nbytes / (self.machine.memory_bandwidth * self.machine.efficiency.memory)
+
+    def sum(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
+        """An all-reduce of `nbytes` [B] over a group of ranks [s]."""
+        if len(ranks) < 2 or not nbytes:
+            return 0.0
+        key = (nbytes, ranks)
+        if key not in self._sums:
+            if self.emulated:
+                self._sums[key] = allreduce(nbytes, len(ranks), self.machine.links["across"], "ring")
+            else:
+                self._sums[key] = group_seconds("allreduce", nbytes, self.machine.stages(ranks))
+        return self._sums[key]
+
+    def exchange(self, move: Move) -> float:
+        """From the start of an exchange until the last rank has everything [s]; packing not included."""
+        if move not in self._exchanges:
+            self._exchanges[move] = self._exchange(move)
+        return self._exchanges[move]
+
+    def _exchange(self, move: Move) -> float:
+        if move.source == move.target:
+            return 0.0
+        both = [move, move.adjoint]
+        if self.emulated:
+            return max(self._farthest(m, rank) for rank in self._ranks(move) for m in both)
+        return max(self._nodewise(m, self._ranks(move)) for m in both)
+
+    def _ranks(self, move: Move) -> list[int]:
+        ranks = max(move.source.ranks, move.target.ranks)
+        if ranks <= max(FEW, self.machine.devices_per_node):
+            return list(range(ranks))
+        some = {0, ranks - 1, _middle(move.source), _middle(move.target)}
+        width = self.machine.devices_per_node
+        nodes = {rank // width for rank in some}
+        return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
+
+    def _farthest(self, move: Move, rank: int) -> float:
+        _, nbytes = move.peers(rank)
+        link = self.machine.links["across"]
+        return link.seconds(int(nbytes.max())) if len(nbytes) else 0.0
+
+    def _nodewise(self, move: Move, ranks: Sequence[int]) -> float:
+        """The slowest rank, with what its node sends to others through one link."""
+        slowest, node, beyond, alphas = 0.0, -1, 0.0, 0.0
+        for rank in ranks:
+            if rank // self.machine.devices_per_node != node:
+                node, beyond, alphas = rank // self.machine.devices_per_node, 0.0, 0.0
+            peers, nbytes = move.peers(rank)
+            if not len(peers):
+                continue
+            levels = self.levels(rank, peers)
+            seconds = self._alpha[levels] + self._beta[levels] * nbytes
+            own = float(seconds.sum())
+            outside = levels > 0
+            beyond += float((self._beta[levels] * nbytes)[outside].sum())
+            alphas = max(alphas, float(self._alpha[levels][outside].sum()))
+            slowest = max(slowest, own, beyond + alphas)
+        return slowest
+
+    def levels(self, rank: int, peers: np.ndarray) -> np.ndarray:
+        """Level of the link to each of the other ranks: 0 within the node, 1 within the switch, 2 across."""
+        width = self.machine.devices_per_node
+        wide = width * self.machine.nodes_per_switch
+        return (peers // width != rank // width).astype(np.int64) + (peers // wide != rank // wide)
+
+
+def _middle(blocks: Blocks) -> int:
+    """The rank in the middle of the grid."""
+    rank = 0
+    for parts in blocks.grid:
+        rank = rank * parts + parts // 2
+    return min(rank, math.prod(blocks.grid) - 1)
