@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NoReturn
 
 from halograd.errors import UserError
@@ -19,6 +20,12 @@ __all__ = ["Elimination"]
 
 #: Sums of times closer than this, relative to the total, are equal.
 ROUNDING = 1e-12
+#: Limits of tables and sums, and of partial choices, of the first try. Two neighbors of 200 candidates still fit.
+FIRST_LIMITS, FIRST_LABELS = (1 << 16, 1 << 23), 20_000
+
+
+class GaveUp(UserError):
+    """The limits on the work leave no choice found and none excluded."""
 
 
 class Elimination(Planner):
@@ -30,6 +37,9 @@ class Elimination(Planner):
     3. Under a memory limit that binds, prices for memory give a lower bound (`relax`), and a search among all
        choices near it (`search`) the optimum. The same search closes the gap where tables would be too large and
        buckets were split.
+
+    Where buckets are too large for `FIRST_LIMITS`, all this is tried with small tables first: bounds from split
+    buckets are often so tight that the search proves the optimum in a fraction of the time of the large tables.
 
     The search widens the distance to the lower bound until it has found a choice within. If it would need more than
     ``labels`` partial choices at once, it stops with the best choice found and a proved gap, ``optimal=False``.
@@ -59,15 +69,32 @@ class Elimination(Planner):
 
     def _search(self, problem: Problem) -> Choice:
         if not self.pruning:
-            return self._solve(problem, problem)
+            return self._staged(problem, problem)
         pruned = prune(problem)
-        choice = self._solve(pruned.problem, problem)
+        choice = self._staged(pruned.problem, problem)
         work = choice.work + Work(pruned=pruned.removed)
         return choice_of(problem, pruned.original(list(choice.indices)), choice.optimal, choice.gap, work)
 
-    def _solve(self, problem: Problem, whole: Problem) -> Choice:
+    def _staged(self, problem: Problem, whole: Problem) -> Choice:
+        """With small tables first, where that splits buckets: their bounds are often tight, and cheap."""
+        limits = (min(FIRST_LIMITS[0], self.limits[0]), min(FIRST_LIMITS[1], self.limits[1]))
+        small = Buckets(problem.sizes, list(problem.edges), None, *limits)
+        if small.exact or limits == self.limits:
+            return self._solve(problem, whole, small, self.labels)
+        first = None
+        try:
+            first = self._solve(problem, whole, small, min(FIRST_LABELS, self.labels))
+            if first.optimal:
+                return first
+            large = Buckets(problem.sizes, list(problem.edges), None, *self.limits)
+            return _better(first, self._solve(problem, whole, large, self.labels))
+        except GaveUp:
+            if first is not None:
+                return first
+        return self._solve(problem, whole, Buckets(problem.sizes, list(problem.edges), None, *self.limits), self.labels)
+
+    def _solve(self, problem: Problem, whole: Problem, buckets: Buckets, labels: int) -> Choice:
         costs = Costs(problem)
-        buckets = Buckets(problem.sizes, costs.edges, None, *self.limits)
         free = buckets.run(costs.weighted())
         if math.isinf(free.value):
             self._why_none(whole)
@@ -78,16 +105,22 @@ class Elimination(Planner):
         if problem.limit is None:
             relaxation = Relaxation(0.0, free, free.value)
             relaxation.offer(problem, buckets.decide(free))
-            return self._close(problem, whole, buckets, relaxation, None)
+            return self._close(problem, whole, buckets, relaxation, None, labels)
         weight = buckets.run(costs.memory())
         if weight.value > problem.limit:
             self._why_none(whole)
         smallest = buckets.decide(weight) if buckets.exact else None
         relaxation = relax(problem, buckets, costs, free, smallest, ROUNDING * abs(free.value))
-        return self._close(problem, whole, buckets, relaxation, weight)
+        return self._close(problem, whole, buckets, relaxation, weight, labels)
 
     def _close(
-        self, problem: Problem, whole: Problem, buckets: Buckets, relaxation: Relaxation, weight: Messages | None
+        self,
+        problem: Problem,
+        whole: Problem,
+        buckets: Buckets,
+        relaxation: Relaxation,
+        weight: Messages | None,
+        labels: int,
     ) -> Choice:
         """Search near the lower bound, wider and wider, until the fastest choice found is proved to be the best."""
         best, rounding = relaxation, ROUNDING * max(abs(relaxation.messages.value), abs(relaxation.bound))
@@ -97,7 +130,7 @@ class Elimination(Planner):
         excess = gap / 64 if math.isfinite(gap) else 1e-3 * abs(best.bound)
         while best.seconds > best.bound + proved + rounding:
             excess = min(max(excess, 2 * rounding), best.seconds - best.bound + rounding)
-            bounds = Bounds(excess, room, best.multiplier, 0.1 * rounding, self.labels)
+            bounds = Bounds(excess, room, best.multiplier, 0.1 * rounding, labels)
             found = search(buckets, best.messages, weight, bounds)
             states += found.states
             if found.indices is not None:
@@ -108,8 +141,8 @@ class Elimination(Planner):
             excess = excess * 4 if excess < 1e6 * abs(best.bound) else math.inf
         work = buckets.work(best.passes + 1 + (weight is not None)) + Work(states=states)
         if best.indices is None and proved < math.inf:
-            raise UserError(
-                f"planner elimination: expected to find a choice within {self.labels} partial choices per layer, found "
+            raise GaveUp(
+                f"planner elimination: expected to find a choice within {labels} partial choices per layer, found "
                 "none; raise `labels`, or give layers fewer candidates"
             )
         if best.indices is None:
@@ -122,4 +155,13 @@ class Elimination(Planner):
         """Raise what explains best why there is no choice: nothing is allowed, or by how much nothing fits."""
         if problem.limit is None:
             raise not_allowed(problem)
-        raise no_fit(problem, self._solve(memory_problem(problem), problem.with_limit(None)).seconds)
+        raise no_fit(problem, self._staged(memory_problem(problem), problem.with_limit(None)).seconds)
+
+
+def _better(first: Choice, second: Choice) -> Choice:
+    """The faster of two choices, with the smaller of what both leave open, and the work of both."""
+    bound = max(first.seconds - first.gap, second.seconds - second.gap)
+    best = min(first, second, key=lambda choice: choice.seconds)
+    optimal = second.optimal
+    gap = 0.0 if optimal else max(0.0, best.seconds - bound)
+    return replace(second if optimal else best, optimal=optimal, gap=gap, work=first.work + second.work)

@@ -126,6 +126,15 @@ def test_of_equal_candidates_one_stays():
     assert prune(problem, keep=1).problem.sizes == (1, 4)
 
 
+def test_small_tables_first_then_large_ones(monkeypatch):
+    """The first try may fail or succeed: the result is the optimum."""
+    monkeypatch.setattr("halograd.perfmodel.planners.elimination.FIRST_LIMITS", (4, 16))
+    monkeypatch.setattr("halograd.perfmodel.planners.elimination.FIRST_LABELS", 2)
+    for seed in range(200):
+        problem = priced(seed, any_graph(np.random.default_rng(seed)), limited=seed % 2 == 0, infinite=0.1)
+        same(outcome(Elimination(), problem), outcome(Exhaustive(), problem), problem)
+
+
 def test_a_search_that_is_cut_short_says_so():
     """Too few partial choices: what is returned fits, and the optimum is within the gap."""
     short = 0
