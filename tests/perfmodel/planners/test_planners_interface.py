@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -146,3 +148,10 @@ def test_large_networks_are_planned_at_once():
     limited = Elimination().plan(bound)
     assert limited.optimal and bound.fits(limited.indices) and limited.seconds > choice.seconds
     assert limited.seconds <= PLANNERS["longest_path_first"]().plan(bound).seconds
+
+
+def test_the_example_in_the_documentation(capsys):
+    page = Path(__file__).resolve().parents[3] / "docs" / "planners.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    exec(compile(code, page.name, "exec"), {})
+    assert capsys.readouterr().out.startswith("(1, 1) 0.003 1000000000.0 True")
