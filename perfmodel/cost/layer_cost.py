@@ -17,6 +17,7 @@ from halograd.layers import Conv, Redistribute
 from halograd.layers.strips import boundary_boxes
 from halograd.perfmodel.cost.blocks import Blocks, intervals
 from halograd.perfmodel.cost.moves import Moves, moves_of
+from halograd.perfmodel.cost.needs import windows_of
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.sums import Sums, sums_of
 from halograd.perfmodel.cost.traffic import Move
@@ -221,7 +222,7 @@ def _strips(stage: Stage, pricing: Pricing) -> float:
     box, whole = out.box(rank), Box.of_shape(value.shape)
     if not box.size:
         return 0.0
-    windows = stage.layer.windows(stage.shapes[0])
+    windows = windows_of(stage.layer, stage.shapes[0])
     total = 0.0
     for strip in boundary_boxes(windows, box, value.blocks.box(rank), value.shape):
         need = input_box(windows, strip, value.shape[-1]) & whole

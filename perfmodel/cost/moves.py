@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from halograd.layers import Conv, Flatten, GlobalAveragePool, Layer, Redistribute, Resize
 from halograd.perfmodel.cost.blocks import Blocks
-from halograd.perfmodel.cost.needs import clipped, extended, gradient_blocks, needed_blocks, overrides
+from halograd.perfmodel.cost.needs import clipped, extended, gradient_blocks, needed_blocks, overrides, windows_of
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.traffic import Move
 
@@ -86,7 +86,7 @@ def slack_of(layer: Layer, shape: tuple[int, ...]) -> list[int] | None:
     if isinstance(layer, Resize):
         return [0, *(math.ceil(r.ratio) for r in layer.resamplings(shape)), 0]
     if layer.stencil is not None:
-        return [0, *(w.stride - 1 for w in layer.windows(shape)), 0]
+        return [0, *(w.stride - 1 for w in windows_of(layer, shape)), 0]
     return None
 
 

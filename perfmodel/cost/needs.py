@@ -12,10 +12,10 @@ from functools import lru_cache, partial
 
 from halograd.dtensor import Box, Window
 from halograd.errors import UserError
-from halograd.layers import Layer
+from halograd.layers import Conv, Layer
 from halograd.perfmodel.cost.blocks import Blocks, Intervals
 
-__all__ = ["clipped", "extended", "gradient_blocks", "needed_blocks", "overrides"]
+__all__ = ["clipped", "extended", "gradient_blocks", "needed_blocks", "overrides", "windows_of"]
 
 #: Ranks whose boxes are compared with the product.
 CHECKS = 6
@@ -46,7 +46,7 @@ def needed_blocks(layer: Layer, i: int, inputs: Sequence[Blocks], shapes: Sequen
     samples = [shape[1:] for shape in shapes]
     if overrides(layer, "input_boxes") or len(output.axes) != len(shapes[i]):
         return _probe(lambda box: layer.input_boxes(box, *samples)[i], output, len(shapes[i]), layer.kind)
-    spatial = [_range(w, axis) for w, axis in zip(layer.windows(samples[i]), output.axes[1:-1])]
+    spatial = [_range(w, axis) for w, axis in zip(windows_of(layer, samples[i]), output.axes[1:-1])]
     return Blocks((output.axes[0], *spatial, _channels(layer, inputs[i].axes[-1], output.axes[-1], shapes[i][-1])))
 
 
@@ -99,7 +99,23 @@ def gradient_blocks(layer: Layer, x: Blocks, shape: Sequence[int], out: Sequence
 
 
 @lru_cache(maxsize=16384)
+def windows_of(layer: Layer, shape: tuple[int, ...]) -> tuple[Window, ...]:
+    """`Layer.windows`, remembered."""
+    return layer.windows(shape)
+
+
+@lru_cache(maxsize=16384)
+def _reach(window: Window, axis: Intervals, outputs: int) -> Intervals:
+    return tuple(window.output_range(a, b, outputs) for a, b in axis)
+
+
+@lru_cache(maxsize=16384)
 def _gradient(layer: Layer, x: Blocks, shape: tuple[int, ...], out: tuple[int, ...]) -> Blocks:
+    if type(layer).gradient_boxes is Conv.gradient_boxes:
+        spatial = [_reach(w, axis, n) for w, axis, n in zip(windows_of(layer, shape), x.axes[1:-1], out)]
+        channels = tuple((0, out[-1]) if b > a else (0, 0) for a, b in x.axes[-1])
+        return Blocks((x.axes[0], *spatial, channels))
+
     def of(box: Box) -> Box:
         boxes = layer.gradient_boxes([box], shape, out)
         assert boxes is not None

@@ -30,10 +30,18 @@ FEW = 8
 
 
 class Wires:
-    """Times of communication on a machine. Local; remembers what it was asked."""
+    """Times of communication on a machine. Local; remembers what it was asked.
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    Parameters
+    ----------
+    machine
+        Whose links.
+    quick
+        Look at the node in the middle only (for the many candidates of a plan).
+    """
+
+    def __init__(self, machine: Machine, quick: bool = False) -> None:
+        self.machine, self.quick = machine, quick
         self._exchanges: dict[Move, float] = {}
         self._sums: dict[tuple[float, range | tuple[int, ...]], float] = {}
         links = [machine.links[level] for level in LEVELS[1:]]
@@ -84,7 +92,7 @@ class Wires:
         ranks = max(move.source.ranks, move.target.ranks)
         if ranks <= max(FEW, self.machine.devices_per_node):
             return list(range(ranks))
-        some = {0, ranks - 1, _middle(move.source), _middle(move.target)}
+        some = {_middle(move.source)} if self.quick else {0, ranks - 1, _middle(move.source), _middle(move.target)}
         width = self.machine.devices_per_node
         nodes = {rank // width for rank in some}
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]

@@ -1,0 +1,262 @@
+"""The planners' problem of a network: costs of all candidates of all layers, and of all changes between them.
+
+Layers with the same settings and shapes are priced once, tables of edges once per shape and pair of candidate lists.
+
+What is approximated, because the problem is a sum over layers and pairs of layers (`simulate` is not):
+
+* Sums of gradients overlap with computation, so what they add is not a sum over layers. A layer is charged `exposed`
+  times its share of a bucket; :func:`halograd.perfmodel.predict.plan_network` solves for several values (0: all
+  hidden, 1: none, as Jia et al. 2018 charge `t_s`) and lets `simulate` decide.
+* A value that two layers read under the same other cut is redistributed once, and charged twice.
+* A halo that two layers share is charged to both.
+* Memory is what stays: parameters, gradients and optimizer state, activations, halo copies. What the arena lends for
+  part of the backward pass (`transient`) is not additive; `plan_network` checks it with `memory_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halograd.layers import Input, Network, Node, Strategy
+from halograd.perfmodel.candidates import candidates
+from halograd.perfmodel.cost.blocks import PARTS, Parts, cut
+from halograd.perfmodel.cost.edges import edge_seconds, redistributed_bytes
+from halograd.perfmodel.cost.layer_cost import Pricing, layer_cost
+from halograd.perfmodel.cost.moves import reads_of
+from halograd.perfmodel.cost.parameters import held
+from halograd.perfmodel.cost.simulate import Training
+from halograd.perfmodel.cost.stages import Array, Stage, itemsize_of, stages
+from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.kernel_times import KernelTimes
+from halograd.perfmodel.layer_work import LayerWork
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.planners import Problem
+
+__all__ = ["NetworkCosts", "make_problem", "network_costs"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkCosts:
+    """What a `Problem` is made of.
+
+    Attributes
+    ----------
+    names
+        Layers in order of computation.
+    candidates
+        Per layer, the cuts that are looked at.
+    times, sums, memory
+        Per layer ``[candidates]``: kernels, halos, statistics and update [s]; sums of gradients [s]; what stays in
+        memory [B].
+    halos
+        Per layer, the cheaper halo algorithm of each candidate; "" where there is no halo.
+    edges, edge_memory
+        ``(u, v)`` -> ``[candidates of u, candidates of v]``: redistribution, both passes [s]; its copy [B].
+    """
+
+    names: tuple[str, ...]
+    candidates: tuple[tuple[Parts, ...], ...]
+    times: tuple[Floats, ...]
+    sums: tuple[Floats, ...]
+    memory: tuple[Floats, ...]
+    halos: tuple[tuple[str, ...], ...]
+    edges: Mapping[tuple[int, int], Floats]
+    edge_memory: Mapping[tuple[int, int], Floats]
+
+    def problem(self, exposed: float = 1.0, limit: float | None = None) -> Problem:
+        """The problem with this part of the sums of gradients charged, under a memory limit [B]."""
+        times = tuple(t + exposed * s for t, s in zip(self.times, self.sums))
+        return Problem(self.names, times, self.memory, self.edges, limit, self.edge_memory)
+
+    def strategy(self, indices: Sequence[int], bucket_bytes: int = 4 << 20) -> Strategy:
+        """The strategy that a choice of candidates stands for, halo algorithms included."""
+        layers = {}
+        for name, some, halos, i in zip(self.names, self.candidates, self.halos, indices):
+            layers[name] = {axis: n for axis, n in zip(PARTS, some[i]) if n > 1} or {"sample": 1}
+            if halos[i]:
+                layers[name]["halo"] = halos[i]
+        return Strategy({}, layers, bucket_bytes=bucket_bytes)
+
+    def indices(self, strategy: Strategy) -> list[int] | None:
+        """The choice that a strategy stands for; None if it has a cut that is no candidate."""
+        found = []
+        for name, some in zip(self.names, self.candidates):
+            parts = tuple(strategy.parts_of(name).get(axis, 1) for axis in PARTS)
+            if parts not in some:
+                return None
+            found.append(some.index(parts))
+        return found
+
+
+@dataclass(frozen=True)
+class _Priced:
+    times: Floats
+    sums: Floats
+    memory: Floats
+    halos: tuple[str, ...]
+
+
+def network_costs(
+    network: Network,
+    batch: int,
+    ranks: int,
+    machine: Machine,
+    times: KernelTimes,
+    training: Training | None = None,
+    full: bool = False,
+    bucket_bytes: int = 4 << 20,
+    pricing: Pricing | None = None,
+) -> NetworkCosts:
+    """Costs of all candidates of all layers.
+
+    Parameters
+    ----------
+    batch
+        Global number of samples.
+    ranks
+        How many there are; a layer may use fewer.
+    full
+        Every legal cut, not only those that are worth a look (`candidates`).
+    """
+    training = training or Training()
+    pricing = pricing or Pricing(Wires(machine, quick=True), times, training.dtype, best_halo=True)
+    maker = _Maker(network, batch, ranks, pricing, training, full, bucket_bytes)
+    return maker.costs()
+
+
+def make_problem(
+    network: Network, batch: int, ranks: int, machine: Machine, times: KernelTimes, exposed: float = 1.0, **options
+) -> Problem:
+    """The planners' problem of a network; `options` as for :func:`network_costs`, and `limit` [B]."""
+    limit = options.pop("limit", None)
+    return network_costs(network, batch, ranks, machine, times, **options).problem(exposed, limit)
+
+
+class _Maker:
+    def __init__(
+        self,
+        network: Network,
+        batch: int,
+        ranks: int,
+        pricing: Pricing,
+        training: Training,
+        full: bool,
+        bucket_bytes: int,
+    ) -> None:
+        self.network, self.batch, self.ranks, self.pricing, self.training = network, batch, ranks, pricing, training
+        self.full, self.bucket_bytes = full, bucket_bytes
+        self.itemsize = itemsize_of(training.dtype)
+        self.plain = {s.name: s for s in stages(network, Strategy(), batch, training.dtype)}
+        self._priced: dict[object, _Priced] = {}
+        self._tables: dict[object, tuple[Floats, Floats]] = {}
+
+    def costs(self) -> NetworkCosts:
+        nodes = self.network.layers
+        some = [self._candidates(node) for node in nodes.values()]
+        priced = [self._price(self.plain[name], own) for name, own in zip(nodes, some)]
+        edges, edge_memory = self._edges(list(nodes.values()), some)
+        return NetworkCosts(
+            tuple(nodes),
+            tuple(some),
+            tuple(p.times for p in priced),
+            tuple(p.sums for p in priced),
+            tuple(p.memory for p in priced),
+            tuple(p.halos for p in priced),
+            edges,
+            edge_memory,
+        )
+
+    def _candidates(self, node: Node) -> tuple[Parts, ...]:
+        return candidates(node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full)
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _price(self, plain: Stage, some: tuple[Parts, ...]) -> _Priced:
+        key = (_signature(plain), some)
+        if key not in self._priced:
+            rows = [self._row(_under(plain, parts)) for parts in some]
+            times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in rows)))
+            self._priced[key] = _Priced(times, sums, memory, tuple(r[3] for r in rows))
+        return self._priced[key]
+
+    def _row(self, stage: Stage) -> tuple[float, float, float, str]:
+        """Time, sums of gradients, memory and halo algorithm of one candidate."""
+        cost = layer_cost(stage, self.pricing, self.ranks)
+        sums = update = 0.0
+        parameters = 0
+        for part in held(stage.layer.parameters(*stage.shapes), stage.parts):
+            nbytes = max(part.sizes) * self.itemsize
+            parameters += nbytes
+            sums += self._sum(nbytes, part.sharing.groups[0])
+            update += self.pricing.wires.copy(nbytes) * (3 + 2 * self.training.slots) / 2
+        halo = ("overlap" if cost.overlaps else "pad") if cost.halo_forward else ""
+        return cost.seconds + update, sums, self._memory(stage, parameters), halo
+
+    def _sum(self, nbytes: int, group: range) -> float:
+        """A layer's share of a bucket's sum, or its own if it fills one."""
+        wires = self.pricing.wires
+        if nbytes >= self.bucket_bytes:
+            return wires.sum(nbytes, group)
+        return wires.sum(self.bucket_bytes, group) * nbytes / self.bucket_bytes
+
+    def _memory(self, stage: Stage, parameters: int) -> float:
+        total = parameters * (2 + self.training.slots) + stage.output.blocks.fullest * self.itemsize
+        for value, read in zip(stage.inputs, reads_of(stage)):
+            if value.read or read.move is not None:
+                total += read.needed.fullest * value.itemsize
+        return float(total)
+
+    # -- edges ---------------------------------------------------------------------------------
+
+    def _edges(
+        self, nodes: Sequence[Node], some: Sequence[tuple[Parts, ...]]
+    ) -> tuple[dict[tuple[int, int], Floats], dict[tuple[int, int], Floats]]:
+        place = {node: i for i, node in enumerate(nodes)}
+        edges: dict[tuple[int, int], Floats] = {}
+        memory: dict[tuple[int, int], Floats] = {}
+        for v, node in enumerate(nodes):
+            for source in dict.fromkeys(node.inputs):
+                u = place.get(source)
+                if isinstance(source, Input):
+                    # Read from disk by its first reader, redistributed from there for the others.
+                    u = place.setdefault(source, v)
+                assert u is not None
+                if u == v:
+                    continue
+                seconds, nbytes = self._table(source, some[u], some[v])
+                # Two values may be passed between the same pair of layers: an input, and what its reader makes.
+                edges[u, v] = edges[u, v] + seconds if (u, v) in edges else seconds
+                memory[u, v] = memory[u, v] + nbytes if (u, v) in memory else nbytes
+        return edges, memory
+
+    def _table(self, source: Node, makers: tuple[Parts, ...], readers: tuple[Parts, ...]) -> tuple[Floats, Floats]:
+        shape, passes, itemsize = (self.batch, *source.shape), 1, self.itemsize
+        if not isinstance(source, Input):
+            passes += self.plain[self.network.names[source]].output.trainable
+        key = (shape, makers, readers, passes)
+        if key not in self._tables:
+            seconds = edge_seconds(shape, makers, readers, self.pricing.wires, itemsize, self.ranks) * passes
+            self._tables[key] = (seconds, redistributed_bytes(shape, makers, readers, itemsize))
+        return self._tables[key]
+
+
+def _signature(stage: Stage) -> object:
+    """Equal for stages that cost the same under the same cut."""
+    flags = tuple((value.read, value.trainable, value.itemsize) for value in stage.inputs)
+    key = LayerWork.of(stage.layer, [value.shape for value in stage.inputs]).key
+    return key, stage.output.shape, flags, stage.backward, math.prod(stage.output.shape)
+
+
+def _under(plain: Stage, parts: Parts) -> Stage:
+    """The stage under a cut."""
+    inputs = [Array(v.name, v.shape, cut(v.shape, parts), v.itemsize, v.trainable, v.read) for v in plain.inputs]
+    y = plain.output
+    output = Array(y.name, y.shape, cut(y.shape, parts), y.itemsize, y.trainable)
+    return Stage(plain.name, plain.layer, inputs, output, parts, plain.options, plain.backward)
