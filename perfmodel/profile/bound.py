@@ -45,6 +45,8 @@ class BoundLayer:
     ----------
     inputs, dy : list of array, array or None
         What the layer before has written, and (not for a loss) what the layer behind has.
+    trainable, input_gradient : bool
+        Whether there is a backward pass, and whether it computes gradients of the inputs.
     """
 
     def __init__(
@@ -88,6 +90,9 @@ class BoundLayer:
         self.binding.end_scratch()
         self.inputs = [value.array for value in values]
         self.dy: Any = None
+        self._before = [self._copy(array) for array in self.inputs]
+        self._behind: Any = None
+        self.input_gradient = input_gradient
         self.trainable = trainable and (input_gradient or bool(params))
         if self.trainable:
             self._bind_backward(output, isinstance(layer, Loss))
@@ -121,6 +126,7 @@ class BoundLayer:
             _fill(output.new_contribution(self.memory), "dy")
             output.close_gradient(self.memory, self.kernels)
             self.dy = output.dy
+            self._behind = self._copy(self.dy)
         self.operator.bind_backward()
         self.binding.end_scratch()
 
@@ -129,10 +135,28 @@ class BoundLayer:
         """What its arrays take [B]."""
         return sum(self.memory.bytes.values())
 
+    def _copy(self, array: Any) -> Any:
+        copy = self.kernels.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def write_inputs(self) -> None:
+        """What the layer before does: it reads as much as it writes, and leaves some of it in the cache."""
+        for target, source in zip(self.inputs, self._before):
+            self.kernels.xp.add(source, 0, out=target)
+        self.kernels.synchronize()
+
+    def write_dy(self) -> None:
+        """What the layer behind does in backward; a forward pass may have used this memory for something else."""
+        if self.dy is not None:
+            self.kernels.xp.add(self._behind, 0, out=self.dy)
+            self.kernels.synchronize()
+
     def run(self) -> None:
         """One forward and, where there is one, one backward pass."""
         self.operator.forward()
         if self.trainable:
+            self.write_dy()
             self.operator.backward()
 
     def close(self) -> None:
@@ -175,6 +199,23 @@ class _Nothing:
 
     def finish(self) -> None:
         pass
+
+    def _copy(self, array: Any) -> Any:
+        copy = self.kernels.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def write_inputs(self) -> None:
+        """What the layer before does: it reads as much as it writes, and leaves some of it in the cache."""
+        for target, source in zip(self.inputs, self._before):
+            self.kernels.xp.add(source, 0, out=target)
+        self.kernels.synchronize()
+
+    def write_dy(self) -> None:
+        """What the layer behind does in backward; a forward pass may have used this memory for something else."""
+        if self.dy is not None:
+            self.kernels.xp.add(self._behind, 0, out=self.dy)
+            self.kernels.synchronize()
 
     def run(self) -> None:
         pass

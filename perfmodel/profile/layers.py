@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from halograd.comm import Communicator
+from halograd.layers.loss import Loss
 from halograd.perfmodel.layer_work import LayerTime, LayerWork
 from halograd.perfmodel.profile.bound import BoundLayer
 
@@ -52,7 +53,7 @@ class LayerTimer:
         with self._bind(work) as bound:
             timed = _Timed(bound, self.kernels)
             rough = self._rough(timed)
-            if not len(self._passing) or bound.memory_bytes > 8 * len(self._passing):
+            if not self._needs_twin(work, bound):
                 return self._repeat(timed, None, rough)
             with self._bind(work) as twin:
                 twin.run()
@@ -74,10 +75,20 @@ class LayerTimer:
             spread=work.spread,
         )
 
+    def _needs_twin(self, work: LayerWork, bound: BoundLayer) -> bool:
+        """Not where all data stay in the cache, nor for large layers, whose code does not count.
+
+        A loss comes once in a step: its code is as cold as its data.
+        """
+        flushed = len(self._passing)
+        return flushed > 0 and bound.memory_bytes <= 8 * flushed and not isinstance(work.layer, Loss)
+
     def _rough(self, timed: _Timed) -> float:
         """Time of both passes of the slowest rank, after one that warms up [s]."""
-        timed.forward(), timed.backward()
-        return float(self.comm.allreduce_scalar(timed.forward() + sum(timed.backward()), "max"))
+        timed.bound.run()
+        seconds = timed.forward()
+        timed.bound.write_dy()
+        return float(self.comm.allreduce_scalar(seconds + sum(timed.backward()), "max"))
 
     def _repeat(self, timed: _Timed, twin: BoundLayer | None, rough: float) -> LayerTime:
         repeats = max(FEWEST, min(REPEATS, int(ENOUGH / max(rough, 1e-9))))
@@ -91,7 +102,8 @@ class LayerTimer:
         self._flush()
         if twin is not None:
             twin.operator.forward()
-        self._write(bound.inputs)
+        if bound.input_gradient:
+            bound.write_inputs()  # samples were not written just now
         self.comm.barrier()
         forward = timed.forward()
         if not bound.trainable:
@@ -99,19 +111,13 @@ class LayerTimer:
         self._flush()
         if twin is not None:
             twin.run()
-        self._write([bound.dy] if bound.dy is not None else [])
+        bound.write_dy()
         self.comm.barrier()
         return (forward, *timed.backward())
 
     def _flush(self) -> None:
         """Read and write as much as passes between two uses of a layer's data."""
         self._passing += 1
-
-    def _write(self, arrays: list[Any]) -> None:
-        """What the layer before (or behind) does: it leaves its result in the cache."""
-        for array in arrays:
-            self.kernels.xp.add(array, 0, out=array)
-        self.kernels.synchronize()
 
 
 class _Timed:

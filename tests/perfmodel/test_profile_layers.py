@@ -1,0 +1,193 @@
+"""Layers on their own: bound as in an executor, timed, and kept; what is measured of a network."""
+
+import math
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd import layers as L
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers import Input, Network
+from halograd.models import build
+from halograd.perfmodel.layer_work import LayerTime, LayerWork
+from halograd.perfmodel.profile import Conditions, LayerTimer, TimeCache, measure_layers, works_of
+from halograd.perfmodel.profile.bound import BoundLayer
+from halograd.perfmodel.profile.candidates import cuts
+from halograd.training import Executor
+
+HERE = Conditions("a device", "numpy", "1")
+MAP, VECTOR = (2, 8, 8, 4), (2, 12)
+CASES = [
+    (L.Conv(6, 3, padding=1, activation="relu"), [MAP]),
+    (L.Conv(6, 3, 2, bias=False, groups=2), [MAP]),
+    (L.ConvTranspose(6, 2, 2), [MAP]),
+    (L.Dense(5), [VECTOR]),
+    (L.BatchNorm(activation="relu"), [MAP]),
+    (L.GroupNorm(2), [MAP]),
+    (L.LayerNorm(), [MAP]),
+    (L.ReLU(), [MAP]),
+    (L.GELU(), [MAP]),
+    (L.Softmax(), [VECTOR]),
+    (L.Dropout(0.5), [MAP]),
+    (L.Add(), [MAP, MAP]),
+    (L.Concat(), [MAP, MAP]),
+    (L.MaxPool(3, 2, padding=1), [MAP]),
+    (L.AveragePool(2), [MAP]),
+    (L.GlobalAveragePool(), [MAP]),
+    (L.Flatten(), [MAP]),
+    (L.Resize(scale=2, mode="bilinear"), [MAP]),
+    (L.BinaryCrossEntropyWithLogits(), [MAP, MAP]),
+    (L.MeanSquaredError(), [VECTOR, VECTOR]),
+    (L.SoftmaxCrossEntropy(), [MAP, (2, 8, 8, 1)]),
+    (L.SoftmaxCrossEntropy(), [VECTOR, (2, 1)]),
+    (L.Dice(), [MAP, MAP]),
+]
+
+
+@pytest.fixture
+def alone():
+    with Communicator(MPI.COMM_SELF) as made:
+        yield made
+
+
+@pytest.fixture
+def kernels():
+    with get_backend("numpy") as made:
+        yield made
+
+
+@pytest.mark.parametrize(("layer", "shapes"), CASES, ids=lambda v: v.kind if isinstance(v, L.Layer) else "")
+@pytest.mark.parametrize("flush", [0, 4096], ids=["in the cache", "flushed"])
+def test_every_layer_can_be_timed(alone, kernels, layer, shapes, flush):
+    timer = LayerTimer(kernels, alone, flush)
+    time = timer.measure(LayerWork.of(layer, shapes))
+    assert time.forward > 0 and time.backward_data >= 0
+    has_weights = "w" in layer.parameters(*(s[1:] for s in shapes))
+    assert (time.backward_filter > 0) is has_weights
+    timer.close()
+
+
+def test_first_layers_and_evaluation_do_less(alone, kernels):
+    timer, conv = LayerTimer(kernels, alone, 0), L.Conv(6, 3)
+    assert timer.measure(LayerWork.of(conv, [MAP], trainable=False)).backward == 0
+    with BoundLayer(conv, [MAP], "float32", kernels, alone, input_gradient=False) as first:
+        assert first.operator.data is None
+    timer.close()
+
+
+def test_a_bound_layer_computes_what_the_executor_does(alone, kernels):
+    x = Input(MAP[1:])
+    network = Network(L.Conv(6, 3, padding=1, name="layer")(x))
+    with (
+        Executor(network, alone, kernels, 2, dtype="float64", trainable=False) as executor,
+        BoundLayer(L.Conv(6, 3, padding=1), [MAP], "float64", kernels, alone) as bound,
+    ):
+        executor.set_input("x", bound.inputs[0])
+        for name, array in bound.binding.params.items():
+            executor.store.params[f"layer/{name}"][...] = array
+        executor.forward()
+        bound.run()
+        np.testing.assert_array_equal(executor.gather("layer"), bound.binding.output.array)
+
+
+def test_kernels_around_sums_compute_the_same_norm(alone, kernels):
+    results = []
+    for spread in (False, True):
+        with BoundLayer(L.BatchNorm(), [MAP], "float32", kernels, alone, spread=spread) as bound:
+            assert bound.operator.fused is not spread
+            bound.run()
+            results.append((bound.binding.output.array.copy(), bound.binding.inputs[0].contributions[0].copy()))
+    for one, two in zip(*results):
+        np.testing.assert_allclose(one, two, atol=1e-5)
+
+
+# -- what is measured -----------------------------------------------------------------------------
+
+
+def conv_net():
+    x = Input((12, 8, 3))
+    return Network(L.Conv(5, 3, 2, padding=1)(L.ReLU()(L.Conv(4, 5)(x))))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+def test_cuts_are_all_that_leave_no_part_empty(ranks):
+    node = next(iter(conv_net().layers.values()))  # output (8, 4, 4)
+    assert node.layer.cuts_channels in ("no", "contracts")
+    found = list(cuts(node, 3, ranks))
+    assert len({tuple(sorted(c.items())) for c in found}) == len(found)
+    extents = {"sample": 3, "height": 8, "width": 4, "channel": 4, "input_channel": 3}
+    names = list(extents)[: 5 if node.layer.cuts_channels == "contracts" else 3]
+    expected = 0
+    for parts in np.ndindex(*(ranks,) * len(names)):
+        sizes = [p + 1 for p in parts]
+        expected += math.prod(sizes) == ranks and all(s <= extents[n] for s, n in zip(sizes, names))
+    assert len(found) == expected
+
+
+def test_works_cover_the_uncut_network():
+    network = conv_net()
+    works = works_of(network, 4, 2)
+    for node in network.layers.values():
+        first = isinstance(node.inputs[0], Input)
+        work = LayerWork.of(node.layer, [(4, *n.shape) for n in node.inputs], input_gradient=not first)
+        assert work.key in works
+    assert all(work.key == key for key, work in works.items())
+
+
+@pytest.mark.parametrize("model", ["lenet5", "resnet50", "unet2d", "unet3d"])
+def test_works_of_models_are_few(model):
+    """Many layers compute the same, and planners ask for shapes, not for cuts."""
+    network = build(model)
+    assert 0 < len(works_of(network, 4, 4)) < 16 * len(network.layers)
+
+
+class FakeTimer:
+    """Takes no time, and may be interrupted."""
+
+    def __init__(self, comm, interrupt_after=None):
+        self.comm, self.interrupt_after, self.keys = comm, interrupt_after, []
+
+    def measure(self, work):
+        if len(self.keys) == self.interrupt_after:
+            raise KeyboardInterrupt
+        self.keys.append(work.key)
+        return LayerTime(float(len(self.keys)), 0.0, 0.0)
+
+
+def test_an_interrupted_profile_goes_on(tmp_path, alone):
+    works, path = works_of(conv_net(), 4, 2), tmp_path / "t.jsonl"
+    first = FakeTimer(alone, interrupt_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        measure_layers(works, first, TimeCache(path, every=100), HERE)
+    told = []
+    second = FakeTimer(alone)
+    state = measure_layers(works, second, TimeCache(path), HERE, progress=lambda *done: told.append(done))
+    assert (state.known, state.measured, state.left) == (3, len(works) - 3, 0)
+    assert not set(first.keys) & set(second.keys)
+    assert told[0] == (0, len(works)) and told[-1] == (len(works), len(works))
+    third = FakeTimer(alone)
+    assert measure_layers(works, third, TimeCache(path), HERE).known == len(works)
+    assert not third.keys
+
+
+def test_a_budget_leaves_layers(alone):
+    works = works_of(conv_net(), 4, 2)
+    state = measure_layers(works.values(), FakeTimer(alone), TimeCache(None), HERE, budget=0.0)
+    assert (state.measured, state.left) == (0, len(works))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_measure_together(comm, tmp_path):
+    with Communicator(comm) as both, get_backend("numpy") as kernels:
+        cache = TimeCache(tmp_path / "t.jsonl" if comm.rank == 0 else None)
+        timer = LayerTimer(kernels, both, 0)
+        times = timer.measure(LayerWork.of(L.Conv(6, 3), [MAP]))
+        assert both.allgather_objects(times) == [times] * 2
+        works = works_of(conv_net(), 2, 2)
+        state = measure_layers(works, timer, cache, HERE)
+        assert state.measured == len(works)
+        assert len(cache) == (len(works) if comm.rank == 0 else 0)
+        assert measure_layers(works, timer, cache, HERE).known == len(works)
+        timer.close()

@@ -1,0 +1,97 @@
+"""Times of messages, against an emulated network whose numbers are known."""
+
+import pytest
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.perfmodel.machine import LEVELS, Machine
+from halograd.perfmodel.profile import Profile, measure_machine
+from halograd.perfmodel.profile.measure import group_sizes
+from halograd.perfmodel.profile.messages import (
+    Places,
+    fit_channel,
+    fit_face,
+    fit_reduction,
+    fit_reduction_behind,
+)
+
+# Large enough that what waking up takes (some 50 us, more on a busy machine) is a small part.
+ALPHA, BETA = 5e-3, 1e-8
+SIZES = (8, 100_000, 1_000_000)
+
+
+def test_partners_are_mutual_and_on_the_right_node():
+    places = Places(("a", "a", "a", "b", "b"))
+    assert [places.partner(r, "node") for r in range(5)] == [1, 0, None, 4, 3]
+    assert [places.partner(r, "across") for r in range(5)] == [3, 4, None, 0, 1]
+    assert places.fullest == 3
+    assert places.has("node") and places.has("across")
+    alone = Places(("a",))
+    assert not alone.has("node") and not alone.has("across")
+    assert Places(("a", "b", "c")).partner(2, "across") is None
+
+
+def test_groups():
+    assert [group_sizes(n) for n in (1, 2, 3, 8)] == [[], [2], [2, 3], [2, 4, 8]]
+
+
+@pytest.fixture
+def network(comm):
+    with Communicator(comm, f"emulated:alpha={ALPHA},beta={BETA}") as made:
+        yield made
+
+
+def assert_found(fit, alpha, beta):
+    assert fit.alpha == pytest.approx(alpha, rel=0.1)
+    assert fit.beta == pytest.approx(beta, rel=0.1)
+    assert fit.error < 0.1
+
+
+@pytest.mark.ranks(2)
+def test_messages_of_an_emulated_network(network):
+    assert_found(fit_channel(network, 1 - network.rank, SIZES, rounds=4), ALPHA, BETA)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strided", [False, True], ids=["rows", "columns"])
+def test_faces_of_an_emulated_network(network, strided):
+    assert_found(fit_face(network, 1 - network.rank, strided, SIZES), ALPHA, BETA)
+
+
+@pytest.mark.ranks(2, 3)
+def test_sums_of_an_emulated_network(network):
+    """A ring: 2 (P - 1) messages of a P-th of the bytes."""
+    p = network.size
+    waited = fit_reduction(network, SIZES)
+    assert_found(waited, 2 * (p - 1) * ALPHA, 2 * (p - 1) / p * BETA)
+    arrival, exposed = fit_reduction_behind(network, waited, SIZES)
+    # Seen by a thread that polls, beside one that computes: later, never earlier.
+    assert arrival.at(SIZES[0]) > 1.9 * (p - 1) * ALPHA
+    assert arrival.at(SIZES[-1]) < 1.5 * waited.at(SIZES[-1])
+    assert exposed.at(SIZES[-1]) < 0.1 * waited.at(SIZES[-1]), "it arrived behind the computation"
+
+
+@pytest.mark.ranks(3)
+def test_who_has_no_partner_looks_on(network):
+    partner = (1, 0, None)[network.rank]
+    fit = fit_channel(network, partner, (8, 1000), rounds=1)
+    assert network.allgather_objects(fit) == [fit] * 3
+    assert fit_face(network, partner, True, (8, 100_000)).alpha > 0.5 * ALPHA
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_machine_is_measured_and_saved(comm, tmp_path):
+    with Communicator(comm, "auto") as ranks, get_backend("numpy") as kernels:
+        found = measure_machine(ranks, kernels, "mine")
+        assert ranks.allgather_objects(found.to_dict()) == [found.to_dict()] * comm.size
+    machine = found.machine
+    assert machine.devices_per_node == comm.size and set(machine.links) == set(LEVELS)
+    assert machine.peak_flops["float32"] > machine.peak_flops["float64"] / 2 > 0
+    assert machine.memory > 1 << 20 and machine.memory_bandwidth > 1e8 and machine.launch > 0
+    assert machine.links["switch"].note == "not measured: copied from " + ("node" if comm.size > 1 else "device")
+    assert sorted(found.reduction) == sorted(found.reduction_exposed) == ([2] if comm.size == 2 else [])
+    assert ("node" in found.face) is (comm.size == 2)
+    assert found.pack("across") == 0 <= found.pack("node")
+    found.save(tmp_path / "mine.toml")
+    assert Machine.load(tmp_path / "mine.toml") == machine
+    assert Profile.load(tmp_path / "mine.toml") == found
