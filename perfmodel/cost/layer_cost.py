@@ -6,6 +6,8 @@ All times in [s]. Terms are those of Dryden et al. 2019, Section V-A: forward ``
     pad        forward   pack | halo of x | unpack | kernel
     overlap    forward   pack | max(halo of x, kernel) | unpack | boundary strips again
     both       backward  pack | max(halo of dy, filter gradient) | unpack | data gradient
+    channels   forward   pack | x | unpack | kernel | sum of y
+               backward  dy | data gradient | max(sum of dx, filter gradient)
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from halograd.dtensor import Box, input_box
 from halograd.layers import Conv, Redistribute
 from halograd.layers.strips import boundary_boxes
 from halograd.perfmodel.cost.blocks import Blocks, intervals
-from halograd.perfmodel.cost.moves import Moves, moves_of
+from halograd.perfmodel.cost.moves import Moves, contracts, moves_of
 from halograd.perfmodel.cost.needs import windows_of
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.sums import Sums, sums_of
@@ -36,8 +38,10 @@ class LayerCost:
     forward, backward_data, backward_filter
         Kernels.
     halo_forward, halo_backward
-        From the start of the halo exchange until the last rank has it, packing left out. Under channel cuts with
-        what the ranks of a channel group send each other.
+        From the start of the halo exchange until the last rank has it, packing left out. Where channels are cut,
+        with the input channels that other ranks own, and the sums of their gradients.
+    channel_forward, channel_backward
+        Partial sums of `y` to their owners, and `dy` from there.
     redistribution_forward, redistribution_backward
         The same of changes of layout (`Redistribute`, `Flatten`, `GlobalAveragePool`).
     packing_forward, packing_backward
@@ -57,6 +61,8 @@ class LayerCost:
     backward_filter: float = 0.0
     halo_forward: float = 0.0
     halo_backward: float = 0.0
+    channel_forward: float = 0.0
+    channel_backward: float = 0.0
     redistribution_forward: float = 0.0
     redistribution_backward: float = 0.0
     packing_forward: float = 0.0
@@ -85,13 +91,13 @@ class LayerCost:
     @property
     def forward_seconds(self) -> float:
         """From the layer's start to its end, forward."""
-        beside = self.packing_forward + self.redistribution_forward + self.statistics_forward
+        beside = self.packing_forward + self.channel_forward + self.redistribution_forward + self.statistics_forward
         return self.forward + self.strips * self.overlaps + self.exposed_forward + beside
 
     @property
     def backward_seconds(self) -> float:
         """The same, backward."""
-        beside = self.packing_backward + self.redistribution_backward + self.statistics_backward
+        beside = self.packing_backward + self.channel_backward + self.redistribution_backward + self.statistics_backward
         return self.backward_data + self.backward_filter + self.exposed_backward + beside
 
     @property
@@ -129,7 +135,7 @@ class Pricing:
             return LayerTime(0.0)
         inputs = [_local(value.blocks) for value in stage.inputs]
         filters = None
-        if stage.layer.cuts_channels == "contracts" and stage.parts[4] * stage.parts[5] > 1:
+        if contracts(stage):
             channels, inner = stage.parts[4:]
             inputs[0] = (*inputs[0][:-1], intervals(stage.inputs[0].shape[-1], inner)[0][1])
             filters = intervals(stage.output.shape[-1], channels * inner)[inner - 1][1]
@@ -166,8 +172,8 @@ def layer_cost(
     wires = pricing.wires
     terms = _communication(moves, wires) | _statistics(sums_of(stage, ranks), wires, train)
     data, filter_ = (time.backward_data, time.backward_filter) if train and stage.backward else (0.0, 0.0)
-    cost = LayerCost(time.forward, data, filter_, **terms, hides=isinstance(stage.layer, Conv))
-    if not isinstance(stage.layer, Conv) or not cost.halo_forward:
+    cost = LayerCost(time.forward, data, filter_, **terms, hides=isinstance(stage.layer, Conv) or contracts(stage))
+    if not isinstance(stage.layer, Conv) or contracts(stage) or not cost.halo_forward:
         return cost
     cost = replace(cost, strips=_strips(stage, pricing))
     return _with_algorithm(cost, stage.options.get("halo", "auto"), pricing)
@@ -189,7 +195,7 @@ def _local(blocks: Blocks) -> tuple[int, ...]:
 def _communication(moves: Moves, wires: Wires) -> dict[str, float]:
     terms: dict[str, float] = {}
     for way, some in (("forward", moves.forward), ("backward", moves.backward)):
-        for kind, term in (("halo", "halo"), ("redistribute", "redistribution")):
+        for kind, term in (("halo", "halo"), ("channel", "channel"), ("redistribute", "redistribution")):
             terms[f"{term}_{way}"] = sum(wires.exchange(m) for m in some if m.kind == kind)
         terms[f"packing_{way}"] = sum(_packing(m, wires) for m in some)
     return terms

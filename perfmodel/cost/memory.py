@@ -28,7 +28,7 @@ from halograd.layers import (
     Resize,
 )
 from halograd.perfmodel.cost.blocks import Blocks
-from halograd.perfmodel.cost.moves import Read, moves_of, reads_of
+from halograd.perfmodel.cost.moves import Read, contraction_blocks, contracts, moves_of, reads_of
 from halograd.perfmodel.cost.needs import clipped, gradient_blocks
 from halograd.perfmodel.cost.parameters import Bucket, held
 from halograd.perfmodel.cost.stages import Array, Stage
@@ -130,7 +130,7 @@ class _Rank:
         self.steps, self.rank, self.ranks, self.itemsize = steps, rank, ranks, itemsize
         self.arena = Arena()
         self.bytes: dict[str, int] = {}
-        self.reads = [[] if _sends_owned(s.layer) else reads_of(s) for s in steps]
+        self.reads = [_reads(s) for s in steps]
         self.values: dict[int, _Value] = {}
         self.scratch: list[int] = []
         self._place()
@@ -210,6 +210,9 @@ class _Rank:
 
     def _forward_scratch(self, stage: Stage) -> list[int]:
         layer, out = stage.layer, self._box(stage.output.blocks)
+        if contracts(stage):
+            _, partial = contraction_blocks(stage)
+            return [self._box(partial).size * self.itemsize] if stage.parts[5] > 1 else []
         if isinstance(layer, GlobalAveragePool):
             x = self._box(stage.inputs[0].blocks)
             return [8 * (x.shape[0] * x.shape[-1] if x.size else 0), 8 * out.size]
@@ -248,6 +251,8 @@ class _Rank:
         layer = stage.layer
         if isinstance(layer, Add):
             self._backward_add(layer, value, wanted)
+        elif contracts(stage):
+            self._backward_contraction(stage, layer, value, wanted)
         elif isinstance(layer, Conv):
             self._backward_conv(stage, layer, value, wanted)
         elif isinstance(layer, ConvTranspose):
@@ -278,6 +283,20 @@ class _Rank:
         for x in wanted:
             self._contribute(x)
             self._gather_gradient(stage, region)
+
+    def _backward_contraction(self, stage: Stage, layer: Layer, value: _Value, wanted: list[_Value]) -> None:
+        read, partial = (self._box(blocks) for blocks in contraction_blocks(stage))
+        region = value.gradient_region or value.owned
+        sizes = []
+        if getattr(layer, "activation", None) == "relu":
+            sizes.append(value.owned.size)
+            region = value.owned
+        if not is_packed(region, partial):
+            sizes.append(partial.size)
+        for x in wanted:
+            self._contribute(x)
+            sizes += [read.size] if read != x.owned else []
+        self.scratch += [self.arena.acquire(size * self.itemsize) for size in sizes]
 
     def _gather_gradient(self, stage: Stage, region: Box) -> None:
         needed = self._gradient_box(stage)
@@ -348,6 +367,11 @@ class _Rank:
         return total
 
 
-def _sends_owned(layer: Layer) -> bool:
-    """Layers that send what they own straight into their output."""
-    return isinstance(layer, Redistribute | Flatten | GlobalAveragePool)
+def _reads(stage: Stage) -> list[Read]:
+    """What a stage gathers; nothing where it sends what it owns straight into its output."""
+    if isinstance(stage.layer, Redistribute | Flatten | GlobalAveragePool):
+        return []
+    if contracts(stage):
+        read, _ = contraction_blocks(stage)
+        return [Read(read, (read, None), None)]
+    return reads_of(stage)

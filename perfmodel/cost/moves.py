@@ -4,8 +4,9 @@
 layer              forward                                     backward
 =================  ==========================================  ================================================
 convolution        halo of `x`                                 halo of `dy`, if `dx` is wanted
-  filters cut      ... and `x` of the channel group            sums of `dx` over the channel group
-  inputs cut       sums of `y` over the group                  `dy` of the group
+convolution,       `x` of the block of input channels, halo    `dy` of the block of filters (`channel`); sums of
+dense, with cut    included; partial sums of `y` to their      `dx` at its owners (the adjoint of what was read)
+channels           owners (`channel`)
 transposed         `x` that reaches the block                  halo of `dy`
 pooling, resize,   halo of `x`                                 what was received, back (the adjoint)
   custom layers
@@ -22,12 +23,12 @@ import math
 from dataclasses import dataclass
 
 from halograd.layers import Conv, Flatten, GlobalAveragePool, Layer, Redistribute, Resize
-from halograd.perfmodel.cost.blocks import Blocks
+from halograd.perfmodel.cost.blocks import Blocks, intervals
 from halograd.perfmodel.cost.needs import clipped, extended, gradient_blocks, needed_blocks, overrides, windows_of
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.traffic import Move
 
-__all__ = ["Moves", "Read", "moves_of", "reads_of"]
+__all__ = ["Moves", "Read", "contraction_blocks", "contracts", "moves_of", "reads_of"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def moves_of(stage: Stage, gathered: set | None = None) -> Moves:
         return _both(stage, _flatten(stage))
     if isinstance(layer, GlobalAveragePool):
         return _global_average(stage)
+    if contracts(stage):
+        return _contraction(stage, gathered)
     reads = reads_of(stage)
     forward = []
     for value, read in zip(stage.inputs, reads):
@@ -114,6 +117,41 @@ def moves_of(stage: Stage, gathered: set | None = None) -> Moves:
         if gathered is not None:
             gathered.add(entry)
     return Moves(tuple(forward), _backward(stage, reads) if stage.backward else ())
+
+
+def contracts(stage: Stage) -> bool:
+    """Whether a stage sums over channels that are cut, or has its filters cut."""
+    return stage.layer.cuts_channels == "contracts" and stage.parts[4] * stage.parts[5] > 1
+
+
+def contraction_blocks(stage: Stage) -> tuple[Blocks, Blocks]:
+    """What every rank reads of the input, and the part of the output of which it computes a summand."""
+    x, y = stage.inputs[0], stage.output
+    channels, inner = stage.parts[4:]
+    needed = clipped(needed_blocks(stage.layer, 0, [x.blocks], [x.shape], y.blocks), x.shape)
+    own = intervals(x.shape[-1], inner)
+    outputs = intervals(y.shape[-1], channels * inner)
+    filters = [(outputs[k * inner][0], outputs[(k + 1) * inner - 1][1]) for k in range(channels)]
+    last = range(channels * inner)
+    read = Blocks((*needed.axes[:-1], tuple(own[j % inner] for j in last)))
+    return read, Blocks((*y.blocks.axes[:-1], tuple(filters[j // inner] for j in last)))
+
+
+def _contraction(stage: Stage, gathered: set | None) -> Moves:
+    x, y = stage.inputs[0], stage.output
+    read, partial = contraction_blocks(stage)
+    forward, backward = [], []
+    entry = (id(x), (read, None))
+    if not x.read and read != x.blocks and (gathered is None or entry not in gathered):
+        forward.append(Move(x.blocks, read, x.itemsize))
+    if gathered is not None:
+        gathered.add(entry)
+    if partial != y.blocks:
+        forward.append(Move(partial, y.blocks, y.itemsize, "channel"))
+        backward.append(Move(y.blocks, partial, y.itemsize, "channel"))
+    if x.trainable and read != x.blocks:
+        backward.append(Move(read, x.blocks, x.itemsize))
+    return Moves(tuple(forward), tuple(backward) if stage.backward else ())
 
 
 def _both(stage: Stage, move: Move) -> Moves:

@@ -25,6 +25,8 @@ class LayerRecord:
         Kernels, boundary strips included.
     halo, halo_exposed
         Halo exchanges of both passes: how long they take, and what nothing hides.
+    channel
+        Partial sums of cut channels, and their adjoint.
     statistics
         Sums of norms and losses that are waited for.
     redistribution
@@ -49,6 +51,7 @@ class LayerRecord:
     backward: float = 0.0
     halo: float = 0.0
     halo_exposed: float = 0.0
+    channel: float = 0.0
     statistics: float = 0.0
     redistribution: float = 0.0
     packing: float = 0.0
@@ -62,7 +65,7 @@ class LayerRecord:
     @property
     def seconds(self) -> float:
         """What the layer adds to the step [s]."""
-        exposed = self.halo_exposed + self.allreduce_exposed
+        exposed = self.halo_exposed + self.channel + self.allreduce_exposed
         return self.forward + self.backward + self.statistics + self.redistribution + self.packing + exposed
 
 

@@ -27,7 +27,7 @@ from halograd.perfmodel.candidates import candidates
 from halograd.perfmodel.cost.blocks import PARTS, Parts, cut
 from halograd.perfmodel.cost.edges import edge_seconds, redistributed_bytes
 from halograd.perfmodel.cost.layer_cost import Pricing, layer_cost
-from halograd.perfmodel.cost.moves import reads_of
+from halograd.perfmodel.cost.moves import contraction_blocks, contracts, reads_of
 from halograd.perfmodel.cost.parameters import held
 from halograd.perfmodel.cost.simulate import Training
 from halograd.perfmodel.cost.stages import Array, Stage, itemsize_of, stages
@@ -208,9 +208,10 @@ class _Maker:
 
     def _memory(self, stage: Stage, parameters: int) -> float:
         total = parameters * (2 + self.training.slots) + stage.output.blocks.fullest * self.itemsize
-        for value, read in zip(stage.inputs, reads_of(stage)):
-            if value.read or read.move is not None:
-                total += read.needed.fullest * value.itemsize
+        needed = [contraction_blocks(stage)[0]] if contracts(stage) else [read.needed for read in reads_of(stage)]
+        for value, blocks in zip(stage.inputs, needed):
+            if value.read or blocks != value.blocks:
+                total += blocks.fullest * value.itemsize
         return float(total)
 
     # -- edges ---------------------------------------------------------------------------------

@@ -141,6 +141,7 @@ def _record(stage: Stage, cost: LayerCost, before: float, share: tuple[float, fl
         backward=cost.backward_data + cost.backward_filter,
         halo=cost.halo_forward + cost.halo_backward,
         halo_exposed=cost.exposed_forward + cost.exposed_backward,
+        channel=cost.channel_forward + cost.channel_backward,
         statistics=cost.statistics_forward + cost.statistics_backward,
         redistribution=before + cost.redistribution_forward + cost.redistribution_backward,
         packing=cost.packing_forward + cost.packing_backward,

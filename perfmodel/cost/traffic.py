@@ -42,7 +42,7 @@ class Move:
     itemsize
         Of one element [B].
     kind
-        Under which `comm.counters` books it: ``"halo"`` or ``"redistribute"``.
+        Under which `comm.counters` books it: ``"halo"``, ``"channel"`` or ``"redistribute"``.
     """
 
     source: Blocks
