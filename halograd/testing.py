@@ -86,7 +86,8 @@ def run_layer(
     with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed) as executor:
         labels = _labels(executor.store.params)
         for key, array in executor.store.params.items():
-            array[...] = random_array(array.shape, key, seed) + moved.get(labels[key], 0.0)
+            whole = random_array(executor.store.shapes[key], key, seed) + moved.get(labels[key], 0.0)
+            array[...] = whole[executor.store.box(key).slices()]
         for i, s in enumerate(shapes):
             executor.set_input(f"x{i}", random_array((batch, *s), f"x{i}", seed) + moved.get(f"x{i}", 0.0))
         executor.set_input("g", random_array((batch, *y.shape), "g", seed))
@@ -98,7 +99,8 @@ def run_layer(
             executor.reducer.finish()
         result = {"y": executor.gather(name)}
         result |= {f"dx{i}": executor.gather(f"x{i}", gradient=True) for i in range(len(shapes))}
-        result |= {f"d{labels[k]}": v.copy() for k, v in executor.store.grads.items()}
+        grads = executor.store.gather(comm, executor.store.grads)
+        result |= {f"d{labels[k]}": v.copy() for k, v in (grads or {}).items()}
     result["loss"] = np.array([loss])
     return result if comm.rank == 0 else None  # type: ignore[return-value]
 

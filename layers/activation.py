@@ -15,6 +15,8 @@ __all__ = ["GELU", "LeakyReLU", "ReLU", "Sigmoid", "Softmax", "Tanh"]
 
 
 class _Activation(Layer):
+    cuts_channels = "channelwise"
+
     """An elementwise function that the kernel backend has under the name `function`. Communication: none."""
 
     function = ""

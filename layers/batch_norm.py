@@ -10,6 +10,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.layers.binding import Binding
+from halograd.layers.groups import group_of
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.operator import Operator
@@ -46,10 +47,10 @@ class BatchNorm(Layer):
 
     Notes
     -----
-    Parameters `gamma`, `beta` and state `mean`, `var`, all ``(C,)``, whole on every rank. The running variance
-    averages the unbiased variance, as torch does. Where statistics are not global, the running ones average
-    those of the blocks, weighted by their number of elements; so they are the same on all ranks. They are
-    complete once `backward` (or the next `forward`) has run.
+    Parameters `gamma`, `beta` and state `mean`, `var`, all ``(C,)``; a rank holds those of its channels. The
+    running variance averages the unbiased variance, as torch does. Where statistics are not global, the running
+    ones average those of the blocks, weighted by their number of elements; so they are the same on all ranks. They
+    are complete once `backward` (or the next `forward`) has run.
 
     Communication per process: with more than one rank in the group, one sum of ``2 C`` float64 forward (``sum x``,
     ``sum x^2``) and one backward (``sum dy``, ``sum dy * xhat``); evaluation none. If the group is not the whole
@@ -59,6 +60,8 @@ class BatchNorm(Layer):
 
     In training a batch must be full (`mode.valid`): a short one is refused.
     """
+
+    cuts_channels = "channelwise"
 
     def __init__(
         self,
@@ -85,8 +88,11 @@ class BatchNorm(Layer):
         return affine_parameters(shapes[0][-1]) if self.affine else {}
 
     def state(self, *shapes: Shape) -> Mapping[str, Parameter]:
-        channels = (shapes[0][-1],)
-        return {"mean": Parameter(channels, "zeros", decay=False), "var": Parameter(channels, "ones", decay=False)}
+        shape = (shapes[0][-1],)
+        return {
+            "mean": Parameter(shape, "zeros", decay=False, channel_axis=0),
+            "var": Parameter(shape, "ones", decay=False, channel_axis=0),
+        }
 
     def flops(self, *shapes: Shape) -> int:
         return 7 * math.prod(shapes[0])
@@ -104,20 +110,24 @@ class BatchNormOperator(Operator):
         self.b = b
         self.layer = layer
         self.x = b.gather(0, b.clipped_boxes(0))
-        channels = b.output.layout.shape[-1]
+        channels = len(b.state["mean"])  # of this rank's block
         self.gamma, self.beta = affine_arrays(b, channels)
         self.mean, self.var = (b.memory.keep((channels,), b.dtype, "statistics") for _ in range(2))
         self.sums, self.means, self.moments = (
             b.memory.keep((2, channels), np.dtype("float64"), "statistics") for _ in range(3)
         )
         statistics = b.options.get("statistics", layer.statistics)
-        group, self.count = _group(b, statistics)
+        counts, colors = _elements(b), _channel_colors(b)
+        everyone = group_of(b.comm, colors)
+        group, members = _group(b, statistics, everyone, colors)
+        self.count = max(1, sum(counts[r] for r in members))
+        self.share = counts[b.rank] / max(1, sum(n for n, c in zip(counts, colors) if c == colors[b.rank]))
         self.reduction = None if group is None else group.reduction(self.sums, kind="statistics", name=b.name)
         self.running = None
-        if b.comm.size > 1 and group is not b.comm:
-            self.running = b.comm.reduction(self.moments, kind="running statistics", name=f"{b.name} (running)")
+        if everyone is not None and everyone.size > 1 and group is not everyone:
+            self.running = everyone.reduction(self.moments, kind="running statistics", name=f"{b.name} (running)")
         self.limit = cancellation_limit(b.dtype)
-        self.rows = self.x.array.reshape(-1, channels)
+        self.rows = self.x.array.reshape(counts[b.rank], channels)
         self._work: dict = {}
         self._pending = self._trained = False
         # With running statistics, and around the sums; where there are no sums, training has a kernel of its own.
@@ -200,8 +210,7 @@ class BatchNormOperator(Operator):
         if self.running is None:
             self._settle()
             return
-        shape = self.b.output.layout.shape
-        self.moments *= self.b.box.size / math.prod(shape)
+        self.moments *= self.share
         self.running.start()
 
     def _settle(self) -> None:
@@ -236,17 +245,30 @@ class BatchNormOperator(Operator):
                 item.close()
 
 
-def _group(b: Binding, statistics: str) -> tuple[Communicator | None, int]:
-    """The ranks whose elements make the statistics (None: this rank alone), and elements per channel."""
-    boxes = b.output.layout.boxes
-    counts = [box.size // box.shape[-1] if box.size else 0 for box in boxes]
+def _elements(b: Binding) -> list[int]:
+    """Elements per channel of every rank's block."""
+    return [box.size // box.shape[-1] if box.size else 0 for box in b.output.layout.boxes]
+
+
+def _channel_colors(b: Binding) -> tuple[int | None, ...]:
+    """Per rank the number of its block of channels; None for ranks that the layer does without."""
+    used, channel = math.prod(b.parts.values()), b.parts["channel"]
+    return tuple(rank % channel if rank < used else None for rank in range(b.comm.size))
+
+
+def _group(
+    b: Binding, statistics: str, everyone: Communicator | None, colors: tuple[int | None, ...]
+) -> tuple[Communicator | None, list[int]]:
+    """The ranks whose elements make the statistics (no communicator: this rank alone), and their numbers."""
     if statistics == "global":
-        return (b.comm if b.comm.size > 1 else None), max(1, sum(counts))
+        members = [r for r, c in enumerate(colors) if c == colors[b.rank]]
+        return (everyone if everyone is not None and everyone.size > 1 else None), members
+    boxes = b.output.layout.boxes
     group = sample_group(b.comm, boxes) if statistics == "sample" else None
     if group is None:
-        return None, max(1, counts[b.rank])
-    colors = sample_colors(boxes)
-    return group, max(1, sum(n for n, c in zip(counts, colors) if c == colors[b.rank]))
+        return None, [b.rank]
+    blocks = sample_colors(boxes)
+    return group, [r for r, c in enumerate(blocks) if c == blocks[b.rank]]
 
 
 def block(array: Any, channels: int) -> Any:
@@ -258,7 +280,11 @@ def block(array: Any, channels: int) -> Any:
 
 def affine_parameters(channels: int) -> dict[str, Parameter]:
     """Scale and shift per channel, ones and zeros in the beginning, without weight decay."""
-    return {"gamma": Parameter((channels,), "ones", decay=False), "beta": Parameter((channels,), decay=False)}
+    shape = (channels,)
+    return {
+        "gamma": Parameter(shape, "ones", decay=False, channel_axis=0),
+        "beta": Parameter(shape, decay=False, channel_axis=0),
+    }
 
 
 def affine_arrays(b: Binding, channels: int) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.dtensor import Box, Exchange
+from halograd.layers.axes import AXES
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.memory import Memory
 from halograd.layers.operator import Mode
@@ -32,6 +33,8 @@ class Binding:
         This layer's arrays by name. `grads` receive this rank's contribution only: the executor sums.
     options
         This layer's entry in the strategy (`halo`: "pad" or "overlap", ...).
+    parts
+        Parts of every axis of the layer's process grid.
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class Binding:
         grads: Mapping[str, Any],
         state: Mapping[str, Any],
         options: Mapping[str, Any],
+        parts: Mapping[str, int] | None = None,
     ) -> None:
         self.layer, self.name = layer, name
         self.comm, self.kernels, self.memory, self.mode = comm, kernels, memory, mode
         self.inputs, self.output = tuple(inputs), output
         self.params, self.grads, self.state, self.options = params, grads, state, options
+        self.parts = {**dict.fromkeys(AXES, 1), **(parts or {})}
         self._scratch: list[Any] = []
 
     @property
@@ -147,14 +152,14 @@ class Binding:
             self.inputs[i].contributions.append(array)
         return array
 
-    def gather_gradient(self, boxes: Sequence[Box], region: Region | None = None) -> Gathered:
+    def gather_gradient(self, boxes: Sequence[Box], region: Region | None = None, kind: str = "halo") -> Gathered:
         """Bring boxes of the output's gradient together (the halo of `dy`).
 
         `region` holds the owned box if it is not the gradient itself (a masked copy of it).
         """
         source = region or self.output.gradient
         assert source is not None
-        return gather(self.comm, source, self.output.layout.boxes, boxes, self.scratch, name=self.name)
+        return gather(self.comm, source, self.output.layout.boxes, boxes, self.scratch, name=self.name, kind=kind)
 
     def return_gradient(self, i: int, boxes: Sequence[Box]) -> Returned:
         """Where to write the gradient of boxes that were gathered; `run` adds it up at the owners.

@@ -9,6 +9,7 @@ from typing import Any
 from halograd.dtensor import Box, Window, input_box, output_box
 from halograd.kernels import Geometry
 from halograd.layers.binding import Binding
+from halograd.layers.contraction import ContractionOperator, cuts_channels
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
@@ -41,7 +42,8 @@ class Conv(Layer):
 
     Notes
     -----
-    Weights ``(K, *kernel, C / groups)``, whole on every rank; input and output are cut in samples and space.
+    Weights ``(K, *kernel, C / groups)``, whole on every rank; input and output are cut in samples and space. With
+    channels cut too (see :mod:`halograd.layers.contraction`) a rank holds the block of its filters and input channels.
     Forward: halo of `x`, one kernel; it is kept for the filter gradient. Backward: while the halo of `dy`
     travels, the filter gradient runs; then the data gradient (Dryden et al. 2019, Sections III-A and IV-A).
     Communication per process: the halo, twice; the sum of the filter gradients over all ranks.
@@ -66,6 +68,7 @@ class Conv(Layer):
             raise ValueError(f"filters ({filters}) must be a positive multiple of groups ({groups})")
         self.filters, self.groups, self.bias, self.activation = filters, groups, bias, activation
         self.stencil: Stencil = Stencil(kernel, stride, padding, dilation)
+        self.cuts_channels = "contracts" if groups == 1 else "no"
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
@@ -77,8 +80,9 @@ class Conv(Layer):
         (shape,) = shapes
         kernel = tuple(w.kernel for w in self.windows(shape))
         fan_in = math.prod(kernel) * shape[-1] // self.groups
-        w = Parameter((self.filters, *kernel, shape[-1] // self.groups), "he", fan_in)
-        return {"w": w, "b": Parameter((self.filters,), decay=False)} if self.bias else {"w": w}
+        shape_w = (self.filters, *kernel, shape[-1] // self.groups)
+        w = Parameter(shape_w, "he", fan_in, channel_axis=0, input_axis=len(kernel) + 1)
+        return {"w": w, "b": Parameter((self.filters,), decay=False, channel_axis=0)} if self.bias else {"w": w}
 
     def flops(self, *shapes: Shape) -> int:
         weights = self.parameters(*shapes)["w"].size
@@ -90,7 +94,7 @@ class Conv(Layer):
         return tuple(output_box(windows, box, (0, *out_shape)) for box in boxes)
 
     def bind(self, binding: Binding) -> Operator:
-        return ConvOperator(binding)
+        return CutConvOperator(binding) if cuts_channels(binding.parts) else ConvOperator(binding)
 
 
 class ConvOperator(Operator):
@@ -165,6 +169,29 @@ class ConvOperator(Operator):
         self.filter()
         self.dy.finish()
         self.data()
+
+
+class CutConvOperator(ContractionOperator):
+    """Convolution on a block of filters, of input channels, or of both."""
+
+    def __init__(self, b: Binding) -> None:
+        layer = b.layer
+        assert isinstance(layer, Conv)
+        self.windows = layer.windows(b.shapes[0])
+        super().__init__(b, relu=layer.activation == "relu")
+
+    @property
+    def geometry(self) -> Geometry:
+        return local_geometry(self.windows, self.x.box, self.box)
+
+    def forward_kernel(self, x: Any, bias: Any, y: Any, relu: bool) -> Any:
+        return self.b.kernels.conv_forward(x, self.b.params["w"], bias, y, self.geometry, relu=relu)
+
+    def filter_kernel(self, x: Any, dy: Any, dw: Any, db: Any) -> Any:
+        return self.b.kernels.conv_backward_filter(x, dy, dw, db, self.geometry)
+
+    def data_kernel(self, dy: Any, dx: Any) -> Any:
+        return self.b.kernels.conv_backward_data(dy, self.b.params["w"], dx, self.geometry)
 
 
 class Zero:

@@ -1,10 +1,12 @@
-"""Dense layers, on whole samples."""
+"""Dense layers, on samples without spatial axes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from halograd.layers.binding import Binding
+from halograd.layers.contraction import ContractionOperator, cuts_channels
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
@@ -25,8 +27,12 @@ class Dense(Layer):
     Notes
     -----
     Weights ``(units, F)``, whole on every rank; the samples are spread over all ranks.
-    Communication per process: none but the sum of the weights' gradients over all ranks.
+    Communication per process: none but the sum of the weights' gradients over all ranks. With units or features cut
+    (see :mod:`halograd.layers.contraction`) a rank holds a block of the weights, and the samples are spread over the
+    other parts only.
     """
+
+    cuts_channels = "contracts"
 
     def __init__(self, units: int, bias: bool = True, name: str | None = None) -> None:
         super().__init__(name)
@@ -45,14 +51,27 @@ class Dense(Layer):
 
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
         (features,) = shapes[0]
-        w = Parameter((self.units, features), "he", features)
-        return {"w": w, "b": Parameter((self.units,), decay=False)} if self.bias else {"w": w}
+        w = Parameter((self.units, features), "he", features, channel_axis=0, input_axis=1)
+        return {"w": w, "b": Parameter((self.units,), decay=False, channel_axis=0)} if self.bias else {"w": w}
 
     def flops(self, *shapes: Shape) -> int:
         return 2 * self.units * shapes[0][0]
 
     def bind(self, binding: Binding) -> Operator:
-        return _DenseOperator(binding)
+        return CutDenseOperator(binding) if cuts_channels(binding.parts) else _DenseOperator(binding)
+
+
+class CutDenseOperator(ContractionOperator):
+    """Dense layer on a block of its units, of its input features, or of both (model parallelism)."""
+
+    def forward_kernel(self, x: Any, bias: Any, y: Any, relu: bool) -> Any:
+        return self.b.kernels.dense_forward(x, self.b.params["w"], bias, y)
+
+    def filter_kernel(self, x: Any, dy: Any, dw: Any, db: Any) -> Any:
+        return self.b.kernels.dense_backward_filter(x, dy, dw, db)
+
+    def data_kernel(self, dy: Any, dx: Any) -> Any:
+        return self.b.kernels.dense_backward_data(dy, self.b.params["w"], dx)
 
 
 class _DenseOperator(Operator):

@@ -44,6 +44,8 @@ class Dropout(Layer):
     replaces the sequence (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
     """
 
+    cuts_channels = "channelwise"
+
     def __init__(self, rate: float, name: str | None = None) -> None:
         super().__init__(name)
         if not 0 <= rate < 1:

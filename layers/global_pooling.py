@@ -27,6 +27,8 @@ class GlobalAveragePool(Layer):
     backward, the adjoint, one number of the compute dtype (a broadcast to the ranks of the sample).
     """
 
+    cuts_channels = "channelwise"
+
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
         if len(shape) < 2:

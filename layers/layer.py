@@ -112,7 +112,10 @@ class Layer:
 
         May reach outside the array: what lies there counts as `pad_value`.
         """
-        return tuple(input_box(self.windows(shape), box, shape[-1]) for shape in shapes)
+        boxes = tuple(input_box(self.windows(shape), box, shape[-1]) for shape in shapes)
+        if self.cuts_channels != "channelwise":
+            return boxes
+        return tuple(b.replace(b.ndim - 1, *box.ranges[-1]) for b in boxes)
 
     def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
         """Per rank, the box of input `i` that the rank's output box needs; may reach outside the array.

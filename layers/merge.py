@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.layers.binding import Binding
+from halograd.dtensor import Box
+from halograd.layers.binding import Binding, Returned
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
 
@@ -26,6 +27,8 @@ class Add(Layer):
     -----
     The gradient of every input is that of the output; it is passed on without a copy. Communication: none.
     """
+
+    cuts_channels = "channelwise"
 
     def __init__(self, activation: str | None = None, name: str | None = None) -> None:
         super().__init__(name)
@@ -76,8 +79,10 @@ class Concat(Layer):
 
     Notes
     -----
-    Inputs and output are cut alike in samples and space. Communication: none.
+    Inputs and output are cut alike in samples and space. Communication: none, unless channels are cut.
     """
+
+    cuts_channels = "channelwise"
 
     def output_shape(self, *shapes: Shape) -> Shape:
         if not shapes or any(s[:-1] != shapes[0][:-1] for s in shapes):
@@ -86,37 +91,66 @@ class Concat(Layer):
             )
         return (*shapes[0][:-1], sum(s[-1] for s in shapes))
 
+    def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
+        low, high = box.ranges[-1]
+        boxes, first = [], 0
+        for shape in shapes:
+            start = min(max(low - first, 0), shape[-1])
+            boxes.append(box.replace(box.ndim - 1, start, min(max(high - first, start), shape[-1])))
+            first += shape[-1]
+        return tuple(boxes)
+
     def bind(self, binding: Binding) -> Operator:
         return _ConcatOperator(binding)
 
 
 class _ConcatOperator(Operator):
-    """Copies between packed arrays and a range of the channels of another."""
+    """Copies between packed arrays and a range of the channels of another.
+
+    Where channels are cut, the blocks of the inputs do not lie where those of the output do: they are gathered.
+    """
 
     def __init__(self, b: Binding) -> None:
         self.b = b
-        self.forward_copies = [(self._channels(b.output.array, i), v.array) for i, v in enumerate(b.inputs)]
-        self.backward_copies: list[tuple[Any, Any]] = []
+        self.boxes = [b.needed_boxes(i) for i in range(len(b.inputs))]
+        self.x = [b.gather(i, boxes) for i, boxes in enumerate(self.boxes)]
+        self.copies = [(self._channels(b.output.array, i), x.array) for i, x in enumerate(self.x) if x.box.size]
+        self.returned: list[Returned] = []
+        self.back: list[tuple[Any, Any]] = []
 
     def _channels(self, array: Any, i: int) -> Any:
-        """View of the channels that come from input `i`."""
-        first = sum(s[-1] for s in self.b.shapes[:i])
-        return array[..., first : first + self.b.shapes[i][-1]]
+        """View of this rank's channels that come from input `i`."""
+        box = self.boxes[i][self.b.rank]
+        first = sum(s[-1] for s in self.b.shapes[:i]) + box.start[-1] - self.b.box.start[-1]
+        return array[..., first : first + box.shape[-1]]
 
     def forward(self) -> None:
-        if self.b.box.size:
-            for target, source in self.forward_copies:
-                np.copyto(target, source)
+        for x in self.x:
+            x.start()
+        for x in self.x:
+            x.finish()
+        for target, source in self.copies:
+            np.copyto(target, source)
 
     def bind_backward(self) -> None:
         b = self.b
         wanted = [i for i in range(len(b.inputs)) if b.needs_gradient(i)]
-        self.backward_copies = [(b.gradient(i), self._channels(b.output.dy, i)) for i in wanted]
+        self.returned = [b.return_gradient(i, self.boxes[i]) for i in wanted]
+        self.back = [
+            (r.array, self._channels(b.output.dy, i)) for r, i in zip(self.returned, wanted) if self.x[i].box.size
+        ]
 
     def backward(self) -> None:
-        if self.b.box.size:
-            for target, source in self.backward_copies:
-                np.copyto(target, source)
+        for target, source in self.back:
+            np.copyto(target, source)
+        for returned in self.returned:
+            returned.start()
+        for returned in self.returned:
+            returned.finish()
+
+    def close(self) -> None:
+        for item in (*self.x, *self.returned):
+            item.close()
 
 
 def _list(shapes: tuple[Shape, ...]) -> str:

@@ -13,7 +13,7 @@ __all__ = ["Parameter"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """Description of one parameter array, held whole by every rank.
+    """Description of one parameter array, whole.
 
     Attributes
     ----------
@@ -26,6 +26,9 @@ class Parameter:
         Number of inputs and outputs of one unit, for ``he`` and ``glorot``.
     decay
         Whether weight decay applies (not to biases and norms).
+    channel_axis, input_axis
+        Axes that run along the output's channels and along the input's: where those are cut, a rank holds the
+        block of its channels. None: there is no such axis.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +36,8 @@ class Parameter:
     fan_in: int = 1
     fan_out: int = 1
     decay: bool = True
+    channel_axis: int | None = None
+    input_axis: int | None = None
 
     def __post_init__(self) -> None:
         if self.init not in ("he", "glorot", "zeros", "ones"):

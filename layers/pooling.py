@@ -17,6 +17,8 @@ __all__ = ["AveragePool", "MaxPool"]
 
 
 class _Pool(Layer):
+    cuts_channels = "channelwise"
+
     """What both kinds of pooling share: the window, and the refusal of windows that hold only padding."""
 
     def __init__(

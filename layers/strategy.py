@@ -11,12 +11,13 @@ from typing import Any
 
 from halograd.dtensor import Layout, axis_names
 from halograd.errors import UserError
+from halograd.layers.axes import AXES
+from halograd.layers.layer import Node
 from halograd.layers.loss import Loss
 from halograd.layers.network import Network
 
 __all__ = ["AXES", "Strategy", "layout_of"]
 
-AXES = ("sample", "depth", "height", "width")
 _OPTIONS = {"halo": ("auto", "pad", "overlap"), "statistics": ("local", "sample", "global")}
 
 
@@ -55,8 +56,8 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """Ranks that the parts of every layer need."""
-        return math.prod(self.parts_of("").values())
+        """Ranks that the parts need, those of the layer that needs the most; a layer may do with fewer."""
+        return max(math.prod(self.parts_of(name).values()) for name in ("", *self.layers))
 
     def validate(self, network: Network, size: int) -> None:
         """Refuse what cannot be meant, before anything is built. Local, the same on every rank.
@@ -77,15 +78,13 @@ class Strategy:
         for where, entry in (("parts", self.parts), ("options", self.options), *self.layers.items()):
             _check_entry(where, entry)
         if self.ranks != size:
+            most = max(("", *self.layers), key=lambda name: math.prod(self.parts_of(name).values()))
             raise UserError(
-                f"strategy: {dict(self.parts)} needs {self.ranks} ranks, the run has {size}; "
-                f"start {self.ranks} ranks or choose parts whose product is {size}"
+                f"strategy: {_named(self.parts_of(most))}{f' of layer {most!r}' if most else ''} needs {self.ranks} "
+                f"ranks, the run has {size}; start {self.ranks} ranks or choose parts whose product is {size}"
             )
-        for name in network.layers:
-            if math.prod(self.parts_of(name).values()) > size:
-                raise UserError(
-                    f"strategy: layer {name!r} needs {math.prod(self.parts_of(name).values())} ranks of {size}"
-                )
+        for name, node in network.layers.items():
+            _check_channels(name, node, self.parts_of(name))
 
     def refuse_empty_blocks(self, network: Network) -> None:
         """Refuse more parts along an axis than a sample is long: some ranks would read nothing. Local.
@@ -96,12 +95,15 @@ class Strategy:
         read = {n for node in network.layers.values() if not isinstance(node.layer, Loss) for n in node.inputs}
         for name, node in network.inputs.items():
             if node in read:
-                self._check_extent(name, node.shape)
+                self._check_extent(name, node.shape, self._first_reader(network, node))
 
-    def _check_extent(self, name: str, shape: tuple[int, ...]) -> None:
+    def _first_reader(self, network: Network, node: Node) -> str:
+        return next(name for name, reader in network.layers.items() if node in reader.inputs)
+
+    def _check_extent(self, name: str, shape: tuple[int, ...], reader: str) -> None:
         names = axis_names(len(shape) + 1)
-        for axis, parts in self.parts_of("").items():
-            if axis == "sample" or parts == 1 or len(shape) < 2:
+        for axis, parts in self.parts_of(reader).items():
+            if axis not in ("depth", "height", "width") or parts == 1 or len(shape) < 2:
                 continue
             if axis not in names:
                 raise UserError(f"strategy: {axis!r} is cut, but input {name!r} has only the axes {names}")
@@ -141,13 +143,37 @@ def _check_entry(where: str, entry: Mapping[str, Any]) -> None:
             raise UserError(f"strategy: {where}.{key}: expected one of {_OPTIONS[key]}, got {value!r}")
 
 
+def _check_channels(name: str, node: Node, parts: Mapping[str, int]) -> None:
+    """Refuse a cut of channels that the layer cannot have, or that leaves a rank without any."""
+    layer, cut = node.layer, {axis: parts[axis] for axis in ("channel", "input_channel") if parts[axis] > 1}
+    if not cut:
+        return
+    allowed = {"no": (), "channelwise": ("channel",), "contracts": ("channel", "input_channel")}[layer.cuts_channels]
+    refused = [axis for axis in cut if axis not in allowed]
+    if refused:
+        may = " or ".join((*AXES[:4], *allowed))
+        raise UserError(f"strategy: layer {name!r} ({layer.kind}) cannot be cut along {refused[0]!r}; use {may}")
+    made, read = node.shape[-1], min(n.shape[-1] for n in node.inputs)
+    blocks = parts["channel"] * parts["input_channel"]
+    if blocks > made:
+        raise UserError(f"strategy: layer {name!r}: {blocks} blocks of {made} channels; use at most {made}")
+    if parts["input_channel"] > read:
+        raise UserError(f"strategy: layer {name!r}: {parts['input_channel']} parts of {read} input channels")
+
+
+def _named(parts: Mapping[str, int]) -> str:
+    return " x ".join(f"{n} {axis}" for axis, n in parts.items() if n > 1) or "no cut"
+
+
 def layout_of(shape: tuple[int, ...], parts: Mapping[str, int], size: int) -> Layout:
     """Layout of an array ``(N, *spatial, C)`` under these parts.
 
-    An array without spatial axes has its samples spread over all the ranks of the parts, one block
-    each: every element has one owner, so the layers behind a spatial trunk are computed once and
-    parameter gradients are sums over all ranks without exception.
+    Channels are cut into ``channel * input_channel`` blocks. An array without spatial axes has its samples spread
+    over all the other parts, one block each: every element has one owner, so the layers behind a spatial trunk are
+    computed once and parameter gradients are sums over the ranks without exception.
     """
+    channel = parts.get("channel", 1) * parts.get("input_channel", 1)
     if len(shape) == 2:
-        return Layout.blocks(shape, (min(shape[0], math.prod(parts.values())), 1), size)
-    return Layout.blocks(shape, {k: v for k, v in parts.items() if k in axis_names(len(shape))}, size)
+        return Layout.blocks(shape, (min(shape[0], math.prod(parts.values()) // channel), channel), size)
+    known = {k: v for k, v in parts.items() if k in axis_names(len(shape))}
+    return Layout.blocks(shape, {**known, "channel": channel}, size)

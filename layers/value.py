@@ -165,6 +165,7 @@ def gather(
     allocate: Any,
     fill: float | None = None,
     name: str | None = None,
+    kind: str = "halo",
 ) -> Gathered:
     """Bring the boxes `needed` together. Collective over `comm`.
 
@@ -182,8 +183,8 @@ def gather(
         ``allocate(shape)`` gives the array where a copy is needed.
     fill
         Value of the padding.
-    name
-        What the exchange is called in a timeline.
+    name, kind
+        What the exchange is called in a timeline, and booked under.
     """
     rank = comm.rank
     box = needed[rank]
@@ -207,6 +208,7 @@ def gather(
         array,
         source_origin=region.box.start,
         target_origin=box.start,
+        kind=kind,
         name=name,
     )
     return Gathered(array, box, exchange)

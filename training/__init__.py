@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from halograd.layers import Strategy
-    from halograd.training.checkpoint import Progress, read_checkpoint, write_checkpoint
+    from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint, write_checkpoint
     from halograd.training.config import Config, load_config
     from halograd.training.executor import Executor
     from halograd.training.metrics import Confusion, Evaluation
@@ -37,6 +37,7 @@ __all__ = [
     "Optimizer",
     "ParameterStore",
     "Progress",
+    "Snapshot",
     "StepDecay",
     "Strategy",
     "Timeline",
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checkpoint": ("Progress", "read_checkpoint", "write_checkpoint"),
+    "checkpoint": ("Progress", "Snapshot", "read_checkpoint", "write_checkpoint"),
     "config": ("Config", "load_config"),
     "executor": ("Executor",),
     "metrics": ("Confusion", "Evaluation"),

@@ -22,6 +22,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from halograd.comm import Communicator
 from halograd.data.atomic import atomic_path
 from halograd.errors import UserError
 from halograd.layers import Network
@@ -29,7 +30,7 @@ from halograd.training.hdf5 import FaultHolder
 from halograd.training.optimizers import Optimizer
 from halograd.training.store import ParameterStore
 
-__all__ = ["Progress", "fingerprint", "read_checkpoint", "read_header", "write_checkpoint"]
+__all__ = ["Progress", "Snapshot", "fingerprint", "read_checkpoint", "read_header", "write_checkpoint"]
 
 FORMAT = 1
 
@@ -67,12 +68,52 @@ def _by(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds of the parameters, whole: views of the arrays where they are whole on this rank.
+
+    Attributes
+    ----------
+    network, dtype
+        Fingerprint and dtype.
+    params, state, optimizer
+        Arrays by ``layer/parameter``; those of the optimizer by the name of its state before.
+    settings
+        Scalars of the optimizer; None without one.
+    """
+
+    network: list[str]
+    dtype: str
+    params: Mapping[str, Any]
+    state: Mapping[str, Any]
+    optimizer: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any] | None
+
+    @classmethod
+    def of(
+        cls, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
+    ) -> Snapshot | None:
+        """The present state, on rank 0; None elsewhere. Collective over `comm` where parameters are cut, else local."""
+        states = optimizer.named_state() if optimizer is not None else {}
+        parts = [store.params, store.state, *states.values()]
+        if comm is not None:
+            parts = [store.gather(comm, arrays) for arrays in parts]
+            if comm.rank:
+                return None
+        elif not store.whole:
+            raise ValueError("Snapshot.of(): expected the communicator of the ranks that share the parameters")
+        params, state, *rest = parts
+        settings = None if optimizer is None else optimizer.settings()
+        return cls(fingerprint(store.network), store.dtype.name, params, state, dict(zip(states, rest)), settings)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the parameters and of the optimizer's state [B]."""
+        return sum(a.nbytes for arrays in (self.params, *self.optimizer.values()) for a in arrays.values())
+
+
 def write_checkpoint(
-    path: str | Path,
-    store: ParameterStore,
-    optimizer: Optimizer | None = None,
-    progress: Progress | None = None,
-    config: str = "",
+    path: str | Path, snapshot: Snapshot, progress: Progress | None = None, config: str = ""
 ) -> None:
     """Write a checkpoint atomically; what was under `path` stays until the new file is complete. Local.
 
@@ -81,19 +122,19 @@ def write_checkpoint(
     DataError
         If the file cannot be written (disk full, no folder, no permission). Nothing is left behind.
     """
-    nbytes = sum(a.nbytes for a in store.params.values()) * (1 + len(optimizer.state_names) if optimizer else 1)
-    with atomic_path(path, needed=nbytes) as partial, FaultHolder(partial) as raw, h5py.File(raw, "w") as file:
+    needed = snapshot.nbytes
+    with atomic_path(path, needed=needed) as partial, FaultHolder(partial) as raw, h5py.File(raw, "w") as file:
         file.attrs["format"] = FORMAT
-        file.attrs["dtype"] = store.dtype.name
-        file.create_dataset("network", data=json.dumps(fingerprint(store.network)))
+        file.attrs["dtype"] = snapshot.dtype
+        file.create_dataset("network", data=json.dumps(snapshot.network))
         file.create_dataset("config", data=config)
         file.create_dataset("progress", data=json.dumps(asdict(progress or Progress())))
-        _write_arrays(file.create_group("params"), store.params)
-        _write_arrays(file.create_group("state"), store.state)
-        if optimizer is not None:
+        _write_arrays(file.create_group("params"), snapshot.params)
+        _write_arrays(file.create_group("state"), snapshot.state)
+        if snapshot.settings is not None:
             group = file.create_group("optimizer")
-            group.attrs["settings"] = json.dumps(dict(optimizer.settings()))
-            for key, arrays in optimizer.named_state().items():
+            group.attrs["settings"] = json.dumps(dict(snapshot.settings))
+            for key, arrays in snapshot.optimizer.items():
                 _write_arrays(group.create_group(key), arrays)
 
 
@@ -114,7 +155,7 @@ def read_header(path: str | Path) -> tuple[Progress, str]:
 
 
 def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimizer | None = None) -> Progress:
-    """Fill parameters, states and, if given, the optimizer from a checkpoint. Local.
+    """Fill this rank's parameters, states and, if given, the optimizer from a checkpoint. Local.
 
     Nothing is changed unless the whole file was read and fits.
 
@@ -130,13 +171,13 @@ def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimize
                 f"checkpoint {path}: expected {store.dtype.name} parameters, got {file.attrs['dtype']}; "
                 f'set training.dtype = "{file.attrs["dtype"]}"'
             )
-        found = [(a, _read(file, f"params/{n}", a)) for n, a in store.params.items()]
-        found += [(a, _read(file, f"state/{n}", a)) for n, a in store.state.items()]
+        found = [(a, _read(file, f"params/{n}", store, n)) for n, a in store.params.items()]
+        found += [(a, _read(file, f"state/{n}", store, n)) for n, a in store.state.items()]
         settings = None
         if optimizer is not None:
             settings = _optimizer_settings(path, file, optimizer)
             for key, arrays in optimizer.named_state().items():
-                found += [(a, _read(file, f"optimizer/{key}/{n}", a)) for n, a in arrays.items()]
+                found += [(a, _read(file, f"optimizer/{key}/{n}", store, n)) for n, a in arrays.items()]
         progress = _progress(file)
     for array, values in found:
         array[...] = values
@@ -179,14 +220,16 @@ class _Opened:
         return UserError(f"checkpoint {self._path}: it is truncated or damaged ({reason}){remedy}")
 
 
-def _read(file: h5py.File, name: str, like: np.ndarray) -> np.ndarray:
-    dataset = file[name]
-    if dataset.shape != like.shape or dataset.dtype != like.dtype:
-        raise KeyError(f"{name} is {dataset.shape} {dataset.dtype}")
+def _read(file: h5py.File, path: str, store: ParameterStore, name: str) -> np.ndarray:
+    """This rank's block of an array of the file, whose checksum is that of the whole."""
+    dataset = file[path]
+    if dataset.shape != store.shapes[name] or dataset.dtype != store.dtype:
+        raise KeyError(f"{path} is {dataset.shape} {dataset.dtype}")
     array = dataset[...]
     if _crc(array) != int(dataset.attrs["crc32"]):
-        raise OSError(f"the checksum of {name} is wrong")
-    return array
+        raise OSError(f"the checksum of {path} is wrong")
+    block = array[store.box(name).slices()]
+    return block if block.size == array.size else block.copy()
 
 
 def _text(file: h5py.File, name: str) -> str:

@@ -6,15 +6,20 @@ import math
 
 import numpy as np
 
+from halograd.comm import Communicator
 from halograd.training.reducer import GradientReducer
 from halograd.training.store import ParameterStore
 
 __all__ = ["clip_scale", "gradient_norm"]
 
 
-def gradient_norm(store: ParameterStore) -> float:
-    """Euclidean norm of all summed gradients together. Local: every rank holds the same sums."""
-    return math.sqrt(sum(float(np.dot(b.grads, b.grads)) for b in store.buckets))
+def gradient_norm(store: ParameterStore, comm: Communicator | None = None) -> float:
+    """Euclidean norm of all summed gradients together. Collective over `comm` where parameters are cut, else local."""
+    if store.whole or comm is None:
+        return math.sqrt(sum(float(np.dot(b.grads, b.grads)) for b in store.buckets))
+    # A block that several ranks hold is counted once: by each of them for its share.
+    shares = (float(np.dot(b.grads, b.grads)) / max(1, b.colors.count(b.colors[store.rank])) for b in store.buckets)
+    return math.sqrt(comm.allreduce_scalar(sum(shares)))
 
 
 def clip_scale(store: ParameterStore, reducer: GradientReducer, max_norm: float) -> tuple[float, float]:
@@ -25,5 +30,5 @@ def clip_scale(store: ParameterStore, reducer: GradientReducer, max_norm: float)
     gradient: the sums that travel are not hidden behind the next forward pass any more.
     """
     reducer.wait()
-    norm = gradient_norm(store)
+    norm = gradient_norm(store, reducer.comm)
     return min(1.0, max_norm / (norm + 1e-6)), norm

@@ -28,6 +28,7 @@ class Step:
     inputs: list[Value]
     output: Value
     options: dict
+    parts: dict[str, int]
 
 
 def compile_steps(
@@ -87,7 +88,7 @@ class _Compiler:
         output.trainable = has_parameters or any(v.trainable for v in inputs)
         self._parts[node] = key
         self._values[node, key] = self.by_name[name] = output
-        self.steps.append(Step(name, node.layer, inputs, output, self.strategy.options_of(name)))
+        self.steps.append(Step(name, node.layer, inputs, output, self.strategy.options_of(name), parts))
 
     def _value(self, name, shape, parts, dtype) -> Value:
         layout = layout_of((self.batch, *shape), parts, self.size)
@@ -109,11 +110,11 @@ class _Compiler:
         source = self._values[node, self._parts[node]]
         if layout_of(source.layout.shape, parts, self.size) == source.layout:
             return source
-        label = f"{name}->{'x'.join(map(str, key))}"
+        label = f"{name}->{','.join(f'{axis}={n}' for axis, n in parts.items() if n > 1) or 'one rank'}"
         value = self._value(label, node.shape, parts, source.dtype)
         value.trainable = source.trainable
         self._values[node, key] = value
-        self.steps.append(Step(label, Redistribute(label), [source], value, {}))
+        self.steps.append(Step(label, Redistribute(label), [source], value, {}, parts))
         return value
 
     def place(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from halograd.data import Batch
 from halograd.training.build import make_optimizer, make_schedule
-from halograd.training.checkpoint import Progress, read_checkpoint
+from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint
 from halograd.training.folder import CheckpointFolder
 from halograd.training.log import RunLog
 from halograd.training.metrics import Evaluation
@@ -135,9 +135,10 @@ class Run:
             self.sampler.state_dict(),
             None if statistics is None else statistics.state_dict(),
         )
-        if session.comm.rank == 0:
+        snapshot = Snapshot.of(session.executor.store, self.optimizer, session.comm)
+        if snapshot is not None:
             try:
-                path = self.folder.write(session.executor.store, self.optimizer, progress, self._config_text)
+                path = self.folder.write(snapshot, progress, self._config_text)
                 self.log.write("checkpoint", step=self.optimizer.step, path=str(path))
             except Exception as error:
                 fault = error

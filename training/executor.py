@@ -15,6 +15,7 @@ from halograd.layers.binding import Binding
 from halograd.layers.loss import LossOperator
 from halograd.layers.memory import Memory
 from halograd.layers.operator import Mode, Operator
+from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.strategy import Strategy
 from halograd.layers.value import Region, Value
 from halograd.training.compiler import Step, compile_steps
@@ -79,9 +80,14 @@ class Executor:
         self.dtype = np.dtype(dtype)
         self.memory = Memory(kernels)
         self.mode = Mode(training=trainable, seed=seed, valid=batch)
-        self.store = store or ParameterStore(network, self.memory, self.dtype, seed, self.strategy.bucket_bytes)
+        self.store = store or self._make_store(seed)
         self.recorder = comm.recorder
         self._bind(trainable)
+
+    def _make_store(self, seed: int) -> ParameterStore:
+        blocks = parameter_blocks(self.network, self.strategy, self.comm.size)
+        nbytes = self.strategy.bucket_bytes
+        return ParameterStore(self.network, self.memory, self.dtype, seed, nbytes, blocks, self.comm.rank)
 
     def _bind(self, trainable: bool) -> None:
         self.steps, self.values = compile_steps(
@@ -117,6 +123,7 @@ class Executor:
             store.of_layer(step.name, store.grads),
             store.of_layer(step.name, store.state),
             step.options,
+            step.parts,
         )
         operator = step.layer.bind(binding)
         binding.end_scratch()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from halograd.training.checkpoint import Progress, write_checkpoint
-from halograd.training.optimizers import Optimizer
-from halograd.training.store import ParameterStore
+from halograd.training.checkpoint import Progress, Snapshot, write_checkpoint
 
 __all__ = ["CheckpointFolder"]
 
@@ -35,11 +33,11 @@ class CheckpointFolder:
         files = self._files()
         return files[-1] if files else None
 
-    def write(self, store: ParameterStore, optimizer: Optimizer | None, progress: Progress, config: str) -> Path:
+    def write(self, snapshot: Snapshot, progress: Progress, config: str) -> Path:
         """Write one checkpoint, point ``latest.h5`` to it, and remove the oldest."""
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / f"step-{progress.step:08d}.h5"
-        write_checkpoint(path, store, optimizer, progress, config)
+        write_checkpoint(path, snapshot, progress, config)
         self._point_to(path)
         for old in self._files()[: -self.keep]:
             if old != path:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from halograd.errors import UserError
 from halograd.training.store import Bucket, ParameterStore
 
 __all__ = ["LARS", "SGD", "Adam", "AdamW", "Optimizer"]
@@ -224,6 +225,11 @@ class LARS(Optimizer):
     def __init__(
         self, store: ParameterStore, momentum: float = 0.9, trust: float = 1e-3, weight_decay: float = 0.0
     ) -> None:
+        if not store.whole:
+            raise UserError(
+                "LARS needs the norm of whole parameters: expected a strategy that cuts no channels and uses all ranks "
+                "in every layer, got one that does not; choose sgd, adam or adamw, or another strategy"
+            )
         self.momentum, self.trust = momentum, trust
         super().__init__(store, weight_decay)
 

@@ -1,4 +1,4 @@
-"""Gradient reduction: sums over all ranks, bucket by bucket, behind the rest of backward.
+"""Gradient reduction: sums over the ranks that hold a parameter, bucket by bucket, behind the rest of backward.
 
 A bucket is started when the last of its layers has its gradients, and waited for when the first of
 its parameters is needed again: all ranks run the same layers in the same order, so collectives are
@@ -9,37 +9,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from halograd.comm import Communicator
+from halograd.comm import Communicator, Reduction
+from halograd.layers.groups import group_of
 from halograd.training.store import Bucket, ParameterStore
 
 __all__ = ["GradientReducer"]
 
 
 class GradientReducer:
-    """Sums the gradients of a store over `comm` in its buckets. Collective to build and run.
+    """Sums the gradients of a store in its buckets, each over the ranks of `comm` that hold the same blocks.
+
+    Collective to build and run.
 
     Attributes
     ----------
+    comm
+        As given.
     update
         Called with a bucket once its gradients are summed, when its parameters are next needed or
         :meth:`finish` is called, whichever comes first. None: nothing is updated.
 
     Notes
     -----
-    Communication per process and step: one all-reduce per bucket, of its bytes.
+    Communication per process and step: one all-reduce per bucket it holds something of, of its bytes.
     """
 
     def __init__(self, store: ParameterStore, comm: Communicator, layers: Sequence[str]) -> None:
-        self._store = store
-        self._reductions = [comm.reduction(b.grads, kind="allreduce") for b in store.buckets]
-        self._bucket_of: dict[str, int] = {}
-        for i, bucket in enumerate(store.buckets):
-            self._bucket_of |= {name.rpartition("/")[0]: i for name in bucket.names}
+        self._store, self.comm = store, comm
+        self._reductions = [self._reduction(b, comm) for b in store.buckets]
         self._layers = [{n.rpartition("/")[0] for n in b.names} for b in store.buckets]
+        self._buckets_of: dict[str, list[int]] = {}
+        for i, layers in enumerate(self._layers):
+            for layer in layers:
+                self._buckets_of.setdefault(layer, []).append(i)
         self._missing = [0] * len(store.buckets)
         self._running = [False] * len(store.buckets)  # the sum was started and not waited for
         self._pending = [False] * len(store.buckets)  # the update is still due
         self.update: Callable[[Bucket], None] | None = None
+
+    def _reduction(self, bucket: Bucket, comm: Communicator) -> Reduction | None:
+        """The sum over the ranks that hold the same blocks; None where this one holds nothing."""
+        group = group_of(comm, bucket.colors)
+        return None if group is None else group.reduction(bucket.grads, kind="allreduce")
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -48,16 +59,16 @@ class GradientReducer:
 
     def ready(self, layer: str) -> None:
         """The gradients of `layer` are complete on this rank."""
-        i = self._bucket_of.get(layer)
-        if i is None:
-            return
-        self._missing[i] -= 1
-        if self._missing[i] == 0:
-            self._start(i)
+        for i in self._buckets_of.get(layer, ()):
+            self._missing[i] -= 1
+            if self._missing[i] == 0:
+                self._start(i)
 
     def _start(self, i: int) -> None:
-        self._reductions[i].start()
-        self._running[i] = self._pending[i] = True
+        reduction = self._reductions[i]
+        if reduction is not None:
+            reduction.start()
+            self._running[i] = self._pending[i] = True
 
     def flush(self) -> None:
         """Backward is over: start what is incomplete (layers that no gradient reaches)."""
@@ -68,8 +79,7 @@ class GradientReducer:
 
     def require(self, layer: str) -> None:
         """`layer` is about to use its parameters."""
-        i = self._bucket_of.get(layer)
-        if i is not None:
+        for i in self._buckets_of.get(layer, ()):
             self._complete(i)
 
     def _complete(self, i: int) -> None:
@@ -88,7 +98,9 @@ class GradientReducer:
     def _wait_for(self, i: int) -> None:
         if self._running[i]:
             self._running[i] = False
-            self._reductions[i].finish()
+            reduction = self._reductions[i]
+            assert reduction is not None
+            reduction.finish()
 
     def finish(self) -> None:
         """All sums are done and all parameters updated when this returns."""
@@ -103,4 +115,5 @@ class GradientReducer:
     def close(self) -> None:
         """Free the reductions."""
         for reduction in self._reductions:
-            reduction.close()
+            if reduction is not None:
+                reduction.close()

@@ -107,11 +107,14 @@ class Trainer:
             If a parameter is not finite: a checkpoint of it would be worthless.
         """
         self._reducer.finish()
-        for name, array in self.executor.store.params.items():
-            if not np.isfinite(array).all():
-                raise self._diverged(
-                    f"parameter {name} is not finite any more; lower schedule.learning_rate, or set training.clip_norm"
-                )
+        store, comm = self.executor.store, self.executor.comm
+        name = next((n for n, array in store.params.items() if not np.isfinite(array).all()), None)
+        if not store.whole:
+            name = next((n for n in comm.allgather_objects(name) if n is not None), None)
+        if name is not None:
+            raise self._diverged(
+                f"parameter {name} is not finite any more; lower schedule.learning_rate, or set training.clip_norm"
+            )
 
     def _diverged(self, what: str) -> Diverged:
         self._reducer.discard()

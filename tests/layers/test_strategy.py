@@ -3,7 +3,7 @@
 import pytest
 
 from halograd.errors import UserError
-from halograd.layers.strategy import Strategy, layout_of
+from halograd.layers.strategy import AXES, Strategy, layout_of
 from halograd.models import mesh
 
 NETWORK = mesh(resolution=16, channels=2, widths=(4,), convs=1)
@@ -13,7 +13,7 @@ def test_saved_and_loaded_strategies_are_equal(tmp_path):
     strategy = Strategy({"sample": 2, "height": 2}, {"conv1_1": {"width": 4, "halo": "pad"}}, {"halo": "overlap"}, 1000)
     strategy.save(tmp_path / "s.json")
     assert Strategy.load(tmp_path / "s.json") == strategy
-    assert strategy.parts_of("conv1_1") == {"sample": 1, "depth": 1, "height": 1, "width": 4}
+    assert strategy.parts_of("conv1_1") == {**dict.fromkeys(AXES, 1), "width": 4}
     assert strategy.options_of("conv1_1") == {"halo": "pad"} and strategy.options_of("predict") == {"halo": "overlap"}
 
 
@@ -28,10 +28,10 @@ def test_arrays_without_space_are_spread_over_all_ranks():
     [
         (Strategy({"height": 2}), 3, "needs 2 ranks, the run has 3; start 2 ranks or choose parts"),
         (Strategy({}, {"conv9": {"height": 1}}), 1, "layer 'conv9' is not in network 'mesh'.*another network"),
-        (Strategy({"hight": 2}), 1, "parts: unknown key 'hight'; known are sample, depth, height, width, halo"),
+        (Strategy({"hight": 2}), 1, "parts: unknown key 'hight'; known are sample, depth, .*, input_channel, halo"),
         (Strategy({"height": 0}), 1, "parts.height: expected a whole number >= 1, got 0"),
         (Strategy({}, options={"halo": "fast"}), 1, "options.halo: expected one of .*, got 'fast'"),
-        (Strategy({}, {"conv1_1": {"height": 2}}), 1, "layer 'conv1_1' needs 2 ranks of 1"),
+        (Strategy({}, {"conv1_1": {"height": 2}}), 1, "2 height of layer 'conv1_1' needs 2 ranks, the run has 1"),
     ],
 )
 def test_what_is_refused(strategy, size, message):

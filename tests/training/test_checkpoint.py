@@ -10,7 +10,7 @@ import pytest
 
 from halograd.data.errors import DataError
 from halograd.errors import UserError
-from halograd.training.checkpoint import Progress, read_checkpoint, read_header, write_checkpoint
+from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint, read_header, write_checkpoint
 from halograd.training.folder import CheckpointFolder
 from halograd.training.optimizers import SGD, Adam
 
@@ -34,7 +34,7 @@ def saved(make_store, tmp_path):
     optimizer = Adam(store)
     scramble(store, optimizer)
     path = tmp_path / "step-00000077.h5"
-    write_checkpoint(path, store, optimizer, PROGRESS, "a = 1\n")
+    write_checkpoint(path, Snapshot.of(store, optimizer), PROGRESS, "a = 1\n")
     return path, store, optimizer
 
 
@@ -90,7 +90,7 @@ def test_other_optimizer(saved, make_store):
 
 def test_no_optimizer(make_store, tmp_path):
     store = make_store()
-    write_checkpoint(tmp_path / "a.h5", store)
+    write_checkpoint(tmp_path / "a.h5", Snapshot.of(store))
     refused(tmp_path / "a.h5", store, "expected the state of an optimizer, got parameters only", SGD(store))
 
 
@@ -107,7 +107,7 @@ def test_truncated(saved, make_store, part):
 
 def test_names_an_older_one(saved, make_store):
     path, store, _ = saved
-    write_checkpoint(path.with_name("step-00000050.h5"), store)
+    write_checkpoint(path.with_name("step-00000050.h5"), Snapshot.of(store))
     os.truncate(path, 100)
     refused(path, make_store(), "; use an older one: step-00000050.h5")
 
@@ -143,11 +143,11 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from conftest import Host, ParameterStore, Memory, np, small_network
-from halograd.training.checkpoint import write_checkpoint
+from halograd.training.checkpoint import Snapshot, write_checkpoint
 store = ParameterStore(small_network(), Memory(Host()), np.dtype("float64"), 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 try:
-    write_checkpoint(sys.argv[1], store)
+    write_checkpoint(sys.argv[1], Snapshot.of(store))
 except ValueError as error:
     print(error)
 """
@@ -173,7 +173,7 @@ def test_disk_full_at_once(saved, monkeypatch):
     path, store, _ = saved
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(DataError, match=r"expected 0\.0 MB of free disk, got 0\.0 MB"):
-        write_checkpoint(path, store)
+        write_checkpoint(path, Snapshot.of(store))
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -181,7 +181,7 @@ def test_folder_keeps_the_last(make_store, tmp_path):
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     store = make_store()
     for step in (5, 10, 15, 20):
-        folder.write(store, SGD(store), Progress(step=step), "")
+        folder.write(Snapshot.of(store, SGD(store)), Progress(step=step), "")
     assert sorted(p.name for p in folder.path.iterdir()) == ["latest.h5", "step-00000015.h5", "step-00000020.h5"]
     assert folder.latest is not None and folder.latest.resolve().name == "step-00000020.h5"
     assert read_header(folder.latest)[0].step == 20
@@ -191,7 +191,7 @@ def test_folder_removes_what_a_killed_run_left(make_store, tmp_path):
     left = tmp_path / ".step-00000005.h5.123.partial"
     left.write_text("half")
     folder = CheckpointFolder(tmp_path, keep=2)
-    folder.write(make_store(), None, Progress(step=7), "")
+    folder.write(Snapshot.of(make_store()), Progress(step=7), "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.h5", "step-00000007.h5"]
 
 
@@ -203,5 +203,5 @@ def test_writing_the_same_step_again(make_store, tmp_path):
     folder = CheckpointFolder(tmp_path, keep=1)
     store = make_store()
     for _ in range(2):
-        folder.write(store, None, Progress(step=7), "")
+        folder.write(Snapshot.of(store), Progress(step=7), "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.h5", "step-00000007.h5"]

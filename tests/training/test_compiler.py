@@ -28,7 +28,7 @@ def test_an_input_holds_the_halo_of_its_first_cut_only():
     for rank, rows in enumerate([(0, 5), (3, 8)]):
         steps, values = compiled(fork(), strategy, rank, 2)
         assert values["x"].region_box == Box((0, rows[0], 0, 0), (1, rows[1], 8, 2))
-        assert steps["x->1x1x1x2"].output.box == Box((0, 0, 4 * rank, 0), (1, 8, 4 * rank + 4, 2))
+        assert steps["x->width=2"].output.box == Box((0, 0, 4 * rank, 0), (1, 8, 4 * rank + 4, 2))
 
 
 def test_what_is_flattened_gets_no_margins():

@@ -12,7 +12,7 @@ BATCH, STEPS, RATE, MOMENTUM = 4, 4, 0.5, 0.9
 class Reducer:
     """Stands for gradients that are summed already."""
 
-    waited = False
+    waited, comm = False, None
 
     def wait(self):
         self.waited = True
