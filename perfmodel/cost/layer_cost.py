@@ -22,7 +22,6 @@ from halograd.perfmodel.cost.moves import Moves, contracts, moves_of
 from halograd.perfmodel.cost.needs import windows_of
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.sums import Sums, sums_of
-from halograd.perfmodel.cost.traffic import Move
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes, LayerTime
 
@@ -197,18 +196,8 @@ def _communication(moves: Moves, wires: Wires) -> dict[str, float]:
     for way, some in (("forward", moves.forward), ("backward", moves.backward)):
         for kind, term in (("halo", "halo"), ("channel", "channel"), ("redistribute", "redistribution")):
             terms[f"{term}_{way}"] = sum(wires.exchange(m) for m in some if m.kind == kind)
-        terms[f"packing_{way}"] = sum(_packing(m, wires) for m in some)
+        terms[f"packing_{way}"] = sum(wires.packing(m) for m in some)
     return terms
-
-
-def _packing(move: Move, wires: Wires) -> float:
-    """Into messages and out of them, a kernel each, on the rank that has most to do [s]."""
-    if move.source == move.target:
-        return 0.0
-    ranks = max(move.source.ranks, move.target.ranks)
-    sent, received = move.sent(ranks), move.received(ranks)
-    copies = wires.copy(float((sent.bytes + received.bytes).max(initial=0)))
-    return copies + wires.machine.launch * float((sent.messages + received.messages).max(initial=0))
 
 
 def _statistics(sums: Sums, wires: Wires, train: bool) -> dict[str, float]:

@@ -15,7 +15,6 @@ from halograd.dtensor import Box, hull
 from halograd.layers import (
     Add,
     BatchNorm,
-    Concat,
     Conv,
     ConvTranspose,
     Dropout,
@@ -185,7 +184,7 @@ class _Rank:
     def _forward(self, stage: Stage, reads: list[Read], seen: set) -> None:
         for value, read in zip(stage.inputs, reads):
             entry = (id(value), read.key)
-            if isinstance(stage.layer, Loss | Add | Concat) or entry in seen:
+            if isinstance(stage.layer, Loss | Add) or entry in seen:
                 continue
             seen.add(entry)
             needed = self._box(read.needed)
@@ -311,7 +310,7 @@ class _Rank:
             if not v.trainable or (isinstance(layer, Loss) and i):
                 continue
             self._contribute(self.values[id(v)])
-            if reads and not isinstance(layer, Loss | Concat) and reads[i].needed != v.blocks:
+            if reads and not isinstance(layer, Loss) and reads[i].needed != v.blocks:
                 self.scratch.append(self.arena.acquire(self._box(reads[i].needed).size * v.itemsize))
         if isinstance(layer, Resize):
             self.scratch += [self.arena.acquire(nbytes) for nbytes in self._resize_scratch(stage)]

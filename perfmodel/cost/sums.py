@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from halograd.perfmodel.cost.blocks import Blocks
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.traffic import Traffic
 
-__all__ = ["Sum", "Sums", "channel_groups", "sums_of"]
+__all__ = ["Sum", "Sums", "sums_of"]
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,11 @@ class Sums:
     aside: tuple[Sum, ...] = ()
 
 
-def channel_groups(blocks: Blocks, sizes: Iterable[int]) -> tuple[tuple[range, int], ...]:
-    """Ranks that hold the same block of channels, with one size [B] per block."""
-    count = blocks.grid[-1]
-    return tuple((range(first, blocks.ranks, count), size) for first, size in zip(range(count), sizes))
-
-
 def sums_of(stage: Stage, ranks: int) -> Sums:
     """The sums of a stage on `ranks` ranks in all."""
     layer = stage.layer
     if isinstance(layer, BatchNorm):
-        return _batch_norm(stage, stage.options.get("statistics", layer.statistics), ranks)
+        return _batch_norm(stage, stage.options.get("statistics", layer.statistics))
     if isinstance(layer, LayerNorm) and layer.axes == "channels":
         return Sums()
     if isinstance(layer, GroupNorm):
@@ -94,16 +88,17 @@ def _twice(stage: Stage, total: Sum, aside: tuple[Sum, ...] = ()) -> Sums:
     return Sums(now, now if stage.backward else (), aside)
 
 
-def _batch_norm(stage: Stage, statistics: str, ranks: int) -> Sums:
+def _batch_norm(stage: Stage, statistics: str) -> Sums:
     """Two numbers of float64 per channel, over the ranks that share the statistics."""
     blocks = stage.output.blocks
-    sizes = [16 * int(n) for n in blocks.extents[-1]]
+    used, sizes = math.prod(stage.parts), [16 * int(n) for n in blocks.extents[-1]]
+    everyone = tuple((range(first, used, len(sizes)), size) for first, size in enumerate(sizes))
     if statistics == "global":
-        return _twice(stage, Sum("statistics", channel_groups(blocks, sizes)))
+        return _twice(stage, Sum("statistics", everyone))
     own = _sample_groups(blocks, sizes[0], per_sample=False) if statistics == "sample" else ()
-    if len(own) == 1 and len(own[0][0]) == ranks:
+    if len(own) == 1 and len(own[0][0]) == used and len(everyone) == 1:
         return _twice(stage, Sum("statistics", own))
-    running = (Sum("running statistics", ((range(ranks), sizes[0]),)),) if ranks > 1 else ()
+    running = (Sum("running statistics", everyone),) if used > len(sizes) else ()
     return _twice(stage, Sum("statistics", own), running)
 
 

@@ -16,6 +16,8 @@ from halograd.perfmodel.cost.blocks import Blocks, outer, spread
 
 __all__ = ["Move", "Traffic"]
 
+_FIRST, _ONE, _NONE = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -94,12 +96,15 @@ class Move:
         at = self.source.coordinates(rank)
         if at is None:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        ranks, elements = np.zeros(1, np.int64), np.ones(1, np.int64)
-        for i, overlaps, parts in zip(at, self._overlaps, self.target.grid):
-            row = overlaps[i]
-            (met,) = np.nonzero(row)
-            ranks = (ranks[:, None] * parts + met).reshape(-1)
-            elements = (elements[:, None] * row[met]).reshape(-1)
+        ranks, elements = _FIRST, _ONE
+        for i, a, b, parts in zip(at, self.source.axes, self.target.axes, self.target.grid):
+            met, common = row(a[i], b)
+            if parts == 1:
+                elements = elements * common if len(met) else _NONE
+                ranks = ranks if len(met) else _NONE
+            else:
+                ranks = (ranks[:, None] * parts + met).reshape(-1)
+                elements = (elements[:, None] * common).reshape(-1)
         others = ranks != rank
         return ranks[others], elements[others] * self.itemsize
 
@@ -111,6 +116,14 @@ def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], 
     low = np.maximum(a[:, None, 0], b[None, :, 0])
     high = np.minimum(a[:, None, 1], b[None, :, 1])
     return np.maximum(0, high - low)
+
+
+@lru_cache(maxsize=65536)
+def row(own: tuple[int, int], others: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Which intervals one interval meets, and in how many elements."""
+    common = overlap((own,), others)[0]
+    (met,) = np.nonzero(common)
+    return met, common[met]
 
 
 @lru_cache(maxsize=4096)

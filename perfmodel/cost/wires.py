@@ -12,7 +12,7 @@ every sum takes the time of a ring over its ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
@@ -42,7 +42,7 @@ class Wires:
 
     def __init__(self, machine: Machine, quick: bool = False) -> None:
         self.machine, self.quick = machine, quick
-        self._exchanges: dict[Move, float] = {}
+        self._exchanges: dict[Move, tuple[float, float]] = {}
         self._sums: dict[tuple[float, range | tuple[int, ...]], float] = {}
         links = [machine.links[level] for level in LEVELS[1:]]
         self._alpha = np.array([link.alpha for link in links])
@@ -76,17 +76,31 @@ class Wires:
 
     def exchange(self, move: Move) -> float:
         """From the start of an exchange until the last rank has everything [s]; packing not included."""
+        return self._both(move)[0]
+
+    def packing(self, move: Move) -> float:
+        """Into its messages and out of them, a kernel each, on the rank that has most to do [s]."""
+        return self._both(move)[1]
+
+    def _both(self, move: Move) -> tuple[float, float]:
         if move not in self._exchanges:
             self._exchanges[move] = self._exchange(move)
         return self._exchanges[move]
 
-    def _exchange(self, move: Move) -> float:
+    def _exchange(self, move: Move) -> tuple[float, float]:
         if move.source == move.target:
-            return 0.0
-        both = [move, move.adjoint]
+            return 0.0, 0.0
+        # Most exchanges are as much work for who receives as for who sends.
+        ways = [move] if self.quick else [move, move.adjoint]
+        ranks = self._ranks(move)
+        sent = [{rank: way.peers(rank) for rank in ranks} for way in ways]
         if self.emulated:
-            return max(self._farthest(m, rank) for rank in self._ranks(move) for m in both)
-        return max(self._nodewise(m, self._ranks(move)) for m in both)
+            seconds = max(self._farthest(nbytes) for some in sent for _, nbytes in some.values())
+        else:
+            seconds = max(self._nodewise(some) for some in sent)
+        messages = [sum(len(some[rank][0]) for some in sent) * 2 / len(sent) for rank in ranks]
+        nbytes = [sum(int(some[rank][1].sum()) for some in sent) * 2 / len(sent) for rank in ranks]
+        return seconds, self.copy(max(nbytes)) + self.machine.launch * max(messages)
 
     def _ranks(self, move: Move) -> list[int]:
         ranks = max(move.source.ranks, move.target.ranks)
@@ -97,27 +111,25 @@ class Wires:
         nodes = {rank // width for rank in some}
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
 
-    def _farthest(self, move: Move, rank: int) -> float:
-        _, nbytes = move.peers(rank)
-        link = self.machine.links["across"]
-        return link.seconds(int(nbytes.max())) if len(nbytes) else 0.0
+    def _farthest(self, nbytes: np.ndarray) -> float:
+        """The largest of messages that travel at the same time."""
+        return self.machine.links["across"].seconds(int(nbytes.max())) if len(nbytes) else 0.0
 
-    def _nodewise(self, move: Move, ranks: Sequence[int]) -> float:
+    def _nodewise(self, sent: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> float:
         """The slowest rank, with what its node sends to others through one link."""
         slowest, node, beyond, alphas = 0.0, -1, 0.0, 0.0
-        for rank in ranks:
+        for rank, (peers, nbytes) in sent.items():
             if rank // self.machine.devices_per_node != node:
                 node, beyond, alphas = rank // self.machine.devices_per_node, 0.0, 0.0
-            peers, nbytes = move.peers(rank)
             if not len(peers):
                 continue
             levels = self.levels(rank, peers)
-            seconds = self._alpha[levels] + self._beta[levels] * nbytes
-            own = float(seconds.sum())
-            outside = levels > 0
-            beyond += float((self._beta[levels] * nbytes)[outside].sum())
-            alphas = max(alphas, float(self._alpha[levels][outside].sum()))
-            slowest = max(slowest, own, beyond + alphas)
+            alpha, beta = self._alpha[levels], self._beta[levels] * nbytes
+            if levels.any():
+                outside = levels > 0
+                beyond += float(beta[outside].sum())
+                alphas = max(alphas, float(alpha[outside].sum()))
+            slowest = max(slowest, float(alpha.sum() + beta.sum()), beyond + alphas)
         return slowest
 
     def levels(self, rank: int, peers: np.ndarray) -> np.ndarray:
