@@ -87,10 +87,9 @@ def _measure(
 ) -> tuple[Profile, Measured]:
     """The profile of the machine, and how far the layers of the network came. Collective."""
     from halograd.perfmodel.profile import (
-        Conditions,
         LayerTimer,
         TimeCache,
-        last_level_cache,
+        conditions_of,
         measure_layers,
         measure_machine,
         works_of,
@@ -104,9 +103,9 @@ def _measure(
         found = measure_machine(comm, backend)
         overheads = measure_overheads(comm, backend, dtype)
         found = replace(found, **vars(overheads))
-        flush = last_level_cache()
-        conditions = Conditions.here(backend, found.machine.devices_per_node, autotune, flush)
-        timer = LayerTimer(backend, comm, flush)
+        per_node = found.machine.devices_per_node
+        conditions = conditions_of(network, batch, ranks, backend, per_node, dtype, autotune)
+        timer = LayerTimer(backend, comm, conditions.flush)
         left = None if budget is None else max(0.0, budget - (time.perf_counter() - begin))
         layers = measure_layers(works, timer, store, conditions, left, progress)
         timer.close()

@@ -4,7 +4,7 @@
 """
 
 from halograd.perfmodel.profile.cache import CACHE_VARIABLE, Conditions, TimeCache, cache_path
-from halograd.perfmodel.profile.candidates import works_of
+from halograd.perfmodel.profile.candidates import conditions_of, passing_bytes, works_of
 from halograd.perfmodel.profile.fit import Fit, fit_line
 from halograd.perfmodel.profile.layers import LayerTimer, last_level_cache
 from halograd.perfmodel.profile.measure import Measured, measure_layers, measure_machine
@@ -19,10 +19,12 @@ __all__ = [
     "Profile",
     "TimeCache",
     "cache_path",
+    "conditions_of",
     "fit_line",
     "last_level_cache",
     "measure_layers",
     "measure_machine",
+    "passing_bytes",
     "record_path",
     "works_of",
 ]

@@ -62,7 +62,7 @@ class BoundLayer:
         spread: bool = False,
     ) -> None:
         self.kernels, self.memory = kernels, Memory(kernels)
-        self._comm = _OneOfTwo() if spread else comm
+        self._comm = _Twins() if spread else comm
         self._dtype = np.dtype(dtype)
         self._count, self._channels = len(inputs), inputs[0][-1]
         batch, shapes = inputs[0][0], [shape[1:] for shape in inputs]
@@ -78,13 +78,14 @@ class BoundLayer:
             self._comm,
             kernels,
             self.memory,
-            Mode(training=True, valid=batch),
+            Mode(training=True, valid=batch * self._comm.size),
             values,
             output,
             params,
             grads,
             state,
             {},
+            {"sample": self._comm.size},
         )
         self.operator = layer.bind(self.binding)
         self.binding.end_scratch()
@@ -98,7 +99,8 @@ class BoundLayer:
             self._bind_backward(output, isinstance(layer, Loss))
 
     def _value(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Value:
-        layout = Layout.on_rank(shape, 0, self._comm.size)
+        size = self._comm.size
+        layout = Layout.blocks((size * shape[0], *shape[1:]), {"sample": size}, size)
         return Value(name, layout, dtype, layout.boxes, 0)
 
     def _input(self, layer: Layer, i: int, shape: tuple[int, ...], input_gradient: bool) -> Value:
@@ -180,45 +182,31 @@ def _fill(array: Any, name: str) -> None:
         part[...] = some[: part.size]
 
 
-class _OneOfTwo:
-    """Stands for a communicator of two ranks of which the other has nothing: its sums are there at once."""
+class _Twins:
+    """Stands for a communicator of two ranks with the same numbers: their sum is there at once."""
 
     rank, size = 0, 2
     waits_for_network = False
     recorder = None
 
-    def reduction(self, buffer: Any, group: Any = None, *, kind: str = "", name: str | None = None) -> _Nothing:
-        return _Nothing()
+    def reduction(self, buffer: Any, group: Any = None, *, kind: str = "", name: str | None = None) -> _Double:
+        return _Double(buffer)
 
 
-class _Nothing:
-    """A sum to which no other rank contributes."""
+class _Double:
+    """A sum to which the other rank contributes as much as this one."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
 
     def start(self) -> None:
-        pass
+        self._buffer *= 2
 
     def finish(self) -> None:
         pass
 
-    def _copy(self, array: Any) -> Any:
-        copy = self.kernels.empty(array.shape, array.dtype)
-        copy[...] = array
-        return copy
-
-    def write_inputs(self) -> None:
-        """What the layer before does: it reads as much as it writes, and leaves some of it in the cache."""
-        for target, source in zip(self.inputs, self._before):
-            self.kernels.xp.add(source, 0, out=target)
-        self.kernels.synchronize()
-
-    def write_dy(self) -> None:
-        """What the layer behind does in backward; a forward pass may have used this memory for something else."""
-        if self.dy is not None:
-            self.kernels.xp.add(self._behind, 0, out=self.dy)
-            self.kernels.synchronize()
-
     def run(self) -> None:
-        pass
+        self.start()
 
     def close(self) -> None:
         pass

@@ -5,12 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
 
 from halograd.dtensor import axis_names
 from halograd.layers import Input, Network, Node
 from halograd.perfmodel.layer_work import LayerKey, LayerWork
+from halograd.perfmodel.profile.cache import Conditions
+from halograd.perfmodel.profile.layers import last_level_cache
 
-__all__ = ["cuts", "works_of"]
+__all__ = ["conditions_of", "cuts", "passing_bytes", "works_of"]
 
 _CHANNELS = ("channel", "input_channel")
 
@@ -41,6 +46,46 @@ def cuts(node: Node, batch: int, ranks: int) -> Iterator[dict[str, int]]:
     for parts in itertools.product(divisors, repeat=len(names)):
         if math.prod(parts) == ranks and all(p <= n for p, n in zip(parts, extents)):
             yield dict(zip(names, parts))
+
+
+def passing_bytes(network: Network, batch: int, ranks: int, dtype: str = "float32") -> int:
+    """What passes through a rank's cache between two uses of a layer's data, as a power of two [B].
+
+    Values and their gradients of one step and all parameters; not more than the cache holds, because more makes no
+    difference. Networks of about the same size have the same, and share measured times.
+    """
+    values = sum(math.prod(node.shape) for node in network.nodes) * batch // ranks
+    nbytes = 2 * (values + network.parameter_count) * np.dtype(dtype).itemsize
+    return min(1 << max(nbytes.bit_length() - 1, 0), last_level_cache())
+
+
+def conditions_of(
+    network: Network,
+    batch: int,
+    ranks: int,
+    kernels: Any,
+    per_node: int | None = None,
+    dtype: str = "float32",
+    autotune: bool = False,
+) -> Conditions:
+    """The conditions under which layers of a run of this network are to be measured, here. Local.
+
+    Parameters
+    ----------
+    network
+        The layers.
+    batch
+        Global samples.
+    ranks, per_node
+        Of the run, and those on one node (default: all).
+    kernels
+        Backend.
+    dtype
+        Of the computation.
+    autotune
+        Whether the backend was made with it.
+    """
+    return Conditions.here(kernels, per_node or ranks, autotune, passing_bytes(network, batch, ranks, dtype))
 
 
 def works_of(

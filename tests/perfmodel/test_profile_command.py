@@ -1,0 +1,82 @@
+"""`halograd profile` from the outside: alone, under MPI, resumed, and given nonsense."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.profile import Profile
+from tests.harness.jobs import job_environment, new_mark
+from tests.launch import mpiexec
+
+SMALL = ("profile", "mesh", "--option", "resolution=16", "--option", "widths=[4, 4]", "--kernels", "numpy")
+
+
+def halograd(*arguments, **environment):
+    command = [sys.executable, "-m", "halograd", *map(str, arguments)]
+    env = job_environment(new_mark(), environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_alone_it_measures_resumes_and_writes(tmp_path):
+    where = {"HALOGRAD_CACHE": str(tmp_path / "cache")}
+    out = tmp_path / "machine.toml"
+    first = halograd(*SMALL, "--out", out, "--ranks", 2, "--budget", 0, **where)
+    assert first.returncode == 0, first.stderr
+    assert "0 layer shapes measured" in first.stdout and "left: the budget is spent" in first.stdout
+    second = halograd(*SMALL, "--out", out, "--ranks", 2, "--json", **where)
+    assert second.returncode == 0, second.stderr
+    record = json.loads(second.stdout)
+    layers = record["layers"]
+    assert layers["measured"] > 0 == layers["known"] == layers["left"]
+    assert (tmp_path / "cache" / "kernel_times.jsonl").exists()
+    third = json.loads(halograd(*SMALL, "--out", out, "--ranks", 2, "--json", **where).stdout)
+    assert third["layers"]["known"] == layers["measured"] and third["layers"]["measured"] == 0
+    assert Machine.load(out).devices_per_node == 1
+    found = Profile.load(out)
+    assert 1e-12 < found.update < 1e-7, "[s/B]"
+    assert found.layer_overhead < 1e-3 and not found.reduction
+
+
+def test_two_ranks_measure_their_messages(tmp_path):
+    out = tmp_path / "machine.toml"
+    arguments = ["-m", "halograd", *SMALL, "--out", out, "--cache", tmp_path, "--batch", 2, "--json"]
+    done = mpiexec(2, arguments)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["ranks"] == 2 and record["layers"]["measured"] > 0
+    assert record["face"]["node"]["alpha"] > 0 and record["reduction"]["2"]["alpha"] > 0
+    assert Machine.load(out).devices_per_node == 2
+    assert Profile.load(out).channel["node"].error >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("profile", "mash"), "model.name: expected one of"),
+        ((*SMALL, "--option", "depth"), "--option: expected KEY=VALUE, such as resolution=512, got 'depth'"),
+        ((*SMALL, "--option", "colour=3"), "model: mesh was not made"),
+        ((*SMALL, "--batch", "0"), "--batch: expected a number >= 1, got 0"),
+        ((*SMALL, "--budget", "-1"), "--budget: expected a number >= 0, got -1"),
+        ((*SMALL, "--transport", "pigeon"), "transport: expected 'auto', 'mpi'"),
+        ((*SMALL, "--kernels", "abacus"), "--kernels: expected a backend out of"),
+        ((*SMALL, "--dtype", "float16"), "--dtype: expected one of"),
+        ((*SMALL, "--out", "no/such/folder/machine.toml"), "expected a path that can be written"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, arguments, message):
+    done = halograd(*arguments, HALOGRAD_CACHE=str(tmp_path))
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_record_that_is_damaged_is_named(tmp_path):
+    from halograd.errors import UserError
+
+    out = tmp_path / "m.toml"
+    assert halograd(*SMALL, "--out", out, "--cache", tmp_path, "--budget", 0).returncode == 0
+    (tmp_path / "m.profile.json").write_text("{}")
+    with pytest.raises(UserError, match=r"expected what `halograd profile` writes .* run `halograd profile` again"):
+        Profile.load(out)
