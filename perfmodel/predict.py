@@ -1,0 +1,329 @@
+"""Planning a network for a machine, and plans as data: what was chosen, what it will take, and what else was tried."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from halograd.errors import UserError
+from halograd.layers import Network, Strategy
+from halograd.perfmodel.cost.baselines import BASELINES, baseline
+from halograd.perfmodel.cost.layer_cost import Pricing
+from halograd.perfmodel.cost.prediction import Prediction
+from halograd.perfmodel.cost.problem import NetworkCosts, network_costs
+from halograd.perfmodel.cost.simulate import Training, simulate
+from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.kernel_times import KernelTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.planners import PLANNERS, Choice, NoneFits, bytes_text
+
+__all__ = ["EXPOSED", "Alternative", "Plan", "Planning", "plan_network"]
+
+#: Parts of the sums of gradients that are charged to layers, one plan each; `simulate` decides between them.
+EXPOSED = (1.0, 0.3, 0.0)
+#: Sizes of buckets that are tried for the best plan [B].
+BUCKETS = (1 << 20, 4 << 20, 16 << 20)
+#: How often a plan that does not fit after all is made again under a smaller limit.
+ATTEMPTS = 6
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What is asked of `plan_network`.
+
+    Attributes
+    ----------
+    planner
+        Name of a planner, or of a baseline to be taken as it is.
+    limit
+        Memory of one rank [B]; that of the machine's device if None.
+    full
+        Look at every legal cut.
+    training
+        Dtype and optimizer.
+    bucket_bytes
+        Size of the buckets of gradients [B]; None: the best of some.
+    """
+
+    planner: str = "elimination"
+    limit: float | None = None
+    full: bool = False
+    training: Training = field(default_factory=Training)
+    bucket_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A strategy that was not chosen: what a step would take [s], and memory of the fullest rank [B]."""
+
+    name: str
+    step_seconds: float
+    memory_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy for one network, batch and number of ranks, with what was predicted of it.
+
+    Attributes
+    ----------
+    network, layers
+        Name of the network, and of its layers.
+    batch, ranks, dtype, machine
+        What it was made for.
+    planner
+        Who made it.
+    strategy
+        How every layer is cut.
+    prediction
+        Of a step.
+    alternatives
+        Baselines and other plans.
+    limit
+        Memory of one rank that it was made for [B].
+    optimal
+        Whether the planner proved that no other choice of candidates is faster, by the additive costs it minimizes.
+    planning_seconds
+        Wall time of everything [s].
+    """
+
+    network: str
+    layers: tuple[str, ...]
+    batch: int
+    ranks: int
+    dtype: str
+    machine: str
+    planner: str
+    strategy: Strategy
+    prediction: Prediction
+    alternatives: tuple[Alternative, ...] = ()
+    limit: float | None = None
+    optimal: bool = False
+    planning_seconds: float = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of a step [s]."""
+        return self.prediction.step_seconds
+
+    def check(self, network: Network, ranks: int, batch: int | None = None) -> None:
+        """Refuse to be used for anything else than it was made for.
+
+        Raises
+        ------
+        UserError
+            Another network, number of ranks or batch.
+        """
+        if tuple(network.layers) != self.layers:
+            raise UserError(
+                f"plan: expected network {self.network!r} ({len(self.layers)} layers), which it was made for, got "
+                f"{network.name!r} ({len(network.layers)} layers); run `halograd plan` for that one"
+            )
+        if ranks != self.ranks:
+            raise UserError(
+                f"plan: expected {self.ranks} ranks, which it was made for, got {ranks}; start {self.ranks} ranks or "
+                "run `halograd plan` again"
+            )
+        if batch is not None and batch != self.batch:
+            raise UserError(
+                f"plan: expected a batch of {self.batch} samples, which it was made for, got {batch}; set that or run "
+                "`halograd plan` again"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        data = {k: v for k, v in vars(self).items() if k not in ("strategy", "prediction", "alternatives")}
+        data["strategy"] = _plain(self.strategy)
+        data["prediction"] = self.prediction.as_dict()
+        data["alternatives"] = [asdict(a) for a in self.alternatives]
+        Path(path).write_text(json.dumps({"halograd_plan": 1, **data}, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        UserError
+            The file is not there or is no plan.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data.pop("halograd_plan") != 1:
+                raise ValueError("it is of another version")
+            data["layers"] = tuple(data["layers"])
+            data["strategy"] = Strategy(**data["strategy"])
+            data["prediction"] = Prediction.from_dict(data["prediction"])
+            data["alternatives"] = tuple(Alternative(**a) for a in data["alternatives"])
+            return cls(**data)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"plan {path}: cannot be read ({error!r}); expected what `halograd plan -o` writes"
+            ) from error
+
+
+def _plain(strategy: Strategy) -> dict[str, Any]:
+    return {
+        "parts": dict(strategy.parts),
+        "layers": {name: dict(entry) for name, entry in strategy.layers.items()},
+        "options": dict(strategy.options),
+        "bucket_bytes": strategy.bucket_bytes,
+    }
+
+
+def plan_network(
+    network: Network,
+    batch: int,
+    ranks: int,
+    machine: Machine,
+    times: KernelTimes,
+    planning: Planning | None = None,
+) -> Plan:
+    """The fastest strategy that fits, by simulation, among planners' choices and the baselines. Local.
+
+    A planner minimizes sums over layers and edges; what overlaps is not such a sum. So it is asked for several charges
+    of the sums of gradients (`EXPOSED`), and `simulate` compares its answers, the baselines, and sizes of buckets.
+
+    Raises
+    ------
+    UserError
+        Unknown planner; memory too small for anything (says by how much).
+    """
+    return _Search(network, batch, ranks, machine, times, planning or Planning()).run()
+
+
+@dataclass
+class _Found:
+    name: str
+    strategy: Strategy
+    prediction: Prediction
+    optimal: bool = False
+
+
+@dataclass
+class _Search:
+    network: Network
+    batch: int
+    ranks: int
+    machine: Machine
+    times: KernelTimes
+    planning: Planning
+    found: list[_Found] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        known = (*PLANNERS, *BASELINES)
+        if self.planning.planner not in known:
+            raise UserError(f"planner: expected one of {', '.join(known)}, got {self.planning.planner!r}")
+        self.limit = self.machine.memory if self.planning.limit is None else self.planning.limit
+        self.buckets = (self.planning.bucket_bytes,) if self.planning.bucket_bytes else BUCKETS
+        dtype = self.planning.training.dtype
+        self.pricing = Pricing(Wires(self.machine), self.times, dtype, best_halo=True)
+        self.middle = self.buckets[len(self.buckets) // 2]
+
+    def run(self) -> Plan:
+        began = time.perf_counter()
+        fixed = self.planning.planner in BASELINES
+        for name in [self.planning.planner] if fixed else BASELINES:
+            self._try(name, baseline(name, self.network, self.batch, self.ranks, self.middle))
+        failure: NoneFits | None = None
+        if not fixed:
+            try:
+                self._plan()
+            except NoneFits as fault:
+                failure = fault
+        best = self._best(failure)
+        best = self._best_buckets(best)
+        return self._result(best, time.perf_counter() - began)
+
+    def _try(self, name: str, strategy: Strategy, optimal: bool = False) -> _Found:
+        training = self.planning.training
+        prediction = simulate(
+            self.network, strategy, self.batch, self.machine, self.times, training, self.ranks, self.pricing
+        )
+        found = _Found(name, _with_halos(strategy, prediction), prediction, optimal)
+        self.found.append(found)
+        return found
+
+    def _plan(self) -> None:
+        """Ask the planner, once per charge."""
+        training, full = self.planning.training, self.planning.full
+        costs = network_costs(
+            self.network, self.batch, self.ranks, self.machine, self.times, training, full, self.middle
+        )
+        planner = PLANNERS[self.planning.planner]()
+        seen: set[tuple[int, ...]] = set()
+        for exposed in EXPOSED:
+            limit: float = self.limit
+            for _ in range(ATTEMPTS):
+                choice = planner.plan(costs.problem(exposed, limit))
+                if choice.indices in seen:
+                    break
+                seen.add(choice.indices)
+                found = self._candidate(costs, choice, exposed)
+                over = found.prediction.memory_bytes - self.limit
+                if over <= 0:
+                    break
+                # What the backward pass borrows is not in the problem: leave room for it.
+                limit = min(limit, choice.memory) - over
+
+    def _candidate(self, costs: NetworkCosts, choice: Choice, exposed: float) -> _Found:
+        name = f"{self.planning.planner}, {exposed:.0%} of gradient sums charged"
+        return self._try(name, costs.strategy(choice.indices, self.middle), choice.optimal)
+
+    def _fits(self, found: _Found) -> bool:
+        return found.prediction.memory_bytes <= self.limit
+
+    def _best(self, failure: NoneFits | None) -> _Found:
+        fitting = [f for f in self.found if self._fits(f)]
+        if fitting:
+            return min(fitting, key=lambda f: f.prediction.step_seconds)
+        least = min(self.found, key=lambda f: f.prediction.memory_bytes)
+        needs = least.prediction.memory_bytes
+        raise UserError(
+            f"plan: expected a strategy within {bytes_text(self.limit)} per rank, the leanest found ({least.name}) "
+            f"takes {bytes_text(needs)}, {bytes_text(needs - self.limit)} too much; use more ranks, a smaller batch "
+            f"than {self.batch}, or allow more memory"
+        ) from failure
+
+    def _best_buckets(self, best: _Found) -> _Found:
+        tries = [best]
+        for nbytes in self.buckets:
+            if nbytes != best.strategy.bucket_bytes:
+                strategy = replace(best.strategy, bucket_bytes=nbytes)
+                self._try(f"{best.name}, buckets of {bytes_text(nbytes)}", strategy, best.optimal)
+                tries.append(self.found.pop())
+        return min((f for f in tries if self._fits(f)), key=lambda f: f.prediction.step_seconds)
+
+    def _result(self, best: _Found, seconds: float) -> Plan:
+        others = [f for f in self.found if f.strategy.layers != best.strategy.layers]
+        return Plan(
+            self.network.name,
+            tuple(self.network.layers),
+            self.batch,
+            self.ranks,
+            self.planning.training.dtype,
+            self.machine.name,
+            best.name.split(",")[0],
+            best.strategy,
+            best.prediction,
+            tuple(
+                Alternative(f.name, f.prediction.step_seconds, f.prediction.memory_bytes, self._fits(f)) for f in others
+            ),
+            self.limit,
+            best.optimal,
+            seconds,
+        )
+
+
+def _with_halos(strategy: Strategy, prediction: Prediction) -> Strategy:
+    """With the halo algorithm that the prediction chose for every layer."""
+    layers: dict[str, Mapping[str, Any]] = dict(strategy.layers)
+    for record in prediction.layers:
+        if record.halo_algorithm:
+            layers[record.name] = {**layers.get(record.name, {}), "halo": record.halo_algorithm}
+    return replace(strategy, layers=layers)
