@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from halograd.cli.planning import plan
 from halograd.cli.profiling import profile
 
 __all__ = ["app"]
@@ -21,6 +22,7 @@ app = typer.Typer(
 generate = typer.Typer(help="Make a data set.", rich_markup_mode=None)
 app.add_typer(generate, name="generate")
 app.command()(profile)
+app.command()(plan)
 
 Sets = Annotated[
     list[str] | None,

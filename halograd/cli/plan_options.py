@@ -1,0 +1,295 @@
+"""What the commands of planning are given, checked: model, machine, ranks, memory, cuts. Nothing here runs MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halograd.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+if TYPE_CHECKING:
+    from halograd.layers import Network, Strategy
+    from halograd.perfmodel.kernel_times import KernelTimes
+    from halograd.perfmodel.machine import Machine
+
+__all__ = [
+    "Asked",
+    "Cache",
+    "Dtype",
+    "Full",
+    "MachineName",
+    "Memory",
+    "ModelName",
+    "Options",
+    "Planner",
+    "ask",
+    "check_counts",
+    "check_planner",
+    "parse_grid",
+    "parse_memory",
+    "parse_options",
+    "parse_ranks",
+    "strategy_of_grid",
+]
+
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model by name, such as mesh_2k or resnet50.")]
+MachineName = Annotated[
+    str, typer.Option(metavar="NAME|FILE.toml", help="A shipped machine, or a machine file (`halograd profile`).")
+]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the model; repeatable.")
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Limit per rank, such as 16GiB; else that of the machine's device.")
+]
+Planner = Annotated[
+    str, typer.Option(help="elimination, shortest_path, longest_path_first, exhaustive; or data, spatial, model, owt.")
+]
+Dtype = Annotated[str, typer.Option(help="Of the computation, such as float32.")]
+Full = Annotated[bool, typer.Option("--full", help="Look at every legal cut, balanced or not.")]
+Cache = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Of measured times; else $HALOGRAD_CACHE or ~/.cache/halograd.")
+]
+
+
+@dataclass
+class Asked:
+    """A model on a machine, with the times of its kernels.
+
+    Attributes
+    ----------
+    model, options, network
+        Its name, the options given, and what they make.
+    machine, machine_file
+        The machine, and the name or path it was asked for by.
+    dtype
+        Of the computation.
+    cache
+        Folder of measured times, None: the usual one.
+    """
+
+    model: str
+    options: Mapping[str, Any]
+    network: Network
+    machine: Machine
+    machine_file: str
+    dtype: str
+    cache: Path | None = None
+
+    def times(self, batch: int, ranks: int) -> tuple[KernelTimes, str]:
+        """Times of kernels for a run of this size, and in words where they come from."""
+        from halograd.perfmodel.kernel_times import RooflineTimes
+
+        found = _measured(self, batch, ranks)
+        if found is not None:
+            return found
+        return RooflineTimes(self.machine), f"roofline of {self.machine.name}"
+
+
+def ask(model: str, options: Sequence[str] | None, machine: str, dtype: str, cache: Path | None = None) -> Asked:
+    """The model and the machine, made; user errors in one line each."""
+    from halograd.models import build
+    from halograd.perfmodel.machine import Machine
+
+    settings = parse_options(options or ())
+    network = build(model, **settings)
+    if "loss" not in network.outputs:
+        raise UserError(f"model: expected a network with a loss to train, got {model!r} without one")
+    loaded = Machine.load(machine)
+    if dtype not in loaded.peak_flops:
+        raise UserError(
+            f"--dtype: expected one of {', '.join(loaded.peak_flops)}, for which machine {loaded.name!r} has a peak, "
+            f"got {dtype!r}; add it to [device.peak_flops] of a copy of the machine file"
+        )
+    return Asked(model, settings, network, loaded, machine, dtype, cache)
+
+
+def parse_options(options: Sequence[str]) -> dict[str, Any]:
+    """Options ``KEY=VALUE``, whose values are written as in TOML; a bare word is a text."""
+    found: dict[str, Any] = {}
+    for option in options:
+        key, equals, text = (part.strip() for part in option.partition("="))
+        if not equals or not key:
+            raise UserError(f"--option: expected KEY=VALUE, such as resolution=512, got {option!r}")
+        found[key] = text
+        with contextlib.suppress(tomllib.TOMLDecodeError):  # a shell takes the quotes of a text away
+            found[key] = tomllib.loads(f"value = {text}")["value"]
+    return found
+
+
+def parse_memory(text: str | None) -> float | None:
+    """Bytes of ``16GiB`` [B]; None if nothing was given."""
+    from halograd.perfmodel.units import parse_quantity
+
+    if text is None:
+        return None
+    try:
+        nbytes = parse_quantity(text, "B")
+    except ValueError as error:
+        raise UserError(f"--memory: {error}") from error
+    if not nbytes:
+        raise UserError(f"--memory: expected more than nothing, got {text!r}")
+    return nbytes
+
+
+def check_planner(name: str) -> None:
+    """Refuse a planner that there is not."""
+    from halograd.perfmodel.cost.baselines import BASELINES
+    from halograd.perfmodel.planners import PLANNERS
+
+    known = (*PLANNERS, *BASELINES)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"--planner: expected one of {', '.join(known)}, got {name!r}{hint}")
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse numbers of ranks or samples below 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise UserError(f"--{name}: expected a whole number >= 1, got {count}")
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Numbers of ranks; ``...`` goes on as the two before it do, up to the one behind it.
+
+    >>> parse_ranks("4,8,...,64"), parse_ranks("16")
+    ([4, 8, 16, 32, 64], [16])
+    """
+    words = [word.strip() for word in text.split(",")]
+    found: list[int] = []
+    for i, word in enumerate(words):
+        if word in ("...", "\u2026"):
+            found += _between(found, words[i + 1 :], text)
+        elif re.fullmatch(r"[0-9]+", word) and int(word) > 0:
+            found.append(int(word))
+        else:
+            raise UserError(f"--ranks: expected whole numbers >= 1 such as 4,8,...,2048, got {word!r} in {text!r}")
+    if sorted(set(found)) != found:
+        raise UserError(f"--ranks: expected rising numbers, got {text!r}")
+    return found
+
+
+def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[int]:
+    """What ``...`` stands for."""
+    if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not behind or not behind[0].isdigit():
+        raise UserError(f"--ranks: expected two numbers before ... and one behind, such as 4,8,...,2048, got {text!r}")
+    ratio, last = before[-1] // before[-2], int(behind[0])
+    found = []
+    while [*before, *found][-1] * ratio < last:
+        found.append([*before, *found][-1] * ratio)
+    if (found or before)[-1] * ratio != last:
+        raise UserError(
+            f"--ranks: expected {last} to be reached by times {ratio} from {before[-1]}, got {text!r}; "
+            f"end with {(found or before)[-1] * ratio} or {(found or before)[-1]}"
+        )
+    return found
+
+
+def parse_grid(text: str) -> dict[str, int]:
+    """Parts per axis of ``sample=2,height=4``."""
+    from halograd.layers.strategy import AXES
+
+    found: dict[str, int] = {}
+    for item in text.split(","):
+        axis, equals, number = (part.strip() for part in item.partition("="))
+        if not equals or not re.fullmatch(r"[0-9]+", number) or int(number) < 1:
+            raise UserError(f"--grid: expected AXIS=PARTS,... such as sample=2,height=4,width=2, got {item!r}")
+        if axis not in AXES:
+            raise UserError(f"--grid: expected axes out of {', '.join(AXES)}, got {axis!r}")
+        if axis in found:
+            raise UserError(f"--grid: expected every axis once, got {axis!r} twice")
+        found[axis] = int(number)
+    return found
+
+
+def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, ranks: int) -> Strategy:
+    """The same cut for all layers. Samples take the ranks that are left, if they are not in `grid`.
+
+    Raises
+    ------
+    UserError
+        The parts do not make up the ranks, or the network cannot be cut so.
+    """
+    from halograd.dtensor import axis_names
+    from halograd.layers import Strategy
+
+    parts = _complete(grid, ranks)
+    names = axis_names(len(next(iter(network.inputs.values())).shape) + 1)[:-1]
+    for axis, count in parts.items():
+        if count > 1 and axis in ("depth", "height", "width") and axis not in names:
+            raise UserError(
+                f"--grid: {axis!r} is cut, but the samples of {network.name!r} have only the axes "
+                f"{' and '.join(names[1:]) or 'sample'} to cut; use {' or '.join(names)}"
+            )
+    if parts.get("sample", 1) > batch:
+        raise UserError(
+            f"--grid: {parts['sample']} parts along 'sample', but the batch has {batch}; use at most {batch}"
+        )
+    strategy = Strategy(parts)
+    strategy.validate(network, ranks)
+    strategy.refuse_empty_blocks(network)
+    return strategy
+
+
+def _complete(grid: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """With the samples' parts."""
+    product = 1
+    for count in grid.values():
+        product *= count
+    written = " x ".join(f"{n} {axis}" for axis, n in grid.items())
+    if "sample" in grid and product != ranks:
+        raise UserError(
+            f"--grid: {written} is {product} ranks, --ranks is {ranks}; choose parts whose product is {ranks}, or "
+            "leave sample out to have it fill up"
+        )
+    if ranks % product:
+        raise UserError(
+            f"--grid: {written} is {product} ranks, which does not divide --ranks {ranks}; choose other parts"
+        )
+    return dict(grid) if "sample" in grid else {"sample": ranks // product, **grid}
+
+
+# -- measured times -----------------------------------------------------------------------------
+
+_DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<threads>\d+) thread\(s\)")
+
+
+def _measured(asked: Asked, batch: int, ranks: int) -> tuple[KernelTimes, str] | None:
+    """Times from the cache, if the machine file was measured by `halograd profile` on this machine."""
+    from halograd.perfmodel.profile import record_path
+
+    match = _DEVICE.fullmatch(asked.machine.device)
+    if Path(asked.machine_file).suffix != ".toml" or not record_path(asked.machine_file).exists() or match is None:
+        return None
+    from halograd.kernels import KernelError, get_backend
+    from halograd.perfmodel.kernel_times import MeasuredTimes, RooflineTimes
+    from halograd.perfmodel.profile import TimeCache, cache_path, conditions_of
+    from halograd.perfmodel.profile.cache import device_name
+
+    try:
+        backend = get_backend(match["kernels"], int(match["threads"]))
+    except KernelError:
+        return None
+    with backend:
+        if device_name(backend) != match["device"]:
+            return None
+        per_node = min(ranks, asked.machine.devices_per_node)
+        conditions = conditions_of(asked.network, batch, ranks, backend, per_node, asked.dtype)
+    path = cache_path(asked.cache)
+    times = MeasuredTimes(TimeCache(path), conditions, RooflineTimes(asked.machine))
+    return times, f"measured here (in {path}), roofline of {asked.machine.name} where not"

@@ -1,0 +1,64 @@
+"""Tables of text: columns aligned, units in the heading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["bytes_text", "cut_text", "mebibytes", "milliseconds", "table", "time_text"]
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table; the first `left` columns stand to the left, the others to the right.
+
+    >>> table(["layer", "ms"], [["conv", "1.5"], ["bn", "0.25"]])
+    ['layer    ms', 'conv    1.5', 'bn     0.25']
+    """
+    widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
+    lines = []
+    for row in (heading, *rows):
+        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def milliseconds(seconds: float, digits: int = 3) -> str:
+    """A time without its unit [ms]; "-" for nothing at all.
+
+    >>> milliseconds(0.0123), milliseconds(0)
+    ('12.300', '-')
+    """
+    return f"{1e3 * seconds:.{digits}f}" if seconds else "-"
+
+
+def time_text(seconds: float) -> str:
+    """A time with the unit that suits it, four digits.
+
+    >>> time_text(0.01234), time_text(12.5), time_text(3.2e-6)
+    ('12.34 ms', '12.5 s', '3.2 us')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-6:.4g} us"
+
+
+def bytes_text(nbytes: float) -> str:
+    """A size with the unit that suits it: ``"1.5 GiB"``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def mebibytes(nbytes: float) -> str:
+    """A size without its unit [MiB]; "-" for nothing."""
+    return f"{nbytes / 2**20:.1f}" if nbytes else "-"
+
+
+def cut_text(parts: Mapping[str, int]) -> str:
+    """Parts per axis, those that are cut.
+
+    >>> cut_text({"sample": 2, "height": 4, "width": 1}), cut_text({})
+    ('2 sample x 4 height', 'no cut')
+    """
+    return " x ".join(f"{n} {axis}" for axis, n in parts.items() if n > 1) or "no cut"

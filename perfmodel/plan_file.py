@@ -1,0 +1,159 @@
+"""Plan files: a plan together with what was asked for, so that it can be explained, and run, later and elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halograd.errors import UserError
+from halograd.layers import Strategy
+from halograd.perfmodel.cost import Prediction
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.predict import Alternative, Plan
+
+__all__ = ["PlanFile", "Request", "is_plan"]
+
+_MARK = "halograd_plan"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan was asked for.
+
+    Attributes
+    ----------
+    model, options
+        Name of the model, and the options it was made with.
+    machine
+        The machine file's text: the plan can be explained where the file is not.
+    machine_file
+        Name or path under which the machine was asked for.
+    kernel_times
+        Where the kernels' times come from, in words.
+    full
+        Whether every legal cut was looked at.
+    slots
+        Arrays of the parameters' size that the optimizer keeps.
+    """
+
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    machine: str = ""
+    machine_file: str = ""
+    kernel_times: str = ""
+    full: bool = False
+    slots: int = 1
+
+    def load_machine(self) -> Machine:
+        """The machine that was planned for, as it was then."""
+        from halograd.perfmodel.machine_file import parse_machine
+
+        return parse_machine(self.machine, f"machine {self.machine_file} in the plan")
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan and its request, as one file of JSON.
+
+    Attributes
+    ----------
+    plan
+        The strategy, and what was predicted of it.
+    request
+        None in a file that :meth:`Plan.save` wrote from Python.
+    """
+
+    plan: Plan
+    request: Request | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON; times in [s], memory in [B]."""
+        plan = self.plan
+        data = {k: v for k, v in vars(plan).items() if k not in ("strategy", "prediction", "alternatives")}
+        data["strategy"] = asdict(plan.strategy)
+        data["prediction"] = plan.prediction.as_dict()
+        data["alternatives"] = [asdict(a) for a in plan.alternatives]
+        if self.request is not None:
+            data["request"] = asdict(self.request)
+        return {_MARK: _VERSION, **data}
+
+    def save(self, path: str | Path) -> None:
+        """Write the file.
+
+        Raises
+        ------
+        UserError
+            If it cannot be written.
+        """
+        try:
+            Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"plan {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> PlanFile:
+        """Read what `save`, or :meth:`Plan.save`, wrote.
+
+        Raises
+        ------
+        UserError
+            The file cannot be read, or is no plan.
+        """
+        data = _read(path)
+        if not is_plan(data):
+            raise UserError(
+                f"plan {path}: expected what `halograd plan -o` writes, got {_what(data)}; run "
+                f"`halograd plan MODEL --machine NAME --ranks P --batch N -o {path}`"
+            )
+        try:
+            return cls.from_dict(data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"plan {path}: expected what `halograd plan -o` writes, it is damaged ({error}); run "
+                "`halograd plan` again"
+            ) from error
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PlanFile:
+        """What `as_dict` gave; other keys are left alone."""
+        if data[_MARK] != _VERSION:
+            raise ValueError(f"version {data[_MARK]}, expected {_VERSION}")
+        own = {k: v for k, v in data.items() if k in Plan.__dataclass_fields__}
+        own["layers"] = tuple(data["layers"])
+        own["strategy"] = Strategy(**data["strategy"])
+        own["prediction"] = Prediction.from_dict(data["prediction"])
+        own["alternatives"] = tuple(Alternative(**a) for a in data["alternatives"])
+        request = data.get("request")
+        return cls(Plan(**own), None if request is None else Request(**request))
+
+
+def is_plan(data: object) -> bool:
+    """Whether these JSON data are a plan, and not a strategy alone."""
+    return isinstance(data, Mapping) and _MARK in data
+
+
+def _read(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"plan {path}: expected a file to read, got an error ({error.strerror}); check the path"
+        ) from error
+    except ValueError as error:
+        raise UserError(
+            f"plan {path}: expected JSON as `halograd plan -o` writes, it cannot be read ({error}); check the path"
+        ) from error
+
+
+def _what(data: object) -> str:
+    if isinstance(data, Mapping) and set(data) & {"parts", "layers"}:
+        return "a strategy without a plan"
+    return (
+        f"JSON with {', '.join(map(repr, list(data)[:4])) or 'nothing'}" if isinstance(data, Mapping) else "other JSON"
+    )
