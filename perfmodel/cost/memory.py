@@ -187,7 +187,7 @@ class _Rank:
             if isinstance(stage.layer, Loss | Add) or entry in seen:
                 continue
             seen.add(entry)
-            needed = self._box(read.needed)
+            needed = self._box(read.gathered)
             if not is_packed(self.values[id(value)].region, needed):
                 self._keep("halo copy", needed.size * value.itemsize)
         self._kept(stage)
@@ -310,8 +310,8 @@ class _Rank:
             if not v.trainable or (isinstance(layer, Loss) and i):
                 continue
             self._contribute(self.values[id(v)])
-            if reads and not isinstance(layer, Loss) and reads[i].needed != v.blocks:
-                self.scratch.append(self.arena.acquire(self._box(reads[i].needed).size * v.itemsize))
+            if reads and not isinstance(layer, Loss) and reads[i].gathered != v.blocks:
+                self.scratch.append(self.arena.acquire(self._box(reads[i].gathered).size * v.itemsize))
         if isinstance(layer, Resize):
             self.scratch += [self.arena.acquire(nbytes) for nbytes in self._resize_scratch(stage)]
 
@@ -351,7 +351,8 @@ class _Rank:
         found |= {"parameter": sum(own) + state, "parameter gradient": sum(own), "transient": self.arena.made}
         if slots:
             found["optimizer state"] = slots * sum(own)
-        found["messages"] = self._messages() + (sum(own) if self.ranks > 1 else 0)
+        several = [b.bytes_of(self.rank) for b in buckets if len(b.sharing.groups[0]) > 1]
+        found["messages"] = self._messages() + sum(several)
         return found
 
     def _messages(self) -> int:
@@ -372,5 +373,5 @@ def _reads(stage: Stage) -> list[Read]:
         return []
     if contracts(stage):
         read, _ = contraction_blocks(stage)
-        return [Read(read, (read, None), None)]
+        return [Read(read, (read, None), read, None)]
     return reads_of(stage)

@@ -41,12 +41,15 @@ class Read:
         What is brought together, clipped to the array.
     key
         Equal for boxes that need not be brought together twice.
+    gathered
+        The same as the array has it that it is gathered into: layers of one's own get padding too.
     move
         The exchange; None where nothing travels.
     """
 
     needed: Blocks
     key: object
+    gathered: Blocks
     move: Move | None
 
 
@@ -78,7 +81,7 @@ def reads_of(stage: Stage) -> list[Read]:
             needed = extended(needed, value.blocks, slack)
         key = (raw, stage.layer.pad_value) if own else (needed, None)
         move = None if value.read or needed == value.blocks else Move(value.blocks, needed, value.itemsize)
-        found.append(Read(needed, key, move))
+        found.append(Read(needed, key, raw if own else needed, move))
     return found
 
 

@@ -1,0 +1,118 @@
+"""Predicted messages, bytes and memory against those of training steps, rank by rank."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers import (
+    AveragePool,
+    BatchNorm,
+    Concat,
+    Conv,
+    Dense,
+    Dice,
+    Dropout,
+    Flatten,
+    GroupNorm,
+    Input,
+    MaxPool,
+    Network,
+    ReLU,
+    Resize,
+    SoftmaxCrossEntropy,
+)
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.candidates import candidates
+from halograd.perfmodel.cost import PARTS, buckets_of, count_step, memory_of, stages
+from halograd.testing import grids
+from halograd.training.executor import Executor
+from tests.layers.graphs import Gate
+from tests.training.test_exactness import NETWORKS, fill
+
+BATCH = 4
+
+
+def zoo():
+    """Layers that the models do not have, a value that two layers read, an input that two layers read."""
+    x = Input((12, 10, 4), name="x")
+    a = GroupNorm(2, name="group")(Conv(6, 3, padding=1, name="first")(x))
+    b = AveragePool(3, 2, 1, name="average")(a)
+    c = MaxPool(3, 2, 1, name="max")(a)
+    y = Gate(1)(Concat(name="join")(b, c), Concat(name="again")(c, b))
+    y = Resize(2, mode="bilinear", name="up")(BatchNorm(statistics="sample", name="norm")(y))
+    y = Concat(name="inputs")(y, Conv(4, 1, name="aside")(x))
+    y = Dropout(0.2, name="drop")(ReLU(name="relu")(Dense(8, name="dense")(Flatten(name="flatten")(y))))
+    target = Input((1,), name="target", dtype="int32")
+    logits = Dense(4, name="logits")(y)
+    loss = SoftmaxCrossEntropy(normalization="weights", name="ce")(logits, target)
+    return Network({"prediction": logits, "loss": loss}, name="zoo")
+
+
+def dice():
+    x = Input((8, 6, 2), name="x")
+    y = Conv(2, 3, padding=1, name="conv")(x)
+    return Network({"prediction": y, "loss": Dice(name="dice")(y, Input(y.shape, name="target"))}, name="dice")
+
+
+CASES = {**NETWORKS, "zoo": zoo, "dice": dice}
+#: Random strategies per network.
+DRAWS = 4
+
+
+def strategies(network, size):
+    """The same cut for all layers, then random ones, with fewer ranks for some."""
+    for grid in grids(size, ("sample", "height", "width")):
+        yield Strategy(grid, bucket_bytes=4096)
+    draw = random.Random(f"{network.name} {size}")
+    for _ in range(DRAWS):
+        layers = {}
+        for name, node in network.layers.items():
+            some = candidates(node.layer, [n.shape for n in node.inputs], node.shape, BATCH, size)
+            if draw.random() < 0.6:
+                layers[name] = {axis: n for axis, n in zip(PARTS, draw.choice(some)) if n > 1} or {"sample": 1}
+        yield Strategy({"sample": size}, layers, bucket_bytes=2048)
+
+
+def step(executor):
+    executor.forward()
+    executor.loss_value()
+    executor.backward()
+    executor.reducer.finish()
+
+
+def differing(found, want, rank):
+    """Kinds whose messages or bytes differ."""
+    faults = []
+    for kind in sorted(set(found) | set(want)):
+        have = (found[kind].messages, found[kind].bytes) if kind in found else (0, 0)
+        expected = (int(want[kind].messages[rank]), int(want[kind].bytes[rank])) if kind in want else (0, 0)
+        if have != expected:
+            faults.append(f"{kind}: predicted {expected}, counted {have}")
+    return faults
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("name", CASES)
+def test_messages_bytes_and_memory(name):
+    """Exact for traffic; memory within 10 % of what the executor allocates, workspaces of kernels left out."""
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        network = CASES[name]()
+        faults = []
+        for strategy in strategies(network, comm.size):
+            with Executor(CASES[name](), comm, get_backend("numpy"), BATCH, strategy) as executor:
+                fill(executor, 0)
+                step(executor)
+                comm.counters.reset()
+                step(executor)
+                faults += differing(comm.counters.snapshot(), count_step(network, strategy, BATCH), comm.rank)
+                held = {k: v for k, v in executor.predicted_bytes.items() if k != "kernel workspace"}
+            steps = stages(network, strategy, BATCH)
+            want = memory_of(steps, buckets_of(steps, 4, strategy.bucket_bytes), comm.rank, comm.size, 4)
+            if abs(sum(want.values()) - sum(held.values())) > 0.1 * sum(held.values()):
+                faults.append(f"memory: predicted {want}, found {held} under {strategy}")
+        comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)

@@ -1,0 +1,132 @@
+"""What layers need, as products of intervals, against the boxes that the layers themselves ask for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halograd.dtensor import Box
+from halograd.errors import UserError
+from halograd.layers import (
+    AveragePool,
+    Concat,
+    Conv,
+    ConvTranspose,
+    Dense,
+    Layer,
+    MaxPool,
+    ReLU,
+    Resize,
+    Stencil,
+)
+from halograd.layers.strategy import layout_of
+from halograd.perfmodel.cost.blocks import PARTS, cut
+from halograd.perfmodel.cost.needs import clipped, gradient_blocks, needed_blocks
+from tests.layers.geometries import NASTY
+from tests.layers.graphs import Centre, Gate
+
+RANKS = 8
+
+
+class Window(Layer):
+    """A layer of one's own with a stencil and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.stencil = Stencil(3, 2, ((2, 0), (0, 1)), 2)
+
+
+class Diagonal(Layer):
+    """What it needs along the width depends on the height: no product of intervals."""
+
+    def input_boxes(self, box, *shapes):
+        return (box.replace(2, box.start[2] + box.start[1], box.stop[2] + box.start[1]),)
+
+
+LAYERS = {
+    "relu": (ReLU, 1),
+    "conv": (lambda: Conv(6, 3, padding=1), 1),
+    "conv, stride 2": (lambda: Conv(6, (5, 2), 2, ((1, 2), (0, 1))), 1),
+    "conv, dilated": (lambda: Conv(6, 3, 1, "same", dilation=2), 1),
+    "transposed": (lambda: ConvTranspose(4, 3, 2, 1, 1), 1),
+    "max pool": (lambda: MaxPool(3, 2, 1), 1),
+    "average pool": (lambda: AveragePool(2, 2), 1),
+    "bilinear": (lambda: Resize(2, mode="bilinear"), 1),
+    "nearest, any ratio": (lambda: Resize(size=(13, 7)), 1),
+    "own stencil": (Window, 1),
+    "two reaches": (lambda: Gate(2), 2),
+    "whole samples": (Centre, 1),
+    "concat": (Concat, 3),
+}
+CUTS = [(1, 1, 4, 2, 1, 1), (2, 1, 3, 1, 1, 1), (3, 1, 1, 2, 1, 1), (8, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 1)]
+
+
+def per_rank(layer, i, shapes, output, some):
+    parts = dict(zip(PARTS, some))
+    inputs = [layout_of(shape, parts, RANKS) for shape in shapes]
+    return layer.needed_boxes(i, inputs, layout_of(output, parts, RANKS)), inputs
+
+
+def check(layer, shapes, some):
+    output = (shapes[0][0], *layer.output_shape(*(s[1:] for s in shapes)))
+    y = cut(output, some)
+    owned = [cut(shape, some) for shape in shapes]
+    for i, shape in enumerate(shapes):
+        want, _ = per_rank(layer, i, shapes, output, some)
+        found = clipped(needed_blocks(layer, i, owned, shapes, y), shape)
+        for rank in range(RANKS):
+            box = want[rank] & Box.of_shape(shape)
+            assert found.box(rank) == box or not (box.size or found.box(rank).size), (rank, box)
+    check_gradient(layer, shapes[0], output, owned[0])
+
+
+def check_gradient(layer, shape, output, x):
+    found = gradient_blocks(layer, x, shape, output)
+    want = layer.gradient_boxes([x.box(rank) for rank in range(RANKS)], shape[1:], output[1:])
+    assert (found is None) == (want is None)
+    for rank in range(RANKS if found is not None else 0):
+        box = found.box(rank)
+        assert box == want[rank] or not (box.size or want[rank].size)
+
+
+@pytest.mark.parametrize("some", CUTS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_need_what_they_say(name, some):
+    make, inputs = LAYERS[name]
+    check(make(), [(3, 12, 9, 4)] * inputs, some)
+
+
+@pytest.mark.parametrize("name", NASTY)
+@pytest.mark.parametrize("kind", [Conv, MaxPool])
+def test_nasty_geometries(name, kind):
+    shape, kernel, stride, padding, dilation = NASTY[name]
+    layer = Conv(3, kernel, stride, padding, dilation) if kind is Conv else MaxPool(kernel, stride, padding, dilation)
+    try:
+        layer.output_shape((*shape, 2))
+    except ValueError:
+        pytest.skip("this window reads only padding somewhere")
+    for some in CUTS:
+        check(layer, [(2, *shape, 2)], some)
+
+
+@given(st.integers(1, 7), st.integers(1, 3), st.integers(0, 3), st.integers(1, 3), st.integers(1, 8))
+def test_any_window(kernel, stride, padding, dilation, blocks):
+    layer = Conv(2, kernel, stride, padding, dilation)
+    try:
+        layer.output_shape((11, 10, 2))
+    except ValueError:
+        return
+    check(layer, [(1, 11, 10, 2)], (1, 1, blocks, 1, 1, 1))
+
+
+@pytest.mark.parametrize("some", [(1, 1, 1, 1, 4, 1), (2, 1, 2, 1, 2, 1)])
+def test_channels(some):
+    for layer in (ReLU(), MaxPool(3, 2, 1), Concat()):
+        check(layer, [(3, 12, 9, 6)] * (2 if isinstance(layer, Concat) else 1), some)
+    check(Dense(9), [(5, 7)], (2, 1, 1, 1, 1, 1))
+
+
+def test_what_is_no_product_is_refused():
+    with pytest.raises(UserError, match=r"Diagonal: what it needs of its inputs is expected to be a product"):
+        needed_blocks(Diagonal(), 0, [], [(1, 8, 8, 2)], cut((1, 8, 8, 2), (1, 1, 4, 1, 1, 1)))
