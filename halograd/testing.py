@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.dtensor import axis_names
+from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import Input, Layer, Loss, Network
 from halograd.layers.strategy import Strategy
@@ -53,6 +54,23 @@ class _Probe(Loss):
 LayerResult = dict[str, np.ndarray]
 
 
+def _probed(make: Callable[[], Layer], shapes: Sequence[Sequence[int]]) -> tuple[Network, str]:
+    """The network of one layer and a probe of its output, and the layer's name."""
+    nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
+    y = make()(*nodes)
+    g = Input(y.shape, name="g")
+    network = Network({"y": y, "loss": _Probe("probe")(y, g)})
+    return network, network.names[y]
+
+
+def _strategy(parts: Mapping[str, int], options: dict | None = None) -> Strategy:
+    """These parts for all layers; the probe, which needs all channels, cuts samples where they cut channels."""
+    channels = parts.get("channel", 1) * parts.get("input_channel", 1)
+    whole = {k: v for k, v in parts.items() if k not in ("channel", "input_channel")}
+    probe = {**whole, "sample": parts.get("sample", 1) * channels}
+    return Strategy(parts, {"probe": probe} if channels > 1 else {}, options=options or {})
+
+
 def run_layer(
     make: Callable[[], Layer],
     shapes: Sequence[Sequence[int]],
@@ -74,14 +92,9 @@ def run_layer(
     ``layer/parameter`` where `make` chains layers that have one in common). `steps` repeats the step (buffers
     are used again).
     """
-    nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
-    layer = make()
-    y = layer(*nodes)
-    g = Input(y.shape, name="g")
-    network = Network({"y": y, "loss": _Probe("probe")(y, g)})
-    name = network.names[y]
+    network, name = _probed(make, shapes)
     backend_, moved = get_backend(backend), dict(shift or {})
-    strategy = Strategy(parts, options=options or {})
+    strategy = _strategy(parts, options)
     probed = [n for n in network.inputs if n != "g"]
     with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed) as executor:
         labels = _labels(executor.store.params)
@@ -90,7 +103,7 @@ def run_layer(
             array[...] = whole[executor.store.box(key).slices()]
         for i, s in enumerate(shapes):
             executor.set_input(f"x{i}", random_array((batch, *s), f"x{i}", seed) + moved.get(f"x{i}", 0.0))
-        executor.set_input("g", random_array((batch, *y.shape), "g", seed))
+        executor.set_input("g", random_array((batch, *network.outputs["y"].shape), "g", seed))
         for _ in range(steps):
             executor.forward()
             loss = executor.loss_value()
@@ -124,6 +137,7 @@ def check_layer(
     gradient: bool = True,
     options: dict | None = None,
     transport: str = "auto",
+    axes: Sequence[str] | None = None,
 ) -> None:
     """Check a layer against one process on every grid of the communicator's ranks, and its gradient numerically.
 
@@ -141,6 +155,9 @@ def check_layer(
         Allowed difference in units of ``eps * sqrt(elements summed) * max|reference|``.
     gradient
         Compare gradients with central differences too (float64 only).
+    axes
+        Axes that are cut, by default the samples and those in space. A layer whose channels may be cut is
+        checked so with ``"channel"`` (and ``"input_channel"``) among them; cuts that it cannot have are left out.
 
     Raises
     ------
@@ -158,13 +175,25 @@ def check_layer(
         wrong = None
         if gradient and dtype == "float64" and world.rank == 0:
             wrong = _check_gradient(make, shapes, alone, reference, batch, backend)
-    axes = [a for a in axis_names(len(shapes[0]) + 1) if a != "channel"]
+    axes = axes or [a for a in axis_names(len(shapes[0]) + 1) if a != "channel"]
+    network, _ = _probed(make, shapes)
     with Communicator(world, transport) as ranks:
         ranks.agree(wrong)
         for parts in grids(world.size, axes):
+            if not _possible(network, parts, world.size):
+                continue
             found = run_layer(make, shapes, ranks, parts, options=options, steps=2, **common)  # type: ignore[arg-type]
             fault = None if found is None else compare(found, reference, tolerance, dtype, str(parts))
             ranks.agree(fault)
+
+
+def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
+    """Whether the layer has enough channels for these parts, and may be cut so at all."""
+    try:
+        _strategy(parts).validate(network, size)
+    except UserError:
+        return False
+    return True
 
 
 def compare(found: LayerResult, reference: LayerResult, tolerance: float, dtype: str, where: str) -> Exception | None:

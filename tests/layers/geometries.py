@@ -54,6 +54,7 @@ def skew(monkeypatch):
         cuts = [len({box.ranges[axis] for box in even.boxes if box.size}) for axis in range(len(shape))]
         names = ("sample", *("depth", "height", "width")[5 - len(shape) :], "channel")
         counts = [parts.get(name, 1) for name in names]
+        counts[-1] *= parts.get("input_channel", 1)
         assert all(found <= wanted for found, wanted in zip(cuts, counts))
         uneven = {axis: skewed_boundaries(shape[axis], counts[axis]) for axis in range(1, len(shape) - 1)}
         return Layout.blocks(shape, counts, size, uneven)

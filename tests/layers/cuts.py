@@ -1,0 +1,76 @@
+"""Random strategies that cut everything a layer lets itself be cut along, channels too, perhaps on fewer ranks."""
+
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from halograd.layers import Loss, Network
+from halograd.layers.strategy import AXES, Strategy
+
+#: All axes of images, channels included.
+IMAGE = ("sample", "height", "width", "channel", "input_channel")
+
+
+def axes_of(node):
+    """Axes along which a node's layer may be cut."""
+    spatial = ("depth", "height", "width")[4 - max(len(n.shape) for n in (node, *node.inputs)) :]
+    channels = {"no": (), "channelwise": ("channel",), "contracts": ("channel", "input_channel")}
+    return ("sample", *spatial, *channels[node.layer.cuts_channels])
+
+
+def room(node):
+    """Most parts along each of the channel axes; their product is at most the first."""
+    read = min((n.shape[-1] for n in node.inputs), default=1)
+    return {"channel": node.shape[-1], "input_channel": min(read, node.shape[-1])}
+
+
+def random_parts(node, ranks, rng):
+    """Parts whose product is `ranks`, prime by prime along an axis of the layer's that has room for it."""
+    parts, most = dict.fromkeys(axes_of(node), 1), room(node)
+    for prime in primes(ranks):
+        fits = [axis for axis in parts if _fits(parts, axis, prime, most)]
+        parts[fits[int(rng.integers(len(fits)))]] *= prime
+    return parts
+
+
+def _fits(parts, axis, prime, most):
+    if axis not in most:
+        return True
+    blocks = parts.get("channel", 1) * parts.get("input_channel", 1) * prime
+    return blocks <= most["channel"] and parts[axis] * prime <= most[axis]
+
+
+def random_strategy(network: Network, size: int, seed: int) -> Strategy:
+    """Every layer cut by itself, on all ranks or on fewer; halo algorithms and buckets at random too."""
+    rng = np.random.default_rng([1807, seed])
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    layers = {}
+    for name, node in network.layers.items():
+        ranks = size if rng.random() < 0.7 else int(rng.integers(1, size + 1))
+        own = {} if isinstance(node.layer, Loss) else {"halo": str(rng.choice(["pad", "overlap"]))}
+        layers[name] = {**random_parts(node, ranks, rng), **own}
+    everyone = {"sample": size // (d := int(rng.choice(divisors))), "height": d}
+    return Strategy(everyone, layers, bucket_bytes=int(rng.choice([1, 4096, 4 << 20])))
+
+
+def primes(n):
+    """Prime factors, each as often as it divides `n`."""
+    found, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p += 1
+    return found
+
+
+@st.composite
+def drawn_parts(draw, made, read, largest=24):
+    """Parts per axis of a layer that makes and reads so many channels, on at most `largest` ranks."""
+    parts = dict.fromkeys(AXES, 1)
+    parts["input_channel"] = draw(st.integers(1, min(read, made, 4)))
+    parts["channel"] = draw(st.integers(1, min(made // parts["input_channel"], 5)))
+    for axis in ("sample", "height", "width"):
+        parts[axis] = draw(st.integers(1, max(1, min(3, largest // math.prod(parts.values())))))
+    return parts

@@ -1,0 +1,271 @@
+"""Cut channels: which summand each rank computes; convolutions and dense layers exact under every cut; messages."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.dtensor import Box
+from halograd.kernels import get_backend
+from halograd.layers import (
+    BinaryCrossEntropyWithLogits,
+    Conv,
+    Dense,
+    Flatten,
+    Input,
+    MeanSquaredError,
+    Network,
+    ReLU,
+)
+from halograd.layers.contraction import partial_boxes, read_boxes
+from halograd.layers.strategy import Strategy, layout_of
+from halograd.testing import check_layer, random_array
+from halograd.training.executor import Executor
+from tests.layers.cuts import IMAGE, drawn_parts
+from tests.layers.geometries import CROWDED, NASTY, skew
+from tests.layers.graphs import poison
+from tests.layers.norms import needs
+
+CHANNELS = ("channel", "input_channel")
+BACKENDS = [("numpy", "float64"), ("onednn", "float32")]
+
+# -- arithmetic -----------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw):
+    """Output shape, input channels, parts, idle ranks."""
+    made, read = draw(st.integers(1, 8)), draw(st.integers(1, 6))
+    spatial = draw(st.sampled_from([(), (3,), (4, 2)]))
+    shape = (draw(st.integers(1, 3)), *spatial, made)
+    return shape, read, draw(drawn_parts(made, read)), draw(st.integers(0, 2))
+
+
+@given(cases())
+def test_summands_of_every_output_cover_the_input_channels_once(case):
+    """The ranks that compute a summand of an element read disjoint blocks of the input channels, together all."""
+    shape, read, parts, idle = case
+    output = layout_of(shape, parts, math.prod(parts.values()) + idle)
+    partial = partial_boxes(output, parts)
+    whole = [box.replace(box.ndim - 1, 0, read) for box in partial]
+    blocks = read_boxes(whole, read, parts)
+    summed = np.zeros((*shape, read), int)
+    for box, block in zip(partial, blocks):
+        summed[(*box.slices(), slice(*block.ranges[-1]))] += 1
+    # Blocks without elements compute nothing: what is missing is missing for a whole element, never in part.
+    assert (summed == 1).all()
+
+
+@given(cases())
+def test_a_rank_computes_a_summand_of_what_it_owns(case):
+    shape, _, parts, idle = case
+    output = layout_of(shape, parts, math.prod(parts.values()) + idle)
+    for owned, box in zip(output.boxes, partial_boxes(output, parts)):
+        assert box.contains(owned) and box.ranges[:-1] == owned.ranges[:-1]
+        assert bool(box.size) == bool(owned.size)
+        if parts["input_channel"] == 1:
+            assert box == owned
+
+
+@given(cases())
+def test_reading_keeps_everything_but_the_channels(case):
+    shape, read, parts, idle = case
+    ranks = math.prod(parts.values()) + idle
+    needed = [Box.of_shape((*shape[:-1], read))] * (ranks - 1) + [Box((0,) * len(shape), (0, *shape[1:-1], read))]
+    for want, got in zip(needed, read_boxes(needed, read, parts)):
+        assert got.ranges[:-1] == want.ranges[:-1] and want.contains(got)
+        assert parts["input_channel"] > 1 or got == want
+
+
+# -- exactness ------------------------------------------------------------------------------------
+
+
+def conv(name, filters=5, **options):
+    _, kernel, stride, padding, dilation = NASTY[name]
+    return lambda: Conv(filters, kernel, stride, padding, dilation, **options)
+
+
+def axes(name):
+    """The channels and one other axis, in turn: all of those together are cut in test_convolution."""
+    others = ("depth", "height", "width")[3 - len(NASTY[name][0]) :]
+    return (others[list(NASTY).index(name) % len(others)], *CHANNELS)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", NASTY)
+def test_convolutions_exact_on_every_grid(name, monkeypatch):
+    poison(monkeypatch)
+    check_layer(conv(name), (*NASTY[name][0], 3), axes=axes(name), gradient=False, tolerance=256)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_all_axes_at_once():
+    check_layer(lambda: Conv(5, 3, 2, 1, activation="relu"), (9, 8, 4), axes=IMAGE, gradient=False, batch=3)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("backend, dtype", BACKENDS)
+@pytest.mark.parametrize(("filters", "channels"), [(7, 4), (4, 7), (4, 4)])
+def test_exact_with_relu_and_without_bias(filters, channels, backend, dtype):
+    needs(backend)
+    shape, options = (6, 7, channels), {"gradient": False, "backend": backend, "dtype": dtype, "batch": 1}
+    check_layer(lambda: Conv(filters, 3, padding=1, activation="relu"), shape, axes=("height", *CHANNELS), **options)
+    check_layer(lambda: Conv(filters, 3, 2, 1, bias=False), shape, axes=CHANNELS, **options)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("spatial", [(32, 7), (6, 7)])
+def test_exact_on_uneven_and_empty_blocks(spatial, monkeypatch):
+    skew(monkeypatch)
+    poison(monkeypatch)
+    layer = lambda: Conv(5, 3, 2, 1, activation="relu")  # noqa: E731
+    check_layer(layer, (*spatial, 3), axes=("height", *CHANNELS), gradient=False, batch=3)
+
+
+@pytest.mark.ranks(6, 8)
+@pytest.mark.parametrize("name", CROWDED)
+def test_exact_on_more_ranks_than_rows(name):
+    check_layer(conv(name, filters=8, activation="relu"), (*NASTY[name][0], 4), axes=axes(name), gradient=False)
+
+
+@pytest.mark.ranks(2, 3, 4, 6)
+@pytest.mark.parametrize("backend, dtype", BACKENDS)
+@pytest.mark.parametrize(("batch", "bias"), [(1, True), (3, True), (3, False)])
+def test_dense_exact_on_every_grid(batch, bias, backend, dtype):
+    needs(backend)
+    options = {"gradient": False, "backend": backend, "dtype": dtype}
+    check_layer(lambda: Dense(7, bias), (9,), batch=batch, axes=("sample", *CHANNELS), **options)
+
+
+def chain():
+    x = Input((6, 5, 4), "x")
+    y = Conv(6, 3, padding=1, activation="relu", name="a")(x)
+    y = Conv(5, 3, 2, 1, bias=False, name="b")(ReLU(name="r")(y))
+    y = Dense(4, name="d")(Flatten(name="f")(y))
+    return Network({"y": y, "loss": MeanSquaredError(name="loss")(y, Input((4,), "target"))})
+
+
+def gradients(comm, strategy, kernels):
+    """Whole gradients of a step of `chain`, on rank 0, and the loss."""
+    with Executor(chain(), comm, kernels, 3, strategy, "float64", probed=["x"]) as executor:
+        for name, node in executor.network.inputs.items():
+            executor.set_input(name, random_array((3, *node.shape), name))
+        executor.forward()
+        loss = executor.loss_value()
+        executor.backward()
+        executor.reducer.finish()
+        found = executor.store.gather(comm, executor.store.grads)
+        if found is not None:
+            found = {k: v.copy() for k, v in found.items()}
+        dx = executor.gather("x", gradient=True)
+    return (None if found is None or dx is None else {**found, "dx": dx}), loss
+
+
+FEWER = {
+    "on one rank": {"a": {"sample": 1}, "b": {"channel": 2}, "d": {"channel": 2}},
+    "sums on fewer": {"a": {"input_channel": 2}, "r": {"width": 2}, "b": {"input_channel": 2}, "d": {"sample": 2}},
+    "on all, then on one": {"a": {"channel": 3}, "b": {"sample": 1}, "f": {"sample": 1}, "d": {"input_channel": 3}},
+}
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("name", FEWER)
+def test_layers_on_fewer_ranks(name):
+    with Communicator(MPI.COMM_WORLD) as comm, get_backend("numpy") as kernels:
+        found, loss = gradients(comm, Strategy({"sample": comm.size}, FEWER[name]), kernels)
+        with Communicator(MPI.COMM_SELF) as alone:
+            want, expected = gradients(alone, Strategy(), kernels)
+    assert loss == pytest.approx(expected, rel=1e-13)
+    for key, array in want.items() if found else ():
+        np.testing.assert_allclose(found[key], array, rtol=1e-12, atol=1e-13, err_msg=key)
+
+
+# -- what is held and what moves ------------------------------------------------------------------
+
+BATCH, ROWS, COLUMNS, READ, MADE = 4, 8, 5, 8, 12
+
+
+def wide(parts):
+    """One convolution under `parts` between whole samples; all activations float32."""
+    x = Input((ROWS, COLUMNS, READ), "x")
+    y = Conv(READ, 1, name="before")(x)
+    y = Conv(MADE, 3, padding=1, name="wide")(y)
+    y = ReLU(name="after")(y)
+    target = Input(y.shape, "target")
+    network = Network({"loss": BinaryCrossEntropyWithLogits(name="loss")(y, target)})
+    whole = {"height": math.prod(parts.values())}
+    channels = {k: v for k, v in parts.items() if k != "input_channel"}
+    channels["channel"] = parts.get("channel", 1) * parts.get("input_channel", 1)
+    layers = {"before": {**parts, "channel": parts.get("input_channel", 1), "input_channel": 1}}
+    layers["before"]["sample"] = parts.get("sample", 1) * parts.get("channel", 1)
+    return network, Strategy(whole, {**layers, "wide": parts, "after": channels})
+
+
+def traffic(comm, parts):
+    """Bytes by kind that this rank sends in a step for the layer `wide`, and its buckets."""
+    network, strategy = wide(parts)
+    with Executor(network, comm, get_backend("numpy"), BATCH, strategy, "float32") as executor:
+        for name, node in network.inputs.items():
+            executor.set_input(name, random_array((BATCH, *node.shape), name))
+        for _ in range(2):
+            comm.counters.reset()
+            executor.forward()
+            executor.loss_value()
+            executor.backward()
+            executor.reducer.finish()
+        shapes = {k: v.shape for k, v in executor.store.params.items() if k.startswith("wide/")}
+        return comm.counters.snapshot(), shapes, executor.store.buckets
+
+
+def nbytes(counted, kind):
+    return counted[kind].bytes if kind in counted else 0
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_gradient_of_a_filter_block_is_summed_by_its_holders_only():
+    """Filters in as many blocks as ranks: nobody shares a block. In half as many: two do, of half a block's bytes."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for sample in (1, 2):
+            channel = comm.size // sample
+            counted, shapes, buckets = traffic(comm, {"sample": sample, "channel": channel})
+            assert shapes == {"wide/w": (MADE // channel, 3, 3, READ), "wide/b": (MADE // channel,)}
+            several = [b for b in buckets if b.colors.count(b.colors[comm.rank]) > 1]
+            mine = [b for b in buckets if "wide/w" in b.names]
+            assert len(mine) == 1 and (mine[0] in several) == (sample > 1)
+            assert mine[0].grads.size >= 9 * READ * MADE // channel
+            assert nbytes(counted, "allreduce") == sum(b.grads.nbytes for b in several)
+
+
+@pytest.mark.ranks(2, 4)
+def test_filter_cuts_gather_x_and_bring_its_gradient_back():
+    """x comes whole from `before`, which cuts samples: each rank lacks what the others own, and so does its
+    gradient. Partial sums there are none."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        counted, _, _ = traffic(comm, {"channel": comm.size})
+        share = BATCH * ROWS * COLUMNS * READ * 4 // comm.size
+        assert nbytes(counted, "channel") == 0
+        # Forward the own block goes to all others; backward what was computed for the others goes to them.
+        sent = nbytes(counted, "redistribute") + nbytes(counted, "halo")
+        others = comm.size - 1
+        y = BATCH * ROWS * COLUMNS * MADE * 4 // comm.size**2
+        # From blocks of samples to blocks of channels, gathered, and back; then y to the loss's rows and back.
+        x = BATCH * ROWS * COLUMNS * READ * 4 // comm.size**2
+        assert nbytes(counted, "halo") == 2 * others * share
+        assert sent - nbytes(counted, "halo") == 2 * others * (x + y)
+
+
+@pytest.mark.ranks(2, 4)
+def test_cuts_of_the_sum_add_partial_sums_and_gather_their_gradient():
+    """Every rank has a summand of all of y and owns 1/P: to each other goes that one's part, and its own part of
+    dy comes back to all. x is read where it is."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        counted, shapes, _ = traffic(comm, {"input_channel": comm.size})
+        assert shapes["wide/w"] == (MADE, 3, 3, READ // comm.size)
+        assert shapes["wide/b"] == ((MADE,) if comm.rank == 0 else (0,))
+        block = BATCH * ROWS * COLUMNS * MADE * 4 // comm.size
+        assert nbytes(counted, "channel") == 2 * (comm.size - 1) * block
+        assert nbytes(counted, "halo") == 0
