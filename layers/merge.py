@@ -11,6 +11,7 @@ from halograd.dtensor import Box
 from halograd.layers.binding import Binding, Returned
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
+from halograd.layers.value import Gathered
 
 __all__ = ["Add", "Concat"]
 
@@ -149,7 +150,8 @@ class _ConcatOperator(Operator):
             returned.finish()
 
     def close(self) -> None:
-        for item in (*self.x, *self.returned):
+        items: tuple[Gathered | Returned, ...] = (*self.x, *self.returned)
+        for item in items:
             item.close()
 
 

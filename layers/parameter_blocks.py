@@ -56,7 +56,7 @@ def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[st
     Ranks that a layer does without hold nothing of it. Where channels are cut, a rank holds its block of filters,
     of input channels, or of both; biases lie with the first part of the sum over the input channels.
     """
-    result = {}
+    result: dict[str, ParameterBlocks] = {}
     for name, node in network.layers.items():
         shapes = [n.shape for n in node.inputs]
         specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)}
@@ -79,7 +79,8 @@ def block_channels(channels: int, parts: Mapping[str, int]) -> list[tuple[int, i
 def _blocks(spec: Parameter, node: Node, parts: Mapping[str, int], size: int) -> ParameterBlocks:
     whole, inner = Box.of_shape(spec.shape), parts["input_channel"]
     used, blocks = math.prod(parts.values()), parts["channel"] * inner
-    boxes, colors = [_nothing(whole)] * size, [None] * size
+    boxes = [_nothing(whole)] * size
+    colors: list[int | None] = [None] * size
     for rank in range(used):
         filters, share = divmod(rank % blocks, inner)
         if spec.input_axis is None and spec.channel_axis is not None and share:

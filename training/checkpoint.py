@@ -95,7 +95,7 @@ class Snapshot:
     ) -> Snapshot | None:
         """The present state, on rank 0; None elsewhere. Collective over `comm` where parameters are cut, else local."""
         states = optimizer.named_state() if optimizer is not None else {}
-        parts = [store.params, store.state, *states.values()]
+        parts: list[Any] = [store.params, store.state, *states.values()]
         if comm is not None:
             parts = [store.gather(comm, arrays) for arrays in parts]
             if comm.rank:

@@ -39,8 +39,8 @@ class GradientReducer:
         self._reductions = [self._reduction(b, comm) for b in store.buckets]
         self._layers = [{n.rpartition("/")[0] for n in b.names} for b in store.buckets]
         self._buckets_of: dict[str, list[int]] = {}
-        for i, layers in enumerate(self._layers):
-            for layer in layers:
+        for i, some in enumerate(self._layers):
+            for layer in some:
                 self._buckets_of.setdefault(layer, []).append(i)
         self._missing = [0] * len(store.buckets)
         self._running = [False] * len(store.buckets)  # the sum was started and not waited for

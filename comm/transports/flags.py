@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,8 @@ class Flags:
 
 def _counter(chunk: Chunk, rank: int, offset: int) -> memoryview:
     """The counter as a memoryview of one integer: read and written in one instruction, without making an array."""
-    return memoryview(chunk.segment(rank)[offset : offset + 8].view(np.int64))
+    counter: Any = chunk.segment(rank)[offset : offset + 8].view(np.int64)
+    return memoryview(counter)
 
 
 def _wait(flag: memoryview, count: int) -> None:

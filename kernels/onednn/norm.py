@@ -209,9 +209,9 @@ class OnednnBatchNorm:
         height = max(1, self.engine.threads * BLOCK_BYTES // (4 * width))
         scratch: Memory | None = None
         for first in range(0, len(x), height):
-            block = tuple(image(p, part[first : first + height].reshape(1, 1, -1, width)) for part in (x, dx))
-            scratch = p.temporary(block[0].desc) if scratch is None else p.part(scratch, block[0].desc, 0)
-            self._correct(p, *block, scratch, vectors)
+            some, those = (image(p, part[first : first + height].reshape(1, 1, -1, width)) for part in (x, dx))
+            scratch = p.temporary(some.desc) if scratch is None else p.part(scratch, some.desc, 0)
+            self._correct(p, some, those, scratch, vectors)
         return p.kernel()
 
     def _correct(self, p: Program, x: Memory, dx: Memory, scratch: Memory, vectors: dict[int, Memory]) -> None:
