@@ -28,6 +28,8 @@ __all__ = ["Overheads", "measure_overheads", "profile"]
 
 #: Layers whose times are written to the cache at a time.
 EVERY = 4
+#: Convolutions with batch norm in the network that shows what a step takes beside its layers.
+UNITS = 12
 
 
 def profile(
@@ -120,13 +122,11 @@ class Overheads:
     update
         SGD with momentum, per byte of parameters [s/B].
     layer_overhead
-        The executor's part of each forward or backward of a layer [s].
-    step_overhead
-        What a step takes without layers [s].
+        What each forward or backward of a layer takes longer than by itself [s].
     """
 
-    def __init__(self, update: float, layer_overhead: float, step_overhead: float) -> None:
-        self.update, self.layer_overhead, self.step_overhead = update, layer_overhead, step_overhead
+    def __init__(self, update: float, layer_overhead: float) -> None:
+        self.update, self.layer_overhead = update, layer_overhead
 
 
 def measure_overheads(comm: Communicator, backend: Any, dtype: str = "float32") -> Overheads:
@@ -134,11 +134,9 @@ def measure_overheads(comm: Communicator, backend: Any, dtype: str = "float32") 
     alone = comm.split(comm.rank)
     assert alone is not None
     update = _update_rate(alone, backend, dtype)
-    few, many = (_chain_seconds(alone, backend, n, dtype) for n in (8, 40))
+    step, layers, passes = _small_network(comm, alone, backend, dtype)
     alone.close()
-    per_layer = max(0.0, (many[0] - few[0] - (many[1] - few[1])) / 32)
-    per_step = max(0.0, few[0] - few[1] - 8 * per_layer)
-    slowest = [float(comm.allreduce_scalar(t, "max")) for t in (update, per_layer / 2, per_step)]
+    slowest = [float(comm.allreduce_scalar(t, "max")) for t in (update, max(0.0, step - layers) / passes)]
     return Overheads(*slowest)
 
 
@@ -162,41 +160,45 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str) -> float:
             backend.synchronize()
 
         nbytes = features * features * executor.dtype.itemsize
-        return _median(run, lambda: passing.__iadd__(1)) / nbytes
+        times = _times(run, lambda: passing.__iadd__(1))
+        return times[len(times) // 2] / nbytes
 
 
-def _chain_seconds(alone: Communicator, backend: Any, layers: int, dtype: str) -> tuple[float, float]:
-    """A step of so many layers with next to nothing to do, and the time of their operators [s]."""
-    from halograd.layers import Input, MeanSquaredError, Network, ReLU
-    from halograd.perfmodel.profile.bound import BoundLayer
+def _small_network(comm: Communicator, alone: Communicator, backend: Any, dtype: str) -> tuple[float, float, int]:
+    """A network of small layers, no two alike: its step [s], the sum of its layers [s], forward and backward passes.
+
+    What the step takes more is the executor's loop, and code that is colder than where a layer is timed alone.
+    """
+    from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
+    from halograd.perfmodel.profile import LayerTimer, passing_bytes, works_of
     from halograd.training import Executor
 
-    shape = (1, 1, 16)
-    y: Any = Input(shape)
-    for _ in range(layers):
-        y = ReLU()(y)
-    network = Network({"loss": MeanSquaredError()(y, Input(shape, name="target"))})
-    with Executor(network, alone, backend, 1, dtype=dtype, probed=["x"]) as executor:
+    y: Any = Input((12, 12, 8))
+    for i in range(UNITS):
+        y = BatchNorm(activation="relu")(Conv(8 + i, 3, padding=1, bias=False)(y))
+    network = Network({"loss": MeanSquaredError()(y, Input(y.shape, name="target"))})
+    timer = LayerTimer(backend, comm, passing_bytes(network, 1, 1, dtype))
+    layers = sum(timer.measure(work).total for work in works_of(network, 1, 1, dtype).values())
+    timer.close()
+    with Executor(network, alone, backend, 1, dtype=dtype) as executor:
 
         def step() -> None:
             executor.forward()
             executor.backward()
 
-        whole = _median(step)
-    with BoundLayer(ReLU(), [(1, *shape)], dtype, backend, alone) as bound:
-        own = _median(lambda: [bound.run() for _ in range(layers)])
-    return whole, own
+        # The best: another process takes its time from a whole step, but rarely from one layer.
+        return _times(step, repeats=60)[0], layers, 2 * len(network.layers)
 
 
-def _median(run: Callable[[], Any], before: Callable[[], Any] = lambda: None, repeats: int = 15) -> float:
-    """Median time of `run` [s], after two runs that do not count; `before` is not timed."""
+def _times(run: Callable[[], Any], before: Callable[[], Any] = lambda: None, repeats: int = 25) -> list[float]:
+    """Times of `run`, the shortest first [s], after two runs that do not count; `before` is not timed."""
     times = []
     for _ in range(repeats + 2):
         before()
         begin = time.perf_counter()
         run()
         times.append(time.perf_counter() - begin)
-    return sorted(times[2:])[repeats // 2]
+    return sorted(times[2:])
 
 
 # -- arguments ----------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ __all__ = ["SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "fit_reduct
 SIZES = (8, 64, 512, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20)
 #: How often all sizes are measured, one after the other, so that a disturbance hits one round and not one size.
 ROUNDS = 9
-#: Exchanges in a row, of which the mean counts: they synchronize each other.
-IN_A_ROW = 4
+#: Exchanges in a row, of which the mean counts: they synchronize each other. One that takes longer than `LONG` [s] is
+#: synchronized well enough by a barrier.
+IN_A_ROW, LONG = 4, 1e-3
 #: Channels of the array whose faces are exchanged; a face across the width has runs of this many float32.
 CHANNELS = 32
 
@@ -80,7 +81,7 @@ def fit_channel(comm: Communicator, partner: int | None, sizes: Sequence[int] = 
     channels = [comm.channel(dict.fromkeys(peers, n), dict.fromkeys(peers, n), np.uint8, kind="profile") for n in sizes]
 
     def run(i: int) -> None:
-        for _ in range(IN_A_ROW if peers else 0):
+        if peers:
             channels[i].start()
             channels[i].finish()
             channels[i].release()
@@ -91,7 +92,9 @@ def fit_channel(comm: Communicator, partner: int | None, sizes: Sequence[int] = 
     return fit
 
 
-def fit_face(comm: Communicator, partner: int | None, strided: bool, sizes: Sequence[int] = SIZES) -> Fit:
+def fit_face(
+    comm: Communicator, partner: int | None, strided: bool, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS
+) -> Fit:
     """Faces both ways with a partner, packed and unpacked as halos are: `Exchange`. Collective over `comm`.
 
     Parameters
@@ -103,16 +106,18 @@ def fit_face(comm: Communicator, partner: int | None, strided: bool, sizes: Sequ
         are contiguous.
     sizes
         Bytes per message, rounded up to whole columns [B].
+    rounds
+        How often each is measured.
     """
     itemsize = np.dtype(np.float32).itemsize
     rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in sizes]
     exchanges = [_face(comm, partner, n, strided) for n in rows]
 
     def run(i: int) -> None:
-        for _ in range(IN_A_ROW if partner is not None else 0):
+        if partner is not None:
             exchanges[i].run()
 
-    fit = _fit(comm, [n * CHANNELS * itemsize for n in rows], run)
+    fit = _fit(comm, [n * CHANNELS * itemsize for n in rows], run, rounds)
     for exchange in exchanges:
         exchange.close()
     return fit
@@ -159,21 +164,19 @@ def fit_copy(sizes: Sequence[int] = SIZES) -> Fit:
     return fit_line(sizes, seconds.min(axis=0))
 
 
-def fit_reduction(comm: Communicator, sizes: Sequence[int] = SIZES) -> Fit:
+def fit_reduction(comm: Communicator, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Fit:
     """Sums of float32 over all ranks of `comm` that are waited for: ``reduction.run()``. Collective.
 
     Parameters
     ----------
     sizes
         Bytes per sum [B], multiples of 4.
+    rounds
+        How often each is measured.
     """
     reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile") for n in sizes]
 
-    def run(i: int) -> None:
-        for _ in range(IN_A_ROW):
-            reductions[i].run()
-
-    fit = _fit(comm, sizes, run)
+    fit = _fit(comm, sizes, lambda i: reductions[i].run(), rounds)
     for reduction in reductions:
         reduction.close()
     return fit
@@ -206,7 +209,7 @@ def fit_reduction_behind(comm: Communicator, waited: Fit, sizes: Sequence[int] =
         for k, i in itertools.product(range(ROUNDS), range(len(sizes))):
             comm.barrier()
             reductions[i].start()
-            _compute(4 * waited.at(sizes[i]) + 2e-3)
+            _compute(2 * waited.at(sizes[i]) + 2e-3)
             comm.barrier()  # who is late has not summed for longer
             before = time.perf_counter()
             reductions[i].finish()
@@ -242,16 +245,20 @@ def _compute(seconds: float) -> None:
 
 
 def _fit(comm: Communicator, sizes: Sequence[int], run: Callable[[int], None], rounds: int = ROUNDS) -> Fit:
-    """Times of ``run(i)`` for every size, after one run that does not count. Collective."""
-    seconds = np.empty((rounds, len(sizes)))
+    """Times of ``run(i)`` for every size, after two runs that do not count. Collective."""
+
+    def clock(i: int, in_a_row: int) -> float:
+        comm.barrier()
+        begin = time.perf_counter()
+        for _ in range(in_a_row):
+            run(i)
+        return (time.perf_counter() - begin) / in_a_row
+
+    in_a_row = []
     for i in range(len(sizes)):
         run(i)
-    for times in seconds:
-        for i in range(len(sizes)):
-            comm.barrier()
-            begin = time.perf_counter()
-            run(i)
-            times[i] = (time.perf_counter() - begin) / IN_A_ROW
+        in_a_row.append(1 if comm.allreduce_scalar(clock(i, 1), "max") > LONG else IN_A_ROW)
+    seconds = np.array([[clock(i, n) for i, n in enumerate(in_a_row)] for _ in range(rounds)])
     return fit_line(sizes, _slowest(comm, seconds))
 
 

@@ -49,9 +49,7 @@ class Profile:
     update
         Optimizer (SGD with momentum) per byte of parameters [s/B].
     layer_overhead
-        What the executor adds to each forward or backward of a layer [s].
-    step_overhead
-        What it adds to a step [s].
+        What each forward or backward of a layer takes longer within a step: the loop, and colder code [s].
     """
 
     machine: Machine
@@ -66,7 +64,6 @@ class Profile:
     reduction_exposed: Mapping[int, Fit] = field(default_factory=dict)
     update: float = 0.0
     layer_overhead: float = 0.0
-    step_overhead: float = 0.0
 
     def pack(self, level: str = "node", strided: bool = False) -> float:
         """What packing and unpacking adds to a message, per byte [s/B]; 0 where it was not measured.
@@ -114,7 +111,7 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without the machine."""
         fits = {k: _out(getattr(self, k)) for k in (*_BY_LEVEL, *_BY_RANKS)}
-        numbers = {k: getattr(self, k) for k in ("ranks", "transport", "update", "layer_overhead", "step_overhead")}
+        numbers = {k: getattr(self, k) for k in ("ranks", "transport", "update", "layer_overhead")}
         return {"version": _VERSION, **numbers, "copy": self.copy and self.copy.to_dict(), **fits}
 
     @classmethod
@@ -122,7 +119,7 @@ class Profile:
         """What `to_dict` gave."""
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}, expected {_VERSION}")
-        numbers = {k: float(data[k]) for k in ("update", "layer_overhead", "step_overhead")}
+        numbers = {k: float(data[k]) for k in ("update", "layer_overhead")}
         by_level = {k: _in(data[k], str) for k in _BY_LEVEL}
         by_ranks = {k: _in(data[k], int) for k in _BY_RANKS}
         copy = Fit.from_dict(data["copy"]) if data["copy"] else None
