@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from halograd.cli.explaining import explain
 from halograd.cli.planning import plan
 from halograd.cli.profiling import profile
 
@@ -23,6 +24,7 @@ generate = typer.Typer(help="Make a data set.", rich_markup_mode=None)
 app.add_typer(generate, name="generate")
 app.command()(profile)
 app.command()(plan)
+app.command()(explain)
 
 Sets = Annotated[
     list[str] | None,

@@ -99,16 +99,33 @@ class Asked:
         return RooflineTimes(self.machine), f"roofline of {self.machine.name}"
 
 
-def ask(model: str, options: Sequence[str] | None, machine: str, dtype: str, cache: Path | None = None) -> Asked:
-    """The model and the machine, made; user errors in one line each."""
+def ask(
+    model: str,
+    options: Sequence[str] | Mapping[str, Any] | None,
+    machine: str,
+    dtype: str,
+    cache: Path | None = None,
+    loaded: Machine | None = None,
+) -> Asked:
+    """The model and the machine, made; user errors in one line each.
+
+    Parameters
+    ----------
+    options
+        ``KEY=VALUE`` each, or a mapping.
+    machine
+        Its name, or the path of its file.
+    loaded
+        The machine, if it was read already.
+    """
     from halograd.models import build
     from halograd.perfmodel.machine import Machine
 
-    settings = parse_options(options or ())
+    settings = dict(options) if isinstance(options, Mapping) else parse_options(options or ())
     network = build(model, **settings)
     if "loss" not in network.outputs:
         raise UserError(f"model: expected a network with a loss to train, got {model!r} without one")
-    loaded = Machine.load(machine)
+    loaded = loaded or Machine.load(machine)
     if dtype not in loaded.peak_flops:
         raise UserError(
             f"--dtype: expected one of {', '.join(loaded.peak_flops)}, for which machine {loaded.name!r} has a peak, "

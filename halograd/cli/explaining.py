@@ -1,0 +1,300 @@
+"""`halograd explain`: why a plan cuts a layer as it does, and what the next best would have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halograd.cli.plan_options import Asked, Cache, ask
+
+if TYPE_CHECKING:
+    from halograd.layers import Strategy
+    from halograd.perfmodel.cost import Prediction
+    from halograd.perfmodel.cost.prediction import LayerRecord
+    from halograd.perfmodel.plan_file import PlanFile
+
+__all__ = ["Explainer", "Rival", "explain"]
+
+#: Layers that are explained if none is asked for: those that take longest.
+FEW = 5
+#: Other cuts of one layer that are simulated.
+RIVALS = 5
+#: Terms of a record, as the table names them.
+TERMS = {
+    "kernels": ("forward", "backward"),
+    "halos": ("halo_exposed", "packing"),
+    "channel sums": ("channel",),
+    "statistics": ("statistics",),
+    "redistribution": ("redistribution",),
+    "gradients": ("allreduce_exposed",),
+}
+
+
+def explain(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="What `halograd plan -o` has written.")],
+    layers: Annotated[
+        list[str] | None, typer.Option("--layer", metavar="LAYER", help="A layer by name; may be given several times.")
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option("--picture", metavar="STRIP.png", help="Draw the layers, colored by cut, with times.")
+    ] = None,
+    cache: Cache = None,
+) -> None:
+    """Tell why a plan cuts layers as it does, and what the next best cut would have cost.
+
+    Without --layer, for the layers that take longest. The rest of the network is planned anew around every other cut,
+    and the step simulated.
+
+    \b
+    Examples:
+      halograd explain plan.json
+      halograd explain plan.json --layer conv3_1 --picture strip.png
+    """
+    from halograd.perfmodel.plan_file import PlanFile
+
+    made = PlanFile.load(path)
+    explainer = Explainer.of(made, path, cache)
+    chosen = explainer.check_layers(layers or ())
+    print("\n".join(explainer.text(chosen, bool(layers))))
+    if image is not None:
+        from halograd.cli.plan_picture import draw_strip
+
+        draw_strip(made.plan, image)
+        print(f"{image}: written")
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Another cut of one layer, with the best plan around it.
+
+    Attributes
+    ----------
+    parts
+        Of the layer.
+    prediction
+        Of a step.
+    """
+
+    parts: dict[str, int]
+    prediction: Prediction
+
+
+class Explainer:
+    """Prices what a plan did not choose. Local.
+
+    Parameters
+    ----------
+    made
+        The plan, with what was asked for.
+    asked
+        Its network and machine.
+    """
+
+    def __init__(self, made: PlanFile, asked: Asked) -> None:
+        from halograd.perfmodel.cost import Pricing, Training, Wires
+        from halograd.perfmodel.cost.problem import network_costs
+
+        assert made.request is not None
+        plan = self.plan = made.plan
+        self.asked, self.request = asked, made.request
+        self.times, _ = asked.times(plan.batch, plan.ranks)
+        self.training = Training(plan.dtype, made.request.slots)
+        self.pricing = Pricing(Wires(asked.machine), self.times, plan.dtype, best_halo=True)
+        self.costs = network_costs(
+            asked.network,
+            plan.batch,
+            plan.ranks,
+            asked.machine,
+            self.times,
+            self.training,
+            made.request.full,
+            plan.strategy.bucket_bytes,
+        )
+        p = plan.prediction
+        self.exposed = p.allreduce_exposed / p.allreduce_seconds if p.allreduce_seconds else 0.0
+        self.problem = self.costs.problem(self.exposed, plan.limit)
+        self.chosen = self._simulate(plan.strategy)
+
+    @classmethod
+    def of(cls, made: PlanFile, path: Path, cache: Path | None = None) -> Explainer:
+        """The network and the machine of the plan, made again.
+
+        Raises
+        ------
+        UserError
+            The plan does not say what it was asked for, or the model is another one by now.
+        """
+        from halograd.errors import UserError
+
+        plan, request = made.plan, made.request
+        if request is None:
+            raise UserError(
+                f"plan {path}: expected one with its model and machine, as `halograd plan -o` writes, got one of "
+                "Plan.save; run `halograd plan`"
+            )
+        machine = request.load_machine()
+        asked = ask(request.model, request.options, request.machine_file, plan.dtype, cache, machine)
+        plan.check(asked.network, plan.ranks)
+        return cls(made, asked)
+
+    def check_layers(self, layers: Sequence[str]) -> list[str]:
+        """Names of layers to explain; those that take longest if none are given."""
+        import difflib
+
+        from halograd.errors import UserError
+
+        for name in layers:
+            if name not in self.plan.layers:
+                near = difflib.get_close_matches(name, self.plan.layers, n=3, cutoff=0.5)
+                hint = (
+                    f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(self.plan.layers[:6])}, ..."
+                )
+                raise UserError(f"--layer: expected a layer of {self.plan.network!r}, got {name!r}; {hint}")
+        if layers:
+            return list(dict.fromkeys(layers))
+        slowest: dict[object, str] = {}  # of layers that are alike, the first
+        for record in sorted(self.plan.prediction.layers, key=lambda r: -r.seconds):
+            slowest.setdefault(_likeness(record), record.name)
+        few = set(list(slowest.values())[:FEW])
+        return [name for name in self.plan.layers if name in few]
+
+    def rivals(self, layer: str, count: int = RIVALS) -> tuple[list[Rival], int]:
+        """The best other cuts of a layer, fastest step first, and how many cuts there were to choose from."""
+        import numpy as np
+
+        from halograd.perfmodel.planners import PLANNERS, Choice, NoneFits, next_best
+
+        v = self.costs.names.index(layer)
+        chosen = self.costs.indices(self.plan.strategy)
+        # A baseline may cut a layer as no candidate does; then there is nothing to leave out.
+        own = chosen[v] if chosen else self._candidate(v)
+        reference = Choice(tuple(chosen or [0] * len(self.costs.names)), 0.0, 0.0, optimal=False)
+        ranking = next_best(self.costs.problem(self.exposed), reference, v).seconds
+        planner = PLANNERS["elimination"]()
+        found: list[Rival] = []
+        for c in np.argsort(ranking, kind="stable"):
+            if c == own or not np.isfinite(ranking[c]):
+                continue
+            kept = [np.arange(size) for size in self.problem.sizes]
+            kept[v] = np.array([c])
+            try:
+                indices = list(planner.plan(self.problem.restricted(kept)).indices)
+            except NoneFits:
+                continue
+            indices[v] = int(c)
+            strategy = self.costs.strategy(indices, self.plan.strategy.bucket_bytes)
+            found.append(Rival(strategy.parts_of(layer), self._simulate(strategy)))
+            if len(found) == count:
+                break
+        return sorted(found, key=lambda r: r.prediction.step_seconds), len(ranking)
+
+    def _candidate(self, v: int) -> int:
+        from halograd.perfmodel.cost.blocks import parts_key
+
+        parts = parts_key(self.plan.strategy.parts_of(self.costs.names[v]))
+        return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
+
+    def _simulate(self, strategy: Strategy) -> Prediction:
+        from halograd.perfmodel.cost import simulate
+
+        plan = self.plan
+        return simulate(
+            self.asked.network,
+            strategy,
+            plan.batch,
+            self.asked.machine,
+            self.times,
+            self.training,
+            plan.ranks,
+            self.pricing,
+        )
+
+    # -- output --------------------------------------------------------------------------------
+
+    def text(self, layers: Sequence[str], details: bool) -> list[str]:
+        """Everything that is told, in lines."""
+        from halograd.cli.tables import time_text
+
+        plan = self.plan
+        lines = [
+            f"{plan.network} on {plan.ranks} ranks of {plan.machine}, batch {plan.batch}: "
+            f"a step takes {time_text(plan.step_seconds)}",
+            f"planner {plan.planner}; kernel times: {self.request.kernel_times}",
+        ]
+        for name in layers:
+            lines += ["", *self._of_layer(name, RIVALS if details else 1)]
+        if not details:
+            lines += ["", f"These layers take longest; --layer NAME shows the {RIVALS} next best cuts of any other."]
+        return lines
+
+    def _of_layer(self, name: str, count: int) -> list[str]:
+        from halograd.cli.tables import bytes_text, cut_text, time_text
+
+        record = next(r for r in self.plan.prediction.layers if r.name == name)
+        rivals, choices = self.rivals(name, count)
+        halo = f", halos: {record.halo_algorithm}" if record.halo_algorithm else ""
+        share = record.seconds / self.plan.step_seconds if self.plan.step_seconds else 0.0
+        alike = sum(_likeness(r) == _likeness(record) for r in self.plan.prediction.layers) - 1
+        more = f" and {alike} like it" if alike else ""
+        each = " each" if alike else ""
+        lines = [
+            f"{name}{more} ({record.kind}): {cut_text(record.parts)} on {record.ranks} ranks{halo}",
+            f"  {time_text(record.seconds)}{each}, {share:.1%} of the step; output {bytes_text(record.memory)} per rank",
+            f"  of it {_terms(record)}",
+        ]
+        if not rivals:
+            return [*lines, f"  no other cut of it fits ({choices} looked at)"]
+        lines += [
+            f"  {choices} cuts were looked at; the rest of the network planned anew around each of the next best:"
+        ]
+        return lines + [f"    {line}" for line in self._comparison(rivals)]
+
+    def _comparison(self, rivals: Sequence[Rival]) -> list[str]:
+        """Steps under the other cuts, and where the difference comes from."""
+        from halograd.cli.tables import bytes_text, cut_text, milliseconds, table
+
+        heading = ["cut", "step [ms]", "more [ms]", "", "memory"]
+        base = self.chosen.step_seconds
+        rows = []
+        for rival in [Rival({}, self.chosen), *rivals]:
+            p = rival.prediction
+            more = p.step_seconds - base
+            own = p is self.chosen
+            rows.append(
+                [
+                    "the plan" if own else cut_text(rival.parts),
+                    milliseconds(p.step_seconds),
+                    "" if own else f"{1e3 * more:+.3f}",
+                    "" if own else f"{more / base:+.1%}" if base else "",
+                    bytes_text(p.memory_bytes),
+                    "" if own else self._reasons(p),
+                ]
+            )
+        reasons = ["because of [ms]", *(row.pop() for row in rows)]
+        return [f"{line}  {reason}".rstrip() for line, reason in zip(table(heading, rows), reasons)]
+
+    def _reasons(self, other: Prediction) -> str:
+        """The largest differences of the whole step, by term."""
+        differences = {
+            term: sum(other.total(f) - self.chosen.total(f) for f in fields) for term, fields in TERMS.items()
+        }
+        differences["update"] = other.update_seconds - self.chosen.update_seconds
+        some = sorted(differences.items(), key=lambda item: -abs(item[1]))
+        told = [f"{term} {1e3 * d:+.3f}" for term, d in some if abs(d) >= 0.0005e-3 + 0.02 * abs(some[0][1])]
+        return ", ".join(told[:4]) or "no difference"
+
+
+def _likeness(record: LayerRecord) -> object:
+    """Equal for layers that take the same time under the same cut, up to sums of gradients."""
+    return record.kind, tuple(record.parts.items()), record.forward, record.backward, record.halo, record.memory
+
+
+def _terms(record: LayerRecord) -> str:
+    from halograd.cli.tables import time_text
+
+    values = {term: sum(getattr(record, f) for f in fields) for term, fields in TERMS.items()}
+    return ", ".join(f"{term} {time_text(value)}" for term, value in values.items() if value)
