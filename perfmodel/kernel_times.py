@@ -240,5 +240,5 @@ def _ask(times: KernelTimes, work: LayerWork) -> LayerTime:
     """What other times say of work that is local already."""
     if isinstance(times, _Times):
         return times.of_work(work)
-    more = {"input_gradient": work.input_gradient, "ranks": 2 if work.spread else 1}
-    return times.time(work.layer, work.inputs, work.dtype, work.trainable, **more)
+    layer, ranks = work.layer, 2 if work.spread else 1
+    return times.time(layer, work.inputs, work.dtype, work.trainable, input_gradient=work.input_gradient, ranks=ranks)

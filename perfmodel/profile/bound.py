@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from halograd.comm import Communicator
 from halograd.dtensor import Layout
 from halograd.layers import Layer, SoftmaxCrossEntropy
 from halograd.layers.binding import Binding
@@ -55,14 +56,14 @@ class BoundLayer:
         inputs: Sequence[tuple[int, ...]],
         dtype: str,
         kernels: Any,
-        comm: Any,
+        comm: Communicator,
         *,
         trainable: bool = True,
         input_gradient: bool = True,
         spread: bool = False,
     ) -> None:
         self.kernels, self.memory = kernels, Memory(kernels)
-        self._comm = _Twins() if spread else comm
+        self._comm = cast(Communicator, _Twins()) if spread else comm
         self._dtype = np.dtype(dtype)
         self._count, self._channels = len(inputs), inputs[0][-1]
         batch, shapes = inputs[0][0], [shape[1:] for shape in inputs]

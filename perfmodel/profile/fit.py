@@ -57,7 +57,7 @@ class Fit:
         return cls(float(data["alpha"]), float(data["beta"]), float(data["error"]), *lists)
 
 
-def fit_line(nbytes: Sequence[float], seconds: Sequence[float]) -> Fit:
+def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> Fit:
     """The line ``alpha + beta * n`` of least relative error through the points.
 
     Relative, because sizes span six orders of magnitude: in absolute terms the largest would decide alone.

@@ -96,7 +96,7 @@ def group_sizes(ranks: int) -> list[int]:
     return sorted(sizes | ({ranks} if ranks > 1 else set()))
 
 
-def _reductions(comm: Communicator) -> dict[str, dict[int, Fit]]:
+def _reductions(comm: Communicator) -> dict[str, Any]:
     """Sums over groups of ranks, all groups of a size at the same time; what the first one found."""
     found: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
     for size in group_sizes(comm.size):

@@ -119,11 +119,11 @@ class Profile:
         """What `to_dict` gave."""
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}, expected {_VERSION}")
-        numbers = {k: float(data[k]) for k in ("update", "layer_overhead")}
-        by_level = {k: _in(data[k], str) for k in _BY_LEVEL}
-        by_ranks = {k: _in(data[k], int) for k in _BY_RANKS}
+        values: dict[str, Any] = {k: float(data[k]) for k in ("update", "layer_overhead")}
+        values |= {k: _in(data[k], str) for k in _BY_LEVEL}
+        values |= {k: _in(data[k], int) for k in _BY_RANKS}
         copy = Fit.from_dict(data["copy"]) if data["copy"] else None
-        return cls(machine, int(data["ranks"]), str(data["transport"]), copy=copy, **by_level, **by_ranks, **numbers)
+        return cls(machine, int(data["ranks"]), str(data["transport"]), copy=copy, **values)
 
 
 def _out(fits: Mapping[Any, Fit]) -> dict[str, Any]:
