@@ -9,6 +9,7 @@ import typer
 
 from halograd.cli.explaining import explain
 from halograd.cli.planning import plan
+from halograd.cli.predicting import predict
 from halograd.cli.profiling import profile
 
 __all__ = ["app"]
@@ -25,6 +26,7 @@ app.add_typer(generate, name="generate")
 app.command()(profile)
 app.command()(plan)
 app.command()(explain)
+app.command()(predict)
 
 Sets = Annotated[
     list[str] | None,

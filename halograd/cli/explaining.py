@@ -240,10 +240,10 @@ class Explainer:
         share = record.seconds / self.plan.step_seconds if self.plan.step_seconds else 0.0
         alike = sum(_likeness(r) == _likeness(record) for r in self.plan.prediction.layers) - 1
         more = f" and {alike} like it" if alike else ""
-        each = " each" if alike else ""
+        took = f"{time_text(record.seconds)}{' each' if alike else ''}, {share:.1%} of the step"
         lines = [
             f"{name}{more} ({record.kind}): {cut_text(record.parts)} on {record.ranks} ranks{halo}",
-            f"  {time_text(record.seconds)}{each}, {share:.1%} of the step; output {bytes_text(record.memory)} per rank",
+            f"  {took}; output {bytes_text(record.memory)} per rank",
             f"  of it {_terms(record)}",
         ]
         if not rivals:
@@ -251,7 +251,12 @@ class Explainer:
         lines += [
             f"  {choices} cuts were looked at; the rest of the network planned anew around each of the next best:"
         ]
-        return lines + [f"    {line}" for line in self._comparison(rivals)]
+        lines += [f"    {line}" for line in self._comparison(rivals)]
+        if rivals[0].prediction.step_seconds < self.chosen.step_seconds:
+            lines.append(
+                "    (a faster one was not found: planners minimize sums over layers, which leave out what overlaps)"
+            )
+        return lines
 
     def _comparison(self, rivals: Sequence[Rival]) -> list[str]:
         """Steps under the other cuts, and where the difference comes from."""

@@ -1,0 +1,325 @@
+"""`halograd predict`: what a step takes on a machine, for many numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halograd.cli.plan_options import (
+    Asked,
+    Cache,
+    Dtype,
+    MachineName,
+    Memory,
+    ModelName,
+    Options,
+    Planner,
+    ask,
+    check_counts,
+    check_planner,
+    parse_grid,
+    parse_memory,
+    parse_ranks,
+    strategy_of_grid,
+)
+
+if TYPE_CHECKING:
+    from halograd.perfmodel.cost import Prediction
+
+__all__ = ["Point", "Series", "predict"]
+
+
+def predict(
+    model: ModelName,
+    machine: MachineName,
+    ranks: Annotated[str, typer.Option(metavar="P,...", help="Numbers of ranks: 16, or 4,8,...,2048.")],
+    batch: Annotated[
+        int, typer.Option(help="Samples of a global batch; on the fewest ranks where it grows with them.")
+    ],
+    grid: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS=PARTS,...", help="This cut for all layers; without sample, samples fill up."),
+    ] = None,
+    planner: Planner = "elimination",
+    memory: Memory = None,
+    options: Options = None,
+    dtype: Dtype = "float32",
+    cache: Cache = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
+) -> None:
+    """Predict the time of a training step, without running anything: strong and weak scaling.
+
+    Strong: the batch stays; weak: the samples per rank do. Every number of ranks gets a plan of its own, or the cut
+    of --grid. With one number of ranks, the parts of the step.
+
+    \b
+    Examples:
+      halograd predict mesh_2k --machine lassen --ranks 4,8,...,2048 --batch 4 --plot scaling.png
+      halograd predict mesh_2k --machine lassen --ranks 16 --batch 2 --grid sample=2,height=4,width=2
+      halograd predict resnet50 --machine dgx-h100 --ranks 8,16,32 --batch 1024 --planner data --json
+    """
+    check_counts(batch=batch)
+    check_planner(planner)
+    counts, limit = parse_ranks(ranks), parse_memory(memory)
+    cut = None if grid is None else parse_grid(grid)
+    asked = ask(model, options, machine, dtype, cache)
+    predictor = _Predictor(asked, cut, planner, limit)
+    if len(counts) == 1:
+        _one(predictor, counts[0], batch, as_json, plot)
+        return
+    series = [Series.run(kind, predictor, counts, batch) for kind in ("strong", "weak")]
+    if plot is not None:
+        from halograd.cli.predict_plot import draw_scaling
+
+        draw_scaling(series, predictor.title(), plot)
+    if as_json:
+        print(json.dumps({**predictor.as_dict(), **{s.kind: s.as_list() for s in series}}), flush=True)
+        return
+    lines = [predictor.title(), f"kernel times: {predictor.told}"]
+    for s in series:
+        lines += ["", *s.text()]
+    print("\n".join(lines))
+    if plot is not None:
+        print(f"{plot}: written")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One prediction.
+
+    Attributes
+    ----------
+    ranks, batch
+        Of the run.
+    prediction
+        None where nothing fits.
+    strategy
+        Who made it: a planner, a baseline, or the grid.
+    fits
+        Whether it fits into memory.
+    fault
+        Why there is no prediction.
+    baselines
+        Name -> time of a step [s] and whether it fits.
+    """
+
+    ranks: int
+    batch: int
+    prediction: Prediction | None
+    strategy: str = ""
+    fits: bool = True
+    fault: str = ""
+    baselines: Mapping[str, tuple[float, bool]] | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, None where there is none [s]."""
+        return None if self.prediction is None else self.prediction.step_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON; times in [s], memory in [B]."""
+        p = self.prediction
+        record: dict[str, Any] = {"ranks": self.ranks, "batch": self.batch, "step_seconds": self.seconds}
+        record |= {"strategy": self.strategy, "fits": self.fits}
+        if p is None:
+            return {**record, "fault": self.fault}
+        record |= {"samples_per_second": p.samples_per_second, "memory_bytes": p.memory_bytes, "parts": parts_of(p)}
+        rows = self.baselines or {}
+        record["baselines"] = {name: {"step_seconds": t, "fits": fits} for name, (t, fits) in rows.items()}
+        return record
+
+
+class _Predictor:
+    """Predicts for any number of ranks and samples."""
+
+    def __init__(self, asked: Asked, grid: Mapping[str, int] | None, planner: str, limit: float | None) -> None:
+        self.asked, self.grid, self.planner, self.limit = asked, grid, planner, limit
+        self.told = ""
+        self._known: dict[tuple[int, int], Point] = {}
+
+    def title(self) -> str:
+        cut = self.planner if self.grid is None else "grid " + ",".join(f"{k}={n}" for k, n in self.grid.items())
+        return f"{self.asked.network.name} on {self.asked.machine.name}, {self.asked.dtype}, {cut}"
+
+    def as_dict(self) -> dict[str, Any]:
+        asked = self.asked
+        return {
+            "network": asked.network.name,
+            "model": asked.model,
+            "options": dict(asked.options),
+            "machine": asked.machine.name,
+            "dtype": asked.dtype,
+            "planner": self.planner if self.grid is None else None,
+            "grid": self.grid,
+            "kernel_times": self.told,
+            "units": {"step_seconds": "s", "memory_bytes": "B", "parts": "s"},
+        }
+
+    def point(self, ranks: int, batch: int) -> Point:
+        """The prediction for this size; None in it where nothing fits."""
+        key = (ranks, batch)
+        if key not in self._known:
+            self._known[key] = self._planned(*key) if self.grid is None else self._cut(*key)
+        return self._known[key]
+
+    def _cut(self, ranks: int, batch: int) -> Point:
+        from halograd.perfmodel.cost import Training, simulate
+
+        asked = self.asked
+        assert self.grid is not None
+        strategy = strategy_of_grid(asked.network, self.grid, batch, ranks)
+        times, self.told = asked.times(batch, ranks)
+        found = simulate(asked.network, strategy, batch, asked.machine, times, Training(asked.dtype), ranks)
+        limit = asked.machine.memory if self.limit is None else self.limit
+        return Point(ranks, batch, found, "grid", found.memory_bytes <= limit)
+
+    def _planned(self, ranks: int, batch: int) -> Point:
+        from halograd.cli.planning import baselines_of, make_plan
+        from halograd.errors import UserError
+
+        try:
+            made = make_plan(self.asked, batch, ranks, self.limit, self.planner)
+        except UserError as error:
+            return Point(ranks, batch, None, fits=False, fault=str(error))
+        self.told = made.request.kernel_times if made.request else ""
+        rows = {a.name: (a.step_seconds, a.fits) for a in baselines_of(self.asked, made.plan)}
+        return Point(ranks, batch, made.plan.prediction, made.plan.planner, baselines=rows)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Predictions for rising numbers of ranks.
+
+    Attributes
+    ----------
+    kind
+        ``"strong"``: the batch stays; ``"weak"``: it grows with the ranks.
+    points
+        In order of ranks.
+    """
+
+    kind: str
+    points: tuple[Point, ...]
+
+    @classmethod
+    def run(cls, kind: str, predictor: _Predictor, ranks: Sequence[int], batch: int) -> Series:
+        """Predict for each number of ranks; `batch` is that of the first.
+
+        Raises
+        ------
+        UserError
+            Nothing fits anywhere, or samples per rank cannot be kept.
+        """
+        from halograd.errors import UserError
+
+        points = [predictor.point(p, _batch(kind, batch, ranks[0], p)) for p in ranks]
+        if kind == "strong" and all(point.prediction is None for point in points):
+            raise UserError(points[-1].fault)
+        return cls(kind, tuple(points))
+
+    def reference(self) -> Point | None:
+        """The fewest ranks that a step fits on."""
+        return next((p for p in self.points if p.prediction is not None and p.fits), None)
+
+    def efficiency(self, point: Point) -> tuple[float, float] | None:
+        """Speed-up over the reference in samples per second, and its share of the ideal one."""
+        first = self.reference()
+        if first is None or first.prediction is None or point.prediction is None:
+            return None
+        speed_up = point.prediction.samples_per_second / first.prediction.samples_per_second
+        return speed_up, speed_up * first.ranks / point.ranks
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Plain data, for JSON."""
+        rows = []
+        for point in self.points:
+            gain = self.efficiency(point)
+            more = {} if gain is None else {"speed_up": gain[0], "efficiency": gain[1]}
+            rows.append({**point.as_dict(), **more})
+        return rows
+
+    def text(self) -> list[str]:
+        """A table."""
+        from halograd.cli.tables import mebibytes, milliseconds, table
+
+        names = list(next((p.baselines for p in self.points if p.baselines), {}))
+        heading = ["ranks", "batch", "step", "samples", "speed-up", "efficiency", "memory", *names, ""]
+        rows = [["", "", "[ms]", "[1/s]", "", "", "[MiB]", *["[ms]"] * len(names), ""]]
+        for point in self.points:
+            p, gain = point.prediction, self.efficiency(point)
+            row = [str(point.ranks), str(point.batch)]
+            if p is None:
+                rows.append([*row, *[""] * (5 + len(names)), f"nothing fits: {_brief(point.fault)}"])
+                continue
+            row += [milliseconds(p.step_seconds), f"{p.samples_per_second:.4g}"]
+            row += ["", ""] if gain is None else [f"{gain[0]:.2f} x", f"{gain[1]:.0%}"]
+            row.append(mebibytes(p.memory_bytes))
+            for name in names:
+                seconds, fits = (point.baselines or {})[name]
+                row.append(milliseconds(seconds) if fits else f"({milliseconds(seconds)})")
+            rows.append([*row, "" if point.fits else "does not fit"])
+        what = {"strong": "strong scaling: the batch stays", "weak": "weak scaling: samples per rank stay"}[self.kind]
+        lines = [what, *table(heading, rows, left=0)]
+        if any(not fits for p in self.points for _, fits in (p.baselines or {}).values()):
+            lines.append("(in brackets: does not fit into memory)")
+        return lines
+
+
+def parts_of(p: Prediction) -> dict[str, float]:
+    """What a step is made of [s]. Halos, sums and redistributions as they take, and what is waited for apart."""
+    terms = ("forward", "backward", "halo", "halo_exposed", "channel", "statistics", "redistribution", "packing")
+    found = {term: p.total(term) for term in terms}
+    return {
+        **found,
+        "allreduce": p.allreduce_seconds,
+        "allreduce_exposed": p.allreduce_exposed,
+        "update": p.update_seconds,
+    }
+
+
+def _batch(kind: str, batch: int, first: int, ranks: int) -> int:
+    from halograd.errors import UserError
+
+    if kind == "strong":
+        return batch
+    if batch * ranks % first:
+        raise UserError(
+            f"--batch: expected samples that can be kept per rank from {first} to {ranks} ranks, got {batch} on "
+            f"{first}; use a multiple of {first}"
+        )
+    return batch * ranks // first
+
+
+def _brief(fault: str) -> str:
+    """What is too much, of the planner's line."""
+    return fault.partition(" takes ")[2].partition(";")[0] or fault
+
+
+def _one(predictor: _Predictor, ranks: int, batch: int, as_json: bool, plot: Path | None) -> None:
+    """One number of ranks: the record with its parts."""
+    from halograd.cli.tables import bytes_text, time_text
+    from halograd.errors import UserError
+
+    if plot is not None:
+        raise UserError("--plot: expected several numbers of ranks for a curve, got one; write --ranks 4,8,...,64")
+    point = predictor.point(ranks, batch)
+    p = point.prediction
+    if p is None:
+        raise UserError(point.fault)
+    if as_json:
+        print(json.dumps({**predictor.as_dict(), **point.as_dict(), "prediction": p.as_dict()}), flush=True)
+        return
+    print(f"{predictor.title()}: {ranks} ranks, batch {batch}\nkernel times: {predictor.told}\n")
+    print(f"step            {time_text(p.step_seconds)} ({p.samples_per_second:.4g} samples/s)")
+    for name, seconds in parts_of(p).items():
+        if seconds:
+            print(f"  {name.replace('_exposed', ', waited'):18}{time_text(seconds)}")
+    print(f"memory          {bytes_text(p.memory_bytes)} per rank{'' if point.fits else ': does not fit'}")
+    for kind, (messages, nbytes) in p.traffic.items():
+        print(f"  {kind:18}{messages} messages, {bytes_text(nbytes)} sent per step by the rank that sends most")
