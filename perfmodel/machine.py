@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from halograd.errors import UserError
 
-__all__ = ["LEVELS", "MACHINES", "Efficiency", "Link", "Machine", "Stage"]
+__all__ = ["LEVELS", "MACHINES", "Efficiency", "Link", "Machine", "Runtime", "Stage"]
 
 FOLDER = Path(__file__).parent / "machines"
 #: Names of the shipped machines.
@@ -104,6 +104,32 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
+class Runtime:
+    """What the library itself takes on a machine where it was measured; nothing is known of it by default.
+
+    Parameters
+    ----------
+    update
+        The optimizer, SGD with momentum, per byte of parameters [s/B]; 0: from the memory bandwidth.
+    layer, step
+        What the executor adds to each forward or backward of a layer, and to a step [s].
+    packed
+        Whether the links have packing and unpacking in them.
+    sums
+        All-reduce of n bytes over so many ranks of a node [s]; by the collectives' formulas where not measured.
+    sums_behind
+        Whether sums proceed while the ranks compute; otherwise they are made where they are waited for.
+    """
+
+    update: float = 0.0
+    layer: float = 0.0
+    step: float = 0.0
+    packed: bool = False
+    sums: Mapping[int, Link] = field(default_factory=dict)
+    sums_behind: bool = True
+
+
+@dataclass(frozen=True)
 class Machine:
     """A cluster of equal nodes, each with equal devices; rank r runs on device r, node by node.
 
@@ -134,6 +160,8 @@ class Machine:
         Network adapters of a node that work at the same time, each with the link of "switch" and "across".
     device
         What a device is, for people.
+    runtime
+        What the library adds, where that was measured.
     """
 
     name: str
@@ -148,6 +176,7 @@ class Machine:
     efficiency: Efficiency = Efficiency()
     rails: int = 1
     device: str = ""
+    runtime: Runtime = field(default_factory=Runtime)
 
     def __hash__(self) -> int:
         return hash((self.name, self.devices_per_node, self.nodes_per_switch, self.memory))
@@ -194,7 +223,8 @@ class Machine:
         links = dict.fromkeys(LEVELS, link) | {"device": self.links["device"]}
         name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B"
         source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."
-        return dataclasses.replace(self, name=name, source=source, links=links)
+        runtime = dataclasses.replace(self.runtime, sums={}, sums_behind=True)
+        return dataclasses.replace(self, name=name, source=source, links=links, runtime=runtime)
 
     def level(self, a: int, b: int) -> str:
         """The link level between two ranks: one of `LEVELS`."""

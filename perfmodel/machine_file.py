@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from halograd.errors import UserError
-from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine
+from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Runtime
 from halograd.perfmodel.units import format_quantity, parse_quantity
 
 if sys.version_info >= (3, 11):
@@ -96,6 +96,30 @@ class DeviceTable(_Table):
     efficiency: EfficiencyTable
 
 
+class RuntimeTable(_Table):
+    """``[runtime]``: see `halograd.perfmodel.machine.Runtime`; written by ``halograd profile``."""
+
+    update: SecondsPerByte = 0.0
+    layer: Seconds = 0.0
+    step: Seconds = 0.0
+    packed: bool = False
+    sums_behind: bool = True
+    sums: dict[str, LinkTable] = {}
+
+    def runtime(self) -> Runtime:
+        """As the model uses it."""
+        sums = {int(ranks): table.link() for ranks, table in self.sums.items()}
+        return Runtime(self.update, self.layer, self.step, self.packed, sums, self.sums_behind)
+
+    @field_validator("sums")
+    @classmethod
+    def _by_ranks(cls, sums: dict[str, LinkTable]) -> dict[str, LinkTable]:
+        for ranks in sums:
+            if not ranks.isdecimal() or int(ranks) < 2:
+                raise ValueError(f"expected numbers of ranks from 2 on as keys, got {ranks!r}; change it")
+        return sums
+
+
 class LinksTable(_Table):
     """``[links]``: a table for every one of `LEVELS`."""
 
@@ -115,6 +139,7 @@ class MachineTable(_Table):
     rails: Count = 1
     device: DeviceTable
     links: LinksTable
+    runtime: RuntimeTable = RuntimeTable()
 
     def machine(self) -> Machine:
         """As the model uses it."""
@@ -132,6 +157,7 @@ class MachineTable(_Table):
             efficiency=Efficiency(**device.efficiency.model_dump()),
             rails=self.rails,
             device=device.name,
+            runtime=self.runtime.runtime(),
         )
 
 
@@ -233,10 +259,24 @@ def machine_to_toml(machine: Machine) -> str:
         f"memory = {float(curve.memory)!r}",
     ]
     for level in LEVELS:
-        link = machine.links[level]
-        lines += ["", f"[links.{level}]", f"alpha = {_value(link.alpha, 's')}", f"beta = {_value(link.beta, 's/B')}"]
-        lines += [f"note = {_text(link.note)}"] if link.note else []
-    return "\n".join(lines) + "\n"
+        lines += _link(f"links.{level}", machine.links[level])
+    return "\n".join(lines + _runtime(machine.runtime)) + "\n"
+
+
+def _link(table: str, link: Link) -> list[str]:
+    lines = ["", f"[{table}]", f"alpha = {_value(link.alpha, 's')}", f"beta = {_value(link.beta, 's/B')}"]
+    return [*lines, f"note = {_text(link.note)}"] if link.note else lines
+
+
+def _runtime(runtime: Runtime) -> list[str]:
+    if runtime == Runtime():
+        return []
+    lines = ["", "[runtime]", f"update = {_value(runtime.update, 's/B')}"]
+    lines += [f"{key} = {_value(getattr(runtime, key), 's')}" for key in ("layer", "step")]
+    lines += [f"{key} = {str(getattr(runtime, key)).lower()}" for key in ("packed", "sums_behind")]
+    for ranks, link in runtime.sums.items():
+        lines += _link(f"runtime.sums.{ranks}", link)
+    return lines
 
 
 def _value(value: float, unit: str) -> str:

@@ -170,8 +170,10 @@ def layer_cost(
     moves = Moves(fresh.forward, fresh.backward if train else ())
     wires = pricing.wires
     terms = _communication(moves, wires) | _statistics(sums_of(stage, ranks), wires, train)
-    data, filter_ = (time.backward_data, time.backward_filter) if train and stage.backward else (0.0, 0.0)
-    cost = LayerCost(time.forward, data, filter_, **terms, hides=isinstance(stage.layer, Conv) or contracts(stage))
+    more = wires.machine.runtime.layer
+    data, filter_ = (time.backward_data + more, time.backward_filter) if train and stage.backward else (0.0, 0.0)
+    hides = isinstance(stage.layer, Conv) or contracts(stage)
+    cost = LayerCost(time.forward + more, data, filter_, **terms, hides=hides)
     if not isinstance(stage.layer, Conv) or contracts(stage) or not cost.halo_forward:
         return cost
     cost = replace(cost, strips=_strips(stage, pricing))

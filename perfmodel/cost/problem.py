@@ -195,7 +195,7 @@ class _Maker:
             nbytes = max(part.sizes) * self.itemsize
             parameters += nbytes
             sums += self._sum(nbytes, part.sharing.groups[0])
-            update += self.pricing.wires.copy(nbytes) * (3 + 2 * self.training.slots) / 2
+            update += self.pricing.wires.update(nbytes, self.training.slots)
         halo = ("overlap" if cost.overlaps else "pad") if cost.halo_forward else ""
         return cost.seconds + update, sums, self._memory(stage, parameters), halo
 

@@ -80,7 +80,8 @@ def simulate(
     buckets = buckets_of(steps, itemsize, strategy.bucket_bytes)
     reductions = [_reduction(bucket, pricing.wires, training.slots) for bucket in buckets]
     names = [stage.name for stage in steps]
-    timeline = run_step(names, costs, reductions, pricing.wires.emulated, training.barrier)
+    behind = machine.runtime.sums_behind or pricing.wires.emulated
+    timeline = run_step(names, costs, reductions, pricing.wires.emulated, training.barrier, behind)
     fullest = [memory_of(steps, buckets, rank, size, itemsize, slots=training.slots) for rank in _some(steps)]
     traffic = count_steps(network, steps, size, itemsize, strategy.bucket_bytes)
     return Prediction(
@@ -90,7 +91,7 @@ def simulate(
         ranks=size,
         dtype=training.dtype,
         layers=tuple(_records(steps, costs, reductions, timeline)),
-        step_seconds=timeline.seconds,
+        step_seconds=timeline.seconds + machine.runtime.step,
         forward_seconds=timeline.forward,
         backward_seconds=timeline.backward,
         allreduce_seconds=sum(r.seconds for r in reductions),
@@ -103,9 +104,7 @@ def simulate(
 
 def _reduction(bucket: Bucket, wires: Wires, slots: int) -> Reduction:
     nbytes, members = bucket.sum.largest
-    # The optimizer reads gradient, parameter and its own arrays, and writes the last two.
-    update = wires.copy(max(bucket.nbytes)) * (3 + 2 * slots) / 2 + wires.machine.launch
-    return Reduction(bucket, wires.sum(nbytes, members), update)
+    return Reduction(bucket, wires.sum(nbytes, members), wires.update(max(bucket.nbytes), slots))
 
 
 def _some(steps: Sequence[Stage]) -> list[int]:

@@ -14,6 +14,7 @@ under way travel at the same time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,7 @@ def run_step(
     reductions: Sequence[Reduction],
     concurrent: bool = False,
     barrier: bool = False,
+    behind: bool = True,
 ) -> Timeline:
     """A step in its steady state.
 
@@ -82,6 +84,8 @@ def run_step(
         Buckets in the order in which backward completes them.
     concurrent
         All sums travel at the same time (the emulated network).
+    behind
+        Sums proceed while the ranks compute; else each is made where it is waited for.
     barrier
         Nothing is overlapped with the next forward: all sums end, and all parameters are updated, before it begins.
     """
@@ -102,6 +106,8 @@ def run_step(
                 started.append(i)
     backward = now
     ends = _ends(reductions, started, ready, concurrent)
+    if not behind:
+        ends = [math.inf] * len(reductions)
     waits = [0.0] * len(reductions)
     due = set(started)
     if barrier:
@@ -133,5 +139,5 @@ def _complete(
     i: int, now: float, ends: Sequence[float], waits: list[float], reductions: Sequence[Reduction]
 ) -> float:
     """Wait for a bucket and update it; the time afterwards."""
-    waits[i] = max(0.0, ends[i] - now)
+    waits[i] = reductions[i].seconds if ends[i] == math.inf else max(0.0, ends[i] - now)
     return now + waits[i] + reductions[i].update

@@ -51,7 +51,7 @@ class Wires:
     @cached_property
     def emulated(self) -> bool:
         """Whether this is the emulated network: no contention, rings only."""
-        return all(self.machine.links[level].note == "emulated" for level in LEVELS[1:])
+        return all(self.machine.links[level].note.startswith("emulated") for level in LEVELS[1:])
 
     @cached_property
     def waits_for_network(self) -> bool:
@@ -62,17 +62,33 @@ class Wires:
         """Packing or unpacking of `nbytes` [B]: read and written once [s]."""
         return 2 * nbytes / (self.machine.memory_bandwidth * self.machine.efficiency.memory)
 
+    def update(self, nbytes: float, slots: int) -> float:
+        """The optimizer on `nbytes` [B] of parameters with so many arrays of its own [s].
+
+        It reads gradient, parameter and its own arrays, and writes the last two.
+        """
+        arrays = 3 + 2 * slots
+        measured = self.machine.runtime.update
+        return nbytes * measured * arrays / 5 if measured else self.copy(nbytes) * arrays / 2 + self.machine.launch
+
     def sum(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
         """An all-reduce of `nbytes` [B] over a group of ranks [s]."""
         if len(ranks) < 2 or not nbytes:
             return 0.0
         key = (nbytes, ranks)
         if key not in self._sums:
-            if self.emulated:
+            measured = self.machine.runtime.sums.get(len(ranks))
+            if measured is not None and self._together(ranks):
+                self._sums[key] = measured.seconds(nbytes)
+            elif self.emulated:
                 self._sums[key] = allreduce(nbytes, len(ranks), self.machine.links["across"], "ring")
             else:
                 self._sums[key] = group_seconds("allreduce", nbytes, self.machine.stages(ranks))
         return self._sums[key]
+
+    def _together(self, ranks: range | tuple[int, ...]) -> bool:
+        """Whether a group is on one node, or the network makes no difference."""
+        return self.emulated or self.machine.span(ranks) in ("device", "node")
 
     def exchange(self, move: Move) -> float:
         """From the start of an exchange until the last rank has everything [s]; packing not included."""
@@ -100,6 +116,8 @@ class Wires:
             seconds = max(self._nodewise(some) for some in sent)
         messages = [sum(len(some[rank][0]) for some in sent) * 2 / len(sent) for rank in ranks]
         nbytes = [sum(int(some[rank][1].sum()) for some in sent) * 2 / len(sent) for rank in ranks]
+        if self.machine.runtime.packed and not self.emulated:
+            return seconds, 0.0
         return seconds, self.copy(max(nbytes)) + self.machine.launch * max(messages)
 
     def _ranks(self, move: Move) -> list[int]:
