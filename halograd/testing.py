@@ -63,12 +63,11 @@ def _probed(make: Callable[[], Layer], shapes: Sequence[Sequence[int]]) -> tuple
     return network, network.names[y]
 
 
-def _strategy(parts: Mapping[str, int], options: dict | None = None) -> Strategy:
-    """These parts for all layers; the probe, which needs all channels, cuts samples where they cut channels."""
+def _strategy(parts: Mapping[str, int], size: int, options: dict | None = None) -> Strategy:
+    """These parts for all layers but the probe, which needs all channels and all ranks, where the parts do not."""
     channels = parts.get("channel", 1) * parts.get("input_channel", 1)
-    whole = {k: v for k, v in parts.items() if k not in ("channel", "input_channel")}
-    probe = {**whole, "sample": parts.get("sample", 1) * channels}
-    return Strategy(parts, {"probe": probe} if channels > 1 else {}, options=options or {})
+    apart = channels > 1 or math.prod(parts.values()) < size
+    return Strategy(parts, {"probe": {"sample": size}} if apart else {}, options=options or {})
 
 
 def run_layer(
@@ -88,13 +87,13 @@ def run_layer(
     """Outputs and gradients of one layer under one cut: ``y, dx0, ..., loss`` and gradients by name. Collective.
 
     The whole arrays, on rank 0; None on the other ranks. Inputs, parameters and the output's gradient are
-    random, by global index; `shift` is added to them (``x0``, ..., parameters by their short names, or as
-    ``layer/parameter`` where `make` chains layers that have one in common). `steps` repeats the step (buffers
-    are used again).
+    random, by global index; a layer may be cut in fewer `parts` than there are ranks. `shift` is added to them
+    (``x0``, ..., parameters by their short names, or as ``layer/parameter`` where `make` chains layers that have one
+    in common). `steps` repeats the step (buffers are used again).
     """
     network, name = _probed(make, shapes)
     backend_, moved = get_backend(backend), dict(shift or {})
-    strategy = _strategy(parts, options)
+    strategy = _strategy(parts, comm.size, options)
     probed = [n for n in network.inputs if n != "g"]
     with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed) as executor:
         labels = _labels(executor.store.params)
@@ -190,7 +189,7 @@ def check_layer(
 def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
     """Whether the layer has enough channels for these parts, and may be cut so at all."""
     try:
-        _strategy(parts).validate(network, size)
+        _strategy(parts, size).validate(network, size)
     except UserError:
         return False
     return True

@@ -288,8 +288,8 @@ def affine_parameters(channels: int) -> dict[str, Parameter]:
 
 
 def affine_arrays(b: Binding, channels: int) -> tuple[Any, Any]:
-    """The parameters `gamma` and `beta`, or arrays of ones and zeros in their stead."""
-    if "gamma" in b.params:
+    """The parameters `gamma` and `beta`, or arrays of ones and zeros in their stead, where there are none."""
+    if "gamma" in b.params and len(b.params["gamma"]) == channels:
         return b.params["gamma"], b.params["beta"]
     gamma, beta = (b.memory.keep((channels,), b.dtype, "statistics") for _ in range(2))
     gamma.fill(1)

@@ -67,7 +67,7 @@ class ChannelNormOperator(Operator):
         self.sums.fill(0)
         for part in chunks(*self.rows.shape):
             self._backward_chunk(part)
-        if self.gamma is not None:
+        if self.gamma is not None and self.gamma.size:  # a rank that the layer does without holds none
             np.copyto(self.b.grads["beta"], self.sums[0], casting="same_kind")
             np.copyto(self.b.grads["gamma"], self.sums[1], casting="same_kind")
 

@@ -214,7 +214,7 @@ class GroupNormOperator(Operator):
         b = self.b
         for kernels in self.kernels:
             kernels.backward_sums()
-        if self.layer.affine:
+        if b.grads and b.grads["gamma"].size:  # a rank that the layer does without holds none
             for i, name in enumerate(("beta", "gamma")):
                 np.sum(self.sums[:, i], axis=0, out=self.gradient)
                 np.copyto(b.grads[name], self.gradient, casting="same_kind")

@@ -168,7 +168,8 @@ class _ConvTransposeOperator(Operator):
         self.x.start()
         self.x.finish()
         self.kernel()
-        if self.bias is not None:
+        # A rank that the layer does without has no bias either.
+        if self.bias is not None and self.b.box.size:
             np.add(self.b.output.array, self.bias, out=self.b.output.array)
 
     def bind_backward(self) -> None:

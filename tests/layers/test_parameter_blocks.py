@@ -78,7 +78,7 @@ def test_ranks_of_one_color_hold_the_same_block_and_others_none_of_it(case):
 @given(cases())
 def test_blocks_are_those_the_layer_computes_with(case):
     """Filters are those of the partial sums, input channels those that are read; norms follow their output."""
-    made, read, parts, idle = case
+    _, read, parts, idle = case
     net, blocks, used = blocks_under(*case)
     size = used + idle
     output = layout_of((9, *net.layers["conv"].shape), parts, size)
