@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,8 @@ else:
 if TYPE_CHECKING:
     from halograd.comm import Communicator
     from halograd.layers import Network
-    from halograd.perfmodel.profile import Measured, Profile
+    from halograd.perfmodel.layer_work import LayerKey, LayerWork
+    from halograd.perfmodel.profile import Conditions, Measured, Profile
 
 __all__ = ["Overheads", "measure_overheads", "profile"]
 
@@ -100,18 +100,34 @@ def _measure(
     begin = time.perf_counter()
     with comm.agreement():
         store = TimeCache(path if comm.rank == 0 else None, EVERY)
-        works = works_of(network, batch, ranks, dtype)
+        every_cut = works_of(network, batch, ranks, dtype)
     with _bar(comm.rank == 0) as progress:
         found = measure_machine(comm, backend)
         overheads = measure_overheads(comm, backend, dtype)
-        found = replace(found, **vars(overheads))
+        found = found.with_overheads(overheads.update, overheads.layer_overhead)
         per_node = found.machine.devices_per_node
         conditions = conditions_of(network, batch, ranks, backend, per_node, dtype, autotune)
         timer = LayerTimer(backend, comm, conditions.flush)
         left = None if budget is None else max(0.0, budget - (time.perf_counter() - begin))
+        # First what the planner would ask for; then the other cuts.
+        works = {**_asked(network, batch, ranks, dtype, found, conditions), **every_cut}
         layers = measure_layers(works, timer, store, conditions, left, progress)
         timer.close()
     return found, layers
+
+
+def _asked(
+    network: Network, batch: int, ranks: int, dtype: str, found: Profile, conditions: Conditions
+) -> dict[LayerKey, LayerWork]:
+    """The work whose time the cost model wants to know for its candidates, boundary strips among it."""
+    from halograd.perfmodel.cost.problem import network_costs
+    from halograd.perfmodel.cost.simulate import Training
+    from halograd.perfmodel.kernel_times import MeasuredTimes, RooflineTimes
+    from halograd.perfmodel.profile import TimeCache
+
+    times = MeasuredTimes(TimeCache(None), conditions, RooflineTimes(found.machine))
+    network_costs(network, batch, ranks, found.machine, times, Training(dtype=dtype))
+    return times.missing
 
 
 class Overheads:
