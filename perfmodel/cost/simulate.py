@@ -51,6 +51,7 @@ def simulate(
     training: Training | None = None,
     ranks: int | None = None,
     pricing: Pricing | None = None,
+    account: bool = True,
 ) -> Prediction:
     """What one training step takes.
 
@@ -69,6 +70,8 @@ def simulate(
         How many there are; those of the strategy if None.
     pricing
         To share what was priced already; made of machine and times if None.
+    account
+        Whether to find memory and traffic too.
     """
     training = training or Training()
     size = ranks or strategy.ranks
@@ -82,8 +85,9 @@ def simulate(
     names = [stage.name for stage in steps]
     behind = machine.runtime.sums_behind or pricing.wires.emulated
     timeline = run_step(names, costs, reductions, pricing.wires.emulated, training.barrier, behind)
-    fullest = [memory_of(steps, buckets, rank, size, itemsize, slots=training.slots) for rank in _some(steps)]
-    traffic = count_steps(network, steps, size, itemsize, strategy.bucket_bytes)
+    some = _some(steps) if account else []
+    fullest = [memory_of(steps, buckets, rank, size, itemsize, slots=training.slots) for rank in some]
+    traffic = count_steps(network, steps, size, itemsize, strategy.bucket_bytes) if account else {}
     return Prediction(
         network=network.name,
         machine=machine.name,
@@ -97,7 +101,7 @@ def simulate(
         allreduce_seconds=sum(r.seconds for r in reductions),
         allreduce_exposed=sum(timeline.waits),
         update_seconds=timeline.update,
-        memory=max(fullest, key=lambda m: sum(m.values())),
+        memory=max(fullest, key=lambda m: sum(m.values()), default={}),
         traffic={kind: (int(t.messages.max()), int(t.bytes.max())) for kind, t in traffic.items()},
     )
 
