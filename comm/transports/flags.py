@@ -17,8 +17,10 @@ FLAG_BYTES = ALIGNMENT  # a cache line each: a rank that polls does not disturb 
 
 # Polls before the core is offered to others: with a core per rank a peer is seldom later than that (some 10 us).
 SPINS = 200
-# After so many offers [some ms] the peer is really late, and other threads of this process may want the core.
-OFFERS = 2000
+# After so many offers (some 0.1 ms on an idle core) the waiter sleeps between two polls: the peer may want this very
+# core, and other threads of this process too. Woken some 60 us later, it loses a fraction of what it has waited.
+OFFERS = 200
+NAP = 1e-5  # [s]
 
 
 class Flags:
@@ -71,5 +73,4 @@ def _wait(flag: memoryview, count: int) -> None:
         if flag[0] >= count:
             return
     while flag[0] < count:
-        time.sleep(0)  # lets the other threads of this process run
-        os.sched_yield()
+        time.sleep(NAP)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from halograd.errors import UserError
-from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.machine import Machine, Runtime
 from halograd.perfmodel.profile.fit import Fit
 
 __all__ = ["Profile", "record_path"]
 
 _VERSION = 1
+#: Size of a bucket of gradients, about [B].
+LARGE = 4 << 20
 _BY_LEVEL = ("channel", "face", "strided")
 _BY_RANKS = ("reduction", "reduction_behind", "reduction_exposed")
 
@@ -64,6 +66,25 @@ class Profile:
     reduction_exposed: Mapping[int, Fit] = field(default_factory=dict)
     update: float = 0.0
     layer_overhead: float = 0.0
+
+    def with_overheads(self, update: float, layer_overhead: float) -> Profile:
+        """With what the executor adds, which goes into the machine file with the sums that were measured.
+
+        Parameters
+        ----------
+        update, layer_overhead
+            See the attributes.
+        """
+        sums = {ranks: fit.link("all-reduce") for ranks, fit in self.reduction.items()}
+        behind = all(self._proceeds(ranks) for ranks in self.reduction)
+        runtime = Runtime(update, layer_overhead, packed=True, sums=sums, sums_behind=behind)
+        machine = replace(self.machine, runtime=runtime)
+        return replace(self, machine=machine, update=update, layer_overhead=layer_overhead)
+
+    def _proceeds(self, ranks: int) -> bool:
+        """Whether most of a large sum is made while the ranks compute."""
+        exposed = self.reduction_exposed.get(ranks)
+        return exposed is None or exposed.at(LARGE) < 0.5 * self.reduction[ranks].at(LARGE)
 
     def pack(self, level: str = "node", strided: bool = False) -> float:
         """What packing and unpacking adds to a message, per byte [s/B]; 0 where it was not measured.
