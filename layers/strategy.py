@@ -77,7 +77,9 @@ class Strategy:
         # Pairs, not a dictionary: a layer may be called "parts".
         for where, entry in (("parts", self.parts), ("options", self.options), *self.layers.items()):
             _check_entry(where, entry)
-        if self.ranks != size:
+        # A plan for every layer may do without some ranks; a grid for all layers that does is a mistake.
+        planned = bool(self.layers) and not self.parts
+        if self.ranks > size or (self.ranks < size and not planned):
             most = max(("", *self.layers), key=lambda name: math.prod(self.parts_of(name).values()))
             raise UserError(
                 f"strategy: {_named(self.parts_of(most))}{f' of layer {most!r}' if most else ''} needs {self.ranks} "

@@ -1,0 +1,71 @@
+"""Networks and strategies on which predictions are compared with measurements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from halograd.layers import Network, Strategy
+from halograd.models import build, mesh
+from halograd.perfmodel.cost.baselines import BASELINES, baseline
+from halograd.perfmodel.kernel_times import KernelTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.predict import plan_network
+
+__all__ = ["CASES", "Case", "grids", "strategies"]
+
+_WIDTHS = (32, 48, 64, 96, 128, 128)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and its batch.
+
+    Attributes
+    ----------
+    make
+        Makes the network.
+    batch
+        Samples per step.
+    """
+
+    make: Callable[[], Network]
+    batch: int
+
+
+#: Small enough that a step takes some 10 to 200 ms here, large enough to be the real networks' shape.
+CASES: dict[str, Case] = {
+    "mesh-256": Case(lambda: mesh(256, channels=18, widths=_WIDTHS, convs=3), 4),
+    "resnet50": Case(lambda: build("resnet50", resolution=128, width=32), 4),
+    "unet-128": Case(lambda: build("unet2d", resolution=128, width=32, levels=3), 4),
+    "vgg_a": Case(lambda: build("vgg_a", resolution=112, width=0.25), 8),
+    "alexnet": Case(lambda: build("alexnet", resolution=224, width=0.5), 8),
+    "inception_v3": Case(lambda: build("inception_v3", resolution=149, width=0.5), 4),
+    "mesh-tiny": Case(lambda: mesh(64, channels=3, widths=(8, 8), convs=2), 4),
+}
+
+
+def grids(ranks: int) -> list[dict[str, int]]:
+    """Every grid of sample, height and width."""
+    found = []
+    for sample in range(1, ranks + 1):
+        for height in range(1, ranks // sample + 1):
+            width, rest = divmod(ranks, sample * height)
+            if not rest:
+                found.append({"sample": sample, "height": height, "width": width})
+    return found
+
+
+def strategies(case: Case, ranks: int, kind: str, machine: Machine, times: KernelTimes) -> dict[str, Strategy]:
+    """What is compared, by label: every grid, or the planner's choice and the four baselines."""
+    if kind == "grids":
+        options = {"halo": "auto"}
+        return {_label(g): Strategy(g, options=options) for g in grids(ranks) if g["sample"] <= case.batch}
+    plan = plan_network(case.make(), case.batch, ranks, machine, times)
+    others = {name: baseline(name, case.make(), case.batch, ranks) for name in BASELINES}
+    return {"plan": plan.strategy} | others
+
+
+def _label(parts: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in parts.items() if n > 1) if math.prod(parts.values()) > 1 else "1"

@@ -1,0 +1,160 @@
+"""What each rank of :mod:`benchmarks.prediction` runs: measured and predicted steps of networks under cuts. Collective."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from mpi4py import MPI
+
+from benchmarks.prediction_cases import CASES, Case, strategies
+from halograd.cli.profiling import measure_overheads
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers import Strategy
+from halograd.perfmodel.cost import Training, simulate
+from halograd.perfmodel.kernel_times import MeasuredTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.profile import LayerTimer, TimeCache, conditions_of, measure_machine
+from halograd.training.executor import Executor
+from halograd.training.optimizers import SGD
+
+__all__ = ["Run", "run"]
+
+
+class Run:
+    """One network under one strategy on one transport, ready to be stepped. Collective."""
+
+    def __init__(self, case: Case, comm: Communicator, backend: Any, strategy: Strategy) -> None:
+        network = case.make()
+        self.comm = comm
+        self.executor = Executor(network, comm, backend, case.batch, strategy, "float32", seed=0)
+        self.optimizer = SGD(self.executor.store, momentum=0.9)
+        assert self.executor.reducer is not None
+        self.executor.reducer.update = self.optimizer.update
+        draw = np.random.default_rng(comm.rank)
+        for name, node in network.inputs.items():
+            region = self.executor.input(name)
+            if node.dtype == "compute":
+                region.array[...] = draw.random(region.array.shape, np.float32)
+        self.seconds: list[float] = []
+
+    def steps(self, count: int) -> None:
+        """Run steps, timed from the beginning of one to that of the next; the slowest rank counts."""
+        self._step()
+        for _ in range(count):
+            begin = time.perf_counter()
+            self._step()
+            self.seconds.append(time.perf_counter() - begin)
+
+    def _step(self) -> None:
+        executor = self.executor
+        executor.mode.step += 1
+        executor.forward()
+        executor.loss_value()
+        self.optimizer.begin_step(1e-7)
+        executor.backward()
+
+    def close(self) -> None:
+        assert self.executor.reducer is not None
+        self.executor.reducer.finish()
+        self.executor.close()
+
+
+class Predictor:
+    """Predicts steps on this machine with one transport. Collective.
+
+    Messages are measured once, layers when they are asked for.
+    """
+
+    def __init__(self, world: Communicator, backend: Any, cache: TimeCache) -> None:
+        overheads = measure_overheads(world, backend)
+        profile = measure_machine(world, backend)
+        self.machine: Machine = profile.with_overheads(overheads.update, overheads.layer_overhead).machine
+        self.world, self.backend, self.cache = world, backend, cache
+
+    def times(self, case: Case) -> MeasuredTimes:
+        """Times of the layers of a network, as they pass through the cache in its steps."""
+        per_node = self.machine.devices_per_node
+        conditions = conditions_of(case.make(), case.batch, self.world.size, self.backend, per_node)
+        timer = LayerTimer(self.backend, self.world, conditions.flush)
+        return MeasuredTimes(self.cache, conditions, measure=timer.measure)
+
+    def seconds(self, case: Case, strategy: Strategy, times: MeasuredTimes) -> dict[str, float]:
+        """Step time and its parts [s]."""
+        found = simulate(case.make(), strategy, case.batch, self.machine, times, Training(slots=1))
+        terms = ("forward", "backward", "halo_exposed", "channel", "statistics", "redistribution", "packing")
+        parts = {term: found.total(term) for term in terms}
+        return parts | {
+            "step": found.step_seconds,
+            "allreduce_exposed": found.allreduce_exposed,
+            "update": found.update_seconds,
+        }
+
+
+def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """All networks of the spec on all its transports, under all strategies of a kind."""
+    results = []
+    backend = get_backend("onednn", threads=spec["threads"])
+    cache = TimeCache(None)
+    for transport in spec["transports"]:
+        comm = Communicator(MPI.COMM_WORLD, transport)
+        predictor = Predictor(comm, backend, cache)
+        for name in spec["networks"]:
+            case = CASES[name]
+            times = predictor.times(case)
+            chosen = strategies(case, comm.size, spec["kind"], predictor.machine, times)
+            measured = measure(case, comm, backend, chosen, spec["seconds"])
+            for label, strategy in chosen.items():
+                predicted = predictor.seconds(case, strategy, times)
+                row = {"network": name, "ranks": comm.size, "transport": transport, "strategy": label}
+                results.append(row | {"measured": measured[label], "predicted": predicted["step"], "parts": predicted})
+                if comm.rank == 0:
+                    print(_line(results[-1]), file=sys.stderr, flush=True)
+        comm.close()
+    backend.close()
+    return results
+
+
+def measure(
+    case: Case, comm: Communicator, backend: Any, chosen: dict[str, Strategy], seconds: float
+) -> dict[str, float]:
+    """Median step of each strategy [s], all of them in turn for about `seconds` each."""
+    runs = {label: Run(case, comm, backend, strategy) for label, strategy in chosen.items()}
+    for one in runs.values():
+        one.steps(2)
+    rounds = 4
+    for one in runs.values():
+        each = float(comm.allreduce_scalar(median(one.seconds), "max"))
+        one.count = max(1, min(40, int(seconds / rounds / max(each, 1e-6))))  # type: ignore[attr-defined]
+        one.seconds.clear()
+    for _ in range(rounds):
+        for one in runs.values():
+            comm.barrier()
+            one.steps(one.count)  # type: ignore[attr-defined]
+    found = {label: float(comm.allreduce_scalar(median(one.seconds), "max")) for label, one in runs.items()}
+    for one in reversed(list(runs.values())):
+        one.close()
+    return found
+
+
+def _line(row: dict[str, Any]) -> str:
+    error = row["predicted"] / row["measured"] - 1
+    return (
+        f"{row['network']:>12} {row['ranks']} ranks {row['transport']:<34} {row['strategy']:<26} "
+        f"measured {1e3 * row['measured']:9.2f} ms  predicted {1e3 * row['predicted']:9.2f} ms  {100 * error:+6.1f} %"
+    )
+
+
+if __name__ == "__main__":
+    everything = run(json.loads(sys.argv[1]))
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(everything))
