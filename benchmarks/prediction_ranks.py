@@ -1,4 +1,4 @@
-"""What each rank of :mod:`benchmarks.prediction` runs: measured and predicted steps of networks under cuts. Collective."""
+"""What each rank of :mod:`benchmarks.prediction` runs: measured and predicted steps under cuts. Collective."""
 
 from __future__ import annotations
 
