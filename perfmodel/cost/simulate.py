@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from halograd.layers import Network
+from halograd.layers import Add, Network
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost.blocks import PARTS
 from halograd.perfmodel.cost.counts import count_steps
@@ -79,6 +80,7 @@ def simulate(
     steps = stages(network, strategy, batch, training.dtype)
     gathered: set = set()
     costs = [layer_cost(stage, pricing, size, gathered) for stage in steps]
+    costs = [_with_sum(cost, stage, n, pricing) for cost, stage, n in zip(costs, steps, _gradients(steps))]
     itemsize = itemsize_of(training.dtype)
     buckets = buckets_of(steps, itemsize, strategy.bucket_bytes)
     reductions = [_reduction(bucket, pricing.wires, training.slots) for bucket in buckets]
@@ -104,6 +106,21 @@ def simulate(
         memory=max(fullest, key=lambda m: sum(m.values()), default={}),
         traffic={kind: (int(t.messages.max()), int(t.bytes.max())) for kind, t in traffic.items()},
     )
+
+
+def _gradients(steps: Sequence[Stage]) -> list[int]:
+    """Per stage, of how many readers' gradients that of its output is the sum."""
+    readers = Counter(id(v) for s in steps if s.backward for v in s.inputs if v.trainable)
+    return [readers[id(stage.output)] for stage in steps]
+
+
+def _with_sum(cost: LayerCost, stage: Stage, gradients: int, pricing: Pricing) -> LayerCost:
+    """With the kernel that adds up the gradients of several readers, before the layer's own backward."""
+    if gradients < 2 or not stage.backward:
+        return cost
+    shape = tuple(int(extents.max()) for extents in stage.output.blocks.extents)
+    time = pricing.times.time(Add(), [shape] * gradients, pricing.dtype, False)
+    return replace(cost, backward_data=cost.backward_data + time.forward)
 
 
 def _reduction(bucket: Bucket, wires: Wires, slots: int) -> Reduction:
