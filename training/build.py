@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from halograd.errors import UserError
 from halograd.layers import Network
 from halograd.layers.strategy import Strategy
 from halograd.models import build
+from halograd.perfmodel.plan_file import PlanFile, is_plan
 from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
 from halograd.training.schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
@@ -33,10 +36,24 @@ def make_network(config: Config) -> Network:
     return network
 
 
-def make_strategy(config: StrategyConfig, size: int) -> Strategy:
-    """The strategy of ``[strategy]`` for `size` ranks."""
+def make_strategy(
+    config: StrategyConfig, size: int, network: Network | None = None, batch: int | None = None
+) -> Strategy:
+    """The strategy of ``[strategy]`` for `size` ranks; a plan must be one for this network and batch, if given.
+
+    Raises
+    ------
+    UserError
+        Parts that do not fit the ranks; a file that is none, or is of something else; a strategy that is to be
+        planned, which `halograd.auto.plan_run` does.
+    """
+    if config.auto:
+        raise UserError(
+            "strategy: expected one that is made already, got auto; train by `halograd train`, or pass "
+            "planner=halograd.auto.plan_run"
+        )
     if config.file is not None:
-        return Strategy.load(config.file)
+        return _strategy_of_file(config.file, size, network, batch)
     parts = {axis: getattr(config, axis) for axis in ("depth", "height", "width") if getattr(config, axis) > 1}
     spatial = config.depth * config.height * config.width
     if config.sample is None and size % spatial:
@@ -49,6 +66,23 @@ def make_strategy(config: StrategyConfig, size: int) -> Strategy:
     if config.statistics is not None:
         options["statistics"] = config.statistics
     return Strategy(parts, options=options, bucket_bytes=config.bucket_bytes)
+
+
+def _strategy_of_file(path: str, size: int, network: Network | None, batch: int | None) -> Strategy:
+    """What `Strategy.save` or `halograd plan` wrote."""
+    if not _holds_plan(path):
+        return Strategy.load(path)
+    plan = PlanFile.load(path).plan
+    if network is not None:
+        plan.check(network, size, batch)
+    return plan.strategy
+
+
+def _holds_plan(path: str) -> bool:
+    try:
+        return is_plan(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
 
 
 def make_optimizer(config: Any, store: ParameterStore) -> Optimizer:

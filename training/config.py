@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from halograd.errors import UserError
 from halograd.training.messages import describe
@@ -79,9 +79,14 @@ class DataConfig(_Table):
 
 
 class StrategyConfig(_Table):
-    """``[strategy]``: parts per axis, halo algorithm, statistics; or a file that :meth:`Strategy.save` wrote.
+    """``[strategy]``: parts per axis, halo algorithm, statistics; or a file; or ``auto``.
 
-    Without `sample`, samples are cut into as many parts as ranks are left.
+    Without `sample`, samples are cut into as many parts as ranks are left. `file` is what :meth:`Strategy.save` or
+    `halograd plan` wrote.
+
+    ``auto = true``, or ``strategy = "auto"`` in place of the table, has the run planned before it starts, with
+    `planner` (or a baseline), at most `memory` per rank ("16GiB"; else what the machine has), on the `machine` of
+    this name or file. Without `machine` this one is measured, layers for at most `budget` seconds.
     """
 
     sample: Count | None = None
@@ -92,6 +97,23 @@ class StrategyConfig(_Table):
     statistics: Literal["global", "sample", "local"] | None = None
     bucket_bytes: Count = 4 << 20
     file: str | None = None
+    auto: bool = False
+    planner: str = "elimination"
+    memory: str | None = None
+    machine: str | None = None
+    budget: NotNegative | None = None
+
+    @model_validator(mode="after")
+    def _auto(self) -> StrategyConfig:
+        planned = {"planner", "memory", "machine", "budget"}
+        if self.auto:
+            others = sorted(self.model_fields_set - planned - {"auto", "statistics", "bucket_bytes"})
+            if others:
+                raise ValueError(f"auto: expected no {others[0]} beside it, which the plan decides; remove one of them")
+        elif self.model_fields_set & planned:
+            key = sorted(self.model_fields_set & planned)[0]
+            raise ValueError(f"{key}: expected auto = true with it, got none; add that, or remove {key}")
+        return self
 
     @model_validator(mode="after")
     def _file_alone(self) -> StrategyConfig:
@@ -204,6 +226,11 @@ class Config(_Table):
     backend: BackendConfig = BackendConfig()
     output: OutputConfig
 
+    @field_validator("strategy", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a TOML file; `overrides` are ``section.key=value`` and win. Local.
@@ -247,6 +274,10 @@ def _set(tables: dict[str, Any], override: str) -> None:
     if not equals or not all(path):
         raise UserError(f"--set: expected section.key=value, got {override!r}")
     value = _value(key, text)
+    if path[0] == "strategy":
+        _settle_strategy(tables, path, value)
+        if value == "auto":
+            return
     if len(path) < 2 and not isinstance(value, Mapping):
         raise UserError(f"--set: expected section.key=value, got {override!r}")
     where = tables
@@ -255,6 +286,20 @@ def _set(tables: dict[str, Any], override: str) -> None:
         if not isinstance(where, Mapping):
             raise UserError(f"--set {key}: expected a table at {name!r}, got {where!r}")
     where[path[-1]] = value
+
+
+def _settle_strategy(tables: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """``strategy=auto`` replaces the whole table; ``strategy.height=2`` replaces a plan by parts."""
+    if path == ["strategy"] and value == "auto":
+        tables["strategy"] = {"auto": True}
+        return
+    table = tables.get("strategy")
+    if table == "auto":
+        table = tables["strategy"] = {"auto": True}
+    by_hand = {"sample", "depth", "height", "width", "halo", "file"}
+    if isinstance(table, dict) and table.get("auto") is True and len(path) == 2 and path[1] in by_hand:
+        for key in ("auto", "planner", "memory", "machine", "budget"):
+            table.pop(key, None)
 
 
 def _value(key: str, text: str) -> Any:

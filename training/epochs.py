@@ -15,6 +15,7 @@ from halograd.training.folder import CheckpointFolder
 from halograd.training.log import RunLog
 from halograd.training.metrics import Evaluation
 from halograd.training.session import Session
+from halograd.training.step_times import StepTimes
 from halograd.training.trainer import Diverged, Trainer
 
 __all__ = ["Run", "evaluate_batches"]
@@ -25,11 +26,13 @@ class Run:
 
     Everything that decides the result is a function of the configuration and the step, so a run that is
     killed and resumed, on any number of ranks, goes through the same steps.
+
+    With `measures`, a few steps in the middle are measured layer by layer (`step_times`).
     """
 
-    def __init__(self, session: Session, folder: CheckpointFolder, log: RunLog) -> None:
+    def __init__(self, session: Session, folder: CheckpointFolder, log: RunLog, measures: bool = False) -> None:
         config = session.config
-        self.session, self.folder, self.log = session, folder, log
+        self.session, self.folder, self.log, self.measures = session, folder, log, measures
         self.sampler = session.sampler()
         self.epochs = config.training.epochs
         executor = session.executor
@@ -40,6 +43,7 @@ class Run:
         self._held_out = session.in_order(session.validation) if len(session.validation) else []
         self._config_text = config.model_dump_json(exclude_unset=True)
         self._checkpoint_at = -1
+        self.step_times: StepTimes | None = None
         self.validation: dict[str, Any] = {}
 
     def resume(self, path: Path) -> None:
@@ -59,6 +63,9 @@ class Run:
             On all ranks, if the loss or a parameter is not finite any more.
         """
         result: dict[str, Any] = {"loss": None}
+        if self.measures and self.session.timeline is not None:
+            last = self.epochs * len(self.sampler)
+            self.step_times = StepTimes(self.session.executor, self.session.timeline, self.optimizer.step, last)
         try:
             # A loss that overflows is told in one line, not by warnings of the arithmetic on every rank.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -73,7 +80,7 @@ class Run:
         begin = time.perf_counter()
         for batch in self.session.feed(self.sampler.rest_of_epoch()):
             rate = self.trainer.learning_rate
-            loss = self.trainer.step()
+            loss = self._step(begin)
             self.sampler.advance()
             end = time.perf_counter()
             self._tell(epoch, batch, loss, rate, end - begin)
@@ -83,6 +90,16 @@ class Run:
                 self.checkpoint()
                 begin = time.perf_counter()
         self._end_epoch(epoch, loss)
+        return loss
+
+    def _step(self, begin: float) -> float:
+        """One training step, measured if it is its turn; `begin`: when its batch was asked for."""
+        if self.step_times is None:
+            return self.trainer.step()
+        number, ready = self.optimizer.step, time.perf_counter()
+        self.step_times.begin(number)
+        loss = self.trainer.step()
+        self.step_times.end(number, time.perf_counter() - ready, ready - begin)
         return loss
 
     def _tell(self, epoch: int, batch: Batch, loss: float, rate: float, seconds: float) -> None:
@@ -114,13 +131,14 @@ class Run:
     def validate(self) -> dict[str, Any]:
         """Loss and metrics of the held-out samples. Collective."""
         timeline = self.session.timeline
+        paused = timeline is not None and timeline.paused
         if timeline is not None:
             timeline.paused = True
         try:
             return evaluate_batches(self.session, self.evaluation, self._held_out)
         finally:
             if timeline is not None:
-                timeline.paused = False
+                timeline.paused = paused
 
     def checkpoint(self) -> None:
         """Write a checkpoint: rank 0 does. Collective; a fault is raised on all ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,22 @@ from halograd.training.log import RunLog, rewind_log
 from halograd.training.metrics import Evaluation
 from halograd.training.predictions import write_predictions
 from halograd.training.session import Session
+from halograd.training.step_times import RunPlan
 from halograd.training.trace import write_trace
 
-__all__ = ["evaluate", "train"]
+__all__ = ["Planner", "evaluate", "train"]
 
+#: Configuration, communicator, whether to train -> the plan to follow. Collective.
+Planner = Callable[[Config, Communicator, bool], RunPlan]
 SAMPLES = ("validation", "training", "all")
 
 
 def train(
-    config_path: str | Path, overrides: Sequence[str] = (), resume: bool = False, comm: Any = None
+    config_path: str | Path,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    comm: Any = None,
+    planner: Planner | None = None,
 ) -> dict[str, Any]:
     """Train by a configuration. Collective over all ranks of the job.
 
@@ -42,6 +49,9 @@ def train(
         Continue from the newest checkpoint of the run, on whatever number of ranks.
     comm
         An MPI communicator to clone; by default all ranks of the job, after :func:`halograd.comm.boot`.
+    planner
+        Who plans if the configuration says ``strategy = "auto"``: :func:`halograd.auto.plan_run`, collective. At the
+        end the run says what its plan predicted, and what was measured.
 
     Returns
     -------
@@ -59,18 +69,21 @@ def train(
     with _communicator(config, comm) as ranks, ExitStack() as stack:
         found, progress = _start_from(ranks, folder, resume)
         normalization = None if progress is None else progress.normalization
-        session = Session.open(config, ranks, stack, normalization=normalization)
+        plan = _plan(config, ranks, planner, training=True)
+        strategy = None if plan is None else plan.strategy
+        session = Session.open(config, ranks, stack, normalization=normalization, strategy=strategy)
         with ranks.agreement():
             if ranks.rank == 0 and progress is not None:
                 rewind_log(directory / "log.jsonl", progress.step)
             log = stack.enter_context(RunLog(directory / "log.jsonl", ranks.rank == 0, config.output.progress))
-        run = Run(session, folder, log)
+        run = Run(session, folder, log, measures=plan is not None)
         log.say(_headline(session))
         if found is not None:
             run.resume(found)
             log.say(f"resumed at step {run.optimizer.step}, epoch {run.sampler.epoch + 1}, from {found.resolve()}")
         result = run.train()
         _report_times(session, log, run.optimizer.step - (progress.step if progress else 0), directory)
+        _report_plan(plan, run, log)
     return {**result, "directory": str(directory)}
 
 
@@ -80,6 +93,7 @@ def evaluate(
     samples: str = "validation",
     predictions: str | Path | None = None,
     comm: Any = None,
+    planner: Planner | None = None,
 ) -> dict[str, Any]:
     """Loss and metrics of a trained network. Collective over all ranks of the job.
 
@@ -93,14 +107,16 @@ def evaluate(
         ``"validation"`` (those held out), ``"training"`` or ``"all"``.
     predictions
         HDF5 file to write predictions, targets and sample numbers to, by rank 0.
-    comm
+    comm, planner
         As for :func:`train`.
     """
     if samples not in SAMPLES:
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
     config, checkpoint, progress = _trained(Path(target), overrides)
     with _communicator(config, comm) as ranks, ExitStack() as stack:
-        session = Session.open(config, ranks, stack, trainable=False, normalization=progress.normalization)
+        plan = _plan(config, ranks, planner, training=False)
+        strategy = None if plan is None else plan.strategy
+        session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
         with ranks.agreement():
             read_checkpoint(checkpoint, session.executor.store)
         batches = session.in_order(_chosen(session, samples))
@@ -124,6 +140,13 @@ def _communicator(config: Config, comm: Any) -> Iterator[Communicator]:
         raise UserError(f"backend.{error}") from error
     with Communicator(world, config.backend.transport) as ranks:
         yield ranks
+
+
+def _plan(config: Config, ranks: Communicator, planner: Planner | None, training: bool) -> RunPlan | None:
+    """The plan to follow, None if the configuration has a strategy of its own. Collective."""
+    if not config.strategy.auto or planner is None:
+        return None  # without a planner, `make_strategy` says what to do
+    return planner(config, ranks, training)
 
 
 def _start_from(ranks: Communicator, folder: CheckpointFolder, resume: bool) -> tuple[Path | None, Progress | None]:
@@ -172,7 +195,10 @@ def _chosen(session: Session, samples: str) -> np.ndarray:
 
 def _headline(session: Session) -> str:
     strategy, executor = session.executor.strategy, session.executor
-    cuts = " x ".join(f"{n} {axis}" for axis, n in strategy.parts_of("").items() if n > 1) or "no cut"
+    every = {tuple(strategy.parts_of(name).items()) for name in session.network.layers}
+    cuts = " x ".join(f"{n} {axis}" for axis, n in min(every) if n > 1) or "no cut"
+    if len(every) > 1:
+        cuts = f"{len(every)} cuts, layer by layer"
     return (
         f"{session.network.name}: {executor.store.count:,} parameters, {len(session.training)} + "
         f"{len(session.validation)} samples, {session.comm.size} rank(s) ({cuts}), {executor.kernels.describe()}"
@@ -182,8 +208,16 @@ def _headline(session: Session) -> str:
 def _report_times(session: Session, log: RunLog, steps: int, directory: Path) -> None:
     """Timeline and table of phases of this run, if they were asked for. Collective."""
     timeline = session.timeline
-    if timeline is None or not steps:
+    if timeline is None or not steps or not session.config.output.timeline:
         return
     write_trace(timeline, session.comm, directory / "timeline.json")
     log.say(timeline.table(steps))
     log.write("phases", steps=steps, overlap=timeline.overlap(), phases=timeline.summary())
+
+
+def _report_plan(plan: RunPlan | None, run: Run, log: RunLog) -> None:
+    """What the plan predicted, beside what was measured. Local."""
+    measured = None if plan is None or run.step_times is None else run.step_times.result()
+    if plan is not None and measured is not None:
+        log.say(plan.compare(measured))
+        log.write("prediction", step=run.optimizer.step, **plan.record(measured))

@@ -22,7 +22,7 @@ from halograd.data import (
 )
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy
+from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy, Strategy
 from halograd.training.build import make_network, make_strategy
 from halograd.training.config import Config, DataConfig
 from halograd.training.executor import Executor
@@ -42,7 +42,7 @@ class Session:
     statistics
         Of the inputs; None without normalization.
     timeline
-        None unless ``output.timeline`` is set.
+        None unless ``output.timeline`` is set, or the run follows a plan; then it is paused but for some steps.
     """
 
     config: Config
@@ -64,11 +64,17 @@ class Session:
         stack: ExitStack,
         trainable: bool = True,
         normalization: dict[str, Any] | None = None,
+        strategy: Strategy | None = None,
     ) -> Session:
-        """Build everything; `normalization` is that of a checkpoint, computed from the data otherwise."""
+        """Build everything.
+
+        `normalization` is that of a checkpoint, computed from the data otherwise; `strategy` one that was planned,
+        that of the configuration otherwise.
+        """
         data, settings = config.data, config.training
         network = make_network(config)
-        strategy = make_strategy(config.strategy, comm.size)
+        planned = strategy is not None
+        strategy = strategy or make_strategy(config.strategy, comm.size, network, settings.batch)
         strategy.validate(network, comm.size)
         strategy.refuse_empty_blocks(network)
         with comm.agreement():
@@ -81,8 +87,9 @@ class Session:
         elif data.normalize:
             statistics = _statistics(data, dataset, training, comm)
         timeline = None
-        if config.output.timeline:
+        if config.output.timeline or planned:
             timeline = comm.recorder = Timeline(comm.rank)
+            timeline.paused = not config.output.timeline
         backend = config.backend
         kernels = stack.enter_context(get_backend(backend.kernels, backend.threads, backend.autotune))
         executor = stack.enter_context(

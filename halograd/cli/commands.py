@@ -97,10 +97,13 @@ def train(
       halograd train mesh.toml
       mpiexec -n 4 halograd train mesh.toml --set strategy.height=2 --set training.epochs=20
       mpiexec -n 2 halograd train mesh.toml --set strategy.height=1 --resume
+      mpiexec -n 4 halograd train mesh.toml --set strategy=auto
+      mpiexec -n 16 halograd train mesh.toml --set strategy.file=plan.json
     """
+    from halograd.auto import plan_run
     from halograd.training.run import train as run
 
-    result = run(config, _overrides(sets, threads), resume)
+    result = run(config, _overrides(sets, threads), resume, planner=plan_run)
     print(f"trained to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints")
 
 
@@ -121,9 +124,10 @@ def evaluate(
       halograd evaluate runs/mesh
       mpiexec -n 2 halograd evaluate runs/mesh --set strategy.height=2 --predictions predicted.h5
     """
+    from halograd.auto import plan_run
     from halograd.training.run import evaluate as judge
 
-    judge(run, _overrides(sets, threads), samples, predictions)
+    judge(run, _overrides(sets, threads), samples, predictions, planner=plan_run)
 
 
 @app.command()

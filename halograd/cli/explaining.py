@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halograd.cli.plan_options import Asked, Cache, ask
+from halograd.cli.plan_options import Asked, Cache, ask, source_of
 
 if TYPE_CHECKING:
     from halograd.layers import Strategy
@@ -101,7 +101,7 @@ class Explainer:
         assert made.request is not None
         plan = self.plan = made.plan
         self.asked, self.request = asked, made.request
-        self.times, _ = asked.times(plan.batch, plan.ranks)
+        self.times = asked.times(plan.batch, plan.ranks)
         self.training = Training(plan.dtype, made.request.slots)
         self.pricing = Pricing(Wires(asked.machine), self.times, plan.dtype, best_halo=True)
         self.costs = network_costs(
@@ -157,7 +157,7 @@ class Explainer:
         if layers:
             return list(dict.fromkeys(layers))
         slowest: dict[object, str] = {}  # of layers that are alike, the first
-        for record in sorted(self.plan.prediction.layers, key=lambda r: -r.seconds):
+        for record in sorted(self.chosen.layers, key=lambda r: -r.seconds):
             slowest.setdefault(_likeness(record), record.name)
         few = set(list(slowest.values())[:FEW])
         return [name for name in self.plan.layers if name in few]
@@ -225,6 +225,12 @@ class Explainer:
             f"a step takes {time_text(plan.step_seconds)}",
             f"planner {plan.planner}; kernel times: {self.request.kernel_times}",
         ]
+        now = self.chosen.step_seconds
+        if abs(now - plan.step_seconds) > 0.02 * plan.step_seconds:
+            lines.append(
+                f"by today's kernel times ({source_of(self.times, self.asked.machine)}) it takes {time_text(now)}; "
+                "what follows is by these"
+            )
         for name in layers:
             lines += ["", *self._of_layer(name, RIVALS if details else 1)]
         if not details:
@@ -234,11 +240,11 @@ class Explainer:
     def _of_layer(self, name: str, count: int) -> list[str]:
         from halograd.cli.tables import bytes_text, cut_text, time_text
 
-        record = next(r for r in self.plan.prediction.layers if r.name == name)
+        record = next(r for r in self.chosen.layers if r.name == name)
         rivals, choices = self.rivals(name, count)
         halo = f", halos: {record.halo_algorithm}" if record.halo_algorithm else ""
-        share = record.seconds / self.plan.step_seconds if self.plan.step_seconds else 0.0
-        alike = sum(_likeness(r) == _likeness(record) for r in self.plan.prediction.layers) - 1
+        share = record.seconds / self.chosen.step_seconds if self.chosen.step_seconds else 0.0
+        alike = sum(_likeness(r) == _likeness(record) for r in self.chosen.layers) - 1
         more = f" and {alike} like it" if alike else ""
         took = f"{time_text(record.seconds)}{' each' if alike else ''}, {share:.1%} of the step"
         lines = [

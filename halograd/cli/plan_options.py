@@ -42,6 +42,7 @@ __all__ = [
     "parse_memory",
     "parse_options",
     "parse_ranks",
+    "source_of",
     "strategy_of_grid",
 ]
 
@@ -89,14 +90,23 @@ class Asked:
     dtype: str
     cache: Path | None = None
 
-    def times(self, batch: int, ranks: int) -> tuple[KernelTimes, str]:
-        """Times of kernels for a run of this size, and in words where they come from."""
+    def times(self, batch: int, ranks: int) -> KernelTimes:
+        """Times of kernels for a run of this size: measured ones if the machine is this one, else its roofline."""
         from halograd.perfmodel.kernel_times import RooflineTimes
 
-        found = _measured(self, batch, ranks)
-        if found is not None:
-            return found
-        return RooflineTimes(self.machine), f"roofline of {self.machine.name}"
+        return _measured(self, batch, ranks) or RooflineTimes(self.machine)
+
+
+def source_of(times: KernelTimes, machine: Machine) -> str:
+    """Where times come from, in words; to be asked when they were used."""
+    from halograd.perfmodel.kernel_times import MeasuredTimes
+
+    if not isinstance(times, MeasuredTimes):
+        return f"roofline of {machine.name}"
+    left = len(times.missing)
+    return "measured here" + (
+        f", {left} shapes of layers by roofline (`halograd profile` measures them)" if left else ""
+    )
 
 
 def ask(
@@ -286,7 +296,7 @@ def _complete(grid: Mapping[str, int], ranks: int) -> dict[str, int]:
 _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<threads>\d+) thread\(s\)")
 
 
-def _measured(asked: Asked, batch: int, ranks: int) -> tuple[KernelTimes, str] | None:
+def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
     """Times from the cache, if the machine file was measured by `halograd profile` on this machine."""
     from halograd.perfmodel.profile import record_path
 
@@ -307,6 +317,4 @@ def _measured(asked: Asked, batch: int, ranks: int) -> tuple[KernelTimes, str] |
             return None
         per_node = min(ranks, asked.machine.devices_per_node)
         conditions = conditions_of(asked.network, batch, ranks, backend, per_node, asked.dtype)
-    path = cache_path(asked.cache)
-    times = MeasuredTimes(TimeCache(path), conditions, RooflineTimes(asked.machine))
-    return times, f"measured here (in {path}), roofline of {asked.machine.name} where not"
+    return MeasuredTimes(TimeCache(cache_path(asked.cache)), conditions, RooflineTimes(asked.machine))

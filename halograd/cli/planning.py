@@ -23,13 +23,14 @@ from halograd.cli.plan_options import (
     check_counts,
     check_planner,
     parse_memory,
+    source_of,
 )
 
 if TYPE_CHECKING:
     from halograd.perfmodel.plan_file import PlanFile
     from halograd.perfmodel.predict import Alternative, Plan
 
-__all__ = ["baselines_of", "make_plan", "plan", "plan_text"]
+__all__ = ["baselines_of", "known_baselines", "make_plan", "plan", "plan_text"]
 
 
 def plan(
@@ -96,9 +97,10 @@ def make_plan(
     from halograd.perfmodel.plan_file import PlanFile, Request
     from halograd.perfmodel.predict import Planning, plan_network
 
-    times, told = asked.times(batch, ranks)
+    times = asked.times(batch, ranks)
     planning = Planning(planner, limit, full, Training(asked.dtype, slots))
     found = plan_network(asked.network, batch, ranks, asked.machine, times, planning)
+    told = source_of(times, asked.machine)
     request = Request(
         asked.model, dict(asked.options), asked.machine.to_toml(), asked.machine_file, told, full=full, slots=slots
     )
@@ -113,13 +115,12 @@ def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
     from halograd.perfmodel.cost.wires import Wires
     from halograd.perfmodel.predict import Alternative
 
-    known = {a.name: a for a in plan.alternatives}
-    known[plan.planner] = Alternative(plan.planner, plan.step_seconds, plan.prediction.memory_bytes, True)
+    known = {a.name: a for a in known_baselines(plan)}
     found = []
     for name in BASELINES:
         if name not in known:
             strategy = baseline(name, asked.network, plan.batch, plan.ranks, plan.strategy.bucket_bytes)
-            times, _ = asked.times(plan.batch, plan.ranks)
+            times = asked.times(plan.batch, plan.ranks)
             pricing = Pricing(Wires(asked.machine), times, plan.dtype, best_halo=True)
             prediction = simulate(
                 asked.network, strategy, plan.batch, asked.machine, times, Training(plan.dtype), plan.ranks, pricing
@@ -129,6 +130,18 @@ def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
             known[name] = Alternative(name, prediction.step_seconds, nbytes, nbytes <= limit)
         found.append(known[name])
     return found
+
+
+def known_baselines(plan: Plan) -> list[Alternative]:
+    """Baselines that were priced when the plan was made; those with the plan's own cuts take what it takes."""
+    from halograd.perfmodel.cost.baselines import BASELINES
+    from halograd.perfmodel.predict import Alternative
+
+    known = {a.name: a for a in plan.alternatives}
+    # Equal strategies are left out of `alternatives`; a baseline that was asked for by name is the only one priced.
+    same = BASELINES if set(known) & set(BASELINES) else (plan.planner,)
+    own = plan.step_seconds, plan.prediction.memory_bytes
+    return [known.get(name, Alternative(name, *own, True)) for name in BASELINES if name in known or name in same]
 
 
 # -- output -------------------------------------------------------------------------------------
@@ -205,7 +218,7 @@ def _comparison(plan: Plan, others: Sequence[Alternative]) -> list[str]:
     for a in others:
         faster = f"{a.step_seconds / plan.step_seconds:.2f} x" if plan.step_seconds else ""
         note = "" if a.fits else "does not fit"
-        if a.name == plan.planner:
+        if (a.step_seconds, a.memory_bytes) == (plan.step_seconds, plan.prediction.memory_bytes):
             note = "the plan"
         rows.append([a.name, milliseconds(a.step_seconds), faster, mebibytes(a.memory_bytes), note])
     return table(["strategy", "step", "speed-up", "memory", ""], rows)

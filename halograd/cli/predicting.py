@@ -25,6 +25,7 @@ from halograd.cli.plan_options import (
     parse_grid,
     parse_memory,
     parse_ranks,
+    source_of,
     strategy_of_grid,
 )
 
@@ -174,8 +175,9 @@ class _Predictor:
         asked = self.asked
         assert self.grid is not None
         strategy = strategy_of_grid(asked.network, self.grid, batch, ranks)
-        times, self.told = asked.times(batch, ranks)
+        times = asked.times(batch, ranks)
         found = simulate(asked.network, strategy, batch, asked.machine, times, Training(asked.dtype), ranks)
+        self.told = source_of(times, asked.machine)
         limit = asked.machine.memory if self.limit is None else self.limit
         return Point(ranks, batch, found, "grid", found.memory_bytes <= limit)
 

@@ -1,0 +1,306 @@
+"""Planning a run as it starts: profile this machine if needed, plan, and hold the plan against what was measured.
+
+``strategy = "auto"`` in a configuration; the command line passes :func:`plan_run` to `halograd.training.train`, and
+so may a script. It lives above `training`, which knows nothing of planners.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from halograd.cli.plan_compare import compared, comparison
+from halograd.cli.plan_options import parse_memory, source_of
+from halograd.cli.planning import check_planner, known_baselines, plan_text
+from halograd.cli.profiling import measure_overheads
+from halograd.comm import Communicator
+from halograd.errors import UserError
+from halograd.kernels import get_backend
+from halograd.layers import Network, Strategy
+from halograd.perfmodel.cost import Training
+from halograd.perfmodel.kernel_times import KernelTimes, MeasuredTimes, RooflineTimes
+from halograd.perfmodel.machine import MACHINES, Machine
+from halograd.perfmodel.plan_file import PlanFile, Request
+from halograd.perfmodel.predict import Plan, Planning, plan_network
+from halograd.perfmodel.profile import (
+    Conditions,
+    LayerTimer,
+    Profile,
+    TimeCache,
+    cache_path,
+    conditions_of,
+    measure_layers,
+    measure_machine,
+    record_path,
+)
+from halograd.training.build import make_network
+from halograd.training.config import AdamConfig, Config, SGDConfig
+from halograd.training.step_times import Measured
+
+__all__ = ["PlannedRun", "plan_run"]
+
+#: How often a plan is made again because it asks for layers that were not measured.
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A plan that a run follows: what `halograd.training.train` wants of its planner.
+
+    Attributes
+    ----------
+    file
+        The plan, with what was asked for.
+    """
+
+    file: PlanFile
+
+    @property
+    def strategy(self) -> Strategy:
+        """How layers are cut."""
+        return self.file.plan.strategy
+
+    def compare(self, measured: Measured) -> str:
+        """Predicted against measured, per layer and in total, in lines."""
+        return "\n".join(comparison(self.file.plan, measured))
+
+    def record(self, measured: Measured) -> dict[str, object]:
+        """The same as plain data, for the log; times in [s]."""
+        return compared(self.file.plan, measured)
+
+
+def plan_run(config: Config, comm: Communicator, training: bool = True) -> PlannedRun:
+    """The plan of a run on this communicator; rank 0 plans, shows and saves it. Collective.
+
+    Without ``strategy.machine`` this machine is measured by all ranks, as far as it was not before. The plan is kept
+    as ``plan.json`` in the run's directory.
+
+    Parameters
+    ----------
+    training
+        False for an evaluation: a plan of that directory is taken as it is, and no layers are measured.
+
+    Raises
+    ------
+    UserError
+        Unknown machine or planner, a limit that cannot be kept; on all ranks.
+    """
+    network = make_network(config)
+    kept = None if training else _kept(config, comm, network)
+    if kept is not None:
+        return PlannedRun(kept)
+    _check(config)  # alike on all ranks
+    return PlannedRun(_Planner(config, comm, network, training).run())
+
+
+def _check(config: Config) -> None:
+    try:
+        check_planner(config.strategy.planner)
+        parse_memory(config.strategy.memory)
+    except UserError as error:
+        raise UserError(str(error).replace("--", "strategy.", 1)) from error
+
+
+def _plan_path(config: Config) -> Path:
+    return Path(config.output.directory) / "plan.json"
+
+
+def _kept(config: Config, comm: Communicator, network: Network) -> PlanFile | None:
+    """The plan that the run followed, if it is one for as many ranks."""
+    found = None
+    if comm.rank == 0 and _plan_path(config).exists():
+        try:
+            found = PlanFile.load(_plan_path(config))
+            found.plan.check(network, comm.size, config.training.batch)
+        except UserError:
+            found = None
+    return comm.bcast(found)
+
+
+class _Planner:
+    """Measures with all ranks, plans on rank 0."""
+
+    def __init__(self, config: Config, comm: Communicator, network: Network, training: bool) -> None:
+        self.config, self.comm, self.network, self.training = config, comm, network, training
+        self.batch, self.dtype = config.training.batch, config.training.dtype
+        self.machine_file = config.strategy.machine or ""
+
+    def run(self) -> PlanFile:
+        """Collective."""
+        backend = self.config.backend
+        with get_backend(backend.kernels, backend.threads, backend.autotune) as kernels:
+            machine = self._machine(kernels)
+            made = None
+            for left in reversed(range(ROUNDS)):
+                times = self._times(kernels, machine)
+                made = self._plan_on_root(machine, times)
+                missing = times.missing.values() if isinstance(times, MeasuredTimes) else ()
+                works = self.comm.bcast(list(missing) if left else [])
+                if not works or not self._measure_layers(kernels, machine, works):
+                    break
+        if self.comm.rank == 0 and self.training:
+            self._show(made)
+        return made
+
+    # -- the machine ---------------------------------------------------------------------------
+
+    def _machine(self, kernels: Any) -> Machine:
+        """That of the configuration; else this one, measured now or before. Collective."""
+        if self.machine_file:
+            if self.machine_file in MACHINES or not self.machine_file.endswith(".toml"):
+                return Machine.load(self.machine_file)  # alike on all ranks
+            with self.comm.agreement():
+                return Machine.load(self.machine_file)
+        path = self._machine_path(kernels)
+        machine = self._known_machine(path)
+        if machine is None:
+            self._say("profiling this machine: messages and kernels")
+            found = measure_machine(self.comm, kernels)
+            found = found.with_overheads(**vars(measure_overheads(self.comm, kernels, self.dtype)))
+            with self.comm.agreement():
+                if self.comm.rank == 0:
+                    _save(found, path)
+            machine = self._known_machine(path)
+        self.machine_file = str(path)
+        assert machine is not None
+        return machine
+
+    def _machine_path(self, kernels: Any) -> Path:
+        """Where the machine is kept: one file per device, library, ranks and transport."""
+        import platform
+
+        comm, backend = self.comm, self.config.backend
+        nodes = sorted(comm.allgather_objects(platform.node()))
+        conditions = Conditions.here(kernels, comm.size, backend.autotune)
+        text = "|".join([conditions.text, comm.transport, self.dtype, *nodes])
+        name = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return Path(comm.bcast(str(cache_path().parent / "machines" / f"{comm.size}-ranks-{name}.toml")))
+
+    def _known_machine(self, path: Path) -> Machine | None:
+        found = None
+        if self.comm.rank == 0 and path.exists() and record_path(path).exists():
+            try:
+                found = Profile.load(path).machine
+            except UserError:
+                found = None  # damaged: measured again
+        return self.comm.bcast(found)
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _conditions(self, kernels: Any, machine: Machine) -> Conditions:
+        per_node = min(self.comm.size, machine.devices_per_node)
+        autotune = self.config.backend.autotune
+        return conditions_of(self.network, self.batch, self.comm.size, kernels, per_node, self.dtype, autotune)
+
+    def _times(self, kernels: Any, machine: Machine) -> KernelTimes:
+        """Measured times as far as they are known; of another machine, its roofline."""
+        roofline = RooflineTimes(machine)
+        if self.config.strategy.machine:
+            return roofline
+        cache = TimeCache(cache_path() if self.comm.rank == 0 else None)
+        return MeasuredTimes(cache, self._conditions(kernels, machine), roofline)
+
+    def _measure_layers(self, kernels: Any, machine: Machine, works: Sequence[Any]) -> bool:
+        """Measure these, as long as the budget lasts; whether there are new times. Collective."""
+        budget = self.config.strategy.budget if self.training else 0.0
+        if budget == 0:
+            return False
+        self._say(f"profiling {len(works)} shapes of layers")
+        cache = TimeCache(cache_path() if self.comm.rank == 0 else None, every=8)
+        conditions = self._conditions(kernels, machine)
+        timer = LayerTimer(kernels, self.comm, conditions.flush)
+        with _bar(self.comm.rank == 0 and self.config.output.progress) as progress:
+            state = measure_layers(works, timer, cache, conditions, budget, progress)
+        timer.close()
+        if state.left:
+            self._say(f"{state.left} of them are estimated: strategy.budget is spent")
+        return self.comm.bcast(state.measured) > 0
+
+    # -- the plan ------------------------------------------------------------------------------
+
+    def _plan_on_root(self, machine: Machine, times: KernelTimes) -> PlanFile:
+        """What rank 0 plans, on all ranks; a mistake of the user's is raised on all alike. Collective."""
+        made, mistake, fault = None, None, None
+        if self.comm.rank == 0:
+            try:
+                made = self._plan(machine, times)
+            except UserError as error:
+                mistake = str(error)
+            except Exception as error:
+                fault = error
+        self.comm.agree(fault)
+        made, mistake = self.comm.bcast((made, mistake))
+        if mistake is not None:
+            raise UserError(mistake)
+        return made
+
+    def _plan(self, machine: Machine, times: KernelTimes) -> PlanFile:
+        settings, table = self.config.training, self.config.strategy
+        slots = _slots(self.config)
+        bucket = table.bucket_bytes if "bucket_bytes" in table.model_fields_set else None
+        limit = parse_memory(table.memory)
+        planning = Planning(table.planner, limit, False, Training(self.dtype, slots), bucket)
+        plan = plan_network(self.network, settings.batch, self.comm.size, machine, times, planning)
+        plan = self._with_statistics(plan)
+        told = source_of(times, machine)
+        model = self.config.model
+        return PlanFile(
+            plan, Request(model.name, model.options, machine.to_toml(), self.machine_file, told, slots=slots)
+        )
+
+    def _with_statistics(self, plan: Plan) -> Plan:
+        """With the statistics of batch norm that the configuration asks for: they are not the plan's to choose."""
+        statistics = self.config.strategy.statistics
+        if statistics is None:
+            return plan
+        options = {**plan.strategy.options, "statistics": statistics}
+        return replace(plan, strategy=replace(plan.strategy, options=options))
+
+    def _show(self, made: PlanFile) -> None:
+        """The start-up table, and the plan in the run's directory."""
+        plan = made.plan
+        others = known_baselines(plan)
+        print("\n".join(plan_text(plan, others, made.request.kernel_times if made.request else "")), flush=True)
+        path = _plan_path(self.config)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.save(path)
+
+    def _say(self, text: str) -> None:
+        if self.comm.rank == 0 and self.config.output.progress:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _slots(config: Config) -> int:
+    """Arrays of the parameters' size that the optimizer keeps."""
+    if isinstance(config.optimizer, AdamConfig):
+        return 2
+    return int(not isinstance(config.optimizer, SGDConfig) or config.optimizer.momentum > 0)
+
+
+def _save(found: Profile, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cache {path.parent}: expected a folder that can be made, got an error ({error.strerror}); choose another "
+            "with HALOGRAD_CACHE"
+        ) from error
+    found.save(path)
+
+
+@contextmanager
+def _bar(speaks: bool) -> Iterator[Any]:
+    """A progress bar on rank 0's terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not (speaks and console.is_terminal)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

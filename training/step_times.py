@@ -1,0 +1,148 @@
+"""What steps took, layer by layer: measured over a few steps in the middle of a run, to be held against a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+from halograd.layers.strategy import Strategy
+from halograd.training.executor import Executor
+from halograd.training.timeline import Timeline, kind_of
+
+__all__ = ["Measured", "RunPlan", "StepTimes"]
+
+#: Steps that are measured.
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the measured steps, as rank 0 saw them: it takes part in every layer.
+
+    Attributes
+    ----------
+    steps
+        How many were measured.
+    step_seconds
+        Of a whole step, data apart [s].
+    layers
+        Layer -> forward and backward [s], with what was waited for inside and with the redistribution of its inputs.
+    waits
+        Kind of communication -> what was waited for, inside layers and outside [s].
+    update
+        The optimizer [s].
+    data
+        Until the batch was there [s].
+    """
+
+    steps: int
+    step_seconds: float
+    layers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    waits: Mapping[str, float] = field(default_factory=dict)
+    update: float = 0.0
+    data: float = 0.0
+
+
+class RunPlan(Protocol):
+    """What a run follows, and is held against at its end."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """How layers are cut."""
+        ...
+
+    def compare(self, measured: Measured) -> str:
+        """Predicted against measured, in lines."""
+        ...
+
+    def record(self, measured: Measured) -> dict[str, object]:
+        """The same as plain data, for the log."""
+        ...
+
+
+class StepTimes:
+    """Turns a recorder on for a few steps in the middle of a run. Local.
+
+    Parameters
+    ----------
+    executor
+        Built with `timeline` as its recorder.
+    timeline
+        Left on if it was (somebody else wants all steps), else paused but for the measured steps.
+    first, last
+        Numbers of the first step of the run, and of the one after its last.
+    """
+
+    def __init__(self, executor: Executor, timeline: Timeline, first: int, last: int) -> None:
+        count = last - first
+        measured = max(0, min(STEPS, count - 2)) or min(1, count)  # the first step and the last are not like others
+        self.begin_at = first + (count - measured) // 2 + (count == 2)
+        self.end_at = self.begin_at + measured
+        self._timeline, self._owned = timeline, timeline.paused
+        self._places = _places(executor)
+        self._before: dict[tuple[str, str], float] = {}
+        self._steps: list[dict[tuple[str, str], float]] = []
+        self._seconds: list[tuple[float, float]] = []
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        if self.begin_at <= step < self.end_at:
+            self._timeline.paused = False
+            self._before = self._sums()
+
+    def end(self, step: int, seconds: float, data: float) -> None:
+        """After a step, with the time that it [s] and the wait for its data took [s]."""
+        if self.begin_at <= step < self.end_at:
+            self._timeline.paused = self._owned
+            now = self._sums()
+            self._steps.append({key: value - self._before.get(key, 0.0) for key, value in now.items()})
+            self._seconds.append((seconds, data))
+
+    def result(self) -> Measured | None:
+        """What was measured; None if no step was."""
+        if not self._steps:
+            return None
+        layers: dict[str, tuple[float, float]] = {}
+        for (name, category), place in self._places.items():
+            forward, backward = layers.get(place, (0.0, 0.0))
+            seconds = self._median(name, category)
+            forward, backward = (
+                forward + seconds * (category == "forward"),
+                backward + seconds * (category == "backward"),
+            )
+            layers[place] = (forward, backward)
+        waits: dict[str, float] = {}
+        for name, category in {key for step in self._steps for key in step}:
+            if category == "wait":
+                waits[kind_of(name)] = waits.get(kind_of(name), 0.0) + self._median(name, category)
+        return Measured(
+            len(self._steps),
+            median(seconds for seconds, _ in self._seconds),
+            layers,
+            dict(sorted(waits.items())),
+            self._median("update", "update"),
+            median(data for _, data in self._seconds),
+        )
+
+    def _sums(self) -> dict[tuple[str, str], float]:
+        return {key: phase.seconds for key, phase in list(self._timeline.phases.items())}
+
+    def _median(self, name: str, category: str) -> float:
+        return median(step.get((name, category), 0.0) for step in self._steps)
+
+
+def _places(executor: Executor) -> dict[tuple[str, str], str]:
+    """Name and category of a span -> the layer it counts for: of a redistribution, the layer behind it."""
+    found: dict[tuple[str, str], str] = {}
+    waiting: list[str] = []
+    for step in executor.steps:
+        waiting.append(step.name)
+        if step.name not in executor.network.layers:
+            continue
+        for name in waiting:
+            for label in (name, f"{name} (sum)"):
+                found[label, "forward"] = found[label, "backward"] = step.name
+        waiting.clear()
+    return found
