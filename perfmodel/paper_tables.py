@@ -192,12 +192,12 @@ class Dense:
 
 
 def _over_one_bus(stage: Stage, parts: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes of inputs to all devices of the layer, and of gradients to a server and parameters back [B]."""
+    """Bytes of inputs to all devices and of their gradients back; of gradients to a server and parameters back [B]."""
     x = stage.inputs[0]
     weights = sum(p.size for p in stage.layer.parameters(*stage.shapes).values()) * 4
     whole = math.prod(x.shape) * x.itemsize
     copies, holders = parts.get("channel", 1), parts.get("sample", 1)
-    return (0 if holders > 1 else copies * whole), (2 * holders * weights if holders > 1 else 0)
+    return (0 if holders > 1 else 2 * copies * whole), (2 * holders * weights if holders > 1 else 0)
 
 
 def _print_scaling(title: str, columns: Sequence[int], rows: Sequence[Scaling]) -> None:

@@ -1,0 +1,69 @@
+"""Overlap of gradient sums with computation, by hand (Dryden et al. 2019, Section V-B)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halograd.perfmodel.cost.layer_cost import LayerCost
+from halograd.perfmodel.cost.parameters import Bucket, Sharing
+from halograd.perfmodel.cost.timeline import Reduction, run_step
+
+NAMES = ("a", "b", "c")
+#: Forward 1 s, backward 2 s, each.
+COSTS = [LayerCost(forward=1.0, backward_data=1.0, backward_filter=1.0)] * 3
+
+
+def reductions(*seconds, update=0.0):
+    """One bucket per layer, last layer first."""
+    return [Reduction(Bucket((n,), Sharing(2), (8,)), t, update) for n, t in zip(reversed(NAMES), seconds)]
+
+
+def test_all_hidden_behind_backward_and_the_next_forward():
+    """c is summed from 2 to 3, b from 4 to 5, a from 6 to 6: nothing waits."""
+    assert run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.0)).seconds == 9.0
+
+
+def test_the_last_sum_is_waited_for_by_the_first_layer():
+    found = run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.5, update=0.25))
+    assert found.waits == (0.0, 0.0, 0.5) and found.seconds == 9.0 + 0.5 + 3 * 0.25
+    assert found.forward == 3.0 and found.backward == 6.0 and found.update == 0.75
+
+
+def test_one_sum_at_a_time():
+    """c: 2 to 6; b, ready at 4, waits for the link: 6 to 10; a: 10 to 11, waited for from 6 on; c is long done."""
+    found = run_step(NAMES, COSTS, reductions(4.0, 4.0, 1.0))
+    assert found.waits == (0.0, 0.0, 5.0) and found.seconds == 6 + 5 + 3
+
+
+def test_on_the_emulated_network_all_travel_at_once():
+    """c: 2 to 6, b: 4 to 8, a: 6 to 7: layer a waits 1 s, then b needs 8 at 8."""
+    found = run_step(NAMES, COSTS, reductions(4.0, 4.0, 1.0), concurrent=True)
+    assert found.waits == (0.0, 0.0, 1.0) and found.seconds == 6 + 1 + 3
+
+
+def test_a_barrier_ends_all_sums_before_the_next_step():
+    """c: 2 to 6, b: 6 to 6.5, a: 6.5 to 7.5."""
+    found = run_step(NAMES, COSTS, reductions(4.0, 0.5, 1.0), barrier=True)
+    assert found.seconds == pytest.approx(7.5 + 3)
+    assert run_step(NAMES, COSTS, reductions(0.1, 3.0, 0.0)).seconds == 9.0 + 1.0
+
+
+def test_a_bucket_is_started_when_its_last_layer_is_done():
+    one = [Reduction(Bucket(("c", "b", "a"), Sharing(2), (8,)), 2.0, 0.0)]
+    assert run_step(NAMES, COSTS, one).seconds == 6 + 2 + 3
+
+
+@given(st.lists(st.floats(0, 5), min_size=3, max_size=3))
+def test_a_step_is_never_shorter_than_computation_or_sums_nor_longer_than_both(seconds):
+    found = run_step(NAMES, COSTS, reductions(*seconds)).seconds
+    assert found + 1e-9 >= 9.0 and found <= 9.0 + sum(seconds) + 1e-9
+    assert found <= run_step(NAMES, COSTS, reductions(*seconds), barrier=True).seconds + 1e-9
+
+
+def test_halos_hide_behind_kernels():
+    cost = LayerCost(1.0, 1.0, 1.0, halo_forward=1.5, halo_backward=0.5, strips=0.25, hides=True)
+    assert cost.with_halo("pad").forward_seconds == 2.5
+    assert cost.with_halo("overlap").forward_seconds == 1.0 + 0.5 + 0.25
+    assert cost.backward_seconds == 2.0
