@@ -1,0 +1,99 @@
+"""Tables of redistribution against single exchanges, and the links of machines by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halograd.perfmodel.candidates import candidates
+from halograd.perfmodel.cost.blocks import cut
+from halograd.perfmodel.cost.edges import Grids, edge_seconds, redistributed_bytes
+from halograd.perfmodel.cost.traffic import Move
+from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
+from tests.perfmodel.test_cost_traffic import RANKS, parts, shapes
+
+#: One node, messages of 1 s and bytes of 1/8 s; nothing else costs anything.
+LINK = Link(1.0, 0.125)
+MACHINE = Machine(
+    "one node",
+    "made up",
+    16,
+    1,
+    {"float32": 1e30},
+    1e30,
+    2**40,
+    0.0,
+    dict.fromkeys(LEVELS, LINK),
+    Efficiency(),
+)
+
+
+@given(shapes(), parts(), parts(), st.integers(0, RANKS - 1))
+def test_boxes_overlaps_and_counts_of_a_rank(shape, before, after, rank):
+    u, v = Grids.of(shape, [before]), Grids.of(shape, [after])
+    start, stop = u.boxes(rank)
+    box = cut(shape, before).box(rank)
+    assert np.maximum(stop - start, 0).prod() == box.size
+    if box.size:
+        assert tuple(start[0]) == box.start and tuple(stop[0]) == box.stop
+    peers, _ = Move(cut(shape, before), cut(shape, after), 1).peers(rank)
+    kept = (box & cut(shape, after).box(rank)).size > 0
+    assert v.count(start, stop)[0, 0] == len(peers) + kept
+    assert u.fullest[0] == cut(shape, before).fullest
+
+
+@given(shapes(), st.lists(parts(4), min_size=1, max_size=3), st.lists(parts(4), min_size=1, max_size=3))
+def test_tables_are_single_exchanges_where_all_ranks_are_looked_at(shape, makers, readers):
+    """Of four ranks, 0, 1, 2 and 3 are looked at: the table is exact, one way and the other."""
+    found = edge_seconds(shape, makers, readers, Wires(MACHINE), 4, 4)
+    for i, before in enumerate(makers):
+        for j, after in enumerate(readers):
+            move = Move(cut(shape, before), cut(shape, after), 4, "redistribute")
+            assert found[i, j] == pytest.approx(Wires(MACHINE).exchange(move))
+
+
+def test_nothing_is_paid_between_equal_layouts():
+    some = candidates_of((8, 32, 32, 16))
+    seconds = edge_seconds((8, 32, 32, 16), some, some, Wires(MACHINE), 4, 16)
+    copies = redistributed_bytes((8, 32, 32, 16), some, some, 4)
+    assert not np.diag(seconds).any() and not np.diag(copies).any()
+    off = ~np.eye(len(some), dtype=bool)
+    assert (seconds[off] > 0).all() and (copies[off] > 0).all()
+
+
+def candidates_of(shape):
+    from halograd.layers import Conv
+
+    layer = Conv(shape[-1], 3, padding=1)
+    return list({cut(shape, p): p for p in candidates(layer, [shape[1:]], shape[1:], shape[0], 16)}.values())
+
+
+def test_messages_one_after_the_other_and_both_ways_at_once():
+    """Slabs of 4 rows: the middle ones send a row up and a row down while they receive two."""
+    blocks = cut((1, 16, 8, 1), (1, 1, 4, 1, 1, 1))
+    needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(16, b + 1)), None, None)
+    assert Wires(MACHINE).exchange(Move(blocks, needed, 4)) == 2 * (1.0 + 8 * 4 / 8)
+
+
+def test_devices_of_a_node_share_its_link():
+    """Two nodes of two devices, a column each cut in two: both devices of a node send across at the same time."""
+    links = {**MACHINE.links, "node": Link(0.0, 0.0)}
+    machine = dataclasses.replace(MACHINE, devices_per_node=2, nodes_per_switch=8, links=links)
+    blocks = cut((1, 8, 8, 1), (1, 1, 2, 2, 1, 1))
+    needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(8, b + 1)), None, None)
+    assert Wires(machine).exchange(Move(blocks, needed, 4)) == 1.0 + 2 * 4 * 4 / 8
+
+
+def test_the_emulated_network_has_no_contention_and_rings_only():
+    emulated = Wires(MACHINE.emulated(1.0, 0.125))
+    assert emulated.emulated and not Wires(MACHINE).emulated
+    blocks = cut((1, 16, 8, 1), (1, 1, 4, 1, 1, 1))
+    needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(16, b + 1)), None, None)
+    assert emulated.exchange(Move(blocks, needed, 4)) == 1.0 + 8 * 4 / 8
+    assert emulated.sum(64, range(4)) == pytest.approx(2 * 3 * 1.0 + 2 * 3 / 4 * 64 / 8)
+    assert emulated.sum(64, range(1)) == 0.0

@@ -1,0 +1,154 @@
+"""Simulation and plans: sums of parts, memory limits, choice among baselines, plans as files and what they refuse."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from halograd.errors import UserError
+from halograd.layers import Strategy
+from halograd.models import build, lenet5, mesh, resnet, unet
+from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+from halograd.perfmodel.cost.baselines import BASELINES, baseline
+from halograd.perfmodel.cost.problem import make_problem, network_costs
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.planners import PLANNERS
+from halograd.perfmodel.predict import Plan, Planning, plan_network
+
+LASSEN = Machine.load("lassen")
+SLOW = LASSEN.emulated(2e-4, 1e-9)
+NETWORKS = {
+    "mesh": lambda: mesh(resolution=256, widths=(16, 32), convs=2),
+    "resnet": lambda: resnet((1, 1), classes=10, resolution=64, width=16),
+    "unet": lambda: unet((64, 64), width=8, levels=2),
+    "lenet": lenet5,
+}
+
+
+def times(machine=LASSEN):
+    return RooflineTimes(machine)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("machine", [LASSEN, SLOW], ids=["lassen", "slow network"])
+def test_a_step_is_the_sum_of_its_layers(name, machine):
+    network = NETWORKS[name]()
+    for which in BASELINES:
+        found = simulate(network, baseline(which, network, 8, 8), 8, machine, times(machine), ranks=8)
+        assert found.step_seconds == pytest.approx(
+            found.forward_seconds + found.backward_seconds + found.allreduce_exposed + found.update_seconds
+        )
+        layers = sum(record.seconds for record in found.layers)
+        assert layers == pytest.approx(found.step_seconds - found.update_seconds)
+        assert found.total("allreduce") == pytest.approx(found.allreduce_seconds)
+        assert found.total("halo_exposed") <= found.total("halo") + 1e-15
+        assert [record.name for record in found.layers] == list(network.layers)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("which", BASELINES)
+@pytest.mark.parametrize("ranks", [1, 3, 4, 16])
+def test_baselines_are_legal(name, which, ranks):
+    network = NETWORKS[name]()
+    strategy = baseline(which, network, 6, ranks)
+    assert strategy.ranks <= ranks
+    strategy.validate(network, strategy.ranks)
+
+
+def test_what_baselines_are():
+    network = build("alexnet")
+    data, owt = (baseline(name, network, 64, 4) for name in ("data", "owt"))
+    assert all(data.parts_of(name)["sample"] == 4 for name in network.layers)
+    dense = [name for name, node in network.layers.items() if node.layer.kind == "Dense"]
+    assert all(owt.parts_of(name)["channel"] == 4 for name in dense)
+    assert owt.parts_of("conv1")["sample"] == 4
+    assert baseline("model", network, 64, 4).parts_of("conv2")["channel"] == 4
+    spatial = baseline("spatial", mesh(resolution=64), 2, 4).parts_of("conv1_1")
+    assert (spatial["height"], spatial["width"], spatial["sample"]) == (2, 2, 1)
+    with pytest.raises(UserError, match="baseline: expected one of data, spatial, model, owt, got 'best'"):
+        baseline("best", network, 64, 4)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+def test_a_plan_is_never_slower_than_a_baseline_and_is_legal(name, ranks):
+    network = NETWORKS[name]()
+    plan = plan_network(network, 8, ranks, SLOW, times(SLOW))
+    plan.strategy.validate(network, plan.strategy.ranks)
+    assert plan.strategy.ranks <= ranks
+    assert all(plan.step_seconds <= other.step_seconds for other in plan.alternatives if other.fits)
+    again = simulate(network, plan.strategy, 8, SLOW, times(SLOW), ranks=ranks)
+    assert again.step_seconds == pytest.approx(plan.step_seconds)
+
+
+def test_additive_costs_are_those_of_simulation_where_nothing_overlaps():
+    """One bucket per layer, all sums charged and ended before the next step: a chain is its own sum."""
+    network, training = mesh(resolution=128, widths=(8, 16), convs=2), Training(barrier=True)
+    costs = network_costs(network, 4, 4, SLOW, times(SLOW), training, bucket_bytes=1)
+    choice = PLANNERS["elimination"]().plan(costs.problem(1.0))
+    pricing = Pricing(Wires(SLOW), times(SLOW), best_halo=True)
+    strategy = costs.strategy(choice.indices, 1)
+    found = simulate(network, strategy, 4, SLOW, times(SLOW), training, 4, pricing)
+    plain = found.forward_seconds + found.backward_seconds + found.update_seconds
+    assert plain <= choice.seconds * 1.02
+    assert costs.indices(strategy) == list(choice.indices)
+
+
+def test_a_memory_limit_is_kept_or_refused_with_what_is_missing():
+    network = mesh(resolution=512, widths=(16, 32), convs=2)
+    free = plan_network(network, 8, 4, SLOW, times(SLOW))
+    least = min([free.prediction.memory_bytes, *(a.memory_bytes for a in free.alternatives)])
+    limit = (least + free.prediction.memory_bytes) / 2 if least < free.prediction.memory_bytes else least
+    tight = plan_network(network, 8, 4, SLOW, times(SLOW), Planning(limit=limit))
+    assert tight.prediction.memory_bytes <= limit
+    message = r"plan: expected a strategy within 1 MiB per rank, .* too much; use more ranks"
+    with pytest.raises(UserError, match=message):
+        plan_network(network, 8, 4, SLOW, times(SLOW), Planning(limit=2**20))
+
+
+def test_planners_by_name():
+    network = lenet5()
+    found = {name: plan_network(network, 32, 4, SLOW, times(SLOW), Planning(name)) for name in ("elimination", "data")}
+    assert found["data"].planner == "data" and found["elimination"].step_seconds <= found["data"].step_seconds
+    line = plan_network(network, 32, 4, SLOW, times(SLOW), Planning("shortest_path"))
+    assert line.step_seconds == pytest.approx(found["elimination"].step_seconds)
+    with pytest.raises(UserError, match=r"planner: expected one of .*elimination.*owt, got 'luck'"):
+        plan_network(network, 32, 4, SLOW, times(SLOW), Planning("luck"))
+
+
+def test_plans_are_files_for_one_network_batch_and_number_of_ranks(tmp_path):
+    network = NETWORKS["unet"]()
+    plan = plan_network(network, 4, 4, SLOW, times(SLOW))
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    again.check(network, 4, 4)
+    with pytest.raises(UserError, match=r"plan: expected network 'unet' .* got 'lenet5'"):
+        again.check(lenet5(), 4)
+    with pytest.raises(UserError, match="plan: expected 4 ranks, which it was made for, got 8; start 4 ranks"):
+        again.check(network, 8)
+    with pytest.raises(UserError, match="plan: expected a batch of 4 samples, which it was made for, got 5"):
+        again.check(network, 4, 5)
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match=r"plan .*plan.json: cannot be read .* expected what `halograd plan -o` writes"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_strategies_are_predicted_for_more_ranks_than_they_use():
+    network = NETWORKS["mesh"]()
+    few, many = (simulate(network, Strategy({"sample": 2}), 8, SLOW, times(SLOW), ranks=n) for n in (2, 8))
+    assert few.step_seconds == many.step_seconds and many.ranks == 8
+
+
+@pytest.mark.parametrize("name", ["lenet5", "alexnet", "vgg16", "resnet50", "inception_v3"])
+def test_problems_are_small_and_quick(name):
+    """Timed generously: the machine that runs the tests is shared."""
+    network = build(name)
+    began = time.perf_counter()
+    problem = make_problem(network, 2048, 64, LASSEN, times())
+    assert time.perf_counter() - began < 10
+    assert all(math.isfinite(float(t.min())) for t in problem.times)
+    assert problem.names == tuple(network.layers)
