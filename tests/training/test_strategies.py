@@ -1,0 +1,120 @@
+"""Training with every layer cut by itself, channels and fewer ranks included, gives the losses of one process.
+
+Thirty random strategies per network, spread over 2, 3 and 4 ranks: most where a run takes least.
+"""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers.strategy import Strategy
+from halograd.models import inception_v3, lenet5, mesh, resnet, unet, vgg_a
+from halograd.training.executor import Executor
+from tests.layers.cuts import random_strategy
+from tests.training.test_exactness import RATE, fill
+
+STEPS = 3
+#: Number of strategies by number of ranks; many layers make many exchanges, which take long to make on shared cores.
+SHARES = {2: 12, 3: 10, 4: 8}
+SHARES_OF_DEEP = {2: 20, 3: 7, 4: 3}
+
+NETWORKS = {
+    "mesh": lambda: mesh(resolution=(18, 14), channels=3, widths=(4, 6), convs=2, name="small mesh"),
+    "mesh_decoder": lambda: mesh(resolution=16, channels=3, widths=(4, 6), convs=1, decoder=True, pos_weight=3.0),
+    "resnet": lambda: resnet((1, 1), classes=5, resolution=24, width=4, name="small resnet"),
+    "unet": lambda: unet((12, 16), channels=2, classes=3, width=4, levels=2, name="small unet"),
+    "lenet": lambda: lenet5(classes=4, resolution=20),
+    "vgg_a": lambda: vgg_a(classes=5, resolution=32, width=1 / 32),
+    "inception_v3": lambda: inception_v3(classes=4, resolution=107, width=1 / 32),
+}
+DEEP = ("inception_v3",)
+#: Through 94 batch norms over a few numbers each, a rounding of the input grows 10^8-fold in three steps at the usual
+#: rate, in one process as well. At this one it does not, and a wrong gradient would still show 10^6 times too large.
+RATES = {"inception_v3": 1e-4}
+
+
+def train(network, comm, strategy, rate=RATE, batch=4):
+    """Losses of some steps of plain gradient descent, and on rank 0 the parameters afterwards. Collective."""
+    losses = []
+    with Executor(network, comm, get_backend("numpy"), batch, strategy, "float64", seed=3) as executor:
+
+        def update(bucket):
+            bucket.params -= rate * bucket.grads
+
+        executor.reducer.update = update
+        for step in range(STEPS):
+            executor.mode.step = step
+            fill(executor, step)
+            executor.forward()
+            losses.append(executor.loss_value())
+            executor.backward()
+        executor.reducer.finish()
+        whole = executor.store.gather(comm, executor.store.params) or {}
+        return np.array(losses), {k: v.copy() for k, v in whole.items()}
+
+
+@functools.cache
+def expected(name):
+    """What one process computes, and the bound of `test_exactness`."""
+    network = NETWORKS[name]()
+    with Communicator(MPI.COMM_SELF) as alone:
+        losses, parameters = train(network, alone, Strategy(), RATES.get(name, RATE))
+    assert np.isfinite(losses).all()
+    reduction = max(math.prod(n.shape) for n in network.layers.values()) * 4
+    bound = float(np.finfo("float64").eps) * math.sqrt(reduction) * 20 * (1 + np.arange(STEPS)) ** 2
+    return losses, parameters, bound
+
+
+def check(name, comm, seed):
+    losses, parameters, bound = expected(name)
+    network = NETWORKS[name]()
+    strategy = random_strategy(network, comm.size, seed)
+    found, ours = train(network, comm, strategy, RATES.get(name, RATE))
+    fault = None
+    error = np.abs(found - losses) / np.maximum(1.0, np.abs(losses))
+    if not (error <= bound).all():
+        fault = AssertionError(f"{name}, strategy {seed}: losses differ by {error}, allowed are {bound}")
+    worst = max((float(np.max(np.abs(ours[k] - parameters[k]))) for k in ours), default=0.0)
+    if not worst <= bound[-1] * 10:
+        fault = AssertionError(f"{name}, strategy {seed}: parameters differ by {worst}, allowed are {bound[-1] * 10}")
+    comm.agree(fault)
+
+
+def seeds(name, size):
+    """The strategies that are run on so many ranks."""
+    shares = SHARES_OF_DEEP if name in DEEP else SHARES
+    first = sum(n for ranks, n in shares.items() if ranks < size)
+    return range(first, first + shares[size])
+
+
+def test_there_are_thirty_strategies():
+    for name in NETWORKS:
+        assert [seed for size in (2, 3, 4) for seed in seeds(name, size)] == list(range(30))
+
+
+def test_strategies_cut_channels_and_leave_ranks_out():
+    """What is drawn holds what is to be tested, in every network on 4 ranks."""
+    for name, make in NETWORKS.items():
+        network = make()
+        drawn = [random_strategy(network, 4, seed) for seed in range(30)]
+        for strategy in drawn:
+            strategy.validate(network, 4)
+        parts = [s.parts_of(layer) for s in drawn for layer in network.layers]
+        for axis in ("sample", "height", "width", "channel", "input_channel"):
+            assert sum(p[axis] > 1 for p in parts) > len(parts) / 20, (name, axis)
+        assert sum(math.prod(p.values()) < 4 for p in parts) > len(parts) / 10
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_training_under_random_strategies(name):
+    # Shared windows take long to make where ranks share cores.
+    transport = "auto" if MPI.COMM_WORLD.size < 4 else "mpi"
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        for seed in seeds(name, comm.size):
+            check(name, comm, seed)
