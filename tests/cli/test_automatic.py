@@ -1,0 +1,149 @@
+"""`strategy = "auto"`: profiled, planned and run under MPI, and held against what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from halograd.errors import UserError
+from halograd.models import build
+from halograd.perfmodel.plan_file import PlanFile
+from halograd.training.build import make_strategy
+from halograd.training.config import StrategyConfig, parse_config
+from halograd.training.log import read_log
+from tests.launch import mpiexec
+from tests.training.runs import CONFIG, write_data
+
+PLAIN = CONFIG.format(edge=16, channels=3, data="data.h5", out="out").replace("[strategy]\nbucket_bytes = 512\n", "")
+AUTO = 'strategy = "auto"\n' + PLAIN.replace("progress = false\n", "")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Folder, environment, and the finished process of a run on 2 ranks that planned itself."""
+    folder = tmp_path_factory.mktemp("auto")
+    write_data(folder / "data.h5")
+    (folder / "run.toml").write_text(AUTO)
+    env = {"HALOGRAD_CACHE": str(folder / "cache")}
+    return folder, env, mpiexec(2, ["-m", "halograd", "train", "run.toml"], cwd=folder, env=env)
+
+
+def test_it_profiles_plans_runs_and_compares(trained):
+    folder, _, done = trained
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("mesh on 2 ranks of here, batch 4, float64") == 1, "the table is printed once"
+    assert "kernel times: measured here\n" in done.stdout
+    assert re.search(r"^plan +[\d.]+", done.stdout, re.M) and re.search(r"^data +[\d.]+", done.stdout, re.M)
+    assert done.stderr.count("profiling this machine: messages and kernels\n") == 1
+    assert re.search(r"^profiling \d+ shapes of layers$", done.stderr, re.M)
+    table = done.stderr.partition("predicted against measured")[2]
+    for row in (*build("mesh", resolution=16, widths=[4, 6], convs=1, decoder=True).layers, "step", "update"):
+        assert re.search(rf"^{row} ", table, re.M), row
+    assert (folder / "cache" / "kernel_times.jsonl").exists()
+
+
+def test_the_log_holds_the_comparison(trained):
+    folder, _, _ = trained
+    (entry,) = read_log(folder / "out" / "log.jsonl", "prediction")
+    plan = PlanFile.load(folder / "out" / "plan.json").plan
+    assert entry["predicted_step_seconds"] == plan.step_seconds > 0
+    assert entry["steps"] >= 1 and set(entry["layers"]) == set(plan.layers)
+    measured = sum(layer["measured"] for layer in entry["layers"].values())
+    assert 0 < measured < 1.5 * entry["measured_step_seconds"]
+
+
+def test_a_second_run_knows_the_machine_and_resumes(trained):
+    folder, env, _ = trained
+    done = mpiexec(
+        2, ["-m", "halograd", "train", "run.toml", "--resume", "--set", "training.epochs=4"], cwd=folder, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    assert "profiling" not in done.stderr and "predicted against measured" in done.stderr
+
+
+def test_evaluation_takes_the_plan_of_the_run(trained):
+    folder, env, _ = trained
+    done = mpiexec(2, ["-m", "halograd", "evaluate", "out"], cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"validation: 6 samples, .*\n", done.stdout) and done.stderr == ""
+
+
+def test_a_plan_file_is_a_strategy(trained):
+    folder, env, _ = trained
+    arguments = ["--set", "output.directory=again", "--set", "strategy.file=out/plan.json"]
+    done = mpiexec(2, ["-m", "halograd", "train", "run.toml", *arguments], cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    losses = [[e["loss"] for e in read_log(folder / out / "log.jsonl", "step")][:9] for out in ("out", "again")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sets", "message"),
+    [
+        (2, ["strategy.memory=1KiB"], "within 1 KiB per rank, the leanest found"),
+        (2, ["strategy.machine=lasen"], "got 'lasen'; did you mean lassen?"),
+        (2, ["strategy.planner=best"], "strategy.planner: expected one of shortest_path"),
+        (2, ["strategy.memory=lots"], "strategy.memory: expected a size with its unit"),
+        (3, ["strategy.file=out/plan.json"], "plan: expected 2 ranks, which it was made for, got 3"),
+        (2, ["strategy.file=out/plan.json", "training.batch=2"], "plan: expected a batch of 4 samples"),
+        (2, ["strategy.file=out/plan.json", "model.decoder=false", "data.rule=any"], "plan: expected network 'mesh'"),
+    ],
+)
+def test_mistakes_are_one_line_on_all_ranks(trained, ranks, sets, message):
+    folder, env, _ = trained
+    chosen = [word for entry in ["output.directory=no", "output.progress=false", *sets] for word in ("--set", entry)]
+    done = mpiexec(ranks, ["-m", "halograd", "train", "run.toml", *chosen], cwd=folder, env=env)
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    assert len(done.stderr.splitlines()) == 1 and message in done.stderr, done.stderr
+
+
+def test_both_spellings():
+    table = PLAIN + "[strategy]\nauto = true\n"
+    assert parse_config(AUTO).strategy == parse_config(table).strategy == StrategyConfig(auto=True)
+    rich = parse_config(table + 'planner = "data"\nmemory = "1GiB"\nmachine = "lassen"\nbudget = 5.0\n').strategy
+    assert (rich.planner, rich.memory, rich.machine, rich.budget) == ("data", "1GiB", "lassen", 5.0)
+
+
+def test_settings_replace_a_plan_and_the_other_way_round():
+    assert parse_config(PLAIN, ["strategy=auto"]).strategy.auto
+    by_hand = PLAIN + "[strategy]\nheight = 2\n"
+    assert parse_config(by_hand, ["strategy=auto"]).strategy == StrategyConfig(auto=True)
+    assert parse_config(AUTO, ["strategy.height=2"]).strategy == StrategyConfig(height=2)
+    assert parse_config(AUTO, ["strategy.memory=1GiB"]).strategy == StrategyConfig(auto=True, memory="1GiB")
+    assert parse_config(AUTO, ["strategy.statistics=local"]).strategy.auto
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("auto = true\nheight = 2", "strategy.auto: expected no height beside it, which the plan decides"),
+        ('memory = "1GiB"', "strategy.memory: expected auto = true with it, got none"),
+        ("auto = 1", "strategy.auto: expected true or false, got 1"),
+        ("auto = true\nbudget = -1.0", "strategy.budget: expected a number >= 0"),
+    ],
+)
+def test_tables_that_are_refused(table, message):
+    with pytest.raises(UserError) as error:
+        parse_config(f"{PLAIN}[strategy]\n{table}\n")
+    assert message in str(error.value)
+
+
+def test_another_text_is_refused():
+    with pytest.raises(UserError, match="strategy: expected a table, got 'automatic'"):
+        parse_config(AUTO.replace('"auto"', '"automatic"'))
+
+
+def test_without_a_planner_it_says_what_to_do():
+    with pytest.raises(UserError, match=r"pass planner=halograd\.auto\.plan_run"):
+        make_strategy(StrategyConfig(auto=True), 2)
+
+
+def test_a_plan_is_checked_against_the_network(trained):
+    path = trained[0] / "out" / "plan.json"
+    assert json.loads(Path(path).read_text())["request"]["model"] == "mesh"
+    config = StrategyConfig(file=str(path))
+    with pytest.raises(UserError, match="plan: expected network 'mesh'"):
+        make_strategy(config, 2, build("lenet5"), 4)

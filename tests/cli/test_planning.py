@@ -1,0 +1,304 @@
+"""`halograd plan`, `explain` and `predict` as one types them: what they print, their JSON, and their errors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halograd.cli.plan_options import parse_grid, parse_ranks
+from halograd.cli.run import run
+from halograd.errors import UserError
+from halograd.perfmodel.cost import simulate
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.plan_file import PlanFile
+from tests.harness.jobs import job_environment, new_mark
+
+SMALL = ("mesh", "--option", "resolution=[128, 64]", "--option", "widths=[8, 16]", "--option", "convs=1")
+LASSEN = ("--machine", "lassen", "--ranks", "8", "--batch", "2")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def typed(capsys):
+    """Runs a command in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> Path:
+    """A plan, written by a process of its own."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    command = [sys.executable, "-m", "halograd", "plan", *SMALL, *LASSEN, "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=job_environment(new_mark()))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" and f"{path}: written" in done.stdout
+    return path
+
+
+def test_plan_is_a_table_with_totals_and_baselines(typed):
+    code, out, err = typed("plan", *SMALL, *LASSEN)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "mesh on 8 ranks of lassen, batch 2, float32, at most 16 GiB per rank"
+    assert lines[1].startswith("planner ") and lines[1].endswith("kernel times: roofline of lassen")
+    heading = next(line for line in lines if line.startswith("layer "))
+    columns = ("cut", "ranks", "forward", "backward", "halo", "all-reduce", "redistr.", "other", "memory")
+    assert all(column in heading for column in columns)
+    for layer in ("conv1_1", "bn1_1", "predict", "bce", "sum"):
+        row = next(line for line in lines if line.startswith(layer))
+        assert len(row) == len(heading), "columns end alike"
+    assert any(re.match(r"step +[\d.]+ (us|ms) \([\d.]+ samples/s\)", line) for line in lines)
+    for name in ("data", "spatial", "model", "owt"):
+        assert any(re.match(rf"{name} +[\d.]+ +[\d.]+ x", line) for line in lines), name
+
+
+def test_json_of_plan_holds_the_same(typed):
+    code, out, _ = typed("plan", *SMALL, *LASSEN, "--json")
+    record = json.loads(out)
+    assert code == 0
+    assert record["planning_seconds"] > 0 and record["step_seconds"] == record["prediction"]["step_seconds"] > 0
+    assert record["ranks"] == 8 and record["batch"] == 2 and record["machine"] == "lassen"
+    assert record["request"]["model"] == "mesh" and record["request"]["options"]["resolution"] == [128, 64]
+    assert [b["name"] for b in record["baselines"]] == ["data", "spatial", "model", "owt"]
+    for other in record["baselines"]:
+        assert other["speed_up"] == pytest.approx(other["step_seconds"] / record["step_seconds"])
+        assert not other["fits"] or other["speed_up"] >= 1
+    layers = {r["name"]: r for r in record["prediction"]["layers"]}
+    assert set(layers) == set(record["layers"])
+    assert all(r["forward"] >= 0 and 1 <= r["ranks"] <= 8 for r in layers.values())
+
+
+def test_plan_file_is_read_back_and_simulates_to_the_same(planned):
+    made = PlanFile.load(planned)
+    assert made.request is not None
+    machine = made.request.load_machine()
+    assert machine == Machine.load("lassen")
+    from halograd.models import build
+
+    network = build(made.request.model, **made.request.options)
+    again = simulate(network, made.plan.strategy, 2, machine, RooflineTimes(machine), ranks=8)
+    assert again.step_seconds == pytest.approx(made.plan.step_seconds)
+    assert PlanFile.from_dict(json.loads(json.dumps(made.as_dict()))) == made
+
+
+def test_a_baseline_may_be_asked_for(typed):
+    code, out, _ = typed("plan", *SMALL, *LASSEN, "--planner", "spatial", "--json")
+    record = json.loads(out)
+    assert code == 0 and record["planner"] == "spatial"
+    assert {b["name"]: b["speed_up"] for b in record["baselines"]}["spatial"] == 1
+
+
+def test_less_memory_makes_a_leaner_plan(typed):
+    free = json.loads(typed("plan", *SMALL, *LASSEN, "--json")[1])
+    needed = free["prediction"]["memory_bytes"]
+    code, out, err = typed("plan", *SMALL, *LASSEN, "--json", "--memory", f"{needed - 1} B")
+    if code == 0:
+        tight = json.loads(out)
+        assert tight["prediction"]["memory_bytes"] < needed and tight["step_seconds"] >= free["step_seconds"]
+    else:
+        assert "too much; use more ranks" in err
+
+
+def test_explain_prices_the_next_best(typed, planned):
+    code, out, err = typed("explain", planned, "--layer", "conv2_1")
+    assert (code, err) == (0, "")
+    assert re.search(r"^conv2_1.* \(Conv\): ", out, re.M)
+    assert re.search(r"^ +cut +step \[ms\] +more \[ms\] +memory +because of \[ms\]$", out, re.M), out
+    rivals = re.findall(r"([+-][\d.]+) +([+-][\d.]+)% ", out)
+    assert rivals and [float(m) for m, _ in rivals] == sorted(float(m) for m, _ in rivals)
+
+
+def test_explain_chooses_the_layers_that_take_longest(typed, planned):
+    code, out, _ = typed("explain", planned)
+    plan = PlanFile.load(planned).plan
+    slowest = max(plan.prediction.layers, key=lambda r: r.seconds)
+    assert code == 0 and re.search(rf"^{slowest.name}\b", out, re.M), out
+
+
+def test_explain_draws_the_strip(typed, planned, tmp_path):
+    code, out, _ = typed("explain", planned, "--layer", "predict", "--picture", tmp_path / "strip.png")
+    assert code == 0 and out.endswith(f"{tmp_path / 'strip.png'}: written\n")
+    assert (tmp_path / "strip.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("16", [16]), ("4,8,...,64", [4, 8, 16, 32, 64]), ("1, 3, ..., 27", [1, 3, 9, 27]), ("2,4,...,8", [2, 4, 8])],
+)
+def test_ranks(text, expected):
+    assert parse_ranks(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("four", "expected whole numbers >= 1 such as 4,8,...,2048, got 'four'"),
+        ("4,0", "got '0' in '4,0'"),
+        ("", "got '' in ''"),
+        ("8,4", "expected rising numbers"),
+        ("...,8", "expected two numbers before ... and one behind"),
+        ("4,...,8", "expected two numbers before ... and one behind"),
+        ("4,8,...", "expected two numbers before ... and one behind"),
+        ("4,6,...,32", "expected two numbers before ... and one behind"),
+        ("4,8,...,100", "expected 100 to be reached by times 2 from 8, got '4,8,...,100'; end with 128 or 64"),
+    ],
+)
+def test_ranks_that_are_refused(text, message):
+    with pytest.raises(UserError) as error:
+        parse_ranks(text)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sample", "expected AXIS=PARTS"),
+        ("sample=two", "expected AXIS=PARTS"),
+        ("sample=0", "expected AXIS=PARTS"),
+        ("column=2", "expected axes out of sample, depth"),
+        ("height=2,height=2", "expected every axis once"),
+    ],
+)
+def test_grids_that_are_refused(text, message):
+    with pytest.raises(UserError) as error:
+        parse_grid(text)
+    assert message in str(error.value)
+
+
+def test_predict_one_grid_is_one_record(typed):
+    arguments = ("predict", *SMALL, *LASSEN, "--grid", "sample=2,height=2,width=2")
+    code, out, err = typed(*arguments, "--json")
+    record = json.loads(out)
+    assert (code, err) == (0, "") and record["step_seconds"] > 0 and record["ranks"] == 8
+    parts = record["parts"]
+    assert parts["forward"] > 0 and parts["halo"] >= parts["halo_exposed"] >= 0
+    exposed = ("forward", "backward", "halo_exposed", "channel", "statistics", "redistribution", "packing")
+    whole = sum(parts[term] for term in (*exposed, "allreduce_exposed", "update"))
+    assert record["step_seconds"] == pytest.approx(whole, rel=0.05)
+    code, text, _ = typed(*arguments)
+    assert code == 0 and re.search(r"^step +[\d.]+ (us|ms)", text, re.M) and re.search(r"^  halo +", text, re.M)
+
+
+def test_samples_fill_the_grid(typed):
+    whole = json.loads(typed("predict", *SMALL, *LASSEN, "--grid", "sample=2,height=4", "--json")[1])
+    filled = json.loads(typed("predict", *SMALL, *LASSEN, "--grid", "height=4", "--json")[1])
+    assert whole["step_seconds"] == filled["step_seconds"]
+
+
+def test_predict_scales_strongly_and_weakly(typed, tmp_path):
+    picture = tmp_path / "curves.png"
+    ranks = ("--machine", "lassen", "--ranks", "2,4,...,16", "--batch", "4")
+    code, out, _ = typed("predict", *SMALL, *ranks, "--json", "--plot", picture)
+    record = json.loads(out)
+    assert code == 0 and picture.read_bytes().startswith(PNG)
+    assert [p["ranks"] for p in record["strong"]] == [2, 4, 8, 16]
+    assert [p["batch"] for p in record["strong"]] == [4] * 4 and [p["batch"] for p in record["weak"]] == [4, 8, 16, 32]
+    assert record["strong"][0]["step_seconds"] == record["weak"][0]["step_seconds"]
+    for kind in ("strong", "weak"):
+        assert record[kind][0]["efficiency"] == 1
+        for a, b in itertools.pairwise(record[kind]):
+            assert b["samples_per_second"] > 0.9 * a["samples_per_second"]
+            assert b["step_seconds"] <= min(x["step_seconds"] for x in b["baselines"].values() if x["fits"]) * 1.0001
+    code, text, _ = typed("predict", *SMALL, *ranks)
+    assert code == 0 and "strong scaling: the batch stays" in text and "weak scaling: samples per rank stay" in text
+
+
+def test_predict_says_where_nothing_fits(typed):
+    limited = ("--machine", "lassen", "--ranks", "1,8", "--batch", "2", "--memory", "1500kB")
+    code, out, _ = typed("predict", *SMALL, *limited)
+    assert code == 0 and re.search(r"^ +1 +2 .* nothing fits: ", out, re.M), out
+
+
+WRONG = [
+    (("plan", "mesh_3k", *LASSEN), "got 'mesh_3k'; did you mean mesh_2k"),
+    (("plan", *SMALL, "--machine", "lasen", "--ranks", 2, "--batch", 1), "got 'lasen'; did you mean lassen?"),
+    (
+        ("plan", *SMALL, "--machine", "no.toml", "--ranks", 2, "--batch", 1),
+        "expected a readable TOML file, got no.toml",
+    ),
+    (("plan", *SMALL, *LASSEN, "--memory", "16"), '--memory: expected a size with its unit, such as "16 GiB", got'),
+    (("plan", *SMALL, *LASSEN, "--memory", "1kB"), "too much; use more ranks, a smaller batch than 2"),
+    (("plan", *SMALL, *LASSEN, "--planner", "eliminate"), "got 'eliminate'; did you mean elimination?"),
+    (("plan", *SMALL, *LASSEN, "--dtype", "float8"), "--dtype: expected one of float16, float32"),
+    (("plan", *SMALL, *LASSEN, "--option", "colour=1"), "model: mesh was not made"),
+    (("plan", *SMALL, *LASSEN, "--option", "colour"), "--option: expected KEY=VALUE"),
+    (("plan", *SMALL, *LASSEN[:4], "--batch", 0), "--batch: expected a whole number >= 1, got 0"),
+    (("plan", *SMALL, "--machine", "lassen", "--ranks", "many", "--batch", 1), "Invalid value for '--ranks'"),
+    (
+        ("plan", *SMALL, *LASSEN, "-o", "no/such/plan.json"),
+        "plan no/such/plan.json: expected a path that can be written",
+    ),
+    (("predict", *SMALL, "--machine", "lassen", "--ranks", "x", "--batch", 1), "--ranks: expected whole numbers"),
+    (("predict", *SMALL, *LASSEN, "--grid", "height=3"), "3 ranks, which does not divide --ranks 8"),
+    (("predict", *SMALL, *LASSEN, "--grid", "sample=2,height=2"), "choose parts whose product is 8"),
+    (("predict", *SMALL, *LASSEN, "--grid", "depth=8"), "'depth' is cut, but the samples of 'mesh' have only the axes"),
+    (("predict", *SMALL, *LASSEN, "--grid", "sample=8"), "8 parts along 'sample', but the batch has 2; use at most 2"),
+    (("predict", *SMALL, *LASSEN, "--plot", "x.png"), "--plot: expected several numbers of ranks"),
+    (("predict", *SMALL, "--machine", "lassen", "--ranks", "2,3", "--batch", 3), "use a multiple of 2"),
+    (("explain", "no.json"), "plan no.json: expected a file to read"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(map(str, a))[-40:] for a, _ in WRONG])
+def test_mistakes_are_one_line(typed, arguments, message):
+    code, out, err = typed(*arguments)
+    assert (code, out) == (2, ""), err
+    assert len(err.splitlines()) == 1 and err.startswith("halograd: error: ") and message in err, err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no json", "expected JSON as `halograd plan -o` writes"),
+        ("[1, 2]", "got other JSON"),
+        ('{"parts": {}, "layers": {}}', "got a strategy without a plan"),
+        ('{"halograd_plan": 1}', "it is damaged"),
+        ('{"halograd_plan": 7}', "version 7, expected 1"),
+    ],
+)
+def test_what_is_no_plan_is_refused(typed, tmp_path, text, message):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    code, _, err = typed("explain", path)
+    assert code == 2 and len(err.splitlines()) == 1 and message in err, err
+
+
+def test_a_layer_that_is_not_there(typed, planned):
+    code, _, err = typed("explain", planned, "--layer", "conv2_2")
+    assert code == 2 and "expected a layer of 'mesh', got 'conv2_2'; did you mean conv2_1" in err
+
+
+def test_a_plan_of_python_cannot_be_explained(typed, planned, tmp_path):
+    path = tmp_path / "plain.json"
+    PlanFile.load(planned).plan.save(path)
+    assert PlanFile.load(path).plan == PlanFile.load(planned).plan
+    code, _, err = typed("explain", path)
+    assert code == 2 and "expected one with its model and machine" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("[links.across]", "[links.elsewhere]"), "links"),
+        (('memory = "', 'memory = "x'), "device.memory"),
+        (('launch = "', 'launch = "5 GB'), "device.launch"),
+    ],
+)
+def test_machine_files_with_faults(typed, tmp_path, change, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(Machine.load("lassen").to_toml().replace(*change))
+    code, _, err = typed("plan", *SMALL, "--machine", path, "--ranks", 2, "--batch", 1)
+    assert code == 2 and len(err.splitlines()) == 1 and str(path) in err and message in err, err
