@@ -59,7 +59,8 @@ class Grids:
         sizes = np.array(self.shape, np.int64)
         base, more = np.divmod(sizes, self.parts)
         first, last = (_block(position[:, None, :], base, more) for position in (start, stop - 1))
-        return np.where((stop > start).all(axis=1)[:, None], (last - first + 1).prod(axis=2), 0)
+        full: NDArray[np.bool_] = np.all(stop > start, axis=1, keepdims=True)
+        return np.where(full, (last - first + 1).prod(axis=2), 0)
 
     @property
     def fullest(self) -> Ints:

@@ -173,7 +173,7 @@ def layer_cost(
     more = wires.machine.runtime.layer
     data, filter_ = (time.backward_data + more, time.backward_filter) if train and stage.backward else (0.0, 0.0)
     hides = isinstance(stage.layer, Conv) or contracts(stage)
-    cost = LayerCost(time.forward + more, data, filter_, **terms, hides=hides)
+    cost = LayerCost(time.forward + more, data, filter_, hides=hides, **terms)  # type: ignore[arg-type]
     if not isinstance(stage.layer, Conv) or contracts(stage) or not cost.halo_forward:
         return cost
     cost = replace(cost, strips=_strips(stage, pricing))

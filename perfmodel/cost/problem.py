@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +78,7 @@ class NetworkCosts:
 
     def strategy(self, indices: Sequence[int], bucket_bytes: int = 4 << 20) -> Strategy:
         """The strategy that a choice of candidates stands for, halo algorithms included."""
-        layers = {}
+        layers: dict[str, dict[str, Any]] = {}
         for name, some, halos, i in zip(self.names, self.candidates, self.halos, indices):
             layers[name] = {axis: n for axis, n in zip(PARTS, some[i]) if n > 1} or {"sample": 1}
             if halos[i]:
