@@ -34,6 +34,7 @@ from halograd.layers.memory import Memory
 from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
+from tests.layers.cuts import primes, random_parts
 
 CLASSES = 3
 #: Most elements of one sample's array.
@@ -212,34 +213,24 @@ class Graphs:
         return {"loss": SoftmaxCrossEntropy(name="ce")(vector, target), "vector": vector}
 
     def strategy(self, network, size):
-        """Parts and halo algorithms at random; half of the layers have their own, perhaps with fewer ranks."""
+        """Parts and halo algorithms at random; some layers have their own, channels too, perhaps with fewer ranks."""
         axes = ("sample", *("depth", "height", "width")[3 - self.axes :])
-        everyone = self._parts(axes, size, exact=True)
+        everyone = self._parts(axes, size)
         layers = {}
         apart = self.pick(0.0, 0.3, 0.7)
         for name in network.layers:
             own = {"halo": self.pick("pad", "overlap")}
             if self.rng.random() < apart:
-                own |= self._parts(axes, size, exact=self.rng.random() < 0.6)
+                ranks = size if self.rng.random() < 0.6 else int(self.rng.integers(1, size + 1))
+                own |= random_parts(network.layers[name], ranks, self.rng)
             layers[name] = own
         return Strategy(everyone, layers, bucket_bytes=self.pick(1, 500, 4 << 20))
 
-    def _parts(self, axes, size, exact):
+    def _parts(self, axes, size):
         parts = dict.fromkeys(axes, 1)
-        rest = size if exact else int(self.rng.integers(1, size + 1))
-        for prime in _primes(rest):
+        for prime in primes(size):
             parts[axes[int(self.rng.integers(len(axes)))]] *= prime
         return parts
-
-
-def _primes(n):
-    found, p = [], 2
-    while n > 1:
-        while n % p == 0:
-            found.append(p)
-            n //= p
-        p += 1
-    return found
 
 
 def poison(monkeypatch):
@@ -273,7 +264,7 @@ def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64")
     kernels = get_backend(backend)
     with Executor(network, comm, kernels, batch, strategy, dtype, probed=probed) as executor:
         for key, array in executor.store.params.items():
-            array[...] = random_array(array.shape, key)
+            array[...] = random_array(executor.store.shapes[key], key)[executor.store.box(key).slices()]
         for step in steps:
             executor.mode.step = step
             for name, array in batch_of(network, batch, step).items():
@@ -287,6 +278,7 @@ def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64")
         for name in probed:
             if executor.values[name].gradient is not None:
                 result[f"d{name}"] = executor.gather(name, gradient=True)
-        result |= {f"d{key}": array.copy() for key, array in executor.store.grads.items()}
+        grads = executor.store.gather(comm, executor.store.grads)
+        result |= {f"d{key}": array.copy() for key, array in (grads or {}).items()}
         result["loss"] = np.array([loss])
     return result if comm.rank == 0 else None

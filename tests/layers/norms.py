@@ -76,7 +76,7 @@ def executing(make, shape, comm, parts, batch=2, dtype="float64", backend="numpy
     with Executor(network, comm, get_backend(backend), batch, strategy, dtype, probed=["x"], **arguments) as executor:
         if arguments["store"] is None:
             for name, array in executor.store.params.items():
-                array[...] = random_array(array.shape, name)
+                array[...] = random_array(executor.store.shapes[name], name)[executor.store.box(name).slices()]
         executor.set_input("x", random_array((batch, *shape), "x0") if x is None else x)
         executor.set_input("g", random_array((batch, *y.shape), "g"))
         yield executor

@@ -90,6 +90,49 @@ def test_exact_on_samples_without_space():
     check_layer(norm(), (6,), batch=9)
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+def test_exact_with_channels_cut(backend, dtype):
+    needs(backend)
+    options = {"axes": ("sample", "height", "channel"), "gradient": False, "backend": backend, "dtype": dtype}
+    check_layer(norm(activation="relu"), (7, 5, 5), batch=2, **options)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("statistics", ["global", "sample", "local"])
+def test_statistics_of_cut_channels_are_those_of_their_blocks_in_space(ranks, statistics):
+    """Channels do not mix: cutting them changes nothing but who computes."""
+    shape = (6, 5, 4)
+    x = random_array((3, *shape), "x0")
+    for parts in grids(ranks.size, ("sample", "width", "channel")):
+        found = run_layer(norm(statistics=statistics), [shape], ranks, parts, batch=3, steps=2)
+        whole = {"sample": parts["sample"], "width": parts["width"]}
+        want = oracle(x, 3, shape, blocks_of(statistics, 3, shape, whole, ranks.size))
+        for key, array in want.items() if found is not None else ():
+            close(found[key], array)
+
+
+@pytest.mark.ranks(2, 4)
+def test_statistics_of_cut_channels_are_summed_by_the_ranks_with_the_same(ranks):
+    """One sum forward and one backward, of this rank's channels; none where all cuts are along channels."""
+    shape, channel = (8, 6, 4), 2
+    parts = {"height": ranks.size // channel, "channel": channel}
+    strategy = Strategy(parts, {"probe": {"height": ranks.size}})
+    with executing(norm(), shape, ranks, parts, strategy=strategy) as executor:
+        assert executor.store.state["norm/mean"].shape == (2,)
+        step(executor)
+        ranks.counters.reset()
+        step(executor)
+        found = ranks.counters["statistics"]
+        several = int(ranks.size > channel)
+        assert (found.messages, found.bytes) == (2 * several, 2 * several * 2 * 2 * 8)
+        assert ranks.counters["running statistics"].messages == 0
+        state = executor.store.gather(ranks, executor.store.state)
+        if state is not None:
+            x = random_array((2, *shape), "x0").reshape(-1, 4)
+            close(state["norm/mean"], x.mean(0) * (1 - 0.9**2))
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("relu", [None, "relu"])

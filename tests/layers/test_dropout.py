@@ -28,6 +28,13 @@ def test_exact_on_uneven_and_empty_blocks(monkeypatch):
     check_layer(lambda: lambda x: Dropout(0.4)(Conv(3, 3, padding=1, name="c")(x)), (6, 7, 2), gradient=False)
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("shape", [(7, 6, 5), (5,)])
+def test_the_same_mask_with_channels_cut(shape):
+    axes = ("sample", "channel") if len(shape) == 1 else ("sample", "height", "channel")
+    check_layer(lambda: Dropout(0.4), shape, batch=3, axes=axes, gradient=False)
+
+
 def masks(step=0, seed=0, rate=0.3, training=True, shape=(20, 20, 5)):
     """Output of dropout on ones."""
     network = Network(Dropout(rate, "drop")(Input(shape)))

@@ -12,6 +12,7 @@ from halograd.layers import (
     GELU,
     Add,
     AveragePool,
+    BatchNorm,
     Concat,
     Conv,
     ConvTranspose,
@@ -57,12 +58,13 @@ LAYERS = {
 
 
 @contextlib.contextmanager
-def compiled(build, shape, comm, parts, backend="numpy", batch=2):
-    """An executor of `build`'s layers behind a pointwise convolution, filled."""
+def compiled(build, shape, comm, parts, backend="numpy", batch=2, layers=None):
+    """An executor of `build`'s layers behind a pointwise convolution, filled; `layers` are cut by themselves."""
     x = Input(shape, "x")
     y = build(Conv(shape[-1], 1, name="before")(x))
     network = Network({"y": y, "loss": Probe("probe")(y, Input(y.shape, "g"))})
-    with Executor(network, comm, get_backend(backend), batch, Strategy(parts), "float32", probed=["x"]) as executor:
+    strategy = Strategy(parts, layers or {})
+    with Executor(network, comm, get_backend(backend), batch, strategy, "float32", probed=["x"]) as executor:
         executor.set_input("x", random_array((batch, *shape), "x"))
         executor.set_input("g", random_array((batch, *y.shape), "g"))
         yield executor
@@ -84,16 +86,47 @@ def test_a_step_allocates_no_array(name, backend):
         Communicator(MPI.COMM_WORLD) as comm,
         compiled(LAYERS[name], (64, 64, 16), comm, {"width": comm.size}, backend) as executor,
     ):
-        step(executor)
-        tracemalloc.start()
-        before, _ = tracemalloc.get_traced_memory()
-        step(executor)
-        after, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        fault = None
-        if peak - before > 192 * 1024 or after - before > 16 * 1024:
-            fault = AssertionError(f"{name}: peak {peak - before} B, left {after - before} B")
-        comm.agree(fault)
+        check_allocations(executor, comm, name)
+
+
+#: Layers with channels cut, and how: name -> layers, parts of the one that is called "cut".
+CUTS = {
+    "filters": (lambda x: Conv(16, 3, padding=1, activation="relu", name="cut")(x), {"channel": 2}),
+    "sums": (lambda x: Conv(16, 3, padding=1, activation="relu", name="cut")(x), {"input_channel": 2}),
+    "filters, stride 2": (lambda x: Conv(32, 3, 2, 1, name="cut")(x), {"channel": 2}),
+    "units": (lambda x: Dense(20, name="cut")(Flatten()(x)), {"channel": 2}),
+    "features": (lambda x: Dense(20, name="cut")(Flatten()(x)), {"input_channel": 2}),
+    "batch norm": (lambda x: BatchNorm(activation="relu", name="cut")(x), {"channel": 2}),
+    "max pool": (lambda x: MaxPool(3, 1, 1, name="cut")(x), {"channel": 2}),
+    "concat": (lambda x: Concat(name="cut")(ReLU()(x), x), {"channel": 2}),
+    "on one rank": (lambda x: Conv(16, 3, padding=1, name="cut")(x), {"sample": 1}),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("name", CUTS)
+def test_a_step_with_cut_channels_allocates_no_array(name, backend):
+    build, parts = CUTS[name]
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        compiled(build, (64, 64, 16), comm, {"width": comm.size}, backend, layers={"cut": parts}) as executor,
+    ):
+        check_allocations(executor, comm, name)
+
+
+def check_allocations(executor, comm, name):
+    """The second step leaves nothing and takes less than an array."""
+    step(executor)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    step(executor)
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    fault = None
+    if peak - before > 192 * 1024 or after - before > 16 * 1024:
+        fault = AssertionError(f"{name}: peak {peak - before} B, left {after - before} B")
+    comm.agree(fault)
 
 
 ROW = 6 * 2 * 4

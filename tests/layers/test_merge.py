@@ -1,9 +1,15 @@
 """Add and Concat: exact under every cut, gradients that are shared and summed, refusals, torch."""
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi4py import MPI
 
-from halograd.layers import Add, Concat, Conv, Input, ReLU
-from halograd.testing import check_layer
+from halograd.comm import Communicator
+from halograd.dtensor import Box
+from halograd.layers import Add, AveragePool, Concat, Conv, GlobalAveragePool, Input, MaxPool, ReLU
+from halograd.testing import check_layer, compare, run_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
 
@@ -34,6 +40,60 @@ def test_exact_in_other_dimensions(layer, shape):
 def test_exact_on_uneven_and_empty_blocks(monkeypatch):
     skew(monkeypatch)
     check_layer(lambda: lambda a, b: Concat()(Add("relu")(a, b), a), [SHAPE, SHAPE], gradient=False)
+
+
+CUT = ("sample", "width", "channel")
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+@pytest.mark.parametrize("channels", [(3, 4), (1, 5, 2), (4, 4)])
+def test_concat_exact_with_channels_cut(channels, backend, dtype):
+    """The blocks of the inputs do not lie where those of the output do, nor do all ranks hold a part of each input."""
+    options = {"axes": CUT, "gradient": False, "backend": backend, "dtype": dtype}
+    check_layer(lambda: lambda *x: Concat(name="c")(*x), [(5, 6, c) for c in channels], **options)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_concat_reads_what_its_channels_are_made_of(channels, data):
+    low = data.draw(st.integers(0, sum(channels)))
+    high = data.draw(st.integers(low, sum(channels)))
+    boxes = Concat().input_boxes(Box((0, 2, low), (3, 4, high)), *[(6, c) for c in channels])
+    origin = [(i, c) for i, n in enumerate(channels) for c in range(n)]
+    read = [(i, c) for i, box in enumerate(boxes) for c in range(*box.ranges[-1])]
+    assert read == origin[low:high]
+    assert all(box.ranges[:-1] == ((0, 3), (2, 4)) and box.start[-1] <= box.stop[-1] for box in boxes)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: Add("relu"),
+        lambda: lambda a, b: Add()(ReLU()(a), b),
+        lambda: lambda a, b: MaxPool(3, 2, 1)(Add()(a, b)),
+        lambda: lambda a, b: AveragePool(2)(Add()(a, b)),
+        lambda: lambda a, b: GlobalAveragePool()(Add()(a, b)),
+    ],
+    ids=["add relu", "relu", "max pool", "average pool", "global average pool"],
+)
+def test_channelwise_layers_exact_with_channels_cut(layer):
+    check_layer(layer, [(7, 6, 5)] * 2, axes=CUT, gradient=False)
+
+
+@pytest.mark.ranks(3)
+def test_concat_of_values_on_different_ranks():
+    """Inputs that other layers made under other cuts come from where they are."""
+    make = lambda: lambda a, b: Concat(name="c")(Conv(4, 1, name="v")(a), b)  # noqa: E731
+    with Communicator(MPI.COMM_SELF) as alone, Communicator(MPI.COMM_WORLD) as comm:
+        for parts in ({"channel": 3}, {"channel": 2}, {"width": 3}):
+            found = run_layer(make, [(5, 6, 3), (5, 6, 2)], comm, parts)
+            fault = None
+            if found is not None:
+                want = run_layer(make, [(5, 6, 3), (5, 6, 2)], alone, {})
+                fault = compare(found, want, 64.0, "float64", str(parts))
+                assert np.isfinite(found["y"]).all()
+            comm.agree(fault)
 
 
 def residual(x):

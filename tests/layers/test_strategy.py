@@ -3,6 +3,7 @@
 import pytest
 
 from halograd.errors import UserError
+from halograd.layers import BatchNorm, Conv, Dense, Flatten, GroupNorm, Input, Network, Softmax
 from halograd.layers.strategy import AXES, Strategy, layout_of
 from halograd.models import mesh
 
@@ -37,6 +38,62 @@ def test_arrays_without_space_are_spread_over_all_ranks():
 def test_what_is_refused(strategy, size, message):
     with pytest.raises(UserError, match=message):
         strategy.validate(NETWORK, size)
+
+
+def small():
+    y = BatchNorm(name="norm")(Conv(6, 3, name="conv")(Input((8, 8, 4), "x")))
+    y = GroupNorm(2, name="group")(Conv(6, 3, groups=2, name="grouped")(y))
+    y = Dense(3, name="dense")(Flatten(name="flat")(y))
+    return Network(Softmax(name="softmax")(y))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"norm": {"input_channel": 4}}, r"'norm' .BatchNorm. cannot be cut along 'input_channel'; use .* channel$"),
+        ({"group": {"channel": 4}}, r"'group' \(GroupNorm\) cannot be cut along 'channel'; use sample or .* or width$"),
+        ({"grouped": {"channel": 4}}, r"'grouped' \(Conv\) cannot be cut along 'channel'; use sample"),
+        ({"flat": {"channel": 4}}, r"'flat' \(Flatten\) cannot be cut along 'channel'"),
+        ({"softmax": {"channel": 4}}, r"'softmax' \(Softmax\) cannot be cut along 'channel'"),
+        ({"dense": {"channel": 4}}, "layer 'dense': 4 blocks of 3 channels; use at most 3"),
+        ({"dense": {"channel": 2, "input_channel": 2}}, "layer 'dense': 4 blocks of 3 channels; use at most 3"),
+        ({"conv": {"channel": 2, "input_channel": 3}}, "2 channel x 3 input_channel of layer 'conv' needs 6 ranks"),
+        ({"conv": {"input_channel": 4, "channel": 0}}, "conv.channel: expected a whole number >= 1, got 0"),
+        ({"conv": {"height": 8}}, "8 height of layer 'conv' needs 8 ranks, the run has 4"),
+    ],
+)
+def test_cuts_of_channels_that_are_refused(layers, message):
+    with pytest.raises(UserError, match=message):
+        Strategy({"sample": 4}, layers).validate(small(), 4)
+
+
+def test_more_parts_of_the_sum_than_channels_are_refused():
+    with pytest.raises(UserError, match="layer 'conv': 6 parts of 4 input channels"):
+        Strategy({"sample": 6}, {"conv": {"input_channel": 6}}).validate(small(), 6)
+
+
+def test_cuts_of_channels_and_fewer_ranks_that_are_allowed():
+    layers = {
+        "conv": {"height": 2, "channel": 2, "input_channel": 2},
+        "norm": {"channel": 6},
+        "group": {"sample": 3},
+        "dense": {"input_channel": 3},
+        "softmax": {"sample": 1},
+    }
+    strategy = Strategy({"sample": 4, "height": 2}, layers)
+    strategy.validate(small(), 8)
+    assert strategy.ranks == 8
+    assert Strategy({"sample": 2}, {"conv": {"channel": 3}}).ranks == 3, "the layer that needs the most"
+
+
+def test_layouts_of_cut_channels():
+    parts = {"height": 2, "channel": 2, "input_channel": 2}
+    image = layout_of((1, 4, 5, 6), parts, 9)
+    assert [box.ranges[-1] for box in image.boxes[:4]] == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    assert [box.ranges[1] for box in image.boxes[:8]] == [(0, 2)] * 4 + [(2, 4)] * 4 and not image.boxes[8].size
+    vector = layout_of((3, 6), parts, 9)
+    assert [box.ranges[0] for box in vector.boxes[:8]] == [(0, 2)] * 4 + [(2, 3)] * 4
+    assert [box.ranges[1] for box in vector.boxes[:4]] == [box.ranges[-1] for box in image.boxes[:4]]
 
 
 def test_more_parts_than_rows_are_refused_for_samples():
