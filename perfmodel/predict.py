@@ -241,13 +241,16 @@ class _Search:
         return self._result(best, time.perf_counter() - began)
 
     def _try(self, name: str, strategy: Strategy, optimal: bool = False) -> _Found:
-        training = self.planning.training
-        prediction = simulate(
-            self.network, strategy, self.batch, self.machine, self.times, training, self.ranks, self.pricing
-        )
+        prediction = self._simulated(strategy)
         found = _Found(name, _with_halos(strategy, prediction), prediction, optimal)
         self.found.append(found)
         return found
+
+    def _simulated(self, strategy: Strategy, account: bool = True) -> Prediction:
+        training, pricing = self.planning.training, self.pricing
+        return simulate(
+            self.network, strategy, self.batch, self.machine, self.times, training, self.ranks, pricing, account
+        )
 
     def _plan(self) -> None:
         """Ask the planner, once per charge."""
@@ -291,13 +294,18 @@ class _Search:
         ) from failure
 
     def _best_buckets(self, best: _Found) -> _Found:
-        tries = [best]
+        """The same strategy with the best size of buckets."""
+        seconds = {best.strategy.bucket_bytes: best.prediction.step_seconds}
         for nbytes in self.buckets:
-            if nbytes != best.strategy.bucket_bytes:
+            if nbytes not in seconds:
                 strategy = replace(best.strategy, bucket_bytes=nbytes)
-                self._try(f"{best.name}, buckets of {bytes_text(nbytes)}", strategy, best.optimal)
-                tries.append(self.found.pop())
-        return min((f for f in tries if self._fits(f)), key=lambda f: f.prediction.step_seconds)
+                seconds[nbytes] = self._simulated(strategy, account=False).step_seconds
+        fastest = min(seconds, key=lambda nbytes: seconds[nbytes])
+        if fastest == best.strategy.bucket_bytes:
+            return best
+        found = self._try(best.name, replace(best.strategy, bucket_bytes=fastest), best.optimal)
+        self.found.pop()
+        return found if self._fits(found) else best
 
     def _result(self, best: _Found, seconds: float) -> Plan:
         others = [f for f in self.found if f.strategy.layers != best.strategy.layers]

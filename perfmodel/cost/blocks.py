@@ -76,6 +76,14 @@ class Blocks:
 
     axes: tuple[Intervals, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Blocks are looked up far more often than made, and are long.
+        return hash(self.axes)
+
     @cached_property
     def grid(self) -> tuple[int, ...]:
         """Parts per axis."""

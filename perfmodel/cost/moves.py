@@ -69,6 +69,12 @@ class Moves:
 
 def reads_of(stage: Stage) -> list[Read]:
     """What a stage gathers of each of its inputs."""
+    if "reads" not in stage.memo:
+        stage.memo["reads"] = _reads(stage)
+    return stage.memo["reads"]
+
+
+def _reads(stage: Stage) -> list[Read]:
     owned = [value.blocks for value in stage.inputs]
     shapes = [value.shape for value in stage.inputs]
     own = not overrides(stage.layer, "bind")
@@ -129,6 +135,12 @@ def contracts(stage: Stage) -> bool:
 
 def contraction_blocks(stage: Stage) -> tuple[Blocks, Blocks]:
     """What every rank reads of the input, and the part of the output of which it computes a summand."""
+    if "contraction" not in stage.memo:
+        stage.memo["contraction"] = _contraction_blocks(stage)
+    return stage.memo["contraction"]
+
+
+def _contraction_blocks(stage: Stage) -> tuple[Blocks, Blocks]:
     x, y = stage.inputs[0], stage.output
     channels, inner = stage.parts[4:]
     needed = clipped(needed_blocks(stage.layer, 0, [x.blocks], [x.shape], y.blocks), x.shape)

@@ -58,6 +58,8 @@ class Stage:
         Its cut, parts per axis in the order of `PARTS`.
     backward
         Whether it runs in the backward pass.
+    memo
+        What was found out about it already.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Stage:
     parts: Parts
     options: Mapping[str, Any] = field(default_factory=dict)
     backward: bool = False
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

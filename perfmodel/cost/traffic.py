@@ -52,6 +52,9 @@ class Move:
     itemsize: int
     kind: str = "halo"
 
+    def __hash__(self) -> int:
+        return hash((hash(self.source), hash(self.target), self.itemsize))
+
     @cached_property
     def adjoint(self) -> Move:
         """The same exchange, backward."""
