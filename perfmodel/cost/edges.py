@@ -103,7 +103,7 @@ def edge_seconds(
 
 
 def _looked_at(ranks: int) -> list[int]:
-    """All of a few; else the first, whose blocks are largest, and one that is at no corner of any grid and keeps little."""
+    """All of a few; else the first, whose blocks are largest, and one that is at no corner and keeps little."""
     return sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}) if ranks <= 8 else [0, 3 * ranks // 8]
 
 
