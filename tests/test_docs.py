@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from halograd.layers import Strategy
+from halograd.models import vgg_a
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -16,10 +19,16 @@ def blocks(page: str) -> list[str]:
 def test_custom_layer_tutorial():
     """All blocks of the page, one after the other, on the ranks of this run."""
     found = blocks("custom_layers.md")
-    assert len(found) == 4
+    assert len(found) == 5
     space: dict = {"__name__": "tutorial"}
     for code in found:
         exec(compile(code, "custom_layers.md", "exec"), space)
+
+
+def test_the_strategy_with_cut_channels_fits_its_network(tmp_path):
+    (text,) = re.findall(r"^```json\n(.*?)^```", (DOCS / "architecture.md").read_text(), flags=re.M | re.S)
+    (tmp_path / "strategy.json").write_text(text)
+    Strategy.load(tmp_path / "strategy.json").validate(vgg_a(classes=10, resolution=64, width=0.25), 4)
 
 
 @pytest.mark.mpi(min_size=1)

@@ -1,9 +1,11 @@
 """Random networks under random cuts, layer by layer: values and gradients are those of one process."""
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.layers import Layer, Parameter, Stencil
 from halograd.testing import check_layer, compare
 from tests.layers.geometries import skew
 from tests.layers.graphs import Centre, Gate, Graphs, poison, run
@@ -47,3 +49,41 @@ def test_a_layer_that_reads_whole_samples_owes_nothing_where_it_makes_nothing(sh
 def test_two_inputs_of_different_halos(monkeypatch):
     skew(monkeypatch)
     check_layer(lambda: Gate(2), [(7, 6, 2)] * 2, batch=3)
+
+
+class Blur(Layer):
+    """``y = amount * (sum of x over three rows)``, channel by channel: blocks of channels are all it needs."""
+
+    stencil = Stencil((3, 1), padding=(1, 0))
+    cuts_channels = "channelwise"
+
+    def parameters(self, shape):
+        return {"amount": Parameter((shape[-1],), "ones", channel_axis=0), "shift": Parameter((1,))}
+
+    def _rows(self, array):
+        return [array[:, i : array.shape[1] - 2 + i] for i in range(3)]
+
+    def forward(self, inputs, params, box):
+        return params["amount"] * sum(self._rows(inputs[0])) + params["shift"]
+
+    def backward(self, dy, inputs, params, box):
+        dx = np.zeros_like(inputs[0])
+        for view in self._rows(dx):
+            view += params["amount"] * dy
+        amount = np.sum(dy * sum(self._rows(inputs[0])), axis=(0, 1, 2))
+        return [dx], {"amount": amount, "shift": np.sum(dy, keepdims=True).reshape(1)}
+
+
+class GateOfChannels(Gate):
+    """The same with leave to cut its channels: its input boxes follow those of the output."""
+
+    cuts_channels = "channelwise"
+
+
+@pytest.mark.mpi
+def test_channels_of_layers_of_ones_own(monkeypatch):
+    """A parameter along the channels is held in blocks, another one whole, and its gradient summed by all."""
+    poison(monkeypatch)
+    axes = ("sample", "height", "channel")
+    check_layer(Blur, (7, 5, 6), axes=axes)
+    check_layer(lambda: GateOfChannels(1), [(7, 6, 5)] * 2, axes=axes, gradient=False)
