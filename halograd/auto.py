@@ -135,7 +135,6 @@ class _Planner:
         backend = self.config.backend
         with get_backend(backend.kernels, backend.threads, backend.autotune) as kernels:
             machine = self._machine(kernels)
-            made = None
             for left in reversed(range(ROUNDS)):
                 times = self._times(kernels, machine)
                 made = self._plan_on_root(machine, times)
@@ -237,6 +236,7 @@ class _Planner:
         made, mistake = self.comm.bcast((made, mistake))
         if mistake is not None:
             raise UserError(mistake)
+        assert made is not None
         return made
 
     def _plan(self, machine: Machine, times: KernelTimes) -> PlanFile:

@@ -175,7 +175,7 @@ def check_layer(
         if gradient and dtype == "float64" and world.rank == 0:
             wrong = _check_gradient(make, shapes, alone, reference, batch, backend)
     axes = axes or [a for a in axis_names(len(shapes[0]) + 1) if a != "channel"]
-    network, _ = _probed(make, shapes)
+    network, _ = _probed(make, shapes)  # type: ignore[arg-type]
     with Communicator(world, transport) as ranks:
         ranks.agree(wrong)
         for parts in grids(world.size, axes):

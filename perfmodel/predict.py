@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from halograd.perfmodel.cost.baselines import BASELINES, baseline
 from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.prediction import Prediction
 from halograd.perfmodel.cost.problem import NetworkCosts, network_costs
-from halograd.perfmodel.cost.simulate import Training, simulate
+from halograd.perfmodel.cost.simulate import Simulation, Training
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.machine import Machine
@@ -27,6 +28,8 @@ __all__ = ["EXPOSED", "Alternative", "Plan", "Planning", "plan_network"]
 EXPOSED = (1.0, 0.3, 0.0)
 #: Sizes of buckets that are tried for the best plan [B].
 BUCKETS = (1 << 20, 4 << 20, 16 << 20)
+#: Where what stays in memory is less than this part of the limit, what backward borrows fits too.
+ROOMY = 0.4
 #: How often a plan that does not fit after all is made again under a smaller limit.
 ATTEMPTS = 6
 
@@ -89,7 +92,7 @@ class Plan:
     optimal
         Whether the planner proved that no other choice of candidates is faster, by the additive costs it minimizes.
     planning_seconds
-        Wall time of everything [s].
+        Wall time of the search: pricing, planners, simulation of what they and the baselines chose [s].
     """
 
     network: str
@@ -200,9 +203,21 @@ def plan_network(
 @dataclass
 class _Found:
     name: str
-    strategy: Strategy
-    prediction: Prediction
+    simulation: Simulation
     optimal: bool = False
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.simulation.strategy
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.simulation.step_seconds
+
+    @cached_property
+    def memory_bytes(self) -> int:
+        """Of the fullest rank; asked for only where it matters, because it takes as long as all else [B]."""
+        return sum(self.simulation.memory.values())
 
 
 @dataclass
@@ -241,16 +256,10 @@ class _Search:
         return self._result(best, time.perf_counter() - began)
 
     def _try(self, name: str, strategy: Strategy, optimal: bool = False) -> _Found:
-        prediction = self._simulated(strategy)
-        found = _Found(name, _with_halos(strategy, prediction), prediction, optimal)
-        self.found.append(found)
-        return found
-
-    def _simulated(self, strategy: Strategy, account: bool = True) -> Prediction:
-        training, pricing = self.planning.training, self.pricing
-        return simulate(
-            self.network, strategy, self.batch, self.machine, self.times, training, self.ranks, pricing, account
-        )
+        training = self.planning.training
+        simulation = Simulation(self.network, strategy, self.batch, self.pricing, training, self.ranks)
+        self.found.append(_Found(name, simulation, optimal))
+        return self.found[-1]
 
     def _plan(self) -> None:
         """Ask the planner, once per charge."""
@@ -268,7 +277,9 @@ class _Search:
                     break
                 seen.add(choice.indices)
                 found = self._candidate(costs, choice, exposed)
-                over = found.prediction.memory_bytes - self.limit
+                if choice.memory < ROOMY * self.limit:
+                    break
+                over = found.memory_bytes - self.limit
                 if over <= 0:
                     break
                 # What the backward pass borrows is not in the problem: leave room for it.
@@ -279,14 +290,14 @@ class _Search:
         return self._try(name, costs.strategy(choice.indices, self.middle), choice.optimal)
 
     def _fits(self, found: _Found) -> bool:
-        return found.prediction.memory_bytes <= self.limit
+        return found.memory_bytes <= self.limit
 
     def _best(self, failure: NoneFits | None) -> _Found:
-        fitting = [f for f in self.found if self._fits(f)]
-        if fitting:
-            return min(fitting, key=lambda f: f.prediction.step_seconds)
-        least = min(self.found, key=lambda f: f.prediction.memory_bytes)
-        needs = least.prediction.memory_bytes
+        for found in sorted(self.found, key=lambda f: f.seconds):
+            if self._fits(found):
+                return found
+        least = min(self.found, key=lambda f: f.memory_bytes)
+        needs = least.memory_bytes
         raise UserError(
             f"plan: expected a strategy within {bytes_text(self.limit)} per rank, the leanest found ({least.name}) "
             f"takes {bytes_text(needs)}, {bytes_text(needs - self.limit)} too much; use more ranks, a smaller batch "
@@ -295,20 +306,13 @@ class _Search:
 
     def _best_buckets(self, best: _Found) -> _Found:
         """The same strategy with the best size of buckets."""
-        seconds = {best.strategy.bucket_bytes: best.prediction.step_seconds}
-        for nbytes in self.buckets:
-            if nbytes not in seconds:
-                strategy = replace(best.strategy, bucket_bytes=nbytes)
-                seconds[nbytes] = self._simulated(strategy, account=False).step_seconds
-        fastest = min(seconds, key=lambda nbytes: seconds[nbytes])
-        if fastest == best.strategy.bucket_bytes:
-            return best
-        found = self._try(best.name, replace(best.strategy, bucket_bytes=fastest), best.optimal)
-        self.found.pop()
-        return found if self._fits(found) else best
+        tries = [_Found(best.name, best.simulation.with_buckets(n), best.optimal) for n in self.buckets]
+        fastest = min(tries, key=lambda f: f.seconds)
+        return fastest if fastest.seconds < best.seconds and self._fits(fastest) else best
 
     def _result(self, best: _Found, seconds: float) -> Plan:
         others = [f for f in self.found if f.strategy.layers != best.strategy.layers]
+        prediction = best.simulation.prediction()
         return Plan(
             self.network.name,
             tuple(self.network.layers),
@@ -317,11 +321,9 @@ class _Search:
             self.planning.training.dtype,
             self.machine.name,
             best.name.split(",")[0],
-            best.strategy,
-            best.prediction,
-            tuple(
-                Alternative(f.name, f.prediction.step_seconds, f.prediction.memory_bytes, self._fits(f)) for f in others
-            ),
+            _with_halos(best.strategy, prediction),
+            prediction,
+            tuple(Alternative(f.name, f.seconds, f.memory_bytes, self._fits(f)) for f in others),
             self.limit,
             best.optimal,
             seconds,

@@ -19,25 +19,29 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
     p = plan.prediction
     rows = [["", "", "[ms]", "[ms]", ""]]
     for record in p.layers:
-        seconds = _predicted(record)
-        rows.append(
-            _row(record.name, cut_text(record.parts), seconds, sum(measured.layers.get(record.name, (0.0, 0.0))))
-        )
-    layers = sum(_predicted(r) for r in p.layers)
-    seen = sum(sum(pair) for pair in measured.layers.values())
-    rows.append(_row("layers together", "", layers, seen))
-    rows.append(_row("gradients, waited for", "", p.allreduce_exposed, measured.waits.get("allreduce", 0.0)))
-    rows.append(_row("update", "", p.update_seconds, measured.update))
+        seen = sum(measured.layers.get(record.name, (0.0, 0.0)))
+        rows.append(_row(record.name, cut_text(record.parts), _predicted(record), seen))
+    rows += [_row(name, "", *pair) for name, pair in _parts(plan, measured).items()]
     rows.append(_row("step", "", p.step_seconds, measured.step_seconds))
-    rest = measured.step_seconds - seen - measured.waits.get("allreduce", 0.0) - measured.update
-    told = p.step_seconds - layers - p.allreduce_exposed - p.update_seconds
-    rows.insert(-1, _row("between them", "", max(0.0, told), max(0.0, rest)))
     heading = ["layer", "cut", "predicted", "measured", "error"]
     data = f"; {1e3 * measured.data:.3f} ms more for the data" if measured.data else ""
     return [
-        f"predicted against measured, forward and backward; medians of {measured.steps} steps, rank 0{data}",
+        f"predicted against measured, forward and backward; medians of {measured.steps} step(s), rank 0{data}",
         *table(heading, rows, left=2),
     ]
+
+
+def _parts(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
+    """What makes up the step: predicted and measured [s]."""
+    p = plan.prediction
+    found = {
+        "layers together": (sum(map(_predicted, p.layers)), sum(map(sum, measured.layers.values()))),
+        "gradients, waited for": (p.allreduce_exposed, measured.waits.get("allreduce", 0.0)),
+        "loss, waited for": (0.0, measured.waits.get("loss", 0.0)),
+        "update": (p.update_seconds, measured.update),
+    }
+    told, seen = (sum(pair[i] for pair in found.values()) for i in (0, 1))
+    return {**found, "between them": (max(0.0, p.step_seconds - told), max(0.0, measured.step_seconds - seen))}
 
 
 def compared(plan: Plan, measured: Measured) -> dict[str, object]:

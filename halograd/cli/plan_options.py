@@ -216,7 +216,7 @@ def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[in
     if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not behind or not behind[0].isdigit():
         raise UserError(f"--ranks: expected two numbers before ... and one behind, such as 4,8,...,2048, got {text!r}")
     ratio, last = before[-1] // before[-2], int(behind[0])
-    found = []
+    found: list[int] = []
     while [*before, *found][-1] * ratio < last:
         found.append([*before, *found][-1] * ratio)
     if (found or before)[-1] * ratio != last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.machine import Machine
 
-__all__ = ["Training", "simulate"]
+__all__ = ["Simulation", "Training", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -75,37 +76,88 @@ def simulate(
         Whether to find memory and traffic too.
     """
     training = training or Training()
-    size = ranks or strategy.ranks
     pricing = pricing or Pricing(Wires(machine), times, training.dtype)
-    steps = stages(network, strategy, batch, training.dtype)
-    gathered: set = set()
-    costs = [layer_cost(stage, pricing, size, gathered) for stage in steps]
-    costs = [_with_sum(cost, stage, n, pricing) for cost, stage, n in zip(costs, steps, _gradients(steps))]
-    itemsize = itemsize_of(training.dtype)
-    buckets = buckets_of(steps, itemsize, strategy.bucket_bytes)
-    reductions = [_reduction(bucket, pricing.wires, training.slots) for bucket in buckets]
-    names = [stage.name for stage in steps]
-    behind = machine.runtime.sums_behind or pricing.wires.emulated
-    timeline = run_step(names, costs, reductions, pricing.wires.emulated, training.barrier, behind)
-    some = _some(steps) if account else []
-    fullest = [memory_of(steps, buckets, rank, size, itemsize, slots=training.slots) for rank in some]
-    traffic = count_steps(network, steps, size, itemsize, strategy.bucket_bytes) if account else {}
-    return Prediction(
-        network=network.name,
-        machine=machine.name,
-        batch=batch,
-        ranks=size,
-        dtype=training.dtype,
-        layers=tuple(_records(steps, costs, reductions, timeline)),
-        step_seconds=timeline.seconds + machine.runtime.step,
-        forward_seconds=timeline.forward,
-        backward_seconds=timeline.backward,
-        allreduce_seconds=sum(r.seconds for r in reductions),
-        allreduce_exposed=sum(timeline.waits),
-        update_seconds=timeline.update,
-        memory=max(fullest, key=lambda m: sum(m.values()), default={}),
-        traffic={kind: (int(t.messages.max()), int(t.bytes.max())) for kind, t in traffic.items()},
-    )
+    return Simulation(network, strategy, batch, pricing, training, ranks).prediction(account)
+
+
+class Simulation:
+    """A step of a network under a strategy: what layers cost is found once, what else is asked for when it is.
+
+    Parameters are those of :func:`simulate`; the machine is that of `pricing`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        strategy: Strategy,
+        batch: int,
+        pricing: Pricing,
+        training: Training,
+        ranks: int | None = None,
+    ) -> None:
+        self.network, self.strategy, self.batch = network, strategy, batch
+        self.pricing, self.training = pricing, training
+        self.ranks = ranks or strategy.ranks
+        self.itemsize = itemsize_of(training.dtype)
+        self.steps = stages(network, strategy, batch, training.dtype)
+        gathered: set = set()
+        costs = [layer_cost(stage, pricing, self.ranks, gathered) for stage in self.steps]
+        sums = _gradients(self.steps)
+        self.costs = [_with_sum(cost, stage, n, pricing) for cost, stage, n in zip(costs, self.steps, sums)]
+        self._timelines: dict[int, tuple[list[Reduction], Timeline]] = {}
+
+    def with_buckets(self, nbytes: int) -> Simulation:
+        """The same with buckets of another size [B]; nothing is priced again."""
+        other = copy.copy(self)
+        other.strategy = replace(self.strategy, bucket_bytes=nbytes)
+        return other
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step takes [s]."""
+        return self._timeline()[1].seconds + self.pricing.wires.machine.runtime.step
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Of the fullest rank, by use [B]."""
+        buckets = buckets_of(self.steps, self.itemsize, self.strategy.bucket_bytes)
+        slots = self.training.slots
+        some = _some(self.steps)
+        found = [memory_of(self.steps, buckets, rank, self.ranks, self.itemsize, slots=slots) for rank in some]
+        return max(found, key=lambda m: sum(m.values()))
+
+    def _timeline(self) -> tuple[list[Reduction], Timeline]:
+        nbytes = self.strategy.bucket_bytes
+        if nbytes not in self._timelines:
+            wires, runtime = self.pricing.wires, self.pricing.wires.machine.runtime
+            buckets = buckets_of(self.steps, self.itemsize, nbytes)
+            reductions = [_reduction(bucket, wires, self.training.slots) for bucket in buckets]
+            names, behind = [stage.name for stage in self.steps], runtime.sums_behind or wires.emulated
+            timeline = run_step(names, self.costs, reductions, wires.emulated, self.training.barrier, behind)
+            self._timelines[nbytes] = reductions, timeline
+        return self._timelines[nbytes]
+
+    def prediction(self, account: bool = True) -> Prediction:
+        """Everything; memory and traffic if `account`."""
+        reductions, timeline = self._timeline()
+        nbytes = self.strategy.bucket_bytes
+        traffic = count_steps(self.network, self.steps, self.ranks, self.itemsize, nbytes) if account else {}
+        return Prediction(
+            network=self.network.name,
+            machine=self.pricing.wires.machine.name,
+            batch=self.batch,
+            ranks=self.ranks,
+            dtype=self.training.dtype,
+            layers=tuple(_records(self.steps, self.costs, reductions, timeline)),
+            step_seconds=self.step_seconds,
+            forward_seconds=timeline.forward,
+            backward_seconds=timeline.backward,
+            allreduce_seconds=sum(r.seconds for r in reductions),
+            allreduce_exposed=sum(timeline.waits),
+            update_seconds=timeline.update,
+            memory=self.memory if account else {},
+            traffic={kind: (int(t.messages.max()), int(t.bytes.max())) for kind, t in traffic.items()},
+        )
 
 
 def _gradients(steps: Sequence[Stage]) -> list[int]:
