@@ -5,6 +5,7 @@ Thirty random strategies per network, spread over 2, 3 and 4 ranks: most where a
 
 import functools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,13 @@ from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
 from halograd.models import inception_v3, lenet5, mesh, resnet, unet, vgg_a
+from halograd.training import evaluate, load_config
+from halograd.training import train as train_run
+from halograd.training.build import make_network
 from halograd.training.executor import Executor
+from halograd.training.log import read_log
 from tests.layers.cuts import random_strategy
+from tests.training.runs import write_config
 from tests.training.test_exactness import RATE, fill
 
 STEPS = 3
@@ -118,3 +124,32 @@ def test_training_under_random_strategies(name):
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         for seed in seeds(name, comm.size):
             check(name, comm, seed)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_run_that_follows_a_file(tmp_path):
+    """`halograd train` with data, validation and checkpoints, the first layer on fewer ranks, resumed by one rank."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        folder = Path(comm.bcast(str(tmp_path)))
+        config = folder / "run.toml"
+        if comm.rank == 0:
+            write_config(folder)
+            network = make_network(load_config(config))
+            strategy = random_strategy(network, comm.size, 1)
+            first = next(iter(network.layers))
+            layers = {**strategy.layers, first: {"height": comm.size - 1}}
+            Strategy(strategy.parts, layers).save(folder / "strategy.json")
+        comm.barrier()
+        common = ["training.clip_norm=0.5", "output.checkpoint_steps=5", "output.keep=9"]
+        by_file = f"strategy={{file = '{folder / 'strategy.json'}'}}"
+        train_run(config, [*common, by_file, f"output.directory={folder / 'cut'}"], comm=MPI.COMM_WORLD)
+        fault = None
+        if comm.rank == 0:
+            alone = train_run(config, [*common, f"output.directory={folder / 'alone'}"], comm=MPI.COMM_SELF)
+            judged = evaluate(folder / "cut", ["strategy={}"], comm=MPI.COMM_SELF)
+            found, wanted = ([e["loss"] for e in read_log(folder / d / "log.jsonl", "step")] for d in ("cut", "alone"))
+            if found != pytest.approx(wanted, rel=1e-9) or len(wanted) != 9:
+                fault = AssertionError(f"losses {found}, one process {wanted}")
+            elif judged["loss"] != pytest.approx(alone["validation"]["loss"], rel=1e-9):
+                fault = AssertionError(f"validation {judged}, one process {alone['validation']}")
+        comm.agree(fault)
