@@ -7,7 +7,7 @@
 ``auto``
     ``shared`` between ranks of the same node, ``mpi`` between nodes.
 ``emulated:alpha=A,beta=B``
-    ``mpi``, but a message of n bytes takes ``A + B * n`` seconds and no CPU.
+    Shared memory, but a message of n bytes takes ``A + B * n`` seconds and no CPU; ranks of one machine only.
 """
 
 from __future__ import annotations

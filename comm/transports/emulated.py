@@ -1,13 +1,16 @@
-"""The `emulated` transport: real MPI on one machine that takes the time of another network.
+"""The `emulated` transport: shared memory of one machine that takes the time of another network.
 
 A message of n bytes that was started at time t is there at ``t + alpha + beta * n``, not earlier; nobody
-uses the CPU meanwhile. Messages travel independently of each other (full duplex, no contention).
-It shows overlap where there is one machine only, and checks the performance model for networks that are not there.
+uses the CPU meanwhile (but for the last 0.1 ms before, where there is a core for every rank). Messages travel
+independently of each other (full duplex, no contention). It shows overlap where there is one machine only, and
+checks the performance model for networks that are not there.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -17,8 +20,10 @@ from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.reduction import MpiReduction, Reduction
 from halograd.comm.transports import base
-from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
-from halograd.comm.transports.mpi import MpiChannel
+from halograd.comm.transports.base import Context, Pattern, Transport
+from halograd.comm.transports.places import Places
+from halograd.comm.transports.shared import SharedChannel, SharedTransport, Slots
+from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum
 
 __all__ = ["EmulatedTransport", "sleep_until"]
 
@@ -39,7 +44,7 @@ class EmulatedTransport(Transport):
 
     Notes
     -----
-    The time a message was sent travels with it and is compared with the receiver's clock (CLOCK_MONOTONIC,
+    The time a message was sent lies beside it and is compared with the receiver's clock (CLOCK_MONOTONIC,
     which all processes of a machine share): ranks on several nodes are refused.
     """
 
@@ -48,18 +53,34 @@ class EmulatedTransport(Transport):
         self.alpha = alpha
         self.beta = beta
         self._one_machine = False
+        self._shared = SharedTransport(context)
 
     def waits_for_network(self) -> bool:
         return True
 
     def channel(self, pattern: Pattern, meter: Meter) -> Channel:
         self._check_clock()
-        return EmulatedChannel(self._context, pattern, meter, self.alpha, self.beta)
+        return EmulatedChannel(pattern, meter, self._shared.slots(pattern), self._message_seconds, self._crowded)
+
+    def _message_seconds(self, nbytes: int) -> float:
+        return self.alpha + self.beta * nbytes
 
     def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         self._check_clock()
-        seconds = ring_seconds(self._context.mpi.size, buffer.nbytes, self.alpha, self.beta)
-        return EmulatedReduction(self._context, buffer, meter, seconds)
+        size = self._context.mpi.size
+        seconds = ring_seconds(size, buffer.nbytes, self.alpha, self.beta)
+        if size == 1 or not buffer.size or buffer.nbytes > LARGEST_AT_ONCE:
+            return EmulatedReduction(self._context, buffer, meter, seconds, self._crowded)
+        places = self._shared.places(SharedSum.bytes_for(buffer))
+        return EmulatedSum(buffer, meter, places, seconds, self._crowded)
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether there are more ranks than cores: then a rank that waits must leave its core alone."""
+        return self._context.mpi.size > len(os.sched_getaffinity(0))
+
+    def close(self) -> None:
+        self._shared.close()
 
     def _check_clock(self) -> None:
         """Raise on all ranks if they do not share a clock. Collective once."""
@@ -78,39 +99,68 @@ class EmulatedTransport(Transport):
         self._one_machine = True
 
 
-class EmulatedChannel(MpiChannel):
-    """Persistent messages with a header that says when they were sent; travel on the progress thread."""
+class EmulatedChannel(SharedChannel):
+    """Messages that lie in shared memory from their start, and are looked at when they would have arrived."""
 
-    header = ALIGNMENT
-
-    def __init__(self, context: Context, pattern: Pattern, meter: Meter, alpha: float, beta: float) -> None:
-        super().__init__(context, pattern, meter)
-        self._stamps = [memory[: self.header].view(np.float64) for memory in self._sent.values()]
+    def __init__(
+        self, pattern: Pattern, meter: Meter, slots: Slots, seconds: Callable[[int], float], nap: bool
+    ) -> None:
+        super().__init__(pattern, meter, slots)
+        self._nap = nap
         self._arrivals = [
-            (memory[: self.header].view(np.float64), alpha + beta * (memory.nbytes - self.header))
-            for memory in self._received.values()
+            tuple((stamp, seconds(count * pattern.dtype.itemsize)) for stamp in slots.stamps[peer])
+            for peer, count in pattern.recvs.items()
         ]
 
     def _start(self) -> None:
-        for stamp in self._stamps:
-            stamp[0] = self._started_at
-        if self._requests:
-            MPI.Prequest.Startall(self._requests)
-            self._progress.submit(self._operation)
+        self._slots.stamp[self.slot][0] = self._started_at
+        super()._start()
 
     def _finish(self) -> float:
-        self._progress.sleep(self._operation)
-        arrived = max((stamp[0] + seconds for stamp, seconds in self._arrivals), default=0.0)
-        sleep_until(arrived)
-        return max(arrived, self._operation.completed_at)
+        super()._finish()
+        slot = self.slot
+        arrived = 0.0
+        for both in self._arrivals:
+            stamp, seconds = both[slot]
+            arrived = max(arrived, stamp[0] + seconds)
+        sleep_until(arrived, self._nap)
+        return arrived
+
+    def _close(self) -> None:
+        self._arrivals.clear()
+        super()._close()
+
+
+class EmulatedSum(SharedSum):
+    """A small all-reduce that takes the time of a ring, counted from when the last rank started it."""
+
+    def __init__(self, buffer: np.ndarray, meter: Meter, places: Places, seconds: float, nap: bool) -> None:
+        super().__init__(buffer, meter, places)
+        self._seconds, self._nap = seconds, nap
+        self._started = self.stamps
+
+    def _start(self) -> None:
+        self._started[self._count % 2][self._mine][0] = self._started_at
+        super()._start()
+
+    def _finish(self) -> float:
+        self._flags.wait_for(self._count)
+        arrived = max(float(stamp[0]) for stamp in self._started[(self._count - 1) % 2]) + self._seconds
+        sleep_until(arrived, self._nap)
+        self._add_up()
+        return arrived
+
+    def _close(self) -> None:
+        self._started.clear()
+        super()._close()
 
 
 class EmulatedReduction(MpiReduction):
-    """An all-reduce that takes the time of a ring, counted from when the last rank started it."""
+    """A large all-reduce: really made by MPI on the progress thread, while the ranks compute."""
 
-    def __init__(self, context: Context, buffer: np.ndarray, meter: Meter, seconds: float) -> None:
+    def __init__(self, context: Context, buffer: np.ndarray, meter: Meter, seconds: float, nap: bool) -> None:
         super().__init__(context.mpi, context.progress, buffer, meter)
-        self._seconds = seconds
+        self._seconds, self._nap = seconds, nap
         self._last_start = np.zeros(1)
 
     def _post(self) -> list[MPI.Request]:
@@ -120,7 +170,7 @@ class EmulatedReduction(MpiReduction):
     def _complete(self) -> float:
         self._progress.sleep(self._operation)
         arrived = self._last_start[0] + self._seconds
-        sleep_until(arrived)
+        sleep_until(arrived, self._nap)
         return max(arrived, self._operation.completed_at)
 
 
@@ -135,10 +185,16 @@ def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
     return 2 * (size - 1) * alpha + 2 * (size - 1) / size * beta * nbytes
 
 
-def sleep_until(deadline: float) -> None:
-    """Return at `deadline` (`time.perf_counter` [s]), at most some 0.1 ms late, without using the CPU."""
+def sleep_until(deadline: float, nap: bool = True) -> None:
+    """Return at `deadline` (`time.perf_counter` [s]), using the CPU for the last 0.1 ms at most.
+
+    With `nap` not even then: it may be 0.1 ms later.
+    """
     remaining = deadline - time.perf_counter()
     if remaining > LATE:
         time.sleep(remaining - LATE)
     while time.perf_counter() < deadline:
-        time.sleep(NAP)
+        if nap:
+            time.sleep(NAP)
+        else:
+            os.sched_yield()

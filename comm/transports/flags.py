@@ -21,6 +21,9 @@ SPINS = 200
 # core, and other threads of this process too. Woken some 60 us later, it loses a fraction of what it has waited.
 OFFERS = 200
 NAP = 1e-5  # [s]
+# After so many naps (some ms) they become longer: hardly any CPU is used then.
+NAPS = 50
+LONG_NAP = 2e-4  # [s]
 
 
 class Flags:
@@ -72,5 +75,9 @@ def _wait(flag: memoryview, count: int) -> None:
         os.sched_yield()
         if flag[0] >= count:
             return
-    while flag[0] < count:
+    for _ in range(NAPS):
         time.sleep(NAP)
+        if flag[0] >= count:
+            return
+    while flag[0] < count:
+        time.sleep(LONG_NAP)

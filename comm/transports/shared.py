@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 from mpi4py import MPI
 
@@ -12,6 +15,7 @@ from halograd.comm.reduction import Reduction
 from halograd.comm.transports import base
 from halograd.comm.transports.arena import Arena, Chunk, rounded
 from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
+from halograd.comm.transports.flags import FLAG_BYTES, Flags
 from halograd.comm.transports.places import Places
 from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum, Stage, StagedSum
 
@@ -35,6 +39,10 @@ class SharedTransport(Transport):
         return {rank for rank, here in enumerate(self._node_ranks) if here != MPI.UNDEFINED}
 
     def channel(self, pattern: Pattern, meter: Meter) -> Channel:
+        self._refuse_far(pattern)
+        return SharedChannel(pattern, meter, self.slots(pattern))
+
+    def _refuse_far(self, pattern: Pattern) -> None:
         far = sorted(set(pattern.peers) - self.neighbors())
         fault = None
         if far:
@@ -43,14 +51,34 @@ class SharedTransport(Transport):
                 f"use transport='auto'"
             )
         self._context.agree(fault)
+
+    def slots(self, pattern: Pattern) -> Slots:
+        """Shared memory for the messages of a pattern, all of whose peers are on this node. Collective."""
         arena = self._open()
         nbytes = {peer: rounded(count * pattern.dtype.itemsize) for peer, count in pattern.sends.items()}
-        chunk, first = arena.reserve(2 * sum(nbytes.values()))
+        chunk, first = arena.reserve(FLAG_BYTES + 2 * ALIGNMENT + 2 * sum(nbytes.values()))
+        mine = self._node_ranks[self._context.mpi.rank]
+        # The flag and two stamps, then two slots per peer.
+        start = first + FLAG_BYTES + 2 * ALIGNMENT
         offsets: dict[int, tuple[int, int]] = {}
         for peer, size in nbytes.items():
-            offsets[peer] = (first, first + size)
-            first += 2 * size
-        return SharedChannel(self._context, pattern, meter, chunk, self._views(pattern, chunk, offsets))
+            offsets[self._node_ranks[peer]] = (start, start + size)
+            start += 2 * size
+        told = arena.node.allgather((first, offsets))
+        sends = {
+            peer: _both(chunk.segment(mine), offsets[self._node_ranks[peer]], count, pattern.dtype)
+            for peer, count in pattern.sends.items()
+        }
+        recvs = {}
+        for peer, count in pattern.recvs.items():
+            owner = self._node_ranks[peer]
+            recvs[peer] = _both(chunk.segment(owner), told[owner][1][mine], count, pattern.dtype)
+            for view in recvs[peer]:
+                view.flags.writeable = False
+        places = {peer: (self._node_ranks[peer], told[self._node_ranks[peer]][0]) for peer in pattern.peers}
+        flags = Flags(chunk, first, dict(places.values()), mine)
+        stamps = {peer: _stamps(chunk, rank, offset) for peer, (rank, offset) in places.items()}
+        return Slots(sends, recvs, flags, _stamps(chunk, mine, first), stamps, chunk.give_back)
 
     def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         """Through shared memory if all ranks are on this node; over MPI otherwise."""
@@ -59,13 +87,11 @@ class SharedTransport(Transport):
             return super().reduction(buffer, meter)
         if buffer.nbytes > LARGEST_AT_ONCE:
             return StagedSum(buffer, meter, self._open_stage())
-        nbytes = rounded(buffer.nbytes)
-        places = Places(self._open(), 2 * nbytes)
-        slots = [
-            [view.view(buffer.dtype).reshape(buffer.shape) for view in places.views(first, buffer.nbytes)]
-            for first in (0, nbytes)
-        ]
-        return SharedSum(buffer, meter, slots, places.mine, places.flags, places.give_back)
+        return SharedSum(buffer, meter, self.places(SharedSum.bytes_for(buffer)))
+
+    def places(self, nbytes: int) -> Places:
+        """So many bytes [B] in the segment of every rank; all are on this node. Collective."""
+        return Places(self._open(), nbytes)
 
     def _open_stage(self) -> Stage:
         """The stage of all large sums, made at the first (collective)."""
@@ -79,25 +105,6 @@ class SharedTransport(Transport):
     @property
     def buffer_bytes(self) -> int:
         return self._stage.nbytes if self._stage is not None else 0
-
-    def _views(
-        self, pattern: Pattern, chunk: Chunk, offsets: dict[int, tuple[int, int]]
-    ) -> tuple[_Views, _Views]:
-        """Send and receive views per peer and slot. Collective over the node: ranks tell their offsets."""
-        arena = self._open()
-        mine = self._node_ranks[self._context.mpi.rank]
-        told = arena.node.allgather({self._node_ranks[peer]: both for peer, both in offsets.items()})
-        sends = {
-            peer: _both(chunk.segment(mine), offsets[peer], count, pattern.dtype)
-            for peer, count in pattern.sends.items()
-        }
-        recvs = {}
-        for peer, count in pattern.recvs.items():
-            owner = self._node_ranks[peer]
-            recvs[peer] = _both(chunk.segment(owner), told[owner][mine], count, pattern.dtype)
-            for view in recvs[peer]:
-                view.flags.writeable = False
-        return sends, recvs
 
     def close(self) -> None:
         if self._arena is not None:
@@ -120,6 +127,35 @@ class SharedTransport(Transport):
 _Views = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
+@dataclass
+class Slots:
+    """Shared memory of one channel.
+
+    Attributes
+    ----------
+    sends, recvs
+        Per peer the two buffers that this rank packs into, and those that the peer does.
+    flags
+        Raised to n + 1 in ``start`` number n.
+    stamp, stamps
+        Per slot a float64 that this rank may leave for its peers, and theirs.
+    give_back
+        Frees the memory.
+    """
+
+    sends: _Views
+    recvs: _Views
+    flags: Flags
+    stamp: tuple[np.ndarray, np.ndarray]
+    stamps: dict[int, tuple[np.ndarray, np.ndarray]]
+    give_back: Callable[[], None]
+
+
+def _stamps(chunk: Chunk, rank: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """The two stamps of a rank of the node, behind its flag."""
+    return _both(chunk.segment(rank), (first + FLAG_BYTES, first + FLAG_BYTES + ALIGNMENT), 1, np.dtype(np.float64))
+
+
 def _both(
     segment: np.ndarray, offsets: tuple[int, int], count: int, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -129,60 +165,49 @@ def _both(
 
 
 class SharedChannel(Channel):
-    """Send buffers in shared memory, receive buffers that are those of the peers, one token each way.
+    """Send buffers in shared memory, receive buffers that are those of the peers, one flag per rank.
 
-    ``start`` number n makes what was packed visible (fence) and sends an empty message, token n, to every peer,
-    be it one that is sent to or received from; ``finish`` number n waits for token n of every peer (fence).
-    Tokens of a pair of ranks do not overtake each other. Exchange n uses slot n mod 2.
+    ``start`` number n raises this rank's flag to n + 1, behind what was packed (fence); ``finish`` number n waits until
+    the flags of all peers, of those that are sent to and of those received from, have come to n + 1 (fence).
+    Exchange n uses slot n mod 2.
 
     *What is read is what was packed.* Rank q reads slot n mod 2 of p between its finish n and its release n.
-    Then it has token n of p, which p sent after it had packed exchange n. So p has packed at least n; it
+    Then p has raised its flag to n + 1, which it did after it had packed exchange n. So p has packed at least n; it
     must not have begun to pack n+2, the next in the same slot:
 
-    *Nothing is overwritten while it is read.* Rank p packs exchange n+2 after its finish n+1, so it has token n+1
-    of every peer q, also of those that only receive. Rank q sent it in its start n+1, thus after its release n:
-    it has read everything of exchange n.  With one slot p would need a second token for that. ::
+    *Nothing is overwritten while it is read.* Rank p packs exchange n+2 after its finish n+1, so the flag of every peer
+    q, also of those that only receive, has come to n + 2. Rank q raised it in its start n+1, thus after its release n:
+    it has read everything of exchange n.  With one slot p would have to wait once more for that. ::
 
-        p:  pack 0a | start 0 --token 0--> ...                 finish 1 | pack 0b
+        p:  pack 0a | start 0 --flag 1-->  ...                 finish 1 | pack 0b
                                \\                              ^
-        q:                      finish 0 | read 0a | start 1 --token 1
+        q:                      finish 0 | read 0a | start 1 --flag 2
     """
 
-    def __init__(
-        self, context: Context, pattern: Pattern, meter: Meter, chunk: Chunk, views: tuple[_Views, _Views]
-    ) -> None:
+    def __init__(self, pattern: Pattern, meter: Meter, slots: Slots) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
-        self._chunk = chunk
-        self._sends, self._recvs = views
-        nothing = [None, 0, MPI.BYTE]
-        self._tokens = [
-            *(context.mpi.Recv_init(nothing, peer, pattern.tag) for peer in pattern.peers),
-            *(context.mpi.Send_init(nothing, peer, pattern.tag) for peer in pattern.peers),
-        ]
+        self._slots = slots
+        self._count = 0
 
     @property
     def buffer_bytes(self) -> int:
         return 2 * sum(self.send_counts.values()) * self.dtype.itemsize  # two slots; received where it was sent from
 
     def _send_buffer(self, peer: int, slot: int) -> np.ndarray:
-        return self._sends[peer][slot]
+        return self._slots.sends[peer][slot]
 
     def _recv_buffer(self, peer: int, slot: int) -> np.ndarray:
-        return self._recvs[peer][slot]
+        return self._slots.recvs[peer][slot]
 
     def _start(self) -> None:
-        self._chunk.sync()
-        MPI.Prequest.Startall(self._tokens)
+        self._count += 1
+        self._slots.flags.raise_to(self._count)
 
     def _finish(self) -> float:
-        MPI.Request.Waitall(self._tokens)
-        self._chunk.sync()
+        self._slots.flags.wait_for(self._count)
         return 0.0
 
     def _close(self) -> None:
-        for token in self._tokens:
-            token.Free()
-        self._tokens.clear()
-        self._sends.clear()
-        self._recvs.clear()
-        self._chunk.give_back()
+        self._slots.sends.clear()
+        self._slots.recvs.clear()
+        self._slots.give_back()

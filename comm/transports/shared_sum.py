@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from halograd.comm.counters import Meter
 from halograd.comm.reduction import Reduction
+from halograd.comm.transports.arena import rounded
+from halograd.comm.transports.base import ALIGNMENT
 from halograd.comm.transports.flags import Flags
+from halograd.comm.transports.places import Places
 
 __all__ = ["LARGEST_AT_ONCE", "SharedSum", "Stage", "StagedSum", "blocks"]
 
@@ -22,14 +25,8 @@ class SharedSum(Reduction):
 
     Parameters
     ----------
-    slots
-        Per slot (two) the summands of all ranks, in order, shaped as the buffer; in shared memory.
-    mine
-        This rank among them.
-    flags
-        Of this sum alone.
-    free
-        Gives the shared memory back.
+    places
+        Of `bytes_for` this buffer, and of this sum alone.
 
     Notes
     -----
@@ -38,19 +35,26 @@ class SharedSum(Reduction):
     others have started n + 1, and they did that after their finish n: they have read everything of sum n.
     """
 
-    def __init__(
-        self,
-        buffer: np.ndarray,
-        meter: Meter,
-        slots: Sequence[Sequence[np.ndarray]],
-        mine: int,
-        flags: Flags,
-        free: Callable[[], None],
-    ) -> None:
+    def __init__(self, buffer: np.ndarray, meter: Meter, places: Places) -> None:
         super().__init__(buffer, meter)
-        self._slots, self._mine, self._flags = slots, mine, flags
-        self._close = free  # type: ignore[method-assign]
+        self._places, self._flags, self._mine = places, places.flags, places.mine
+        size = rounded(buffer.nbytes)
+        #: Per slot the summands of all ranks, in order.
+        self._slots = [
+            [view.view(buffer.dtype).reshape(buffer.shape) for view in places.views(first, buffer.nbytes)]
+            for first in (2 * ALIGNMENT, 2 * ALIGNMENT + size)
+        ]
         self._count = 0
+
+    @staticmethod
+    def bytes_for(buffer: np.ndarray) -> int:
+        """Two stamps, and two slots of the buffer's size [B]."""
+        return 2 * ALIGNMENT + 2 * rounded(buffer.nbytes)
+
+    @property
+    def stamps(self) -> list[list[np.ndarray]]:
+        """Per slot a float64 of every rank, of no use here."""
+        return [[view.view(np.float64) for view in self._places.views(i * ALIGNMENT, 8)] for i in range(2)]
 
     @property
     def buffer_bytes(self) -> int:
@@ -63,8 +67,15 @@ class SharedSum(Reduction):
 
     def _finish(self) -> float:
         self._flags.wait_for(self._count)
+        return self._add_up()
+
+    def _add_up(self) -> float:
         add_up(self._slots[(self._count - 1) % 2], self.buffer)
         return 0.0
+
+    def _close(self) -> None:
+        self._slots.clear()
+        self._places.give_back()
 
 
 class Stage:

@@ -131,7 +131,7 @@ def test_buffers_must_be_alike(communicator):
 @pytest.mark.mpi(min_size=2)
 def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
     """The other reductions under way, and later ones, are not harmed."""
-    bad, good = communicator.reduction(np.ones(10), name="bucket 7"), communicator.reduction(np.ones(10))
+    bad, good = communicator.reduction(np.ones(20_000), name="bucket 7"), communicator.reduction(np.ones(20_000))
     poll, polled = bad._operation.poll, []
 
     def fail():
@@ -146,7 +146,7 @@ def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
     deadline = time.monotonic() + 20
     while not (polled and polled[-1]) and time.monotonic() < deadline:
         time.sleep(1e-3)
-    with pytest.raises(CommError, match="reduction bucket 7 of 80 bytes failed: the network is down"):
+    with pytest.raises(CommError, match="reduction bucket 7 of 160000 bytes failed: the network is down"):
         bad.finish()
     good.finish()
     assert (good.buffer == communicator.size).all()
