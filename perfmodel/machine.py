@@ -117,8 +117,9 @@ class Runtime:
         Whether the links have packing and unpacking in them.
     sums
         All-reduce of n bytes over so many ranks of a node [s]; by the collectives' formulas where not measured.
-    sums_behind
-        Whether sums proceed while the ranks compute; otherwise they are made where they are waited for.
+    work
+        The part of it that is not hidden however long the ranks compute meanwhile: additions, made where the sum is
+        waited for.
     """
 
     update: float = 0.0
@@ -126,7 +127,7 @@ class Runtime:
     step: float = 0.0
     packed: bool = False
     sums: Mapping[int, Link] = field(default_factory=dict)
-    sums_behind: bool = True
+    work: Mapping[int, Link] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ class Machine:
         links = dict.fromkeys(LEVELS, link) | {"device": self.links["device"]}
         name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B"
         source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."
-        runtime = dataclasses.replace(self.runtime, sums={}, sums_behind=True)
+        runtime = dataclasses.replace(self.runtime, sums={}, work={})
         return dataclasses.replace(self, name=name, source=source, links=links, runtime=runtime)
 
     def level(self, a: int, b: int) -> str:

@@ -103,15 +103,15 @@ class RuntimeTable(_Table):
     layer: Seconds = 0.0
     step: Seconds = 0.0
     packed: bool = False
-    sums_behind: bool = True
     sums: dict[str, LinkTable] = {}
+    work: dict[str, LinkTable] = {}
 
     def runtime(self) -> Runtime:
         """As the model uses it."""
-        sums = {int(ranks): table.link() for ranks, table in self.sums.items()}
-        return Runtime(self.update, self.layer, self.step, self.packed, sums, self.sums_behind)
+        sums, work = ({int(n): table.link() for n, table in found.items()} for found in (self.sums, self.work))
+        return Runtime(self.update, self.layer, self.step, self.packed, sums, work)
 
-    @field_validator("sums")
+    @field_validator("sums", "work")
     @classmethod
     def _by_ranks(cls, sums: dict[str, LinkTable]) -> dict[str, LinkTable]:
         for ranks in sums:
@@ -273,9 +273,10 @@ def _runtime(runtime: Runtime) -> list[str]:
         return []
     lines = ["", "[runtime]", f"update = {_value(runtime.update, 's/B')}"]
     lines += [f"{key} = {_value(getattr(runtime, key), 's')}" for key in ("layer", "step")]
-    lines += [f"{key} = {str(getattr(runtime, key)).lower()}" for key in ("packed", "sums_behind")]
-    for ranks, link in runtime.sums.items():
-        lines += _link(f"runtime.sums.{ranks}", link)
+    lines += [f"packed = {str(runtime.packed).lower()}"]
+    for table in ("sums", "work"):
+        for ranks, link in getattr(runtime, table).items():
+            lines += _link(f"runtime.{table}.{ranks}", link)
     return lines
 
 

@@ -13,17 +13,16 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from mpi4py import MPI
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
-from halograd.comm.reduction import MpiReduction, Reduction
+from halograd.comm.reduction import Reduction
 from halograd.comm.transports import base
-from halograd.comm.transports.base import Context, Pattern, Transport
+from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
 from halograd.comm.transports.places import Places
 from halograd.comm.transports.shared import SharedChannel, SharedTransport, Slots
-from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum
+from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum, Stage, StagedSum
 
 __all__ = ["EmulatedTransport", "sleep_until"]
 
@@ -69,10 +68,16 @@ class EmulatedTransport(Transport):
         self._check_clock()
         size = self._context.mpi.size
         seconds = ring_seconds(size, buffer.nbytes, self.alpha, self.beta)
-        if size == 1 or not buffer.size or buffer.nbytes > LARGEST_AT_ONCE:
-            return EmulatedReduction(self._context, buffer, meter, seconds, self._crowded)
-        places = self._shared.places(SharedSum.bytes_for(buffer))
-        return EmulatedSum(buffer, meter, places, seconds, self._crowded)
+        if size == 1 or not buffer.size:
+            return super().reduction(buffer, meter)
+        if buffer.nbytes <= LARGEST_AT_ONCE:
+            return EmulatedSum(buffer, meter, self._shared.places(SharedSum.bytes_for(buffer)), seconds, self._crowded)
+        places = self._shared.places(2 * ALIGNMENT)
+        return EmulatedLargeSum(buffer, meter, self._shared.stage(), places, seconds, self._crowded)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self._shared.buffer_bytes
 
     @property
     def _crowded(self) -> bool:
@@ -155,23 +160,36 @@ class EmulatedSum(SharedSum):
         super()._close()
 
 
-class EmulatedReduction(MpiReduction):
-    """A large all-reduce: really made by MPI on the progress thread, while the ranks compute."""
+class EmulatedLargeSum(StagedSum):
+    """A large all-reduce: it travels for the time of a ring while the ranks compute; added up where it is finished."""
 
-    def __init__(self, context: Context, buffer: np.ndarray, meter: Meter, seconds: float, nap: bool) -> None:
-        super().__init__(context.mpi, context.progress, buffer, meter)
-        self._seconds, self._nap = seconds, nap
-        self._last_start = np.zeros(1)
+    def __init__(
+        self, buffer: np.ndarray, meter: Meter, stage: Stage, places: Places, seconds: float, nap: bool
+    ) -> None:
+        super().__init__(buffer, meter, stage)
+        self._places, self._seconds, self._nap = places, seconds, nap
+        self._started = [[view.view(np.float64) for view in places.views(i * ALIGNMENT, 8)] for i in range(2)]
+        self._count = 0
 
-    def _post(self) -> list[MPI.Request]:
-        self._last_start[0] = self._started_at
-        return [*super()._post(), self._mpi.Iallreduce(MPI.IN_PLACE, self._last_start, MPI.MAX)]
+    def _start(self) -> None:
+        self._started[self._count % 2][self._places.mine][0] = self._started_at
+        self._count += 1
+        self._places.flags.raise_to(self._count)
+        super()._start()
 
-    def _complete(self) -> float:
-        self._progress.sleep(self._operation)
-        arrived = self._last_start[0] + self._seconds
-        sleep_until(arrived, self._nap)
-        return max(arrived, self._operation.completed_at)
+    def _make(self) -> None:
+        self._places.flags.wait_for(self._count)
+        self.arrived = max(float(stamp[0]) for stamp in self._started[(self._count - 1) % 2]) + self._seconds
+        sleep_until(self.arrived, self._nap)
+        super()._make()
+
+    def _finish(self) -> float:
+        super()._finish()
+        return self.arrived
+
+    def _close(self) -> None:
+        self._started.clear()
+        self._places.give_back()
 
 
 def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:

@@ -86,14 +86,14 @@ class SharedTransport(Transport):
         if size == 1 or not buffer.size or len(self.neighbors()) < size:
             return super().reduction(buffer, meter)
         if buffer.nbytes > LARGEST_AT_ONCE:
-            return StagedSum(buffer, meter, self._open_stage())
+            return StagedSum(buffer, meter, self.stage())
         return SharedSum(buffer, meter, self.places(SharedSum.bytes_for(buffer)))
 
     def places(self, nbytes: int) -> Places:
         """So many bytes [B] in the segment of every rank; all are on this node. Collective."""
         return Places(self._open(), nbytes)
 
-    def _open_stage(self) -> Stage:
+    def stage(self) -> Stage:
         """The stage of all large sums, made at the first (collective)."""
         if self._stage is None:
             share = rounded(PIECE_BYTES // self._context.mpi.size + ALIGNMENT)

@@ -129,11 +129,11 @@ class Simulation:
     def _timeline(self) -> tuple[list[Reduction], Timeline]:
         nbytes = self.strategy.bucket_bytes
         if nbytes not in self._timelines:
-            wires, runtime = self.pricing.wires, self.pricing.wires.machine.runtime
+            wires = self.pricing.wires
             buckets = buckets_of(self.steps, self.itemsize, nbytes)
             reductions = [_reduction(bucket, wires, self.training.slots) for bucket in buckets]
-            names, behind = [stage.name for stage in self.steps], runtime.sums_behind or wires.emulated
-            timeline = run_step(names, self.costs, reductions, wires.emulated, self.training.barrier, behind)
+            names = [stage.name for stage in self.steps]
+            timeline = run_step(names, self.costs, reductions, wires.emulated, self.training.barrier)
             self._timelines[nbytes] = reductions, timeline
         return self._timelines[nbytes]
 
@@ -177,7 +177,8 @@ def _with_sum(cost: LayerCost, stage: Stage, gradients: int, pricing: Pricing) -
 
 def _reduction(bucket: Bucket, wires: Wires, slots: int) -> Reduction:
     nbytes, members = bucket.sum.largest
-    return Reduction(bucket, wires.sum(nbytes, members), wires.update(max(bucket.nbytes), slots))
+    seconds, update = wires.sum(nbytes, members), wires.update(max(bucket.nbytes), slots)
+    return Reduction(bucket, seconds, update, min(seconds, wires.sum_work(nbytes, members)))
 
 
 def _some(steps: Sequence[Stage]) -> list[int]:

@@ -14,7 +14,6 @@ under way travel at the same time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,11 +35,14 @@ class Reduction:
         How long it takes [s].
     update
         How long the optimizer takes behind it [s].
+    work
+        The part of `seconds` that is done where the sum is waited for, and not behind computation [s].
     """
 
     bucket: Bucket
     seconds: float
     update: float
+    work: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,6 @@ def run_step(
     reductions: Sequence[Reduction],
     concurrent: bool = False,
     barrier: bool = False,
-    behind: bool = True,
 ) -> Timeline:
     """A step in its steady state.
 
@@ -84,8 +85,6 @@ def run_step(
         Buckets in the order in which backward completes them.
     concurrent
         All sums travel at the same time (the emulated network).
-    behind
-        Sums proceed while the ranks compute; else each is made where it is waited for.
     barrier
         Nothing is overlapped with the next forward: all sums end, and all parameters are updated, before it begins.
     """
@@ -106,8 +105,6 @@ def run_step(
                 started.append(i)
     backward = now
     ends = _ends(reductions, started, ready, concurrent)
-    if not behind:
-        ends = [math.inf] * len(reductions)
     waits = [0.0] * len(reductions)
     due = set(started)
     if barrier:
@@ -131,7 +128,7 @@ def _ends(
     ends, free = [0.0] * len(reductions), 0.0
     for i in started:
         begin = ready[i] if concurrent else max(free, ready[i])
-        ends[i] = free = begin + reductions[i].seconds
+        ends[i] = free = begin + reductions[i].seconds - reductions[i].work
     return ends
 
 
@@ -139,5 +136,5 @@ def _complete(
     i: int, now: float, ends: Sequence[float], waits: list[float], reductions: Sequence[Reduction]
 ) -> float:
     """Wait for a bucket and update it; the time afterwards."""
-    waits[i] = reductions[i].seconds if ends[i] == math.inf else max(0.0, ends[i] - now)
+    waits[i] = max(0.0, ends[i] - now) + reductions[i].work
     return now + waits[i] + reductions[i].update

@@ -87,6 +87,13 @@ class Wires:
                 self._sums[key] = group_seconds("allreduce", nbytes, self.machine.stages(ranks))
         return self._sums[key]
 
+    def sum_work(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
+        """The part of a sum that is done where it is waited for, not behind computation [s]."""
+        measured = self.machine.runtime.work.get(len(ranks))
+        if len(ranks) < 2 or not nbytes or measured is None or not self._together(ranks):
+            return 0.0
+        return measured.seconds(nbytes)
+
     def _together(self, ranks: range | tuple[int, ...]) -> bool:
         """Whether a group is on one node, or the network makes no difference."""
         return self.emulated or self.machine.span(ranks) in ("device", "node")

@@ -15,8 +15,6 @@ from halograd.perfmodel.profile.fit import Fit
 __all__ = ["Profile", "record_path"]
 
 _VERSION = 1
-#: Size of a bucket of gradients, about [B].
-LARGE = 4 << 20
 _BY_LEVEL = ("channel", "face", "strided")
 _BY_RANKS = ("reduction", "reduction_behind", "reduction_exposed")
 
@@ -76,15 +74,10 @@ class Profile:
             See the attributes.
         """
         sums = {ranks: fit.link("all-reduce") for ranks, fit in self.reduction.items()}
-        behind = all(self._proceeds(ranks) for ranks in self.reduction)
-        runtime = Runtime(update, layer_overhead, packed=True, sums=sums, sums_behind=behind)
+        work = {ranks: fit.link("made where it is waited for") for ranks, fit in self.reduction_exposed.items()}
+        runtime = Runtime(update, layer_overhead, packed=True, sums=sums, work=work)
         machine = replace(self.machine, runtime=runtime)
         return replace(self, machine=machine, update=update, layer_overhead=layer_overhead)
-
-    def _proceeds(self, ranks: int) -> bool:
-        """Whether most of a large sum is made while the ranks compute."""
-        exposed = self.reduction_exposed.get(ranks)
-        return exposed is None or exposed.at(LARGE) < 0.5 * self.reduction[ranks].at(LARGE)
 
     def pack(self, level: str = "node", strided: bool = False) -> float:
         """What packing and unpacking adds to a message, per byte [s/B]; 0 where it was not measured.

@@ -8,8 +8,8 @@ import pytest
 from halograd.comm import CommError
 
 pytestmark = pytest.mark.mpi
-over_mpi = pytest.mark.parametrize("communicator", ["mpi", "emulated:alpha=1e-4,beta=1e-10"], indirect=True)
-on_a_node = pytest.mark.parametrize("communicator", ["shared", "auto"], indirect=True)
+over_mpi = pytest.mark.parametrize("communicator", ["mpi"], indirect=True)
+on_a_node = pytest.mark.parametrize("communicator", ["shared", "auto", "emulated:alpha=1e-5,beta=1e-11"], indirect=True)
 
 
 def filled(communicator, number, count=1000, dtype=np.float64):
