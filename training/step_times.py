@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean
 from typing import Protocol
 
 from halograd.layers.strategy import Strategy
@@ -19,7 +19,9 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the measured steps, as rank 0 saw them: it takes part in every layer.
+    """Means over the middle half of the measured steps, as rank 0 saw them: it takes part in every layer.
+
+    The same steps for all, so that the parts add up to the step; those that were fastest or slowest are left out.
 
     Attributes
     ----------
@@ -104,33 +106,47 @@ class StepTimes:
         """What was measured; None if no step was."""
         if not self._steps:
             return None
+        kept = _middle([seconds for seconds, _ in self._seconds])
+        steps = [self._steps[i] for i in kept]
+
+        def mean(name: str, category: str) -> float:
+            return fmean(step.get((name, category), 0.0) for step in steps)
+
         layers: dict[str, tuple[float, float]] = {}
         for (name, category), place in self._places.items():
             forward, backward = layers.get(place, (0.0, 0.0))
-            seconds = self._median(name, category)
+            seconds = mean(name, category)
             forward, backward = (
                 forward + seconds * (category == "forward"),
                 backward + seconds * (category == "backward"),
             )
             layers[place] = (forward, backward)
         waits: dict[str, float] = {}
-        for name, category in {key for step in self._steps for key in step}:
+        for name, category in {key for step in steps for key in step}:
             if category == "wait":
-                waits[kind_of(name)] = waits.get(kind_of(name), 0.0) + self._median(name, category)
+                waits[kind_of(name)] = waits.get(kind_of(name), 0.0) + mean(name, category)
         return Measured(
             len(self._steps),
-            median(seconds for seconds, _ in self._seconds),
+            fmean(self._seconds[i][0] for i in kept),
             layers,
             dict(sorted(waits.items())),
-            self._median("update", "update"),
-            median(data for _, data in self._seconds),
+            mean("update", "update"),
+            fmean(self._seconds[i][1] for i in kept),
         )
 
     def _sums(self) -> dict[tuple[str, str], float]:
         return {key: phase.seconds for key, phase in list(self._timeline.phases.items())}
 
-    def _median(self, name: str, category: str) -> float:
-        return median(step.get((name, category), 0.0) for step in self._steps)
+
+def _middle(values: Sequence[float]) -> list[int]:
+    """Places of the middle half of some values.
+
+    >>> _middle([5.0, 1.0, 2.0, 9.0])
+    [2, 0]
+    """
+    order = sorted(range(len(values)), key=values.__getitem__)
+    cut = len(order) // 4
+    return order[cut : len(order) - cut]
 
 
 def _places(executor: Executor) -> dict[tuple[str, str], str]:

@@ -26,7 +26,7 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
     heading = ["layer", "cut", "predicted", "measured", "error"]
     data = f"; {1e3 * measured.data:.3f} ms more for the data" if measured.data else ""
     return [
-        f"predicted against measured, forward and backward; medians of {measured.steps} step(s), rank 0{data}",
+        f"predicted against measured, forward and backward; middle half of {measured.steps} step(s), rank 0{data}",
         *table(heading, rows, left=2),
     ]
 
