@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from halograd.layers.axes import AXES
 from halograd.layers.layer import Node
 from halograd.layers.loss import Loss
 from halograd.layers.network import Network
+from halograd.layers.reduction_scheme import Scheme
 
 __all__ = ["AXES", "Strategy", "layout_of"]
 
@@ -36,12 +37,18 @@ class Strategy:
         Options of every layer.
     bucket_bytes
         Size of the buckets in which parameter gradients are summed [B].
+    reduction
+        How they are summed: a :class:`Scheme`, or its fields as a mapping.
     """
 
     parts: Mapping[str, int] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     bucket_bytes: int = 4 << 20
+    reduction: Scheme = field(default_factory=Scheme)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reduction", Scheme.of(self.reduction))
 
     def parts_of(self, layer: str) -> dict[str, int]:
         """Parts per axis of one layer; every axis is named."""
@@ -87,6 +94,12 @@ class Strategy:
             )
         for name, node in network.layers.items():
             _check_channels(name, node, self.parts_of(name))
+        self._check_reduction(network)
+
+    def _check_reduction(self, network: Network) -> None:
+        from halograd.layers.reduction_chunks import check_scheme  # not at the top: layers know strategies
+
+        check_scheme(self.reduction, network)
 
     def refuse_empty_blocks(self, network: Network) -> None:
         """Refuse more parts along an axis than a sample is long: some ranks would read nothing. Local.
@@ -119,7 +132,7 @@ class Strategy:
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
         data = {"parts": dict(self.parts), "layers": {k: dict(v) for k, v in self.layers.items()}}
-        data |= {"options": dict(self.options), "bucket_bytes": self.bucket_bytes}
+        data |= {"options": dict(self.options), "bucket_bytes": self.bucket_bytes, "reduction": asdict(self.reduction)}
         Path(path).write_text(json.dumps(data, indent=2) + "\n")
 
     @classmethod
@@ -127,6 +140,8 @@ class Strategy:
         """Read what `save` wrote."""
         try:
             return cls(**json.loads(Path(path).read_text()))
+        except UserError as error:
+            raise UserError(f"strategy {path}: {error}") from error
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"strategy {path}: cannot be read ({error}); expected JSON as Strategy.save writes"

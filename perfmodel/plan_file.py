@@ -113,6 +113,8 @@ class PlanFile:
             )
         try:
             return cls.from_dict(data)
+        except UserError as error:
+            raise UserError(f"plan {path}: {error}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"plan {path}: expected what `halograd plan -o` writes, it is damaged ({error}); run "

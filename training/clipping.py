@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from halograd.comm import Communicator
-from halograd.training.reducer import GradientReducer
+from halograd.training.reduction import Reducer
 from halograd.training.store import ParameterStore
 
 __all__ = ["clip_scale", "gradient_norm"]
@@ -22,7 +22,7 @@ def gradient_norm(store: ParameterStore, comm: Communicator | None = None) -> fl
     return math.sqrt(comm.allreduce_scalar(sum(shares)))
 
 
-def clip_scale(store: ParameterStore, reducer: GradientReducer, max_norm: float) -> tuple[float, float]:
+def clip_scale(store: ParameterStore, reducer: Reducer, max_norm: float) -> tuple[float, float]:
     """Wait for all gradients; the factor that brings their norm down to `max_norm`, and the norm. Collective.
 
     The factor is ``min(1, max_norm / (norm + 1e-6))`` as in torch.nn.utils.clip_grad_norm_. It goes to

@@ -19,10 +19,15 @@ from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.strategy import Strategy
 from halograd.layers.value import Region, Value
 from halograd.training.compiler import Step, compile_steps
-from halograd.training.reducer import GradientReducer
+from halograd.training.pulse import Pulse
+from halograd.training.reduction import Reducer, make_reducer
 from halograd.training.store import ParameterStore
 
-__all__ = ["Executor"]
+__all__ = ["CHECKPOINT", "STOP", "VOTES", "Executor"]
+
+#: Numbers that travel with the loss of a pass, and what they are for: see `Executor.votes`.
+VOTES = 2
+STOP, CHECKPOINT = range(VOTES)
 
 
 class Executor:
@@ -54,6 +59,17 @@ class Executor:
     probed
         Inputs whose gradient is wanted too.
 
+    Attributes
+    ----------
+    votes
+        ``(VOTES,)`` float64: what this rank has to say to all others in the next pass; it travels with the loss, so
+        it costs no message. Kept until changed.
+    counted
+        The same, summed over all ranks, of the last pass whose loss was waited for: all ranks see the same numbers
+        after the same pass, and may decide by them.
+    pulse
+        Where this rank stands.
+
     Raises
     ------
     UserError
@@ -82,12 +98,14 @@ class Executor:
         self.mode = Mode(training=trainable, seed=seed, valid=batch)
         self.store = store or self._make_store(seed)
         self.recorder = comm.recorder
+        self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
+        self.pulse = Pulse()
         self._bind(trainable)
 
     def _make_store(self, seed: int) -> ParameterStore:
         blocks = parameter_blocks(self.network, self.strategy, self.comm.size)
-        nbytes = self.strategy.bucket_bytes
-        return ParameterStore(self.network, self.memory, self.dtype, seed, nbytes, blocks, self.comm.rank)
+        nbytes, scheme = self.strategy.bucket_bytes, self.strategy.reduction
+        return ParameterStore(self.network, self.memory, self.dtype, seed, nbytes, blocks, self.comm.rank, scheme)
 
     def _bind(self, trainable: bool) -> None:
         self.steps, self.values = compile_steps(
@@ -97,15 +115,17 @@ class Executor:
             self.values[name].allocate(self.memory, "input")
         self._bindings = [self._bind_forward(step) for step in self.steps]
         self.loss = self._find_loss()
-        self._loss_sum = np.zeros(1)
+        self._loss_sum = np.zeros(1 + VOTES)
+        self._vote_sums = self._loss_sum[1:]
         self._loss_reduction = self.comm.reduction(self._loss_sum, kind="loss")
         self._loss_under_way = False
-        self.reducer: GradientReducer | None = None
+        self.reducer: Reducer | None = None
         self._backward: list[tuple[str, Callable[[], None]]] = []
         self._sums: list[Any] = []
         if trainable:
             self._bind_backward()
-            self.reducer = GradientReducer(self.store, self.comm, [s.name for s in self.steps])
+            names = [s.name for s in self.steps]
+            self.reducer = make_reducer(self.store, self.comm, names, self.strategy.reduction)
 
     def _bind_forward(self, step: Step) -> tuple[Step, Binding, Operator]:
         step.output.allocate(self.memory, "activation")
@@ -167,6 +187,7 @@ class Executor:
         """
         if training is not None:
             self.mode.training = training
+        self.pulse.count += 1
         for step, _, operator in self._bindings:
             if self.reducer is not None:
                 self.reducer.require(step.name)
@@ -174,6 +195,7 @@ class Executor:
         if self.loss is not None:
             self._settle_loss()
             self._loss_sum[0] = self.loss.value
+            self._vote_sums[...] = self.votes
             self._loss_reduction.start()
             self._loss_under_way = True
 
@@ -181,6 +203,7 @@ class Executor:
         if self._loss_under_way:
             self._loss_under_way = False
             self._loss_reduction.finish()
+            self.counted[...] = self._vote_sums
 
     def loss_value(self) -> float:
         """The loss of the last `forward`, summed over all ranks. Collective; nobody has to ask for it."""
@@ -199,6 +222,7 @@ class Executor:
         """Gradients of all parameters; their sums over the ranks are started as they become ready. Collective."""
         assert self.reducer is not None, "the executor was built with trainable=False"
         self._require_loss("backward()")
+        self.pulse.count += 1
         self.reducer.begin()
         for name, run in self._backward:
             self._run(name, "backward", run)
@@ -206,6 +230,7 @@ class Executor:
         self.reducer.flush()
 
     def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
+        self.pulse.place, self.pulse.phase = name, category
         if self.recorder is None:
             run()
             return

@@ -73,25 +73,27 @@ class Optimizer(ABC):
         self.store, self.weight_decay = store, weight_decay
         self.step, self.learning_rate, self.gradient_scale = 0, 0.0, 1.0
         self._arrays = [
-            tuple(store.memory.keep(b.params.shape, b.params.dtype, "optimizer state") for _ in self.state_names)
-            for b in store.buckets
+            tuple(store.memory.keep(f.params.shape, f.params.dtype, "optimizer state") for _ in self.state_names)
+            for f in store.flats
         ]
-        scratch = [store.memory.keep((PIECE,), store.dtype, "optimizer scratch") for _ in range(2)]
-        self._pieces = {
-            id(bucket): [self._piece(bucket, state, scratch, r) for r in self._ranges(bucket)]
-            for bucket, state in zip(store.buckets, self._arrays)
-        }
+        self._scratch = [store.memory.keep((PIECE,), store.dtype, "optimizer scratch") for _ in range(2)]
+        self.bind()
 
-    def _ranges(self, bucket: Bucket) -> list[tuple[int, int, str]]:
-        """``(start, stop, name)`` of the pieces; none holds both decayed and undecayed parameters."""
-        parts = ((0, bucket.decayed), (bucket.decayed, bucket.params.size))
-        return [(i, min(i + PIECE, stop), "") for start, stop in parts for i in range(start, stop, PIECE)]
+    def bind(self) -> None:
+        """Make the views for the buckets that the store has now; the state stays as it is. Local."""
+        self._pieces = {id(b): [self._piece(b, *r) for r in self._ranges(b)] for b in self.store.buckets}
 
-    def _piece(self, bucket: Bucket, state: tuple, scratch: list, where: tuple[int, int, str]) -> Piece:
-        start, stop, name = where
-        views = tuple(s[start:stop] for s in state)
-        a, b = (s[: stop - start] for s in scratch)
-        decayed = start < bucket.decayed
+    def _ranges(self, bucket: Bucket) -> list[tuple[int, int, bool, str]]:
+        """``(start, stop, decayed, name)`` of the pieces; none holds both decayed and undecayed parameters."""
+        return [
+            (i, min(i + PIECE, stop), decayed, "")
+            for start, stop, decayed in bucket.decays
+            for i in range(start, stop, PIECE)
+        ]
+
+    def _piece(self, bucket: Bucket, start: int, stop: int, decayed: bool, name: str) -> Piece:
+        views = tuple(s[bucket.start + start : bucket.start + stop] for s in self._arrays[bucket.flat])
+        a, b = (s[: stop - start] for s in self._scratch)
         return Piece(bucket.params[start:stop], bucket.grads[start:stop], views, a, b, decayed, name)
 
     def begin_step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
@@ -122,9 +124,9 @@ class Optimizer(ABC):
         """State arrays by name of the state and ``layer/parameter``, shaped as the parameters: views."""
         return {
             key: {
-                name: arrays[i][bucket.slices[name]].reshape(self.store.params[name].shape)
-                for bucket, arrays in zip(self.store.buckets, self._arrays)
-                for name in bucket.names
+                name: arrays[i][where].reshape(self.store.params[name].shape)
+                for flat, arrays in zip(self.store.flats, self._arrays)
+                for name, where in flat.slices.items()
             }
             for i, key in enumerate(self.state_names)
         }
@@ -233,9 +235,12 @@ class LARS(Optimizer):
         self.momentum, self.trust = momentum, trust
         super().__init__(store, weight_decay)
 
-    def _ranges(self, bucket: Bucket) -> list[tuple[int, int, str]]:
-        whole = [(s.start, s.stop, name) for name, s in bucket.slices.items()]
-        return [(i, min(i + PIECE, stop), name) for start, stop, name in whole for i in range(start, stop, PIECE)]
+    def _ranges(self, bucket: Bucket) -> list[tuple[int, int, bool, str]]:
+        return [
+            (i, min(i + PIECE, where.stop), any(a <= where.start < b and d for a, b, d in bucket.decays), name)
+            for name, where in bucket.slices.items()
+            for i in range(where.start, where.stop, PIECE)
+        ]
 
     def update(self, bucket: Bucket) -> None:
         """Update one bucket: the norms of each parameter first, then its pieces."""

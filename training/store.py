@@ -1,4 +1,4 @@
-"""Parameters, gradients and their buckets: flat arrays in the order in which backward finishes them."""
+"""Parameters and gradients: flat arrays in the order in which backward finishes them, and buckets, ranges of them."""
 
 from __future__ import annotations
 
@@ -14,36 +14,63 @@ from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers import Network, Parameter, Strategy
 from halograd.layers.memory import Memory
 from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
+from halograd.layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
+from halograd.layers.reduction_scheme import Scheme
 
-__all__ = ["Bucket", "ParameterStore"]
+__all__ = ["Bucket", "Flat", "ParameterStore"]
 
 _ALIGN = 64
 
 
 @dataclass
-class Bucket:
-    """Parameters whose gradients are summed over the same ranks with one message.
+class Flat:
+    """All parameters that the same ranks share, in the order in which backward finishes them.
 
     Attributes
     ----------
+    params, grads
+        One array each, with small gaps (alignment), which hold zeros. They stay where they are for good: layers hold
+        views of them.
+    slices
+        Where each parameter lies, by ``layer/parameter``.
+    """
+
+    params: Any
+    grads: Any
+    slices: dict[str, slice]
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients are summed over the same ranks with one message: a range of a :class:`Flat`.
+
+    Attributes
+    ----------
+    names
+        ``layer/parameter``.
+    params, grads
+        Views of the flat arrays.
+    decays
+        ``(start, stop, decayed)``: which elements are subject to weight decay.
+    slices
+        Where each parameter lies, counted from the beginning of the bucket.
     colors
         Color per rank: ranks of one color hold the same blocks (see :class:`ParameterBlocks`).
-    names
-        ``layer/parameter``, decayed ones first.
-    params, grads
-        Flat arrays with small gaps (alignment), which hold zeros.
-    decayed
-        Elements ``[0, decayed)`` are subject to weight decay.
-    slices
-        Where each parameter lies.
+    flat, start
+        Number of the flat arrays (in :attr:`ParameterStore.flats`), and where in them the bucket begins.
+    replicated
+        Every rank computes the gradients of the whole batch; they are not summed.
     """
 
     names: list[str]
     params: Any
     grads: Any
-    decayed: int
+    decays: list[tuple[int, int, bool]]
     slices: dict[str, slice]
     colors: tuple[int | None, ...]
+    flat: int = 0
+    start: int = 0
+    replicated: bool = False
 
 
 @dataclass
@@ -66,6 +93,15 @@ class ParameterStore:
         Which block of each array every rank holds; None: one rank, which holds everything.
     rank
         This rank.
+    scheme
+        How gradients are summed, which decides the buckets.
+
+    Attributes
+    ----------
+    flats
+        The arrays: one pair per way in which ranks share parameters (and one for replicated layers).
+    buckets
+        In the order in which their sums are issued; changed by :meth:`rechunk` only.
     """
 
     network: Network
@@ -75,6 +111,8 @@ class ParameterStore:
     bucket_bytes: int = 4 << 20
     blocks: Mapping[str, ParameterBlocks] | None = None
     rank: int = 0
+    scheme: Scheme = field(default_factory=Scheme)
+    flats: list[Flat] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
     grads: dict[str, Any] = field(default_factory=dict)
@@ -85,8 +123,12 @@ class ParameterStore:
             self.blocks = parameter_blocks(self.network, Strategy(), 1)
         specs, states = self.network.parameters(), self.network.state()
         self.shapes: dict[str, tuple[int, ...]] = {n: s.shape for n, s in {**specs, **states}.items()}
-        for names in self._groups(specs):
-            self.buckets.append(self._bucket(names, specs))
+        self._decays = {n: s.decay for n, s in specs.items()}
+        self._layers = gradient_layers(self.network, self.blocks)
+        self._places: dict[str, int] = {}
+        for names in self._together():
+            self._allocate(names, specs)
+        self.buckets = self._chunked(self.scheme, self.bucket_bytes)
         for name, spec in states.items():
             box = self.box(name)
             self.state[name] = self.memory.keep(box.shape, self.dtype, "parameter")
@@ -103,42 +145,72 @@ class ParameterStore:
         assert self.blocks is not None
         return all(b.whole for b in self.blocks.values())
 
-    def _groups(self, specs: Mapping[str, Parameter]) -> list[list[str]]:
-        """Names bucket by bucket, those of the last layers first; the same on all ranks.
+    def rechunk(self, scheme: Scheme, bucket_bytes: int) -> None:
+        """Other buckets of the same arrays; the same layers have to be replicated. Local, alike on all ranks.
 
-        What the same ranks share goes into one bucket, a layer's parameters as far as they do.
+        Reducers and optimizers hold views of the buckets: make the reducer anew, and call `Optimizer.bind`.
         """
-        assert self.blocks is not None
-        done: list[list[str]] = []
-        growing: dict[tuple[int | None, ...], list[str]] = {}
-        for layer in reversed(self.network.layers):
-            own = [n for n in specs if n.rpartition("/")[0] == layer]
-            for name in own:
-                growing.setdefault(self.blocks[name].colors, []).append(name)
-            for colors in {self.blocks[name].colors: None for name in own}:
-                if sum(self.blocks[n].largest for n in growing[colors]) * self.dtype.itemsize >= self.bucket_bytes:
-                    done.append(growing.pop(colors))
-        return done + list(growing.values())
+        if scheme.replicated_dense != self.scheme.replicated_dense:
+            raise ValueError(
+                f"rechunk(): expected replicated_dense = {self.scheme.replicated_dense} as the arrays were made for, "
+                f"got {scheme.replicated_dense}"
+            )
+        self.buckets = self._chunked(scheme, bucket_bytes)
+        self.scheme, self.bucket_bytes = scheme, bucket_bytes
 
-    def _bucket(self, names: list[str], specs: Mapping[str, Parameter]) -> Bucket:
-        assert self.blocks is not None
-        names = [n for n in names if specs[n].decay] + [n for n in names if not specs[n].decay]
+    def _together(self) -> list[list[str]]:
+        """Names that lie in one array each, in the order in which backward finishes them."""
+        replicated = replicated_layers(self._layers, self.scheme)
+        found: dict[tuple, list[str]] = {}
+        for layer in self._layers:
+            for gradient in layer.gradients:
+                found.setdefault((gradient.sharing, layer.name in replicated), []).append(gradient.name)
+        return list(found.values())
+
+    def _allocate(self, names: list[str], specs: Mapping[str, Parameter]) -> None:
         step = _ALIGN // self.dtype.itemsize
-        slices, end, decayed = {}, 0, 0
+        slices, end = {}, 0
         for name in names:
             size = self.box(name).size
             slices[name] = slice(end, end + size)
             end += -(-size // step) * step
-            decayed = end if specs[name].decay else decayed
         params = self.memory.keep((end,), self.dtype, "parameter")
         grads = self.memory.keep((end,), self.dtype, "parameter gradient")
         for name in names:
             box = self.box(name)
             self.params[name] = params[slices[name]].reshape(box.shape)
             self.grads[name] = grads[slices[name]].reshape(box.shape)
+            self._places[name] = len(self.flats)
             if box.size:
                 self.params[name][...] = specs[name].initial(name, self.seed)[box.slices()]
-        return Bucket(names, params, grads, decayed, slices, self.blocks[names[0]].colors)
+        self.flats.append(Flat(params, grads, slices))
+
+    def _chunked(self, scheme: Scheme, bucket_bytes: int) -> list[Bucket]:
+        chunks = chunks_of(self._layers, scheme, bucket_bytes, self.dtype.itemsize)
+        return [self._bucket([g.name for g in chunk.gradients], chunk.replicated) for chunk in chunks]
+
+    def _bucket(self, names: list[str], replicated: bool) -> Bucket:
+        assert self.blocks is not None
+        number = self._places[names[0]]
+        flat, step = self.flats[number], _ALIGN // self.dtype.itemsize
+        start, last = flat.slices[names[0]].start, flat.slices[names[-1]]
+        stop = start + -(-(last.stop - start) // step) * step
+        slices, decays = {}, []
+        for name in names:
+            begin, end = flat.slices[name].start - start, flat.slices[name].stop - start
+            slices[name] = slice(begin, end)
+            decays.append((begin, begin + -(-(end - begin) // step) * step, self._decays[name]))
+        return Bucket(
+            names,
+            flat.params[start:stop],
+            flat.grads[start:stop],
+            _joined(decays),
+            slices,
+            self.blocks[names[0]].colors,
+            number,
+            start,
+            replicated,
+        )
 
     def of_layer(self, layer: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of one layer, by their short names."""
@@ -172,3 +244,14 @@ class ParameterStore:
         with closing(Exchange(comm, owners, target, source, result, kind="gather")) as exchange:
             exchange.run()
         return result
+
+
+def _joined(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+    """The same with neighbors of one kind made one; empty ones left out."""
+    result: list[tuple[int, int, bool]] = []
+    for start, stop, kind in ranges:
+        if result and result[-1][2] == kind:
+            result[-1] = (result[-1][0], stop, kind)
+        elif stop > start:
+            result.append((start, stop, kind))
+    return result

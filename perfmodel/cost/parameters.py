@@ -1,8 +1,8 @@
 """What every rank holds of a layer's parameters, and the buckets in which their gradients are summed.
 
 The rules are those of `layers/parameter_blocks.py` (a rank holds its block of filters and of input channels; biases
-lie with the first part of the sum over the input channels) and of `training/store.py` (buckets are filled last layer
-first, one row of them per way of sharing, and closed when they hold `bucket_bytes`), without a loop over ranks.
+lie with the first part of the sum over the input channels), without a loop over ranks. Buckets are those of
+`layers/reduction_chunks.py`, as in the runtime.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from halograd.layers import Layer, Parameter
+from halograd.layers.reduction_chunks import Gradient, GradientLayer, chunks_of, decayed_first, kind_of
+from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost.blocks import Parts, intervals
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.sums import Sum
@@ -116,26 +118,30 @@ def _bytes(parameter: Held, itemsize: int) -> tuple[int, ...]:
     return tuple(-(-size * itemsize // ALIGN) * ALIGN for size in parameter.sizes)
 
 
-def buckets_of(stages: Sequence[Stage], itemsize: int, bucket_bytes: int) -> list[Bucket]:
-    """All buckets of a network, in the order in which the store makes them."""
-    done: list[Bucket] = []
-    growing: dict[Sharing, list[tuple[str, Held]]] = {}
+def buckets_of(stages: Sequence[Stage], itemsize: int, bucket_bytes: int, scheme: Scheme | None = None) -> list[Bucket]:
+    """All buckets of a network, in the order in which the store makes them; `scheme` is ``bucketed`` if None."""
+    own = {stage.name: _own(stage) for stage in reversed(stages) if stage.is_layer}
+    layers = [
+        GradientLayer(
+            stage.name,
+            kind_of(stage.layer, bool(own[stage.name])),
+            tuple(Gradient(p.name, p.sharing, max(p.sizes)) for p in own[stage.name]),
+        )
+        for stage in reversed(stages)
+        if stage.is_layer
+    ]
+    buckets = []
+    for chunk in chunks_of(layers, scheme or Scheme(), bucket_bytes, itemsize):
+        assert isinstance(chunk.sharing, Sharing)
+        members = [p for name in chunk.layers for p in own[name] if p.sharing == chunk.sharing]
+        nbytes = tuple(sum(column) for column in zip(*(_bytes(p, itemsize) for p in members)))
+        buckets.append(Bucket(chunk.layers, chunk.sharing, nbytes))
+    return buckets
 
-    def close(sharing: Sharing) -> None:
-        members = growing.pop(sharing)
-        nbytes = tuple(sum(column) for column in zip(*(_bytes(p, itemsize) for _, p in members)))
-        done.append(Bucket(tuple(dict.fromkeys(name for name, _ in members)), sharing, nbytes))
 
-    for stage in reversed(stages):
-        own = held(stage.layer.parameters(*stage.shapes), stage.parts) if stage.is_layer else []
-        for parameter in own:
-            growing.setdefault(parameter.sharing, []).append((stage.name, parameter))
-        for sharing in {parameter.sharing: None for parameter in own}:
-            if sum(max(p.sizes) for _, p in growing[sharing]) * itemsize >= bucket_bytes:
-                close(sharing)
-    for sharing in list(growing):
-        close(sharing)
-    return done
+def _own(stage: Stage) -> list[Held]:
+    specs = stage.layer.parameters(*stage.shapes)
+    return held({name: specs[name] for name in decayed_first(specs)}, stage.parts)
 
 
 def parameter_elements(layer: Layer, shapes: Sequence[tuple[int, ...]], parts: Parts) -> int:

@@ -1,0 +1,254 @@
+"""Which gradients are summed together, and in which order: pure arithmetic, shared by runtime and cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from halograd.errors import UserError
+from halograd.layers.batch_norm import BatchNorm
+from halograd.layers.dense import Dense
+from halograd.layers.global_pooling import GlobalAveragePool
+from halograd.layers.group_norm import GroupNorm
+from halograd.layers.layer import Layer
+from halograd.layers.network import Network
+from halograd.layers.parameter import Parameter
+from halograd.layers.parameter_blocks import ParameterBlocks
+from halograd.layers.pooling import AveragePool, MaxPool
+from halograd.layers.reduction_scheme import Scheme
+
+__all__ = [
+    "Chunk",
+    "Gradient",
+    "GradientLayer",
+    "check_scheme",
+    "chunks_of",
+    "decayed_first",
+    "gradient_layers",
+    "kind_of",
+    "replicated_layers",
+]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one parameter.
+
+    Attributes
+    ----------
+    name
+        Of the parameter; ``layer/parameter`` in the store.
+    sharing
+        Which ranks hold the same block: equal for parameters that can be summed together.
+    size
+        Elements of the largest block.
+    """
+
+    name: str
+    sharing: Hashable
+    size: int
+
+
+@dataclass(frozen=True)
+class GradientLayer:
+    """What one layer gives to sum.
+
+    Attributes
+    ----------
+    name
+        Of the layer.
+    kind
+        ``"dense"``, ``"weights"`` (other layers with weights), ``"pooling"``, or ``"other"`` (norms, activations, ...).
+    gradients
+        Of its parameters, those subject to weight decay first.
+    """
+
+    name: str
+    kind: str
+    gradients: tuple[Gradient, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Gradients that are summed with one message, in the order in which backward finishes them.
+
+    Attributes
+    ----------
+    sharing
+        Which ranks sum it.
+    gradients
+        What it holds.
+    layers
+        Whose, each once.
+    replicated
+        Every rank computes the gradient of the whole batch: there is nothing to sum.
+    """
+
+    sharing: Hashable
+    gradients: tuple[Gradient, ...]
+    layers: tuple[str, ...]
+    replicated: bool = False
+
+
+def kind_of(layer: Layer, has_parameters: bool) -> str:
+    """Kind of a layer, as in :class:`GradientLayer`.
+
+    Norms have parameters, but no weights in the sense of Lee et al. (Section II): they go with the layers around them.
+    """
+    if isinstance(layer, Dense):
+        return "dense"
+    if isinstance(layer, (MaxPool, AveragePool, GlobalAveragePool)):
+        return "pooling"
+    return "weights" if has_parameters and not isinstance(layer, (BatchNorm, GroupNorm)) else "other"
+
+
+def decayed_first(specs: Mapping[str, Parameter]) -> list[str]:
+    """Names of a layer's parameters in the order in which they lie in memory."""
+    return sorted(specs, key=lambda name: not specs[name].decay)
+
+
+def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> list[GradientLayer]:
+    """The layers of a network in the order in which backward finishes them; `blocks` by ``layer/parameter``."""
+    result = []
+    for layer, node in reversed(network.layers.items()):
+        specs = node.layer.parameters(*(n.shape for n in node.inputs))
+        names = [f"{layer}/{key}" for key in decayed_first(specs)]
+        gradients = tuple(Gradient(n, blocks[n].colors, blocks[n].largest) for n in names)
+        result.append(GradientLayer(layer, kind_of(node.layer, bool(specs)), gradients))
+    return result
+
+
+def check_scheme(scheme: Scheme, network: Network) -> None:
+    """Refuse counts of layers that the network does not have. Local.
+
+    Raises
+    ------
+    UserError
+        In one line: what was expected, what came.
+    """
+    kinds = [
+        kind_of(node.layer, bool(node.layer.parameters(*(n.shape for n in node.inputs))))
+        for node in network.layers.values()
+    ]
+    counted = len(kinds) - kinds.count("other")
+    if scheme.first_layers > counted:
+        raise UserError(
+            f"reduction.first_layers: expected at most the {counted} convolutions, dense layers and poolings of "
+            f"{network.name!r}, got {scheme.first_layers}"
+        )
+    if scheme.replicated_dense > kinds.count("dense"):
+        raise UserError(
+            f"reduction.replicated_dense: expected at most the {kinds.count('dense')} dense layers of "
+            f"{network.name!r}, got {scheme.replicated_dense}"
+        )
+
+
+def replicated_layers(layers: Sequence[GradientLayer], scheme: Scheme) -> frozenset[str]:
+    """Names of the first `replicated_dense` dense layers, first in the order of computation."""
+    dense = [layer.name for layer in layers if layer.kind == "dense"]
+    return frozenset(dense[len(dense) - scheme.replicated_dense :]) if scheme.replicated_dense else frozenset()
+
+
+def chunks_of(layers: Sequence[GradientLayer], scheme: Scheme, bucket_bytes: int, itemsize: int) -> list[Chunk]:
+    """All chunks of a scheme, in the order in which their sums are issued.
+
+    Every chunk is a run of the gradients that the same ranks share, in the order of `layers`: what the ranks share
+    may lie in one array, of which chunks are ranges. Replicated layers have chunks of their own.
+
+    Parameters
+    ----------
+    layers
+        In the order in which backward finishes them.
+    scheme
+        ``"auto"`` begins with buckets.
+    bucket_bytes
+        A bucket is closed when it holds at least so much [B], on the rank that has most of it.
+    itemsize
+        Of one element [B].
+
+    References
+    ----------
+    Lee et al. 2017, Algorithm 2 (two chunks); Le et al. 2018, Section 4.1 (chunks of equal numbers of layers, except
+    for the last ones of backward).
+    """
+    ends = _RULES[scheme.name](scheme, layers, bucket_bytes, itemsize)
+    replicated = replicated_layers(layers, scheme)
+    return _Filling(ends, replicated).run(layers)
+
+
+#: Whether what the ranks share is closed, now that it holds these elements and this layer is done (its number).
+_Ends = Callable[[int, int], bool]
+
+
+def _never(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
+    return lambda elements, layer: False
+
+
+def _always(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
+    return lambda elements, layer: True
+
+
+def _by_bytes(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
+    return lambda elements, layer: elements * itemsize >= bucket_bytes
+
+
+def _two(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
+    """The first chunk ends with the k-th layer that backward reaches."""
+    counted = [i for i, layer in enumerate(layers) if layer.kind != "other"]
+    last = counted[min(scheme.first_layers, len(counted)) - 1] if counted else -1
+    return lambda elements, layer: layer == last
+
+
+def _by_layers(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
+    weighted = [i for i, layer in enumerate(layers) if layer.kind in ("weights", "dense")]
+    lasts = frozenset(weighted[scheme.chunk - 1 :: scheme.chunk])
+    return lambda elements, layer: layer in lasts
+
+
+_RULES = {
+    "blocking": _never,
+    "per_layer": _always,
+    "bucketed": _by_bytes,
+    "two_chunks": _two,
+    "host_accumulate": _by_layers,
+    "hierarchical": _by_bytes,
+    "sharded": _by_bytes,
+    "auto": _by_bytes,
+}
+
+
+class _Filling:
+    """Chunks under way, one per way of sharing."""
+
+    def __init__(self, ends: _Ends, replicated: frozenset[str]) -> None:
+        self._ends, self._replicated = ends, replicated
+        self._done: list[Chunk] = []
+        self._growing: dict[Hashable, list[tuple[str, Gradient]]] = {}
+        self._elements: dict[Hashable, int] = {}
+
+    def run(self, layers: Sequence[GradientLayer]) -> list[Chunk]:
+        for i, layer in enumerate(layers):
+            if layer.name in self._replicated:
+                self._add_replicated(layer)
+            else:
+                for gradient in layer.gradients:
+                    self._growing.setdefault(gradient.sharing, []).append((layer.name, gradient))
+                    self._elements[gradient.sharing] = self._elements.get(gradient.sharing, 0) + gradient.size
+            # A layer without parameters may end a chunk as well (the k-th may be one of pooling).
+            for sharing in list(self._growing):
+                if self._ends(self._elements[sharing], i):
+                    self._close(sharing)
+        for sharing in list(self._growing):
+            self._close(sharing)
+        return self._done
+
+    def _close(self, sharing: Hashable) -> None:
+        members = self._growing.pop(sharing)
+        self._elements.pop(sharing)
+        layers = tuple(dict.fromkeys(name for name, _ in members))
+        self._done.append(Chunk(sharing, tuple(g for _, g in members), layers))
+
+    def _add_replicated(self, layer: GradientLayer) -> None:
+        for sharing in dict.fromkeys(g.sharing for g in layer.gradients):
+            own = tuple(g for g in layer.gradients if g.sharing == sharing)
+            self._done.append(Chunk(sharing, own, (layer.name,), replicated=True))

@@ -1,0 +1,47 @@
+"""The reducer of a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from halograd.comm import Communicator
+from halograd.errors import UserError
+from halograd.layers.reduction_scheme import Scheme
+from halograd.training.reduction.base import Reducer
+from halograd.training.reduction.bucketed import BucketedReducer
+from halograd.training.store import ParameterStore
+
+__all__ = ["make_reducer"]
+
+_KINDS: Mapping[str, type[Reducer]] = {
+    "blocking": BucketedReducer,
+    "per_layer": BucketedReducer,
+    "bucketed": BucketedReducer,
+    "two_chunks": BucketedReducer,
+}
+
+
+def make_reducer(store: ParameterStore, comm: Communicator, layers: Sequence[str], scheme: Scheme) -> Reducer:
+    """The reducer of a scheme. Collective over `comm`.
+
+    Parameters
+    ----------
+    store
+        Made for this scheme.
+    comm
+        Whose ranks share the parameters.
+    layers
+        Names of the steps, in order of computation.
+    scheme
+        What is asked for.
+
+    Raises
+    ------
+    UserError
+        If the scheme cannot be had here; on all ranks.
+    """
+    if scheme.name not in _KINDS:
+        raise UserError(f"reduction.name: expected one of {', '.join(_KINDS)}, got {scheme.name!r}; choose one of them")
+    if scheme.replicated_dense:
+        raise UserError("reduction.replicated_dense: expected 0, it is not supported yet; leave it out")
+    return _KINDS[scheme.name](store, comm, layers, scheme)
