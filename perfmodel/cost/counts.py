@@ -69,5 +69,6 @@ def count_steps(
         ledger.book((*sums.forward, *sums.backward, *sums.aside))
     ledger.book(bucket.sum for bucket in buckets_of(steps, itemsize, bucket_bytes))
     if isinstance(getattr(network.outputs.get("loss"), "layer", None), Loss):
-        ledger.book([Sum("loss", ((range(ranks), 8),))])
+        # The loss, and two numbers by which the ranks agree on checkpoints: `halograd.training.executor.VOTES`.
+        ledger.book([Sum("loss", ((range(ranks), 24),))])
     return {kind: total for kind, total in ledger.kinds.items() if total.messages.any()}
