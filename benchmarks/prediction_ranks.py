@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 if __name__ == "__main__":
@@ -29,6 +31,8 @@ from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 
 __all__ = ["Run", "run"]
+
+ROUNDS = 2
 
 
 class Run:
@@ -73,36 +77,36 @@ class Run:
 class Predictor:
     """Predicts steps on this machine with one transport. Collective.
 
-    Messages are measured once, layers when they are asked for.
+    Messages are measured once, layers when they are asked for and again between the steps.
     """
 
-    def __init__(self, world: Communicator, backend: Any, cache: TimeCache) -> None:
+    def __init__(self, world: Communicator, backend: Any) -> None:
         overheads = measure_overheads(world, backend)
         profile = measure_machine(world, backend)
         self.machine: Machine = profile.with_overheads(overheads.update, overheads.layer_overhead).machine
-        self.world, self.backend, self.cache = world, backend, cache
-        self._works: list[tuple[LayerTimer, Conditions, LayerWork]] = []
+        self.world, self.backend, self.cache = world, backend, TimeCache(None)
+        self._works: dict[tuple[Conditions, str], tuple[LayerTimer, LayerWork, list[LayerTime]]] = {}
 
     def times(self, case: Case) -> MeasuredTimes:
         """Times of the layers of a network, as they pass through the cache in its steps."""
         per_node = self.machine.devices_per_node
         conditions = conditions_of(case.make(), case.batch, self.world.size, self.backend, per_node)
-        timer = LayerTimer(self.backend, self.world, conditions.flush)
+        timer = LayerTimer(self.backend, self.world, conditions.flush, repeats=6)
         return MeasuredTimes(self.cache, conditions, measure=lambda work: self._measure(timer, conditions, work))
 
     def _measure(self, timer: LayerTimer, conditions: Conditions, work: LayerWork) -> LayerTime:
-        self._works.append((timer, conditions, work))
-        return timer.measure(work)
+        found = timer.measure(work)
+        self._works[conditions, work.key.text()] = (timer, work, [found])
+        return found
 
-    def again(self) -> None:
-        """Measure everything once more, and take the mean; what took half as long again was disturbed."""
-        for timer, conditions, work in self._works:
-            key = work.key.text()
-            first, second = self.cache.get(conditions, key), timer.measure(work)
-            assert first is not None
-            low, high = sorted([tuple(first), (second.forward, second.backward_data, second.backward_filter)], key=sum)
-            mean = tuple((a + b) / 2 for a, b in zip(low, high))
-            self.cache.put(conditions, key, low if sum(high) > 1.5 * sum(low) else mean)
+    def sweep(self) -> None:
+        """Measure everything once more; the medians count."""
+        for (conditions, key), (timer, work, found) in self._works.items():
+            found.append(timer.measure(work))
+            self.cache.put(conditions, key, tuple(fmean(values) for values in zip(*map(astuple, found))))
+
+    def close_sweeps(self) -> None:
+        """What comes next is another network."""
         self._works.clear()
 
     def seconds(self, case: Case, strategy: Strategy, times: MeasuredTimes) -> dict[str, float]:
@@ -121,18 +125,16 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """All networks of the spec on all its transports, under all strategies of a kind."""
     results = []
     backend = get_backend("onednn", threads=spec["threads"])
-    cache = TimeCache(None)
     for transport in spec["transports"]:
         comm = Communicator(MPI.COMM_WORLD, transport)
-        predictor = Predictor(comm, backend, cache)
+        predictor = Predictor(comm, backend)
         for name in spec["networks"]:
             case = CASES[name]
             times = predictor.times(case)
             chosen = strategies(case, comm.size, spec["kind"], predictor.machine, times)
-            measured = measure(case, comm, backend, chosen, spec["seconds"])
             for strategy in chosen.values():
                 predictor.seconds(case, strategy, times)
-            predictor.again()
+            measured = measure(case, comm, backend, chosen, spec["seconds"], predictor.sweep)
             times.forget()
             for label, strategy in chosen.items():
                 predicted = predictor.seconds(case, strategy, times)
@@ -140,27 +142,37 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
                 results.append(row | {"measured": measured[label], "predicted": predicted["step"], "parts": predicted})
                 if comm.rank == 0:
                     print(_line(results[-1]), file=sys.stderr, flush=True)
+            predictor.close_sweeps()
         comm.close()
     backend.close()
     return results
 
 
 def measure(
-    case: Case, comm: Communicator, backend: Any, chosen: dict[str, Strategy], seconds: float
+    case: Case,
+    comm: Communicator,
+    backend: Any,
+    chosen: dict[str, Strategy],
+    seconds: float,
+    between: Callable[[], None],
 ) -> dict[str, float]:
-    """Median step of each strategy [s], all of them in turn for about `seconds` each."""
+    """Median step of each strategy [s], all of them in turn for about `seconds` each.
+
+    `between` runs between the rounds: what it measures is measured while the machine is as fast, or as disturbed.
+    """
     runs = {label: Run(case, comm, backend, strategy) for label, strategy in chosen.items()}
     for one in runs.values():
         one.steps(2)
-    rounds = 4
-    for one in runs.values():
+    counts = {}
+    for label, one in runs.items():
         each = float(comm.allreduce_scalar(median(one.seconds), "max"))
-        one.count = max(1, min(40, int(seconds / rounds / max(each, 1e-6))))  # type: ignore[attr-defined]
+        counts[label] = max(2, min(40, int(seconds / ROUNDS / max(each, 1e-6))))
         one.seconds.clear()
-    for _ in range(rounds):
-        for one in runs.values():
+    for _ in range(ROUNDS):
+        between()
+        for label, one in runs.items():
             comm.barrier()
-            one.steps(one.count)  # type: ignore[attr-defined]
+            one.steps(counts[label])
     found = {label: float(comm.allreduce_scalar(median(one.seconds), "max")) for label, one in runs.items()}
     for one in reversed(list(runs.values())):
         one.close()
