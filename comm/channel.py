@@ -108,6 +108,7 @@ class Channel(ABC):
             If the exchange was not started.
         """
         self._expect(STARTED, "finish")
+        self._meter.waits()
         before = time.perf_counter()
         arrived = self._finish()
         self._state = FINISHED

@@ -64,10 +64,14 @@ class Recorder(Protocol):
 
 @dataclass
 class Instruments:
-    """Counters and recorder that a root communicator shares with those split from it."""
+    """Counters and recorder that a root communicator shares with those split from it.
+
+    `waiting` is the label of the exchange or sum that the main thread waits for now.
+    """
 
     counters: Counters = field(default_factory=Counters)
     recorder: Recorder | None = None
+    waiting: str | None = None
 
 
 class Meter:
@@ -96,8 +100,13 @@ class Meter:
         if self.messages:
             self._instruments.counters.add(self.kind, self.messages, self.nbytes)
 
+    def waits(self) -> None:
+        """Note that the caller waits for this exchange, until :meth:`took` is called."""
+        self._instruments.waiting = self.label
+
     def took(self, started: float, waited_from: float, arrived: float, waited_to: float) -> None:
         """Tell the recorder of one exchange: when it travelled and when somebody waited for it [s]."""
+        self._instruments.waiting = None
         recorder = self._instruments.recorder
         if recorder is not None:
             recorder.span(self.label, "communication", started, max(started, arrived))
