@@ -10,6 +10,7 @@ from halograd.layers.contraction import ContractionOperator, cuts_channels
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
+from halograd.layers.replicated_dense import ReplicatedDenseOperator
 
 __all__ = ["Dense"]
 
@@ -27,9 +28,9 @@ class Dense(Layer):
     Notes
     -----
     Weights ``(units, F)``, whole on every rank; the samples are spread over all ranks.
-    Communication per process: none but the sum of the weights' gradients over all ranks. With units or features cut
-    (see :mod:`halograd.layers.contraction`) a rank holds a block of the weights, and the samples are spread over the
-    other parts only.
+    Communication per process: none but the sum of the weights' gradients over all ranks, or the all-gathers in its
+    place (:mod:`halograd.layers.replicated_dense`). With units or features cut (:mod:`halograd.layers.contraction`) a
+    rank holds a block of the weights, and the samples are spread over the other parts only.
     """
 
     cuts_channels = "contracts"
@@ -58,7 +59,11 @@ class Dense(Layer):
         return 2 * self.units * shapes[0][0]
 
     def bind(self, binding: Binding) -> Operator:
-        return CutDenseOperator(binding) if cuts_channels(binding.parts) else _DenseOperator(binding)
+        if cuts_channels(binding.parts):
+            return CutDenseOperator(binding)
+        if binding.options.get("weight_gradient") == "replicated":
+            return ReplicatedDenseOperator(binding)
+        return _DenseOperator(binding)
 
 
 class CutDenseOperator(ContractionOperator):

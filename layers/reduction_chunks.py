@@ -149,7 +149,13 @@ def replicated_layers(layers: Sequence[GradientLayer], scheme: Scheme) -> frozen
     return frozenset(dense[len(dense) - scheme.replicated_dense :]) if scheme.replicated_dense else frozenset()
 
 
-def chunks_of(layers: Sequence[GradientLayer], scheme: Scheme, bucket_bytes: int, itemsize: int) -> list[Chunk]:
+def chunks_of(
+    layers: Sequence[GradientLayer],
+    scheme: Scheme,
+    bucket_bytes: int,
+    itemsize: int,
+    apart: frozenset[str] = frozenset(),
+) -> list[Chunk]:
     """All chunks of a scheme, in the order in which their sums are issued.
 
     Every chunk is a run of the gradients that the same ranks share, in the order of `layers`: what the ranks share
@@ -165,6 +171,9 @@ def chunks_of(layers: Sequence[GradientLayer], scheme: Scheme, bucket_bytes: int
         A bucket is closed when it holds at least so much [B], on the rank that has most of it.
     itemsize
         Of one element [B].
+    apart
+        Layers whose gradients lie apart from all others, in chunks of their own: those that may be replicated at
+        another time.
 
     References
     ----------
@@ -173,7 +182,7 @@ def chunks_of(layers: Sequence[GradientLayer], scheme: Scheme, bucket_bytes: int
     """
     ends = _RULES[scheme.name](scheme, layers, bucket_bytes, itemsize)
     replicated = replicated_layers(layers, scheme)
-    return _Filling(ends, replicated).run(layers)
+    return _Filling(ends, replicated, apart).run(layers)
 
 
 #: Whether what the ranks share is closed, now that it holds these elements and this layer is done (its number).
@@ -200,8 +209,10 @@ def _two(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, ite
 
 
 def _by_layers(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
+    """Chunks of equal numbers of layers; the last ones of backward, whose sums little hides, by themselves."""
     weighted = [i for i, layer in enumerate(layers) if layer.kind in ("weights", "dense")]
-    lasts = frozenset(weighted[scheme.chunk - 1 :: scheme.chunk])
+    chunked = (len(weighted) - 1) // scheme.chunk * scheme.chunk
+    lasts = frozenset([*weighted[scheme.chunk - 1 : chunked : scheme.chunk], *weighted[chunked:]])
     return lambda elements, layer: layer in lasts
 
 
@@ -218,13 +229,13 @@ _RULES = {
 
 
 class _Filling:
-    """Chunks under way, one per way of sharing."""
+    """Chunks under way, one per way of sharing (and one more for layers that lie apart)."""
 
-    def __init__(self, ends: _Ends, replicated: frozenset[str]) -> None:
-        self._ends, self._replicated = ends, replicated
+    def __init__(self, ends: _Ends, replicated: frozenset[str], apart: frozenset[str]) -> None:
+        self._ends, self._replicated, self._apart = ends, replicated, apart
         self._done: list[Chunk] = []
-        self._growing: dict[Hashable, list[tuple[str, Gradient]]] = {}
-        self._elements: dict[Hashable, int] = {}
+        self._growing: dict[tuple[Hashable, bool], list[tuple[str, Gradient]]] = {}
+        self._elements: dict[tuple[Hashable, bool], int] = {}
 
     def run(self, layers: Sequence[GradientLayer]) -> list[Chunk]:
         for i, layer in enumerate(layers):
@@ -232,21 +243,22 @@ class _Filling:
                 self._add_replicated(layer)
             else:
                 for gradient in layer.gradients:
-                    self._growing.setdefault(gradient.sharing, []).append((layer.name, gradient))
-                    self._elements[gradient.sharing] = self._elements.get(gradient.sharing, 0) + gradient.size
+                    key = gradient.sharing, layer.name in self._apart
+                    self._growing.setdefault(key, []).append((layer.name, gradient))
+                    self._elements[key] = self._elements.get(key, 0) + gradient.size
             # A layer without parameters may end a chunk as well (the k-th may be one of pooling).
-            for sharing in list(self._growing):
-                if self._ends(self._elements[sharing], i):
-                    self._close(sharing)
-        for sharing in list(self._growing):
-            self._close(sharing)
+            for key in list(self._growing):
+                if self._ends(self._elements[key], i):
+                    self._close(key)
+        for key in list(self._growing):
+            self._close(key)
         return self._done
 
-    def _close(self, sharing: Hashable) -> None:
-        members = self._growing.pop(sharing)
-        self._elements.pop(sharing)
+    def _close(self, key: tuple[Hashable, bool]) -> None:
+        members = self._growing.pop(key)
+        self._elements.pop(key)
         layers = tuple(dict.fromkeys(name for name, _ in members))
-        self._done.append(Chunk(sharing, tuple(g for _, g in members), layers))
+        self._done.append(Chunk(key[0], tuple(g for _, g in members), layers))
 
     def _add_replicated(self, layer: GradientLayer) -> None:
         for sharing in dict.fromkeys(g.sharing for g in layer.gradients):

@@ -104,6 +104,11 @@ class Scheme:
             raise UserError(
                 f'reduction.chunk: expected name = "host_accumulate" with it, got {self.name!r}; remove one of them'
             )
+        if self.name == "auto" and self.replicated_dense:
+            raise UserError(
+                'reduction.replicated_dense: expected none with name = "auto", which chooses it, got '
+                f"{self.replicated_dense}; remove it, or choose a scheme"
+            )
         for key, asked in (("payload = bfloat16", self.payload != "float32"), ("deterministic", self.deterministic)):
             if asked and self.name not in _CHUNKED:
                 raise UserError(

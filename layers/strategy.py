@@ -98,8 +98,10 @@ class Strategy:
 
     def _check_reduction(self, network: Network) -> None:
         from halograd.layers.reduction_chunks import check_scheme  # not at the top: layers know strategies
+        from halograd.layers.replication import check_replicated
 
         check_scheme(self.reduction, network)
+        check_replicated(self, network)
 
     def refuse_empty_blocks(self, network: Network) -> None:
         """Refuse more parts along an axis than a sample is long: some ranks would read nothing. Local.

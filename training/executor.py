@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from halograd.layers.loss import LossOperator
 from halograd.layers.memory import Memory
 from halograd.layers.operator import Mode, Operator
 from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.replicated_dense import ReplicatedDenseOperator
+from halograd.layers.replication import dense_layers, replicable_layers
 from halograd.layers.strategy import Strategy
 from halograd.layers.value import Region, Value
 from halograd.training.compiler import Step, compile_steps
@@ -105,7 +109,16 @@ class Executor:
     def _make_store(self, seed: int) -> ParameterStore:
         blocks = parameter_blocks(self.network, self.strategy, self.comm.size)
         nbytes, scheme = self.strategy.bucket_bytes, self.strategy.reduction
-        return ParameterStore(self.network, self.memory, self.dtype, seed, nbytes, blocks, self.comm.rank, scheme)
+        rank, apart = self.comm.rank, frozenset(self.replicable)
+        return ParameterStore(self.network, self.memory, self.dtype, seed, nbytes, blocks, rank, scheme, apart)
+
+    @cached_property
+    def replicable(self) -> list[str]:
+        """Dense layers whose gradients are replicated, or may be by :meth:`reduce_by`; in order of computation."""
+        scheme = self.strategy.reduction
+        if scheme.name == "auto":
+            return replicable_layers(self.strategy, self.network, self.batch)
+        return list(dense_layers(self.network))[: scheme.replicated_dense]
 
     def _bind(self, trainable: bool) -> None:
         self.steps, self.values = compile_steps(
@@ -113,7 +126,7 @@ class Executor:
         )
         for name in self.network.inputs:
             self.values[name].allocate(self.memory, "input")
-        self._bindings = [self._bind_forward(step) for step in self.steps]
+        self._bindings = [self._bind_forward(step, trainable) for step in self.steps]
         self.loss = self._find_loss()
         self._loss_sum = np.zeros(1 + VOTES)
         self._vote_sums = self._loss_sum[1:]
@@ -124,12 +137,40 @@ class Executor:
         self._sums: list[Any] = []
         if trainable:
             self._bind_backward()
-            names = [s.name for s in self.steps]
-            self.reducer = make_reducer(self.store, self.comm, names, self.strategy.reduction)
+            self.reducer = self._make_reducer()
 
-    def _bind_forward(self, step: Step) -> tuple[Step, Binding, Operator]:
+    def _make_reducer(self) -> Reducer:
+        """Of the scheme for which the store has its buckets."""
+        scheme, reached = self.store.scheme, {name for name, _ in self._backward}
+        dense = [o for _, _, o in self._bindings if isinstance(o, ReplicatedDenseOperator) and o.name in reached]
+        for operator in dense:
+            operator.replicates = operator.name in self.replicable[: scheme.replicated_dense]
+        return make_reducer(self.store, self.comm, [s.name for s in self.steps], scheme, dense)
+
+    def reduce_by(self, scheme: Scheme, bucket_bytes: int | None = None) -> None:
+        """Sum gradients by another scheme from now on; what is under way is finished and updated. Collective.
+
+        The optimizer has to :meth:`bind <halograd.training.optimizers.Optimizer.bind>` afterwards, and whoever holds
+        `reducer` to take the new one. This is no part of a step: it allocates.
+
+        Raises
+        ------
+        ValueError
+            If more dense layers are to be replicated than the executor was built for (`replicable`).
+        """
+        assert self.reducer is not None, "the executor was built with trainable=False"
+        self.reducer.finish()
+        update = self.reducer.update
+        self.reducer.close()
+        self.store.rechunk(scheme, self.store.bucket_bytes if bucket_bytes is None else bucket_bytes)
+        self.reducer = self._make_reducer()
+        self.reducer.update = update
+
+    def _bind_forward(self, step: Step, trainable: bool) -> tuple[Step, Binding, Operator]:
         step.output.allocate(self.memory, "activation")
-        store = self.store
+        store, options = self.store, step.options
+        if trainable and step.name in self.replicable:
+            options = {**options, "weight_gradient": "replicated"}
         binding = Binding(
             step.layer,
             step.name,
@@ -142,7 +183,7 @@ class Executor:
             store.of_layer(step.name, store.params),
             store.of_layer(step.name, store.grads),
             store.of_layer(step.name, store.state),
-            step.options,
+            options,
             step.parts,
         )
         operator = step.layer.bind(binding)

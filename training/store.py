@@ -95,6 +95,8 @@ class ParameterStore:
         This rank.
     scheme
         How gradients are summed, which decides the buckets.
+    apart
+        Layers that lie in arrays of their own, because they may be replicated now or later; None: those that are now.
 
     Attributes
     ----------
@@ -112,6 +114,7 @@ class ParameterStore:
     blocks: Mapping[str, ParameterBlocks] | None = None
     rank: int = 0
     scheme: Scheme = field(default_factory=Scheme)
+    apart: frozenset[str] | None = None
     flats: list[Flat] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
@@ -125,6 +128,8 @@ class ParameterStore:
         self.shapes: dict[str, tuple[int, ...]] = {n: s.shape for n, s in {**specs, **states}.items()}
         self._decays = {n: s.decay for n, s in specs.items()}
         self._layers = gradient_layers(self.network, self.blocks)
+        if self.apart is None:
+            self.apart = replicated_layers(self._layers, self.scheme)
         self._places: dict[str, int] = {}
         for names in self._together():
             self._allocate(names, specs)
@@ -146,25 +151,28 @@ class ParameterStore:
         return all(b.whole for b in self.blocks.values())
 
     def rechunk(self, scheme: Scheme, bucket_bytes: int) -> None:
-        """Other buckets of the same arrays; the same layers have to be replicated. Local, alike on all ranks.
+        """Other buckets of the same arrays. Local, alike on all ranks.
 
-        Reducers and optimizers hold views of the buckets: make the reducer anew, and call `Optimizer.bind`.
+        Only layers that lie apart can be replicated. Reducers and optimizers hold views of the buckets: make the
+        reducer anew, and call `Optimizer.bind`.
         """
-        if scheme.replicated_dense != self.scheme.replicated_dense:
+        assert self.apart is not None
+        others = replicated_layers(self._layers, scheme) - self.apart
+        if others:
             raise ValueError(
-                f"rechunk(): expected replicated_dense = {self.scheme.replicated_dense} as the arrays were made for, "
-                f"got {scheme.replicated_dense}"
+                f"rechunk(): expected replicated layers among {sorted(self.apart)}, for which the arrays were made, "
+                f"got {sorted(others)[0]!r}"
             )
         self.buckets = self._chunked(scheme, bucket_bytes)
         self.scheme, self.bucket_bytes = scheme, bucket_bytes
 
     def _together(self) -> list[list[str]]:
         """Names that lie in one array each, in the order in which backward finishes them."""
-        replicated = replicated_layers(self._layers, self.scheme)
+        assert self.apart is not None
         found: dict[tuple, list[str]] = {}
         for layer in self._layers:
             for gradient in layer.gradients:
-                found.setdefault((gradient.sharing, layer.name in replicated), []).append(gradient.name)
+                found.setdefault((gradient.sharing, layer.name in self.apart), []).append(gradient.name)
         return list(found.values())
 
     def _allocate(self, names: list[str], specs: Mapping[str, Parameter]) -> None:
@@ -186,7 +194,8 @@ class ParameterStore:
         self.flats.append(Flat(params, grads, slices))
 
     def _chunked(self, scheme: Scheme, bucket_bytes: int) -> list[Bucket]:
-        chunks = chunks_of(self._layers, scheme, bucket_bytes, self.dtype.itemsize)
+        assert self.apart is not None
+        chunks = chunks_of(self._layers, scheme, bucket_bytes, self.dtype.itemsize, self.apart)
         return [self._bucket([g.name for g in chunk.gradients], chunk.replicated) for chunk in chunks]
 
     def _bucket(self, names: list[str], replicated: bool) -> Bucket:

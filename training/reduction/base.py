@@ -41,6 +41,8 @@ class Reducer(ABC):
     ----------
     store, comm, layers, scheme
         As given.
+    buckets
+        Those whose gradients are to be summed: all of the store but the replicated ones.
     update
         Called with a bucket once its gradients are summed, when its parameters are next needed or
         :meth:`finish` is called, whichever comes first. None: nothing is updated.
@@ -48,6 +50,7 @@ class Reducer(ABC):
 
     def __init__(self, store: ParameterStore, comm: Communicator, layers: Sequence[str], scheme: Scheme) -> None:
         self.store, self.comm, self.layers, self.scheme = store, comm, tuple(layers), scheme
+        self.buckets = [bucket for bucket in store.buckets if not bucket.replicated]
         self.update: Callable[[Bucket], None] | None = None
 
     @abstractmethod

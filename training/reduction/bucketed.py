@@ -30,15 +30,15 @@ class BucketedReducer(Reducer):
 
     def __init__(self, store: ParameterStore, comm: Communicator, layers: Sequence[str], scheme: Scheme) -> None:
         super().__init__(store, comm, layers, scheme)
-        self._sums = [self._sum(bucket) for bucket in store.buckets]
-        self._layers = [{n.rpartition("/")[0] for n in b.names} for b in store.buckets]
+        self._sums = [self._sum(bucket) for bucket in self.buckets]
+        self._layers = [{n.rpartition("/")[0] for n in b.names} for b in self.buckets]
         self._buckets_of: dict[str, list[int]] = {}
         for i, some in enumerate(self._layers):
             for layer in some:
                 self._buckets_of.setdefault(layer, []).append(i)
-        self._missing = [0] * len(store.buckets)
-        self._running = [False] * len(store.buckets)  # the sum was started and not waited for
-        self._pending = [False] * len(store.buckets)  # the update is still due
+        self._missing = [0] * len(self.buckets)
+        self._running = [False] * len(self.buckets)  # the sum was started and not waited for
+        self._pending = [False] * len(self.buckets)  # the update is still due
 
     def _sum(self, bucket: Bucket) -> Reduction | None:
         """The sum over the ranks that hold the same blocks; None where this one holds nothing."""
@@ -83,7 +83,7 @@ class BucketedReducer(Reducer):
         self._wait_for(i)
         self._pending[i] = False
         if self.update is not None:
-            self.update(self.store.buckets[i])
+            self.update(self.buckets[i])
 
     def wait(self) -> None:
         for i in range(len(self._running)):

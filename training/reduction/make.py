@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.replicated_dense import ReplicatedDenseOperator
 from halograd.training.reduction.base import Reducer
 from halograd.training.reduction.bucketed import BucketedReducer
+from halograd.training.reduction.replicated_dense import ReplicatedDenseReducer
 from halograd.training.store import ParameterStore
 
 __all__ = ["make_reducer"]
@@ -18,10 +20,17 @@ _KINDS: Mapping[str, type[Reducer]] = {
     "per_layer": BucketedReducer,
     "bucketed": BucketedReducer,
     "two_chunks": BucketedReducer,
+    "auto": BucketedReducer,  # until a tuner has chosen
 }
 
 
-def make_reducer(store: ParameterStore, comm: Communicator, layers: Sequence[str], scheme: Scheme) -> Reducer:
+def make_reducer(
+    store: ParameterStore,
+    comm: Communicator,
+    layers: Sequence[str],
+    scheme: Scheme,
+    dense: Sequence[ReplicatedDenseOperator] = (),
+) -> Reducer:
     """The reducer of a scheme. Collective over `comm`.
 
     Parameters
@@ -34,6 +43,8 @@ def make_reducer(store: ParameterStore, comm: Communicator, layers: Sequence[str
         Names of the steps, in order of computation.
     scheme
         What is asked for.
+    dense
+        The operators of the layers that may be replicated, as far as backward reaches them, in order of computation.
 
     Raises
     ------
@@ -42,6 +53,7 @@ def make_reducer(store: ParameterStore, comm: Communicator, layers: Sequence[str
     """
     if scheme.name not in _KINDS:
         raise UserError(f"reduction.name: expected one of {', '.join(_KINDS)}, got {scheme.name!r}; choose one of them")
-    if scheme.replicated_dense:
-        raise UserError("reduction.replicated_dense: expected 0, it is not supported yet; leave it out")
-    return _KINDS[scheme.name](store, comm, layers, scheme)
+    reducer = _KINDS[scheme.name](store, comm, layers, scheme)
+    if any(bucket.replicated for bucket in store.buckets):
+        return ReplicatedDenseReducer(reducer, dense)
+    return reducer
