@@ -109,11 +109,11 @@ class Scheme:
                 'reduction.replicated_dense: expected none with name = "auto", which chooses it, got '
                 f"{self.replicated_dense}; remove it, or choose a scheme"
             )
-        for key, asked in (("payload = bfloat16", self.payload != "float32"), ("deterministic", self.deterministic)):
-            if asked and self.name not in _CHUNKED:
+        for key, plain in (("payload", self.payload == "float32"), ("deterministic", not self.deterministic)):
+            if not plain and self.name not in _CHUNKED:
                 raise UserError(
-                    f"reduction: {key}: expected one of the schemes {', '.join(_CHUNKED)} with it, got {self.name!r}; "
-                    "choose one of them, or leave it out"
+                    f"reduction.{key}: expected one of the schemes {', '.join(_CHUNKED)} with {getattr(self, key)!r}, "
+                    f"got {self.name!r}; choose one of them, or leave {key} out"
                 )
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
 from halograd.training.schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
 from halograd.training.store import ParameterStore
 
-__all__ = ["make_network", "make_optimizer", "make_schedule", "make_strategy"]
+__all__ = ["make_network", "make_optimizer", "make_schedule", "make_strategy", "with_reduction"]
 
 
 def make_network(config: Config) -> Network:
@@ -66,6 +67,13 @@ def make_strategy(
     if config.statistics is not None:
         options["statistics"] = config.statistics
     return Strategy(parts, options=options, bucket_bytes=config.bucket_bytes)
+
+
+def with_reduction(strategy: Strategy, config: Config) -> Strategy:
+    """The strategy with the scheme of ``[reduction]``, if the configuration has that table."""
+    if "reduction" not in config.model_fields_set:
+        return strategy
+    return replace(strategy, reduction=config.reduction.scheme())
 
 
 def _strategy_of_file(path: str, size: int, network: Network | None, batch: int | None) -> Strategy:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from halograd.errors import UserError
+from halograd.layers.reduction_scheme import Scheme
 from halograd.training.messages import describe
 
 if sys.version_info >= (3, 11):
@@ -27,6 +28,7 @@ __all__ = [
     "DataConfig",
     "ModelConfig",
     "OutputConfig",
+    "ReductionConfig",
     "ScheduleConfig",
     "StrategyConfig",
     "TrainingConfig",
@@ -121,6 +123,35 @@ class StrategyConfig(_Table):
         if self.file is not None and others:
             raise ValueError(f"file: expected no other key beside it, got {others[0]}")
         return self
+
+
+class ReductionConfig(_Table):
+    """``[reduction]``: how gradients are summed over the ranks, as in :class:`Scheme`.
+
+    The table, if there is one, wins over what a plan or a strategy's file says.
+    """
+
+    name: Literal[
+        "blocking", "per_layer", "bucketed", "two_chunks", "host_accumulate", "hierarchical", "sharded", "auto"
+    ] = "bucketed"
+    first_layers: Whole = 0
+    chunk: Count = 1
+    replicated_dense: Whole = 0
+    payload: Literal["float32", "bfloat16"] = "float32"
+    error_feedback: bool = True
+    deterministic: bool = False
+
+    @model_validator(mode="after")
+    def _together(self) -> ReductionConfig:
+        try:
+            self.scheme()
+        except UserError as error:
+            raise ValueError(str(error).removeprefix("reduction.")) from error
+        return self
+
+    def scheme(self) -> Scheme:
+        """The same as plain data of a strategy."""
+        return Scheme(**self.model_dump())
 
 
 class SGDConfig(_Table):
@@ -220,6 +251,7 @@ class Config(_Table):
     model: ModelConfig
     data: DataConfig
     strategy: StrategyConfig = StrategyConfig()
+    reduction: ReductionConfig = ReductionConfig()
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     training: TrainingConfig

@@ -23,7 +23,7 @@ from halograd.data import (
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy, Strategy
-from halograd.training.build import make_network, make_strategy
+from halograd.training.build import make_network, make_strategy, with_reduction
 from halograd.training.config import Config, DataConfig
 from halograd.training.executor import Executor
 from halograd.training.timeline import Timeline
@@ -75,6 +75,7 @@ class Session:
         network = make_network(config)
         planned = strategy is not None
         strategy = strategy or make_strategy(config.strategy, comm.size, network, settings.batch)
+        strategy = with_reduction(strategy, config)
         strategy.validate(network, comm.size)
         strategy.refuse_empty_blocks(network)
         with comm.agreement():
