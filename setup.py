@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-FOLDERS = ("comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel", "training")
+FOLDERS = ("device", "comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel", "training")
 
 packages = ["halograd"] + [f"halograd.{p}" for p in find_packages("halograd")]
 package_dir = {"halograd": "halograd"}

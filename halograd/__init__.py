@@ -64,7 +64,7 @@ __all__ = ["__version__", *sorted(_HOME)]
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"halograd.{_HOME[name]}"), name)
-    if name in ("comm", "data", "dtensor", "kernels", "layers", "models", "perfmodel", "testing", "training"):
+    if name in ("comm", "data", "device", "dtensor", "kernels", "layers", "models", "perfmodel", "testing", "training"):
         return importlib.import_module(f"halograd.{name}")
     raise AttributeError(f"module 'halograd' has no attribute {name!r}")
 

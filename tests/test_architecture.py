@@ -13,14 +13,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What each folder may import of the others. `halograd/` itself is on top and may import all of them.
 BELOW: dict[str, set[str]] = {
-    "comm": set(),
-    "kernels": set(),
-    "dtensor": {"comm", "kernels"},
-    "layers": {"comm", "kernels", "dtensor"},
-    "models": {"comm", "kernels", "dtensor", "layers"},
-    "data": {"comm", "kernels", "dtensor", "layers"},
-    "perfmodel": {"comm", "kernels", "dtensor", "layers", "models"},
-    "training": {"comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel"},
+    "device": set(),
+    "comm": {"device"},
+    "kernels": {"device"},
+    "dtensor": {"device", "comm", "kernels"},
+    "layers": {"device", "comm", "kernels", "dtensor"},
+    "models": {"device", "comm", "kernels", "dtensor", "layers"},
+    "data": {"device", "comm", "kernels", "dtensor", "layers"},
+    "perfmodel": {"device", "comm", "kernels", "dtensor", "layers", "models"},
+    "training": {"device", "comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel"},
     "jobs": {"perfmodel", "models"},
 }
 FOR_ALL = {"errors", "__version__"}  # names of `halograd/` that stand below everything
@@ -28,7 +29,7 @@ FOR_ALL = {"errors", "__version__"}  # names of `halograd/` that stand below eve
 # Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
 MAY_IMPORT = {
     "mpi4py": ("comm/", "halograd/testing.py", "halograd/cli/"),
-    "cupy": ("comm/transports/", "kernels/cudnn/", "halograd/cli/"),
+    "cupy": ("comm/transports/", "kernels/cudnn/", "device/", "halograd/cli/"),
     "torch": (),
     "jax": (),
 }

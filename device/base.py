@@ -1,0 +1,199 @@
+"""What the rest of halograd asks of the place where arrays live.
+
+Work on a device is *enqueued*: a call returns before it is done, and what is enqueued runs in order. The host
+learns that something is done from a :class:`Ticket` only. ::
+
+    host      pack  download  mark ->t    launch kernels ...   t.wait()  send     ...   upload(pinned)   unpack
+    device         [pack][download]       [kernels ...........................]        [upload][unpack]
+
+Everything above the kernels is written against this class and NumPy's functions, which an array of a device answers
+itself (CuPy does); so the same code runs on the host, on a GPU, and on a double of one in the tests.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from halograd.errors import UserError
+
+__all__ = ["Device", "DeviceError", "DeviceMemory", "Stamp", "Ticket"]
+
+
+class DeviceError(UserError):
+    """A device cannot be had or cannot do what is asked; the message says what to do instead."""
+
+
+class Ticket(Protocol):
+    """A place in the queue of a device."""
+
+    def done(self) -> bool:
+        """Whether everything before it is done. Does not wait."""
+        ...
+
+    def wait(self) -> None:
+        """Return when everything before it is done: a synchronization of the host."""
+        ...
+
+
+class Stamp(Protocol):
+    """A place in the queue whose time can be asked for."""
+
+    def done(self) -> bool:
+        """Whether the device has come there. Does not wait."""
+        ...
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device [B]: in use by this process's arrays, free, and in all."""
+
+    used: int
+    free: int
+    total: int
+
+
+class Device(ABC):
+    """Memory, copies and events of one device, for one rank. All methods are local.
+
+    Attributes
+    ----------
+    name
+        For messages and reports.
+    is_host
+        Whether arrays are NumPy's and every call returns when it is done.
+    """
+
+    name: str
+    is_host = False
+
+    # -- arrays ---------------------------------------------------------------------------------
+    @abstractmethod
+    def owns(self, array: Any) -> bool:
+        """Whether this array lives here."""
+
+    @abstractmethod
+    def address(self, array: Any) -> int:
+        """Address of the first element."""
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Packed array on the device, contents undefined."""
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Packed array of zeros on the device."""
+        array = self.empty(shape, dtype)
+        array.fill(0)
+        return array
+
+    def array(self, values: Any, dtype: Any = None) -> Any:
+        """An array on the device with the values of a host array."""
+        values = np.asarray(values, dtype)
+        result = self.empty(values.shape, values.dtype)
+        self.assign(result, values)
+        return result
+
+    @abstractmethod
+    def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """Packed zeros in host memory that `download` and `upload` reach without a detour."""
+
+    # -- copies that wait -----------------------------------------------------------------------
+    @abstractmethod
+    def to_host(self, array: Any) -> np.ndarray:
+        """The values of an array as a NumPy array, packed. Waits; not for use within a step."""
+
+    @abstractmethod
+    def assign(self, target: Any, values: np.ndarray) -> None:
+        """``target[...] = values``, of a host array; `values` may be changed once it returns. May wait."""
+
+    # -- copies that do not wait ----------------------------------------------------------------
+    @abstractmethod
+    def download(self, array: Any, pinned: np.ndarray) -> None:
+        """Enqueue the copy of a packed array to pinned memory, to be read behind a `mark` that was waited for."""
+
+    @abstractmethod
+    def upload(self, pinned: np.ndarray, array: Any) -> None:
+        """Enqueue the copy of pinned memory to a packed array; leave `pinned` alone until a later `mark` is done."""
+
+    @abstractmethod
+    def mark(self) -> Ticket:
+        """A ticket for everything enqueued so far."""
+
+    def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Ticket | None = None) -> Ticket:
+        """Enqueue uploads beside the queue, behind `after`; the queue waits for them by `join` only.
+
+        May be called from another thread than that of the kernels.
+        """
+        for pinned, array in pairs:
+            self.upload(pinned, array)
+        return self.mark()
+
+    def join(self, ticket: Ticket) -> None:
+        """What is enqueued from here on runs behind this ticket; the host does not wait."""
+        return None
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when everything enqueued is done."""
+
+    # -- copies within the device ---------------------------------------------------------------
+    def copies(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+        """What enqueues ``target[...] = source`` for pairs of (target, source) views of one shape each."""
+        fixed = tuple(pairs)
+
+        def run() -> None:
+            for target, source in fixed:
+                np.copyto(target, source)
+
+        return run
+
+    def sums(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+        """What enqueues ``target += source`` for pairs of (target, source) views of one shape each, in order."""
+        fixed = tuple(pairs)
+
+        def run() -> None:
+            for target, source in fixed:
+                np.add(target, source, out=target)
+
+        return run
+
+    # -- time -----------------------------------------------------------------------------------
+    @abstractmethod
+    def stamp(self) -> Stamp:
+        """A stamp behind everything enqueued so far."""
+
+    @abstractmethod
+    def seconds(self, first: Stamp, second: Stamp) -> float:
+        """Time from one stamp to another, both done [s]."""
+
+    # -- the rest -------------------------------------------------------------------------------
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What enqueues, at once, everything that `run` enqueues (a graph). `run` is called once and must not wait.
+
+        Raises
+        ------
+        DeviceError
+            If the device has no graphs.
+        """
+        raise DeviceError(f"graph: expected a device that captures graphs, got {self.name}; set backend.graph = false")
+
+    def use(self) -> None:
+        """Make this the device of the calling thread."""
+        return None
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """A context in which the calling thread enqueues kernels."""
+        return nullcontext()
+
+    def memory(self) -> DeviceMemory | None:
+        """What is used and free, None where that means nothing (the host)."""
+        return None
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return self.name

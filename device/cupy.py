@@ -1,0 +1,204 @@
+"""A CUDA device by CuPy: one compute stream per rank, one stream for copies ahead, events, pinned memory."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from halograd.device.base import Device, DeviceError, DeviceMemory, Ticket
+from halograd.device.registry import register, unregister
+
+__all__ = ["CupyDevice", "count_devices", "import_cupy"]
+
+Copies = Callable[[Sequence[tuple[Any, Any]]], Callable[[], None]]
+
+
+def import_cupy() -> Any:
+    """The cupy module.
+
+    Raises
+    ------
+    DeviceError
+        In one line, if it cannot be imported.
+    """
+    try:
+        return importlib.import_module("cupy")
+    except Exception as error:  # a CuPy for another CUDA fails in many ways
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DeviceError(
+            f"device: expected CuPy for a GPU, it cannot be imported ({reason}); pip install 'halograd[gpu]'"
+        ) from error
+
+
+def count_devices(cupy: Any) -> int:
+    """Number of CUDA devices; 0 without a driver."""
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except Exception:  # no driver, or one that is too old
+        return 0
+
+
+class _Place:
+    """An event on a stream: ticket, and stamp where it has a time."""
+
+    def __init__(self, cupy: Any, stream: Any, timed: bool) -> None:
+        self.event = cupy.cuda.Event(disable_timing=not timed)
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.done)
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CupyDevice(Device):
+    """One CUDA device. Makes its compute stream the current one of the thread that opens it. Local.
+
+    Parameters
+    ----------
+    ordinal
+        Number of the device as CUDA counts.
+
+    Attributes
+    ----------
+    compute
+        Stream of the kernels, of uploads and downloads.
+    pinned_bytes
+        Pinned memory given out so far [B].
+    fused_copies, fused_sums
+        What makes one launch of many copies, or sums, of boxes; None: one launch each.
+
+    Raises
+    ------
+    DeviceError
+        If there is no CuPy, no driver or no such device.
+    """
+
+    def __init__(self, ordinal: int = 0) -> None:
+        cupy = self._cupy = import_cupy()
+        count = count_devices(cupy)
+        if not count:
+            raise DeviceError("device: expected a CUDA device, got none (no driver, or none visible); see nvidia-smi")
+        if not 0 <= ordinal < count:
+            raise DeviceError(f"backend.device: expected a device from 0 to {count - 1}, got {ordinal}")
+        self.ordinal, self.pinned_bytes = ordinal, 0
+        self.name = f"cuda:{ordinal}"
+        self.use()
+        self.compute = cupy.cuda.Stream(non_blocking=True)
+        self._ahead = cupy.cuda.Stream(non_blocking=True)
+        self.compute.use()
+        self.fused_copies: Copies | None = None
+        self.fused_sums: Copies | None = None
+        register(self)
+
+    def close(self) -> None:
+        """Finish what is enqueued, and let no array be found to live here any more. May be called twice."""
+        self.synchronize()
+        unregister(self)
+
+    # -- arrays ---------------------------------------------------------------------------------
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, self._cupy.ndarray) and array.device.id == self.ordinal
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self._cupy.empty(tuple(shape), np.dtype(dtype))
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self._cupy.zeros(tuple(shape), np.dtype(dtype))
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        count = int(np.prod(tuple(shape), dtype=np.int64))
+        nbytes = count * np.dtype(dtype).itemsize
+        memory = self._cupy.cuda.alloc_pinned_memory(max(1, nbytes))
+        array = np.frombuffer(memory, np.uint8, nbytes)
+        array.fill(0)
+        self.pinned_bytes += nbytes
+        return array.view(dtype).reshape(tuple(shape))
+
+    # -- copies ---------------------------------------------------------------------------------
+    def to_host(self, array: Any) -> np.ndarray:
+        return np.asarray(array.get(stream=self.compute))
+
+    def assign(self, target: Any, values: np.ndarray) -> None:
+        values = np.ascontiguousarray(np.broadcast_to(values, target.shape), target.dtype)
+        if target.flags.c_contiguous:
+            target.set(values, stream=self.compute)
+        else:
+            packed = self.empty(target.shape, target.dtype)
+            packed.set(values, stream=self.compute)
+            np.copyto(target, packed)
+        self.compute.synchronize()
+
+    def download(self, array: Any, pinned: np.ndarray) -> None:
+        if array.nbytes:
+            array.data.copy_to_host_async(pinned.ctypes.data, array.nbytes, self.compute)
+
+    def upload(self, pinned: np.ndarray, array: Any) -> None:
+        if array.nbytes:
+            array.data.copy_from_host_async(pinned.ctypes.data, array.nbytes, self.compute)
+
+    def mark(self) -> Ticket:
+        return _Place(self._cupy, self.compute, timed=False)
+
+    def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Ticket | None = None) -> Ticket:
+        if isinstance(after, _Place):
+            self._ahead.wait_event(after.event)
+        for pinned, array in pairs:
+            if array.nbytes:
+                array.data.copy_from_host_async(pinned.ctypes.data, array.nbytes, self._ahead)
+        return _Place(self._cupy, self._ahead, timed=False)
+
+    def join(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, _Place)
+        self.compute.wait_event(ticket.event)
+
+    def synchronize(self) -> None:
+        self._ahead.synchronize()
+        self.compute.synchronize()
+
+    def copies(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+        return self.fused_copies(pairs) if self.fused_copies and len(pairs) > 1 else super().copies(pairs)
+
+    def sums(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+        return self.fused_sums(pairs) if self.fused_sums and len(pairs) > 1 else super().sums(pairs)
+
+    # -- time, graphs, memory -------------------------------------------------------------------
+    def stamp(self) -> Any:
+        return _Place(self._cupy, self.compute, timed=True)
+
+    def seconds(self, first: Any, second: Any) -> float:
+        return float(self._cupy.cuda.get_elapsed_time(first.event, second.event)) * 1e-3
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        # What a graph touches must be there before: nothing may be allocated in between, so run() has run once.
+        self.compute.begin_capture()
+        try:
+            run()
+        finally:
+            graph = self.compute.end_capture()
+        return lambda: graph.launch(self.compute)
+
+    def use(self) -> None:
+        self._cupy.cuda.Device(self.ordinal).use()
+
+    def computing(self) -> AbstractContextManager[Any]:
+        self.use()
+        return self.compute
+
+    def memory(self) -> DeviceMemory:
+        free, total = self._cupy.cuda.runtime.memGetInfo()
+        return DeviceMemory(int(self._cupy.get_default_memory_pool().used_bytes()), int(free), int(total))
+
+    def describe(self) -> str:
+        properties = self._cupy.cuda.runtime.getDeviceProperties(self.ordinal)
+        name = properties["name"]
+        text = name.decode() if isinstance(name, bytes) else str(name)
+        return f"{self.name} {text}, {properties['totalGlobalMem'] / 2**30:.0f} GiB"

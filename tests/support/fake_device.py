@@ -1,0 +1,270 @@
+"""A double of a GPU: arrays that refuse the host, copies that are late, and a count of when the host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from halograd.device import Device, register, unregister
+from halograd.kernels.backend import Backend
+from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.numpy import NumpyBackend
+from tests.support.device_array import DeviceArray, unwrap
+
+__all__ = ["FakeBackend", "FakeDevice"]
+
+POISON = 0xA5
+
+
+class FakeTicket:
+    """A place in the queue of a :class:`FakeDevice`."""
+
+    def __init__(self, device: FakeDevice, ahead: bool = False) -> None:
+        self.device, self.number, self.ahead, self._polls = device, device.number, ahead, 0
+
+    def done(self) -> bool:
+        """True when asked for the third time: things take their time."""
+        self._polls += 1
+        if self._polls > 2:
+            self.device.arrive(self)
+        return self._polls > 2
+
+    def wait(self) -> None:
+        device = self.device
+        device.waits += 1
+        if not self.ahead and self.number == device.number:
+            device.idled += 1
+        device.arrive(self)
+
+
+class FakeDevice(Device):
+    """Kernels run at once, in the order of the queue; copies to the host come when they are waited for.
+
+    Until then pinned memory that a download goes to is poisoned, and memory that an upload comes from must not change.
+
+    Attributes
+    ----------
+    number
+        Of what was enqueued last.
+    synchronizations
+        Why the host had to wait for everything, once per time.
+    waits
+        How often the host waited for a ticket.
+    idled
+        How often nothing was enqueued behind it: the device had nothing to do meanwhile.
+    allocations
+        Arrays made so far.
+    """
+
+    name = "fake:0"
+
+    def __init__(self) -> None:
+        self.number = self.waits = self.idled = self.allocations = 0
+        self.synchronizations: list[str] = []
+        self._downloads: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._uploads: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._ahead: list[tuple[FakeTicket, DeviceArray, np.ndarray, np.ndarray]] = []
+        register(self)
+
+    def close(self) -> None:
+        unregister(self)
+
+    # -- bookkeeping ----------------------------------------------------------------------------
+    def enqueued(self) -> None:
+        self.number += 1
+
+    def synchronized(self, why: str) -> None:
+        self.synchronizations.append(why)
+        self._deliver(self.number)
+
+    def arrive(self, ticket: FakeTicket) -> None:
+        """What the ticket stands behind is done."""
+        if not ticket.ahead:
+            self._deliver(ticket.number)
+            return
+        for item in [i for i in self._ahead if i[0] is ticket]:
+            _, _, pinned, values = item
+            assert np.array_equal(_bytes(pinned), _bytes(values)), "pinned memory changed while it was copied ahead"
+
+    def _deliver(self, number: int) -> None:
+        for item in [i for i in self._downloads if i[0] <= number]:
+            _, pinned, values = item
+            np.copyto(pinned, values)
+        self._downloads = [i for i in self._downloads if i[0] > number]
+        for _, pinned, values in [i for i in self._uploads if i[0] <= number]:
+            assert np.array_equal(_bytes(pinned), _bytes(values)), "pinned memory changed while it was copied"
+        self._uploads = [i for i in self._uploads if i[0] > number]
+
+    def adopt(self, memory: np.ndarray) -> DeviceArray:
+        self.allocations += 1
+        return DeviceArray(memory, self)
+
+    # -- arrays ---------------------------------------------------------------------------------
+    def owns(self, array: Any) -> bool:
+        return isinstance(array, DeviceArray) and array.device is self
+
+    def address(self, array: Any) -> int:
+        return int(array.__cuda_array_interface__["data"][0])
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
+        array = np.empty(tuple(shape), dtype)
+        _bytes(array).fill(POISON)
+        return self.adopt(array)
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        return np.zeros(tuple(shape), dtype)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        return array.get()
+
+    def assign(self, target: Any, values: np.ndarray) -> None:
+        values = np.ascontiguousarray(np.broadcast_to(values, target.shape), target.dtype)
+        if target.flags.c_contiguous:
+            target.set(values)
+        else:
+            target[...] = self.array(values)
+
+    def download(self, array: Any, pinned: np.ndarray) -> None:
+        assert array.flags.c_contiguous and pinned.flags.c_contiguous and array.nbytes == pinned.nbytes
+        self.enqueued()
+        self._downloads.append((self.number, pinned, unwrap(array).copy()))
+        _bytes(pinned).fill(POISON)
+
+    def upload(self, pinned: np.ndarray, array: Any) -> None:
+        assert array.flags.c_contiguous and pinned.flags.c_contiguous and array.nbytes == pinned.nbytes
+        for _, other, values in self._uploads:
+            if other is pinned:
+                assert np.array_equal(_bytes(other), _bytes(values)), "pinned memory changed while it was copied"
+        self.enqueued()
+        self._uploads.append((self.number, pinned, pinned.copy()))
+        np.copyto(unwrap(array), pinned)
+
+    def mark(self) -> FakeTicket:
+        return FakeTicket(self)
+
+    def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Any = None) -> FakeTicket:
+        ticket = FakeTicket(self, ahead=True)
+        for pinned, array in pairs:
+            self._ahead.append((ticket, array, pinned, pinned.copy()))
+            _bytes(unwrap(array)).fill(POISON)
+        return ticket
+
+    def join(self, ticket: Any) -> None:
+        for item in [i for i in self._ahead if i[0] is ticket]:
+            _, array, pinned, values = item
+            assert np.array_equal(_bytes(pinned), _bytes(values)), "pinned memory changed while it was copied ahead"
+            np.copyto(unwrap(array), values)
+        self._ahead = [i for i in self._ahead if i[0] is not ticket]
+
+    def synchronize(self) -> None:
+        self.synchronized("synchronize()")
+
+    def stamp(self) -> Any:
+        return _Stamp(self.number)
+
+    def seconds(self, first: Any, second: Any) -> float:
+        return 1e-6 * (second.number - first.number)
+
+    def capture(self, run: Any) -> Any:
+        """Like a graph: run once without being done, then again whenever it is launched."""
+        before = len(self.synchronizations), self.waits
+        run()
+        assert (len(self.synchronizations), self.waits) == before, "the host waits within a graph"
+        return run
+
+
+class _Stamp:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def done(self) -> bool:
+        return True
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+class FakeBackend(Backend):
+    """The kernels of NumPy on arrays of a fake device."""
+
+    name: ClassVar[str] = "fake"
+
+    def __init__(self) -> None:
+        self._numpy = NumpyBackend()
+        self.device = FakeDevice()
+        self.xp, self.version, self.threads = np, "0", 1
+        self.dtypes = self.conv_dtypes = self._numpy.dtypes
+        self.dtype_remedy = self._numpy.dtype_remedy
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self.device.empty(shape, dtype)
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._numpy.held_bytes
+
+    def close(self) -> None:
+        self._numpy.close()
+        self.device.close()
+
+    def _on_host(self, factory: Any, *args: Any) -> Any:
+        for array in (a for arg in args for a in (arg if isinstance(arg, list) else (arg,))):
+            if isinstance(array, np.ndarray):
+                raise TypeError(f"a kernel of the device got an array of the host: {array.shape}")
+        made = factory(*([unwrap(a) for a in arg] if isinstance(arg, list) else unwrap(arg) for arg in args))
+        return self._counted(made)
+
+    def _counted(self, made: Any) -> Any:
+        if isinstance(made, tuple):
+            return tuple(self._counted(part) for part in made)
+        if isinstance(made, BatchNormKernels):
+            parts = (made.statistics, made.forward, made.backward_sums, made.backward_data)
+            return BatchNormKernels(*(self._counted(part) for part in parts))
+        if made is None:
+            return None
+
+        def run() -> None:
+            self.device.enqueued()
+            made()
+
+        return Kernel(run, made.impl, made.workspace_bytes, made.close)
+
+    def _conv_forward(self, *args: Any) -> Kernel:
+        return self._on_host(self._numpy._conv_forward, *args)
+
+    def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
+        return self._on_host(self._numpy._conv_backward_data, dy, w, dx, geometry)
+
+    def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
+        return self._on_host(self._numpy._conv_backward_filter, x, dy, dw, db, geometry)
+
+    def _max_pool(self, *args: Any) -> tuple[Kernel, Kernel | None]:
+        return self._on_host(self._numpy._max_pool, *args)
+
+    def _average_pool(self, *args: Any) -> tuple[Kernel, Kernel | None]:
+        return self._on_host(self._numpy._average_pool, *args)
+
+    def _batch_norm(self, *args: Any) -> BatchNormKernels:
+        return self._on_host(self._numpy._batch_norm, *args)
+
+    def _activation(self, *args: Any) -> tuple[Kernel, Kernel | None]:
+        return self._on_host(self._numpy._activation, *args)
+
+    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
+        return self._on_host(self._numpy._add, xs, y, relu)
+
+    def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
+        return self._on_host(self._numpy._dense_forward, x, w, b, y)
+
+    def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
+        return self._on_host(self._numpy._dense_backward_data, dy, w, dx)
+
+    def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+        return self._on_host(self._numpy._dense_backward_filter, x, dy, dw, db)
