@@ -13,6 +13,7 @@ from halograd.comm.boot import boot, launched_size, leave
 from halograd.comm.counters import Counters, Recorder, Traffic
 from halograd.comm.errors import CommError
 from halograd.comm.grid import ProcessGrid
+from halograd.comm.shard import shards
 
 if TYPE_CHECKING:
     from halograd.comm.channel import Channel
@@ -31,6 +32,7 @@ __all__ = [
     "boot",
     "launched_size",
     "leave",
+    "shards",
 ]
 
 _NEED_MPI = {"Channel": "channel", "Communicator": "communicator", "Reduction": "reduction"}

@@ -18,7 +18,8 @@ from halograd.comm.channel import Channel
 from halograd.comm.counters import Counters, Instruments, Meter, Recorder
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Progress
-from halograd.comm.reduction import Reduction, check_buffer
+from halograd.comm.reduction import METHODS, Reduction, check_buffer
+from halograd.comm.shard import shards
 from halograd.comm.transports import Context, Transport, make_transport, parse_transport
 from halograd.comm.transports.base import Pattern
 
@@ -35,8 +36,8 @@ class Communicator:
     mpi_comm
         Cloned once; the caller's communicator is not used afterwards.
     transport
-        ``"auto"``, ``"mpi"``, ``"shared"`` or ``"emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE"``
-        (see `halograd.comm.transports`).
+        ``"auto"``, ``"mpi"``, ``"shared"`` or ``"emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE"``, for the last also
+        ``",node=RANKS"`` (see `halograd.comm.transports`).
 
     Attributes
     ----------
@@ -83,7 +84,7 @@ class Communicator:
         self.transport = transport
         self._progress = progress
         self._instruments = instruments
-        self._transport: Transport = make_transport(transport, Context(own, progress, self.agree))
+        self._transport: Transport = make_transport(transport, Context(own, progress, self.agree, ranks))
         self._open: list[Communicator | Channel | Reduction] = []
         self._channels_made = 0
         self._is_root = False
@@ -107,6 +108,14 @@ class Communicator:
         """
         return self._transport.waits_for_network()
 
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """Number of the (real or emulated) node of every rank, counted from 0 as they appear. Collective at first use.
+
+        Ranks of one node share memory.
+        """
+        return self._transport.nodes()
+
     @property
     def buffer_bytes(self) -> int:
         """Memory that the messages of all open channels and reductions take on this rank [B].
@@ -123,6 +132,11 @@ class Communicator:
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._instruments.recorder = recorder
+
+    @property
+    def waiting(self) -> str | None:
+        """Exchange or sum, as ``"kind: name"``, that the main thread waits for now, for another to ask. Local."""
+        return self._instruments.waiting
 
     def channel(
         self,
@@ -172,6 +186,7 @@ class Communicator:
         *,
         kind: str = "allreduce",
         name: str | None = None,
+        method: str = "allreduce",
     ) -> Reduction:
         """An in-place sum of `buffer` over all ranks. Collective over this communicator, or over `group`.
 
@@ -184,23 +199,58 @@ class Communicator:
             A communicator split from this one, to sum over its ranks instead; only they call.
         kind, name
             What the counters book it under, and what the recorder is told (by default the kind).
+        method
+            ``"allreduce"``
+                The sum, by the algorithm of the transport.
+            ``"reduce_scatter"``
+                Afterwards this rank's shard (:func:`halograd.comm.shards`) holds the sum; the others are undefined.
+            ``"all_gather"``
+                No sum: every rank's shard goes to that place of the buffers of all ranks. Any dtype.
+            ``"hierarchical"``
+                The sum: within each node in shared memory, then across by one rank per node, then back. `start` and
+                `finish` copy the buffer to shared memory and back, the progress thread does the rest.
+            ``"accumulate"``
+                The same, but the progress thread copies too: the sum may be back long before `finish`.
 
         Raises
         ------
         CommError
-            On all ranks alike, if the buffers are not valid or differ.
+            On all ranks alike, if the buffers are not valid or differ, or the transport shares no memory and the method
+            needs it.
+
+        Notes
+        -----
+        Booked per run, on a group of several ranks: one message of this rank's contribution, which is the buffer, for
+        an all-gather its shard. Of the last two methods the first rank of each node books it under `kind` if there are
+        several nodes, and every rank that shares its node with others books the buffer under ``"node"``.
         """
         if group is not None:
-            return group.reduction(buffer, kind=kind, name=name)
+            return group.reduction(buffer, kind=kind, name=name, method=method)
         self._check_open()
         with self.agreement():
-            check_buffer(buffer)
+            _check_method(method)
+            check_buffer(buffer, any_dtype=method == "all_gather")
         self._agree_on_buffer(buffer)
-        messages = 1 if self.size > 1 and buffer.size else 0
-        meter = Meter(self._instruments, kind, name or kind, messages, buffer.nbytes)
-        reduction = self._transport.reduction(buffer, meter)
+        several = self.size > 1 and buffer.size > 0
+        if several and method in ("hierarchical", "accumulate"):
+            reduction = self._sum_by_nodes(buffer, kind, name or kind, method)
+        else:
+            nbytes = buffer.nbytes
+            if method == "all_gather":
+                own = shards(buffer.size, self.size, buffer.itemsize)[self.rank]
+                nbytes = (own.stop - own.start) * buffer.itemsize
+            meter = Meter(self._instruments, kind, name or kind, int(several and nbytes > 0), nbytes)
+            make = {"reduce_scatter": self._transport.scatter, "all_gather": self._transport.gather}
+            reduction = make.get(method, self._transport.reduction)(buffer, meter)
         self._keep(reduction)
         return reduction
+
+    def _sum_by_nodes(self, buffer: np.ndarray, kind: str, name: str, method: str) -> Reduction:
+        here = self.nodes[self.rank]
+        first, far = self.nodes.index(here) == self.rank, len(set(self.nodes)) > 1
+        across = Meter(self._instruments, kind, name, int(first and far), buffer.nbytes)
+        within = Meter(self._instruments, "node", name, int(self.nodes.count(here) > 1), buffer.nbytes)
+        return self._transport.sum_by_nodes(buffer, across, within, in_background=method == "accumulate")
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of the ranks with the same color, ordered by key. Collective.
@@ -358,6 +408,11 @@ class Communicator:
                     f"buffer: expected shape {first[0]} and {first[1]} as on rank {self.ranks[0]}, "
                     f"got {mine[0]} and {mine[1]}"
                 )
+
+
+def _check_method(method: str) -> None:
+    if method not in METHODS:
+        raise CommError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
 
 
 def _check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) -> None:

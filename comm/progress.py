@@ -10,10 +10,11 @@ import atexit
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from mpi4py import MPI
 
-__all__ = ["Operation", "Progress"]
+__all__ = ["Operation", "Progress", "Worker"]
 
 # After how long without a change [s] the thread sleeps how long between two polls [s]. Short at first, so that the
 # rounds of an all-reduce follow each other; what pends for long waits for a late rank, and a wake-up takes some 50 us
@@ -45,15 +46,27 @@ class Operation:
         self.completed_at = time.perf_counter()
 
 
+class Worker(Protocol):
+    """Work that goes on in small pieces; may be driven by several threads."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left that could be done, now or later."""
+
+    def advance(self) -> bool:
+        """Do one piece, if one can be done now. Does not wait. Whether something was done."""
+
+
 class Progress:
     """The progress thread of a root communicator and those split from it. All methods are local.
 
-    Started with the first operation; sleeps on a condition while nothing is pending.
+    Started with the first operation or worker; sleeps on a condition while there is nothing to do.
     """
 
     def __init__(self) -> None:
         self._last_change = 0.0
         self._pending: list[Operation] = []
+        self._workers: list[Worker] = []
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._completed = threading.Condition(self._lock)
@@ -65,6 +78,16 @@ class Progress:
         operation.fault = None
         with self._lock:
             self._pending.append(operation)
+            self._last_change = time.perf_counter()
+            if self._thread is None:
+                self._launch()
+            self._work.notify()
+
+    def employ(self, worker: Worker) -> None:
+        """See to it that the worker advances until it is idle; to be called again whenever it has got new work."""
+        with self._lock:
+            if worker not in self._workers:
+                self._workers.append(worker)
             self._last_change = time.perf_counter()
             if self._thread is None:
                 self._launch()
@@ -119,13 +142,28 @@ class Progress:
     def _run(self) -> None:
         while True:
             with self._lock:
-                while not self._pending and not self._closing:
+                while not self._pending and not self._workers and not self._closing:
                     self._work.wait()
                 if self._closing:
                     return
                 self._advance()
+                workers = self._workers
                 waited = time.perf_counter() - self._last_change
-            time.sleep(next(interval for limit, interval in INTERVALS if waited < limit))
+            # Not under the lock: a piece of work takes some 0.1 ms, and `complete` must not wait for it.
+            if self._drive(workers):
+                self._last_change = time.perf_counter()
+            else:
+                time.sleep(next(interval for limit, interval in INTERVALS if waited < limit))
+
+    def _drive(self, workers: list[Worker]) -> bool:
+        """Let every worker do one piece, and leave out those that are idle; whether something was done."""
+        done = False
+        for worker in workers:
+            done |= worker.advance()
+        if any(worker.idle for worker in workers):
+            with self._lock:
+                self._workers = [worker for worker in self._workers if not worker.idle]
+        return done
 
     def _advance(self) -> None:
         """Poll every pending operation once; called with the lock held."""

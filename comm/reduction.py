@@ -13,9 +13,11 @@ from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Operation, Progress
 
-__all__ = ["DirectReduction", "MpiReduction", "Reduction", "check_buffer"]
+__all__ = ["METHODS", "DirectReduction", "MpiReduction", "Reduction", "check_buffer"]
 
 REDUCIBLE = ("float32", "float64", "int32", "int64")
+#: What `Communicator.reduction` can make of a buffer.
+METHODS = ("allreduce", "reduce_scatter", "all_gather", "hierarchical", "accumulate")
 
 
 class Reduction(ABC):
@@ -66,6 +68,7 @@ class Reduction(ABC):
         if not self._under_way:
             raise CommError(f"finish(): expected start() of {self._meter.name} before")
         self._under_way = False
+        self._meter.waits()
         before = time.perf_counter()
         arrived = self._finish()
         after = time.perf_counter()
@@ -129,9 +132,7 @@ class MpiReduction(Reduction):
         try:
             return call()
         except Exception as fault:
-            raise CommError(
-                f"reduction {self._meter.name} of {self.buffer.nbytes} bytes failed: {fault}"
-            ) from fault
+            raise CommError(f"reduction {self._meter.name} of {self.buffer.nbytes} bytes failed: {fault}") from fault
 
 
 class DirectReduction(MpiReduction):
@@ -140,6 +141,7 @@ class DirectReduction(MpiReduction):
     def run(self) -> None:
         if self._under_way:
             raise CommError(f"run(): expected finish() of {self._meter.name} before")
+        self._meter.waits()
         before = time.perf_counter()
         self._meter.sent()
         if not self._idle:
@@ -152,14 +154,12 @@ class DirectReduction(MpiReduction):
         return 0.0
 
 
-def check_buffer(buffer: np.ndarray) -> None:
-    """Raise CommError unless the array can be reduced in place. Local."""
+def check_buffer(buffer: np.ndarray, any_dtype: bool = False) -> None:
+    """Raise CommError unless the array can be reduced in place (or gathered, whatever its dtype). Local."""
     if not isinstance(buffer, np.ndarray):
         raise CommError(f"buffer: expected a NumPy array, got {type(buffer).__name__}")
-    if buffer.dtype.name not in REDUCIBLE:
-        raise CommError(
-            f"buffer: expected one of {', '.join(REDUCIBLE)}, got {buffer.dtype}; convert it to float32"
-        )
+    if not any_dtype and buffer.dtype.name not in REDUCIBLE:
+        raise CommError(f"buffer: expected one of {', '.join(REDUCIBLE)}, got {buffer.dtype}; convert it to float32")
     if not (buffer.flags.c_contiguous and buffer.flags.writeable):
         raise CommError(
             f"buffer: expected a writeable C-contiguous array, got strides {buffer.strides} for shape "

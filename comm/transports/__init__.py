@@ -8,6 +8,8 @@
     ``shared`` between ranks of the same node, ``mpi`` between nodes.
 ``emulated:alpha=A,beta=B``
     Shared memory, but a message of n bytes takes ``A + B * n`` seconds and no CPU; ranks of one machine only.
+``emulated:alpha=A,beta=B,node=K``
+    The same, as if ranks 0 to K-1 were on one node, the next K on another and so on: shared memory within each.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ __all__ = ["Context", "Transport", "make_transport", "parse_transport"]
 
 _PLAIN: dict[str, type[Transport]] = {"auto": AutoTransport, "mpi": MpiTransport, "shared": SharedTransport}
 _EXPECTED = "expected 'auto', 'mpi', 'shared' or 'emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE'"
+_NODE = f"{_EXPECTED}, for the last also ',node=RANKS'"
 
 
 def parse_transport(text: str) -> tuple[str, dict[str, float]]:
@@ -32,6 +35,8 @@ def parse_transport(text: str) -> tuple[str, dict[str, float]]:
 
     >>> parse_transport("emulated:alpha=1e-3,beta=1e-9")
     ('emulated', {'alpha': 0.001, 'beta': 1e-09})
+    >>> parse_transport("emulated:alpha=1e-3,beta=1e-9,node=2")
+    ('emulated', {'alpha': 0.001, 'beta': 1e-09, 'node': 2})
     """
     name, _, rest = text.partition(":")
     if name in _PLAIN and not rest:
@@ -41,12 +46,16 @@ def parse_transport(text: str) -> tuple[str, dict[str, float]]:
     options: dict[str, float] = {}
     for item in rest.split(","):
         key, _, value = item.partition("=")
+        key = key.strip()
         try:
-            options[key.strip()] = float(value)
+            options[key] = int(value) if key == "node" else float(value)
         except ValueError:
-            raise CommError(f"transport: {_EXPECTED}, got {text!r}") from None
-    if sorted(options) != ["alpha", "beta"] or not all(0 <= v < math.inf for v in options.values()):
+            expected = f"{_NODE}, a whole number" if key == "node" else _EXPECTED
+            raise CommError(f"transport: {expected}, got {text!r}") from None
+    if sorted(options.keys() - {"node"}) != ["alpha", "beta"] or not all(0 <= v < math.inf for v in options.values()):
         raise CommError(f"transport: {_EXPECTED} with numbers >= 0, got {text!r}")
+    if options.get("node", 1) < 1:
+        raise CommError(f"transport: {_NODE} of at least 1, got {text!r}")
     return name, options
 
 
@@ -54,5 +63,5 @@ def make_transport(text: str, context: Context) -> Transport:
     """The transport of this name on one communicator. Local; the transport may be collective to use."""
     name, options = parse_transport(text)
     if name == "emulated":
-        return EmulatedTransport(context, **options)
+        return EmulatedTransport(context, options["alpha"], options["beta"], int(options.get("node", 1)))
     return _PLAIN[name](context)

@@ -39,6 +39,17 @@ class AutoTransport(Transport):
         """Through shared memory if all ranks are on this node."""
         return self._shared.reduction(buffer, meter)
 
+    def scatter(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        """As `reduction`."""
+        return self._shared.scatter(buffer, meter)
+
+    def gather(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        """As `reduction`."""
+        return self._shared.gather(buffer, meter)
+
+    def sum_by_nodes(self, buffer: np.ndarray, across: Meter, within: Meter, in_background: bool) -> Reduction:
+        return self._shared.sum_by_nodes(buffer, across, within, in_background)
+
     @property
     def buffer_bytes(self) -> int:
         return self._shared.buffer_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +11,12 @@ from mpi4py import MPI
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
+from halograd.comm.errors import CommError
 from halograd.comm.progress import Progress
 from halograd.comm.reduction import DirectReduction, Reduction
+from halograd.comm.sharing import MpiGather, MpiScatter
 
-__all__ = ["Context", "Pattern", "Transport", "aligned_bytes", "split_node"]
+__all__ = ["Context", "Pattern", "Transport", "aligned_bytes", "numbered", "split_node"]
 
 ALIGNMENT = 64  # [B], a cache line: neighbors do not share one, and copies use full vectors
 
@@ -31,11 +33,14 @@ class Context:
         The progress thread.
     agree
         `Communicator.agree`: raise everywhere what failed somewhere. Collective.
+    ranks
+        Rank in the root communicator of each rank.
     """
 
     mpi: MPI.Intracomm
     progress: Progress
     agree: Callable[[Exception | None], None]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,17 +84,52 @@ class Transport(ABC):
         """An in-place sum of `buffer` over the communicator. Collective over the communicator."""
         return DirectReduction(self._context.mpi, self._context.progress, buffer, meter)
 
+    def scatter(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        """A sum of which every rank keeps its shard. Collective over the communicator."""
+        return MpiScatter(self._context.mpi, self._context.progress, buffer, meter)
+
+    def gather(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        """Every rank's shard on all ranks. Collective over the communicator."""
+        return MpiGather(self._context.mpi, self._context.progress, buffer, meter)
+
+    def sum_by_nodes(self, buffer: np.ndarray, across: Meter, within: Meter, in_background: bool) -> Reduction:
+        """A sum within nodes in shared memory, then across by one rank per node; of several ranks, not empty.
+
+        Collective over the communicator.
+
+        Parameters
+        ----------
+        across, within
+            Book what goes to other nodes, and what goes through shared memory.
+        in_background
+            Whether the progress thread copies the buffer to shared memory and back.
+
+        Raises
+        ------
+        CommError
+            Where this transport shares no memory.
+        """
+        raise CommError(
+            f"reduction {across.name}: expected a transport by which ranks of a node share memory ('auto', 'shared' or "
+            f"'emulated'), got 'mpi'; choose another transport, or a sum that needs none (allreduce, reduce_scatter)"
+        )
+
     @property
     def buffer_bytes(self) -> int:
         """Memory of this rank that all its channels and reductions share [B]."""
         return 0
 
+    def nodes(self) -> tuple[int, ...]:
+        """Number of the node of every rank, counted from 0 as they appear. Collective."""
+        mpi = self._context.mpi
+        node = split_node(mpi)
+        first = node.bcast(mpi.rank, root=0)
+        node.Free()
+        return numbered(mpi.allgather(first))
+
     def waits_for_network(self) -> bool:
         """Whether a message may be on its way for long: some rank is on another node. Collective at first use."""
-        node = split_node(self._context.mpi)
-        far = node.size < self._context.mpi.size
-        node.Free()
-        return far
+        return max(self.nodes()) > 0
 
     def close(self) -> None:
         """Free what the transport holds, after its channels. Collective over the communicator."""
@@ -101,6 +141,12 @@ def split_node(mpi_comm: MPI.Intracomm) -> MPI.Intracomm:
     node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, mpi_comm.rank)
     assert isinstance(node, MPI.Intracomm)
     return node
+
+
+def numbered(keys: Sequence[int]) -> tuple[int, ...]:
+    """The keys replaced by 0, 1, ... in the order in which they appear. Local."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
 def aligned_bytes(nbytes: int) -> np.ndarray:

@@ -9,8 +9,7 @@ checks the performance model for networks that are not there.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -19,16 +18,22 @@ from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.reduction import Reduction
 from halograd.comm.transports import base
-from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
-from halograd.comm.transports.places import Places
+from halograd.comm.transports.accumulator import TALLIES, Accumulator, Team
+from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport, numbered
+from halograd.comm.transports.emulated_sum import (
+    EmulatedGather,
+    EmulatedLargeGather,
+    EmulatedLargeScatter,
+    EmulatedLargeSum,
+    EmulatedScatter,
+    EmulatedSum,
+)
+from halograd.comm.transports.node_sum import Across, EmulatedAcross, NodeSum, Room
 from halograd.comm.transports.shared import SharedChannel, SharedTransport, Slots
-from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum, Stage, StagedSum
+from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum
+from halograd.comm.transports.timing import half_ring_seconds, ring_seconds, sleep_until
 
-__all__ = ["EmulatedTransport", "sleep_until"]
-
-# time.sleep wakes up late by 50 to 100 us: stop that much earlier, then take short naps.
-LATE = 1e-4  # [s]
-NAP = 1e-5  # [s]
+__all__ = ["EmulatedTransport", "ring_seconds", "sleep_until"]
 
 
 class EmulatedTransport(Transport):
@@ -40,6 +45,9 @@ class EmulatedTransport(Transport):
         Latency of a message [s].
     beta
         Inverse bandwidth [s/B].
+    node
+        So many consecutive ranks of the root communicator are on one node: between them it is shared memory, without
+        delay. A collective among ranks of several nodes takes the time of a ring whose links all cross the network.
 
     Notes
     -----
@@ -47,33 +55,79 @@ class EmulatedTransport(Transport):
     which all processes of a machine share): ranks on several nodes are refused.
     """
 
-    def __init__(self, context: Context, alpha: float, beta: float) -> None:
+    def __init__(self, context: Context, alpha: float, beta: float, node: int = 1) -> None:
         super().__init__(context)
         self.alpha = alpha
         self.beta = beta
+        self._node_of = numbered([rank // node for rank in context.ranks])
         self._one_machine = False
         self._shared = SharedTransport(context)
+        self._accumulator: Accumulator | None = None
 
-    def waits_for_network(self) -> bool:
-        return True
+    def nodes(self) -> tuple[int, ...]:
+        return self._node_of
+
+    @property
+    def _far(self) -> bool:
+        """Whether a collective crosses the network."""
+        return max(self._node_of) > 0
 
     def channel(self, pattern: Pattern, meter: Meter) -> Channel:
         self._check_clock()
-        return EmulatedChannel(pattern, meter, self._shared.slots(pattern), self._message_seconds, self._crowded)
-
-    def _message_seconds(self, nbytes: int) -> float:
-        return self.alpha + self.beta * nbytes
+        here = self._node_of[self._context.mpi.rank]
+        seconds = {
+            peer: self.alpha + self.beta * count * pattern.dtype.itemsize if self._node_of[peer] != here else 0.0
+            for peer, count in pattern.recvs.items()
+        }
+        return EmulatedChannel(pattern, meter, self._shared.slots(pattern), seconds, self._crowded)
 
     def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        return self._collective(buffer, meter, ring_seconds, EmulatedSum, EmulatedLargeSum) or super().reduction(
+            buffer, meter
+        )
+
+    def scatter(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        return self._collective(
+            buffer, meter, half_ring_seconds, EmulatedScatter, EmulatedLargeScatter
+        ) or super().scatter(buffer, meter)
+
+    def gather(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        return self._collective(
+            buffer, meter, half_ring_seconds, EmulatedGather, EmulatedLargeGather
+        ) or super().gather(buffer, meter)
+
+    def _collective(
+        self,
+        buffer: np.ndarray,
+        meter: Meter,
+        ring: Callable[[int, int, float, float], float],
+        small: type[EmulatedSum],
+        large: type[EmulatedLargeSum],
+    ) -> Reduction | None:
+        """What takes the time of this ring; None where there is nothing to do."""
         self._check_clock()
         size = self._context.mpi.size
-        seconds = ring_seconds(size, buffer.nbytes, self.alpha, self.beta)
         if size == 1 or not buffer.size:
-            return super().reduction(buffer, meter)
+            return None
+        seconds = ring(size, buffer.nbytes, self.alpha, self.beta) if self._far else 0.0
         if buffer.nbytes <= LARGEST_AT_ONCE:
-            return EmulatedSum(buffer, meter, self._shared.places(SharedSum.bytes_for(buffer)), seconds, self._crowded)
+            return small(buffer, meter, self._shared.places(SharedSum.bytes_for(buffer)), seconds, self._crowded)
         places = self._shared.places(2 * ALIGNMENT)
-        return EmulatedLargeSum(buffer, meter, self._shared.stage(), places, seconds, self._crowded)
+        return large(buffer, meter, self._shared.stage(), places, seconds, self._crowded)
+
+    def sum_by_nodes(self, buffer: np.ndarray, across: Meter, within: Meter, in_background: bool) -> Reduction:
+        self._check_clock()
+        if self._accumulator is None:
+            ranks = range(self._context.mpi.size)
+            here = self._node_of[self._context.mpi.rank]
+            heads = [self._node_of.index(node) for node in range(max(self._node_of) + 1)]
+            team = Team(self._shared.places(TALLIES * ALIGNMENT), [r for r in ranks if self._node_of[r] == here], heads)
+            self._accumulator = Accumulator(team, self._context.progress)
+        team = self._accumulator.team
+        room = Room(self._shared.places, team, buffer, (EmulatedAcross if self._far else Across).totals_needed)
+        seconds = ring_seconds(len(team.heads), buffer.nbytes, self.alpha, self.beta)
+        way = EmulatedAcross(team, room, seconds) if self._far else Across(team, room)
+        return NodeSum(buffer, across, within, self._accumulator, room, way, in_background)
 
     @property
     def buffer_bytes(self) -> int:
@@ -107,15 +161,10 @@ class EmulatedTransport(Transport):
 class EmulatedChannel(SharedChannel):
     """Messages that lie in shared memory from their start, and are looked at when they would have arrived."""
 
-    def __init__(
-        self, pattern: Pattern, meter: Meter, slots: Slots, seconds: Callable[[int], float], nap: bool
-    ) -> None:
+    def __init__(self, pattern: Pattern, meter: Meter, slots: Slots, seconds: Mapping[int, float], nap: bool) -> None:
         super().__init__(pattern, meter, slots)
         self._nap = nap
-        self._arrivals = [
-            tuple((stamp, seconds(count * pattern.dtype.itemsize)) for stamp in slots.stamps[peer])
-            for peer, count in pattern.recvs.items()
-        ]
+        self._arrivals = [tuple((stamp, seconds[peer]) for stamp in slots.stamps[peer]) for peer in pattern.recvs]
 
     def _start(self) -> None:
         self._slots.stamp[self.slot][0] = self._started_at
@@ -134,85 +183,3 @@ class EmulatedChannel(SharedChannel):
     def _close(self) -> None:
         self._arrivals.clear()
         super()._close()
-
-
-class EmulatedSum(SharedSum):
-    """A small all-reduce that takes the time of a ring, counted from when the last rank started it."""
-
-    def __init__(self, buffer: np.ndarray, meter: Meter, places: Places, seconds: float, nap: bool) -> None:
-        super().__init__(buffer, meter, places)
-        self._seconds, self._nap = seconds, nap
-        self._started = self.stamps
-
-    def _start(self) -> None:
-        self._started[self._count % 2][self._mine][0] = self._started_at
-        super()._start()
-
-    def _finish(self) -> float:
-        self._flags.wait_for(self._count)
-        arrived = max(float(stamp[0]) for stamp in self._started[(self._count - 1) % 2]) + self._seconds
-        sleep_until(arrived, self._nap)
-        self._add_up()
-        return arrived
-
-    def _close(self) -> None:
-        self._started.clear()
-        super()._close()
-
-
-class EmulatedLargeSum(StagedSum):
-    """A large all-reduce: it travels for the time of a ring while the ranks compute; added up where it is finished."""
-
-    def __init__(
-        self, buffer: np.ndarray, meter: Meter, stage: Stage, places: Places, seconds: float, nap: bool
-    ) -> None:
-        super().__init__(buffer, meter, stage)
-        self._places, self._seconds, self._nap = places, seconds, nap
-        self._started = [[view.view(np.float64) for view in places.views(i * ALIGNMENT, 8)] for i in range(2)]
-        self._count = 0
-
-    def _start(self) -> None:
-        self._started[self._count % 2][self._places.mine][0] = self._started_at
-        self._count += 1
-        self._places.flags.raise_to(self._count)
-        super()._start()
-
-    def _make(self) -> None:
-        self._places.flags.wait_for(self._count)
-        self.arrived = max(float(stamp[0]) for stamp in self._started[(self._count - 1) % 2]) + self._seconds
-        sleep_until(self.arrived, self._nap)
-        super()._make()
-
-    def _finish(self) -> float:
-        super()._finish()
-        return self.arrived
-
-    def _close(self) -> None:
-        self._started.clear()
-        self._places.give_back()
-
-
-def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
-    """Time of a ring all-reduce (reduce-scatter, then all-gather) of `nbytes` over `size` ranks [s].
-
-    References
-    ----------
-    Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH (2005),
-    Section 4.5, without the time of the additions, which are really done.
-    """
-    return 2 * (size - 1) * alpha + 2 * (size - 1) / size * beta * nbytes
-
-
-def sleep_until(deadline: float, nap: bool = True) -> None:
-    """Return at `deadline` (`time.perf_counter` [s]), using the CPU for the last 0.1 ms at most.
-
-    With `nap` not even then: it may be 0.1 ms later.
-    """
-    remaining = deadline - time.perf_counter()
-    if remaining > LATE:
-        time.sleep(remaining - LATE)
-    while time.perf_counter() < deadline:
-        if nap:
-            time.sleep(NAP)
-        else:
-            os.sched_yield()

@@ -14,6 +14,8 @@ __all__ = ["Places"]
 class Places:
     """`nbytes` [B] in the segment of every rank of the node, behind a flag each. Collective over all nodes to make.
 
+    Ranks may ask for different numbers of bytes.
+
     Attributes
     ----------
     mine
@@ -33,6 +35,15 @@ class Places:
         assert first % ALIGNMENT == 0, first
         starts = {rank: offset + FLAG_BYTES + first for rank, offset in self._offsets.items()}
         return [self._chunk.segment(rank)[start : start + nbytes] for rank, start in starts.items()]
+
+    def view(self, rank: int, first: int, nbytes: int) -> np.ndarray:
+        """The bytes ``[first, first + nbytes)`` of one rank, which may have more of them than others."""
+        start = self._offsets[rank] + FLAG_BYTES + first
+        return self._chunk.segment(rank)[start : start + nbytes]
+
+    def sync(self) -> None:
+        """Memory fence. Local."""
+        self._chunk.sync()
 
     def give_back(self) -> None:
         """Free the memory. Local, but all ranks do it."""

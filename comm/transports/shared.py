@@ -13,10 +13,13 @@ from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.reduction import Reduction
 from halograd.comm.transports import base
+from halograd.comm.transports.accumulator import TALLIES, Accumulator, Team
 from halograd.comm.transports.arena import Arena, Chunk, rounded
 from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
 from halograd.comm.transports.flags import FLAG_BYTES, Flags
+from halograd.comm.transports.node_sum import Across, MpiAcross, NodeSum, Room
 from halograd.comm.transports.places import Places
+from halograd.comm.transports.shared_shards import SharedGather, SharedScatter, StagedGather, StagedScatter
 from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum, Stage, StagedSum
 
 __all__ = ["SharedTransport"]
@@ -32,6 +35,8 @@ class SharedTransport(Transport):
         self._arena: Arena | None = None
         self._node_ranks: list[int] = []
         self._stage: Stage | None = None
+        self._accumulator: Accumulator | None = None
+        self._leaders: MPI.Intracomm = MPI.COMM_NULL
 
     def neighbors(self) -> set[int]:
         """Ranks on the node of this one. Collective at the first call."""
@@ -47,8 +52,7 @@ class SharedTransport(Transport):
         fault = None
         if far:
             fault = CommError(
-                f"shared transport: expected peers on the same node, got rank {far[0]} on another; "
-                f"use transport='auto'"
+                f"shared transport: expected peers on the same node, got rank {far[0]} on another; use transport='auto'"
             )
         self._context.agree(fault)
 
@@ -82,15 +86,49 @@ class SharedTransport(Transport):
 
     def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         """Through shared memory if all ranks are on this node; over MPI otherwise."""
-        size = self._context.mpi.size
-        if size == 1 or not buffer.size or len(self.neighbors()) < size:
+        if not self._near(buffer):
             return super().reduction(buffer, meter)
+        return self._sum(buffer, meter, SharedSum, StagedSum)
+
+    def scatter(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        if not self._near(buffer):
+            return super().scatter(buffer, meter)
+        return self._sum(buffer, meter, SharedScatter, StagedScatter)
+
+    def gather(self, buffer: np.ndarray, meter: Meter) -> Reduction:
+        if not self._near(buffer):
+            return super().gather(buffer, meter)
+        return self._sum(buffer, meter, SharedGather, StagedGather)
+
+    def _near(self, buffer: np.ndarray) -> bool:
+        """Whether there is something to do, and all ranks are on this node. Collective at the first call."""
+        size = self._context.mpi.size
+        return size > 1 and buffer.size > 0 and len(self.neighbors()) == size
+
+    def _sum(self, buffer: np.ndarray, meter: Meter, small: type[SharedSum], large: type[StagedSum]) -> Reduction:
         if buffer.nbytes > LARGEST_AT_ONCE:
-            return StagedSum(buffer, meter, self.stage())
-        return SharedSum(buffer, meter, self.places(SharedSum.bytes_for(buffer)))
+            return large(buffer, meter, self.stage())
+        return small(buffer, meter, self.places(SharedSum.bytes_for(buffer)))
+
+    def sum_by_nodes(self, buffer: np.ndarray, across: Meter, within: Meter, in_background: bool) -> Reduction:
+        if self._accumulator is None:
+            self._accumulator = self._make_accumulator()
+        team = self._accumulator.team
+        room = Room(self.places, team, buffer, Across.totals_needed)
+        alone = len(self.neighbors()) == self._context.mpi.size
+        way = Across(team, room) if alone else MpiAcross(team, room, self._leaders)
+        return NodeSum(buffer, across, within, self._accumulator, room, way, in_background)
+
+    def _make_accumulator(self) -> Accumulator:
+        places = self.places(TALLIES * ALIGNMENT)
+        team = Team(places, range(self._open().node.size), (0,))
+        leaders = self._context.mpi.Split(0 if team.leads else MPI.UNDEFINED, self._context.mpi.rank)
+        assert isinstance(leaders, MPI.Intracomm)
+        self._leaders = leaders
+        return Accumulator(team, self._context.progress)
 
     def places(self, nbytes: int) -> Places:
-        """So many bytes [B] in the segment of every rank; all are on this node. Collective."""
+        """So many bytes [B] in the segment of every rank of this node. Collective over the communicator."""
         return Places(self._open(), nbytes)
 
     def stage(self) -> Stage:
@@ -107,9 +145,11 @@ class SharedTransport(Transport):
         return self._stage.nbytes if self._stage is not None else 0
 
     def close(self) -> None:
+        if self._leaders != MPI.COMM_NULL:
+            self._leaders.Free()
         if self._arena is not None:
             self._arena.close()
-            self._arena = self._stage = None
+            self._arena = self._stage = self._accumulator = None
 
     def _open(self) -> Arena:
         """The arena, made at the first call (collective): many communicators only reduce."""
@@ -156,9 +196,7 @@ def _stamps(chunk: Chunk, rank: int, first: int) -> tuple[np.ndarray, np.ndarray
     return _both(chunk.segment(rank), (first + FLAG_BYTES, first + FLAG_BYTES + ALIGNMENT), 1, np.dtype(np.float64))
 
 
-def _both(
-    segment: np.ndarray, offsets: tuple[int, int], count: int, dtype: np.dtype
-) -> tuple[np.ndarray, np.ndarray]:
+def _both(segment: np.ndarray, offsets: tuple[int, int], count: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     nbytes = count * dtype.itemsize
     first, second = (segment[offset : offset + nbytes].view(dtype) for offset in offsets)
     return first, second

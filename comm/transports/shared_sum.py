@@ -103,6 +103,11 @@ class Stage:
         """Memory of this rank's part [B]."""
         return self.summands[self.mine].nbytes + self.total[self.mine].nbytes
 
+    @property
+    def nbytes_per_rank(self) -> int:
+        """Room for summands of one rank [B]."""
+        return int(self.summands[self.mine].nbytes)
+
     def meet(self) -> None:
         """What this rank wrote is there for all when this returns, and what they wrote for this one."""
         self.count += 1
@@ -130,13 +135,17 @@ class StagedSum(Reduction):
         super().__init__(buffer, meter)
         self._stage = stage
         self._made = True
-        flat = buffer.reshape(-1)
-        step = len(stage.summands[0]) // buffer.itemsize
-        self._pieces = [self._piece(flat[i : i + step]) for i in range(0, flat.size, step)]
+        self._pieces = self._cut(buffer)
 
     @property
     def buffer_bytes(self) -> int:
         return 0  # the stage is the transport's
+
+    def _cut(self, buffer: np.ndarray) -> Sequence[tuple]:
+        """The views that `_make` needs, piece by piece."""
+        flat = buffer.reshape(-1)
+        step = self._stage.nbytes_per_rank // buffer.itemsize
+        return [self._piece(flat[i : i + step]) for i in range(0, flat.size, step)]
 
     def _piece(self, part: np.ndarray) -> tuple:
         """Views for one piece: own part, staged copy, share of each summand, own sum, copies back."""
