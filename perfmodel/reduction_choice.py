@@ -1,0 +1,103 @@
+"""Schemes of gradient reduction that are worth a try, and what a step is predicted to take with each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from halograd.layers import Network, Strategy
+from halograd.layers.reduction_chunks import kind_of
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.replication import replicable_layers
+from halograd.perfmodel.cost.layer_cost import Pricing
+from halograd.perfmodel.cost.simulate import Training, simulate
+from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.kernel_times import KernelTimes
+from halograd.perfmodel.machine import Machine
+
+__all__ = ["PricedScheme", "candidate_schemes", "first_chunks", "rank_schemes", "shortlist"]
+
+#: Sizes of the first of two chunks that are tried where there is little pooling.
+SIZES = 4
+
+
+@dataclass(frozen=True)
+class PricedScheme:
+    """A scheme, and the predicted time of a step with it [s]."""
+
+    scheme: Scheme
+    seconds: float
+
+
+def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[Scheme]:
+    """Schemes that may be tried while training, the simplest first. Pure arithmetic.
+
+    Buckets, and two chunks of several sizes, each with the gradients of the first 0, 1, ... dense layers replicated, as
+    far as that saves traffic (:func:`halograd.layers.replication.replicable_layers`).
+    """
+    most = len(replicable_layers(strategy, network, batch))
+    sizes = first_chunks(network)
+    return [
+        replace(scheme, replicated_dense=f)
+        for f in range(most + 1)
+        for scheme in (Scheme("bucketed"), *(Scheme("two_chunks", first_layers=k) for k in sizes))
+    ]
+
+
+def first_chunks(network: Network) -> list[int]:
+    """Numbers of layers in the first of two chunks that are worth a try, rising.
+
+    Those that end before a pooling layer, as in Lee et al. 2017, Section IV-C4 (3, 6, 9 and 12 of VGG-A); where there
+    are fewer than three of them, equal parts of the layers too.
+
+    >>> from halograd.models import build
+    >>> first_chunks(build("vgg_a"))
+    [3, 6, 9, 12]
+    """
+    kinds = [
+        kind_of(node.layer, bool(node.layer.parameters(*(n.shape for n in node.inputs))))
+        for node in reversed(network.layers.values())
+    ]
+    counted = [kind for kind in kinds if kind != "other"]
+    found = {i for i, kind in enumerate(counted) if kind == "pooling" and 0 < i < len(counted) - 2}
+    if len(found) < 3:
+        found |= {len(counted) * i // (SIZES + 1) for i in range(1, SIZES + 1)} - {0}
+    return sorted(found)
+
+
+def rank_schemes(
+    network: Network,
+    strategy: Strategy,
+    batch: int,
+    machine: Machine,
+    times: KernelTimes,
+    schemes: Sequence[Scheme],
+    training: Training | None = None,
+    ranks: int | None = None,
+) -> list[PricedScheme]:
+    """The schemes with predicted step times, the fastest first; of equals, in the order given.
+
+    Parameters
+    ----------
+    strategy
+        How layers are cut; its own scheme does not matter.
+    machine, times, training, ranks
+        As for :func:`halograd.perfmodel.cost.simulate`.
+    """
+    training = training or Training()
+    pricing = Pricing(Wires(machine), times, training.dtype)
+    priced = []
+    for scheme in schemes:
+        cut = replace(strategy, reduction=scheme)
+        found = simulate(network, cut, batch, machine, times, training, ranks, pricing, account=False)
+        priced.append(PricedScheme(scheme, found.step_seconds))
+    return sorted(priced, key=lambda p: p.seconds)
+
+
+def shortlist(schemes: Sequence[Scheme]) -> list[Scheme]:
+    """The few of `candidate_schemes` to measure where nothing is predicted: the ends and the middle of each choice."""
+    most = max(s.replicated_dense for s in schemes)
+    sizes = sorted({s.first_layers for s in schemes if s.first_layers})
+    middle = sizes[len(sizes) // 2 : len(sizes) // 2 + 1]
+    wanted = [Scheme("bucketed"), *(Scheme("two_chunks", first_layers=k) for k in middle)]
+    return [replace(scheme, replicated_dense=f) for f in sorted({0, most}) for scheme in wanted]

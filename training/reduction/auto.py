@@ -1,0 +1,149 @@
+"""``auto``: measures schemes of gradient reduction while training, and settles on the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from halograd.layers.reduction_chunks import gradient_layers
+from halograd.layers.reduction_scheme import Scheme
+from halograd.perfmodel.reduction_choice import candidate_schemes, shortlist
+from halograd.training.executor import Executor
+from halograd.training.reduction.chunk_search import ChunkSearch
+from halograd.training.reduction.tuner import Tuner
+
+__all__ = ["AutoReduction", "Tuning"]
+
+#: Steps after a change that are not counted: buffers and messages are used for the first time.
+FIRST = 1
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How schemes are tried.
+
+    Attributes
+    ----------
+    interval
+        Steps per scheme.
+    step, range
+        Of the search for a chunk size, as in Le et al. 2018, Algorithm 1; `step` = 0: no such search.
+    candidates
+        Of the cost model's ranking, how many are tried.
+    """
+
+    interval: int = 10
+    step: int = 10
+    range: int = 5
+    candidates: int = 4
+
+    def __post_init__(self) -> None:
+        for name, least in (("interval", FIRST + 1), ("step", 0), ("range", 1), ("candidates", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+
+
+class AutoReduction:
+    """Changes the scheme of an executor between steps until the fastest is found. Collective over its communicator.
+
+    Ranks decide alike: an interval counts as what it took on the rank that was slowest, of which all are told.
+
+    Parameters
+    ----------
+    executor
+        Built with ``Scheme("auto")``.
+    apply
+        Called with a scheme to train on with; by default `Executor.reduce_by` (a trainer binds its optimizer too).
+    ranked
+        Candidates, the most promising first, as a cost model ranks them
+        (:func:`halograd.perfmodel.reduction_choice.rank_schemes`); without any, a few typical ones.
+    tuning
+        How schemes are tried.
+
+    Attributes
+    ----------
+    told
+        Called on every rank with each scheme that was measured, the time of a step [s], and whether it was the last.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        apply: Callable[[Scheme], None] | None = None,
+        ranked: Sequence[Scheme] = (),
+        tuning: Tuning | None = None,
+    ) -> None:
+        self.executor, self.tuning = executor, tuning or Tuning()
+        self._apply = apply or executor.reduce_by
+        self.told: Callable[[Scheme, float, bool], None] | None = None
+        self.tuner = Tuner(self._candidates(ranked), self._search())
+        self._times: list[float] = []
+        self._begun = False
+
+    def _candidates(self, ranked: Sequence[Scheme]) -> list[Scheme]:
+        executor = self.executor
+        if not ranked:
+            return shortlist(candidate_schemes(executor.network, executor.strategy, executor.batch))
+        most = len(executor.replicable)
+        possible = [s for s in ranked if s.replicated_dense <= most and s.name not in ("auto", "sharded")]
+        return possible[: self.tuning.candidates] or [Scheme("bucketed")]
+
+    def _search(self) -> ChunkSearch | None:
+        """Over chunks of the layers with weights; None if there is nothing to choose."""
+        store = self.executor.store
+        assert store.blocks is not None
+        layers = sum(x.kind in ("weights", "dense") for x in gradient_layers(store.network, store.blocks))
+        if not self.tuning.step or layers < 2 or self.executor.comm.size == 1:
+            return None
+        return ChunkSearch(layers, self.tuning.step, self.tuning.range)
+
+    @property
+    def done(self) -> bool:
+        """Whether the scheme is final."""
+        return self.tuner.done
+
+    @property
+    def settled(self) -> bool:
+        """Whether the final scheme is in use: there is nothing to do any more."""
+        return self.done and self._begun
+
+    @property
+    def scheme(self) -> Scheme:
+        """What is trained with, or will be from the next step on."""
+        return self.tuner.scheme
+
+    def before_step(self) -> None:
+        """A step begins. Collective."""
+        if not self._begun:
+            self._begun = True
+            self._apply(self.tuner.scheme)
+
+    def after_step(self, seconds: float) -> None:
+        """A step took so long on this rank [s]. Collective."""
+        if self.done:
+            return
+        self._times.append(seconds)
+        if len(self._times) < self.tuning.interval:
+            return
+        scheme, agreed = self.scheme, self.executor.comm.allreduce_scalar(median(self._times[FIRST:]), "max")
+        self._times.clear()
+        self.tuner.observe(agreed)
+        if self.told is not None:
+            self.told(scheme, agreed, self.done)
+        if self.tuner.scheme != scheme:
+            self._apply(self.tuner.scheme)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured and chosen, for a checkpoint: plain data."""
+        executor = self.executor
+        return {"ranks": executor.comm.size, "replicable": list(executor.replicable), "tuner": self.tuner.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; what was measured on another number of ranks, or for other layers, is forgotten."""
+        if {key: state.get(key) for key in ("ranks", "replicable")} == {
+            "ranks": self.executor.comm.size,
+            "replicable": list(self.executor.replicable),
+        }:
+            self.tuner.load_state_dict(state["tuner"])
