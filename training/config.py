@@ -125,10 +125,15 @@ class StrategyConfig(_Table):
         return self
 
 
+_TUNING = {"interval", "step", "range"}
+
+
 class ReductionConfig(_Table):
     """``[reduction]``: how gradients are summed over the ranks, as in :class:`Scheme`.
 
-    The table, if there is one, wins over what a plan or a strategy's file says.
+    The table, if there is one, wins over what a plan or a strategy's file says. With ``name = "auto"`` every scheme
+    that is tried gets `interval` steps; `step` and `range` are those of the search for a chunk size (Le et al. 2018,
+    Algorithm 1), `step` = 0 leaves it out.
     """
 
     name: Literal[
@@ -140,9 +145,15 @@ class ReductionConfig(_Table):
     payload: Literal["float32", "bfloat16"] = "float32"
     error_feedback: bool = True
     deterministic: bool = False
+    interval: Annotated[int, Field(ge=2)] = 10
+    step: Whole = 10
+    range: Count = 5
 
     @model_validator(mode="after")
     def _together(self) -> ReductionConfig:
+        others = sorted(self.model_fields_set & _TUNING)
+        if others and self.name != "auto":
+            raise ValueError(f'{others[0]}: expected name = "auto" with it, got "{self.name}"; remove one of them')
         try:
             self.scheme()
         except UserError as error:
@@ -151,7 +162,7 @@ class ReductionConfig(_Table):
 
     def scheme(self) -> Scheme:
         """The same as plain data of a strategy."""
-        return Scheme(**self.model_dump())
+        return Scheme(**self.model_dump(exclude=_TUNING))
 
 
 class SGDConfig(_Table):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from halograd.errors import UserError
+from halograd.layers.reduction_scheme import Scheme
 from halograd.training.clipping import clip_scale
 from halograd.training.executor import Executor
 from halograd.training.optimizers import Optimizer
+from halograd.training.reduction.auto import AutoReduction, Tuning
 from halograd.training.schedules import Schedule
 from halograd.training.store import Bucket
 
@@ -43,15 +46,25 @@ class Trainer:
         Learning rate of update number 0, 1, ...
     clip_norm
         Gradients are scaled down to this global norm; then all sums are waited for before any update.
+    ranked, tuning
+        Where the executor's scheme is ``"auto"``: what to try first, and how (:class:`AutoReduction`).
 
     Attributes
     ----------
     gradient_norm
         Global norm before clipping, of the last step; None without `clip_norm`.
+    auto
+        Who tries schemes of gradient reduction during the first steps; None where the executor's is fixed.
     """
 
     def __init__(
-        self, executor: Executor, optimizer: Optimizer, schedule: Schedule, clip_norm: float | None = None
+        self,
+        executor: Executor,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        clip_norm: float | None = None,
+        ranked: Sequence[Scheme] = (),
+        tuning: Tuning | None = None,
     ) -> None:
         if executor.reducer is None:
             raise ValueError("executor: expected one that trains, got trainable=False")
@@ -61,6 +74,16 @@ class Trainer:
         self._reducer = executor.reducer
         self._recorder = executor.recorder
         self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
+        self.auto: AutoReduction | None = None
+        if executor.strategy.reduction.name == "auto":
+            self.auto = AutoReduction(executor, self.reduce_by, ranked, tuning)
+
+    def reduce_by(self, scheme: Scheme) -> None:
+        """Sum gradients by another scheme from the next step on; all updates are done first. Collective."""
+        self.executor.reduce_by(scheme)
+        assert self.executor.reducer is not None
+        self._reducer = self.executor.reducer
+        self.optimizer.bind()
 
     def _timed_update(self, bucket: Bucket) -> None:
         assert self._recorder is not None
@@ -81,6 +104,15 @@ class Trainer:
         Diverged
             If the loss is not finite; the parameters are left as they are.
         """
+        if self.auto is None or self.auto.settled:
+            return self._step()
+        self.auto.before_step()
+        begin = time.perf_counter()
+        loss = self._step()
+        self.auto.after_step(time.perf_counter() - begin)
+        return loss
+
+    def _step(self) -> float:
         executor = self.executor
         executor.mode.step = self.optimizer.step
         executor.mode.valid = executor.batch
