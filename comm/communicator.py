@@ -20,8 +20,10 @@ from halograd.comm.errors import CommError
 from halograd.comm.progress import Progress
 from halograd.comm.reduction import METHODS, Reduction, check_buffer
 from halograd.comm.shard import shards
+from halograd.comm.staged import StagedChannel, StagedReduction, check_device_buffer
 from halograd.comm.transports import Context, Transport, make_transport, parse_transport
 from halograd.comm.transports.base import Pattern
+from halograd.device import HOST, Device, on_device
 
 __all__ = ["Communicator"]
 
@@ -125,6 +127,11 @@ class Communicator:
         return self._transport.buffer_bytes + sum(item.buffer_bytes for item in self._open if not item.closed)
 
     @property
+    def device_bytes(self) -> int:
+        """Memory on a device that the messages of all open channels take on this rank [B]; `buffer_bytes` is the host's."""
+        return sum(getattr(item, "device_bytes", 0) for item in self._open if not item.closed)
+
+    @property
     def recorder(self) -> Recorder | None:
         """Who is told of waits and communications, shared like the counters; None for nobody."""
         return self._instruments.recorder
@@ -146,6 +153,7 @@ class Communicator:
         *,
         kind: str = "halo",
         name: str | None = None,
+        device: Device = HOST,
     ) -> Channel:
         """A channel that moves one message to and from each peer. Collective over this communicator.
 
@@ -158,6 +166,8 @@ class Communicator:
             Type of the elements, the same on all ranks.
         kind, name
             What the counters book it under, and what the recorder is told (by default the kind).
+        device
+            Where the buffers are; the same kind of device on all ranks.
 
         Raises
         ------
@@ -176,6 +186,8 @@ class Communicator:
         nbytes = sum(sends.values()) * element.itemsize
         meter = Meter(self._instruments, kind, name or kind, len(sends), nbytes)
         channel = self._transport.channel(pattern, meter)
+        if not device.is_host:
+            channel = StagedChannel(channel, device, meter)
         self._keep(channel)
         return channel
 
@@ -193,7 +205,8 @@ class Communicator:
         Parameters
         ----------
         buffer
-            Host array of the same shape and dtype on all ranks (float32, float64, int32 or int64), packed.
+            Array of the same shape and dtype on all ranks (float32, float64, int32 or int64), packed, on the host or
+            on a device.
             Modified by each run.
         group
             A communicator split from this one, to sum over its ranks instead; only they call.
@@ -226,6 +239,9 @@ class Communicator:
         """
         if group is not None:
             return group.reduction(buffer, kind=kind, name=name, method=method)
+        device = on_device(buffer)
+        if device is not None:
+            return self._staged_reduction(buffer, device, kind, name, method)
         self._check_open()
         with self.agreement():
             _check_method(method)
@@ -251,6 +267,14 @@ class Communicator:
         across = Meter(self._instruments, kind, name, int(first and far), buffer.nbytes)
         within = Meter(self._instruments, "node", name, int(self.nodes.count(here) > 1), buffer.nbytes)
         return self._transport.sum_by_nodes(buffer, across, within, in_background=method == "accumulate")
+
+    def _staged_reduction(self, buffer: Any, device: Device, kind: str, name: str | None, method: str) -> Reduction:
+        """The sum of an array on a device, by way of the host."""
+        with self.agreement():
+            check_device_buffer(buffer)
+        pinned = device.pinned(buffer.shape, buffer.dtype)
+        inner = self.reduction(pinned, kind=kind, name=name, method=method)
+        return StagedReduction(inner, device, buffer, pinned, idle=self.size == 1 or not buffer.size)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of the ranks with the same color, ordered by key. Collective.

@@ -11,10 +11,12 @@ else in halograd moves tensor data. It is built once, over arrays that stay, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.device import Device, device_of
 from halograd.dtensor.box import Box
 from halograd.dtensor.plan import Piece, plan_exchange
 
@@ -32,7 +34,8 @@ class Exchange:
         Box per rank, in global indices: where the data are and where they are wanted. Boxes that reach
         outside the array are clipped by what is owned: the rest of the target is left untouched.
     source, target
-        This rank's arrays (host), of the dtype that travels; None where the box is empty.
+        This rank's arrays, both on the host or both on one device, of the dtype that travels; None where the box is
+        empty.
     source_origin, target_origin
         Global index of element ``[0, ...]`` of the arrays, by default the start of the rank's box
         (an array may hold more than its box, such as margins).
@@ -46,7 +49,13 @@ class Exchange:
     -----
     Adjoint: the exchange with sources and targets swapped and ``combine="sum"``.
     Communication per process: one message per rank with a common box, ``itemsize`` bytes per element.
-    Modifies `target` only. `source` is packed within `start` and may be overwritten once that has returned.
+    Modifies `target` only. `source` is packed within `start` and may be overwritten once that has returned (on a
+    device: by what is enqueued then).
+
+    Attributes
+    ----------
+    communicates
+        Whether this rank sends or receives anything.
     """
 
     def __init__(
@@ -54,8 +63,8 @@ class Exchange:
         comm: Communicator,
         sources: Sequence[Box],
         targets: Sequence[Box],
-        source: np.ndarray | None,
-        target: np.ndarray | None,
+        source: Any,
+        target: Any,
         *,
         source_origin: Sequence[int] | None = None,
         target_origin: Sequence[int] | None = None,
@@ -75,15 +84,21 @@ class Exchange:
         recvs = [p for p in self.pieces if p.target == rank and p.source != rank]
         local = [p for p in self.pieces if p.source == p.target == rank]
         dtype = _dtype(source, target)
-        self._channel = comm.channel(_counts(sends, "target"), _counts(recvs, "source"), dtype, kind=kind, name=name)
-        self._pack = self._bind(sends, "target", self._channel.send_buffer, source, at_source)
-        self._unpack = self._bind(recvs, "source", self._channel.recv_buffer, target, at_target)
-        self._local = [
-            (_view(source, p.box, at_source), _view(target, p.box, at_target))
-            for p in local
-            if not _same(_view(source, p.box, at_source), _view(target, p.box, at_target))
-        ]
+        device = device_of(source, target)
+        self._channel = comm.channel(
+            _counts(sends, "target"), _counts(recvs, "source"), dtype, kind=kind, name=name, device=device
+        )
+        pack = self._bind(sends, "target", self._channel.send_buffer, source, at_source)
+        unpack = self._bind(recvs, "source", self._channel.recv_buffer, target, at_target)
         self._clear = self._must_clear(target, targets[rank], at_target, local)
+        here = [(_view(target, p.box, at_target), _view(source, p.box, at_source)) for p in local]
+        here = [(t, s) for t, s in here if not _same(t, s, device)]
+        #: Per slot of the channel.
+        self._pack = [device.copies(pairs) for pairs in pack]
+        self._unpack = [(device.sums if self._sum else device.copies)([(v, m) for m, v in pairs]) for pairs in unpack]
+        self._copy = (device.copies if self._clear is None else device.sums)(here)
+        self.communicates = bool(sends or recvs)
+        self._copies = bool(here)
 
     def _bind(self, pieces: Sequence[Piece], peer_of: str, buffer, array, origin) -> tuple[list, list]:
         """Pairs of (message view, array view) for both slots of the channel."""
@@ -106,39 +121,24 @@ class Exchange:
         return _view(target, box, origin)
 
     @property
-    def communicates(self) -> bool:
-        """Whether this rank sends or receives anything."""
-        return bool(self._pack[0] or self._unpack[0])
-
-    @property
     def idle(self) -> bool:
         """Whether this rank has nothing to do at all, not even a local copy."""
-        return not (self.communicates or self._local or self._clear is not None)
+        return not (self.communicates or self._copies or self._clear is not None)
 
     def start(self) -> None:
         """Pack and send; then copy what stays on this rank. Does not wait."""
         channel = self._channel
-        for message, view in self._pack[channel.slot]:
-            np.copyto(message, view)
+        self._pack[channel.slot]()
         channel.start()
         if self._clear is not None:
             self._clear[...] = 0
-            for view, target in self._local:
-                np.add(target, view, out=target)
-        else:
-            for view, target in self._local:
-                np.copyto(target, view)
+        self._copy()
 
     def finish(self) -> None:
         """Wait for the messages and unpack them into the target."""
         channel = self._channel
         channel.finish()
-        if self._sum:
-            for message, view in self._unpack[channel.slot]:
-                np.add(view, message, out=view)
-        else:
-            for message, view in self._unpack[channel.slot]:
-                np.copyto(view, message)
+        self._unpack[channel.slot]()
         channel.release()
 
     def run(self) -> None:
@@ -168,7 +168,7 @@ def _counts(pieces: Sequence[Piece], peer_of: str) -> dict[int, int]:
     return counts
 
 
-def _view(array: np.ndarray | None, box: Box, origin: Sequence[int]) -> np.ndarray:
+def _view(array: Any, box: Box, origin: Sequence[int]) -> Any:
     if array is None:
         raise ValueError(f"expected an array that holds {box}, got None; only a rank with an empty box needs none")
     view = array[box.slices(origin)]
@@ -177,5 +177,5 @@ def _view(array: np.ndarray | None, box: Box, origin: Sequence[int]) -> np.ndarr
     return view
 
 
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.__array_interface__["data"][0] == b.__array_interface__["data"][0] and a.strides == b.strides
+def _same(a: Any, b: Any, device: Device) -> bool:
+    return device.address(a) == device.address(b) and a.strides == b.strides
