@@ -215,6 +215,12 @@ class Communicator:
         method
             ``"allreduce"``
                 The sum, by the algorithm of the transport.
+            ``"ordered"``
+                The sum, added up in the order of the ranks: the same bits whatever the transport, and whatever else is
+                in the buffer.
+            ``"rounded"``
+                The sum of float32, in this order, that travels as bfloat16 with half the bytes. The reduction's
+                `on_host` can :meth:`~halograd.comm.ordered.MpiRoundedSum.compensate` for what that takes away.
             ``"reduce_scatter"``
                 Afterwards this rank's shard (:func:`halograd.comm.shards`) holds the sum; the others are undefined.
             ``"all_gather"``
@@ -234,8 +240,9 @@ class Communicator:
         Notes
         -----
         Booked per run, on a group of several ranks: one message of this rank's contribution, which is the buffer, for
-        an all-gather its shard. Of the last two methods the first rank of each node books it under `kind` if there are
-        several nodes, and every rank that shares its node with others books the buffer under ``"node"``.
+        an all-gather its shard, for a rounded sum half the bytes. Of the last two methods the first rank of each node
+        books it under `kind` if there are several nodes, and every rank that shares its node with others books the
+        buffer under ``"node"``.
         """
         if group is not None:
             return group.reduction(buffer, kind=kind, name=name, method=method)
@@ -246,18 +253,24 @@ class Communicator:
         with self.agreement():
             _check_method(method)
             check_buffer(buffer, any_dtype=method == "all_gather")
+            if method == "rounded" and buffer.dtype != np.float32:
+                raise CommError(f"buffer: expected float32 to be rounded to bfloat16, got {buffer.dtype}")
         self._agree_on_buffer(buffer)
         several = self.size > 1 and buffer.size > 0
         if several and method in ("hierarchical", "accumulate"):
             reduction = self._sum_by_nodes(buffer, kind, name or kind, method)
         else:
-            nbytes = buffer.nbytes
+            nbytes = buffer.nbytes // 2 if method == "rounded" else buffer.nbytes
             if method == "all_gather":
                 own = shards(buffer.size, self.size, buffer.itemsize)[self.rank]
                 nbytes = (own.stop - own.start) * buffer.itemsize
             meter = Meter(self._instruments, kind, name or kind, int(several and nbytes > 0), nbytes)
             make = {"reduce_scatter": self._transport.scatter, "all_gather": self._transport.gather}
-            reduction = make.get(method, self._transport.reduction)(buffer, meter)
+            in_order = {"ordered": self._transport.ordered, "rounded": self._transport.rounded}
+            if method in in_order:
+                reduction = in_order[method](buffer, meter, (self._next_tag(), self._next_tag()))
+            else:
+                reduction = make.get(method, self._transport.reduction)(buffer, meter)
         self._keep(reduction)
         return reduction
 

@@ -17,7 +17,7 @@ __all__ = ["METHODS", "DirectReduction", "MpiReduction", "Reduction", "check_buf
 
 REDUCIBLE = ("float32", "float64", "int32", "int64")
 #: What `Communicator.reduction` can make of a buffer.
-METHODS = ("allreduce", "reduce_scatter", "all_gather", "hierarchical", "accumulate")
+METHODS = ("allreduce", "ordered", "rounded", "reduce_scatter", "all_gather", "hierarchical", "accumulate")
 
 
 class Reduction(ABC):
@@ -47,6 +47,11 @@ class Reduction(ABC):
     def buffer_bytes(self) -> int:
         """Memory that the sum takes beside the buffer on this rank, in MPI or in shared memory [B]."""
         return self.buffer.nbytes
+
+    @property
+    def on_host(self) -> Reduction:
+        """The sum that the host makes: this one, or the one within it if the buffer is on a device."""
+        return self
 
     def start(self) -> None:
         """Begin to sum the buffer. Does not wait."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
+from halograd.comm.ordered import Tags
 from halograd.comm.reduction import Reduction
 from halograd.comm.transports.base import Context, Pattern, Transport
 from halograd.comm.transports.mpi import MpiTransport
@@ -38,6 +39,14 @@ class AutoTransport(Transport):
     def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         """Through shared memory if all ranks are on this node."""
         return self._shared.reduction(buffer, meter)
+
+    def ordered(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
+        """As `reduction`."""
+        return self._shared.ordered(buffer, meter, tags)
+
+    def rounded(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
+        """As `reduction`."""
+        return self._shared.rounded(buffer, meter, tags)
 
     def scatter(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         """As `reduction`."""

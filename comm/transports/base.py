@@ -12,6 +12,7 @@ from mpi4py import MPI
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
+from halograd.comm.ordered import MpiOrderedSum, MpiRoundedSum, Tags
 from halograd.comm.progress import Progress
 from halograd.comm.reduction import DirectReduction, Reduction
 from halograd.comm.sharing import MpiGather, MpiScatter
@@ -83,6 +84,20 @@ class Transport(ABC):
     def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         """An in-place sum of `buffer` over the communicator. Collective over the communicator."""
         return DirectReduction(self._context.mpi, self._context.progress, buffer, meter)
+
+    def ordered(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
+        """A sum in the order of the ranks. Collective over the communicator.
+
+        Parameters
+        ----------
+        tags
+            Of its messages, the same on all ranks and of no other sum or channel.
+        """
+        return MpiOrderedSum(self._context.mpi, self._context.progress, buffer, meter, tags)
+
+    def rounded(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
+        """A sum of float32, in the order of the ranks, that travels as bfloat16. Collective over the communicator."""
+        return MpiRoundedSum(self._context.mpi, self._context.progress, buffer, meter, tags)
 
     def scatter(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         """A sum of which every rank keeps its shard. Collective over the communicator."""

@@ -16,6 +16,7 @@ import numpy as np
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
+from halograd.comm.ordered import Tags
 from halograd.comm.reduction import Reduction
 from halograd.comm.transports import base
 from halograd.comm.transports.accumulator import TALLIES, Accumulator, Team
@@ -25,6 +26,7 @@ from halograd.comm.transports.emulated_sum import (
     EmulatedLargeGather,
     EmulatedLargeScatter,
     EmulatedLargeSum,
+    EmulatedRoundedSum,
     EmulatedScatter,
     EmulatedSum,
 )
@@ -85,6 +87,19 @@ class EmulatedTransport(Transport):
         return self._collective(buffer, meter, ring_seconds, EmulatedSum, EmulatedLargeSum) or super().reduction(
             buffer, meter
         )
+
+    def ordered(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
+        """Sums in shared memory have this order anyway."""
+        return self.reduction(buffer, meter)
+
+    def rounded(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
+        self._check_clock()
+        size = self._context.mpi.size
+        if size == 1 or not buffer.size:
+            return super().rounded(buffer, meter, tags)
+        seconds = ring_seconds(size, buffer.nbytes // 2, self.alpha, self.beta) if self._far else 0.0
+        places = self._shared.places(2 * ALIGNMENT)
+        return EmulatedRoundedSum(buffer, meter, self._shared.stage(), places, seconds, self._crowded)
 
     def scatter(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         return self._collective(

@@ -7,6 +7,7 @@ import numpy as np
 from halograd.comm.counters import Meter
 from halograd.comm.transports.base import ALIGNMENT
 from halograd.comm.transports.places import Places
+from halograd.comm.transports.shared_rounded import StagedRoundedSum
 from halograd.comm.transports.shared_shards import SharedGather, SharedScatter, StagedGather, StagedScatter
 from halograd.comm.transports.shared_sum import SharedSum, Stage, StagedSum
 from halograd.comm.transports.timing import sleep_until
@@ -16,6 +17,7 @@ __all__ = [
     "EmulatedLargeGather",
     "EmulatedLargeScatter",
     "EmulatedLargeSum",
+    "EmulatedRoundedSum",
     "EmulatedScatter",
     "EmulatedSum",
 ]
@@ -75,6 +77,10 @@ class EmulatedLargeSum(StagedSum):
     def _close(self) -> None:
         self._started.clear()
         self._places.give_back()
+
+
+class EmulatedRoundedSum(EmulatedLargeSum, StagedRoundedSum):
+    """A sum that travels as bfloat16 for the time of a ring; added up where it is finished."""
 
 
 class EmulatedScatter(EmulatedSum, SharedScatter):

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
+from halograd.comm.ordered import Tags
 from halograd.comm.reduction import Reduction
 from halograd.comm.transports import base
 from halograd.comm.transports.accumulator import TALLIES, Accumulator, Team
@@ -19,6 +20,7 @@ from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
 from halograd.comm.transports.flags import FLAG_BYTES, Flags
 from halograd.comm.transports.node_sum import Across, MpiAcross, NodeSum, Room
 from halograd.comm.transports.places import Places
+from halograd.comm.transports.shared_rounded import StagedRoundedSum
 from halograd.comm.transports.shared_shards import SharedGather, SharedScatter, StagedGather, StagedScatter
 from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum, Stage, StagedSum
 
@@ -89,6 +91,15 @@ class SharedTransport(Transport):
         if not self._near(buffer):
             return super().reduction(buffer, meter)
         return self._sum(buffer, meter, SharedSum, StagedSum)
+
+    def ordered(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
+        """In shared memory summands are added up in order anyway."""
+        return self.reduction(buffer, meter) if self._near(buffer) else super().ordered(buffer, meter, tags)
+
+    def rounded(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
+        if not self._near(buffer):
+            return super().rounded(buffer, meter, tags)
+        return StagedRoundedSum(buffer, meter, self.stage())
 
     def scatter(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         if not self._near(buffer):

@@ -1,0 +1,147 @@
+"""Sums in the order of the ranks, plain and rounded on their way: the same bits by every transport."""
+
+import numpy as np
+import pytest
+
+from halograd.comm import CommError, Communicator
+from halograd.comm.rounding import Rounding
+
+pytestmark = pytest.mark.mpi
+SIZES = (1, 15, 100, 16_391, 400_003)  # fewer than ranks, no multiple of anything, several pieces
+HALF_ULP = 2.0**-8
+
+
+def summand(rank, count, step=0, dtype="float32"):
+    return np.random.default_rng([rank, count, step]).standard_normal(count).astype(dtype)
+
+
+def nearest(values):
+    wire, out = np.zeros(values.size, np.uint16), np.zeros(values.size, np.float32)
+    Rounding().encode(values, wire)
+    Rounding().decode(wire, out)
+    return out
+
+
+def added(summands):
+    total = np.zeros_like(summands[0])
+    for one in summands:
+        total += one
+    return total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("count", SIZES)
+def test_ordered_sums_are_added_up_from_the_first_rank_to_the_last(communicator, count, dtype):
+    total = communicator.reduction(np.zeros(count, dtype), method="ordered")
+    for step in range(3):
+        total.buffer[...] = summand(communicator.rank, count, step, dtype)
+        total.start()
+        total.finish()
+        expected = added([summand(rank, count, step, dtype) for rank in range(communicator.size)])
+        np.testing.assert_array_equal(total.buffer, expected)
+
+
+def rounded_twice(ranks, count, step=0):
+    return nearest(added([nearest(summand(rank, count, step)) for rank in range(ranks)]))
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_rounded_sums_have_the_bits_of_their_definition(communicator, count):
+    total = communicator.reduction(np.zeros(count, "float32"), method="rounded")
+    for step in range(3):
+        total.buffer[...] = summand(communicator.rank, count, step)
+        total.run()
+        if communicator.size > 1:
+            np.testing.assert_array_equal(total.buffer, rounded_twice(communicator.size, count, step))
+        else:
+            np.testing.assert_array_equal(total.buffer, summand(0, count, step))
+
+
+def everything_taken(communicator, total):
+    """What rounding took from all summands and sums so far: ``(n,)``, the same on all ranks."""
+    whole, taken = total.error.copy(), 0
+    for part in total.owned:
+        length = part.stop - part.start
+        whole[part] += total.share_error[taken : taken + length]
+        taken += length
+    assert taken == total.share_error.size
+    communicator.reduction(whole).run()
+    return whole
+
+
+@pytest.mark.parametrize("count", [15, 100_003])
+def test_what_is_rounded_away_comes_back_in_later_sums(communicator, count):
+    """The sum of T results is that of the summands but for one rounding, not T: all of it lies in the errors."""
+    steps, mine = 40, np.abs(summand(communicator.rank, count)) + 1
+    total = communicator.reduction(np.zeros(count, "float32"), method="rounded").on_host
+    total.compensate(np.zeros(count, "float32"))
+    plain = communicator.reduction(np.zeros(count, "float32"), method="rounded")
+    exact = steps * sum(np.abs(summand(r, count)).astype("float64") + 1 for r in range(communicator.size))
+    found, lossy = np.zeros(count), np.zeros(count)
+    for _ in range(steps):
+        for one, sums in ((total, found), (plain, lossy)):
+            one.buffer[...] = mine
+            one.run()
+            sums += one.buffer
+    left = everything_taken(communicator, total)
+    eps = np.finfo("float32").eps
+    assert (np.abs(found + left - exact) <= 4 * communicator.size * eps * exact).all()
+    assert (np.abs(found - exact) <= 3 * HALF_ULP * exact / steps).all()
+    if communicator.size > 1:
+        assert np.abs(lossy - exact).max() > 10 * np.abs(found - exact).max(), "without, errors add up"
+
+
+def test_transports_agree_bit_for_bit(comm):
+    count, results = 70_001, []
+    for transport in ("mpi", "shared", "auto", "emulated:alpha=1e-5,beta=1e-11"):
+        with Communicator(comm, transport) as communicator:
+            total = communicator.reduction(np.zeros(count, "float32"), method="rounded").on_host
+            total.compensate(np.zeros(count, "float32"))
+            for step in range(4):
+                total.buffer[...] = summand(communicator.rank, count, step)
+                total.run()
+            results.append((total.buffer.copy(), everything_taken(communicator, total)))
+    for buffer, left in results[1:]:
+        np.testing.assert_array_equal(buffer, results[0][0])
+        np.testing.assert_allclose(left, results[0][1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["ordered", "rounded"])
+def test_several_at_once_finish_in_any_order_on_each_rank(communicator, method):
+    order = np.roll((3, 1, 0, 2), communicator.rank)
+    counts = (1, 1000, 50_000, 200_000)
+    totals = [communicator.reduction(np.zeros(count, "float32"), method=method) for count in counts]
+    for step in range(4):
+        for count, total in zip(counts, totals):
+            total.buffer[...] = step + count % 7  # few bits: exact in bfloat16 too
+            total.start()
+        for i in order:
+            totals[i].finish()
+            expected = communicator.size * (step + counts[i] % 7)
+            assert (totals[i].buffer == expected).all()
+
+
+@pytest.mark.parametrize(("method", "itemsize"), [("ordered", 4), ("rounded", 2)])
+def test_what_is_counted(communicator, method, itemsize):
+    total = communicator.reduction(np.zeros(1001, "float32"), method=method)
+    communicator.counters.reset()
+    for _ in range(3):
+        total.run()
+    booked, several = communicator.counters["allreduce"], int(communicator.size > 1)
+    assert (booked.messages, booked.bytes) == (3 * several, 3 * 1001 * itemsize * several)
+
+
+def test_empty_buffers_and_closing_under_way(communicator):
+    for method in ("ordered", "rounded"):
+        empty = communicator.reduction(np.zeros((0, 3), "float32"), method=method)
+        empty.run()
+        large = communicator.reduction(np.ones(100_000, "float32"), method=method)
+        large.start()
+        large.close()
+        assert (large.buffer == communicator.size).all()
+        large.close()
+
+
+def test_only_float32_is_rounded(communicator):
+    with pytest.raises(CommError, match="buffer: expected float32 to be rounded to bfloat16, got float64"):
+        communicator.reduction(np.zeros(3), method="rounded")
