@@ -6,6 +6,7 @@
     /params/LAYER/NAME   parameters
     /state/LAYER/NAME    running statistics
     /optimizer           attributes: kind, step; one group like /params per state array
+    /errors/LAYER/NAME   what rounding of gradients took away and is still to be added, if they are rounded
 
 Every array carries its CRC-32. A file appears under its name only when it is complete and on the disk.
 """
@@ -80,6 +81,8 @@ class Snapshot:
         Arrays by ``layer/parameter``; those of the optimizer by the name of its state before.
     settings
         Scalars of the optimizer; None without one.
+    errors
+        What rounding of gradients took away, by ``layer/parameter``; empty if they are not rounded.
     """
 
     network: list[str]
@@ -88,6 +91,7 @@ class Snapshot:
     state: Mapping[str, Any]
     optimizer: Mapping[str, Mapping[str, Any]]
     settings: Mapping[str, Any] | None
+    errors: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -95,21 +99,23 @@ class Snapshot:
     ) -> Snapshot | None:
         """The present state, on rank 0; None elsewhere. Collective over `comm` where parameters are cut, else local."""
         states = optimizer.named_state() if optimizer is not None else {}
-        parts: list[Any] = [store.params, store.state, *states.values()]
+        parts: list[Any] = [store.params, store.state, store.errors, *states.values()]
         if comm is not None:
             parts = [store.gather(comm, arrays) for arrays in parts]
             if comm.rank:
                 return None
         elif not store.whole:
             raise ValueError("Snapshot.of(): expected the communicator of the ranks that share the parameters")
-        params, state, *rest = parts
+        params, state, errors, *rest = parts
         settings = None if optimizer is None else optimizer.settings()
-        return cls(fingerprint(store.network), store.dtype.name, params, state, dict(zip(states, rest)), settings)
+        named = dict(zip(states, rest))
+        return cls(fingerprint(store.network), store.dtype.name, params, state, named, settings, errors)
 
     @property
     def nbytes(self) -> int:
-        """Size of the parameters and of the optimizer's state [B]."""
-        return sum(a.nbytes for arrays in (self.params, *self.optimizer.values()) for a in arrays.values())
+        """Size of the parameters, of the optimizer's state, and of what was rounded away [B]."""
+        groups = (self.params, self.errors, *self.optimizer.values())
+        return sum(array.nbytes for arrays in groups for array in arrays.values())
 
 
 def write_checkpoint(
@@ -131,6 +137,8 @@ def write_checkpoint(
         file.create_dataset("progress", data=json.dumps(asdict(progress or Progress())))
         _write_arrays(file.create_group("params"), snapshot.params)
         _write_arrays(file.create_group("state"), snapshot.state)
+        if snapshot.errors:
+            _write_arrays(file.create_group("errors"), snapshot.errors)
         if snapshot.settings is not None:
             group = file.create_group("optimizer")
             group.attrs["settings"] = json.dumps(dict(snapshot.settings))
@@ -173,6 +181,7 @@ def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimize
             )
         found = [(a, _read(file, f"params/{n}", store, n)) for n, a in store.params.items()]
         found += [(a, _read(file, f"state/{n}", store, n)) for n, a in store.state.items()]
+        found += [(a, _error(file, store, n)) for n, a in store.errors.items()]
         settings = None
         if optimizer is not None:
             settings = _optimizer_settings(path, file, optimizer)
@@ -184,6 +193,15 @@ def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimize
     if optimizer is not None and settings is not None:
         optimizer.step = int(settings["step"])
     return progress
+
+
+def _error(file: h5py.File, store: ParameterStore, name: str) -> np.ndarray | float:
+    """What the first rank that holds a block is to add to its gradient; zero for the others, and in a run before
+    which nothing was rounded."""
+    assert store.blocks is not None
+    colors = store.blocks[name].colors
+    first = colors.index(colors[store.rank]) == store.rank
+    return _read(file, f"errors/{name}", store, name) if "errors" in file and first else 0.0
 
 
 class _Opened:

@@ -159,7 +159,7 @@ class Executor:
             If more dense layers are to be replicated than the executor was built for (`replicable`).
         """
         assert self.reducer is not None, "the executor was built with trainable=False"
-        self.reducer.finish()
+        self.reducer.settle()
         update = self.reducer.update
         self.reducer.close()
         self.store.rechunk(scheme, self.store.bucket_bytes if bucket_bytes is None else bucket_bytes)

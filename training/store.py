@@ -33,11 +33,14 @@ class Flat:
         views of them.
     slices
         Where each parameter lies, by ``layer/parameter``.
+    errors
+        What rounding of gradients took away and is still to be added, on the host; None where nothing is rounded.
     """
 
     params: Any
     grads: Any
     slices: dict[str, slice]
+    errors: np.ndarray | None = None
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Bucket:
     ----------
     names
         ``layer/parameter``.
-    params, grads
+    params, grads, errors
         Views of the flat arrays.
     decays
         ``(start, stop, decayed)``: which elements are subject to weight decay.
@@ -71,6 +74,7 @@ class Bucket:
     flat: int = 0
     start: int = 0
     replicated: bool = False
+    errors: np.ndarray | None = None
 
 
 @dataclass
@@ -100,6 +104,8 @@ class ParameterStore:
 
     Attributes
     ----------
+    errors
+        By ``layer/parameter``, as in :class:`Flat`; empty where nothing is rounded.
     flats
         The arrays: one pair per way in which ranks share parameters (and one for replicated layers).
     buckets
@@ -120,6 +126,7 @@ class ParameterStore:
     params: dict[str, Any] = field(default_factory=dict)
     grads: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.blocks is None:
@@ -191,7 +198,15 @@ class ParameterStore:
             self._places[name] = len(self.flats)
             if box.size:
                 self.params[name][...] = specs[name].initial(name, self.seed)[box.slices()]
-        self.flats.append(Flat(params, grads, slices))
+        self.flats.append(Flat(params, grads, slices, self._errors(slices, end)))
+
+    def _errors(self, slices: Mapping[str, slice], size: int) -> np.ndarray | None:
+        if self.scheme.payload == "float32" or not self.scheme.error_feedback:
+            return None
+        errors = np.zeros(size, self.dtype)
+        self.memory.count(errors.nbytes, "gradient error")
+        self.errors |= {name: errors[where].reshape(self.box(name).shape) for name, where in slices.items()}
+        return errors
 
     def _chunked(self, scheme: Scheme, bucket_bytes: int) -> list[Bucket]:
         assert self.apart is not None
@@ -219,6 +234,7 @@ class ParameterStore:
             number,
             start,
             replicated,
+            None if flat.errors is None else flat.errors[start:stop],
         )
 
     def of_layer(self, layer: str, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Trainer:
         Diverged
             If a parameter is not finite: a checkpoint of it would be worthless.
         """
-        self._reducer.finish()
+        self._reducer.settle()
         store, comm = self.executor.store, self.executor.comm
         name = next((n for n, array in store.params.items() if not np.isfinite(array).all()), None)
         if not store.whole:

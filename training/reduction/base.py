@@ -77,6 +77,10 @@ class Reducer(ABC):
     def finish(self) -> None:
         """All sums are done and all parameters updated when this returns."""
 
+    def settle(self) -> None:
+        """`finish`, and leave nothing behind that a checkpoint would not hold. Collective; no part of a step."""
+        self.finish()
+
     @abstractmethod
     def discard(self) -> None:
         """Finish all sums and forget the updates (of a step that went wrong)."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
 
 from halograd.comm import Communicator, Reduction
 from halograd.layers.groups import group_of
@@ -25,11 +27,13 @@ class BucketedReducer(Reducer):
 
     Notes
     -----
-    Communication per process and step: one all-reduce per bucket it holds something of, of its bytes.
+    Communication per process and step: one all-reduce per bucket it holds something of, of its bytes; of half of them
+    with payload bfloat16. What rounding takes away lies in `Bucket.errors`, and with the sums until `settle`.
     """
 
     def __init__(self, store: ParameterStore, comm: Communicator, layers: Sequence[str], scheme: Scheme) -> None:
         super().__init__(store, comm, layers, scheme)
+        self._rounded: list[tuple[Bucket, Communicator, Any]] = []
         self._sums = [self._sum(bucket) for bucket in self.buckets]
         self._layers = [{n.rpartition("/")[0] for n in b.names} for b in self.buckets]
         self._buckets_of: dict[str, list[int]] = {}
@@ -43,7 +47,17 @@ class BucketedReducer(Reducer):
     def _sum(self, bucket: Bucket) -> Reduction | None:
         """The sum over the ranks that hold the same blocks; None where this one holds nothing."""
         group = group_of(self.comm, bucket.colors)
-        return None if group is None else group.reduction(bucket.grads, kind="allreduce")
+        if group is None:
+            return None
+        method = "ordered" if self.scheme.deterministic else "allreduce"
+        if self.scheme.payload == "bfloat16":
+            method = "rounded"  # which has a fixed order too
+        total = group.reduction(bucket.grads, kind="allreduce", method=method)
+        if bucket.errors is not None:
+            rounded = total.on_host
+            rounded.compensate(bucket.errors)
+            self._rounded.append((bucket, group, rounded))
+        return total
 
     def begin(self) -> None:
         self.finish()
@@ -99,6 +113,24 @@ class BucketedReducer(Reducer):
     def finish(self) -> None:
         for i in range(len(self._pending)):
             self._complete(i)
+
+    def settle(self) -> None:
+        """`finish`; then what was rounded away by all ranks lies with the first rank that holds the block.
+
+        It is added to the next gradient there, under whatever decomposition that is computed.
+        """
+        self.finish()
+        for bucket, group, total in self._rounded:
+            assert bucket.errors is not None
+            taken = 0
+            for part in total.owned:
+                bucket.errors[part] += total.share_error[taken : taken + part.stop - part.start]
+                taken += part.stop - part.start
+            total.share_error.fill(0)
+            with closing(group.reduction(bucket.errors, kind="errors")) as whole:
+                whole.run()
+            if group.rank:
+                bucket.errors.fill(0)
 
     def discard(self) -> None:
         self.wait()

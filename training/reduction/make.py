@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.replicated_dense import ReplicatedDenseOperator
 from halograd.training.reduction.base import Reducer
 from halograd.training.reduction.bucketed import BucketedReducer
+from halograd.training.reduction.host import NodeReducer
 from halograd.training.reduction.replicated_dense import ReplicatedDenseReducer
+from halograd.training.reduction.sharded import ShardedReducer
 from halograd.training.store import ParameterStore
 
 __all__ = ["make_reducer"]
@@ -20,6 +24,9 @@ _KINDS: Mapping[str, type[Reducer]] = {
     "per_layer": BucketedReducer,
     "bucketed": BucketedReducer,
     "two_chunks": BucketedReducer,
+    "host_accumulate": NodeReducer,
+    "hierarchical": NodeReducer,
+    "sharded": ShardedReducer,
     "auto": BucketedReducer,  # until a tuner has chosen
 }
 
@@ -51,6 +58,10 @@ def make_reducer(
     UserError
         If the scheme cannot be had here; on all ranks.
     """
+    if scheme.payload == "bfloat16" and store.dtype != np.float32:
+        raise UserError(
+            f'reduction.payload: expected training.dtype = "float32" with "bfloat16", got "{store.dtype}"; change one'
+        )
     if scheme.name not in _KINDS:
         raise UserError(f"reduction.name: expected one of {', '.join(_KINDS)}, got {scheme.name!r}; choose one of them")
     reducer = _KINDS[scheme.name](store, comm, layers, scheme)

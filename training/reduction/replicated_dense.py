@@ -116,6 +116,10 @@ class ReplicatedDenseReducer(Reducer):
         self._others.finish()
         self._finish_own()
 
+    def settle(self) -> None:
+        self._others.settle()
+        self._finish_own()
+
     def _finish_own(self) -> None:
         for layer in self._buckets:
             self._complete(layer)

@@ -1,0 +1,121 @@
+"""Chunks of gradients against the rules in words, on real networks and on random ones."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.reduction_chunks import (
+    Gradient,
+    GradientLayer,
+    chunks_of,
+    gradient_layers,
+    replicated_layers,
+)
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.models import resnet, vgg_a
+
+ITEM = 4
+
+
+@pytest.fixture(scope="module")
+def vgg():
+    network = vgg_a(width=0.1)
+    return gradient_layers(network, parameter_blocks(network, Strategy({"sample": 2}), 2))
+
+
+def layers_of(chunks):
+    return [chunk.layers for chunk in chunks]
+
+
+DENSE, CONV5 = ("dense3", "dense2", "dense1"), ("conv5_2", "conv5_1")
+CONV43, CONV21 = ("conv4_2", "conv4_1", "conv3_2", "conv3_1"), ("conv2_1", "conv1_1")
+
+
+@pytest.mark.parametrize(
+    ("k", "first"), [(3, DENSE), (4, DENSE), (6, DENSE + CONV5), (9, DENSE + CONV5 + CONV43[:2]), (1, DENSE[:1])]
+)
+def test_two_chunks_of_vgg_a_are_those_of_the_paper(vgg, k, first):
+    """Lee et al., Section V-C4: k = 3, 6, 9 divide the layers at poolings, which count."""
+    everything = DENSE + CONV5 + CONV43 + CONV21
+    chunks = layers_of(chunks_of(vgg, Scheme("two_chunks", k), 1, ITEM))
+    assert chunks == [first, everything[len(first) :]]
+
+
+def test_two_chunks_with_all_layers_in_the_first_are_one(vgg):
+    assert len(chunks_of(vgg, Scheme("two_chunks", 16), 1, ITEM)) == 1
+
+
+def test_replicated_layers_are_the_first_dense_ones_and_count_as_layers(vgg):
+    scheme = Scheme("two_chunks", 6, replicated_dense=2)
+    assert replicated_layers(vgg, scheme) == {"dense1", "dense2"}
+    chunks = chunks_of(vgg, scheme, 1, ITEM)
+    assert [chunk.layers for chunk in chunks if chunk.replicated] == [("dense2",), ("dense1",)]
+    assert layers_of(c for c in chunks if not c.replicated) == [("dense3", *CONV5), CONV43 + CONV21]
+
+
+def test_blocking_per_layer_and_buckets(vgg):
+    everything = DENSE + CONV5 + CONV43 + CONV21
+    assert layers_of(chunks_of(vgg, Scheme("blocking"), 1, ITEM)) == [everything]
+    assert layers_of(chunks_of(vgg, Scheme("per_layer"), 1 << 40, ITEM)) == [(name,) for name in everything]
+    assert layers_of(chunks_of(vgg, Scheme("bucketed"), 1, ITEM)) == [(name,) for name in everything]
+    assert layers_of(chunks_of(vgg, Scheme("bucketed"), 1 << 40, ITEM)) == [everything]
+
+
+def test_norms_go_with_the_layers_around_them():
+    """A chunk ends with the gradients of a convolution, though the norm before it has some too."""
+    network = resnet((1, 1, 1, 1), classes=5, resolution=32, width=4)
+    layers = gradient_layers(network, parameter_blocks(network, Strategy(), 1))
+    kinds = {layer.name: layer.kind for layer in layers}
+    for k in range(1, 9):
+        first, rest = chunks_of(layers, Scheme("two_chunks", k), 1, ITEM)
+        assert kinds[first.layers[-1]] in ("weights", "dense")
+        assert rest.layers[-1] == "conv1"
+
+
+gradients = st.builds(
+    lambda sharing, size: (sharing, size), st.sampled_from(["all", "some", "few"]), st.integers(1, 2000)
+)
+networks = st.lists(
+    st.tuples(st.sampled_from(["dense", "weights", "pooling", "other"]), st.lists(gradients, max_size=3)), max_size=12
+)
+schemes = st.one_of(
+    st.sampled_from(["blocking", "per_layer", "bucketed", "hierarchical", "sharded", "auto"]).map(Scheme),
+    st.integers(1, 14).map(lambda k: Scheme("two_chunks", k)),
+    st.integers(1, 14).map(lambda n: Scheme("host_accumulate", chunk=n)),
+)
+
+
+def made(described):
+    return [
+        GradientLayer(f"l{i}", kind, tuple(Gradient(f"l{i}/{j}", *g) for j, g in enumerate(given_)))
+        for i, (kind, given_) in enumerate(described)
+    ]
+
+
+@given(networks, schemes, st.integers(1, 5000))
+def test_every_gradient_is_in_one_chunk_and_chunks_are_runs(described, scheme, bucket_bytes):
+    layers = made(described)
+    chunks = chunks_of(layers, scheme, bucket_bytes, ITEM)
+    for sharing in ("all", "some", "few"):
+        order = [g for layer in layers for g in layer.gradients if g.sharing == sharing]
+        assert [g for chunk in chunks if chunk.sharing == sharing for g in chunk.gradients] == order
+    for chunk in chunks:
+        assert chunk.gradients
+        assert chunk.layers == tuple(dict.fromkeys(g.name.partition("/")[0] for g in chunk.gradients))
+
+
+@given(networks, st.integers(1, 5000))
+def test_a_bucket_is_closed_by_the_layer_that_fills_it(described, bucket_bytes):
+    layers = made(described)
+    number = {layer.name: i for i, layer in enumerate(layers)}
+    chunks = chunks_of(layers, Scheme("bucketed"), bucket_bytes, ITEM)
+    last = {chunk.sharing: chunk for chunk in chunks}
+    for chunk in chunks:
+        within = [g.size * ITEM for g in chunk.gradients if g.name.partition("/")[0] != chunk.layers[-1]]
+        assert sum(within) < bucket_bytes, "the layers before the last one did not fill it"
+        if chunk is not last[chunk.sharing]:
+            assert sum(g.size for g in chunk.gradients) * ITEM >= bucket_bytes
+    closed = [number[c.layers[-1]] for c in chunks if c is not last[c.sharing]]
+    assert closed == sorted(closed), "sums are issued in the order in which backward passes the layers"
