@@ -51,7 +51,8 @@ class MpiGather(MpiReduction):
         super().__init__(mpi_comm, progress, buffer, meter)
         flat = buffer.reshape(-1)
         parts = shards(flat.size, mpi_comm.size, buffer.itemsize)
-        self._message = [flat, [part.stop - part.start for part in parts], [part.start for part in parts]]
+        counts, places = [part.stop - part.start for part in parts], [part.start for part in parts]
+        self._message = [flat, (counts, places)]
 
     def _post(self) -> list[MPI.Request]:
         return [self._mpi.Iallgatherv(MPI.IN_PLACE, self._message)]
