@@ -98,7 +98,7 @@ class Snapshot:
         cls, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
     ) -> Snapshot | None:
         """The present state, on rank 0; None elsewhere. Collective over `comm` where parameters are cut, else local."""
-        states = optimizer.named_state() if optimizer is not None else {}
+        states = optimizer.named_state(comm) if optimizer is not None else {}
         parts: list[Any] = [store.params, store.state, store.errors, *states.values()]
         if comm is not None:
             parts = [store.gather(comm, arrays) for arrays in parts]
@@ -185,8 +185,8 @@ def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimize
         settings = None
         if optimizer is not None:
             settings = _optimizer_settings(path, file, optimizer)
-            for key, arrays in optimizer.named_state().items():
-                found += [(a, _read(file, f"optimizer/{key}/{n}", store, n)) for n, a in arrays.items()]
+            for key, kept in optimizer.kept_state().items():
+                found += [(a, _part(file, f"optimizer/{key}/{n}", store, n, part)) for n, (part, a) in kept.items()]
         progress = _progress(file)
     for array, values in found:
         array[...] = values
@@ -248,6 +248,12 @@ def _read(file: h5py.File, path: str, store: ParameterStore, name: str) -> np.nd
         raise OSError(f"the checksum of {path} is wrong")
     block = array[store.box(name).slices()]
     return block if block.size == array.size else block.copy()
+
+
+def _part(file: h5py.File, path: str, store: ParameterStore, name: str, part: slice) -> np.ndarray:
+    """Some elements of this rank's block, flat."""
+    block = _read(file, path, store, name).reshape(-1)
+    return block if part == slice(0, block.size) else block[part].copy()
 
 
 def _text(file: h5py.File, name: str) -> str:

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from halograd.comm import Communicator
 from halograd.errors import UserError
+from halograd.training.shards import gather_shards, is_sharded, owned
 from halograd.training.store import Bucket, ParameterStore
 
 __all__ = ["LARS", "SGD", "Adam", "AdamW", "Optimizer"]
@@ -72,27 +74,39 @@ class Optimizer(ABC):
     def __init__(self, store: ParameterStore, weight_decay: float = 0.0) -> None:
         self.store, self.weight_decay = store, weight_decay
         self.step, self.learning_rate, self.gradient_scale = 0, 0.0, 1.0
+        self._shards = self._owned_ranges()
+        self._starts, sizes = self._places()
         self._arrays = [
-            tuple(store.memory.keep(f.params.shape, f.params.dtype, "optimizer state") for _ in self.state_names)
-            for f in store.flats
+            tuple(store.memory.keep((size,), store.dtype, "optimizer state") for _ in self.state_names)
+            for size in sizes
         ]
         self._scratch = [store.memory.keep((PIECE,), store.dtype, "optimizer scratch") for _ in range(2)]
         self.bind()
 
     def bind(self) -> None:
-        """Make the views for the buckets that the store has now; the state stays as it is. Local."""
+        """Make the views for the buckets that the store has now; the state stays as it is. Local.
+
+        Raises
+        ------
+        ValueError
+            If the state is in shards, or would be: it would have to move.
+        """
+        if self._owned_ranges() != self._shards:
+            raise ValueError("bind(): expected the shards for which the state was made; make a new optimizer")
+        self._starts, _ = self._places()
         self._pieces = {id(b): [self._piece(b, *r) for r in self._ranges(b)] for b in self.store.buckets}
 
     def _ranges(self, bucket: Bucket) -> list[tuple[int, int, bool, str]]:
         """``(start, stop, decayed, name)`` of the pieces; none holds both decayed and undecayed parameters."""
+        own = owned(self.store, bucket)
+        ranges = [(max(start, own.start), min(stop, own.stop), decayed) for start, stop, decayed in bucket.decays]
         return [
-            (i, min(i + PIECE, stop), decayed, "")
-            for start, stop, decayed in bucket.decays
-            for i in range(start, stop, PIECE)
+            (i, min(i + PIECE, stop), decayed, "") for start, stop, decayed in ranges for i in range(start, stop, PIECE)
         ]
 
     def _piece(self, bucket: Bucket, start: int, stop: int, decayed: bool, name: str) -> Piece:
-        views = tuple(s[bucket.start + start : bucket.start + stop] for s in self._arrays[bucket.flat])
+        first = self._starts[id(bucket)]
+        views = tuple(s[first + start : first + stop] for s in self._arrays[bucket.flat])
         a, b = (s[: stop - start] for s in self._scratch)
         return Piece(bucket.params[start:stop], bucket.grads[start:stop], views, a, b, decayed, name)
 
@@ -120,16 +134,60 @@ class Optimizer(ABC):
             g = np.add(g, piece.b, out=piece.a)
         return g
 
-    def named_state(self) -> dict[str, dict[str, Any]]:
-        """State arrays by name of the state and ``layer/parameter``, shaped as the parameters: views."""
-        return {
-            key: {
-                name: arrays[i][where].reshape(self.store.params[name].shape)
-                for flat, arrays in zip(self.store.flats, self._arrays)
-                for name, where in flat.slices.items()
-            }
-            for i, key in enumerate(self.state_names)
-        }
+    def _places(self) -> tuple[dict[int, int], list[int]]:
+        """Per bucket where its first element would lie in the state arrays of its flat; and their sizes.
+
+        A rank has state for what it updates only: where buckets are sharded, one shard lies behind the other.
+        """
+        if self._shards is None:
+            return {id(b): b.start for b in self.store.buckets}, [f.params.size for f in self.store.flats]
+        starts, sizes = {}, [0] * len(self.store.flats)
+        for bucket in self.store.buckets:
+            own = owned(self.store, bucket)
+            starts[id(bucket)] = sizes[bucket.flat] - own.start
+            sizes[bucket.flat] += own.stop - own.start
+        return starts, sizes
+
+    def _owned_ranges(self) -> list[tuple[int, int, int]] | None:
+        """Flat, start and stop of what this rank updates where buckets are sharded; None where they are not."""
+        if self.store.scheme.name != "sharded":
+            return None
+        owns = [(b, owned(self.store, b)) for b in self.store.buckets]
+        return [(b.flat, b.start + own.start, b.start + own.stop) for b, own in owns]
+
+    def kept_state(self) -> dict[str, dict[str, tuple[slice, Any]]]:
+        """By name of the state and ``layer/parameter`` the elements of the flat parameter that this rank has state for,
+        and the state: views."""
+        kept: dict[str, dict[str, tuple[slice, Any]]] = {key: {} for key in self.state_names}
+        for bucket in self.store.buckets:
+            own, first = owned(self.store, bucket), self._starts[id(bucket)]
+            for name, where in bucket.slices.items():
+                start = min(max(where.start, own.start), where.stop)
+                stop = max(min(where.stop, own.stop), start)
+                for key, array in zip(self.state_names, self._arrays[bucket.flat]):
+                    part = slice(start - where.start, stop - where.start)
+                    kept[key][name] = part, array[first + start : first + stop]
+        return kept
+
+    def named_state(self, comm: Communicator | None = None) -> dict[str, dict[str, Any]]:
+        """State arrays by name of the state and ``layer/parameter``, shaped as the parameters: views.
+
+        Collective over `comm` where shards are updated, else local: then the arrays are whole copies, on the first rank
+        that holds a block of the parameter; others have nothing.
+        """
+        named: dict[str, dict[str, Any]] = {key: {} for key in self.state_names}
+        for bucket in self.store.buckets:
+            own, first = owned(self.store, bucket), self._starts[id(bucket)]
+            for key, array in zip(self.state_names, self._arrays[bucket.flat]):
+                state = array[first + own.start : first + own.stop]
+                if is_sharded(self.store, bucket) and comm is not None:
+                    state = gather_shards(comm, self.store, bucket, state)
+                elif len(state) < bucket.params.size:
+                    raise ValueError("named_state(): expected the communicator of the ranks that have the other shards")
+                whole = len(state) == bucket.params.size
+                for name, where in bucket.slices.items():
+                    named[key][name] = state[where].reshape(self.store.params[name].shape) if whole else state[:0]
+        return named
 
     def settings(self) -> Mapping[str, Any]:
         """Scalars of the state, for checkpoints."""
@@ -227,6 +285,11 @@ class LARS(Optimizer):
     def __init__(
         self, store: ParameterStore, momentum: float = 0.9, trust: float = 1e-3, weight_decay: float = 0.0
     ) -> None:
+        if store.scheme.name == "sharded":
+            raise UserError(
+                'optimizer.kind: expected sgd, adam or adamw with reduction.name = "sharded", got lars, which needs '
+                "norms of whole gradients; choose one of these, or bucketed, two_chunks or hierarchical"
+            )
         if not store.whole:
             raise UserError(
                 "LARS needs the norm of whole parameters: expected a strategy that cuts no channels and uses all ranks "

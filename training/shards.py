@@ -1,0 +1,46 @@
+"""Which elements of a bucket this rank updates: all of them, or its shard where the scheme is ``sharded``."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from halograd.comm import Communicator, shards
+from halograd.layers.groups import group_of
+from halograd.training.store import Bucket, ParameterStore
+
+__all__ = ["gather_shards", "is_sharded", "owned"]
+
+
+def is_sharded(store: ParameterStore, bucket: Bucket) -> bool:
+    """Whether every rank that holds the bucket updates a shard of it only. Local."""
+    return store.scheme.name == "sharded" and not bucket.replicated
+
+
+def owned(store: ParameterStore, bucket: Bucket) -> slice:
+    """The elements of a bucket whose sum this rank gets, and which it updates. Local."""
+    size = bucket.params.size
+    color = bucket.colors[store.rank]
+    if color is None or not is_sharded(store, bucket):
+        return slice(0, size)
+    holders = [rank for rank, other in enumerate(bucket.colors) if other == color]
+    return shards(size, len(holders), store.dtype.itemsize)[holders.index(store.rank)]
+
+
+def gather_shards(comm: Communicator, store: ParameterStore, bucket: Bucket, shard: Any) -> np.ndarray:
+    """An array as long as a bucket, of which the ranks have the elements that they own. Collective over `comm`.
+
+    Returns
+    -------
+    The array, ``(bucket,)``, on the first rank that holds the bucket; elsewhere one that holds nothing.
+    """
+    group = group_of(comm, bucket.colors)
+    if group is None:
+        return np.empty(0, store.dtype)
+    whole = np.zeros(bucket.params.size, store.dtype)
+    whole[owned(store, bucket)] = shard
+    with closing(group.reduction(whole, kind="gather", method="all_gather")) as gather:
+        gather.run()
+    return whole[:0] if group.rank else whole
