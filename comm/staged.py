@@ -108,10 +108,6 @@ class StagedReduction(Reduction):
         self._inner, self._device, self._pinned, self._idle = inner, device, pinned, idle
 
     @property
-    def on_host(self) -> Reduction:
-        return self._inner
-
-    @property
     def buffer_bytes(self) -> int:
         """Memory of the host: pinned, and of the inner sum [B]. On the device there is nothing beside the buffer."""
         return self._pinned.nbytes + self._inner.buffer_bytes

@@ -17,8 +17,9 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.dtensor import axis_names
 from halograd.errors import UserError
-from halograd.kernels import get_backend
+from halograd.kernels import Backend, get_backend
 from halograd.layers import Input, Layer, Loss, Network
+from halograd.layers.chunks import total
 from halograd.layers.strategy import Strategy
 from halograd.training.executor import Executor
 
@@ -45,10 +46,10 @@ def grids(size: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
 class _Probe(Loss):
     """The linear functional sum(y * g), whose gradient is g."""
 
-    def local(self, prediction, target, dx, scale, work) -> float:
+    def local(self, prediction, target, dx, scale, work):
         if dx is not None:
             np.copyto(dx, target)
-        return float(np.sum(np.multiply(prediction, target, dtype=np.float64)))
+        return total(np.multiply(prediction, target, dtype=np.float64))
 
 
 LayerResult = dict[str, np.ndarray]
@@ -78,7 +79,7 @@ def run_layer(
     *,
     batch: int = 2,
     dtype: str = "float64",
-    backend: str = "numpy",
+    backend: str | Backend = "numpy",
     options: dict | None = None,
     seed: int = 0,
     shift: Mapping[str, np.ndarray] | None = None,
@@ -92,14 +93,14 @@ def run_layer(
     in common). `steps` repeats the step (buffers are used again).
     """
     network, name = _probed(make, shapes)
-    backend_, moved = get_backend(backend), dict(shift or {})
+    backend_, moved = get_backend(backend) if isinstance(backend, str) else backend, dict(shift or {})
     strategy = _strategy(parts, comm.size, options)
     probed = [n for n in network.inputs if n != "g"]
     with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed) as executor:
         labels = _labels(executor.store.params)
         for key, array in executor.store.params.items():
             whole = random_array(executor.store.shapes[key], key, seed) + moved.get(labels[key], 0.0)
-            array[...] = whole[executor.store.box(key).slices()]
+            executor.device.assign(array, whole[executor.store.box(key).slices()])
         for i, s in enumerate(shapes):
             executor.set_input(f"x{i}", random_array((batch, *s), f"x{i}", seed) + moved.get(f"x{i}", 0.0))
         executor.set_input("g", random_array((batch, *network.outputs["y"].shape), "g", seed))
@@ -112,7 +113,7 @@ def run_layer(
         result = {"y": executor.gather(name)}
         result |= {f"dx{i}": executor.gather(f"x{i}", gradient=True) for i in range(len(shapes))}
         grads = executor.store.gather(comm, executor.store.grads)
-        result |= {f"d{labels[k]}": v.copy() for k, v in (grads or {}).items()}
+        result |= {f"d{labels[k]}": executor.device.to_host(v).copy() for k, v in (grads or {}).items()}
     result["loss"] = np.array([loss])
     return result if comm.rank == 0 else None  # type: ignore[return-value]
 
@@ -130,7 +131,7 @@ def check_layer(
     *,
     batch: int = 2,
     comm: MPI.Intracomm | None = None,
-    backend: str = "numpy",
+    backend: str | Backend = "numpy",
     dtype: str = "float64",
     tolerance: float = 64.0,
     gradient: bool = True,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar
 
+from halograd.device import HOST, Device
 from halograd.kernels import checks, empty
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
@@ -37,6 +38,10 @@ class Backend(ABC):
         The array namespace of the device (``numpy``, ``cupy``).
     dtypes : tuple of str
         Element types that every kernel takes. ``conv_dtypes`` are those of the convolutions.
+    device : Device
+        Where the arrays live. On a device kernels are enqueued: a call returns before they have run.
+    cuda : object or None
+        Fused kernels for what is no part of this interface (losses, dropout, optimizers, ...), where there are some.
     """
 
     name: ClassVar[str]
@@ -46,6 +51,8 @@ class Backend(ABC):
     dtypes: tuple[str, ...]
     conv_dtypes: tuple[str, ...]
     dtype_remedy: str
+    device: Device = HOST
+    cuda: Any = None
 
     # ------------------------------------------------------------------ arrays and life time
     @abstractmethod

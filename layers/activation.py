@@ -108,7 +108,7 @@ class _SoftmaxOperator(Operator):
         x, y, row = self.b.inputs[0].array, self.b.output.array, self.row
         if not y.size:
             return
-        np.maximum.reduce(x, axis=-1, keepdims=True, out=row)
+        np.amax(x, axis=-1, keepdims=True, out=row)
         np.subtract(x, row, out=y)
         np.exp(y, out=y)
         np.add.reduce(y, axis=-1, keepdims=True, out=row)

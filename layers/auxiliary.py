@@ -80,7 +80,7 @@ class _AuxiliaryOperator(LossOperator):
     # The operators of the terms hold what LossOperator's own initialization would make.
     def __init__(self, terms: Sequence[tuple[Binding, Any]], weight: float) -> None:
         self.b = terms[0][0]
-        self.value = 0.0
+        self.value: Any = 0.0
         self.weight = weight
         self.terms = terms
         self._gradients: list[Any] = []
@@ -92,7 +92,7 @@ class _AuxiliaryOperator(LossOperator):
         if self.b.mode.training:
             for _, term in others:
                 term.forward()
-                self.value += self.weight * term.value
+                self.value = self.value + self.weight * term.value
         for gradient in self._gradients:
             if self.b.mode.training:
                 gradient *= self.weight

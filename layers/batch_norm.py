@@ -10,6 +10,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.layers.binding import Binding
+from halograd.layers.chunks import Work
 from halograd.layers.groups import group_of
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
@@ -128,7 +129,7 @@ class BatchNormOperator(Operator):
             self.running = everyone.reduction(self.moments, kind="running statistics", name=f"{b.name} (running)")
         self.limit = cancellation_limit(b.dtype)
         self.rows = self.x.array.reshape(counts[b.rank], channels)
-        self._work: dict = {}
+        self._work = Work(b.kernels.device)
         self._pending = self._trained = False
         # With running statistics, and around the sums; where there are no sums, training has a kernel of its own.
         # In float64, which is for proofs, that one's variance would not be accurate enough.

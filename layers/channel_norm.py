@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from halograd.layers.binding import Binding
-from halograd.layers.chunks import buffer, chunks
+from halograd.layers.chunks import Work, buffer, chunks
 from halograd.layers.operator import Operator
 
 __all__ = ["ChannelNormOperator"]
@@ -22,18 +22,18 @@ class ChannelNormOperator(Operator):
     def __init__(self, b: Binding, eps: float, relu: bool) -> None:
         self.b, self.eps, self.relu = b, eps, relu
         self.x = b.gather(0, b.clipped_boxes(0))
-        self._work: dict = {}
+        self._work = Work(b.kernels.device)
         channels = b.output.layout.shape[-1]
         self.rows = self.x.array.reshape(-1, channels)
         self.y = b.output.array.reshape(-1, channels)
-        self.sums = np.zeros((2, channels))
+        self.sums = b.kernels.zeros((2, channels), np.dtype("float64"))
         self.gamma, self.beta = b.params.get("gamma"), b.params.get("beta")
         self.dx: Any = None
 
     def forward(self) -> None:
         self.x.start()
         self.x.finish()
-        for part in chunks(*self.rows.shape):
+        for part in chunks(*self.rows.shape, self._work):
             y = self.y[part]
             self._normalize(self.rows[part], y)
             if self.gamma is not None:
@@ -65,7 +65,7 @@ class ChannelNormOperator(Operator):
 
     def backward(self) -> None:
         self.sums.fill(0)
-        for part in chunks(*self.rows.shape):
+        for part in chunks(*self.rows.shape, self._work):
             self._backward_chunk(part)
         if self.gamma is not None and self.gamma.size:  # a rank that the layer does without holds none
             np.copyto(self.b.grads["beta"], self.sums[0], casting="same_kind")

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-__all__ = ["CHUNK", "buffer", "chunks", "rows"]
+from halograd.device import HOST, Device
+
+__all__ = ["CHUNK", "Work", "buffer", "chunks", "constant", "on_host", "rows", "take", "total"]
 
 #: Elements per chunk: some buffers of this size fit into the second-level cache.
 CHUNK = 1 << 15
+#: On a device, where every chunk costs some launches and nothing stays in a cache.
+DEVICE_CHUNK = 1 << 24
 
 
-def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+class Work(dict):
+    """Buffers of one layer by name, kept from step to step, on its device."""
+
+    def __init__(self, device: Device = HOST) -> None:
+        super().__init__()
+        self.device = device
+        self.chunk = CHUNK if device.is_host else DEVICE_CHUNK
+
+
+def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
     """An array of `work` with undefined contents; made at the first call, larger if a call wants more."""
     count = int(np.prod(shape))
     array = work.get(name)
     if array is None or array.size < count or array.dtype != dtype:
-        array = work[name] = np.empty(count, dtype)
+        array = work[name] = getattr(work, "device", HOST).empty((count,), dtype)
     return array[:count].reshape(shape)
 
 
-def rows(array: np.ndarray, work: dict, name: str) -> np.ndarray:
+def constant(work: dict, name: str, values: Callable[[], Any], dtype: Any) -> Any:
+    """An array of `work` that never changes; `values` is called the first time only."""
+    found = work.get(name)
+    if found is None:
+        found = work[name] = getattr(work, "device", HOST).array(values(), dtype)
+    return found
+
+
+def rows(array: Any, work: dict, name: str) -> Any:
     """``(N, *spatial, C)`` as ``(positions, C)``: a view, or a copy in `work` where the array is not packed."""
     if not array.flags.c_contiguous:
         packed = buffer(work, name, array.shape, array.dtype)
@@ -31,12 +52,31 @@ def rows(array: np.ndarray, work: dict, name: str) -> np.ndarray:
     return array.reshape(-1, array.shape[-1])
 
 
-def chunks(count: int, width: int) -> Iterator[slice]:
-    """Slices of `count` rows of `width` elements.
+def chunks(count: int, width: int, work: dict | None = None) -> Iterator[slice]:
+    """Slices of `count` rows of `width` elements; as long as the device of `work` wants them.
 
     >>> [(s.start, s.stop) for s in chunks(5, CHUNK // 2)]
     [(0, 2), (2, 4), (4, 5)]
     """
-    step = max(1, CHUNK // max(1, width))
+    step = max(1, getattr(work, "chunk", CHUNK) // max(1, width))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
+
+
+def on_host(array: Any) -> bool:
+    """Whether an array is NumPy's: its values may be looked at without waiting for a device."""
+    return isinstance(array, np.ndarray)
+
+
+def total(array: Any) -> Any:
+    """Sum of all elements in float64: a number, of an array on a device an array of no axes there."""
+    found = np.sum(array, dtype=np.float64)
+    return float(found) if on_host(array) else found
+
+
+def take(array: Any, index: Any, out: Any) -> None:
+    """``out = array[index]`` of a flat array, for indices that are all inside."""
+    if on_host(array):
+        np.take(array, index, out=out, mode="clip")  # NumPy would copy `out` to raise errors
+    else:
+        np.take(array, index, out=out)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from halograd.layers.binding import Binding
-from halograd.layers.chunks import buffer, chunks, rows
+from halograd.layers.chunks import buffer, chunks, on_host, rows
+from halograd.layers.chunks import total as total_of
 from halograd.layers.layer import Shape
 from halograd.layers.loss import Loss, LossOperator
 from halograd.layers.operator import Operator
@@ -76,7 +77,7 @@ class DiceOperator(LossOperator):
         batch, channels = b.inputs[0].layout.shape[0], b.inputs[0].layout.shape[-1]
         self.groups = batch if layer.reduction == "sample" else 1
         #: Per group: I, P, T per channel; then, in place, loss and the gradient's two coefficients.
-        self.sums = np.zeros((self.groups, 3, channels))
+        self.sums = b.kernels.zeros((self.groups, 3, channels), np.dtype("float64"))
         self.reduction = b.comm.reduction(self.sums, kind="loss", name=b.name)
 
     def forward(self) -> None:
@@ -95,9 +96,9 @@ class DiceOperator(LossOperator):
             for n in range(count):
                 self._sweep(n, self.sums[(box.start[0] + n) % self.groups], gradient=True)
 
-    def _coefficients(self, samples: int) -> float:
+    def _coefficients(self, samples: int) -> Any:
         """The loss; `sums` become a, b with ``dloss/dp = a * t + b``. Local, the same on all ranks."""
-        loss = 0.0
+        loss: Any = 0.0
         share = 1.0 / (samples * self.sums.shape[2])
         for both, total, target in self.sums[:samples]:
             total += target
@@ -105,7 +106,7 @@ class DiceOperator(LossOperator):
             both *= 2
             both += self.layer.smooth
             both /= total
-            loss += share * float(np.sum(np.subtract(1, both, out=target)))
+            loss = loss + share * total_of(np.subtract(1, both, out=target))
             np.divide(both, total, out=target)
             target *= share
             np.divide(-2 * share, total, out=both)
@@ -115,7 +116,7 @@ class DiceOperator(LossOperator):
         """Over one sample: either add to its sums, or write its gradient."""
         work = self._work
         x, t = rows(self._prediction[n], work, "prediction"), rows(self._target[n], work, "target")
-        for part in chunks(len(x), x.shape[1]):
+        for part in chunks(len(x), x.shape[1], work):
             # Channel by channel, (C, positions).
             p = buffer(work, "p", x[part].shape[::-1], x.dtype)
             targets = buffer(work, "t", p.shape, x.dtype)
@@ -147,7 +148,7 @@ class DiceOperator(LossOperator):
         if t.shape[1] == out.shape[0]:
             np.copyto(out, t.T, casting="unsafe")
             return
-        if not (t.min() >= 0 and t.max() < len(out)):
+        if on_host(t) and not (t.min() >= 0 and t.max() < len(out)):
             wrong = t.max() if t.max() >= len(out) else t.min()
             raise ValueError(
                 f"{self.b.name}: expected targets in [0, {len(out)}), got {wrong}; check the dataset's classes"

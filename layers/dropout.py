@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 #: Elements hashed at a time: the buffers stay in the second-level cache.
 _CHUNK = 1 << 14
+#: On a device, where each chunk costs some launches.
+_DEVICE_CHUNK = 1 << 22
 
 
 class Dropout(Layer):
@@ -67,8 +70,9 @@ class _DropoutOperator(Operator):
         self.threshold = np.uint64(int(b.layer.rate * 2**64))
         self.salt = zlib.crc32(b.name.encode())
         self.dropped = b.memory.keep(b.box.shape, np.dtype(bool), "activation")
-        self.outer, self.inner = global_counters(b.output.layout.shape, b.box)
-        self.rows = max(1, _CHUNK // max(1, self.inner.size))
+        device = b.kernels.device
+        self.outer, self.inner = (device.array(a) for a in global_counters(b.output.layout.shape, b.box))
+        self.rows = max(1, (_CHUNK if device.is_host else _DEVICE_CHUNK) // max(1, self.inner.size))
         shape = (2, min(self.rows, self.outer.size), self.inner.size)
         self.hashes, self.shifted = b.scratch(shape, np.dtype(np.uint64))
 
@@ -115,7 +119,7 @@ def mix64(value: int) -> int:
     return z ^ (z >> _SHIFTS[2])
 
 
-def mix64_inplace(z: np.ndarray, work: np.ndarray) -> None:
+def mix64_inplace(z: Any, work: Any) -> None:
     """`mix64` of every element of `z` (uint64) without its first addition, in place; `work` has the same shape."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None)):
         np.right_shift(z, np.uint64(shift), out=work)

@@ -11,7 +11,7 @@ import numpy as np
 from halograd.layers.batch_norm import affine_arrays, affine_parameters
 from halograd.layers.binding import Binding
 from halograd.layers.channel_norm import ChannelNormOperator
-from halograd.layers.chunks import buffer, chunks
+from halograd.layers.chunks import Work, buffer, chunks
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.operator import Operator
@@ -148,7 +148,7 @@ class GroupNormOperator(Operator):
         self.totals = keep((self.samples, 2, groups), float64, "statistics")
         self.squares = keep((2, self.samples, groups), float64, "statistics")
         self.limit = cancellation_limit(b.dtype)
-        self._work: dict = {}
+        self._work = Work(b.kernels.device)
         self.gradient = keep((channels,), float64, "statistics")
         self._grouped = (self.samples, 2, groups, channels // groups)
         group = sample_group(b.comm, b.output.layout.boxes)
@@ -241,7 +241,7 @@ class GroupNormOperator(Operator):
             np.multiply(inverse, inverse, out=inverse)
             np.divide(self.means[i, 1], inverse, out=slope, casting="same_kind")
             x, dx = (a[i].reshape(-1, len(channels)) for a in (self.x.array, self.dx))
-            for part in chunks(*x.shape):
+            for part in chunks(*x.shape, self._work):
                 d = buffer(self._work, "part", x[part].shape, x.dtype)
                 np.subtract(x[part], channels, out=d)
                 d *= slope

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from halograd.layers.binding import Binding
-from halograd.layers.chunks import buffer, chunks
+from halograd.layers.chunks import Work, buffer, chunks
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
 
@@ -79,7 +79,7 @@ class _LocalResponseNormOperator(Operator):
         self.b, self.layer = b, layer
         # No communication: the input is copied if it is not packed.
         self.x = b.gather(0, b.needed_boxes(0))
-        self._work: dict = {}
+        self._work = Work(b.kernels.device)
 
     def _rows(self, array: Any) -> Any:
         return array.reshape(-1, self.b.output.layout.shape[-1])
@@ -90,7 +90,7 @@ class _LocalResponseNormOperator(Operator):
         if not self.b.box.size:
             return
         x, y = self._rows(self.x.array), self._rows(self.b.output.array)
-        for part in chunks(*x.shape):
+        for part in chunks(*x.shape, self._work):
             d = self._denominator(x[part])
             np.power(d, -self.layer.beta, out=d)
             np.multiply(x[part], d, out=y[part])
@@ -111,7 +111,7 @@ class _LocalResponseNormOperator(Operator):
         if not self.b.box.size:
             return
         x, dy, dx = self._rows(self.x.array), self._rows(self.b.output.dy), self._rows(self.dx)
-        for part in chunks(*x.shape):
+        for part in chunks(*x.shape, self._work):
             self._backward(x[part], dy[part], dx[part])
 
     def _backward(self, x: Any, dy: Any, dx: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from halograd.dtensor import Box, Layout
 from halograd.layers.binding import Binding
+from halograd.layers.chunks import Work
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
 
@@ -36,9 +37,10 @@ class Loss(Layer):
         """A loss is computed where its prediction is."""
         return inputs[i].boxes
 
-    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> float:
+    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> Any:
         """Local. `scale` times the sum of the loss over the block; its gradient into `dx` unless that is None.
 
+        A number; on a device an array of no axes there, so that the host need not wait.
         `work` is this layer's own, kept from step to step, for buffers.
         """
         raise TypeError(f"{self.kind} must override local()")
@@ -48,7 +50,7 @@ class Loss(Layer):
 
 
 class LossOperator(Operator):
-    """Loss of one rank's block; the executor sums `value` over the ranks.
+    """Loss of one rank's block; the executor sums `value`, a number or an array of no axes, over the ranks.
 
     The gradient is written with the loss. Its memory may have served the layers before, as scratch, but nothing
     uses it from here to `backward`: the network computes its loss last, and backward begins with it.
@@ -57,8 +59,8 @@ class LossOperator(Operator):
     def __init__(self, b: Binding) -> None:
         self.b = b
         prediction, target = b.inputs
-        self.value = 0.0
-        self._work: dict = {}
+        self.value: Any = 0.0
+        self._work = Work(b.kernels.device)
         self._dx = None
         self._prediction = prediction.array
         self._target = target.array
@@ -67,7 +69,7 @@ class LossOperator(Operator):
             raise ValueError(f"{b.name}: prediction and target are cut differently: {prediction.box}, {target.box}")
         self._per_sample = int(np.prod(shape[1:-1], dtype=np.int64))
 
-    def scale(self, count: int) -> float:
+    def scale(self, count: int) -> Any:
         """What the sum over positions is multiplied by; `count` samples of this rank's block count. Collective."""
         return 1.0 / max(1, self.b.mode.valid * self._per_sample)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.layers.chunks import buffer, chunks, rows
+from halograd.layers.chunks import buffer, chunks, constant, rows
+from halograd.layers.chunks import total as total_of
 from halograd.layers.layer import Shape
 from halograd.layers.loss import Loss
 
@@ -22,20 +23,20 @@ class _ElementwiseLoss(Loss):
         if prediction != target:
             raise ValueError(f"{self.kind}: expected a target of the prediction's shape {prediction}, got {target}")
 
-    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> float:
+    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> Any:
         x, t = rows(prediction, work, "prediction"), rows(target, work, "target")
         channels = x.shape[1]
         gradient = None if dx is None else dx.reshape(x.shape)
         scale /= channels
-        total = 0.0
-        for part in chunks(len(x), channels):
+        total: Any = 0.0
+        for part in chunks(len(x), channels, work):
             wanted = None if gradient is None else gradient[part]
             targets = buffer(work, "t", x[part].shape, x.dtype)
             np.copyto(targets, t[part], casting="unsafe")
-            total += self.chunk(x[part], targets, wanted, scale, work)
+            total = total + self.chunk(x[part], targets, wanted, scale, work)
         return total * scale
 
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> float:
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> Any:
         """Local. Sum of the loss over ``(positions, C)``; `scale` times its gradient into `dx`. May modify `t`."""
         raise NotImplementedError
 
@@ -46,12 +47,12 @@ class MeanSquaredError(_ElementwiseLoss):
     Communication per process: none but the sum of the loss.
     """
 
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> float:
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> Any:
         np.subtract(x, t, out=t)
         if dx is not None:
             np.multiply(t, 2 * scale, out=dx)
         np.multiply(t, t, out=t)
-        return float(np.sum(t, dtype=np.float64))
+        return total_of(t)
 
 
 class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
@@ -83,17 +84,14 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
                 f"pos_weight: expected a number or one for each of {shapes[0][-1]} channels, got {len(self.pos_weight)}"
             )
 
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> float:
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> Any:
         e, softplus, weight, negative = (buffer(work, k, x.shape, x.dtype) for k in ("e", "softplus", "weight", "n"))
         np.negative(np.abs(x, out=e), out=e)
         np.exp(e, out=e)
         np.log1p(e, out=softplus)
         np.maximum(np.negative(x, out=negative), 0, out=negative)
         softplus += negative
-        extra = work.get("extra")
-        if extra is None:
-            extra = work["extra"] = (self.pos_weight - 1).astype(x.dtype)
-        np.multiply(t, extra, out=weight)
+        np.multiply(t, constant(work, "extra", lambda: self.pos_weight - 1, x.dtype), out=weight)
         weight += 1
         np.subtract(1, t, out=t)
         np.multiply(t, x, out=negative)
@@ -101,7 +99,7 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
         softplus += negative
         if dx is not None:
             self._gradient(x, t, weight, e, dx, scale, work)
-        return float(np.sum(softplus, dtype=np.float64))
+        return total_of(softplus)
 
     @staticmethod
     def _gradient(x: Any, rest: Any, weight: Any, e: Any, dx: Any, scale: float, work: dict) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from halograd.device import HOST, Device
+
 __all__ = ["Memory"]
 
 _ALIGNMENT = 64
@@ -28,12 +30,15 @@ class Memory:
 
     Attributes
     ----------
+    device
+        Where the arrays live.
     bytes
         Bytes by what they are for: ``activation``, ``parameter``, ``gradient``, ``transient``, ...
     """
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
+        self.device: Device = getattr(kernels, "device", HOST)
         self.bytes: dict[str, int] = {}
         self._free: list[Any] = []
         self._held: dict[int, tuple[Any, int]] = {}

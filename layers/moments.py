@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from halograd.layers.chunks import buffer, chunks
+from halograd.layers.chunks import buffer, chunks, on_host
 
 __all__ = ["cancellation_limit", "cancels", "centered_squares"]
+
+
+_FLOAT32_LIMIT = float(np.finfo(np.float32).eps / np.finfo(np.float64).eps)
 
 
 def cancellation_limit(dtype: np.dtype) -> float:
@@ -21,9 +24,15 @@ def cancellation_limit(dtype: np.dtype) -> float:
 
 
 def cancels(mean: Any, var: Any, eps: float, limit: float, work: Any) -> bool:
-    """Whether ``mean^2 > limit * (var + eps)`` anywhere. `work`: two float64 arrays of that shape, modified."""
+    """Whether ``mean^2 > limit * (var + eps)`` anywhere. `work`: two float64 arrays of that shape, modified.
+
+    On a device nobody looks, as the host would have to wait: there the answer depends on the limit alone. In float64,
+    which is for proofs, it is yes; in float32 no, so that ``mean^2 / var`` above 5e8 costs digits of the variance.
+    """
     if not mean.size:
         return False
+    if not on_host(mean):
+        return limit < _FLOAT32_LIMIT
     np.multiply(mean, mean, out=work[0])
     np.multiply(var, limit, out=work[1])
     work[0] -= work[1]
@@ -34,7 +43,7 @@ def centered_squares(x: Any, mean: Any, out: Any, work: dict) -> None:
     """``out[c] = sum (x - mean)^2`` over all positions of x ``(positions, C)``, in float64. Local."""
     out.fill(0)
     column = buffer(work, "column", out.shape, np.float64)
-    for part in chunks(*x.shape):
+    for part in chunks(*x.shape, work):
         d = buffer(work, "d", x[part].shape, np.float64)
         np.subtract(x[part], mean, out=d)
         np.multiply(d, d, out=d)

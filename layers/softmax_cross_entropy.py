@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from halograd.layers.binding import Binding
-from halograd.layers.chunks import buffer, chunks, rows
+from halograd.layers.chunks import buffer, chunks, constant, on_host, rows, take
+from halograd.layers.chunks import total as total_of
 from halograd.layers.layer import Shape
 from halograd.layers.loss import Loss, LossOperator
 from halograd.layers.operator import Operator
@@ -44,7 +46,8 @@ class SoftmaxCrossEntropy(Loss):
     Raises
     ------
     ValueError
-        In forward, on the rank that has it, for a target that is no class.
+        In forward, on the rank that has it, for a target that is no class. On a device, where the host does not look,
+        the loss becomes NaN instead.
     """
 
     def __init__(
@@ -76,22 +79,22 @@ class SoftmaxCrossEntropy(Loss):
     def bind(self, binding: Binding) -> Operator:
         return WeightedOperator(binding) if self.normalization == "weights" else LossOperator(binding)
 
-    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> float:
+    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> Any:
         x, t = rows(prediction, work, "prediction"), rows(target, work, "target")
         gradient = None if dx is None else dx.reshape(x.shape)
-        total = 0.0
-        for part in chunks(len(x), x.shape[1]):
+        total: Any = 0.0
+        for part in chunks(len(x), x.shape[1], work):
             wanted = None if gradient is None else gradient[part]
-            total += self._chunk(x[part], t[part, 0], wanted, scale, work)
+            total = total + self._chunk(x[part], t[part, 0], wanted, scale, work)
         return total * scale
 
-    def target_weight(self, target: Any, classes: int, work: dict) -> float:
+    def target_weight(self, target: Any, classes: int, work: dict) -> Any:
         """Local. The sum of the weights of all targets."""
         t = rows(target, work, "target")
-        total = 0.0
-        for part in chunks(len(t), classes):
+        total: Any = 0.0
+        for part in chunks(len(t), classes, work):
             _, weight = self._labels(t[part, 0], classes, np.dtype("float64"), work)
-            total += float(np.sum(weight))
+            total = total + total_of(weight)
         return total
 
     def _labels(self, t: Any, classes: int, dtype: np.dtype, work: dict) -> tuple[Any, Any]:
@@ -103,27 +106,37 @@ class SoftmaxCrossEntropy(Loss):
         if self.ignore_index is not None:
             counts = np.not_equal(label, self.ignore_index, out=buffer(work, "counts", t.shape, np.bool_))
             label *= counts
-        if label.size and not (label.min() >= 0 and label.max() < classes):
-            wrong = label.max() if label.max() >= classes else label.min()
-            raise ValueError(
-                f"{self.kind}: expected targets in [0, {classes}), got {wrong}; check the dataset's classes"
-            )
+        wrong = self._check_labels(label, classes, work)
         if self.class_weights is None:
             weight.fill(1)
         else:
-            np.take(self._typed_weights(dtype, work), label, out=weight, mode="clip")
+            take(self._typed_weights(dtype, work), label, out=weight)
+        if wrong is not None:
+            np.copyto(weight, math.nan, where=wrong)
         if counts is not None:
             weight *= counts
         return label, weight
 
-    def _typed_weights(self, dtype: np.dtype, work: dict) -> Any:
-        key = f"class weights {dtype}"
-        if key not in work:
-            assert self.class_weights is not None
-            work[key] = self.class_weights.astype(dtype)
-        return work[key]
+    def _check_labels(self, label: Any, classes: int, work: dict) -> Any:
+        """Refuse what is no class; on a device make it class 0 and return where that was."""
+        if on_host(label):
+            if label.size and not (label.min() >= 0 and label.max() < classes):
+                wrong = label.max() if label.max() >= classes else label.min()
+                raise ValueError(
+                    f"{self.kind}: expected targets in [0, {classes}), got {wrong}; check the dataset's classes"
+                )
+            return None
+        wrong, above = (buffer(work, k, label.shape, np.bool_) for k in ("wrong", "above"))
+        np.less(label, 0, out=wrong)
+        np.greater_equal(label, classes, out=above)
+        np.logical_or(wrong, above, out=wrong)
+        np.copyto(label, 0, where=wrong)
+        return wrong
 
-    def _chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> float:
+    def _typed_weights(self, dtype: np.dtype, work: dict) -> Any:
+        return constant(work, f"class weights {dtype}", lambda: self.class_weights, dtype)
+
+    def _chunk(self, x: Any, t: Any, dx: Any | None, scale: Any, work: dict) -> Any:
         """Class by class, ``(K, positions)``: there are many more positions than classes in what is large."""
         shape = (x.shape[1], x.shape[0])
         z, column = buffer(work, "z", shape, x.dtype), buffer(work, "column", shape[1:], x.dtype)
@@ -137,7 +150,7 @@ class SoftmaxCrossEntropy(Loss):
         # q . z, of which the loss is the negative, up to the logarithm of the sum.
         share = self.label_smoothing / shape[0]
         taken = buffer(work, "taken", shape[1:], x.dtype)
-        np.take(z.reshape(-1), index, out=taken, mode="clip")
+        take(z.reshape(-1), index, out=taken)
         taken *= weight
         taken *= 1 - self.label_smoothing
         mass = buffer(work, "mass", shape[1:], x.dtype)
@@ -155,7 +168,7 @@ class SoftmaxCrossEntropy(Loss):
         np.log(column, out=column)
         column *= mass
         column -= taken
-        return float(np.sum(column, dtype=np.float64))
+        return total_of(column)
 
     def _smooth(self, z: Any, weight: Any, mass: Any, taken: Any, share: float, work: dict) -> None:
         """Add what label smoothing spreads over the classes to q . z and to the sum of q."""
@@ -166,7 +179,7 @@ class SoftmaxCrossEntropy(Loss):
         part *= share
         part *= counts
         taken += part
-        counts *= share * float(np.sum(weights, dtype=np.float64))
+        counts *= share * float(np.sum(self._per_class(z), dtype=np.float64))
         mass += counts
 
     def _subtract_target(self, z: Any, index: Any, weight: Any, share: float, work: dict) -> None:
@@ -174,24 +187,26 @@ class SoftmaxCrossEntropy(Loss):
         flat = z.reshape(-1)
         taken = buffer(work, "part", weight.shape, z.dtype)
         moved = buffer(work, "moved", weight.shape, z.dtype)
-        np.take(flat, index, out=taken, mode="clip")
+        take(flat, index, out=taken)
         np.multiply(weight, 1 - self.label_smoothing, out=moved)
         taken -= moved
         flat[index] = taken
         if share:
             self._counted(weight, moved, work)
-            for row, w in zip(z, self._spread(z, work)):
+            for row, w in zip(z, self._per_class(z)):
                 np.multiply(moved, share * float(w), out=taken)
                 row -= taken
 
     def _spread(self, z: Any, work: dict) -> Any:
         """Weight per class, in the dtype of the computation."""
         if self.class_weights is None:
-            key = f"ones {z.dtype}"
-            if key not in work:
-                work[key] = np.ones(len(z), z.dtype)
-            return work[key]
+            return constant(work, f"ones {z.dtype}", lambda: np.ones(len(z)), z.dtype)
         return self._typed_weights(z.dtype, work)
+
+    def _per_class(self, z: Any) -> Any:
+        """The same on the host."""
+        weights = np.ones(len(z)) if self.class_weights is None else self.class_weights
+        return weights.astype(z.dtype)
 
     def _counted(self, weight: Any, out: Any, work: dict) -> None:
         """1 where a position counts, 0 where its target is ignored."""
@@ -206,16 +221,19 @@ class WeightedOperator(LossOperator):
 
     def __init__(self, b: Binding) -> None:
         super().__init__(b)
-        self._sum = np.zeros(1)
+        self._sum = b.kernels.zeros((1,), np.dtype("float64"))
         self.reduction = b.comm.reduction(self._sum, kind="loss", name=f"{b.name} (weights)")
 
-    def scale(self, count: int) -> float:
+    def scale(self, count: int) -> Any:
         layer = self.b.layer
         assert isinstance(layer, SoftmaxCrossEntropy)
         target = self._target[:count]
         classes = self.b.inputs[0].layout.shape[-1]
         self._sum[0] = layer.target_weight(target, classes, self._work) if target.size else 0.0
         self.reduction.run()
+        if not on_host(self._sum):
+            total = self._sum[0]
+            return np.where(total > 0, 1 / np.maximum(total, 1e-300), 0.0)
         # A NumPy float64 would make float32 arrays compute in float64.
         total = float(self._sum[0])
         return 1.0 / total if total > 0 else 0.0
@@ -227,7 +245,6 @@ class WeightedOperator(LossOperator):
 
 def _positions(count: int, work: dict) -> Any:
     """``0 .. count - 1``."""
-    array = work.get("positions")
-    if array is None or array.size < count:
-        array = work["positions"] = np.arange(count)
-    return array[:count]
+    if "positions" in work and work["positions"].size < count:
+        del work["positions"]
+    return constant(work, "positions", lambda: np.arange(count), np.int64)[:count]

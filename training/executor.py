@@ -23,6 +23,8 @@ from halograd.layers.replication import dense_layers, replicable_layers
 from halograd.layers.strategy import Strategy
 from halograd.layers.value import Region, Value
 from halograd.training.compiler import Step, compile_steps
+from halograd.training.device_spans import DeviceSpans
+from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.pulse import Pulse
 from halograd.training.reduction import Reducer, make_reducer
 from halograd.training.store import ParameterStore
@@ -73,6 +75,10 @@ class Executor:
         after the same pass, and may decide by them.
     pulse
         Where this rank stands.
+    device
+        Where the arrays live.
+    pending
+        On a device, the loss of the last `forward`.
 
     Raises
     ------
@@ -101,7 +107,9 @@ class Executor:
         self.memory = Memory(kernels)
         self.mode = Mode(training=trainable, seed=seed, valid=batch)
         self.store = store or self._make_store(seed)
-        self.recorder = comm.recorder
+        self.recorder, self.device = comm.recorder, self.memory.device
+        timed = self.recorder is not None and not self.device.is_host
+        self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
         self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
         self.pulse = Pulse()
         self._bind(trainable)
@@ -132,6 +140,8 @@ class Executor:
         self._vote_sums = self._loss_sum[1:]
         self._loss_reduction = self.comm.reduction(self._loss_sum, kind="loss")
         self._loss_under_way = False
+        self._fetched = None if self.device.is_host else FetchedNumber(self.device)
+        self.pending: PendingLoss | None = None
         self.reducer: Reducer | None = None
         self._backward: list[tuple[str, Callable[[], None]]] = []
         self._sums: list[Any] = []
@@ -235,16 +245,26 @@ class Executor:
             self._run(step.name, "forward", operator.forward)
         if self.loss is not None:
             self._settle_loss()
-            self._loss_sum[0] = self.loss.value
             self._vote_sums[...] = self.votes
-            self._loss_reduction.start()
+            if self._fetched is None:
+                self._loss_sum[0] = self.loss.value
+                self._loss_reduction.start()
+            else:
+                self._fetched.fetch(self.loss.value)
+                self.pending = PendingLoss(self.loss_value)
             self._loss_under_way = True
 
     def _settle_loss(self) -> None:
+        """Wait for the loss of the last pass. On a device its sum is made here: nobody waited for it to be computed."""
         if self._loss_under_way:
             self._loss_under_way = False
+            if self._fetched is not None:
+                self._loss_sum[0] = self._fetched.read()
+                self._loss_reduction.start()
             self._loss_reduction.finish()
             self.counted[...] = self._vote_sums
+            if self.pending is not None:
+                self.pending.value = float(self._loss_sum[0])
 
     def loss_value(self) -> float:
         """The loss of the last `forward`, summed over all ranks. Collective; nobody has to ask for it."""
@@ -274,10 +294,23 @@ class Executor:
         self.pulse.place, self.pulse.phase = name, category
         if self.recorder is None:
             run()
+        else:
+            self.timed(name, category, run)
+
+    def timed(self, name: str, category: str, run: Callable[[], None]) -> None:
+        """Call `run` and tell the recorder how long it took, on a device how long what it enqueues takes there."""
+        assert self.recorder is not None
+        if self._spans is not None:
+            self._spans.run(name, category, run)
             return
         begin = time.perf_counter()
         run()
         self.recorder.span(name, category, begin, time.perf_counter())
+
+    def finish_spans(self) -> None:
+        """The recorder knows of everything so far when this returns. Waits for a device."""
+        if self._spans is not None:
+            self._spans.finish()
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -290,7 +323,7 @@ class Executor:
     def set_input(self, name: str, array: np.ndarray) -> None:
         """Fill an input from the whole global array. Local."""
         region = self.input(name)
-        region.array[...] = array[region.box.slices()]
+        self.device.assign(region.array, array[region.box.slices()])
 
     def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
         """The whole array of a layer on rank 0, None elsewhere. Collective; for small networks.
@@ -305,20 +338,22 @@ class Executor:
             )
         layout = Layout.on_rank(value.layout.shape, 0, self.comm.size)
         box: Box = layout.boxes[self.comm.rank]
-        target = np.empty(box.shape, value.dtype)
+        target = self.device.empty(box.shape, value.dtype)
         source = value.dy if gradient else value.array
         exchange = Exchange(self.comm, value.layout.boxes, layout.boxes, source, target, kind="gather")
         exchange.run()
         exchange.close()
-        return target if self.comm.rank == 0 else None
+        return self.device.to_host(target) if self.comm.rank == 0 else None
 
     @property
     def predicted_bytes(self) -> Mapping[str, int]:
-        """Bytes of this rank by use, as counted while compiling.
+        """Bytes of this rank by use, as counted while compiling, where the kernels run.
 
-        With the workspaces of `kernels` and the message buffers of `comm`, also those that others share.
+        With the workspaces of `kernels` and the message buffers of `comm`, also those that others share. Of a device:
+        its memory; the buffers of the host, through which messages pass, are not counted.
         """
-        beside = {"kernel workspace": self.kernels.held_bytes, "messages": self.comm.buffer_bytes}
+        messages = self.comm.buffer_bytes if self.device.is_host else self.comm.device_bytes
+        beside = {"kernel workspace": self.kernels.held_bytes, "messages": messages}
         return {**self.memory.bytes, **beside}
 
     def close(self) -> None:

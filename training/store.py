@@ -144,7 +144,7 @@ class ParameterStore:
         for name, spec in states.items():
             box = self.box(name)
             self.state[name] = self.memory.keep(box.shape, self.dtype, "parameter")
-            self.state[name][...] = spec.initial(name, self.seed)[box.slices()]
+            self.memory.device.assign(self.state[name], spec.initial(name, self.seed)[box.slices()])
 
     def box(self, name: str) -> Box:
         """Box of a parameter or state that this rank holds."""
@@ -197,7 +197,7 @@ class ParameterStore:
             self.grads[name] = grads[slices[name]].reshape(box.shape)
             self._places[name] = len(self.flats)
             if box.size:
-                self.params[name][...] = specs[name].initial(name, self.seed)[box.slices()]
+                self.memory.device.assign(self.params[name], specs[name].initial(name, self.seed)[box.slices()])
         self.flats.append(Flat(params, grads, slices, self._errors(slices, end)))
 
     def _errors(self, slices: Mapping[str, slice], size: int) -> np.ndarray | None:
@@ -263,7 +263,7 @@ class ParameterStore:
         if blocks.whole:
             return array
         target = Layout.on_rank(self.shapes[name], 0, comm.size).boxes
-        result = np.empty(target[comm.rank].shape, array.dtype)
+        result = self.memory.device.empty(target[comm.rank].shape, array.dtype)
         owners = blocks.owners()
         source = array if owners[comm.rank].size else array.reshape(-1)[:0].reshape(owners[comm.rank].shape)
         with closing(Exchange(comm, owners, target, source, result, kind="gather")) as exchange:
