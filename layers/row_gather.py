@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from halograd.comm import Communicator
 from halograd.dtensor import Box
 from halograd.layers.memory import Memory
@@ -43,26 +41,26 @@ class RowGather:
     Attributes
     ----------
     array
-        ``(group.size * rows, features)``, host, of the dtype of `own`: rank r's rows from ``r * rows`` on, zeros behind
-        them. Written by `put` and `finish`.
+        ``(group.size * rows, features)``, where `own` lives and of its dtype: rank r's rows from ``r * rows`` on, zeros
+        behind them. Written by `put` and `finish`.
 
     Notes
     -----
-    Communication per process: one message of ``rows * features * itemsize`` bytes, booked under ``"allgather"``; it
-    receives ``size - 1`` times as much.
+    Communication per process: one message of ``rows * features * itemsize`` bytes, booked under
+    ``"replicated_dense"``; it receives ``size - 1`` times as much.
     """
 
     def __init__(self, group: Communicator, memory: Memory, rows: int, own: Any, name: str) -> None:
         features = own.shape[1]
         self.array = memory.keep((group.size * rows, features), own.dtype, "replicated gradient")
         self._own = own
-        self._place = self.array[group.rank * rows : group.rank * rows + len(own)]
-        self._gather = group.reduction(self.array.reshape(-1), kind="allgather", name=name, method="all_gather")
+        self._place = self.array[group.rank * rows : group.rank * rows + own.shape[0]]
+        self._gather = group.reduction(self.array.reshape(-1), kind="replicated_dense", name=name, method="all_gather")
         self.under_way = False
 
     def put(self) -> None:
         """Copy this rank's rows into the array. Local."""
-        np.copyto(self._place, self._own)
+        self._place[...] = self._own
 
     def start(self) -> None:
         """Send this rank's rows. Does not wait."""

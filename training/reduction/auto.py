@@ -91,11 +91,11 @@ class AutoReduction:
         return possible[: self.tuning.candidates] or [Scheme("bucketed")]
 
     def _search(self) -> ChunkSearch | None:
-        """Over chunks of the layers with weights; None if there is nothing to choose."""
-        store = self.executor.store
+        """Over chunks of the layers with weights; None if there is nothing to choose, or no memory is shared."""
+        store, comm = self.executor.store, self.executor.comm
         assert store.blocks is not None
         layers = sum(x.kind in ("weights", "dense") for x in gradient_layers(store.network, store.blocks))
-        if not self.tuning.step or layers < 2 or self.executor.comm.size == 1:
+        if not self.tuning.step or layers < 2 or comm.size == 1 or comm.transport == "mpi":
             return None
         return ChunkSearch(layers, self.tuning.step, self.tuning.range)
 

@@ -1,0 +1,53 @@
+"""Which schemes are worth a try, and their order by predicted time."""
+
+import pytest
+
+from halograd.layers import Strategy
+from halograd.layers.reduction_scheme import Scheme
+from halograd.models import alexnet, mesh, resnet50, vgg_a
+from halograd.perfmodel.cost import simulate
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.reduction_choice import candidate_schemes, first_chunks, rank_schemes, shortlist
+
+VGG = vgg_a()
+FOUR = Strategy({"sample": 4})
+
+
+def test_first_chunks_of_vgg_a_are_those_of_the_paper():
+    """Lee et al. 2017, Section IV-C4: 3, 6, 9 and 12, "selected ... based on pooling layers"."""
+    assert first_chunks(VGG) == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("network", [alexnet(), resnet50(), mesh(resolution=64)])
+def test_first_chunks_of_networks_with_little_pooling(network):
+    sizes = first_chunks(network)
+    assert len(sizes) >= 3 and sizes == sorted(set(sizes)) and sizes[0] >= 1
+    for k in sizes:  # all of them can be had
+        Strategy({"sample": 4}, reduction=Scheme("two_chunks", first_layers=k)).validate(network, 4)
+
+
+def test_candidates_vary_buckets_chunks_and_replicated_layers():
+    schemes = candidate_schemes(VGG, FOUR, 256)
+    assert schemes[0] == Scheme("bucketed") and len(set(schemes)) == len(schemes) == 5 * 4
+    assert {s.replicated_dense for s in schemes} == {0, 1, 2, 3}
+    assert {s.replicated_dense for s in candidate_schemes(VGG, Strategy({"sample": 1}), 256)} == {0}
+    assert shortlist(schemes) == [
+        Scheme("bucketed"),
+        Scheme("two_chunks", first_layers=9),
+        Scheme("bucketed", replicated_dense=3),
+        Scheme("two_chunks", first_layers=9, replicated_dense=3),
+    ]
+
+
+def test_rank_orders_by_predicted_time():
+    machine = Machine.load("cori-haswell")
+    times = RooflineTimes(machine)
+    schemes = candidate_schemes(VGG, FOUR, 256)[:6]
+    ranked = rank_schemes(VGG, FOUR, 256, machine, times, schemes)
+    assert sorted(str(p.scheme) for p in ranked) == sorted(map(str, schemes))
+    assert [p.seconds for p in ranked] == sorted(p.seconds for p in ranked)
+    for priced in ranked[:2]:
+        strategy = Strategy({"sample": 4}, reduction=priced.scheme)
+        alone = simulate(VGG, strategy, 256, machine, times, account=False)
+        assert priced.seconds == pytest.approx(alone.step_seconds, rel=1e-12)

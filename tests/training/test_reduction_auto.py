@@ -1,0 +1,149 @@
+"""``auto``: ranks try the same schemes and settle on the same one, whatever changes under way; exact, and kept."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers import Conv, Dense, Flatten, Input, MaxPool, Network, ReLU, SoftmaxCrossEntropy
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.testing import grids
+from halograd.training.executor import Executor
+from halograd.training.optimizers import SGD, Adam
+from halograd.training.reduction.auto import Tuning
+from halograd.training.schedules import Cosine
+from halograd.training.trainer import Trainer
+from tests.training.test_exactness import fill
+
+RATE, STEPS = 0.01, 26
+TUNING = Tuning(interval=2, step=2, range=2, candidates=5)
+RANKED = [
+    Scheme("two_chunks", first_layers=3, replicated_dense=1),
+    Scheme("bucketed"),
+    Scheme("two_chunks", first_layers=2, replicated_dense=2),
+    Scheme("blocking", replicated_dense=2),
+]
+
+
+def network():
+    """Four convolutions, and two dense layers whose weights outnumber activations and errors."""
+    x, t = Input((12, 12, 2), "x"), Input((1,), "target", "int32")
+    y = Conv(6, 3, padding=1, activation="relu", name="conv1")(x)
+    y = MaxPool(2, 2, name="pool1")(Conv(8, 3, padding=1, activation="relu", name="conv2")(y))
+    y = Conv(8, 3, padding=1, activation="relu", name="conv4")(Conv(8, 3, padding=1, name="conv3")(y))
+    y = ReLU(name="relu1")(Dense(40, name="dense1")(Flatten(name="flatten")(y)))
+    y = Dense(4, name="dense3")(ReLU(name="relu2")(Dense(30, name="dense2")(y)))
+    return Network({"prediction": y, "loss": SoftmaxCrossEntropy(name="ce")(y, t)}, name="small vgg")
+
+
+def build(comm, parts, reduction, dtype="float64"):
+    strategy = Strategy(parts, bucket_bytes=4096, reduction=reduction)
+    return Executor(network(), comm, get_backend("numpy"), 4, strategy, dtype, seed=5)
+
+
+def seconds(scheme, rank=0):
+    """Made-up times of a step: chunks of 3 layers with two replicated layers are best."""
+    base = {"two_chunks": 5.0, "bucketed": 6.0, "blocking": 9.0, "host_accumulate": 4.0}[scheme.name]
+    chunked = 0.5 * abs(scheme.chunk - 3) if scheme.name == "host_accumulate" else 0.0
+    return base - scheme.replicated_dense + chunked + 0.01 * rank
+
+
+def feign(auto, comm):
+    """Have made-up times observed, of which the slowest rank's must count."""
+    real = auto.after_step
+    auto.after_step = lambda measured: real(seconds(auto.scheme, comm.rank))
+
+
+def train(executor, make=lambda store: SGD(store, momentum=0.9), steps=STEPS, comm=None, state=None):
+    """Losses, arrays, and what was told. Collective."""
+    told = []
+    with executor:
+        trainer = Trainer(executor, make(executor.store), Cosine(RATE, 2 * STEPS), None, RANKED, TUNING)
+        if trainer.auto is not None:
+            if state is not None:
+                trainer.auto.load_state_dict(state)
+            feign(trainer.auto, comm)
+            trainer.auto.told = lambda *what: told.append(what)
+        losses = []
+        for step in range(steps):
+            fill(executor, step)
+            losses.append(trainer.step())
+        trainer.settle()
+        params = {k: v.copy() for k, v in executor.store.params.items()}
+        return np.array(losses), params, told, trainer.auto
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("make", [lambda store: SGD(store, momentum=0.9, weight_decay=1e-3), Adam])
+def test_changing_schemes_keeps_the_losses_of_one_process(make):
+    with Communicator(MPI.COMM_SELF) as alone:
+        expected, _, _, _ = train(build(alone, {}, {}), make)
+    assert expected[-3:].mean() < expected[:3].mean(), "the network must learn something"
+    eps = float(np.finfo(np.float64).eps)
+    bound = eps * math.sqrt(12 * 12 * 8 * 4) * 20 * (1 + np.arange(STEPS)) ** 2
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for parts in grids(comm.size, ("sample", "height")):
+            found, _, told, auto = train(build(comm, parts, {"name": "auto"}), make, comm=comm)
+            error = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
+            comm.agree(None if (error <= bound).all() else AssertionError(f"{parts}: {error}, allowed {bound}"))
+            # Four candidates, then chunks of 1, 2, 4 and 6 layers: of those that are tried, 2 and 4 are best.
+            assert [str(s) for s, _, _ in told[:4]] == [str(s) for s in RANKED]
+            assert [s.chunk for s, _, _ in told[4:]] == [1, 2, 4, 6]
+            assert all(t == seconds(s, comm.size - 1) for s, t, _ in told), "the slowest rank counts"
+            assert [done for _, _, done in told] == [False] * 7 + [True]
+            assert auto.done and auto.scheme == Scheme("host_accumulate", chunk=2, replicated_dense=2)
+            assert auto.executor.store.scheme == auto.scheme
+            everyone = comm.allgather_objects([(str(s), t) for s, t, _ in told])
+            assert all(other == everyone[0] for other in everyone)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("stop", [1, 5, 12, 20])
+def test_a_run_goes_on_with_what_was_measured(stop):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        _, _, whole, last = train(build(comm, {"sample": comm.size}, {"name": "auto"}), comm=comm)
+        _, _, first, auto = train(build(comm, {"sample": comm.size}, {"name": "auto"}), steps=stop, comm=comm)
+        state = json.loads(json.dumps(auto.state_dict()))
+        _, _, second, auto = train(build(comm, {"sample": comm.size}, {"name": "auto"}), comm=comm, state=state)
+        assert first + second == whole and auto.scheme == last.scheme
+        state["ranks"] += 1
+        _, _, again, _ = train(build(comm, {"sample": comm.size}, {"name": "auto"}), comm=comm, state=state)
+        assert again == whole, "what another number of ranks measured is forgotten"
+
+
+@pytest.mark.mpi(min_size=1)
+def test_schemes_are_tried_without_a_cost_model_and_by_the_clock():
+    with Communicator(MPI.COMM_WORLD) as comm, build(comm, {"sample": comm.size}, {"name": "auto"}) as executor:
+        trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 99), tuning=Tuning(2, 1, 1))
+        several = comm.size > 1
+        assert executor.replicable == (["dense1", "dense2"] if several else [])
+        for step in range(40):
+            fill(executor, step)
+            trainer.step()
+        trainer.settle()
+        assert trainer.auto.settled and all(0 < t.seconds < 10 for t in trainer.auto.tuner.trials)
+        tried = {t.scheme.name for t in trainer.auto.tuner.trials}
+        assert tried == {"bucketed", "two_chunks"} | ({"host_accumulate"} if several else set())
+        chosen = comm.allgather_objects(str(trainer.auto.scheme))
+        assert len(set(chosen)) == 1 and str(executor.reducer.scheme) == chosen[0]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_more_replicated_layers_than_there_is_room_for_are_no_candidates():
+    with Communicator(MPI.COMM_WORLD) as comm, build(comm, {"sample": comm.size}, {"name": "auto"}) as executor:
+        ranked = [Scheme("bucketed", replicated_dense=3), Scheme("sharded"), Scheme("bucketed", replicated_dense=1)]
+        trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 99), ranked=ranked, tuning=Tuning(step=0))
+        assert trainer.auto.tuner.candidates == ranked[2:] and trainer.auto.tuner.search is None
+        with pytest.raises(ValueError, match=r"expected replicated layers among \['dense1', 'dense2'\]"):
+            executor.reduce_by(ranked[0])
+
+
+@pytest.mark.parametrize("wrong", [{"interval": 1}, {"step": -1}, {"range": 0}, {"candidates": 0}])
+def test_tuning_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected at least"):
+        Tuning(**wrong)

@@ -1,0 +1,266 @@
+"""Dense layers whose gradient every rank computes of the whole batch: exact, the same bits in any order, lean."""
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.errors import UserError
+from halograd.kernels import get_backend
+from halograd.layers import Dense, Flatten, Input, Network, SoftmaxCrossEntropy
+from halograd.layers.row_gather import padded_rows
+from halograd.layers.strategy import Strategy
+from halograd.models import lenet5
+from halograd.testing import grids
+from halograd.training.executor import Executor
+from halograd.training.optimizers import LARS, SGD, Adam
+from halograd.training.reduction.replicated_dense import ReplicatedDenseReducer
+from halograd.training.schedules import Cosine
+from halograd.training.trainer import Diverged, Trainer
+from tests.training.test_exactness import fill
+
+STEPS, RATE = 10, 0.01
+OPTIMIZERS = {
+    "momentum": lambda store: SGD(store, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda store: Adam(store),
+    "lars": lambda store: LARS(store, momentum=0.9, weight_decay=1e-3),
+}
+
+
+def network():
+    return lenet5(classes=4, resolution=28)
+
+
+def build(comm, parts, scheme, dtype="float64", batch=4, layers=None, backend="numpy", model=network):
+    strategy = Strategy(parts, layers or {}, bucket_bytes=4096, reduction=scheme)
+    return Executor(model(), comm, get_backend(backend), batch, strategy, dtype, seed=3)
+
+
+def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, delayed=True):
+    """Losses, and parameters and optimizer state when all is done. Collective."""
+    with executor:
+        if isinstance(executor.reducer, ReplicatedDenseReducer):
+            executor.reducer.delayed = delayed
+        trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Cosine(RATE, 2 * steps), clip)
+        losses = []
+        for step in range(steps):
+            fill(executor, step)
+            losses.append(trainer.step())
+            if settle:
+                trainer.settle()
+        trainer.settle()
+        state = {f"{k}/{n}": a for k, arrays in trainer.optimizer.named_state().items() for n, a in arrays.items()}
+        return np.array(losses), {k: v.copy() for k, v in {**executor.store.params, **state}.items()}
+
+
+def bound(dtype):
+    """As in `test_exactness`: it grows with the steps, as rounding does in training."""
+    longest = max(math.prod(n.shape) for n in network().layers.values()) * 4
+    return float(np.finfo(dtype).eps) * math.sqrt(longest) * 20 * (1 + np.arange(STEPS)) ** 2
+
+
+def check_losses(comm, found, expected, dtype, where):
+    error = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
+    fault = None
+    if not (error <= bound(dtype)).all():
+        fault = AssertionError(f"{where}: losses differ by {error}, allowed are {bound(dtype)}")
+    comm.agree(fault)
+
+
+def check_arrays(comm, found, expected, dtype, where):
+    worst = max(float(np.max(np.abs(found[k] - v))) / max(1.0, float(np.max(np.abs(v)))) for k, v in expected.items())
+    fault = None if worst <= 10 * bound(dtype)[-1] else AssertionError(f"{where}: arrays differ by {worst}")
+    comm.agree(fault)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"replicated_dense": 1},
+        {"name": "two_chunks", "first_layers": 3, "replicated_dense": 2},
+        {"name": "blocking", "replicated_dense": 3},
+    ],
+)
+def test_ten_steps_are_those_of_one_process(scheme, dtype):
+    with Communicator(MPI.COMM_SELF) as alone:
+        expected = train(build(alone, {}, {}, dtype))
+    assert expected[0][-1] < expected[0][0], "the network must learn something"
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for parts in grids(comm.size, ("sample", "height", "width")):
+            found, where = train(build(comm, parts, scheme, dtype)), f"{scheme} under {parts}"
+            check_losses(comm, found[0], expected[0], dtype, where)
+            check_arrays(comm, found[1], expected[1], dtype, where)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("batch", [2, 5])
+def test_ranks_with_few_samples_or_none(batch):
+    with Communicator(MPI.COMM_SELF) as alone:
+        expected = train(build(alone, {}, {}, batch=batch))
+    with Communicator(MPI.COMM_WORLD) as comm:
+        found = train(build(comm, {"width": comm.size}, {"replicated_dense": 2}, batch=batch))
+        check_losses(comm, found[0], expected[0], "float64", batch)
+        check_arrays(comm, found[1], expected[1], "float64", batch)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"dense3": {"sample": 1}, "relu3": {"sample": 1}},  # a layer on one rank
+        {"dense4": {"sample": 2}, "relu4": {"sample": 2}},  # on two
+        {"dense5": {"channel": 2}},  # a layer in blocks behind them
+    ],
+)
+def test_layers_on_fewer_ranks(layers):
+    with Communicator(MPI.COMM_SELF) as alone:
+        expected, _ = train(build(alone, {}, {}))
+    with Communicator(MPI.COMM_WORLD) as comm:
+        found, _ = train(build(comm, {"width": comm.size}, {"replicated_dense": 2}, layers=layers))
+        check_losses(comm, found, expected, "float64", layers)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("optimizer, clip", [("adam", None), ("lars", None), ("momentum", 0.5), ("adam", 0.5)])
+def test_optimizers_and_clipping(optimizer, clip):
+    with Communicator(MPI.COMM_SELF) as alone:
+        expected, _ = train(build(alone, {}, {}), optimizer, clip=clip)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        found, _ = train(build(comm, {"sample": comm.size}, {"replicated_dense": 2}), optimizer, clip=clip)
+        check_losses(comm, found, expected, "float64", optimizer)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("transport", ["auto", "emulated:alpha=1e-3,beta=1e-9"])
+@pytest.mark.parametrize("optimizer, clip", [("momentum", None), ("adam", 0.5)])
+def test_the_delayed_schedule_has_the_bits_of_the_undelayed_one(optimizer, clip, transport):
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        scheme = {"name": "two_chunks", "first_layers": 3, "replicated_dense": 2}
+        delayed = train(build(comm, {"sample": comm.size}, scheme, "float32"), optimizer, clip=clip)
+        at_once = train(
+            build(comm, {"sample": comm.size}, scheme, "float32"), optimizer, clip=clip, settle=True, delayed=False
+        )
+        np.testing.assert_array_equal(delayed[0], at_once[0])
+        for name, array in delayed[1].items():
+            np.testing.assert_array_equal(array, at_once[1][name], err_msg=name)
+        # All ranks have the same bits, though each computed its own.
+        told = comm.allgather_objects({name: array.tobytes() for name, array in delayed[1].items()})
+        assert all(other == told[0] for other in told)
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("batch", [4, 7])
+def test_messages_and_bytes_are_those_of_the_formula(batch):
+    """Per layer the rows of `x` and of `dy`; of all other parameters the sum."""
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        build(comm, {"sample": comm.size}, {"replicated_dense": 2}, "float32", batch) as executor,
+    ):
+        trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 9))
+        for _ in range(2):
+            fill(executor, 0)
+            trainer.step()
+        trainer.settle()
+        comm.counters.reset()
+        trainer.step()
+        trainer.settle()
+        several, most, expected = int(comm.size > 1), -(-batch // comm.size), 0
+        for name in executor.replicable:
+            units, features = executor.store.shapes[f"{name}/w"]
+            rows = padded_rows(executor.values[name].layout.boxes, (features, units), 4)
+            assert most <= rows < most + 16
+            expected += rows * (features + units) * 4
+        found, sums = comm.counters["replicated_dense"], comm.counters["allreduce"]
+        assert (found.messages, found.bytes) == (4 * several, expected * several)
+        summed = [b for b in executor.store.buckets if not b.replicated]
+        assert len(summed) == len(executor.store.buckets) - 2
+        assert (sums.messages, sums.bytes) == (len(summed) * several, sum(b.grads.nbytes for b in summed) * several)
+
+
+def wide():
+    """Arrays of 256 KiB and more in every dense layer."""
+    x, t = Input((16, 16, 8), "x"), Input((1,), "target", "int32")
+    y = Dense(1024, name="dense2")(Dense(1024, name="dense1")(Flatten(name="flat")(x)))
+    y = Dense(4, name="dense3")(y)
+    return Network({"prediction": y, "loss": SoftmaxCrossEntropy(name="ce")(y, t)}, name="wide")
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+def test_a_step_allocates_no_array(backend):
+    """Any temporary of one of the arrays that are gathered would be seen."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        scheme = {"replicated_dense": 2}
+        executor = build(comm, {"sample": comm.size}, scheme, "float32", 128, backend=backend, model=wide)
+        with executor:
+            trainer = Trainer(executor, SGD(executor.store, momentum=0.9), Cosine(1e-4, 99))
+            fill(executor, 0)
+            for _ in range(3):
+                trainer.step()
+            comm.barrier()
+            tracemalloc.start()
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(2):
+                trainer.step()
+            after, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        fault = None
+        if peak - before > 192 * 1024 or after - before > 16 * 1024:
+            fault = AssertionError(f"peak {peak - before} B, left {after - before} B")
+        comm.agree(fault)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_evaluation_and_passes_without_backward_do_not_disturb_the_step():
+    """Forward passes of evaluation and of training in between, a backward behind an evaluation: the same bits."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        found = []
+        for disturbed in (False, True):
+            with build(comm, {"sample": comm.size}, {"replicated_dense": 2}, "float32") as executor:
+                trainer = Trainer(executor, SGD(executor.store, momentum=0.9), Cosine(RATE, 9))
+                for step in range(4):
+                    fill(executor, step)
+                    if disturbed:
+                        trainer.settle()
+                        executor.forward(training=False)
+                        executor.forward(training=True)
+                    trainer.step()
+                executor.forward(training=False)
+                executor.backward()
+                executor.reducer.finish()
+                found.append({k: v.copy() for k, v in executor.store.params.items()})
+        for name, array in found[0].items():
+            np.testing.assert_array_equal(array, found[1][name], err_msg=name)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_a_step_that_went_wrong_leaves_the_parameters():
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        build(comm, {"sample": comm.size}, {"replicated_dense": 3}) as executor,
+    ):
+        trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 9))
+        fill(executor, 0)
+        trainer.step()
+        trainer.settle()
+        before = {k: v.copy() for k, v in executor.store.params.items()}
+        executor.input("x").array.fill(np.nan)
+        with np.errstate(invalid="ignore"), pytest.raises(Diverged):
+            trainer.step()
+        trainer.settle()
+        for name, array in before.items():
+            np.testing.assert_array_equal(executor.store.params[name], array)
+        fill(executor, 1)
+        assert np.isfinite(trainer.step())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_model_parallel_layer_is_refused_on_all_ranks():
+    layers = {"dense3": {"channel": MPI.COMM_WORLD.size}}
+    with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(UserError, match="use no replicated_dense"):
+        build(comm, {"sample": comm.size}, {"replicated_dense": 1}, layers=layers)
