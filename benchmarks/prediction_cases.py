@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from halograd.auto import CONFIRMATIONS
 from halograd.layers import Network, Strategy
 from halograd.models import build, mesh
+from halograd.perfmodel.confirm import rests_on
+from halograd.perfmodel.cost import Training
 from halograd.perfmodel.cost.baselines import BASELINES, baseline
-from halograd.perfmodel.kernel_times import KernelTimes
+from halograd.perfmodel.kernel_times import LayerKey, MeasuredTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import plan_network
 
@@ -57,12 +60,31 @@ def grids(ranks: int) -> list[dict[str, int]]:
     return found
 
 
-def strategies(case: Case, ranks: int, kind: str, machine: Machine, times: KernelTimes) -> dict[str, Strategy]:
-    """What is compared, by label: every grid, or the planner's choice and the four baselines."""
+def strategies(
+    case: Case,
+    ranks: int,
+    kind: str,
+    machine: Machine,
+    times: MeasuredTimes,
+    again: Callable[[Iterable[LayerKey]], None],
+) -> dict[str, Strategy]:
+    """What is compared, by label: every grid, or the planner's choice and the four baselines.
+
+    `again` measures layers once more: those that the choice rests on, as `halograd train` does. Collective.
+    """
     if kind == "grids":
         options = {"halo": "auto"}
         return {_label(g): Strategy(g, options=options) for g in grids(ranks) if g["sample"] <= case.batch}
-    plan = plan_network(case.make(), case.batch, ranks, machine, times)
+    network, done = case.make(), set[LayerKey]()
+    plan = plan_network(network, case.batch, ranks, machine, times)
+    for _ in range(CONFIRMATIONS):
+        works = rests_on(plan, network, machine, times, Training()).keys() - done
+        if not works:
+            break
+        done |= works
+        again(sorted(works, key=LayerKey.text))
+        times.forget()
+        plan = plan_network(network, case.batch, ranks, machine, times)
     others = {name: baseline(name, case.make(), case.batch, ranks) for name in BASELINES}
     return {"plan": plan.strategy} | others
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from pathlib import Path
 from statistics import fmean, median
@@ -24,7 +24,7 @@ from halograd.kernels import get_backend
 from halograd.layers import Strategy
 from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.kernel_times import MeasuredTimes
-from halograd.perfmodel.layer_work import LayerTime, LayerWork
+from halograd.perfmodel.layer_work import LayerKey, LayerTime, LayerWork
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile import Conditions, LayerTimer, TimeCache, conditions_of, measure_machine
 from halograd.training.executor import Executor
@@ -100,10 +100,21 @@ class Predictor:
         return found
 
     def sweep(self) -> None:
-        """Measure everything once more; the medians count."""
-        for (conditions, key), (timer, work, found) in self._works.items():
-            found.append(timer.measure(work))
-            self.cache.put(conditions, key, tuple(fmean(values) for values in zip(*map(astuple, found))))
+        """Measure everything once more; the means count."""
+        for one in self._works:
+            self._again(one)
+
+    def again(self, keys: Iterable[LayerKey]) -> None:
+        """Measure these once more."""
+        texts = {key.text() for key in keys}
+        for one in self._works:
+            if one[1] in texts:
+                self._again(one)
+
+    def _again(self, one: tuple[Conditions, str]) -> None:
+        timer, work, found = self._works[one]
+        found.append(timer.measure(work))
+        self.cache.put(*one, tuple(fmean(values) for values in zip(*map(astuple, found))))
 
     def close_sweeps(self) -> None:
         """What comes next is another network."""
@@ -131,7 +142,7 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
         for name in spec["networks"]:
             case = CASES[name]
             times = predictor.times(case)
-            chosen = strategies(case, comm.size, spec["kind"], predictor.machine, times)
+            chosen = strategies(case, comm.size, spec["kind"], predictor.machine, times, predictor.again)
             for strategy in chosen.values():
                 predictor.seconds(case, strategy, times)
             measured = measure(case, comm, backend, chosen, spec["seconds"], predictor.sweep)

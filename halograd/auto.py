@@ -22,8 +22,9 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import Network, Strategy
+from halograd.perfmodel.confirm import rests_on
 from halograd.perfmodel.cost import Training
-from halograd.perfmodel.kernel_times import KernelTimes, MeasuredTimes, RooflineTimes
+from halograd.perfmodel.kernel_times import KernelTimes, LayerKey, MeasuredTimes, RooflineTimes
 from halograd.perfmodel.machine import MACHINES, Machine
 from halograd.perfmodel.plan_file import PlanFile, Request
 from halograd.perfmodel.predict import Plan, Planning, plan_network
@@ -46,6 +47,8 @@ __all__ = ["PlannedRun", "plan_run"]
 
 #: How often a plan is made again because it asks for layers that were not measured.
 ROUNDS = 3
+#: How often what the plan rests on is measured once more; the fastest of many was lucky more often than fast.
+CONFIRMATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ class _Planner:
         self.config, self.comm, self.network, self.training = config, comm, network, training
         self.batch, self.dtype = config.training.batch, config.training.dtype
         self.machine_file = config.strategy.machine or ""
+        self._once: set[LayerKey] = set()  # measured in this run, and not again yet
 
     def run(self) -> PlanFile:
         """Collective."""
@@ -142,9 +146,29 @@ class _Planner:
                 works = self.comm.bcast(list(missing) if left else [])
                 if not works or not self._measure_layers(kernels, machine, works):
                     break
+                self._once.update(work.key for work in works)
+            made = self._confirmed(kernels, machine, made)
         if self.comm.rank == 0 and self.training:
             self._show(made)
         return made
+
+    def _confirmed(self, kernels: Any, machine: Machine, made: PlanFile) -> PlanFile:
+        """The plan that is the fastest after what it rests on was measured once more. Collective."""
+        for _ in range(CONFIRMATIONS):
+            works = self.comm.bcast(self._unconfirmed(machine, made, self._times(kernels, machine)))
+            if not works or not self._measure_layers(kernels, machine, works, again=True):
+                break
+            self._once.difference_update(work.key for work in works)
+            made = self._plan_on_root(machine, self._times(kernels, machine))
+        return made
+
+    def _unconfirmed(self, machine: Machine, made: PlanFile, times: KernelTimes) -> list[Any]:
+        """Layers behind the plan that were measured once only. Local; rank 0 knows the times."""
+        if self.comm.rank or not self._once:
+            return []
+        training = Training(self.dtype, _slots(self.config))
+        works = rests_on(made.plan, self.network, machine, times, training)
+        return [work for key, work in works.items() if key in self._once]
 
     # -- the machine ---------------------------------------------------------------------------
 
@@ -204,17 +228,17 @@ class _Planner:
         cache = TimeCache(cache_path() if self.comm.rank == 0 else None)
         return MeasuredTimes(cache, self._conditions(kernels, machine), roofline)
 
-    def _measure_layers(self, kernels: Any, machine: Machine, works: Sequence[Any]) -> bool:
+    def _measure_layers(self, kernels: Any, machine: Machine, works: Sequence[Any], again: bool = False) -> bool:
         """Measure these, as long as the budget lasts; whether there are new times. Collective."""
         budget = self.config.strategy.budget if self.training else 0.0
         if budget == 0:
             return False
-        self._say(f"profiling {len(works)} shapes of layers")
+        self._say(f"profiling {len(works)} shapes of layers" + (" again" if again else ""))
         cache = TimeCache(cache_path() if self.comm.rank == 0 else None, every=8)
         conditions = self._conditions(kernels, machine)
         timer = LayerTimer(kernels, self.comm, conditions.flush)
         with _bar(self.comm.rank == 0 and self.config.output.progress) as progress:
-            state = measure_layers(works, timer, cache, conditions, budget, progress)
+            state = measure_layers(works, timer, cache, conditions, budget, progress, again)
         timer.close()
         if state.left:
             self._say(f"{state.left} of them are estimated: strategy.budget is spent")

@@ -16,7 +16,16 @@ from halograd.perfmodel.layer_work import LayerKey, LayerTime, LayerWork
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile.cache import Conditions, TimeCache
 
-__all__ = ["KernelTimes", "LayerKey", "LayerTime", "LayerWork", "MeasuredTimes", "RooflineTimes", "Traffic"]
+__all__ = [
+    "KernelTimes",
+    "LayerKey",
+    "LayerTime",
+    "LayerWork",
+    "MeasuredTimes",
+    "Recorded",
+    "RooflineTimes",
+    "Traffic",
+]
 
 
 class KernelTimes(Protocol):
@@ -234,6 +243,26 @@ class MeasuredTimes(_Times):
         """Look everything up again: the cache has grown."""
         self._known.clear()
         self.missing.clear()
+
+
+class Recorded(_Times):
+    """Times of another, with a list of what they were asked for.
+
+    Attributes
+    ----------
+    asked
+        Layers on local blocks, by key.
+    """
+
+    def __init__(self, times: KernelTimes) -> None:
+        super().__init__()
+        self._times = times
+        self.asked: dict[LayerKey, LayerWork] = {}
+
+    def of_work(self, work: LayerWork) -> LayerTime:
+        """What the other says."""
+        self.asked[work.key] = work
+        return _ask(self._times, work)
 
 
 def _ask(times: KernelTimes, work: LayerWork) -> LayerTime:

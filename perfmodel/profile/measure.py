@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from halograd.comm import Communicator
@@ -137,6 +137,7 @@ def measure_layers(
     conditions: Conditions,
     budget: float | None = None,
     progress: Callable[[int, int], None] | None = None,
+    again: bool = False,
 ) -> Measured:
     """Measure what the cache does not have. Collective over the ranks of `timer`; rank 0 reads and writes the cache.
 
@@ -152,10 +153,12 @@ def measure_layers(
         Seconds after which no further layer is begun; none if None [s].
     progress
         Called on rank 0 with the keys done and all keys.
+    again
+        Measure what the cache has, too, and keep the mean.
     """
     comm, begin = timer.comm, time.perf_counter()
     todo = list(works.values() if isinstance(works, Mapping) else works)
-    wanted = comm.bcast([cache.get(conditions, work.key.text()) is None for work in todo])
+    wanted = comm.bcast([again or cache.get(conditions, work.key.text()) is None for work in todo])
     state = Measured(known=wanted.count(False))
     try:
         for done, (work, missing) in enumerate(zip(todo, wanted)):
@@ -168,13 +171,19 @@ def measure_layers(
             found = timer.measure(work)
             state.measured += 1
             if comm.rank == 0:
-                cache.put(conditions, work.key.text(), (found.forward, found.backward_data, found.backward_filter))
+                _keep(cache, conditions, work.key.text(), astuple(found))
     finally:
         if comm.rank == 0:
             cache.flush()
     _tell(progress, comm, len(todo), len(todo))
     state.seconds = time.perf_counter() - begin
     return state
+
+
+def _keep(cache: TimeCache, conditions: Conditions, key: str, found: tuple[float, ...]) -> None:
+    """With what was measured before, the mean."""
+    before = cache.get(conditions, key)
+    cache.put(conditions, key, found if before is None else [(a + b) / 2 for a, b in zip(before, found)])
 
 
 def _tell(progress: Callable[[int, int], None] | None, comm: Communicator, done: int, total: int) -> None:

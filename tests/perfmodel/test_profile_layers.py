@@ -172,6 +172,14 @@ def test_an_interrupted_profile_goes_on(tmp_path, alone):
     assert not third.keys
 
 
+def test_what_is_measured_again_is_averaged(alone):
+    works, cache = list(works_of(conv_net(), 4, 2).values()), TimeCache(None)
+    measure_layers(works, FakeTimer(alone), cache, HERE)  # 1, 2, 3, ... seconds
+    state = measure_layers(works[1:2], FakeTimer(alone), cache, HERE, again=True)
+    assert (state.known, state.measured) == (0, 1)
+    assert [cache.get(HERE, w.key.text())[0] for w in works[:3]] == [1.0, 1.5, 3.0]
+
+
 def test_a_budget_leaves_layers(alone):
     works = works_of(conv_net(), 4, 2)
     state = measure_layers(works.values(), FakeTimer(alone), TimeCache(None), HERE, budget=0.0)
