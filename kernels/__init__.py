@@ -1,4 +1,4 @@
-"""Local compute on plain arrays: the same kernels by NumPy and by oneDNN."""
+"""Local compute on plain arrays: the same kernels by NumPy, by oneDNN, and by cuDNN on a GPU."""
 
 from halograd.kernels.backend import ACTIVATIONS, Backend
 from halograd.kernels.choice import get_backend

@@ -25,31 +25,60 @@ def _onednn(threads: int, autotune: bool) -> Backend:
     return OnednnBackend(threads, autotune)
 
 
-# A further backend gets its line here, and "auto" its place below.
-_BACKENDS: dict[str, Callable[[int, bool], Backend]] = {"numpy": _numpy, "onednn": _onednn}
+def _cudnn(threads: int, autotune: bool, precision: str, deterministic: bool, device: int) -> Backend:
+    from halograd.kernels.cudnn import CudnnBackend
+
+    return CudnnBackend(threads, autotune, precision, deterministic, device)
+
+
+# A further backend gets its line here or in `get_backend`, and "auto" its place below.
+_ON_CPU: dict[str, Callable[[int, bool], Backend]] = {"numpy": _numpy, "onednn": _onednn}
+_NAMES = ("auto", *_ON_CPU, "cudnn")
 _warned = False
 
 
-def get_backend(name: str = "auto", threads: int = 1, autotune: bool = False) -> Backend:
+def get_backend(
+    name: str = "auto",
+    threads: int = 1,
+    autotune: bool = False,
+    *,
+    precision: str = "strict",
+    deterministic: bool = False,
+    device: int = 0,
+) -> Backend:
     """The backend called `name`, with `threads` threads per kernel.
 
-    `autotune` lets a backend that has several algorithms choose by measurement when a kernel is built.
-
     ``auto`` is oneDNN, or NumPy after one warning line per process (logger ``halograd.kernels``) where
-    oneDNN cannot be loaded.
+    oneDNN cannot be loaded; a GPU is used only if asked for, by ``cudnn``.
+
+    Parameters
+    ----------
+    autotune
+        Lets a backend that has several algorithms choose by measurement when a kernel is built.
+    precision
+        How float32 is computed: ``"strict"``, or on a GPU ``"tf32"``.
+    deterministic
+        Two runs must agree in every bit. Kernels on the CPU always do.
+    device
+        Number of the GPU among those visible; means nothing on a CPU.
 
     Raises
     ------
     KernelError
-        If there is no such backend, `threads` is below 1, or the library was named and cannot be loaded.
+        If there is no such backend, `threads` is below 1, the library was named and cannot be loaded, or the backend
+        does not have the precision.
     """
     if threads < 1:
         raise KernelError(f"expected at least 1 thread, got {threads}; pass threads=1 for one per rank")
-    if name == "auto":
-        return _auto(threads, autotune)
-    if name not in _BACKENDS:
-        raise KernelError(f"expected a backend out of auto, {', '.join(_BACKENDS)}, got {name!r}; choose one of them")
-    return _BACKENDS[name](threads, autotune)
+    if name not in _NAMES:
+        raise KernelError(f"expected a backend out of {', '.join(_NAMES)}, got {name!r}; choose one of them")
+    if name == "cudnn":
+        return _cudnn(threads, autotune, precision, deterministic, device)
+    if precision != "strict":
+        raise KernelError(
+            f"expected precision strict for the backend {name}, got {precision!r}; choose the backend cudnn for tf32"
+        )
+    return _auto(threads, autotune) if name == "auto" else _ON_CPU[name](threads, autotune)
 
 
 def _auto(threads: int, autotune: bool) -> Backend:

@@ -396,7 +396,7 @@ def test_scratch_grows_and_tells():
 # ---------------------------------------------------------------------- the choice of a backend
 def test_unknown_backend():
     text = text_of(lambda: get_backend("cudnn7"))
-    assert text == "expected a backend out of auto, numpy, onednn, got 'cudnn7'; choose one of them"
+    assert text == "expected a backend out of auto, numpy, onednn, cudnn, got 'cudnn7'; choose one of them"
 
 
 def test_too_few_threads():

@@ -13,7 +13,7 @@ from halograd.cli.doctor.finding import Finding
 if TYPE_CHECKING:
     from halograd.kernels import Backend
 
-__all__ = ["probe_numpy", "probe_onednn", "probe_python", "probe_threads"]
+__all__ = ["convolve", "probe_numpy", "probe_onednn", "probe_python", "probe_threads"]
 
 
 def probe_python() -> Iterator[Finding]:
@@ -60,7 +60,7 @@ def probe_onednn() -> Iterator[Finding]:
         return
     with backend, get_backend("numpy", threads=1) as reference:
         yield Finding("oneDNN", "ok", backend.describe())
-        implementation, difference = _convolve(backend, reference)
+        implementation, difference = convolve(backend, reference)
         # The same sums of 144 products in another order, in float32.
         right = difference < 1e-4 and "ref" not in implementation
         value = f"{implementation}, differs from NumPy by {difference:.0e}"
@@ -68,8 +68,8 @@ def probe_onednn() -> Iterator[Finding]:
         yield Finding("convolution", "ok" if right else "fail", value, remedy)
 
 
-def _convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
-    """Implementation of one 3 x 3 convolution, and the largest difference from that of `reference`."""
+def convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
+    """Implementation of one 3 x 3 convolution, and the largest difference from that of `reference`. Local."""
     import numpy as np
 
     from halograd.kernels import Geometry
@@ -79,12 +79,11 @@ def _convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
     data, weights = draw.standard_normal((1, 18, 18, 16)), draw.standard_normal((32, 3, 3, 16))
     results, implementation = [], ""
     for library in (reference, backend):
-        x, w = library.empty(data.shape, np.float32), library.empty(weights.shape, np.float32)
+        x, w = (library.xp.asarray(host.astype(np.float32)) for host in (data, weights))
         y = library.zeros((1, 16, 16, 32), np.float32)
-        x[...], w[...] = data, weights
         kernel = library.conv_forward(x, w, None, y, geometry)
         kernel()
         implementation = kernel.impl
-        results.append(np.array(y))
+        results.append(y.get() if hasattr(y, "get") else np.array(y))  # from the device, which waits for it
         kernel.close()
     return implementation, float(np.abs(results[0] - results[1]).max())

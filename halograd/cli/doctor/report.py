@@ -10,8 +10,9 @@ from rich.table import Table
 
 from halograd.cli.doctor.compute import probe_numpy, probe_onednn, probe_python, probe_threads
 from halograd.cli.doctor.finding import Finding, careful
+from halograd.cli.doctor.gpu import probe_gpu
 from halograd.cli.doctor.mpi import probe_mpi, probe_ranks, probe_shared_memory
-from halograd.cli.doctor.storage import probe_cuda, probe_hdf5
+from halograd.cli.doctor.storage import probe_hdf5
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,7 +35,7 @@ def examine() -> int:
     findings += careful("numpy", probe_numpy)
     findings += careful("onednn-cpu-gomp", probe_onednn, "warn")
     findings += careful("h5py", probe_hdf5)
-    findings += careful("cupy", probe_cuda, "note")
+    findings += careful("cupy", probe_gpu, "note")
     everyone = [findings] if world is None else world.allgather(findings)
     merged = merge(everyone)
     if world is None or world.rank == 0:

@@ -1,0 +1,210 @@
+"""The kernels of cuDNN, cuBLAS and our own, put together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from halograd.kernels import checks
+from halograd.kernels.backend import Backend
+from halograd.kernels.cudnn import conv, dense
+from halograd.kernels.cudnn.autotune import EventTimer
+from halograd.kernels.cudnn.conv import Engine
+from halograd.kernels.cudnn.frontend import Handles
+from halograd.kernels.cudnn.plans import Plans
+from halograd.kernels.cudnn.precision import HALF, Arithmetic
+from halograd.kernels.cudnn.runtime import Runtime
+from halograd.kernels.cudnn.store import PlanStore, store_path
+from halograd.kernels.cudnn.workspace import Workspaces
+from halograd.kernels.errors import KernelError
+from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import BatchNormKernels, Kernel
+
+__all__ = ["CudnnBackend"]
+
+_AMPERE = (8, 0)
+
+
+class CudnnBackend(Backend):
+    """Kernels on one GPU: convolutions by cuDNN, dense layers by cuBLAS, everything else by our own CUDA kernels.
+
+    Kernels run on the stream that is current in CuPy when they are called, and return before they have finished.
+    Arrays are CuPy arrays on its device, whose compute stream becomes the current one when the backend is opened.
+
+    Parameters
+    ----------
+    threads
+        Of host code; kernels on the GPU take none.
+    autotune
+        Whether convolutions are chosen among cuDNN's plans by measurement when they are built. What was found is kept
+        on disk.
+    precision
+        Of float32, see :class:`Arithmetic`.
+    deterministic
+        Whether two runs must agree in every bit.
+    device
+        Number of the GPU among those visible.
+    workspace_limit
+        Largest workspace of one convolution [B], None for any.
+    store
+        File in which plans are kept, by default ``cudnn_plans.jsonl`` in $HALOGRAD_CACHE or ~/.cache/halograd.
+    runtime
+        Device and libraries; by default those that are found.
+
+    Attributes
+    ----------
+    device : Device
+        The GPU, with its streams; lists of copies between its arrays are one launch.
+    device_name : str
+        Model of the GPU.
+    arithmetic : Arithmetic
+    cuda : CudaKernels
+        Launchers of our own kernels, for what is no part of this interface: optimizers, losses, boxes, ...
+
+    Raises
+    ------
+    KernelError
+        If CuPy, cuDNN or a device is missing or of a version that was not examined, or the options exclude each other.
+    """
+
+    name: ClassVar[str] = "cudnn"
+
+    def __init__(
+        self,
+        threads: int = 1,
+        autotune: bool = False,
+        precision: str = "strict",
+        deterministic: bool = False,
+        device: int = 0,
+        workspace_limit: int | None = None,
+        store: Path | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.arithmetic = Arithmetic(precision, deterministic)
+        if deterministic and autotune:
+            raise KernelError(
+                "cudnn: expected no autotune in deterministic mode, got both; which plan is the fastest differs from "
+                "run to run, and sums with it: give up one of them"
+            )
+        if deterministic:
+            # cuBLAS reads it when its handle is made; without it, work on two streams may share a workspace.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        self.threads = threads
+        self.runtime = Runtime.find(device) if runtime is None else runtime
+        try:
+            self._open(autotune, workspace_limit, store_path() if store is None else store)
+        except BaseException:
+            self.runtime.device.close()
+            raise
+
+    def _open(self, autotune: bool, workspace_limit: int | None, store: Path) -> None:
+        runtime = self.runtime
+        self.xp, self.cuda, self.device = runtime.cupy, runtime.cuda, runtime.device
+        self.device_name = runtime.name
+        self.version = f"{runtime.frontend.cudnn_version} (frontend {runtime.frontend.version})"
+        self._check_capability()
+        self.workspaces = Workspaces(runtime.bytes)
+        handles = Handles(runtime.frontend.module, runtime.current_stream, runtime.check_device)
+        kept = PlanStore(store, runtime.conditions)
+        plans = Plans(runtime.frontend, handles, kept, runtime.bytes, EventTimer(runtime.cupy.cuda))
+        self._engine = Engine(
+            plans, handles, self.workspaces, self.cuda, self.empty, self.arithmetic, workspace_limit, autotune
+        )
+        libraries = runtime.cupy.cuda
+        self._cublas = dense.Cublas(libraries.cublas, libraries.device.get_cublas_handle, self.arithmetic, self.cuda)
+
+    def _check_capability(self) -> None:
+        """Tensor cores that take bfloat16 and TF32 came with compute capability 8.0."""
+        major, minor = self.runtime.capability
+        new = (major, minor) >= _AMPERE
+        if not new and self.arithmetic.precision == "tf32":
+            raise KernelError(
+                f"cudnn: expected a GPU of compute capability 8.0 for precision tf32, got {major}.{minor} "
+                f"({self.device_name}); use precision strict"
+            )
+        self.dtypes = self.conv_dtypes = ("float32", "float64", *(HALF if new else HALF[:1]))
+        self.dtype_remedy = f"use {' or '.join(self.dtypes)}"
+
+    # ------------------------------------------------------------------ arrays and life time
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self.xp.empty(tuple(shape), np.dtype(dtype))
+
+    def synchronize(self) -> None:
+        self.xp.cuda.Device(self.runtime.ordinal).synchronize()
+
+    def before_capture(self) -> None:
+        """Call before the current stream is captured into a graph: no workspace it uses is freed any more."""
+        self.workspaces.before_capture(self.runtime.current_stream())
+
+    @property
+    def held_bytes(self) -> int:
+        return self.workspaces.nbytes + self._engine.kernel_bytes + self.cuda.scratch.nbytes
+
+    def close(self) -> None:
+        self._engine.plans.close()
+        self._engine.handles.close()
+        self.workspaces.close()
+        self.cuda.scratch.release()
+        self.device.close()
+
+    def describe(self) -> str:
+        mode = ", deterministic" if self.arithmetic.deterministic else ""
+        return f"{self.name} {self.version}, {self.device_name}, float32 {self.arithmetic.precision}{mode}"
+
+    def autotuned(self) -> dict[Any, dict[str, float]]:
+        """Per convolution the times of the plans compared [s], the chosen one first."""
+        return {(key.direction, key.describe()): times for key, times in self._engine.plans.found.items()}
+
+    # ------------------------------------------------------------------ convolution
+    def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
+        """Beside images of 16 bits the weights, the bias and their gradients may be float32: converted at each call."""
+        checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
+        found = np.dtype(x.dtype).name
+        allowed = (found, "float32") if found in HALF else (found,)
+        for name, a in (("weights", w), ("bias", b)):
+            if a is not None and np.dtype(a.dtype).name not in allowed:
+                raise KernelError(
+                    f"{what}: expected {name} of dtype {' or '.join(allowed)} beside images of {found}, got "
+                    f"{np.dtype(a.dtype).name}; convert them"
+                )
+
+    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
+        return conv.forward(self._engine, x, w, b, y, geometry, relu)
+
+    def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
+        return conv.backward_data(self._engine, dy, w, dx, geometry)
+
+    def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
+        return conv.backward_filter(self._engine, x, dy, dw, db, geometry)
+
+    # ------------------------------------------------------------------ our own kernels
+    def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
+        return self.cuda.max_pool(x, y, dy, dx, geometry)
+
+    def _average_pool(
+        self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
+    ) -> tuple[Kernel, Kernel | None]:
+        return self.cuda.average_pool(x, y, dy, dx, geometry, count_include_pad)
+
+    def _batch_norm(self, *args: Any) -> BatchNormKernels:
+        return self.cuda.batch_norm(*args)
+
+    def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
+        return self.cuda.activation(kind, x, y, dy, dx, alpha)
+
+    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
+        return self.cuda.add(xs, y, relu)
+
+    # ------------------------------------------------------------------ dense
+    def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
+        return dense.forward(self._cublas, x, w, b, y)
+
+    def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
+        return dense.backward_data(self._cublas, dy, w, dx)
+
+    def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+        return dense.backward_filter(self._cublas, x, dy, dw, db)

@@ -1,0 +1,171 @@
+"""Kernels of convolutions: a plan, a table of addresses, and copies where an array does not suit cuDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.cudnn.frontend import ALIGNMENT, Handles, Table
+from halograd.kernels.cudnn.graphs import BACKWARD_DATA, BACKWARD_FILTER, BIAS, FORWARD, PlanKey, W, X, Y
+from halograd.kernels.cudnn.plans import Plans
+from halograd.kernels.cudnn.precision import Arithmetic
+from halograd.kernels.cudnn.shapes import Shapes
+from halograd.kernels.cudnn.workspace import Workspaces
+from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import Kernel, chain
+
+__all__ = ["Engine", "backward_data", "backward_filter", "forward", "outside"]
+
+
+@dataclass
+class Engine:
+    """What the convolutions of one backend share.
+
+    Attributes
+    ----------
+    cuda
+        Launchers of our own kernels, :class:`halograd.kernels.cuda.CudaKernels`.
+    empty
+        Gives a packed device array of a shape and dtype, aligned to 256 B.
+    kernel_bytes
+        What open kernels hold for themselves [B].
+    """
+
+    plans: Plans
+    handles: Handles
+    workspaces: Workspaces
+    cuda: Any
+    empty: Callable[[Sequence[int], Any], Any]
+    arithmetic: Arithmetic
+    workspace_limit: int | None = None
+    tuned: bool = False
+    kernel_bytes: int = field(default=0)
+
+
+class _Operands:
+    """The arrays of one kernel as cuDNN may be given them.
+
+    All have the dtype of the images and an address divisible by 16. Weights in float32 beside images of 16 bits are
+    converted at every call, gradients of them back; an array that begins elsewhere (rows of a block whose rows are
+    not multiples of 16 B) is copied.
+    """
+
+    def __init__(self, engine: Engine, dtype: Any) -> None:
+        self._engine, self._dtype = engine, np.dtype(dtype)
+        self.before: list[Kernel] = []
+        self.after: list[Kernel] = []
+        self.arrays: list[Any] = []
+        self.addresses: dict[int, int] = {}
+        self.nbytes = 0
+
+    def input(self, uid: int, array: Any) -> None:
+        suited = self._suited(array)
+        if suited is not array:
+            self.before.append(self._moved(array, suited))
+        self._enter(uid, suited)
+
+    def output(self, uid: int, array: Any) -> None:
+        suited = self._suited(array)
+        if suited is not array:
+            self.after.append(self._moved(suited, array))
+        self._enter(uid, suited)
+
+    def zeros(self, uid: int, shape: Sequence[int]) -> None:
+        """An input of zeros."""
+        array = self._own(shape)
+        array.fill(0)
+        self._enter(uid, array)
+
+    def _suited(self, array: Any) -> Any:
+        aligned = array.data.ptr % ALIGNMENT == 0
+        return array if aligned and np.dtype(array.dtype) == self._dtype else self._own(array.shape)
+
+    def _own(self, shape: Sequence[int]) -> Any:
+        array = self._engine.empty(tuple(shape), self._dtype)
+        self.nbytes += array.nbytes
+        return array
+
+    def _moved(self, source: Any, target: Any) -> Kernel:
+        if source.dtype == target.dtype:
+            return self._engine.cuda.copy([(source, target)])
+        return self._engine.cuda.cast(source, target)
+
+    def _enter(self, uid: int, array: Any) -> None:
+        self.arrays.append(array)
+        self.addresses[uid] = array.data.ptr
+
+
+def outside(array: Any, part: Sequence[int]) -> list[Any]:
+    """Views of what lies outside the leading part, of spatial extents `part`, corners once."""
+    rest = []
+    at: list[slice] = [slice(None)]
+    for n, inner in zip(array.shape[1:-1], part):
+        if inner < n:
+            rest.append(array[(*at, slice(inner, None))])
+        at.append(slice(0, inner))
+    return rest
+
+
+def forward(engine: Engine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
+    """``y = relu?(conv(x, w) + b)`` by one plan."""
+    operands = _Operands(engine, x.dtype)
+    operands.input(X, x)
+    operands.input(W, w)
+    operands.output(Y, y)
+    if b is not None:
+        operands.input(BIAS, b)
+    elif relu:
+        operands.zeros(BIAS, (y.shape[-1],))
+    shapes = Shapes.of(x.shape, w.shape, y.shape, geometry)
+    return _kernel(engine, operands, FORWARD, shapes, bias=b is not None or relu, relu=relu)
+
+
+def backward_data(engine: Engine, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
+    """``dx`` by one plan; rows that no output reads are zeroed."""
+    operands = _Operands(engine, dx.dtype)
+    operands.input(Y, dy)
+    operands.input(W, w)
+    operands.output(X, dx)
+    shapes = Shapes.of(dx.shape, w.shape, dy.shape, geometry)
+    rest = outside(operands.arrays[-1], shapes.part)
+    if rest:
+        operands.before.append(engine.cuda.fill(0, *rest))
+    return _kernel(engine, operands, BACKWARD_DATA, shapes)
+
+
+def backward_filter(engine: Engine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
+    """``dw`` by one plan, and ``db`` by a sum over the rows of ``dy``."""
+    operands = _Operands(engine, x.dtype)
+    operands.input(X, x)
+    operands.input(Y, dy)
+    operands.output(W, dw)
+    if db is not None:
+        operands.after.append(engine.cuda.bias_gradient(dy, db))
+    return _kernel(engine, operands, BACKWARD_FILTER, Shapes.of(x.shape, dw.shape, dy.shape, geometry))
+
+
+def _kernel(
+    engine: Engine, operands: _Operands, direction: str, shapes: Shapes, bias: bool = False, relu: bool = False
+) -> Kernel:
+    dtype = operands.arrays[0].dtype.name
+    key = PlanKey(direction, dtype, shapes, engine.arithmetic, bias, relu, engine.workspace_limit, engine.tuned)
+    table = Table(operands.addresses)
+    plan = engine.plans.get(key, table)
+    handles, workspaces, arrays = engine.handles, engine.workspaces, operands.arrays
+
+    def run(keep: Any = arrays) -> None:  # the table holds addresses only
+        handle, stream = handles.current()
+        plan.run(table, handle, stream, workspaces)
+
+    def close() -> None:
+        engine.kernel_bytes -= operands.nbytes
+
+    workspaces.reserve(plan.workspace_bytes)
+    engine.kernel_bytes += operands.nbytes
+    kernel = Kernel(run, f"cudnn:{plan.name}", operands.nbytes, close)
+    kernel.scratch_bytes = plan.workspace_bytes
+    steps = [*operands.before, kernel, *operands.after]
+    return kernel if len(steps) == 1 else chain(*steps)

@@ -1,0 +1,99 @@
+"""Dense layers as matrix products by cuBLAS, on integer addresses, with the arithmetic named explicitly.
+
+cuBLAS stores matrices by columns: our packed ``(rows, columns)`` array is its ``columns x rows`` matrix with leading
+dimension ``columns``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.cudnn.precision import Arithmetic
+from halograd.kernels.kernel import Kernel, chain
+
+__all__ = ["Cublas", "backward_data", "backward_filter", "forward"]
+
+# cublasOperation_t, cublasGemmAlgo_t and cudaDataType_t; the values are part of the binary interface.
+_PLAIN, _TRANSPOSED = 0, 1
+_DEFAULT = -1
+_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+
+
+@dataclass(frozen=True)
+class Cublas:
+    """What matrix products need.
+
+    Attributes
+    ----------
+    library
+        ``cupy.cuda.cublas``; its functions set the handle to the current stream themselves.
+    handle
+        Gives the handle of the current thread and device.
+    cuda
+        Launchers of our own kernels.
+    """
+
+    library: Any
+    handle: Callable[[], int]
+    arithmetic: Arithmetic
+    cuda: Any
+
+    def product(
+        self,
+        sizes: tuple[int, int, int],
+        a: tuple[Any, int, int],
+        b: tuple[Any, int, int],
+        c: tuple[Any, int],
+    ) -> Kernel:
+        """``C = op(A) op(B)``, matrices by columns.
+
+        Parameters
+        ----------
+        sizes
+            Rows of C, columns of C, length of the sums.
+        a, b
+            Array, 0 as it is or 1 transposed, leading dimension.
+        c
+            Array, leading dimension.
+        """
+        dtype = np.dtype(c[0].dtype).name
+        number, compute = _TYPES[dtype], self.arithmetic.compute_type(dtype)
+        # Factors on the host, in the type of the sums.
+        factors = np.array([1, 0], np.float64 if dtype == "float64" else np.float32)
+        one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
+        pointers = [array.data.ptr for array in (a[0], b[0], c[0])]
+        gemm, handle, (m, n, k) = self.library.gemmEx, self.handle, sizes
+        first, second = (a[1], b[1], m, n, k, one), (zero, pointers[2], number, c[1], compute, _DEFAULT)
+        left, right = (pointers[0], number, a[2]), (pointers[1], number, b[2])
+
+        def run(keep: Any = (factors, a, b, c)) -> None:  # the call holds addresses only
+            gemm(handle(), *first, *left, *right, *second)
+
+        return Kernel(run, "cublas:gemm")
+
+
+def forward(cublas: Cublas, x: Any, w: Any, b: Any, y: Any) -> Kernel:
+    """``y = x w^T + b``."""
+    (samples, outputs), inputs = y.shape, x.shape[1]
+    left, right = (w, _TRANSPOSED, inputs), (x, _PLAIN, inputs)
+    product = cublas.product((outputs, samples, inputs), left, right, (y, outputs))
+    return product if b is None else chain(product, cublas.cuda.bias(y, b))
+
+
+def backward_data(cublas: Cublas, dy: Any, w: Any, dx: Any) -> Kernel:
+    """``dx = dy w``."""
+    (samples, outputs), inputs = dy.shape, dx.shape[1]
+    left, right = (w, _PLAIN, inputs), (dy, _PLAIN, outputs)
+    return cublas.product((inputs, samples, outputs), left, right, (dx, inputs))
+
+
+def backward_filter(cublas: Cublas, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+    """``dw = dy^T x``, ``db = sum over samples of dy``."""
+    (samples, outputs), inputs = dy.shape, x.shape[1]
+    left, right = (x, _PLAIN, inputs), (dy, _TRANSPOSED, outputs)
+    product = cublas.product((inputs, outputs, samples), left, right, (dw, inputs))
+    return product if db is None else chain(product, cublas.cuda.bias_gradient(dy, db))

@@ -1,0 +1,249 @@
+"""The one adapter for `nvidia-cudnn-frontend`, whose interface changes several times a year.
+
+Nothing else in the library knows its versions, its handles or how its graphs are run. It is called with integer
+addresses only: given a CuPy array it would make the default stream wait for the current one at every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from halograd.kernels.errors import KernelError
+
+__all__ = ["ALIGNMENT", "CUDNN", "FRONTEND", "INSTALL", "Frontend", "Handles", "Launch", "Table", "load", "one_line"]
+
+#: Versions that were examined: from the first up to, not including, the second. 1.27 replaced the compiled graph by
+#: an interpreted one, 1.28 changed the handles.
+FRONTEND = ((1, 23), (1, 27))
+CUDNN = (91900, 100000)
+#: What cuDNN's engines may assume of every address [B]; the frontend's default, which it does not let one change.
+ALIGNMENT = 16
+INSTALL = "pip install 'halograd[gpu]'"
+
+Launch = Callable[["Table", int, Any], None]
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an exception in one line, with its type if it says nothing itself."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _version(number: int) -> str:
+    return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
+
+
+def load(name: str = "cudnn") -> ModuleType:
+    """The module of nvidia-cudnn-frontend.
+
+    Raises
+    ------
+    KernelError
+        If it is not installed, or its compiled part cannot be loaded.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise KernelError(
+            f"cudnn: expected the package nvidia-cudnn-frontend, got none ({one_line(error)}); {INSTALL}, or choose "
+            "the backend onednn or numpy"
+        ) from error
+
+
+class Table:
+    """Addresses of the arrays of one kernel, in the order in which the frontend wants them. Host memory.
+
+    Parameters
+    ----------
+    addresses
+        Device address of each tensor, by its uid.
+    """
+
+    def __init__(self, addresses: Mapping[int, int]) -> None:
+        self.addresses = {uid: int(addresses[uid]) for uid in sorted(addresses)}
+        self._slots = (ctypes.c_uint64 * len(addresses))(*self.addresses.values())
+        self.location = ctypes.addressof(self._slots)
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+
+class Frontend:
+    """Versions, graphs and their launch.
+
+    Parameters
+    ----------
+    module
+        ``cudnn``, as :func:`load` gives it.
+
+    Attributes
+    ----------
+    version, cudnn_version : str
+        Of the frontend and of cuDNN itself.
+
+    Raises
+    ------
+    KernelError
+        If either is of a version that was not examined, or libcudnn cannot be found.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.version = str(module.__version__)
+        self._check_frontend()
+        self.cudnn_version = _version(self._backend_version())
+
+    def _check_frontend(self) -> None:
+        low, high = FRONTEND
+        try:
+            found = tuple(int(part) for part in self.version.split(".")[:2])
+        except ValueError:
+            found = (0, 0)
+        if not low <= found < high:
+            raise KernelError(
+                f"cudnn: expected nvidia-cudnn-frontend >= {low[0]}.{low[1]} and < {high[0]}.{high[1]}, got "
+                f"{self.version}; {INSTALL}"
+            )
+
+    def _backend_version(self) -> int:
+        try:
+            number = int(self.module.backend_version())
+        except Exception as error:  # a RuntimeError where there is no library; a broken one raises what it likes
+            raise KernelError(
+                f"cudnn: expected libcudnn 9, got none ({one_line(error)}); {INSTALL}, or put a site's libcudnn.so.9 "
+                "on LD_LIBRARY_PATH"
+            ) from error
+        low, high = CUDNN
+        if not low <= number < high:
+            raise KernelError(
+                f"cudnn: expected cuDNN >= {_version(low)} and < {_version(high)}, got {_version(number)}; {INSTALL}, "
+                "and see that no other libcudnn comes first on LD_LIBRARY_PATH"
+            )
+        return number
+
+    # ------------------------------------------------------------------ what things are called
+    def data_type(self, dtype: str) -> Any:
+        """The frontend's name of an element type."""
+        names = {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF", "bfloat16": "BFLOAT16"}
+        return getattr(self.module.data_type, names[dtype])
+
+    def notes(self, names: tuple[str, ...]) -> list[Any]:
+        """Numerical notes by name; one that this version does not have, no engine of it carries."""
+        known = self.module.numerical_note
+        return [getattr(known, name) for name in names if hasattr(known, name)]
+
+    # ------------------------------------------------------------------ graphs
+    def plan(self, graph: Any, refused: tuple[str, ...], workspace_limit: int | None) -> None:
+        """Ask for the execution plans of a finished graph, the most promising first, and drop those refused."""
+        modes = self.module.heur_mode
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([modes.A, modes.FALLBACK])
+        notes = self.notes(refused)
+        if notes:
+            graph.deselect_numeric_notes(notes)
+        if workspace_limit is not None:
+            graph.deselect_workspace_greater_than(workspace_limit)
+
+    def compiled_at_run_time(self, graph: Any, index: int) -> bool:
+        """Whether building the plan ran a compiler: some tenths of a second that are worth keeping."""
+        note = self.module.behavior_note.RUNTIME_COMPILATION
+        return note in graph.get_behavior_notes_for_plan_at_index(index)
+
+    def launcher(self, graph: Any, uids: tuple[int, ...]) -> Launch:
+        """A function that runs the plan last built of `graph` on a :class:`Table`, workspace address and handle.
+
+        The way with a table of addresses is private in the frontend, though its own Python code goes it; where it is
+        missing the public way is taken, which costs some microseconds more.
+        """
+        raw = getattr(graph, "_execute_with_raw_ptrs", None)
+        if raw is not None and self._takes_table(graph, uids):
+            return lambda table, workspace, handle: raw(table.location, len(table), workspace, handle)
+        return lambda table, workspace, handle: graph.execute(table.addresses, workspace, handle=handle)
+
+    @staticmethod
+    def _takes_table(graph: Any, uids: tuple[int, ...]) -> bool:
+        prepare = getattr(graph, "_prepare_variant_pack_template", None)
+        order = getattr(graph, "_get_variant_pack_uids_sorted", None)
+        if prepare is None or order is None:
+            return False
+        try:
+            prepare()
+            return tuple(order()) == tuple(sorted(uids))
+        except Exception:  # of a restored graph, perhaps: then the public way
+            return False
+
+    def saved(self, graph: Any) -> bytes:
+        """The plan of a graph, for :meth:`restored`."""
+        return bytes(graph.serialize())
+
+    def restored(self, blob: bytes, handle: Any) -> Any:
+        """The graph of a saved plan, ready to be launched; what is raised where the library is another, varies."""
+        graph = self.module.pygraph(handle=handle)
+        graph.deserialize(list(blob))
+        return graph
+
+
+class _Handle:
+    __slots__ = ("raw", "stream")
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+        self.stream: int | None = None
+
+
+class Handles:
+    """cuDNN's handles on one device: one per thread, each told of a stream only when it changed.
+
+    Parameters
+    ----------
+    module
+        ``cudnn``.
+    current_stream
+        Gives the address of the current stream.
+    check_device
+        Raises unless the device of this backend is current in this thread: a handle belongs to the current one.
+    """
+
+    def __init__(self, module: Any, current_stream: Callable[[], int], check_device: Callable[[], None]) -> None:
+        self._module, self._stream, self._check = module, current_stream, check_device
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._open: list[Any] = []
+
+    def current(self) -> tuple[Any, int]:
+        """The handle of this thread, set to the current stream, and the address of that stream. Local."""
+        handle: _Handle | None = getattr(self._local, "handle", None)
+        if handle is None:
+            handle = self._create()
+        stream = self._stream()
+        if stream != handle.stream:
+            self._module.set_stream(handle=handle.raw, stream=stream)
+            handle.stream = stream
+        return handle.raw, stream
+
+    def _create(self) -> _Handle:
+        self._check()
+        try:
+            raw = self._module.create_handle()
+        except Exception as error:
+            raise KernelError(
+                f"cudnn: expected a handle on this device, got an error ({one_line(error)}); see what `halograd "
+                "doctor` says of driver, device and cuDNN"
+            ) from error
+        with self._lock:
+            self._open.append(raw)
+        handle = self._local.handle = _Handle(raw)
+        return handle
+
+    def close(self) -> None:
+        """Destroy the handles of all threads. May be called twice."""
+        with self._lock:
+            handles, self._open = self._open, []
+        self._local = threading.local()
+        for raw in handles:
+            self._module.destroy_handle(raw)

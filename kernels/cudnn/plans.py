@@ -1,0 +1,197 @@
+"""Plans by key: made once, kept in memory and on disk, replaced where the device refuses one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from halograd.kernels.cudnn.autotune import Timer, fastest
+from halograd.kernels.cudnn.frontend import Frontend, Handles, Table, one_line
+from halograd.kernels.cudnn.graphs import Built, Candidates, PlanKey
+from halograd.kernels.cudnn.store import Entry, PlanStore
+from halograd.kernels.cudnn.workspace import Workspaces
+
+__all__ = ["Plan", "Plans"]
+
+_log = logging.getLogger("halograd.kernels")
+
+
+class Plan:
+    """A convolution as cuDNN executes it, shared by all kernels of its key.
+
+    A plan that could be built may still be refused when it is launched. Until it has run once, a refusal is logged
+    and the next candidate takes its place, as in PyTorch.
+
+    Parameters
+    ----------
+    propose
+        Gives the candidates anew; called if the first is refused and came from disk.
+    """
+
+    def __init__(
+        self, key: PlanKey, built: Built, candidates: Candidates | None, propose: Callable[[], Candidates]
+    ) -> None:
+        self.key = key
+        self._built, self._candidates, self._propose = built, candidates, propose
+        self._refused: set[str] = set()
+        self._proven = False
+
+    @property
+    def name(self) -> str:
+        """Engine and settings."""
+        return self._built.name
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What it needs while it runs [B]."""
+        return self._built.workspace_bytes
+
+    def run(self, table: Table, handle: Any, stream: int, workspaces: Workspaces) -> None:
+        """Launch it on the arrays of `table`; `handle` is set to `stream`, the current one.
+
+        Raises
+        ------
+        KernelError
+            If no candidate is accepted by the device.
+        """
+        if not self._proven:
+            self._prove(table, handle, stream, workspaces)
+            return
+        self._built.launch(table, workspaces.address(stream, self._built.workspace_bytes), handle)
+
+    def _prove(self, table: Table, handle: Any, stream: int, workspaces: Workspaces) -> None:
+        while not self._proven:
+            workspace = workspaces.address(stream, self._built.workspace_bytes)
+            try:
+                self._built.launch(table, workspace, handle)
+                self._proven = True
+            except Exception as error:  # what the frontend raises differs between its versions
+                self._replace(one_line(error))
+
+    def _replace(self, reason: str) -> None:
+        self._refused.add(self.name)
+        if self._candidates is None:
+            self._candidates = self._propose()
+        for built in self._candidates.all():
+            if built.name not in self._refused:
+                text = "kernels: cuDNN refused plan %s of conv %s (%s); taking %s"
+                _log.warning(text, self.name, self.key.direction, reason, built.name)
+                self._built = built
+                return
+        raise self._candidates.none(f"all were refused when launched, the last because: {reason}")
+
+
+class Plans:
+    """The plans of one backend. Local.
+
+    Parameters
+    ----------
+    allocate
+        Workspace for a measurement: an array of so many bytes on the current stream.
+
+    Attributes
+    ----------
+    found
+        Per key chosen by measurement, the times of the candidates [s], the fastest first.
+    """
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        handles: Handles,
+        store: PlanStore,
+        allocate: Callable[[int], Any],
+        timer: Timer,
+    ) -> None:
+        self._frontend, self._handles, self._store = frontend, handles, store
+        self._allocate, self._timer = allocate, timer
+        self._known: dict[PlanKey, Plan] = {}
+        self.found: dict[PlanKey, dict[str, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: PlanKey, table: Table) -> Plan:
+        """The plan of a key; if it is chosen by measurement, then on the arrays of `table`, whose output it overwrites.
+
+        Raises
+        ------
+        KernelError
+            If cuDNN has none.
+        """
+        plan = self._known.get(key)
+        if plan is None:
+            plan = self._known[key] = self._kept(key) or self._new(key, table)
+        return plan
+
+    def _propose(self, key: PlanKey) -> Candidates:
+        handle, _ = self._handles.current()
+        return Candidates(self._frontend, key, {"handle": handle})
+
+    def _plan(self, key: PlanKey, built: Built, candidates: Candidates | None) -> Plan:
+        return Plan(key, built, candidates, lambda: self._propose(key))
+
+    def _kept(self, key: PlanKey) -> Plan | None:
+        """The plan that is on disk, if this library still takes it."""
+        entry = self._store.get(key.text)
+        if entry is None:
+            return None
+        if entry.seconds:
+            self.found[key] = dict(sorted(entry.seconds.items(), key=lambda item: item[1]))
+        if entry.blob is not None:
+            restored = self._restore(key, entry, entry.blob)
+            if restored is not None:
+                return self._plan(key, restored, None)
+        candidates = self._propose(key)
+        built = candidates.named(entry.name)
+        return None if built is None else self._plan(key, built, candidates)
+
+    def _restore(self, key: PlanKey, entry: Entry, blob: bytes) -> Built | None:
+        handle, _ = self._handles.current()
+        try:
+            graph = self._frontend.restored(blob, handle)
+            launch = self._frontend.launcher(graph, key.uids)
+        except Exception as error:  # another build of the same version, a damaged file: planned again
+            _log.debug("kernels: a kept plan of cuDNN is not used: %s", one_line(error))
+            return None
+        return Built(-1, entry.name, entry.workspace_bytes, launch, graph, compiled=True)
+
+    def _new(self, key: PlanKey, table: Table) -> Plan:
+        candidates = self._propose(key)
+        seconds: dict[str, float] = {}
+        if key.tuned:
+            built, seconds = fastest(candidates, lambda trial: self._trial(trial, table), self._timer)
+            self.found[key] = seconds
+        else:
+            first = next(candidates.all(), None)
+            if first is None:
+                raise candidates.none()
+            built = first
+        if seconds or built.compiled:
+            self._store.put(key.text, Entry(built.name, built.workspace_bytes, self._blob(built), seconds))
+        return self._plan(key, built, candidates)
+
+    def _trial(self, built: Built, table: Table) -> Callable[[], Any]:
+        """Launches a candidate on a workspace of its own, which is freed with the function."""
+        handle, _ = self._handles.current()
+        space = self._allocate(built.workspace_bytes) if built.workspace_bytes else None
+        address = 0 if space is None else int(space.data.ptr)
+
+        def run(keep: Any = space) -> None:
+            built.launch(table, address, handle)
+
+        return run
+
+    def _blob(self, built: Built) -> bytes | None:
+        if not built.compiled:
+            return None
+        try:
+            return self._frontend.saved(built.graph)
+        except Exception as error:  # some engines cannot be saved
+            _log.debug("kernels: plan %s cannot be saved: %s", built.name, one_line(error))
+            return None
+
+    def close(self) -> None:
+        """Free all plans; kernels built on them must not run any more. May be called twice."""
+        self._known.clear()

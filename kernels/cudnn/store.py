@@ -1,0 +1,143 @@
+"""Plans on disk: one line of JSON each, appended, so that several ranks may write at once."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Entry", "PlanStore", "store_path"]
+
+_log = logging.getLogger("halograd.kernels")
+
+
+def store_path() -> Path:
+    """The file: in $HALOGRAD_CACHE, else below $XDG_CACHE_HOME or ~/.cache."""
+    chosen = os.environ.get("HALOGRAD_CACHE")
+    if chosen:
+        return Path(chosen) / "cudnn_plans.jsonl"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "halograd" / "cudnn_plans.jsonl"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is kept of a plan.
+
+    Attributes
+    ----------
+    name
+        Of the execution plan: its number changes from version to version, its name says what it is.
+    workspace_bytes
+        What it needs while it runs [B].
+    blob
+        The plan itself where building it took a compiler, else None.
+    seconds
+        Where it was chosen by measurement, the times of the candidates by name [s].
+    """
+
+    name: str
+    workspace_bytes: int
+    blob: bytes | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """Numbers and texts only."""
+        blob = None if self.blob is None else base64.b64encode(self.blob).decode("ascii")
+        return {"name": self.name, "workspace": self.workspace_bytes, "blob": blob, "seconds": dict(self.seconds)}
+
+    @classmethod
+    def from_json(cls, found: dict[str, object]) -> Entry:
+        """What :meth:`to_json` wrote; raises ValueError, TypeError or KeyError if it did not."""
+        blob, seconds = found["blob"], found["seconds"]
+        if not isinstance(found["name"], str) or not isinstance(seconds, dict):
+            raise ValueError("expected a name and times")
+        decoded = None if blob is None else base64.b64decode(str(blob), validate=True)
+        times = {str(name): float(value) for name, value in seconds.items()}
+        return cls(found["name"], int(str(found["workspace"])), decoded, times)
+
+
+class PlanStore:
+    """Plans found under one set of conditions. Local.
+
+    The file is a convenience: what cannot be read is planned again, what cannot be written is lost with one warning.
+    A line that is damaged (of a run that was killed, of a full disk) is skipped; of two lines for one key the later
+    counts.
+
+    Parameters
+    ----------
+    path
+        The file; it and its folder are made when the first plan is written. None: in memory only.
+    conditions
+        Versions of cuDNN, its frontend and the driver, and the device: plans of others are not ours.
+    """
+
+    def __init__(self, path: Path | None, conditions: str) -> None:
+        self.path, self.conditions = path, conditions
+        self._entries: dict[str, Entry] = {}
+        self._warned = False
+        self._read()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: str) -> Entry | None:
+        """What is kept under a key."""
+        return self._entries.get(key)
+
+    def put(self, key: str, entry: Entry) -> None:
+        """Keep a plan, in memory and on disk."""
+        self._entries[key] = entry
+        if self.path is None:
+            return
+        line = json.dumps([self.conditions, key, entry.to_json()], separators=(",", ":")) + "\n"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _append(self.path, line)
+        except OSError as error:
+            self._warn(f"plans are not kept: {self.path} cannot be written ({error.strerror})")
+
+    def _read(self) -> None:
+        if self.path is None:
+            return
+        try:
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._warn(f"kept plans are not used: {self.path} cannot be read ({error.strerror})")
+            return
+        for line in lines:
+            self._take(line)
+
+    def _take(self, line: str) -> None:
+        try:
+            conditions, key, found = json.loads(line)
+            if conditions == self.conditions:
+                self._entries[str(key)] = Entry.from_json(found)
+        except (ValueError, TypeError, KeyError):
+            return
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            _log.warning("kernels: cuDNN's %s; choose another folder with HALOGRAD_CACHE", text)
+            self._warned = True
+
+
+def _append(path: Path, line: str) -> None:
+    """Append one whole line under a lock. What a killed run has left without an end gets one."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        size = os.fstat(handle).st_size
+        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        data = ("\n" if torn else "").encode() + line.encode()
+        while data:
+            data = data[os.write(handle, data) :]
+    finally:
+        os.close(handle)  # gives the lock back

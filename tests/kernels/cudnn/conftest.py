@@ -1,0 +1,24 @@
+"""A GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from halograd.kernels.cudnn import CudnnBackend
+
+from .fake_runtime import Machine
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def backend(machine: Machine) -> Iterator[CudnnBackend]:
+    """The backend with its defaults, on the machine."""
+    with machine.open() as opened:
+        yield opened

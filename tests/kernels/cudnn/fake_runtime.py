@@ -1,0 +1,194 @@
+"""Doubles of `cupy`, of cuBLAS and of our own CUDA kernels on host memory, and a backend put together from them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from halograd.device import HostDevice
+from halograd.kernels.cudnn import CudnnBackend
+from halograd.kernels.cudnn.frontend import Frontend
+from halograd.kernels.cudnn.runtime import Runtime
+from halograd.kernels.kernel import Kernel
+from halograd.kernels.scratch import Scratch
+
+from .fake_cudnn import CudnnDouble, reference
+
+CUDA_TYPES = {
+    0: np.dtype(np.float32),
+    1: np.dtype(np.float64),
+    2: np.dtype(np.float16),
+    14: np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class DeviceArray(np.ndarray):
+    """Host memory with a device array's address."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+
+
+def device_empty(shape: Any, dtype: Any = "float32") -> DeviceArray:
+    """As CuPy's pool gives it: aligned to 512 B."""
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    raw = np.empty(nbytes + 512, np.uint8)
+    start = -raw.__array_interface__["data"][0] % 512
+    return raw[start : start + nbytes].view(dtype).reshape(shape).view(DeviceArray)
+
+
+class CublasDouble:
+    """``gemmEx`` as cuBLAS defines it: matrices by columns, factors on the host."""
+
+    def __init__(self, cupy: CupyDouble) -> None:
+        self._cupy = cupy
+        self.computed: list[int] = []
+
+    def gemmEx(self, handle, ta, tb, m, n, k, alpha, a, at, lda, b, bt, ldb, beta, c, ct, ldc, compute, algo):
+        assert handle == 77 and algo == -1
+        self.computed.append(compute)
+        left = self._matrix(a, at, lda, (m, k), ta)
+        right = self._matrix(b, bt, ldb, (k, n), tb)
+        scalar = ctypes.c_double if compute == 70 else ctypes.c_float
+        assert scalar.from_address(alpha).value == 1 and scalar.from_address(beta).value == 0
+        out = self._matrix(c, ct, ldc, (m, n), 0)
+        out[...] = left.astype(np.float64) @ right.astype(np.float64)
+
+    @staticmethod
+    def _matrix(address: int, kind: int, leading: int, shape: tuple[int, int], transposed: int) -> np.ndarray:
+        rows, columns = shape[::-1] if transposed else shape
+        assert leading >= rows
+        dtype = CUDA_TYPES[kind]
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * (columns * leading * dtype.itemsize)).from_address(address))
+        by_columns = raw.view(dtype).reshape(columns, leading)[:, :rows].T
+        return by_columns.T if transposed else by_columns
+
+
+class CupyDouble:
+    """The part of `cupy` that the backend uses."""
+
+    __version__ = "14.2.0"
+    float64 = np.float64
+
+    def __init__(self, devices: int = 1, capability: str = "90") -> None:
+        self.stream, self.device, self.clock = 0, 0, lambda: 0.0
+        self.synchronized = 0
+        self.cublas = CublasDouble(self)
+        self.cuda = SimpleNamespace(
+            runtime=SimpleNamespace(
+                getDeviceCount=lambda: devices,
+                getDevice=lambda: self.device,
+                getDeviceProperties=lambda number: {"name": b"Double of a GPU"},
+                driverGetVersion=lambda: 13020,
+            ),
+            Device=lambda number: SimpleNamespace(compute_capability=capability, synchronize=self._synchronize),
+            get_current_stream=lambda: SimpleNamespace(ptr=self.stream),
+            Event=lambda: EventDouble(self),
+            get_elapsed_time=lambda start, stop: (stop.time - start.time) * 1e3,
+            cublas=self.cublas,
+            device=SimpleNamespace(get_cublas_handle=lambda: 77),
+        )
+        self.empty, self.maximum, self.sum = device_empty, np.maximum, np.sum
+
+    def _synchronize(self) -> None:
+        self.synchronized += 1
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """With this stream as the current one."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+
+class EventDouble:
+    """Notes the clock of the device."""
+
+    def __init__(self, cupy: CupyDouble) -> None:
+        self._cupy, self.time = cupy, 0.0
+
+    def record(self) -> None:
+        self.time = self._cupy.clock()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CudaDouble:
+    """Our own kernels, by NumPy; their names as :class:`halograd.kernels.cuda.CudaKernels` has them."""
+
+    def __init__(self) -> None:
+        self._numpy = reference()
+        self.scratch = Scratch(device_empty)
+        for name in ("max_pool", "average_pool", "batch_norm", "activation", "add"):
+            setattr(self, name, getattr(self._numpy, f"_{name}"))
+
+    @staticmethod
+    def cast(source: Any, target: Any) -> Kernel:
+        return Kernel(lambda: target.__setitem__(..., source), "cuda:cast")
+
+    @staticmethod
+    def copy(pairs: list[tuple[Any, Any]]) -> Kernel:
+        return Kernel(lambda: [target.__setitem__(..., source) for source, target in pairs], "cuda:copy")
+
+    @staticmethod
+    def add_into(pairs: list[tuple[Any, Any]]) -> Kernel:
+        return Kernel(lambda: [np.add(target, source, out=target) for source, target in pairs], "cuda:add_into")
+
+    @staticmethod
+    def fill(value: float, *arrays: Any) -> Kernel:
+        return Kernel(lambda: [array.fill(value) for array in arrays], "cuda:fill")
+
+    @staticmethod
+    def bias(y: Any, b: Any, relu: bool = False) -> Kernel:
+        return Kernel(lambda: y.__setitem__(..., y.astype(np.float64) + b.astype(np.float64)), "cuda:bias")
+
+    @staticmethod
+    def bias_gradient(dy: Any, db: Any) -> Kernel:
+        axes = tuple(range(dy.ndim - 1))
+        return Kernel(lambda: db.__setitem__(..., dy.astype(np.float64).sum(axis=axes)), "cuda:bias_gradient")
+
+
+class DeviceDouble(HostDevice):
+    """Where the arrays of the double live."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        self.ordinal, self.closed = ordinal, 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Machine:
+    """A GPU that is not there, with everything on it.
+
+    Parameters
+    ----------
+    folder
+        Where plans are kept.
+    """
+
+    def __init__(self, folder: Path, **cupy: Any) -> None:
+        self.cupy = CupyDouble(**cupy)
+        self.cudnn = CudnnDouble(lambda: self.cupy.stream)
+        self.cupy.clock = lambda: self.cudnn.clock
+        self.store = folder / "plans.jsonl"
+
+    def runtime(self) -> Runtime:
+        self.device = DeviceDouble(self.cupy.device)
+        return Runtime(self.cupy, Frontend(self.cudnn), CudaDouble(), self.device, self.cupy.device)
+
+    def open(self, **options: Any) -> CudnnBackend:
+        """A backend on it."""
+        return CudnnBackend(store=self.store, runtime=self.runtime(), **options)

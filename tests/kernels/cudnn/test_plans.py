@@ -1,0 +1,287 @@
+"""Plans: which is chosen, what is kept in memory and on disk, what happens where the device refuses one."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from halograd.kernels import Geometry, KernelError
+from halograd.kernels.cudnn.store import Entry, PlanStore, store_path
+from tests.kernels.conftest import Arrays
+
+from .fake_cudnn import EngineDouble
+
+G = Geometry.of((3, 3), 1, 1)
+COMPILED = [EngineDouble("eng71", (), 256, compiled=True)]
+
+
+def forward(backend, samples: int = 1, relu: bool = False, dtype=np.float32):
+    """A forward convolution."""
+    a = Arrays(backend, dtype)
+    shape = (samples, 4, 4, 8)
+    return backend.conv_forward(a.draw(*shape), a.draw(8, 3, 3, 8), a.draw(8), a.poisoned(*shape), G, relu=relu)
+
+
+def plan_of(kernel) -> str:
+    return kernel.impl.removeprefix("cudnn:")
+
+
+# ---------------------------------------------------------------------- choice
+def test_the_first_plan_that_is_exact_enough_is_taken(machine):
+    chosen = {}
+    for name, options in (
+        ("strict", {}),
+        ("tf32", {"precision": "tf32"}),
+        ("deterministic", {"deterministic": True}),
+        ("small", {"workspace_limit": 600}),
+        ("none", {"workspace_limit": 0}),
+    ):
+        with machine.open(**options) as backend:
+            chosen[name] = plan_of(forward(backend))
+    assert chosen == {
+        "strict": "eng10_k1=3",
+        "tf32": "eng62_k2=1",
+        "deterministic": "eng0",
+        "small": "eng0",
+        "none": "eng71",
+    }
+
+
+def test_a_plan_that_cannot_be_built_is_passed_over(machine, backend):
+    machine.cudnn.engines = lambda: [EngineDouble("eng1", builds=False), EngineDouble("eng2")]
+    assert plan_of(forward(backend)) == "eng2"
+
+
+def test_no_plan_is_refused_with_what_may_be_allowed(machine):
+    with machine.open(deterministic=True, workspace_limit=64) as backend:
+        machine.cudnn.engines = lambda: [EngineDouble("eng1", ("TENSOR_CORE",))]
+        with pytest.raises(KernelError) as caught:
+            forward(backend, relu=True)
+    assert str(caught.value) == (
+        "conv forward: expected a convolution that cuDNN 9.28.0 has a plan for, got float32 x (1, 8, 4, 4), "
+        "w (8, 8, 3, 3), y (1, 8, 4, 4) + bias + relu, stride (1, 1), padding ((1, 1), (1, 1)), dilation (1, 1): "
+        "Chosen plan index 0 has been deselected.; allow a workspace above 64 B or nondeterministic sums or precision "
+        "tf32, or use another dtype"
+    )
+
+
+def test_a_graph_without_engines_is_refused_in_one_line(machine, backend):
+    machine.cudnn.engines = list
+    with pytest.raises(KernelError, match=r"No valid engine configs for this graph; use another dtype$") as caught:
+        forward(backend, dtype=np.float64)
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------- memory
+def test_kernels_of_one_shape_share_a_plan(machine, backend):
+    first, second = forward(backend), forward(backend)
+    assert len(machine.cudnn.graphs) == 1
+    first()
+    second()
+    other = [forward(backend, samples=2), forward(backend, relu=True), forward(backend, dtype=np.float64)]
+    assert len(machine.cudnn.graphs) == 4
+    for kernel in other:
+        kernel()
+
+
+def test_a_plan_refused_at_launch_is_replaced_once_for_all(machine, backend, caplog):
+    machine.cudnn.engines = lambda: [
+        EngineDouble("eng1", launches=False),
+        EngineDouble("eng2", workspace=10_000, launches=False),
+        EngineDouble("eng3", workspace=2048),
+    ]
+    first, second = forward(backend), forward(backend)
+    with caplog.at_level(logging.WARNING, "halograd.kernels"):
+        first()
+        second()
+        first()
+    assert [name for name, _, _ in machine.cudnn.launches] == ["eng3"] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels: cuDNN refused plan eng1 of conv forward (CUDNN_STATUS_EXECUTION_FAILED at launch); taking eng2",
+        "kernels: cuDNN refused plan eng2 of conv forward (CUDNN_STATUS_EXECUTION_FAILED at launch); taking eng3",
+    ]
+
+
+def test_if_all_are_refused_at_launch_it_says_so(machine, backend):
+    machine.cudnn.engines = lambda: [EngineDouble("eng1", launches=False), EngineDouble("eng2", launches=False)]
+    kernel = forward(backend)
+    with pytest.raises(KernelError, match="all were refused when launched, the last because: CUDNN_STATUS_EXEC"):
+        kernel()
+
+
+def test_a_plan_that_ran_once_is_not_replaced(machine, backend):
+    engine = EngineDouble("eng1")
+    machine.cudnn.engines = lambda: [engine, EngineDouble("eng2")]
+    kernel = forward(backend)
+    kernel()
+    engine.launches = False
+    with pytest.raises(RuntimeError, match="at launch"):
+        kernel()
+    assert machine.cudnn.built == ["eng1"]
+
+
+# ---------------------------------------------------------------------- disk
+def test_quick_plans_are_not_kept(machine, backend):
+    forward(backend)
+    assert not machine.store.exists()
+
+
+def test_compiled_plans_are_restored(machine):
+    machine.cudnn.engines = lambda: COMPILED
+    with machine.open() as backend:
+        forward(backend)()
+    with machine.open() as backend:
+        kernel = forward(backend)
+        kernel()
+    assert machine.cudnn.built == ["eng71"] and machine.cudnn.restored == 1
+    assert kernel.impl == "cudnn:eng71" and kernel.scratch_bytes == 256
+    assert machine.cudnn.launches == [("eng71", 0, "table")] * 2
+
+
+def test_a_kept_plan_that_does_not_fit_is_planned_again(machine):
+    machine.cudnn.engines = lambda: COMPILED
+    with machine.open() as backend:
+        forward(backend)
+    machine.cudnn.saved.clear()
+    with machine.open() as backend:
+        forward(backend)()
+    assert machine.cudnn.built == ["eng71"] * 2 and machine.cudnn.restored == 0
+
+
+def test_a_restored_plan_that_is_refused_is_replaced(machine):
+    engine = EngineDouble("eng71", compiled=True)
+    machine.cudnn.engines = lambda: [engine, EngineDouble("eng0")]
+    with machine.open() as backend:
+        forward(backend)
+    engine.launches = False
+    with machine.open() as backend:
+        forward(backend)()
+    assert machine.cudnn.launches == [("eng0", 0, "table")]
+
+
+def test_plans_of_other_conditions_are_not_used(machine):
+    machine.cudnn.engines = lambda: COMPILED
+    with machine.open() as backend:
+        forward(backend)
+    machine.cudnn.version = 92801
+    with machine.open() as backend:
+        forward(backend)
+    machine.cupy.cuda.runtime.driverGetVersion = lambda: 13030
+    with machine.open() as backend:
+        forward(backend)
+    with machine.open(precision="tf32") as backend:
+        forward(backend)
+    assert machine.cudnn.restored == 0 and len(machine.store.read_text().splitlines()) == 4
+    conditions = [json.loads(line)[0] for line in machine.store.read_text().splitlines()]
+    assert conditions[0] == "cuDNN 9.28.0, frontend 1.26.0, driver 13020, Double of a GPU sm_90"
+    assert len(set(conditions)) == 3
+
+
+def test_damaged_lines_are_skipped(machine):
+    machine.cudnn.engines = lambda: COMPILED
+    with machine.open() as backend:
+        forward(backend)
+    whole = machine.store.read_text()
+    machine.store.write_text("{\n[1, 2]\n" + whole[: len(whole) // 2])
+    with machine.open() as backend:
+        forward(backend)
+    assert machine.cudnn.restored == 0
+    lines = machine.store.read_text().splitlines()
+    assert len(lines) == 4 and lines[-1] + "\n" == whole, "a torn line gets an end"
+    with machine.open() as backend:
+        forward(backend)
+    assert machine.cudnn.restored == 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning_once(tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with caplog.at_level(logging.WARNING, "halograd.kernels"):
+        store = PlanStore(blocked / "plans.jsonl", "here")
+        store.put("a", Entry("eng0", 1))
+        store.put("b", Entry("eng0", 1))
+    assert store.get("a") == Entry("eng0", 1)
+    assert len(caplog.records) == 1 and "HALOGRAD_CACHE" in caplog.records[0].getMessage()
+
+
+def test_entries_survive_the_file(tmp_path):
+    entry = Entry("eng71", 123, b"\x00\xff", {"eng71": 1e-3, "eng0": 2e-3})
+    PlanStore(tmp_path / "deep" / "plans.jsonl", "here").put("key", entry)
+    assert PlanStore(tmp_path / "deep" / "plans.jsonl", "here").get("key") == entry
+    assert PlanStore(tmp_path / "deep" / "plans.jsonl", "elsewhere").get("key") is None
+    assert len(PlanStore(None, "here")) == 0
+
+
+def test_where_plans_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path))
+    assert store_path() == tmp_path / "cudnn_plans.jsonl"
+    monkeypatch.delenv("HALOGRAD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store_path() == tmp_path / "halograd" / "cudnn_plans.jsonl"
+
+
+# ---------------------------------------------------------------------- measurement
+def test_autotune_takes_the_fastest_and_keeps_it(machine):
+    with machine.open(autotune=True) as backend:
+        kernel = forward(backend)
+        found = backend.autotuned()
+        assert kernel.impl == "cudnn:eng71", "2 ms; eng62 takes 1 ms, but rounds"
+        ((direction, text), times) = next(iter(found.items()))
+        assert direction == "forward" and "x (1, 8, 4, 4)" in text
+        assert list(times) == ["eng71", "eng10_k1=3", "eng0"]
+        assert times["eng71"] == pytest.approx(2e-3) and times["eng0"] == pytest.approx(4e-3)
+        launched = len(machine.cudnn.launches)
+        kernel()
+        forward(backend)
+        assert machine.cudnn.launches[launched:] == [("eng71", 0, "table")]
+    with machine.open(autotune=True) as backend:
+        assert forward(backend).impl == "cudnn:eng71" and backend.autotuned() == found
+        assert len(machine.cudnn.launches) == launched + 1, "not measured again"
+
+
+def test_a_measured_plan_without_compiler_is_found_again_by_name(machine):
+    machine.cudnn.engines = lambda: [EngineDouble("eng1", seconds=2e-3), EngineDouble("eng2", seconds=1e-3)]
+    with machine.open(autotune=True) as backend:
+        forward(backend)
+    machine.cudnn.engines = lambda: [EngineDouble("eng2"), EngineDouble("eng3"), EngineDouble("eng1")]
+    with machine.open(autotune=True) as backend:
+        assert forward(backend).impl == "cudnn:eng2"
+        assert machine.cudnn.restored == 0
+    machine.cudnn.engines = lambda: [EngineDouble("eng4")]
+    with machine.open(autotune=True) as backend:
+        assert forward(backend).impl == "cudnn:eng4", "the kept one is gone: measured again"
+
+
+def test_what_was_measured_is_not_used_without_autotune(machine):
+    """Else the same run would give other bits after somebody else had measured."""
+    with machine.open(autotune=True) as backend:
+        forward(backend)
+    with machine.open() as backend:
+        assert forward(backend).impl == "cudnn:eng10_k1=3"
+
+
+def test_candidates_that_fail_are_not_measured(machine):
+    machine.cudnn.engines = lambda: [
+        EngineDouble("eng1", seconds=1e-4, launches=False),
+        EngineDouble("eng2", seconds=1e-4, builds=False),
+        EngineDouble("eng3"),
+    ]
+    with machine.open(autotune=True) as backend:
+        assert forward(backend).impl == "cudnn:eng3"
+        machine.cudnn.engines = lambda: [EngineDouble("eng1", launches=False)]
+        with pytest.raises(KernelError, match="CUDNN_STATUS_EXECUTION_FAILED at launch; allow precision tf32, or"):
+            forward(backend, samples=3)
+
+
+def test_the_workspace_of_a_measurement_is_not_held(machine):
+    with machine.open(autotune=True) as backend:
+        forward(backend)
+        assert backend.held_bytes == 0
+
+
+def test_autotune_excludes_deterministic_mode(machine):
+    with pytest.raises(KernelError, match=r"expected no autotune in deterministic mode, got both; .* give up one"):
+        machine.open(autotune=True, deterministic=True)

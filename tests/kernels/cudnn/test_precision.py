@@ -1,0 +1,38 @@
+"""Which engines may be used for what."""
+
+from __future__ import annotations
+
+import pytest
+
+from halograd.kernels import KernelError
+from halograd.kernels.cudnn.precision import Arithmetic
+
+
+def test_strict_float32_refuses_rounded_factors():
+    notes = Arithmetic().refused("float32")
+    assert {"TENSOR_CORE", "DOWN_CONVERT_INPUTS", "FFT", "WINOGRAD"} <= set(notes) and "NONDETERMINISTIC" not in notes
+    assert Arithmetic("tf32").refused("float32") == ()
+
+
+def test_sixteen_bits_are_summed_in_float32():
+    for dtype in ("float16", "bfloat16"):
+        assert Arithmetic().refused(dtype) == ("REDUCED_PRECISION_REDUCTION",)
+        assert Arithmetic("tf32").compute_type(dtype) == 68
+    assert Arithmetic().refused("float64") == ()
+
+
+def test_deterministic_mode_refuses_atomic_sums_of_every_dtype():
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        assert Arithmetic("strict", True).refused(dtype)[-1] == "NONDETERMINISTIC"
+
+
+def test_arithmetic_of_matrix_products():
+    assert Arithmetic().compute_type("float32") == 68 and Arithmetic("tf32").compute_type("float32") == 77
+    assert Arithmetic("tf32").compute_type("float64") == 70
+
+
+def test_unknown_precision_is_refused():
+    with pytest.raises(
+        KernelError, match=r"^expected a precision out of strict, tf32, got 'bf16'; choose one \(float16"
+    ):
+        Arithmetic("bf16")
