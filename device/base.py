@@ -22,7 +22,7 @@ import numpy as np
 
 from halograd.errors import UserError
 
-__all__ = ["Device", "DeviceError", "DeviceMemory", "Stamp", "Ticket"]
+__all__ = ["Device", "DeviceError", "DeviceMemory", "Stamp", "Ticket", "packed_as"]
 
 
 class DeviceError(UserError):
@@ -197,3 +197,8 @@ class Device(ABC):
     def describe(self) -> str:
         """One line for the log."""
         return self.name
+
+
+def packed_as(values: Any, target: Any) -> np.ndarray:
+    """Host values as a packed array of the shape and dtype of `target`; `ascontiguousarray` adds a missing axis."""
+    return np.array(np.broadcast_to(values, target.shape), target.dtype, order="C", copy=True)

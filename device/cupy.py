@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device.base import Device, DeviceError, DeviceMemory, Ticket
+from halograd.device.base import Device, DeviceError, DeviceMemory, Ticket, packed_as
 from halograd.device.registry import register, unregister
 
 __all__ = ["CupyDevice", "count_devices", "import_cupy"]
@@ -128,7 +128,7 @@ class CupyDevice(Device):
         return np.asarray(array.get(stream=self.compute))
 
     def assign(self, target: Any, values: np.ndarray) -> None:
-        values = np.ascontiguousarray(np.broadcast_to(values, target.shape), target.dtype)
+        values = packed_as(values, target)
         if target.flags.c_contiguous:
             target.set(values, stream=self.compute)
         else:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.reduction import Reducer
 from halograd.training.shards import is_sharded, owned
 from halograd.training.store import Bucket, ParameterStore
 
-__all__ = ["clip_scale", "gradient_norm"]
+__all__ = ["DeviceClip", "clip_scale", "gradient_norm"]
 
 
 def gradient_norm(store: ParameterStore, comm: Communicator | None = None) -> float:
@@ -22,9 +24,13 @@ def gradient_norm(store: ParameterStore, comm: Communicator | None = None) -> fl
     squares = [_square(store, bucket) for bucket in store.buckets]
     if comm is None or (store.whole and not any(is_sharded(store, b) for b in store.buckets)):
         return math.sqrt(sum(squares))
-    # A block that several ranks hold is counted once: by each of them for its share, or for its shard.
-    holders = (1 if is_sharded(store, b) else b.colors.count(b.colors[store.rank]) for b in store.buckets)
-    return math.sqrt(comm.allreduce_scalar(float(sum(square / n for square, n in zip(squares, holders)))))
+    shares = (square / _holders(store, b) for square, b in zip(squares, store.buckets))
+    return math.sqrt(comm.allreduce_scalar(float(sum(shares))))
+
+
+def _holders(store: ParameterStore, bucket: Bucket) -> int:
+    """How often a square is counted: a block by each rank that holds it, for its share, a shard by its owner only."""
+    return 1 if is_sharded(store, bucket) else bucket.colors.count(bucket.colors[store.rank])
 
 
 def _square(store: ParameterStore, bucket: Bucket) -> float:
@@ -43,3 +49,50 @@ def clip_scale(store: ParameterStore, reducer: Reducer, max_norm: float) -> tupl
     reducer.wait()
     norm = gradient_norm(store, reducer.comm)
     return min(1.0, max_norm / (norm + 1e-6)), norm
+
+
+class DeviceClip:
+    """Clipping on a device: the norm and the factor stay there, and nobody waits for them. Collective.
+
+    Parameters
+    ----------
+    store
+        Whose gradients.
+    comm
+        Of the ranks that share them.
+    max_norm
+        The norm to come down to.
+    """
+
+    def __init__(self, store: ParameterStore, comm: Communicator, max_norm: float) -> None:
+        device = store.memory.device
+        self._store, self._max_norm = store, max_norm
+        self._square = device.zeros((1,), np.float64)
+        self._fetched = FetchedNumber(device)
+        self._sum = None if self._local else comm.reduction(self._square, kind="norm")
+        self.norm: PendingLoss | None = None
+
+    @property
+    def _local(self) -> bool:
+        return self._store.whole and self._store.scheme.name != "sharded"
+
+    def scale(self, reducer: Reducer) -> Any:
+        """Wait for the sums of all gradients; the factor, an array of no axes. Collective.
+
+        `norm` becomes known one step later, as a loss does.
+        """
+        reducer.wait()
+        store = self._store
+        self._square.fill(0)
+        for bucket in store.buckets:
+            grads = bucket.grads[owned(store, bucket)]
+            if grads.size:
+                self._square += np.dot(grads, grads) / (1 if self._local else _holders(store, bucket))
+        if self._sum is not None:
+            self._sum.run()
+        norm = np.sqrt(self._square[0])
+        if self.norm is not None and self.norm.value is None:
+            self.norm.value = self._fetched.read()
+        self._fetched.fetch(norm)
+        self.norm = PendingLoss(self._fetched.read)
+        return np.minimum(1.0, self._max_norm / (norm + 1e-6)).astype(store.dtype)

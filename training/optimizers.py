@@ -24,6 +24,8 @@ __all__ = ["LARS", "SGD", "Adam", "AdamW", "Optimizer"]
 
 # Elements per piece: parameter, gradient, two states and two scratch arrays of it fit a 1 MiB cache.
 PIECE = 1 << 15
+# On a device each piece costs some launches; this bounds the scratch arrays.
+DEVICE_PIECE = 1 << 22
 
 
 @dataclass
@@ -73,14 +75,19 @@ class Optimizer(ABC):
 
     def __init__(self, store: ParameterStore, weight_decay: float = 0.0) -> None:
         self.store, self.weight_decay = store, weight_decay
-        self.step, self.learning_rate, self.gradient_scale = 0, 0.0, 1.0
+        self.step, self.learning_rate = 0, 0.0
+        self.gradient_scale: Any = 1.0
+        self._scaled = False
+        self._piece_size = PIECE if store.memory.device.is_host else DEVICE_PIECE
         self._shards = self._owned_ranges()
         self._starts, sizes = self._places()
         self._arrays = [
             tuple(store.memory.keep((size,), store.dtype, "optimizer state") for _ in self.state_names)
             for size in sizes
         ]
-        self._scratch = [store.memory.keep((PIECE,), store.dtype, "optimizer scratch") for _ in range(2)]
+        longest = max((p.params.size for p in store.flats), default=0)
+        size = PIECE if store.memory.device.is_host else min(DEVICE_PIECE, longest)
+        self._scratch = [store.memory.keep((size,), store.dtype, "optimizer scratch") for _ in range(2)]
         self.bind()
 
     def bind(self) -> None:
@@ -100,8 +107,9 @@ class Optimizer(ABC):
         """``(start, stop, decayed, name)`` of the pieces; none holds both decayed and undecayed parameters."""
         own = owned(self.store, bucket)
         ranges = [(max(start, own.start), min(stop, own.stop), decayed) for start, stop, decayed in bucket.decays]
+        size = self._piece_size
         return [
-            (i, min(i + PIECE, stop), decayed, "") for start, stop, decayed in ranges for i in range(start, stop, PIECE)
+            (i, min(i + size, stop), decayed, "") for start, stop, decayed in ranges for i in range(start, stop, size)
         ]
 
     def _piece(self, bucket: Bucket, start: int, stop: int, decayed: bool, name: str) -> Piece:
@@ -110,10 +118,11 @@ class Optimizer(ABC):
         a, b = (s[: stop - start] for s in self._scratch)
         return Piece(bucket.params[start:stop], bucket.grads[start:stop], views, a, b, decayed, name)
 
-    def begin_step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
-        """A step begins: all updates of the last one are done."""
+    def begin_step(self, learning_rate: float, gradient_scale: Any = 1.0) -> None:
+        """A step begins: all updates of the last one are done. The scale may be an array of no axes on the device."""
         self.step += 1
         self.learning_rate, self.gradient_scale = learning_rate, gradient_scale
+        self._scaled = not isinstance(gradient_scale, (int, float)) or gradient_scale != 1.0
 
     def update(self, bucket: Bucket) -> None:
         """Update the parameters of one bucket, whose gradients are summed. Nothing is allocated."""
@@ -127,7 +136,7 @@ class Optimizer(ABC):
     def _gradient(self, piece: Piece, weight_decay: float) -> Any:
         """``gradient_scale * g + weight_decay * p``, in `piece.a` where it differs from `g`."""
         g = piece.g
-        if self.gradient_scale != 1.0:
+        if self._scaled:
             g = np.multiply(piece.g, self.gradient_scale, out=piece.a)
         if weight_decay and piece.decayed:
             np.multiply(piece.p, weight_decay, out=piece.b)
@@ -299,16 +308,18 @@ class LARS(Optimizer):
         super().__init__(store, weight_decay)
 
     def _ranges(self, bucket: Bucket) -> list[tuple[int, int, bool, str]]:
+        size = self._piece_size
         return [
-            (i, min(i + PIECE, where.stop), any(a <= where.start < b and d for a, b, d in bucket.decays), name)
+            (i, min(i + size, where.stop), any(a <= where.start < b and d for a, b, d in bucket.decays), name)
             for name, where in bucket.slices.items()
-            for i in range(where.start, where.stop, PIECE)
+            for i in range(where.start, where.stop, size)
         ]
 
     def update(self, bucket: Bucket) -> None:
         """Update one bucket: the norms of each parameter first, then its pieces."""
         pieces = self._pieces[id(bucket)]
-        rate, current = 1.0, ""
+        rate: Any = 1.0
+        current = ""
         for piece in pieces:
             if piece.name != current:
                 current = piece.name
@@ -316,12 +327,21 @@ class LARS(Optimizer):
             self._rate_now = self.learning_rate * rate
             self._apply(piece)
 
-    def _rate(self, name: str, bucket: Bucket) -> float:
+    def _rate(self, name: str, bucket: Bucket) -> Any:
         where = bucket.slices[name]
+        if not self.store.memory.device.is_host:
+            return self._rate_on_device(bucket.params[where], bucket.grads[where])
         p = math.sqrt(float(np.dot(bucket.params[where], bucket.params[where])))
         g = math.sqrt(float(np.dot(bucket.grads[where], bucket.grads[where]))) * self.gradient_scale
         below = g + self.weight_decay * p
         return self.trust * p / below if p > 0 and below > 0 else 1.0
+
+    def _rate_on_device(self, params: Any, grads: Any) -> Any:
+        """The same as an array of no axes there: the host does not look."""
+        p, g = (np.sqrt(np.dot(a, a).astype(np.float64)) for a in (params, grads))
+        below = g * self.gradient_scale + self.weight_decay * p
+        rate = np.where((p > 0) & (below > 0), self.trust * p / np.maximum(below, 1e-300), 1.0)
+        return rate.astype(params.dtype)
 
     def _apply(self, piece: Piece) -> None:
         (v,) = piece.state

@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
-import numpy as np
-
 from halograd.comm import Communicator, shards
 from halograd.layers.groups import group_of
 from halograd.training.store import Bucket, ParameterStore
@@ -29,7 +27,7 @@ def owned(store: ParameterStore, bucket: Bucket) -> slice:
     return shards(size, len(holders), store.dtype.itemsize)[holders.index(store.rank)]
 
 
-def gather_shards(comm: Communicator, store: ParameterStore, bucket: Bucket, shard: Any) -> np.ndarray:
+def gather_shards(comm: Communicator, store: ParameterStore, bucket: Bucket, shard: Any) -> Any:
     """An array as long as a bucket, of which the ranks have the elements that they own. Collective over `comm`.
 
     Returns
@@ -38,8 +36,8 @@ def gather_shards(comm: Communicator, store: ParameterStore, bucket: Bucket, sha
     """
     group = group_of(comm, bucket.colors)
     if group is None:
-        return np.empty(0, store.dtype)
-    whole = np.zeros(bucket.params.size, store.dtype)
+        return store.memory.device.empty((0,), store.dtype)
+    whole = store.memory.device.zeros((bucket.params.size,), store.dtype)
     whole[owned(store, bucket)] = shard
     with closing(group.reduction(whole, kind="gather", method="all_gather")) as gather:
         gather.run()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
-from halograd.training.clipping import clip_scale
+from halograd.training.clipping import DeviceClip, clip_scale
 from halograd.training.executor import Executor
 from halograd.training.optimizers import Optimizer
+from halograd.training.pending import PendingLoss
 from halograd.training.reduction.auto import AutoReduction, Tuning
 from halograd.training.schedules import Schedule
 from halograd.training.store import Bucket
@@ -69,8 +71,12 @@ class Trainer:
         if executor.reducer is None:
             raise ValueError("executor: expected one that trains, got trainable=False")
         self.executor, self.optimizer, self.schedule = executor, optimizer, schedule
-        self.clip_norm = clip_norm
-        self.gradient_norm: float | None = None
+        self.clip_norm, self._known = clip_norm, math.nan
+        self.gradient_norm: float | PendingLoss | None = None
+        self._last: PendingLoss | None = None
+        self._clip: DeviceClip | None = None
+        if clip_norm is not None and not executor.device.is_host:
+            self._clip = DeviceClip(executor.store, executor.comm, clip_norm)
         self._reducer = executor.reducer
         self._recorder = executor.recorder
         self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
@@ -86,41 +92,47 @@ class Trainer:
         self.optimizer.bind()
 
     def _timed_update(self, bucket: Bucket) -> None:
-        assert self._recorder is not None
-        begin = time.perf_counter()
-        self.optimizer.update(bucket)
-        self._recorder.span("update", "update", begin, time.perf_counter())
+        self.executor.timed("update", "update", partial(self.optimizer.update, bucket))
 
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
         return self.schedule(self.optimizer.step)
 
-    def step(self) -> float:
+    @property
+    def known_loss(self) -> float:
+        """The loss of the last step, or on a device that of the step before, which nobody has to wait for."""
+        return self._known
+
+    def step(self) -> float | PendingLoss:
         """One step on the batch in the inputs; the mean loss of the batch, before the update.
+
+        On a device the loss may still be computed when this returns: ``float()`` waits for it, on all ranks.
 
         Raises
         ------
         Diverged
-            If the loss is not finite; the parameters are left as they are.
+            If the loss is not finite; the parameters are left as they are. On a device it is seen one step later, when
+            they have been updated by what came of it.
         """
         if self.auto is None or self.auto.settled:
             return self._step()
         self.auto.before_step()
         begin = time.perf_counter()
-        loss = self._step()
+        loss = float(self._step())
         self.auto.after_step(time.perf_counter() - begin)
         return loss
 
-    def _step(self) -> float:
+    def _step(self) -> float | PendingLoss:
         executor = self.executor
         executor.mode.step = self.optimizer.step
         executor.mode.valid = executor.batch
         executor.forward(training=True)
         executor.backward()
-        loss = executor.loss_value()
-        if not math.isfinite(loss):
-            raise self._diverged(f"the loss is {loss}; lower schedule.learning_rate, or set training.clip_norm")
+        if not executor.device.is_host:
+            return self._step_on_device()
+        loss = self._known = executor.loss_value()
+        self._check_loss(loss)
         scale = 1.0
         if self.clip_norm is not None:
             scale, self.gradient_norm = clip_scale(executor.store, self._reducer, self.clip_norm)
@@ -129,6 +141,29 @@ class Trainer:
                 raise self._diverged(f"the norm of the gradients is {norm}; lower schedule.learning_rate")
         self.optimizer.begin_step(self.learning_rate, scale)
         return loss
+
+    def _step_on_device(self) -> PendingLoss:
+        """The rest of a step that waits for nothing but messages."""
+        norm = None if self._clip is None else self._clip.norm
+        scale = 1.0 if self._clip is None else self._clip.scale(self._reducer)
+        self._check_last()
+        if norm is not None and norm.value is not None and not math.isfinite(norm.value):
+            raise self._diverged(f"the norm of the gradients was {norm.value}; lower schedule.learning_rate")
+        self.gradient_norm = None if self._clip is None else self._clip.norm
+        self.optimizer.begin_step(self.learning_rate, scale)
+        self._last = self.executor.pending
+        assert self._last is not None
+        return self._last
+
+    def _check_last(self) -> None:
+        """The loss of the step before, which is known since this step's forward pass."""
+        if self._last is not None:
+            self._known = float(self._last)
+            self._check_loss(self._known)
+
+    def _check_loss(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise self._diverged(f"the loss is {loss}; lower schedule.learning_rate, or set training.clip_norm")
 
     def settle(self) -> None:
         """Return when all updates are done: before evaluation, checkpoints, reading parameters.
@@ -139,6 +174,7 @@ class Trainer:
             If a parameter is not finite: a checkpoint of it would be worthless.
         """
         self._reducer.settle()
+        self._check_last()
         store, comm = self.executor.store, self.executor.comm
         name = next((n for n, array in store.params.items() if not np.isfinite(array).all()), None)
         if not store.whole:

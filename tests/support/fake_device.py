@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from halograd.device import Device, register, unregister
+from halograd.device.base import packed_as
 from halograd.kernels.backend import Backend
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormKernels, Kernel
@@ -98,6 +99,13 @@ class FakeDevice(Device):
             assert np.array_equal(_bytes(pinned), _bytes(values)), "pinned memory changed while it was copied"
         self._uploads = [i for i in self._uploads if i[0] > number]
 
+    def _settle_uploads(self, pinned: np.ndarray) -> None:
+        """Nobody may have changed what is still being copied from there."""
+        for _, other, values in self._uploads:
+            if other is pinned:
+                assert np.array_equal(_bytes(other), _bytes(values)), "pinned memory changed while it was copied"
+        self._uploads = [i for i in self._uploads if i[1] is not pinned]
+
     def adopt(self, memory: np.ndarray) -> DeviceArray:
         self.allocations += 1
         return DeviceArray(memory, self)
@@ -121,7 +129,7 @@ class FakeDevice(Device):
         return array.get()
 
     def assign(self, target: Any, values: np.ndarray) -> None:
-        values = np.ascontiguousarray(np.broadcast_to(values, target.shape), target.dtype)
+        values = packed_as(values, target)
         if target.flags.c_contiguous:
             target.set(values)
         else:
@@ -129,15 +137,14 @@ class FakeDevice(Device):
 
     def download(self, array: Any, pinned: np.ndarray) -> None:
         assert array.flags.c_contiguous and pinned.flags.c_contiguous and array.nbytes == pinned.nbytes
+        self._settle_uploads(pinned)  # they are enqueued before, so they have read it when this writes
         self.enqueued()
         self._downloads.append((self.number, pinned, unwrap(array).copy()))
         _bytes(pinned).fill(POISON)
 
     def upload(self, pinned: np.ndarray, array: Any) -> None:
         assert array.flags.c_contiguous and pinned.flags.c_contiguous and array.nbytes == pinned.nbytes
-        for _, other, values in self._uploads:
-            if other is pinned:
-                assert np.array_equal(_bytes(other), _bytes(values)), "pinned memory changed while it was copied"
+        self._settle_uploads(pinned)
         self.enqueued()
         self._uploads.append((self.number, pinned, pinned.copy()))
         np.copyto(unwrap(array), pinned)

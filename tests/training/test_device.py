@@ -1,0 +1,118 @@
+"""Whole training steps on the double of a device: exact, without any synchronization, loss and norm read later."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels.numpy import NumpyBackend
+from halograd.layers.strategy import Strategy
+from halograd.models import lenet5, mesh, resnet, unet
+from halograd.training.executor import Executor
+from halograd.training.optimizers import LARS, SGD, Adam, AdamW
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Diverged, Trainer
+from tests.support.fake_device import FakeBackend
+from tests.training.test_exactness import fill
+
+STEPS = 3
+NETWORKS = {
+    "mesh": lambda: mesh(resolution=(20, 16), channels=3, widths=(4, 6), convs=1, decoder=True, pos_weight=3.0),
+    "resnet": lambda: resnet((1, 1, 1, 1), classes=5, resolution=36, width=4, name="small resnet"),
+    "unet": lambda: unet((16, 24), channels=2, classes=3, width=4, levels=2, name="small unet"),
+    "lenet": lambda: lenet5(classes=4, resolution=28),
+}
+OPTIMIZERS = {
+    "sgd": lambda store: SGD(store, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": lambda store: Adam(store, weight_decay=1e-3),
+    "adamw": lambda store: AdamW(store, weight_decay=1e-2),
+    "lars": lambda store: LARS(store, weight_decay=1e-3),
+}
+
+
+def train(network, comm, kernels, parts, optimizer="sgd", clip=None, dtype="float64", reduction=None, steps=STEPS):
+    """Losses, parameters and what the device counted between the first step and the last. Collective."""
+    strategy = Strategy(parts, bucket_bytes=4096, **(reduction or {}))
+    losses, counts = [], {}
+    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3) as executor:
+        trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Constant(0.01), clip_norm=clip)
+        device = executor.device
+        for step in range(steps):
+            fill(executor, step)
+            if not device.is_host and step == 1:
+                counts = {"syncs": len(device.synchronizations), "waits": device.waits, "idled": device.idled}
+            losses.append(trainer.step())
+        if counts:
+            now = {"syncs": len(device.synchronizations), "waits": device.waits, "idled": device.idled}
+            counts = {key: now[key] - counts[key] for key in counts}
+        trainer.settle()
+        params = {k: executor.device.to_host(v).copy() for k, v in executor.store.params.items()}
+        return np.array([float(loss) for loss in losses]), params, counts
+
+
+def both(name, comm, parts, **options):
+    """The same training on the host and on the device, up to the rounding of sums in another order."""
+    network = NETWORKS[name]()
+    expected, params, _ = train(network, comm, NumpyBackend(), parts, **options)
+    kernels = FakeBackend()
+    try:
+        found, ours, counts = train(network, comm, kernels, parts, **options)
+    finally:
+        kernels.close()
+    assert np.isfinite(expected).all()
+    bound = 1000 * np.finfo(options.get("dtype", "float64")).eps
+    np.testing.assert_allclose(found, expected, rtol=bound)
+    for key, array in params.items():
+        np.testing.assert_allclose(ours[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)
+    return counts
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_step_on_one_rank_never_waits_but_for_the_loss_of_the_step_before(name):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        counts = both(name, comm, {})
+    assert counts["syncs"] == 0
+    assert counts["waits"] == STEPS - 1, "one per step: the loss of the step before"
+    assert counts["idled"] == 0, "nothing was enqueued behind a loss that was waited for"
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("name", "axis"), [("mesh", "width"), ("resnet", "height"), ("unet", "height"), ("lenet", "sample")]
+)
+def test_steps_on_several_ranks_wait_for_messages_only(name, axis):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        assert both(name, comm, {axis: comm.size})["syncs"] == 0
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("clip", [None, 1e-3], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_steps_as_on_the_host(optimizer, clip):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        counts = both("mesh", comm, {"height": comm.size}, optimizer=optimizer, clip=clip)
+    assert counts["syncs"] == 0
+
+
+@pytest.mark.ranks(2)
+def test_float32_and_overlapped_halos():
+    with Communicator(MPI.COMM_WORLD) as comm:
+        options = {"options": {"halo": "overlap"}}
+        assert both("mesh", comm, {"height": 2}, dtype="float32", reduction=options)["syncs"] == 0
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_loss_that_is_not_finite_is_seen_one_step_later():
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        network, strategy = NETWORKS["lenet"](), Strategy({"sample": comm.size})
+        with Executor(network, comm, kernels, 4, strategy, "float64") as executor:
+            trainer = Trainer(executor, SGD(executor.store), Constant(0.01))
+            fill(executor, 0)
+            executor.device.assign(executor.input("x").array, np.full(executor.input("x").array.shape, np.inf))
+            with np.errstate(all="ignore"):
+                trainer.step()
+                with pytest.raises(Diverged, match="the loss is nan"):
+                    trainer.step()
+    kernels.close()
