@@ -7,7 +7,7 @@ from halograd.comm import CommError, Communicator
 from halograd.comm.rounding import Rounding
 
 pytestmark = pytest.mark.mpi
-SIZES = (1, 15, 100, 16_391, 400_003)  # fewer than ranks, no multiple of anything, several pieces
+SIZES = (1, 15, 16_391, 150_003)  # fewer than ranks, no multiple of anything, several pieces
 HALF_ULP = 2.0**-8
 
 
@@ -69,7 +69,7 @@ def everything_taken(communicator, total):
     return whole
 
 
-@pytest.mark.parametrize("count", [15, 100_003])
+@pytest.mark.parametrize("count", [15, 33_003])
 def test_what_is_rounded_away_comes_back_in_later_sums(communicator, count):
     """The sum of T results is that of the summands but for one rounding, not T: all of it lies in the errors."""
     steps, mine = 40, np.abs(summand(communicator.rank, count)) + 1
@@ -92,7 +92,7 @@ def test_what_is_rounded_away_comes_back_in_later_sums(communicator, count):
 
 
 def test_transports_agree_bit_for_bit(comm):
-    count, results = 70_001, []
+    count, results = 33_001, []
     for transport in ("mpi", "shared", "auto", "emulated:alpha=1e-5,beta=1e-11"):
         with Communicator(comm, transport) as communicator:
             total = communicator.reduction(np.zeros(count, "float32"), method="rounded").on_host
@@ -109,7 +109,7 @@ def test_transports_agree_bit_for_bit(comm):
 @pytest.mark.parametrize("method", ["ordered", "rounded"])
 def test_several_at_once_finish_in_any_order_on_each_rank(communicator, method):
     order = np.roll((3, 1, 0, 2), communicator.rank)
-    counts = (1, 1000, 50_000, 200_000)
+    counts = (1, 1000, 20_000, 70_000)
     totals = [communicator.reduction(np.zeros(count, "float32"), method=method) for count in counts]
     for step in range(4):
         for count, total in zip(counts, totals):

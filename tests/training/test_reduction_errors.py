@@ -1,0 +1,109 @@
+"""What rounding of gradients takes away survives a checkpoint, a change of chunks, and another decomposition."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.training.checkpoint import Snapshot, read_checkpoint, write_checkpoint
+from tests.training.reductions import BUCKET, advance, build, trainer_of
+
+pytestmark = pytest.mark.mpi(min_size=2)
+ROUNDED = Scheme("bucketed", payload="bfloat16")
+HALF, STEPS = 3, 6
+
+
+@pytest.fixture
+def folder(tmp_path_factory):
+    """One folder for all ranks."""
+    return MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("errors")) if MPI.COMM_WORLD.rank == 0 else None)
+
+
+@pytest.fixture
+def comm_():
+    with Communicator(MPI.COMM_WORLD) as comm:
+        yield comm
+
+
+def begin(comm, strategy, path):
+    """Half of the steps, a checkpoint, the other half: whole errors at the checkpoint, and parameters at the end."""
+    with build("lenet", comm, strategy) as executor:
+        trainer = trainer_of(executor)
+        advance(trainer, range(HALF))
+        trainer.settle()
+        snapshot = Snapshot.of(executor.store, trainer.optimizer, comm)
+        errors = {} if snapshot is None else {k: v.copy() for k, v in snapshot.errors.items()}
+        if snapshot is not None:
+            write_checkpoint(path, snapshot)
+        comm.barrier()
+        losses = advance(trainer, range(HALF, STEPS))
+        trainer.settle()
+        return comm.bcast(errors), losses, {k: v.copy() for k, v in executor.store.params.items()}
+
+
+def data(size):
+    return Strategy({"sample": size}, bucket_bytes=BUCKET, reduction=ROUNDED)
+
+
+def cut(size):
+    layers = {"conv2": {"channel": size}, "dense4": {"channel": 2}, "dense5": {"sample": 1}}
+    return Strategy({"height": size}, layers, bucket_bytes=1, reduction=ROUNDED)
+
+
+@pytest.mark.parametrize("strategy", [data, cut])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(comm_, folder, strategy):
+    strategy = strategy(comm_.size)
+    errors, losses, params = begin(comm_, strategy, f"{folder}/step.h5")
+    assert sum(np.count_nonzero(e) for e in errors.values()) > 1000, "something was rounded away"
+    with build("lenet", comm_, strategy) as executor:
+        trainer = trainer_of(executor)
+        read_checkpoint(f"{folder}/step.h5", executor.store, trainer.optimizer)
+        assert advance(trainer, range(HALF, STEPS)) == losses
+        trainer.settle()
+        for key, array in executor.store.params.items():
+            np.testing.assert_array_equal(array, params[key])
+
+
+@pytest.mark.parametrize("other", [cut, lambda size: Strategy({"width": size}, bucket_bytes=1, reduction=ROUNDED)])
+def test_errors_go_on_under_another_decomposition(comm_, folder, other):
+    errors, _, _ = begin(comm_, data(comm_.size), f"{folder}/step.h5")
+    with build("lenet", comm_, other(comm_.size)) as executor:
+        read_checkpoint(f"{folder}/step.h5", executor.store)
+        for key, array in executor.store.errors.items():
+            found = np.zeros_like(errors[key])
+            found[executor.store.box(key).slices()] = array
+            comm_.reduction(found).run()
+            np.testing.assert_array_equal(found, errors[key], err_msg=key)
+
+
+def test_a_run_that_rounded_nothing_before_begins_with_no_errors(comm_, folder):
+    plain = Strategy({"sample": comm_.size})
+    errors, _, _ = begin(comm_, plain, f"{folder}/step.h5")
+    assert not errors
+    with build("lenet", comm_, data(comm_.size)) as executor:
+        for array in executor.store.errors.values():
+            array.fill(1.0)
+        read_checkpoint(f"{folder}/step.h5", executor.store)
+        assert not any(array.any() for array in executor.store.errors.values())
+
+
+def test_errors_survive_a_change_of_chunks(comm_):
+    """The sum of all that was taken away is the same before and after."""
+
+    def everything(executor):
+        executor.reducer.settle()
+        total = {k: v.copy() for k, v in executor.store.errors.items()}
+        for array in total.values():
+            comm_.reduction(array).run()
+        return total
+
+    with build("lenet", comm_, data(comm_.size)) as executor:
+        advance(trainer_of(executor), range(HALF))
+        before = everything(executor)
+        executor.reduce_by(Scheme("per_layer", payload="bfloat16"))
+        after = everything(executor)
+    assert any(array.any() for array in before.values())
+    for key, array in before.items():
+        np.testing.assert_array_equal(array, after[key])
