@@ -13,6 +13,7 @@ from halograd.kernels import Backend, KernelError, get_backend
 EPS = {
     np.dtype(np.float64): 2.0**-52,
     np.dtype(np.float32): 2.0**-23,
+    np.dtype(np.float16): 2.0**-10,
     np.dtype(ml_dtypes.bfloat16): 2.0**-7,
 }
 

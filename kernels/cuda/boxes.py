@@ -1,0 +1,100 @@
+"""Copies between lists of strided boxes, and margins: one launch for a whole list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.cuda.device import Device, address
+from halograd.kernels.cuda.launch import LARGE, Launch, sequence
+from halograd.kernels.cuda.sources import Program, dtype_name
+from halograd.kernels.cuda.strided import AXES, Joined, joined_bytes
+from halograd.kernels.errors import KernelError
+from halograd.kernels.kernel import Kernel, idle
+
+__all__ = ["add_into", "copy", "fill"]
+
+WORDS_PER_BLOCK = 1024
+#: Members of ``Piece`` in boxes.cu.
+COLUMNS = 4 + 3 * AXES
+
+
+def copy(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
+    """Copy every source view to its target view, by bytes; source and target of all pairs must not overlap."""
+    pairs = _checked("copy", pairs)
+    if not pairs:
+        return idle()
+    word = min(joined_bytes("copy", *pair).lanes for pair in pairs)
+    joined = [joined_bytes("copy", *pair, lanes=(word,)) for pair in pairs]
+    heads = [(address(source), address(target)) for source, target in pairs]
+    return _kernel(device, f"copy_{word}", "float32", joined, heads, pairs)
+
+
+def add_into(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
+    """Add every source view to its target view; targets must not overlap one another."""
+    pairs = _checked("add_into", pairs)
+    if not pairs:
+        return idle()
+    size, dtype = np.dtype(pairs[0][1].dtype).itemsize, dtype_name(pairs[0][1])
+    if any(dtype_name(view) != dtype for pair in pairs for view in pair):
+        raise KernelError(f"add_into: expected arrays of one dtype, got {dtype} and others; convert them")
+    word = min(joined_bytes("add_into", *pair, lanes=(16, size)).lanes for pair in pairs)
+    joined = [joined_bytes("add_into", *pair, lanes=(word,)) for pair in pairs]
+    heads = [(address(source), address(target)) for source, target in pairs]
+    name = "add_into_v" if word == 16 else "add_into_1"
+    return _kernel(device, name, dtype, joined, heads, pairs)
+
+
+def fill(device: Device, value: float, arrays: Sequence[Any]) -> Kernel:
+    """Write `value` into every array or view, whatever its dtype; for margins and sums that begin."""
+    views = [a for a in arrays if a is not None and a.size]
+    if not views:
+        return idle()
+    word = min(joined_bytes("fill", a).lanes for a in views)
+    joined = [joined_bytes("fill", a, lanes=(word,)) for a in views]
+    joined = [Joined(j.shape, (j.strides[0], j.strides[0]), j.lanes) for j in joined]
+    heads = [(_pattern(value, a), address(a)) for a in views]
+    return _kernel(device, f"fill_{word}", "float32", joined, heads, views)
+
+
+def _pattern(value: float, array: Any) -> int:
+    """Eight bytes of the value, repeated."""
+    one = np.full((1,), value, array.dtype).tobytes()
+    if 8 % len(one):
+        raise KernelError(f"fill: expected elements of 1, 2, 4 or 8 bytes, got {len(one)}; fill it as another dtype")
+    return int.from_bytes(one * (8 // len(one)), "little")
+
+
+def _checked(what: str, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    for source, target in pairs:
+        if tuple(source.shape) != tuple(target.shape):
+            raise KernelError(f"{what}: expected pairs of one shape, got {source.shape} and {target.shape}")
+        if np.dtype(source.dtype).itemsize != np.dtype(target.dtype).itemsize:
+            raise KernelError(f"{what}: expected pairs of one dtype, got {source.dtype} and {target.dtype}; use cast")
+    return [pair for pair in pairs if pair[0].size]
+
+
+def _kernel(
+    device: Device,
+    name: str,
+    dtype: str,
+    joined: Sequence[Joined],
+    heads: Sequence[tuple[int, int]],
+    kept: Any,
+) -> Kernel:
+    table = np.zeros((len(joined), COLUMNS), np.uint64)
+    blocks = 0
+    for row, piece, (source, target) in zip(table, joined, heads):
+        strides = (piece.padded(s, 0) for s in piece.strides)
+        signed = np.array([blocks, piece.items, *piece.padded(piece.shape, 1), *(n for s in strides for n in s)])
+        row[:2], row[2:] = (source, target), signed.astype(np.int64).view(np.uint64)
+        blocks += math.ceil(piece.items / WORDS_PER_BLOCK)
+    pieces = device.upload(table)
+    program = Program("boxes", (dtype,), max(j.items for j in joined) >= LARGE)
+    launch = Launch(device, program, name, (blocks,), pieces=pieces, count=len(joined))
+    # The table holds bare addresses: the arrays must live as long as the kernel.
+    launch.keep(kept)
+    return sequence(name.rsplit("_", 1)[0], launch, workspace_bytes=table.nbytes)

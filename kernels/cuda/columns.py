@@ -1,0 +1,135 @@
+"""Grids of the kernels that go down the rows of ``(batch, rows, channels)``, and sums per channel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.checks import check_packed
+from halograd.kernels.cuda.device import THREADS, Device
+from halograd.kernels.cuda.launch import Launch, power_of_two, run_all, scalar_program, vector_lanes
+from halograd.kernels.cuda.sources import dtype_name
+from halograd.kernels.errors import KernelError
+from halograd.kernels.kernel import Kernel, ScratchKernel, idle
+from halograd.kernels.scratch import Scratch
+
+__all__ = ["FINISH_BLOCK", "ColumnsGrid", "bias_gradient", "row_sums"]
+
+TILE = 8
+#: Threads of the kernels that add partial sums up: (channels, threads per channel).
+FINISH_BLOCK = (8, 32)
+
+
+@dataclass(frozen=True)
+class ColumnsGrid:
+    """Blocks over (channels, chunks of rows, batch).
+
+    Attributes
+    ----------
+    lanes
+        Channels per thread: 16 bytes' worth, or 1.
+    suffix
+        Of the kernel's name.
+    """
+
+    batch: int
+    rows: int
+    channels: int
+    lanes: int
+    block: tuple[int, int]
+    grid: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, device: Device, batch: int, rows: int, channels: int, *arrays: Any, per_unit: int = 4) -> ColumnsGrid:
+        """A grid with about `per_unit` blocks on each multiprocessor."""
+        lanes = vector_lanes(channels, *arrays)
+        threads = power_of_two(channels // lanes, 32)
+        block = (threads, THREADS // threads)
+        tiles = math.ceil(channels / (lanes * threads))
+        wanted = math.ceil(device.blocks(per_unit) / (tiles * batch))
+        chunks = max(1, min(wanted, math.ceil(rows / (block[1] * TILE)), 65535))
+        return cls(batch, rows, channels, lanes, block, (tiles, chunks, batch))
+
+    @property
+    def suffix(self) -> str:
+        return "1" if self.lanes == 1 else "v"
+
+    @property
+    def chunks(self) -> int:
+        """Partial sums per channel."""
+        return self.grid[1]
+
+    @property
+    def partial_shape(self) -> tuple[int, ...]:
+        """Shape of the partial sums, float64."""
+        return (self.batch, self.chunks, 2, self.channels)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Size of the partial sums [B]."""
+        return 8 * math.prod(self.partial_shape)
+
+    @property
+    def finish_grid(self) -> tuple[int, int, int]:
+        """Grid of the kernels that add the partial sums up."""
+        return (math.ceil(self.channels / FINISH_BLOCK[0]), 1, self.batch)
+
+
+def with_partial(scratch: Scratch, grid: ColumnsGrid, impl: str, *launches: Launch, uses: int = 2) -> Kernel:
+    """A kernel whose first `uses` launches leave and read partial sums in scratch memory."""
+    run = run_all(launches)
+
+    def bind() -> Callable[[], Any]:
+        partial = scratch.view(grid.partial_shape, np.float64)
+        for launch in launches[:uses]:
+            launch.set(partial=partial)
+        return run
+
+    return ScratchKernel(bind, scratch, grid.partial_bytes, f"cuda:{impl}")
+
+
+def row_sums(
+    device: Device, scratch: Scratch, impl: str, dy: Any, first: Any, second: Any = None, **members: Any
+) -> Kernel:
+    """Column sums of dy and, with `moments`, of ``dy * xhat``; see channel_sums.cu."""
+    channels = dy.shape[-1]
+    rows = dy.size // channels
+    arrays = [a for a in (dy, members.get("x"), members.get("y")) if a is not None]
+    grid = ColumnsGrid.of(device, 1, rows, channels, *arrays)
+    program = scalar_program("channel_sums", *arrays)
+    codes = {"first_code": _code(dy, first), "second_code": _code(dy, second)}
+    given = {"dy": dy, "first": first, "second": second, **codes, **members}
+    given.update(rows=rows, channels=channels, chunks=grid.chunks)
+    return with_partial(
+        scratch,
+        grid,
+        impl,
+        Launch(device, program, f"row_sums_{grid.suffix}", grid.grid, grid.block, **given),
+        Launch(device, program, "finish_row_sums", grid.finish_grid, FINISH_BLOCK, **given),
+    )
+
+
+def _code(dy: Any, out: Any) -> int:
+    """0: of the dtype of the data, 1: float32, 2: float64."""
+    if out is None:
+        return 0
+    name = dtype_name(out)
+    if name not in (dtype_name(dy), "float32", "float64"):
+        raise KernelError(f"sums: expected dtype {dtype_name(dy)}, float32 or float64, got {name}; convert it after")
+    return {"float32": 1, "float64": 2}.get(name, 0)
+
+
+def bias_gradient(device: Device, scratch: Scratch, dy: Any, db: Any) -> Kernel:
+    """``db`` = sum of dy over all but the channels."""
+    check_packed("bias_gradient", dy=dy, db=db)
+    if tuple(db.shape) != (dy.shape[-1],):
+        raise KernelError(f"bias_gradient: expected db of shape {(dy.shape[-1],)}, got {tuple(db.shape)}")
+    if not db.size:
+        return idle()
+    if not dy.size:
+        return Kernel(lambda: db.fill(0), "empty")
+    return row_sums(device, scratch, "bias_gradient", dy, db)

@@ -1,0 +1,169 @@
+"""The CUDA C++ sources as text: programs, their kernels, and the layout of the struct that each kernel takes.
+
+The struct in the source is the one declaration of a kernel's arguments. All its members are 8 bytes long, so a
+NumPy record of the same members has the same layout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.errors import KernelError
+
+__all__ = ["CODES", "ELEMENTS", "INDEX", "PROGRAMS", "Program", "dtype_name", "kernels_of", "record_of", "text_of"]
+
+FOLDER = Path(__file__).parent / "src"
+
+#: C++ type of each dtype of data.
+ELEMENTS = {"float32": "float", "float64": "double", "float16": "Half", "bfloat16": "Bfloat16"}
+#: What ``number_at`` in common.cuh calls the dtypes of targets.
+CODES = {
+    "float32": 0,
+    "float64": 1,
+    "float16": 2,
+    "bfloat16": 3,
+    "int8": 4,
+    "uint8": 5,
+    "bool": 5,
+    "int16": 6,
+    "uint16": 7,
+    "int32": 8,
+    "uint32": 9,
+    "int64": 10,
+    "uint64": 11,
+}
+#: Type of an offset, by whether arrays are large.
+INDEX = {False: "int", True: "int64"}
+
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+_DEFINE = re.compile(r"^#define (\w+) (\d+)$", re.MULTILINE)
+_STRUCT = re.compile(r"^struct (\w+Params) \{\n(.*?)^\};$", re.MULTILINE | re.DOTALL)
+_MEMBER = re.compile(r"^(?:const )?(\w+)(\*?) (\w+)((?:\[\w+\])*);$")
+_KERNEL = re.compile(r"^(?:BLOCK_)?KERNEL\((\w+), (\w+)\) \{", re.MULTILINE)
+_NUMBERS = {"int64": np.int64, "uint64": np.uint64, "double": np.float64}
+
+
+def dtype_name(array: Any) -> str:
+    """Name of the dtype of an array, or of a dtype: ``"float32"``, ``"bfloat16"``."""
+    return str(np.dtype(getattr(array, "dtype", array)).name)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A source compiled for certain element types.
+
+    Parameters
+    ----------
+    source
+        Name of a file without ``.cu``.
+    dtypes
+        Of ``SCALAR``, ``SECOND`` and ``THIRD``, as many as the source uses.
+    large
+        Whether offsets need 64 bits.
+    """
+
+    source: str
+    dtypes: tuple[str, ...] = ("float32",)
+    large: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = [d for d in self.dtypes if d not in ELEMENTS]
+        if unknown:
+            raise KernelError(
+                f"{self.source}: expected a dtype out of {', '.join(ELEMENTS)}, got {unknown[0]}; convert the array"
+            )
+
+    @property
+    def defines(self) -> dict[str, str]:
+        """Macros that the program is compiled with."""
+        names = ("SCALAR", "SECOND", "THIRD")
+        return {**{n: ELEMENTS[d] for n, d in zip(names, self.dtypes)}, "INDEX": INDEX[self.large]}
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options for NVRTC besides the architecture. No fast math: NaN and rounding are part of the contract."""
+        return ("-std=c++17", *(f"-D{name}={value}" for name, value in self.defines.items()))
+
+    @property
+    def text(self) -> str:
+        """The source with its includes in place."""
+        return text_of(self.source)
+
+    def __str__(self) -> str:
+        return f"{self.source}<{', '.join(self.dtypes)}>" + (" large" if self.large else "")
+
+
+@cache
+def text_of(source: str) -> str:
+    """A source with its includes in place, each once."""
+    return _expand((FOLDER / f"{source}.cu").read_text(encoding="utf-8"), set())
+
+
+def _expand(text: str, seen: set[str]) -> str:
+    def replace(found: re.Match[str]) -> str:
+        name = found.group(1)
+        if name in seen:
+            return ""
+        seen.add(name)
+        included = (FOLDER / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
+        return _expand(included, seen)
+
+    return _INCLUDE.sub(replace, text)
+
+
+@cache
+def kernels_of(source: str) -> Mapping[str, str]:
+    """The kernels of a source: name and the struct that each takes."""
+    return dict(_KERNEL.findall(text_of(source)))
+
+
+@cache
+def record_of(source: str, struct: str) -> np.dtype:
+    """The layout of a struct as a NumPy record.
+
+    Raises
+    ------
+    AssertionError
+        If a member is not of the types that are 8 bytes long.
+    """
+    text = text_of(source)
+    sizes = {name: int(value) for name, value in _DEFINE.findall(text)}
+    bodies = dict(_STRUCT.findall(text))
+    fields: list[tuple[Any, ...]] = []
+    for line in bodies[struct].splitlines():
+        member = line.split("//")[0].strip()
+        if not member:
+            continue
+        found = _MEMBER.match(member)
+        if found is None:
+            raise AssertionError(f"{source}.cu: expected one member per line in {struct}, got {line!r}")
+        kind, pointer, name, extents = found.groups()
+        if not pointer and kind not in _NUMBERS:
+            raise AssertionError(f"{source}.cu: expected members of 8 bytes in {struct}, got {line!r}")
+        shape = tuple(sizes[e] if e in sizes else int(e) for e in re.findall(r"\[(\w+)\]", extents))
+        fields.append((name, np.uint64 if pointer else _NUMBERS[kind], shape))
+    return np.dtype(fields)
+
+
+#: Sources and the number of dtypes that each is compiled for.
+PROGRAMS = {
+    "boxes": 1,
+    "cast": 2,
+    "channel_norm": 1,
+    "channel_sums": 1,
+    "dropout": 1,
+    "elementwise": 1,
+    "loss": 1,
+    "norm": 1,
+    "optimizer": 3,
+    "pool": 1,
+    "reduce": 1,
+    "resize": 1,
+}

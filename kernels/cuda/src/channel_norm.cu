@@ -1,0 +1,77 @@
+// Normalization over the channels of each row, x (rows, channels): layer norm of a position.
+#include "rows.cuh"
+
+struct ChannelNormParams {
+    const T* x;
+    T* y;
+    const T* dy;
+    T* dx;  // or none: sums of gradients only
+    const void* gamma;
+    const void* beta;
+    int64 gamma_float;
+    int64 beta_float;
+    A* moments;  // (rows, 2): mean and 1 / deviation, written forward
+    int64 rows;
+    int64 channels;
+    int64 relu;
+    double eps;
+};
+
+// Every row in turn for all the rows of threads of the grid alike, so that they meet at the barriers.
+DEVICE Index first_row() { return Index(blockIdx.x) * Index(blockDim.y); }
+DEVICE Index row_step() { return Index(gridDim.x) * Index(blockDim.y); }
+
+BLOCK_KERNEL(channel_forward, ChannelNormParams) {
+    const Index channels = Index(p.channels), lanes = Index(blockDim.x);
+    for (Index start = first_row(); start < Index(p.rows); start += row_step()) {
+        const Index row = start + Index(threadIdx.y);
+        const bool active = row < Index(p.rows);
+        const T* x = p.x + row * channels;
+        A sum = 0;
+        for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) sum += widen(x[c]);
+        const A mean = across_lanes<Add>(sum) / A(channels);
+        A squares = 0;
+        for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
+            const A d = widen(x[c]) - mean;
+            squares += d * d;
+        }
+        const A inverse = A(1) / sqrt(across_lanes<Add>(squares) / A(channels) + A(p.eps));
+        if (!active) continue;
+        if (p.moments && threadIdx.x == 0) {
+            p.moments[2 * row] = mean;
+            p.moments[2 * row + 1] = inverse;
+        }
+        for (Index c = Index(threadIdx.x); c < channels; c += lanes) {
+            A y = (widen(x[c]) - mean) * inverse;
+            if (p.gamma) y = y * parameter(p.gamma, p.gamma_float, c) + parameter(p.beta, p.beta_float, c);
+            narrow(p.relu ? rectify(y) : y, p.y[row * channels + c]);
+        }
+    }
+}
+
+DEVICE A masked(const ChannelNormParams& p, Index at) {
+    return p.relu && !(widen(p.y[at]) > A(0)) ? A(0) : widen(p.dy[at]);
+}
+
+// dx = inverse * (g - mean of g - xhat * mean of g * xhat), g = gamma * dy'.
+BLOCK_KERNEL(channel_backward, ChannelNormParams) {
+    const Index channels = Index(p.channels), lanes = Index(blockDim.x);
+    for (Index start = first_row(); start < Index(p.rows); start += row_step()) {
+        const Index row = start + Index(threadIdx.y), base = row * channels;
+        const bool active = row < Index(p.rows);
+        const A mean = active ? p.moments[2 * row] : A(0), inverse = active ? p.moments[2 * row + 1] : A(0);
+        A first = 0, second = 0;
+        for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
+            const A g = masked(p, base + c) * (p.gamma ? parameter(p.gamma, p.gamma_float, c) : A(1));
+            first += g;
+            second += g * ((widen(p.x[base + c]) - mean) * inverse);
+        }
+        first = across_lanes<Add>(first) / A(channels);
+        second = across_lanes<Add>(second) / A(channels);
+        for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
+            const A g = masked(p, base + c) * (p.gamma ? parameter(p.gamma, p.gamma_float, c) : A(1));
+            const A xhat = (widen(p.x[base + c]) - mean) * inverse;
+            narrow(inverse * (g - first - xhat * second), p.dx[base + c]);
+        }
+    }
+}

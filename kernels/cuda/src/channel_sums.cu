@@ -1,0 +1,66 @@
+// Sums over all rows of dy' and of dy' * xhat where every row has its own mean and deviation, and plain column sums.
+#include "columns.cuh"
+
+struct ChannelSumsParams {
+    const T* x;
+    const T* y;
+    const T* dy;
+    const A* moments;  // (rows, 2), or none: only the sums of dy are wanted
+    double* partial;
+    void* first;  // (channels), of the codes' dtypes: sums of dy'
+    void* second;
+    int64 first_code;  // 0: T, 1: float, 2: double
+    int64 second_code;
+    int64 chunks;
+    int64 rows;
+    int64 channels;
+    int64 relu;
+};
+
+template <int V> DEVICE void row_sums(const ChannelSumsParams& p) {
+    const Columns at = columns<V>(p.rows, p.channels);
+    double sums[2][V] = {};
+    if (at.inside) {
+        for (Index row = at.row; row < at.rows; row += TILE * at.step) {
+            A first[V] = {}, second[V] = {};
+#pragma unroll
+            for (int t = 0; t < TILE; ++t) {
+                const Index r = row + t * at.step;
+                if (r >= at.rows) continue;
+                A x[V], y[V], dy[V];
+                load<V>(p.dy + element(at, r), dy);
+                if (p.relu) load<V>(p.y + element(at, r), y);
+                if (p.moments) load<V>(p.x + element(at, r), x);
+#pragma unroll
+                for (int k = 0; k < V; ++k) {
+                    const A gradient = p.relu && !(y[k] > A(0)) ? A(0) : dy[k];
+                    first[k] += gradient;
+                    if (p.moments) second[k] += gradient * ((x[k] - p.moments[2 * r]) * p.moments[2 * r + 1]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                sums[0][k] += double(first[k]);
+                sums[1][k] += double(second[k]);
+            }
+        }
+    }
+    leave_partial<V>(at, sums, p.partial);
+}
+
+DEVICE void put(double value, void* out, int64 code, Index i) {
+    if (code == 2) static_cast<double*>(out)[i] = value;
+    else set_parameter(value, out, code, i);
+}
+
+BLOCK_KERNEL(row_sums_1, ChannelSumsParams) { row_sums<1>(p); }
+BLOCK_KERNEL(row_sums_v, ChannelSumsParams) { row_sums<VECTOR>(p); }
+
+BLOCK_KERNEL(finish_row_sums, ChannelSumsParams) {
+    double sums[2];
+    const Index c = Index(blockIdx.x) * Index(blockDim.x) + Index(threadIdx.x);
+    add_partials(p.partial, Index(p.chunks), Index(p.channels), c, sums);
+    if (threadIdx.y != 0 || c >= Index(p.channels)) return;
+    put(sums[0], p.first, p.first_code, c);
+    if (p.second) put(sums[1], p.second, p.second_code, c);
+}

@@ -1,0 +1,50 @@
+// Dropout by a hash of the global index: the same bits as layers/dropout.py, on any decomposition. Backward draws the
+// mask again from the same state, which costs less than to store and load it.
+#include "common.cuh"
+
+#define AXES 5
+#define GOLDEN 0x9E3779B97F4A7C15ull
+
+struct DropoutParams {
+    const T* x;
+    T* y;
+    const uint64* state;  // [seed, step], on the device
+    uint64 salt;
+    uint64 threshold;
+    uint64 base;         // GOLDEN * global index of the first element, modulo 2^64
+    uint64 steps[AXES];  // GOLDEN * global stride of each axis, modulo 2^64
+    int64 shape[AXES];   // of the block; the last axis in vectors
+    int64 axes;
+    int64 items;
+    double scale;
+};
+
+// The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+DEVICE uint64 mix(uint64 z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
+template <int V> DEVICE void dropout(const DropoutParams& p) {
+    const uint64 key = mix(mix(mix(p.state[0] + GOLDEN) + p.state[1] + GOLDEN) + p.salt + GOLDEN);
+    const A scale = A(p.scale);
+    for (Index item = first_item(); item < Index(p.items); item += item_step()) {
+        uint64 counter = key + p.base;
+        Index rest = item;
+        for (int axis = int(p.axes) - 1; axis > 0; --axis) {
+            counter += uint64(rest % Index(p.shape[axis])) * p.steps[axis];
+            rest /= Index(p.shape[axis]);
+        }
+        counter += uint64(rest) * p.steps[0];
+        A x[V];
+        load<V>(p.x + item * V, x);
+#pragma unroll
+        // Set, not multiplied by zero: an infinite element that is dropped must not become NaN.
+        for (int k = 0; k < V; ++k) x[k] = mix(counter + uint64(k) * GOLDEN) < p.threshold ? A(0) : x[k] * scale;
+        store<V>(x, p.y + item * V);
+    }
+}
+
+KERNEL(dropout_1, DropoutParams) { dropout<1>(p); }
+KERNEL(dropout_v, DropoutParams) { dropout<VECTOR>(p); }

@@ -1,0 +1,153 @@
+// Losses with their gradients in one pass. Blocks leave partial sums in double; `finish` adds them up.
+#include "rows.cuh"
+
+struct LossParams {
+    const T* x;          // (rows, channels)
+    const void* target;  // (rows, 1) class indices, or (rows, channels)
+    int64 target_code;
+    T* dx;                  // or none
+    const double* weights;  // per class or channel, or none
+    const double* factor;   // of dx alone, on the device, or none
+    double* partial;
+    double* loss;
+    uint64* wrong;  // counts targets that are no class, or none
+    int64 rows;      // that there are
+    int64 counted;   // leading rows that have a loss
+    int64 channels;
+    double scale;    // of the sum
+    double smoothing;
+    int64 ignores;
+    int64 ignored;
+    int64 partials;
+};
+
+DEVICE A gradient_scale(const LossParams& p) { return A(p.factor ? p.scale * *p.factor : p.scale); }
+
+DEVICE void leave(const LossParams& p, double sum) {
+    const double found = block_sum(sum);
+    if (threadIdx.x == 0 && threadIdx.y == 0) p.partial[blockIdx.x] = found;
+}
+
+BLOCK_KERNEL(finish_loss, LossParams) {
+    double sum = 0;
+    for (Index i = Index(threadIdx.x); i < Index(p.partials); i += Index(blockDim.x)) sum += p.partial[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *p.loss = sum * p.scale;
+}
+
+struct Label {
+    int64 index;
+    bool counts;
+    A weight;
+};
+
+// The class of a row; one that is ignored or no class at all has no weight.
+DEVICE Label label_of(const LossParams& p, Index row) {
+    Label found = {0, false, A(0)};
+    if (row >= Index(p.counted)) return found;
+    found.index = int64(number_at(p.target, p.target_code, row));
+    if (p.ignores && found.index == p.ignored) {
+        found.index = 0;
+        return found;
+    }
+    if (found.index < 0 || found.index >= p.channels) {
+        if (p.wrong && threadIdx.x == 0) atomicAdd(p.wrong, uint64(1));
+        found.index = 0;
+        return found;
+    }
+    found.counts = true;
+    found.weight = p.weights ? A(p.weights[found.index]) : A(1);
+    return found;
+}
+
+DEVICE A class_weight(const LossParams& p, Index c) { return p.weights ? A(p.weights[c]) : A(1); }
+
+// loss = mass * log(sum of exp z) - q . z, with z = x - max, q = (1 - s) w[t] at t plus s / K * w everywhere.
+BLOCK_KERNEL(softmax_cross_entropy, LossParams) {
+    const Index channels = Index(p.channels), lanes = Index(blockDim.x);
+    const A share = A(p.smoothing) / A(p.channels), rest = A(1) - A(p.smoothing), scale = gradient_scale(p);
+    double total = 0;
+    for (Index start = Index(blockIdx.x) * Index(blockDim.y); start < Index(p.rows);
+         start += Index(gridDim.x) * Index(blockDim.y)) {
+        const Index row = start + Index(threadIdx.y);
+        const bool active = row < Index(p.rows);
+        const Label label = label_of(p, row);
+        const T* x = p.x + row * channels;
+        A largest = -A(INFINITY);
+        for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
+            largest = Maximum::of(largest, widen(x[c]));
+        }
+        largest = across_lanes<Maximum>(largest);
+        A sum = 0, taken = 0, mass = 0;
+        for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
+            const A z = widen(x[c]) - largest;
+            A q = label.counts && p.smoothing != 0 ? share * class_weight(p, c) : A(0);
+            if (c == Index(label.index)) q += rest * label.weight;
+            sum += exp(z);
+            if (q != A(0)) taken += q * z;
+            mass += q;
+        }
+        sum = across_lanes<Add>(sum);
+        taken = across_lanes<Add>(taken);
+        mass = across_lanes<Add>(mass);
+        if (!active) continue;
+        if (threadIdx.x == 0 && row < Index(p.counted)) total += double(log(sum) * mass - taken);
+        if (!p.dx) continue;
+        for (Index c = Index(threadIdx.x); c < channels; c += lanes) {
+            A gradient = 0;
+            if (row < Index(p.counted)) {
+                gradient = exp(widen(x[c]) - largest) / sum * mass;
+                if (label.counts && p.smoothing != 0) gradient -= share * class_weight(p, c);
+                if (c == Index(label.index)) gradient -= rest * label.weight;
+            }
+            narrow(gradient * scale, p.dx[row * channels + c]);
+        }
+    }
+    leave(p, total);
+}
+
+// The sum of the weights of all targets.
+BLOCK_KERNEL(target_weight, LossParams) {
+    double total = 0;
+    for (Index row = first_item(); row < Index(p.counted); row += item_step()) {
+        const int64 index = int64(number_at(p.target, p.target_code, row));
+        if ((p.ignores && index == p.ignored) || index < 0 || index >= p.channels) continue;
+        total += p.weights ? p.weights[index] : 1.0;
+    }
+    leave(p, total);
+}
+
+// (1 - t) x + (1 + (w - 1) t) (log1p(exp(-|x|)) + max(-x, 0)); the scale is divided by the channels by the launcher.
+BLOCK_KERNEL(binary_cross_entropy, LossParams) {
+    const Index channels = Index(p.channels), count = Index(p.rows) * channels, counted = Index(p.counted) * channels;
+    const A scale = gradient_scale(p);
+    double total = 0;
+    for (Index i = first_item(); i < count; i += item_step()) {
+        A gradient = 0;
+        if (i < counted) {
+            const A x = widen(p.x[i]), t = A(number_at(p.target, p.target_code, i));
+            const A weight = A(1) + (p.weights ? A(p.weights[i % channels] - 1) : A(0)) * t;
+            const A e = exp(x < A(0) ? x : -x);
+            total += double((A(1) - t) * x + weight * (log1p(e) + larger(-x, A(0))));
+            gradient = (A(1) - t) - weight * ((x < A(0) ? A(1) : e) / (A(1) + e));
+        }
+        if (p.dx) narrow(gradient * scale, p.dx[i]);
+    }
+    leave(p, total);
+}
+
+BLOCK_KERNEL(mean_squared_error, LossParams) {
+    const Index channels = Index(p.channels), count = Index(p.rows) * channels, counted = Index(p.counted) * channels;
+    const A scale = gradient_scale(p);
+    double total = 0;
+    for (Index i = first_item(); i < count; i += item_step()) {
+        A gradient = 0;
+        if (i < counted) {
+            const A d = widen(p.x[i]) - A(number_at(p.target, p.target_code, i));
+            total += double(d * d);
+            gradient = A(2) * d;
+        }
+        if (p.dx) narrow(gradient * scale, p.dx[i]);
+    }
+    leave(p, total);
+}

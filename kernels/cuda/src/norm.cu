@@ -1,0 +1,283 @@
+// Batch norm in pieces, with a leading batch axis by which the same kernels do group, instance and layer norm:
+// x is (batch, rows, channels), statistics are (batch, channels), gamma and beta (channels).
+#include "columns.cuh"
+
+struct NormParams {
+    const T* x;
+    T* y;
+    const T* dy;
+    T* dx;
+    const void* gamma;
+    const void* beta;
+    void* mean;
+    void* var;
+    int64 gamma_float;
+    int64 beta_float;
+    int64 mean_float;
+    int64 var_float;
+    double* sums;         // (batch, 2, channels)
+    const double* means;  // (batch, 2, channels), times `factor`
+    double factor;
+    double* partial;
+    int64 chunks;
+    int64 batch;
+    int64 rows;
+    int64 channels;
+    int64 relu;
+    int64 premultiplied;  // means are of gamma * dy', not of dy'
+    double eps;
+};
+
+// Sums of x and of its square. Those of squares are taken about the mean of each tile and then moved to zero in double,
+// so that their difference is right even where the mean is many times the deviation
+// (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979).
+template <int V> DEVICE void statistics(const NormParams& p) {
+    const Columns at = columns<V>(p.rows, p.channels);
+    double sums[2][V] = {};
+    if (at.inside) {
+        for (Index row = at.row; row < at.rows; row += TILE * at.step) {
+            A x[TILE][V];
+            int count = 0;
+#pragma unroll
+            for (int t = 0; t < TILE; ++t) {
+                const Index r = row + t * at.step;
+                if (r < at.rows) {
+                    load<V>(p.x + element(at, r), x[t]);
+                    ++count;
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                // About the tile's first value: a sum of values far from zero would be rounded by what they have in common.
+                const A pivot = x[0][k];
+                A sum = 0, squares = 0;
+#pragma unroll
+                for (int t = 1; t < TILE; ++t) sum += t < count ? x[t][k] - pivot : A(0);
+                const A mean = pivot + sum / A(count);
+#pragma unroll
+                for (int t = 0; t < TILE; ++t) {
+                    const A d = t < count ? x[t][k] - mean : A(0);
+                    squares += d * d;
+                }
+                const double first = count * double(pivot) + double(sum);
+                sums[0][k] += first;
+                sums[1][k] += double(squares) + double(mean) * (2 * first - count * double(mean));
+            }
+        }
+    }
+    leave_partial<V>(at, sums, p.partial);
+}
+
+// Sums of dy' and of dy' * xhat, dy' = dy where y > 0.
+template <int V> DEVICE void gradient_sums(const NormParams& p) {
+    const Columns at = columns<V>(p.rows, p.channels);
+    double sums[2][V] = {};
+    if (at.inside) {
+        A mean[V], inverse[V];
+        const Index set = Index(blockIdx.z) * at.channels + at.channel;
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            mean[k] = parameter(p.mean, p.mean_float, set + k);
+            inverse[k] = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
+        }
+        for (Index row = at.row; row < at.rows; row += TILE * at.step) {
+            A first[V] = {}, second[V] = {};
+#pragma unroll
+            for (int t = 0; t < TILE; ++t) {
+                const Index r = row + t * at.step;
+                if (r >= at.rows) continue;
+                A x[V], y[V], dy[V];
+                load<V>(p.x + element(at, r), x);
+                load<V>(p.dy + element(at, r), dy);
+                if (p.relu) load<V>(p.y + element(at, r), y);
+#pragma unroll
+                for (int k = 0; k < V; ++k) {
+                    const A gradient = p.relu && !(y[k] > A(0)) ? A(0) : dy[k];
+                    first[k] += gradient;
+                    second[k] += gradient * ((x[k] - mean[k]) * inverse[k]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                sums[0][k] += double(first[k]);
+                sums[1][k] += double(second[k]);
+            }
+        }
+    }
+    leave_partial<V>(at, sums, p.partial);
+}
+
+template <int V> DEVICE void forward(const NormParams& p) {
+    const Columns at = columns<V>(p.rows, p.channels);
+    if (!at.inside) return;
+    A mean[V], scale[V], shift[V];
+    const Index set = Index(blockIdx.z) * at.channels + at.channel;
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        mean[k] = parameter(p.mean, p.mean_float, set + k);
+        const A inverse = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
+        scale[k] = inverse * parameter(p.gamma, p.gamma_float, at.channel + k);
+        shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
+    }
+    for (Index row = at.row; row < at.rows; row += 4 * at.step) {
+        A x[4][V];
+#pragma unroll
+        for (int t = 0; t < 4; ++t)
+            if (row + t * at.step < at.rows) load<V>(p.x + element(at, row + t * at.step), x[t]);
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            if (row + t * at.step >= at.rows) continue;
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                x[t][k] = (x[t][k] - mean[k]) * scale[k] + shift[k];
+                if (p.relu) x[t][k] = rectify(x[t][k]);
+            }
+            store<V>(x[t], p.y + element(at, row + t * at.step));
+        }
+    }
+}
+
+// dx = gamma * inverse * (dy' - means[0] - xhat * means[1]), or without gamma on the means.
+template <int V> DEVICE void gradient_data(const NormParams& p) {
+    const Columns at = columns<V>(p.rows, p.channels);
+    if (!at.inside) return;
+    A mean[V], scale[V], slope[V], shift[V];
+    const Index set = Index(blockIdx.z) * at.channels + at.channel;
+    const double* means = p.means + int64(blockIdx.z) * 2 * at.channels + at.channel;
+#pragma unroll
+    for (int k = 0; k < V; ++k) {
+        mean[k] = parameter(p.mean, p.mean_float, set + k);
+        const A inverse = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
+        scale[k] = inverse * parameter(p.gamma, p.gamma_float, at.channel + k);
+        const A outer = p.premultiplied ? inverse : scale[k];
+        shift[k] = outer * A(means[k] * p.factor);
+        slope[k] = outer * inverse * A(means[at.channels + k] * p.factor);
+    }
+    for (Index row = at.row; row < at.rows; row += 2 * at.step) {
+        A x[2][V], y[2][V], dy[2][V];
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+            const Index r = row + t * at.step;
+            if (r >= at.rows) continue;
+            load<V>(p.x + element(at, r), x[t]);
+            load<V>(p.dy + element(at, r), dy[t]);
+            if (p.relu) load<V>(p.y + element(at, r), y[t]);
+        }
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+            const Index r = row + t * at.step;
+            if (r >= at.rows) continue;
+#pragma unroll
+            for (int k = 0; k < V; ++k) {
+                const A gradient = p.relu && !(y[t][k] > A(0)) ? A(0) : dy[t][k];
+                dy[t][k] = gradient * scale[k] - shift[k] - (x[t][k] - mean[k]) * slope[k];
+            }
+            store<V>(dy[t], p.dx + element(at, r));
+        }
+    }
+}
+
+DEVICE Index finished_channel() { return Index(blockIdx.x) * Index(blockDim.x) + Index(threadIdx.x); }
+
+// sums = what all chunks found.
+BLOCK_KERNEL(finish_sums, NormParams) {
+    double sums[2];
+    const Index c = finished_channel(), channels = Index(p.channels);
+    add_partials(p.partial, Index(p.chunks), channels, c, sums);
+    if (threadIdx.y != 0 || c >= channels) return;
+    double* out = p.sums + int64(blockIdx.z) * 2 * channels + c;
+    out[0] = sums[0];
+    out[channels] = sums[1];
+}
+
+// mean and variance of this process alone.
+BLOCK_KERNEL(finish_moments, NormParams) {
+    double sums[2];
+    const Index c = finished_channel(), channels = Index(p.channels);
+    add_partials(p.partial, Index(p.chunks), channels, c, sums);
+    if (threadIdx.y != 0 || c >= channels) return;
+    const double mean = sums[0] / double(p.rows);
+    const Index set = Index(blockIdx.z) * channels + c;
+    set_parameter(mean, p.mean, p.mean_float, set);
+    set_parameter(larger(sums[1] / double(p.rows) - mean * mean, 0.0), p.var, p.var_float, set);
+}
+
+BLOCK_KERNEL(statistics_1, NormParams) { statistics<1>(p); }
+BLOCK_KERNEL(statistics_v, NormParams) { statistics<VECTOR>(p); }
+BLOCK_KERNEL(gradient_sums_1, NormParams) { gradient_sums<1>(p); }
+BLOCK_KERNEL(gradient_sums_v, NormParams) { gradient_sums<VECTOR>(p); }
+KERNEL(forward_1, NormParams) { forward<1>(p); }
+KERNEL(forward_v, NormParams) { forward<VECTOR>(p); }
+KERNEL(gradient_data_1, NormParams) { gradient_data<1>(p); }
+KERNEL(gradient_data_v, NormParams) { gradient_data<VECTOR>(p); }
+
+// What lies between sums over ranks and the kernels above. Vectors of a few hundred numbers, in double.
+struct GroupParams {
+    const double* sums;  // (batch, 2, channels)
+    double* totals;      // (batch, 2, groups)
+    double* means;       // (batch, 2, channels)
+    const void* gamma;   // or none
+    int64 gamma_float;
+    void* mean;
+    void* var;
+    int64 mean_float;
+    int64 var_float;
+    void* first;  // (channels): sums of the first and second quantity over the batch
+    void* second;
+    int64 first_float;
+    int64 second_float;
+    int64 batch;
+    int64 groups;
+    int64 channels;
+    double scale;
+};
+
+// totals = scale * sum over the channels of each group of sums (times gamma).
+KERNEL(group_totals, GroupParams) {
+    const Index members = Index(p.channels / p.groups), total = Index(p.batch * 2 * p.groups);
+    for (Index item = first_item(); item < total; item += item_step()) {
+        const Index group = item % Index(p.groups), set = item / Index(p.groups);
+        double sum = 0;
+        for (Index c = group * members; c < (group + 1) * members; ++c) {
+            const double weight = p.gamma ? double(parameter(p.gamma, p.gamma_float, c)) : 1.0;
+            sum += p.sums[set * Index(p.channels) + c] * weight;
+        }
+        p.totals[item] = sum * p.scale;
+    }
+}
+
+// mean and variance from totals [E x, E x^2].
+KERNEL(group_moments, GroupParams) {
+    const Index members = Index(p.channels / p.groups), total = Index(p.batch * p.channels);
+    for (Index item = first_item(); item < total; item += item_step()) {
+        const Index sample = item / Index(p.channels), group = item % Index(p.channels) / members;
+        const double* found = p.totals + sample * 2 * Index(p.groups) + group;
+        const double mean = found[0] * p.scale;
+        set_parameter(mean, p.mean, p.mean_float, item);
+        const double var = found[Index(p.groups)] * p.scale - mean * mean;
+        set_parameter(larger(var, 0.0), p.var, p.var_float, item);
+    }
+}
+
+// means of every channel are those of its group.
+KERNEL(group_spread, GroupParams) {
+    const Index members = Index(p.channels / p.groups), total = Index(p.batch * 2 * p.channels);
+    for (Index item = first_item(); item < total; item += item_step()) {
+        const Index set = item / Index(p.channels), group = item % Index(p.channels) / members;
+        p.means[item] = p.totals[set * Index(p.groups) + group];
+    }
+}
+
+// The two quantities summed over the batch.
+KERNEL(sum_samples, GroupParams) {
+    const Index channels = Index(p.channels);
+    for (Index c = first_item(); c < channels; c += item_step()) {
+        double first = 0, second = 0;
+        for (Index n = 0; n < Index(p.batch); ++n) {
+            first += p.sums[2 * n * channels + c];
+            second += p.sums[(2 * n + 1) * channels + c];
+        }
+        set_parameter(first, p.first, p.first_float, c);
+        set_parameter(second, p.second, p.second_float, c);
+    }
+}

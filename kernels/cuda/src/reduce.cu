@@ -1,0 +1,124 @@
+// Sums of whole arrays, the search for what is not finite, and the small steps of scaling a loss.
+#include "common.cuh"
+
+struct TotalParams {
+    const T* x;
+    int64 count;
+    int64 squares;
+    double* partial;
+    int64 partials;
+    double* total;
+};
+
+template <int V> DEVICE void total(const TotalParams& p) {
+    double sum = 0;
+    const Index bulk = Index(p.count) / V;
+    for (Index item = first_item(); item < bulk; item += item_step()) {
+        A x[V];
+        load<V>(p.x + item * V, x);
+#pragma unroll
+        for (int k = 0; k < V; ++k) sum += p.squares ? double(x[k]) * double(x[k]) : double(x[k]);
+    }
+    const Index i = bulk * V + first_item();
+    if (V > 1 && i < Index(p.count)) {
+        const double x = double(widen(p.x[i]));
+        sum += p.squares ? x * x : x;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) p.partial[blockIdx.x] = sum;
+}
+
+BLOCK_KERNEL(total_1, TotalParams) { total<1>(p); }
+BLOCK_KERNEL(total_v, TotalParams) { total<VECTOR>(p); }
+
+BLOCK_KERNEL(finish_total, TotalParams) {
+    double sum = 0;
+    for (Index i = Index(threadIdx.x); i < Index(p.partials); i += Index(blockDim.x)) sum += p.partial[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *p.total = sum;
+}
+
+struct FiniteParams {
+    const T* x;
+    int64 count;
+    int* flag;
+};
+
+// Many threads may write the same 1.
+template <int V> DEVICE void find_nonfinite(const FiniteParams& p) {
+    bool found = false;
+    const Index bulk = Index(p.count) / V;
+    for (Index item = first_item(); item < bulk; item += item_step()) {
+        A x[V];
+        load<V>(p.x + item * V, x);
+#pragma unroll
+        for (int k = 0; k < V; ++k) found |= !(x[k] - x[k] == A(0));
+    }
+    const Index i = bulk * V + first_item();
+    if (V > 1 && i < Index(p.count)) {
+        const A x = widen(p.x[i]);
+        found |= !(x - x == A(0));
+    }
+    if (found) *p.flag = 1;
+}
+
+KERNEL(find_nonfinite_1, FiniteParams) { find_nonfinite<1>(p); }
+KERNEL(find_nonfinite_v, FiniteParams) { find_nonfinite<VECTOR>(p); }
+
+struct ScalingParams {
+    double* state;  // [loss scale, good steps, 1 / loss scale]
+    int* flag;
+    double growth;
+    double backoff;
+    double interval;
+};
+
+KERNEL(update_loss_scale, ScalingParams) {
+    if (blockIdx.x || threadIdx.x) return;
+    if (*p.flag) {
+        p.state[0] = larger(p.state[0] * p.backoff, 1.0);
+        p.state[1] = 0;
+    } else if (++p.state[1] >= p.interval) {
+        p.state[0] = smaller(p.state[0] * p.growth, 16777216.0);
+        p.state[1] = 0;
+    }
+    p.state[2] = 1 / p.state[0];
+    *p.flag = 0;
+}
+
+struct ClipParams {
+    const double* squares;
+    double* scalars;
+    double max_norm;
+};
+
+// scalars[1] becomes the factor on all gradients that brings their norm down, as training/clipping.py.
+KERNEL(clip, ClipParams) {
+    if (blockIdx.x || threadIdx.x) return;
+    const double scale = p.scalars[1], norm = sqrt(*p.squares) * (scale < 0 ? -scale : scale);
+    p.scalars[1] = scale * smaller(1.0, p.max_norm / (norm + 1e-6));
+}
+
+struct MomentsParams {
+    const double* sums;  // (2, channels)
+    void* mean;
+    void* var;
+    int64 mean_float;
+    int64 var_float;
+    double scale;
+    double* target;  // (count): scale * sums
+    int64 count;
+};
+
+// mean and biased variance from the sums over all ranks.
+KERNEL(moments, MomentsParams) {
+    for (Index c = first_item(); c < Index(p.count); c += item_step()) {
+        const double mean = p.sums[c] * p.scale;
+        set_parameter(mean, p.mean, p.mean_float, c);
+        set_parameter(larger(p.sums[Index(p.count) + c] * p.scale - mean * mean, 0.0), p.var, p.var_float, c);
+    }
+}
+
+KERNEL(scale64, MomentsParams) {
+    for (Index i = first_item(); i < Index(p.count); i += item_step()) p.target[i] = p.sums[i] * p.scale;
+}

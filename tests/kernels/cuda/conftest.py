@@ -1,0 +1,87 @@
+"""The CUDA kernels as a backend on the CPU, in place of the backends of the tests one folder up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from halograd.kernels import Backend
+from halograd.kernels.cuda import CudaKernels
+from halograd.kernels.numpy import NumpyBackend
+
+from ..conftest import Arrays
+from .host import HostDevice, compiler
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLOAT16]
+
+
+class HostBackend(NumpyBackend):
+    """What cuDNN does by NumPy, all else by the CUDA kernels."""
+
+    name: ClassVar[str] = "cuda on the host"
+
+    def __init__(self, cuda: CudaKernels) -> None:
+        super().__init__()
+        self.cuda = cuda
+        self.dtypes = tuple(d.name for d in DTYPES)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self.cuda.device.empty(shape, dtype)
+
+    def _max_pool(self, *args: Any) -> Any:
+        return self.cuda.max_pool(*args)
+
+    def _average_pool(self, *args: Any) -> Any:
+        return self.cuda.average_pool(*args)
+
+    def _batch_norm(self, *args: Any) -> Any:
+        return self.cuda.batch_norm(*args)
+
+    def _activation(self, *args: Any) -> Any:
+        return self.cuda.activation(*args)
+
+    def _add(self, *args: Any) -> Any:
+        return self.cuda.add(*args)
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory) -> HostDevice:
+    """The double of a device."""
+    if compiler() is None:
+        pytest.skip("needs g++ to run CUDA kernels on the CPU")
+    folder: Path = tmp_path_factory.mktemp("cuda-on-the-host")
+    return HostDevice(folder)
+
+
+@pytest.fixture
+def cuda(host) -> Iterator[CudaKernels]:
+    """The kernels on the double, threads in their order."""
+    host.set_order(False)
+    yield CudaKernels(host)
+    host.set_order(False)
+
+
+@pytest.fixture
+def backend(cuda) -> Iterator[Backend]:
+    """The kernels as a backend."""
+    with HostBackend(cuda) as made:
+        yield made
+
+
+@pytest.fixture
+def arrays(backend) -> Arrays:
+    """float32 arrays."""
+    return Arrays(backend, np.float32)
+
+
+@pytest.fixture(params=DTYPES, ids=lambda d: d.name)
+def typed(backend, host, request) -> Arrays:
+    """Arrays of every dtype; with every other one threads run from the last to the first."""
+    host.set_order(request.param.name in ("float64", "bfloat16"))
+    return Arrays(backend, request.param)

@@ -1,0 +1,93 @@
+"""A double of a CUDA device: g++ compiles the kernels behind host_shim.h, and they run on NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.aligned import aligned_empty
+from halograd.kernels.cuda.device import Device, Function
+from halograd.kernels.cuda.sources import Program
+
+SHIM = Path(__file__).parent / "host_shim.h"
+# The kernels look at elements as vectors of them, which CUDA allows and C++ does not.
+OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
+FAULTS = {1: "some threads of a block ended while others waited at a barrier", 2: "a barrier in a KERNEL"}
+
+
+def compiler() -> str | None:
+    """The C++ compiler, if there is one."""
+    return shutil.which("g++")
+
+
+class HostDevice(Device):
+    """Runs kernels on the CPU.
+
+    Parameters
+    ----------
+    folder
+        Where compiled programs are kept.
+    units
+        Few multiprocessors make small grids, so that loops over a grid take several turns.
+    """
+
+    def __init__(self, folder: Path, units: int = 2) -> None:
+        self.folder, self.units = folder, units
+        self.launched: list[str] = []
+        self._libraries: dict[Program, ctypes.CDLL] = {}
+        self._backward = False
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        array = aligned_empty(shape, dtype)
+        array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN for floats: nobody may read it
+        return array
+
+    def upload(self, array: np.ndarray) -> Any:
+        copied = aligned_empty(array.shape, array.dtype)
+        copied[...] = array
+        return copied
+
+    def describe(self) -> str:
+        return "g++"
+
+    def set_order(self, backward: bool) -> None:
+        """Run threads and blocks from the last to the first."""
+        self._backward = backward
+        for library in self._libraries.values():
+            library.set_order(int(backward))
+
+    def function(self, program: Program, name: str) -> Function:
+        if program not in self._libraries:
+            self._libraries[program] = ctypes.CDLL(str(self._compile(program)))
+            self._libraries[program].set_order(int(self._backward))
+        kernel = getattr(self._libraries[program], name)
+        extents = ctypes.c_uint * 3
+
+        def launch(grid: tuple[int, int, int], block: tuple[int, int, int], arguments: tuple[Any]) -> None:
+            self.launched.append(name)
+            (record,) = arguments
+            at = ctypes.c_void_p(record.__array_interface__["data"][0])
+            fault = kernel(at, extents(*grid), extents(*block))
+            assert fault == 0, f"{program} {name}: {FAULTS[fault]}"
+
+        return launch
+
+    def _compile(self, program: Program) -> Path:
+        macros = [f"-D{name}={value}" for name, value in program.defines.items()]
+        macros.append(f'-DHOST_SHIM="{SHIM.name}"')
+        command = [str(compiler()), *OPTIONS, *macros, f"-I{SHIM.parent}"]
+        text = program.text
+        key = hashlib.sha256("\n".join([*command, text, SHIM.read_text()]).encode()).hexdigest()[:16]
+        source, library = self.folder / f"{program.source}-{key}.cpp", self.folder / f"{program.source}-{key}.so"
+        if not library.exists():
+            source.write_text(text)
+            done = subprocess.run([*command, "-o", str(library), str(source)], capture_output=True, text=True)
+            assert done.returncode == 0, f"{program}: {done.stderr[:4000]}"
+        return library

@@ -1,0 +1,25 @@
+"""The tests that every backend passes, with the CUDA kernels on the CPU, in four dtypes."""
+
+from ..test_batch_norm import (  # noqa: F401
+    test_around_sums,
+    test_forward_only,
+    test_gradient_belongs_to_the_last_forward,
+    test_local,
+    test_statistics_of_others,
+    test_variance_of_data_far_from_zero,
+    test_variance_where_a_block_is_constant,
+)
+from ..test_elementwise import (  # noqa: F401
+    test_activation,
+    test_activation_forward_only,
+    test_activation_in_place,
+    test_activation_of_large_values,
+    test_add,
+)
+from ..test_pooling import (  # noqa: F401
+    test_average_pool,
+    test_drawn_geometries,
+    test_max_of_negative_values_ignores_padding,
+    test_max_pool,
+    test_remembered_positions_survive_other_kernels,
+)
