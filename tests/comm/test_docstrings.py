@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["boot", "counters", "grid", "transports"])
+@pytest.mark.parametrize("module", ["boot", "counters", "grid", "shard", "transports"])
 def test_examples(module):
     outcome = doctest.testmod(importlib.import_module(f"halograd.comm.{module}"))
     assert outcome.attempted > 0

@@ -1,0 +1,294 @@
+"""Halves of an all-reduce, and sums by nodes, over every transport and every shape of nodes."""
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import CommError, Communicator, shards
+from halograd.comm.transports import base
+
+pytestmark = pytest.mark.mpi
+FAST = "emulated:alpha=1e-5,beta=1e-11"
+EVERY = ["mpi", "shared", "auto", FAST, f"{FAST},node=2", f"{FAST},node=3"]
+SHARING = [text for text in EVERY if text != "mpi"]
+# Below and above the limit between small and large sums; not a multiple of a line, of the ranks, of a piece.
+SIZES = (5, 1000, 8193, 70_001)
+
+transports = pytest.mark.parametrize("communicator", EVERY, indirect=True)
+sharing = pytest.mark.parametrize("communicator", SHARING, indirect=True)
+
+
+@pytest.fixture
+def communicator(request, comm):
+    with Communicator(comm, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def nodes_of_two(monkeypatch):
+    """Pretend that ranks 0 and 1 of a communicator are on one node, 2 and 3 on the next."""
+    monkeypatch.setattr(base, "split_node", lambda comm: comm.Split(comm.rank // 2, comm.rank))
+
+
+def draw(rank, number, size, dtype="float64"):
+    """Whole numbers: sums are the same in whatever order."""
+    return np.random.default_rng([rank, number, size]).integers(-1000, 1000, size).astype(dtype)
+
+
+def total(communicator, number, size, dtype="float64"):
+    return sum(draw(rank, number, size, dtype) for rank in range(communicator.size))
+
+
+def run_all(communicator, method, dtype="float64", order=None, steps=3):
+    """Sums of all sizes under way at once, finished in another order on every rank; yields each that is finished."""
+    order = np.roll(order or np.arange(len(SIZES)), communicator.rank)
+    reductions = [communicator.reduction(np.zeros(size, dtype), method=method) for size in SIZES]
+    for step in range(steps):
+        for i, reduction in enumerate(reductions):
+            reduction.buffer[:] = draw(communicator.rank, step + i, SIZES[i], dtype)
+            reduction.start()
+        for i in order:
+            reductions[i].finish()
+            yield step + i, reductions[i].buffer
+    for reduction in reductions:
+        reduction.close()
+
+
+@transports
+def test_a_reduce_scatter_leaves_the_sum_in_the_own_shard(communicator):
+    dtype = "float32"
+    for number, buffer in run_all(communicator, "reduce_scatter", dtype):
+        own = shards(buffer.size, communicator.size, buffer.itemsize)[communicator.rank]
+        np.testing.assert_array_equal(buffer[own], total(communicator, number, buffer.size, dtype)[own])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "uint16"])
+@transports
+def test_an_all_gather_brings_every_shard_to_all(communicator, dtype):
+    for number, buffer in run_all(communicator, "all_gather", dtype):
+        parts = shards(buffer.size, communicator.size, buffer.itemsize)
+        for rank, part in enumerate(parts):
+            np.testing.assert_array_equal(buffer[part], draw(rank, number, buffer.size, dtype)[part])
+
+
+@transports
+def test_both_halves_are_an_all_reduce(communicator):
+    buffer = np.zeros((100, 50))
+    scatter = communicator.reduction(buffer, method="reduce_scatter")
+    gather = communicator.reduction(buffer, method="all_gather")
+    for step in range(3):
+        buffer.reshape(-1)[:] = draw(communicator.rank, step, buffer.size)
+        scatter.run()
+        gather.run()
+        np.testing.assert_array_equal(buffer.reshape(-1), total(communicator, step, buffer.size))
+
+
+@pytest.mark.parametrize("method", ["hierarchical", "accumulate"])
+@sharing
+def test_sums_by_nodes(communicator, method):
+    dtype = "float32"
+    for number, buffer in run_all(communicator, method, dtype, steps=3):
+        np.testing.assert_array_equal(buffer, total(communicator, number, buffer.size, dtype))
+
+
+@pytest.mark.parametrize("method", ["hierarchical", "accumulate"])
+@pytest.mark.parametrize("transport", ["auto", "shared"])
+def test_sums_by_nodes_with_mpi_between_them(comm, nodes_of_two, transport, method):
+    with Communicator(comm, transport) as communicator:
+        assert communicator.nodes == (0, 0, 1, 1)[: comm.size]
+        for number, buffer in run_all(communicator, method, steps=3):
+            np.testing.assert_array_equal(buffer, total(communicator, number, buffer.size))
+
+
+@pytest.mark.parametrize("method", ["reduce_scatter", "all_gather"])
+def test_halves_with_mpi_between_nodes(comm, nodes_of_two, method):
+    with Communicator(comm, "auto") as communicator:
+        for number, buffer in run_all(communicator, method):
+            own = shards(buffer.size, communicator.size, 8)[communicator.rank]
+            expected = total if method == "reduce_scatter" else lambda c, *args: draw(c.rank, *args)
+            np.testing.assert_array_equal(buffer[own], expected(communicator, number, buffer.size)[own])
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("communicator", ["auto", f"{FAST},node=2"], indirect=True)
+@pytest.mark.parametrize("method", ["reduce_scatter", "hierarchical", "accumulate"])
+def test_groups_sum_among_themselves(communicator, method):
+    """Ranks 0 and 2 (on two emulated nodes), rank 1 and whoever is left; beside a sum of all."""
+    color = communicator.rank % 2
+    group = communicator.split(color)
+    assert group.nodes == tuple(range(group.size)) if "node" in communicator.transport else (0,) * group.size
+    ours, all_ranks = np.zeros(3000), np.zeros(3000)
+    of_group = communicator.reduction(ours, group, method=method)
+    of_all = communicator.reduction(all_ranks, method=method)
+    for _ in range(3):
+        ours[:], all_ranks[:] = communicator.rank + 1, communicator.rank + 1
+        of_all.start()
+        of_group.start()
+        of_group.finish()
+        of_all.finish()
+        own = shards(3000, group.size, 8)[group.rank] if method == "reduce_scatter" else slice(None)
+        assert (ours[own] == sum(rank + 1 for rank in group.ranks)).all()
+        own = shards(3000, communicator.size, 8)[communicator.rank] if method == "reduce_scatter" else slice(None)
+        assert (all_ranks[own] == sum(range(communicator.size + 1))).all()
+
+
+@sharing
+def test_other_sums_and_channels_go_on_beside_sums_by_nodes(communicator):
+    far = communicator.reduction(np.zeros(100_000), method="accumulate")
+    near = communicator.reduction(np.zeros(100_000))
+    small = communicator.reduction(np.zeros(3))
+    for step in range(3):
+        for reduction in (far, near, small):
+            reduction.buffer[:] = communicator.rank + step
+        far.start()
+        near.start()
+        small.run()
+        near.finish()
+        far.finish()
+        for reduction in (far, near, small):
+            assert (reduction.buffer == sum(range(communicator.size)) + step * communicator.size).all()
+
+
+def test_what_is_counted(comm):
+    """A contribution per sum; across nodes only what the first of a node sends."""
+    size, rank = comm.size, comm.rank
+    with Communicator(comm, f"{FAST},node=2") as communicator:
+        own = shards(1000, size, 8)[rank]
+        for method in ("reduce_scatter", "all_gather", "hierarchical", "accumulate"):
+            reduction = communicator.reduction(np.zeros(1000), method=method, kind=method)
+            for _ in range(2):
+                reduction.run()
+        found = {kind: (t.messages, t.bytes) for kind, t in communicator.counters.snapshot().items()}
+    expected = {}
+    if size > 1:
+        expected["reduce_scatter"] = (2, 16_000)
+        expected["all_gather"] = (2, 2 * 8 * (own.stop - own.start))
+    if size > 2 and rank % 2 == 0:
+        expected["hierarchical"] = expected["accumulate"] = (2, 16_000)
+    if rank // 2 * 2 + 1 < size:
+        expected["node"] = (4, 32_000)
+    assert found == expected
+
+
+@transports
+def test_nothing_and_one_element(communicator):
+    methods = ["reduce_scatter", "all_gather"] + ["hierarchical", "accumulate"] * (communicator.transport != "mpi")
+    for method in methods:
+        for shape in ((0, 3), (1,)):
+            reduction = communicator.reduction(np.ones(shape, np.float32), method=method)
+            reduction.run()
+            reduction.start()
+            reduction.close()
+
+
+@pytest.mark.parametrize("communicator", ["auto"], indirect=True)
+def test_unknown_methods_are_refused(communicator):
+    with pytest.raises(CommError, match=r"method: expected one of allreduce, .*, got 'tree'"):
+        communicator.reduction(np.zeros(3), method="tree")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", ["hierarchical", "accumulate"])
+@pytest.mark.parametrize("communicator", ["mpi"], indirect=True)
+def test_messages_alone_share_no_memory(communicator, method):
+    with pytest.raises(CommError, match=r"reduction bucket: expected a transport by which .*, got 'mpi'; choose"):
+        communicator.reduction(np.zeros(3), method=method, name="bucket")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("communicator", ["auto", f"{FAST},node=2"], indirect=True)
+def test_the_thread_brings_the_sum_back_while_the_main_thread_computes(communicator):
+    reduction = communicator.reduction(np.ones(100_000, np.float32), method="accumulate")
+    for _ in range(3):
+        reduction.buffer.fill(1)
+        communicator.barrier()
+        reduction.start()
+        deadline = time.perf_counter() + 20
+        while reduction.buffer[-1] != communicator.size and time.perf_counter() < deadline:
+            time.sleep(1e-3)
+        assert (reduction.buffer == communicator.size).all()
+        reduction.finish()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("method", ["hierarchical", "accumulate"])
+def test_waiting_for_a_late_rank_costs_little(comm, method):
+    """The thread polls for the ranks that have not started, a good while: less than 5 % of a core."""
+    with Communicator(comm, f"{FAST},node=2") as communicator:
+        sums = [communicator.reduction(np.zeros(1000), method=method) for _ in range(20)]
+        share = 1.0
+        for _ in range(3):
+            communicator.barrier()
+            if communicator.rank:
+                for one in sums:
+                    one.start()
+                time.sleep(0.3)  # the polls become rarer
+                begin, cpu = time.perf_counter(), time.process_time()
+                time.sleep(0.3)
+                share = min(share, (time.process_time() - cpu) / (time.perf_counter() - begin))
+            communicator.barrier()
+            if not communicator.rank:
+                share = 0.0
+                for one in sums:
+                    one.start()
+            for one in sums:
+                one.finish()
+        assert communicator.allreduce_scalar(share, "max") < 0.05
+
+
+@pytest.mark.parametrize(("itemsize", "ranks", "size"), [(4, 3, 1000), (8, 4, 5), (4, 1, 17), (2, 8, 0), (8, 7, 57)])
+def test_shards_are_about_equal_and_cover_everything(itemsize, ranks, size):
+    parts = shards(size, ranks, itemsize)
+    assert parts[0].start == 0 and parts[-1].stop == size
+    assert all(a.stop == b.start for a, b in pairwise(parts))
+    assert all(part.start * itemsize % 64 == 0 or part.start == size for part in parts)
+    lengths = [part.stop - part.start for part in parts]
+    assert max(lengths) - min(lengths) <= 2 * 64 // itemsize
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_of_an_emulated_node_have_no_network_between_them():
+    alpha, beta, count = 0.05, 1e-7, 50_000
+    with Communicator(MPI.COMM_WORLD, f"emulated:alpha={alpha},beta={beta},node=2") as network:
+        size, rank = network.size, network.rank
+        assert network.nodes == tuple(r // 2 for r in range(size))
+        assert network.waits_for_network == (size > 2)
+        peer = (rank + 1) % size
+        channel = network.channel({peer: count}, {(rank - 1) % size: count}, np.float32)
+        seconds = []
+        for _ in range(3):
+            network.barrier()
+            begin = time.perf_counter()
+            channel.start()
+            channel.finish()
+            channel.release()
+            seconds.append(time.perf_counter() - begin)
+        far = (rank - 1) % size // 2 != rank // 2
+        assert (min(seconds) >= alpha + beta * 4 * count - 0.02) if far else (min(seconds) < alpha)
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("method", ["allreduce", "reduce_scatter", "all_gather", "hierarchical", "accumulate"])
+def test_how_long_a_collective_takes_on_an_emulated_network(method):
+    """Rings over all ranks, or half of one; sums by nodes are rings over nodes."""
+    alpha, beta, count = 0.02, 1e-7, 50_000
+    with Communicator(MPI.COMM_WORLD, f"emulated:alpha={alpha},beta={beta},node=2") as network:
+        by_nodes = method in ("hierarchical", "accumulate")
+        ranks = len(set(network.nodes)) if by_nodes else network.size
+        ring = 2 * (ranks - 1) * alpha + 2 * (ranks - 1) / ranks * beta * 8 * count
+        expected = ring if by_nodes or method == "allreduce" else ring / 2
+        reduction = network.reduction(np.ones(count), method=method)
+        seconds, late = [], 0.05
+        for _ in range(3):
+            network.barrier()
+            begin = time.perf_counter()
+            if network.rank == 0:
+                time.sleep(late)
+            reduction.start()
+            reduction.finish()
+            seconds.append(time.perf_counter() - begin)
+        assert min(seconds) >= late + expected - 0.02
+        assert network.allreduce_scalar(min(seconds), "min") < late + expected + 0.08
