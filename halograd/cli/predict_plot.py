@@ -53,7 +53,10 @@ def _panel(ax: Axes, series: Series) -> None:
         ideal = [1e3 * first.seconds * s for s in scale]
         ax.plot([p.ranks for p in points], ideal, color=GREY, linestyle="--", linewidth=1, label="ideal")
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
+    if series.kind == "weak":
+        ax.set_ylim(bottom=0)  # ideal is a level line: what matters is the distance to it, against the whole
+    else:
+        ax.set_yscale("log")
     ax.set_xticks([p.ranks for p in points], [str(p.ranks) for p in points], rotation=45, color=DARK)
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xlabel("ranks")
