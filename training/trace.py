@@ -16,7 +16,16 @@ from halograd.training.timeline import Timeline, kind_of
 __all__ = ["merge_traces", "trace_events", "write_trace"]
 
 _ROWS = {"compute": 0, "wait": 1, "I/O": 2, "halo": 3, "all-reduce": 4, "other": 5}
-_REDUCTIONS = ("allreduce", "replicated_dense", "loss", "statistics", "running statistics", "metrics")
+_REDUCTIONS = (
+    "allreduce",
+    "reduce_scatter",
+    "all_gather",
+    "replicated_dense",
+    "loss",
+    "statistics",
+    "running statistics",
+    "metrics",
+)
 
 
 def trace_events(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:

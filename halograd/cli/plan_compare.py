@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["compared", "comparison"]
 
+# Kinds of communication by which schemes of reduction sum gradients, or bring the sum to all.
+_GRADIENTS = ("allreduce", "reduce_scatter", "all_gather", "replicated_dense")
+
 
 def comparison(plan: Plan, measured: Measured) -> list[str]:
     """Lines of a table: predicted and measured time of every layer, and of the whole step."""
@@ -36,7 +39,7 @@ def _parts(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
     p = plan.prediction
     found = {
         "layers together": (sum(map(_predicted, p.layers)), sum(map(sum, measured.layers.values()))),
-        "gradients, waited for": (p.allreduce_exposed, measured.waits.get("allreduce", 0.0)),
+        "gradients, waited for": (p.allreduce_exposed, sum(measured.waits.get(kind, 0.0) for kind in _GRADIENTS)),
         "loss, waited for": (0.0, measured.waits.get("loss", 0.0)),
         "update": (p.update_seconds, measured.update),
     }
