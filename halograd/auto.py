@@ -22,6 +22,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import Network, Strategy
+from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.confirm import rests_on
 from halograd.perfmodel.cost import Training
 from halograd.perfmodel.kernel_times import KernelTimes, LayerKey, MeasuredTimes, RooflineTimes
@@ -39,11 +40,12 @@ from halograd.perfmodel.profile import (
     measure_machine,
     record_path,
 )
+from halograd.perfmodel.reduction_choice import candidate_schemes, rank_schemes
 from halograd.training.build import make_network
 from halograd.training.config import AdamConfig, Config, SGDConfig
 from halograd.training.step_times import Measured
 
-__all__ = ["PlannedRun", "plan_run"]
+__all__ = ["PlannedRun", "plan_run", "rank_schemes_of"]
 
 #: How often a plan is made again because it asks for layers that were not measured.
 ROUNDS = 3
@@ -99,6 +101,15 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
         return PlannedRun(kept)
     _check(config)  # alike on all ranks
     return PlannedRun(_Planner(config, comm, network, training).run())
+
+
+def rank_schemes_of(config: Config, comm: Communicator, strategy: Strategy) -> list[Scheme]:
+    """Schemes of gradient reduction that are worth a try in a run, the best predicted first. Collective.
+
+    By the machine of the configuration, or what is known of this one; nothing is measured for it. Where nothing is
+    known there is no order, and the result is empty.
+    """
+    return _Planner(config, comm, make_network(config), training=False).ranked(strategy)
 
 
 def _check(config: Config) -> None:
@@ -169,6 +180,26 @@ class _Planner:
         training = Training(self.dtype, _slots(self.config))
         works = rests_on(made.plan, self.network, machine, times, training)
         return [work for key, work in works.items() if key in self._once]
+
+    def ranked(self, strategy: Strategy) -> list[Scheme]:
+        """See :func:`rank_schemes_of`; rank 0 decides. Collective."""
+        backend = self.config.backend
+        with get_backend(backend.kernels, backend.threads, backend.autotune) as kernels:
+            if not self.machine_file and self._known_machine(self._machine_path(kernels)) is None:
+                return []
+            machine = self._machine(kernels)
+            times = self._times(kernels, machine)
+        found: list[Scheme] = []
+        with self.comm.agreement():
+            if self.comm.rank == 0:
+                found = self._rank(strategy, machine, times)
+        return self.comm.bcast(found)
+
+    def _rank(self, strategy: Strategy, machine: Machine, times: KernelTimes) -> list[Scheme]:
+        schemes = candidate_schemes(self.network, strategy, self.batch)
+        training = Training(self.dtype, _slots(self.config))
+        priced = rank_schemes(self.network, strategy, self.batch, machine, times, schemes, training, self.comm.size)
+        return [p.scheme for p in priced]
 
     # -- the machine ---------------------------------------------------------------------------
 
