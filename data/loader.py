@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -20,13 +20,23 @@ from .normalize import ChannelStatistics
 from .sampler import Batch
 from .targets import TargetReduction
 
-__all__ = ["LoadedBatch", "Loader"]
+__all__ = ["Ahead", "LoadedBatch", "Loader"]
 
 
 class Recorder(Protocol):
     """Told of every read: seconds of ``time.perf_counter``."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None: ...
+
+
+class Ahead(Protocol):
+    """Takes what was read further, from the thread that reads, while the step computes (to a device)."""
+
+    def before_fill(self, slot: int) -> None:
+        """Return when the buffers of a slot may be written again."""
+
+    def after_fill(self, slot: int, x: NDArray[Any], y: NDArray[Any] | None) -> None:
+        """The buffers of a slot hold a batch."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +50,14 @@ class LoadedBatch:
     y : array ``target_box.shape``, or None
         Targets, reduced to patches where asked for.
     batch : Batch
+    slot : int
+        Number of the set of buffers.
     """
 
     x: NDArray[Any]
     y: NDArray[Any] | None
     batch: Batch
+    slot: int = 0
 
 
 class Loader:
@@ -69,6 +82,10 @@ class Loader:
         Sets of buffers: one is in use, the others are being filled.
     recorder : optional
         Its ``span("read", "io", t0, t1)`` is called, from the thread, for every batch.
+    allocate
+        Makes the buffers, as `numpy.zeros` does (pinned, where a device copies from them).
+    ahead : optional
+        Who takes batches further.
 
     Attributes
     ----------
@@ -87,6 +104,8 @@ class Loader:
         dtype: DTypeLike = np.float32,
         depth: int = 2,
         recorder: Recorder | None = None,
+        allocate: Callable[[Sequence[int], Any], NDArray[Any]] = np.zeros,
+        ahead: Ahead | None = None,
     ) -> None:
         if depth < 2:
             raise DataError(f"depth: expected 2 or more sets of buffers, got {depth}")
@@ -95,8 +114,9 @@ class Loader:
         self._dataset, self._statistics = dataset, statistics
         self._reduction, self._recorder = reduction, recorder
         self._input_box, self._target_box = input_box, target_box
-        self._x = [np.zeros(input_box.shape, dtype) for _ in range(depth)]
-        self._y = [None if target_box is None else np.zeros(target_box.shape, dtype) for _ in range(depth)]
+        self._ahead = ahead
+        self._x = [allocate(input_box.shape, dtype) for _ in range(depth)]
+        self._y = [None if target_box is None else allocate(target_box.shape, dtype) for _ in range(depth)]
         self._cells: NDArray[Any] | None = None
         if reduction is not None and target_box is not None:
             self._cells = np.zeros(reduction.fine_box(target_box).shape, dtype)
@@ -130,7 +150,7 @@ class Loader:
                 if isinstance(item, BaseException):
                     raise item
                 slot, batch = item
-                yield LoadedBatch(self._x[slot], self._y[slot], batch)
+                yield LoadedBatch(self._x[slot], self._y[slot], batch, slot)
                 worker.free.put(slot)
         finally:
             # Not close(): by the time a forgotten loop is collected, another may run.
@@ -146,6 +166,8 @@ class Loader:
 
     def fill(self, batch: Batch, slot: int) -> None:
         """Read `batch` into this set of buffers, in the calling thread."""
+        if self._ahead is not None:
+            self._ahead.before_fill(slot)
         t0 = time.perf_counter()
         x, y = self._x[slot], self._y[slot]
         filled = self._dataset.read(batch.indices, self._input_box, x)
@@ -158,6 +180,8 @@ class Loader:
                 fine = self._reduction.fine_box(self._target_box)
                 self._dataset.read_targets(batch.indices, fine, self._cells)
                 self._reduction.apply(self._cells, y)
+        if self._ahead is not None:
+            self._ahead.after_fill(slot, x, y)
         if self._recorder is not None:
             self._recorder.span("read", "io", t0, time.perf_counter())
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from halograd.device.base import Device, DeviceError, DeviceMemory, Ticket, packed_as
-from halograd.device.registry import register, unregister
+from halograd.device.registry import register
 
-__all__ = ["CupyDevice", "count_devices", "import_cupy"]
+__all__ = ["CupyDevice", "count_devices", "cupy_device", "import_cupy"]
 
 Copies = Callable[[Sequence[tuple[Any, Any]]], Callable[[], None]]
 
@@ -40,6 +40,19 @@ def count_devices(cupy: Any) -> int:
         return int(cupy.cuda.runtime.getDeviceCount())
     except Exception:  # no driver, or one that is too old
         return 0
+
+
+def cupy_device(ordinal: int = 0) -> CupyDevice:
+    """The device of this number, opened once per process so that its arrays share a stream; current from now on."""
+    device = _opened.get(ordinal)
+    if device is None:
+        device = _opened[ordinal] = CupyDevice(ordinal)
+    device.use()
+    device.compute.use()
+    return device
+
+
+_opened: dict[int, CupyDevice] = {}
 
 
 class _Place:
@@ -95,11 +108,6 @@ class CupyDevice(Device):
         self.fused_copies: Copies | None = None
         self.fused_sums: Copies | None = None
         register(self)
-
-    def close(self) -> None:
-        """Finish what is enqueued, and let no array be found to live here any more. May be called twice."""
-        self.synchronize()
-        unregister(self)
 
     # -- arrays ---------------------------------------------------------------------------------
     def owns(self, array: Any) -> bool:

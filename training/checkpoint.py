@@ -25,6 +25,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.data.atomic import atomic_path
+from halograd.device import device_of
 from halograd.errors import UserError
 from halograd.layers import Network
 from halograd.training.hdf5 import FaultHolder
@@ -71,7 +72,7 @@ def _by(shape: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds of the parameters, whole: views of the arrays where they are whole on this rank.
+    """What a checkpoint holds of the parameters, whole, on the host: views of arrays that are so on this rank.
 
     Attributes
     ----------
@@ -106,7 +107,7 @@ class Snapshot:
                 return None
         elif not store.whole:
             raise ValueError("Snapshot.of(): expected the communicator of the ranks that share the parameters")
-        params, state, errors, *rest = parts
+        params, state, errors, *rest = [_on_host(arrays) for arrays in parts]
         settings = None if optimizer is None else optimizer.settings()
         named = dict(zip(states, rest))
         return cls(fingerprint(store.network), store.dtype.name, params, state, named, settings, errors)
@@ -144,6 +145,11 @@ def write_checkpoint(
             group.attrs["settings"] = json.dumps(dict(snapshot.settings))
             for key, arrays in snapshot.optimizer.items():
                 _write_arrays(group.create_group(key), arrays)
+
+
+def _on_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, those of a device copied."""
+    return {name: device_of(array).to_host(array) for name, array in arrays.items()}
 
 
 def _write_arrays(group: h5py.Group, arrays: Mapping[str, Any]) -> None:
@@ -189,7 +195,7 @@ def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimize
                 found += [(a, _part(file, f"optimizer/{key}/{n}", store, n, part)) for n, (part, a) in kept.items()]
         progress = _progress(file)
     for array, values in found:
-        array[...] = values
+        device_of(array).assign(array, values)
     if optimizer is not None and settings is not None:
         optimizer.step = int(settings["step"])
     return progress

@@ -236,12 +236,19 @@ class BackendConfig(_Table):
     """``[backend]``: kernels, threads per rank, and how messages travel.
 
     `autotune`: measure the algorithms of every convolution when the network is built, and take the fastest.
+    `precision`: how float32 is computed, ``"tf32"`` on a GPU only. `deterministic`: two runs agree in every bit.
+    `graph`: replay the forward and backward pass as one CUDA graph. `device`: ``"auto"`` (the ranks of a node take its
+    GPUs in turn), the number of a GPU, or numbers to be taken in turn.
     """
 
     kernels: str = "auto"
     threads: Count = 1
     autotune: bool = False
     transport: str = "auto"
+    precision: Literal["strict", "tf32"] = "strict"
+    deterministic: bool = False
+    graph: bool = False
+    device: Literal["auto"] | Whole | Annotated[list[Whole], Field(min_length=1)] = "auto"
 
 
 class OutputConfig(_Table):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -89,10 +89,10 @@ class Run:
             if due and self.sampler.epoch == epoch:  # at the end of an epoch it is written after the validation
                 self.checkpoint()
                 begin = time.perf_counter()
-        self._end_epoch(epoch, loss)
-        return loss
+        self._end_epoch(epoch, float(loss))
+        return float(loss)
 
-    def _step(self, begin: float) -> float:
+    def _step(self, begin: float) -> SupportsFloat:
         """One training step, measured if it is its turn; `begin`: when its batch was asked for."""
         if self.step_times is None:
             return self.trainer.step()
@@ -102,15 +102,15 @@ class Run:
         self.step_times.end(number, time.perf_counter() - ready, ready - begin)
         return loss
 
-    def _tell(self, epoch: int, batch: Batch, loss: float, rate: float, seconds: float) -> None:
+    def _tell(self, epoch: int, batch: Batch, loss: SupportsFloat, rate: float, seconds: float) -> None:
         step, every = self.optimizer.step, self.session.config.output.log_steps
         total = self.epochs * len(self.sampler)
-        self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  loss {loss:.4f}")
+        self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  loss {self.trainer.known_loss:.4f}")
         if step % every and step != total:
             return
-        values: dict[str, Any] = {"epoch": epoch, "step": step, "loss": loss, "learning_rate": rate}
+        values: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": rate}
         if self.trainer.gradient_norm is not None:
-            values["gradient_norm"] = self.trainer.gradient_norm
+            values["gradient_norm"] = float(self.trainer.gradient_norm)
         values |= {"seconds": seconds, "samples_per_second": batch.valid / seconds}
         self.log.write("step", **values)
 

@@ -150,7 +150,8 @@ class Evaluation:
         box = self._prediction.box
         count = max(0, min(box.stop[0], valid) - box.start[0])
         if count and box.size:
-            self.counted.add(self._prediction.array[:count], self._target.array[:count])
+            to_host = self._executor.device.to_host  # counted there: the same counts on every device
+            self.counted.add(to_host(self._prediction.array[:count]), to_host(self._target.array[:count]))
         return loss
 
     def finish(self) -> dict[str, float | None]:

@@ -210,6 +210,7 @@ def _report_times(session: Session, log: RunLog, steps: int, directory: Path) ->
     timeline = session.timeline
     if timeline is None or not steps or not session.config.output.timeline:
         return
+    session.executor.finish_spans()
     write_trace(timeline, session.comm, directory / "timeline.json")
     log.say(timeline.table(steps))
     log.write("phases", steps=steps, overlap=timeline.overlap(), phases=timeline.summary())

@@ -21,11 +21,12 @@ from halograd.data import (
     split,
 )
 from halograd.errors import UserError
-from halograd.kernels import get_backend
 from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy, Strategy
 from halograd.training.build import make_network, make_strategy, with_reduction
 from halograd.training.config import Config, DataConfig
 from halograd.training.executor import Executor
+from halograd.training.feeding import DeviceFeed
+from halograd.training.kernels import open_kernels
 from halograd.training.timeline import Timeline
 
 __all__ = ["Session"]
@@ -43,6 +44,8 @@ class Session:
         Of the inputs; None without normalization.
     timeline
         None unless ``output.timeline`` is set, or the run follows a plan; then it is paused but for some steps.
+    ahead
+        Who brings batches to a device; None on the host.
     """
 
     config: Config
@@ -55,6 +58,7 @@ class Session:
     statistics: ChannelStatistics | None
     loader: Loader
     timeline: Timeline | None
+    ahead: DeviceFeed | None = None
 
     @classmethod
     def open(
@@ -91,24 +95,29 @@ class Session:
         if config.output.timeline or planned:
             timeline = comm.recorder = Timeline(comm.rank)
             timeline.paused = not config.output.timeline
-        backend = config.backend
-        kernels = stack.enter_context(get_backend(backend.kernels, backend.threads, backend.autotune))
+        kernels = stack.enter_context(open_kernels(config.backend, comm))
         executor = stack.enter_context(
             Executor(network, comm, kernels, settings.batch, strategy, settings.dtype, trainable, seed=settings.seed)
         )
-        boxes = executor.input("x").box, executor.input("target").box
+        x, target = (executor.input(name) for name in ("x", "target"))
+        slots, device, ahead = data.prefetch + 1, executor.device, None
+        if not device.is_host:
+            ahead = DeviceFeed(executor.memory, x.array, target.array, slots, executor.dtype)
         loader = stack.enter_context(
             Loader(
                 dataset,
-                *boxes,
+                x.box,
+                target.box,
                 statistics=statistics,
                 reduction=reduction,
                 dtype=executor.dtype,
-                depth=data.prefetch + 1,
+                depth=slots,
                 recorder=timeline,
+                allocate=np.zeros if device.is_host else device.pinned,
+                ahead=ahead,
             )
         )
-        return cls(config, comm, network, executor, dataset, training, validation, statistics, loader, timeline)
+        return cls(config, comm, network, executor, dataset, training, validation, statistics, loader, timeline, ahead)
 
     def sampler(self) -> Sampler:
         """Of the training samples, in the order of the run's seed."""
@@ -126,8 +135,11 @@ class Session:
         with closing(self.loader.iterate(batches)) as loaded:  # type: ignore[type-var]
             for item in loaded:
                 assert item.y is not None
-                np.copyto(x, item.x)
-                np.copyto(target, item.y, casting="unsafe")
+                if self.ahead is not None:
+                    self.ahead.bring(item)
+                else:
+                    np.copyto(x, item.x)
+                    np.copyto(target, item.y, casting="unsafe")
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
 

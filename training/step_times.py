@@ -82,7 +82,7 @@ class StepTimes:
         measured = max(0, min(STEPS, count - 2)) or min(1, count)  # the first step and the last are not like others
         self.begin_at = first + (count - measured) // 2 + (count == 2)
         self.end_at = self.begin_at + measured
-        self._timeline, self._owned = timeline, timeline.paused
+        self._executor, self._timeline, self._owned = executor, timeline, timeline.paused
         self._places = _places(executor)
         self._before: dict[tuple[str, str], float] = {}
         self._steps: list[dict[tuple[str, str], float]] = []
@@ -97,6 +97,7 @@ class StepTimes:
     def end(self, step: int, seconds: float, data: float) -> None:
         """After a step, with the time that it [s] and the wait for its data took [s]."""
         if self.begin_at <= step < self.end_at:
+            self._executor.finish_spans()
             self._timeline.paused = self._owned
             now = self._sums()
             self._steps.append({key: value - self._before.get(key, 0.0) for key, value in now.items()})
@@ -158,7 +159,7 @@ def _places(executor: Executor) -> dict[tuple[str, str], str]:
         if step.name not in executor.network.layers:
             continue
         for name in waiting:
-            for label in (name, f"{name} (sum)"):
+            for label in (name, f"{name} (sum)", f"{name} (moved)"):
                 found[label, "forward"] = found[label, "backward"] = step.name
         waiting.clear()
     return found

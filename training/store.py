@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.device import device_of
 from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers import Network, Parameter, Strategy
 from halograd.layers.memory import Memory
@@ -263,7 +264,7 @@ class ParameterStore:
         if blocks.whole:
             return array
         target = Layout.on_rank(self.shapes[name], 0, comm.size).boxes
-        result = self.memory.device.empty(target[comm.rank].shape, array.dtype)
+        result = device_of(array).empty(target[comm.rank].shape, array.dtype)
         owners = blocks.owners()
         source = array if owners[comm.rank].size else array.reshape(-1)[:0].reshape(owners[comm.rank].shape)
         with closing(Exchange(comm, owners, target, source, result, kind="gather")) as exchange:

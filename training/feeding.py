@@ -1,0 +1,65 @@
+"""Batches on their way to a device: pinned memory, copied ahead beside the step that computes.
+
+::
+
+    loader's thread   wait until the pinned buffers are free | read | upload ahead -> ticket
+    main thread                                  join(ticket) | staged -> inputs, enqueued | enqueue the step ...
+    device            [uploads of the next batch]             [copies of this one][kernels ...]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halograd.data import LoadedBatch
+from halograd.device import Ticket
+from halograd.layers.memory import Memory
+
+__all__ = ["DeviceFeed"]
+
+
+class DeviceFeed:
+    """Copies what a loader has read to a device, ahead of its use: the loader's `ahead`. Local.
+
+    Parameters
+    ----------
+    memory
+        Counts the buffers on the device, one set per slot of the loader.
+    x, target
+        Arrays on the device, inputs of the network.
+    slots
+        Sets of buffers of the loader.
+    """
+
+    def __init__(self, memory: Memory, x: Any, target: Any, slots: int, dtype: np.dtype) -> None:
+        self._device, self._inputs = memory.device, (x, target)
+        self._staged = [tuple(memory.keep(a.shape, dtype, "input ahead") for a in (x, target)) for _ in range(slots)]
+        self._uploaded: list[Ticket | None] = [None] * slots
+        self._used: list[Ticket | None] = [None] * slots
+
+    # -- the loader's thread --------------------------------------------------------------------
+    def before_fill(self, slot: int) -> None:
+        """Return when the buffers of a slot may be written."""
+        ticket = self._uploaded[slot]
+        if ticket is not None:
+            ticket.wait()
+
+    def after_fill(self, slot: int, x: NDArray[Any], y: NDArray[Any] | None) -> None:
+        """Begin to copy what was read; it goes where the batch before in this slot has been taken from."""
+        assert y is not None
+        self._device.use()
+        pairs = list(zip((x, y), self._staged[slot]))
+        self._uploaded[slot] = self._device.upload_ahead(pairs, self._used[slot])
+
+    # -- the main thread ------------------------------------------------------------------------
+    def bring(self, item: LoadedBatch) -> None:
+        """Enqueue the copies into the inputs, behind the upload. Does not wait."""
+        ticket = self._uploaded[item.slot]
+        assert ticket is not None
+        self._device.join(ticket)
+        for target, staged in zip(self._inputs, self._staged[item.slot]):
+            np.copyto(target, staged, casting="unsafe")
+        self._used[item.slot] = self._device.mark()

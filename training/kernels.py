@@ -1,0 +1,55 @@
+"""The kernel backend that a configuration asks for, and the device of each rank."""
+
+from __future__ import annotations
+
+from halograd.comm import Communicator
+from halograd.device import DeviceError
+from halograd.device.choice import choose_ordinal
+from halograd.device.cupy import count_devices, cupy_device, import_cupy
+from halograd.errors import UserError
+from halograd.kernels import Backend, KernelError, get_backend
+from halograd.training.config import BackendConfig
+
+__all__ = ["local_rank", "open_kernels"]
+
+
+def local_rank(comm: Communicator) -> int:
+    """Number of this rank among those of its node. Collective at first use."""
+    return comm.nodes[: comm.rank].count(comm.nodes[comm.rank])
+
+
+def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
+    """The backend of ``[backend]`` for this rank. Collective over `comm`.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if a rank does not have the backend, the device or the precision.
+    """
+    mine = local_rank(comm) if config.kernels == "cudnn" else 0
+    with comm.agreement():
+        if config.kernels != "cudnn":
+            _refuse_gpu_only(config)
+        return _open(config, mine)
+
+
+def _open(config: BackendConfig, mine: int) -> Backend:
+    options = {"precision": config.precision, "deterministic": config.deterministic}
+    try:
+        if config.kernels != "cudnn":
+            return get_backend(config.kernels, config.threads, config.autotune, **options)  # type: ignore[arg-type]
+        # The device first: the backend opens on the one that is current.
+        device = cupy_device(choose_ordinal(config.device, mine, count_devices(import_cupy())))
+        backend = get_backend(config.kernels, config.threads, config.autotune, **options)  # type: ignore[arg-type]
+        backend.device = device
+        return backend
+    except DeviceError:
+        raise
+    except KernelError as error:
+        raise UserError(f"backend.kernels: {error}") from error
+
+
+def _refuse_gpu_only(config: BackendConfig) -> None:
+    for key in ("device", "graph"):
+        if key in config.model_fields_set and getattr(config, key) not in (False, "auto"):
+            raise UserError(f'backend.{key}: expected kernels = "cudnn" with it, got "{config.kernels}"; remove {key}')
