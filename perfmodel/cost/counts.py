@@ -12,7 +12,7 @@ from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost.moves import moves_of
 from halograd.perfmodel.cost.parameters import buckets_of
 from halograd.perfmodel.cost.stages import Stage, itemsize_of, stages
-from halograd.perfmodel.cost.sums import Sum, sums_of
+from halograd.perfmodel.cost.sums import LOSS_BYTES, Sum, sums_of
 from halograd.perfmodel.cost.traffic import Move, Traffic
 
 __all__ = ["count_step", "count_steps"]
@@ -69,6 +69,5 @@ def count_steps(
         ledger.book((*sums.forward, *sums.backward, *sums.aside))
     ledger.book(bucket.sum for bucket in buckets_of(steps, itemsize, bucket_bytes))
     if isinstance(getattr(network.outputs.get("loss"), "layer", None), Loss):
-        # The loss, and two numbers by which the ranks agree on checkpoints: `halograd.training.executor.VOTES`.
-        ledger.book([Sum("loss", ((range(ranks), 24),))])
+        ledger.book([Sum("loss", ((range(ranks), LOSS_BYTES),))])
     return {kind: total for kind, total in ledger.kinds.items() if total.messages.any()}

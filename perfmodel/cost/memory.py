@@ -31,7 +31,7 @@ from halograd.perfmodel.cost.moves import Read, contraction_blocks, contracts, m
 from halograd.perfmodel.cost.needs import clipped, gradient_blocks
 from halograd.perfmodel.cost.parameters import Bucket, held
 from halograd.perfmodel.cost.stages import Array, Stage
-from halograd.perfmodel.cost.sums import sums_of
+from halograd.perfmodel.cost.sums import LOSS_BYTES, sums_of
 
 __all__ = ["Arena", "memory_of"]
 
@@ -356,8 +356,8 @@ class _Rank:
         return found
 
     def _messages(self) -> int:
-        """Message buffers of all exchanges and of the sums of statistics."""
-        total, gathered = 0, set[object]()
+        """Message buffers of all exchanges, of the sums of statistics and of the loss."""
+        total, gathered = LOSS_BYTES if self.ranks > 1 else 0, set[object]()
         for stage in self.steps:
             moves = moves_of(stage, gathered)
             for move in (*moves.forward, *moves.backward):

@@ -12,7 +12,12 @@ from halograd.perfmodel.cost.blocks import Blocks
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.traffic import Traffic
 
-__all__ = ["Sum", "Sums", "sums_of"]
+__all__ = ["LOSS_BYTES", "Sum", "Sums", "sums_of"]
+
+
+#: What is summed with every loss [B]: it, and two numbers by which the ranks agree on checkpoints
+#: (`halograd.training.executor.VOTES`).
+LOSS_BYTES = 24
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ BAD = [
     ("optimizer.kind=rms", "optimizer.kind: expected one of 'sgd', 'adam', 'adamw', 'lars', got 'rms'"),
     ("optimizer.momentm=0.9", f"optimizer.momentm: unknown key; expected one of {ONE_OF_SGD}"),
     ("optimizer.beta1=0.9", f"optimizer.beta1: unknown key; expected one of {ONE_OF_SGD}"),
-    ("trainig.epochs=3", "trainig: unknown key; expected one of model, data, strategy, optimizer, schedule, "),
+    ("trainig.epochs=3", "trainig: unknown key; expected one of model, data, strategy, reduction, optimizer, "),
 ]
 
 
