@@ -13,7 +13,7 @@ from halograd.kernels.cuda.launch import LARGE, Launch, sequence
 from halograd.kernels.cuda.sources import Program, dtype_name
 from halograd.kernels.cuda.strided import AXES, Joined, joined_bytes
 from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, idle
+from halograd.kernels.kernel import Kernel, chain, idle
 
 __all__ = ["add_into", "copy", "fill"]
 
@@ -49,15 +49,23 @@ def add_into(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
 
 
 def fill(device: Device, value: float, arrays: Sequence[Any]) -> Kernel:
-    """Write `value` into every array or view, whatever its dtype; for margins and sums that begin."""
+    """Write `value` into every array or view, whatever its dtype; for margins and sums that begin.
+
+    One launch for all that are as wide as each other: a word holds whole elements.
+    """
     views = [a for a in arrays if a is not None and a.size]
-    if not views:
-        return idle()
-    word = min(joined_bytes("fill", a).lanes for a in views)
-    joined = [joined_bytes("fill", a, lanes=(word,)) for a in views]
-    joined = [Joined(j.shape, (j.strides[0], j.strides[0]), j.lanes) for j in joined]
-    heads = [(_pattern(value, a), address(a)) for a in views]
-    return _kernel(device, f"fill_{word}", "float32", joined, heads, views)
+    widths: dict[int, list[tuple[Any, Joined]]] = {}
+    for view in views:
+        size = np.dtype(view.dtype).itemsize
+        joined = joined_bytes("fill", view, lanes=[w for w in (16, 8, 4, 2, 1) if w >= size])
+        both = Joined(joined.shape, joined.strides * 2, joined.lanes)
+        widths.setdefault(joined.lanes, []).append((view, both))
+    made = []
+    for word, pieces in widths.items():
+        heads = [(_pattern(value, view), address(view)) for view, _ in pieces]
+        kept = [view for view, _ in pieces]
+        made.append(_kernel(device, f"fill_{word}", "float32", [joined for _, joined in pieces], heads, kept))
+    return chain(*made) if made else idle()
 
 
 def _pattern(value: float, array: Any) -> int:

@@ -96,10 +96,8 @@ def joined_bytes(what: str, *arrays: Any, lanes: Sequence[int] = (16, 8, 4, 2, 1
     """Arrays of one shape and element size as words of bytes, the widest of `lanes` that fits; strides in words."""
     size = np.dtype(arrays[0].dtype).itemsize
     shape, found = join((*arrays[0].shape, size), [(*a.strides, 1) for a in arrays])
-    if len(shape) == 1:
-        found = [[1] for _ in arrays]
-    elif any(f[-1] != 1 for f in found):
-        raise AssertionError("the bytes of an element are neighbors")
+    if any(f[-1] != 1 for f in found):  # elements of one byte, apart from each other
+        shape, found = [*shape, 1], [[*f, 1] for f in found]
     for word in lanes:
         gaps = [s for f in found for s in f[:-1]]
         if not any(n % word for n in (shape[-1], *gaps, *map(address, arrays))):

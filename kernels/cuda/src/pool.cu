@@ -46,13 +46,26 @@ DEVICE Index count_items(const PoolParams& p, const int64 (&extent)[3], int lane
     return Index(p.samples * extent[0] * extent[1] * extent[2] * (p.channels / lanes));
 }
 
-DEVICE int position_at(const PoolParams& p, Index i) {
-    return p.wide ? static_cast<const int*>(p.position)[i] : int(static_cast<const uint8*>(p.position)[i]);
+template <int V> DEVICE void positions_at(const PoolParams& p, Index i, int (&taps)[V]) {
+    if (p.wide) {
+        const Vec<int, V> loaded = *reinterpret_cast<const Vec<int, V>*>(static_cast<const int*>(p.position) + i);
+        for (int k = 0; k < V; ++k) taps[k] = loaded.v[k];
+        return;
+    }
+    const Vec<uint8, V> loaded = *reinterpret_cast<const Vec<uint8, V>*>(static_cast<const uint8*>(p.position) + i);
+#pragma unroll
+    for (int k = 0; k < V; ++k) taps[k] = int(loaded.v[k]);
 }
 
-DEVICE void set_position(const PoolParams& p, Index i, int tap) {
-    if (p.wide) static_cast<int*>(p.position)[i] = tap;
-    else static_cast<uint8*>(p.position)[i] = uint8(tap);
+template <int V> DEVICE void set_positions(const PoolParams& p, Index i, const int (&taps)[V]) {
+    if (p.wide) {
+        for (int k = 0; k < V; ++k) static_cast<int*>(p.position)[i + k] = taps[k];
+        return;
+    }
+    Vec<uint8, V> stored;
+#pragma unroll
+    for (int k = 0; k < V; ++k) stored.v[k] = uint8(taps[k]);
+    *reinterpret_cast<Vec<uint8, V>*>(static_cast<uint8*>(p.position) + i) = stored;
 }
 
 template <int V> DEVICE void max_forward(const PoolParams& p) {
@@ -90,10 +103,7 @@ template <int V> DEVICE void max_forward(const PoolParams& p) {
         }
         const Index at = item * V;
         store<V>(best, p.y + at);
-        if (p.position) {
-#pragma unroll
-            for (int k = 0; k < V; ++k) set_position(p, at + k, chosen[k]);
-        }
+        if (p.position) set_positions<V>(p, at, chosen);
     }
 }
 
@@ -176,8 +186,10 @@ template <int V, bool MAXIMUM> DEVICE void backward(const PoolParams& p) {
                     load<V>(p.dy + at, gradient);
                     if (MAXIMUM) {
                         const int tap = int((i * Index(p.kernel[1]) + j) * Index(p.kernel[2]) + l);
+                        int taps[V];
+                        positions_at<V>(p, at, taps);
 #pragma unroll
-                        for (int k = 0; k < V; ++k) sum[k] += position_at(p, at + k) == tap ? gradient[k] : A(0);
+                        for (int k = 0; k < V; ++k) sum[k] += taps[k] == tap ? gradient[k] : A(0);
                     } else {
                         const A share = share_of(p, a, b, c);
 #pragma unroll

@@ -1,0 +1,122 @@
+"""Bias, its gradient, conversion, and the gradient of a fused ReLU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from halograd.kernels import KernelError
+
+from ..conftest import EPS, assert_close
+from .conftest import DTYPES
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("channels", [1, 5, 8, 16])
+@pytest.mark.parametrize("vector", ["own", "float32"])
+def test_bias(typed, cuda, channels, relu, vector):
+    y = typed.draw(2, 5, 3, channels)
+    b = typed.draw(channels, dtype=None if vector == "own" else np.float32)
+    want = y.astype(np.float64) + b.astype(np.float64)
+    cuda.bias(y, b, relu)()
+    assert_close(y, np.maximum(want, 0) if relu else want, 2)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 1), (2, 5, 3, 18), (4, 33, 31, 8), (1, 7), (3, 1, 300)], ids=str)
+@pytest.mark.parametrize("vector", ["own", "float32", "float64"])
+def test_bias_gradient(typed, cuda, shape, vector):
+    dy = typed.draw(*shape)
+    db = typed.poisoned(shape[-1], dtype=None if vector == "own" else np.dtype(vector))
+    cuda.bias_gradient(dy, db)()
+    want = dy.astype(np.float64).reshape(-1, shape[-1]).sum(axis=0)
+    # In float32 at the least, and rounded once.
+    eps = max(EPS[db.dtype], min(EPS[np.dtype(np.float32)], EPS[dy.dtype]))
+    assert np.abs(db.astype(np.float64) - want).max() <= 4 * eps * max(8.0, np.abs(want).max()) * 8
+
+
+def test_bias_gradient_of_nothing(cuda):
+    db = np.full(3, np.nan, np.float32)
+    cuda.bias_gradient(np.zeros((0, 4, 3), np.float32), db)()
+    assert not db.any()
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["packed", "strided"])
+def test_relu_gradient_in_place(typed, cuda, strided):
+    at = (slice(None), slice(1, -1)) if strided else ()
+    y, dy = typed.levels(2, 6, 5, 8), typed.draw(2, 6, 5, 8)
+    want = np.where(y > 0, dy, 0)
+    cuda.relu_gradient(dy[at], y[at], dy[at])()
+    assert np.array_equal(dy[at], want[at])
+
+
+@pytest.mark.parametrize("target", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 16, 301])
+def test_cast(typed, cuda, target, count):
+    source = typed.draw(count)
+    source[0] = 3e38 if source.dtype.itemsize > 2 else 1e4
+    found = typed.poisoned(count, dtype=target)
+    cuda.cast(source, found)()
+    with np.errstate(over="ignore"):
+        # float64 to 16 bits goes by way of float32, on a device too.
+        middle = source.astype(np.float32) if target.itemsize == 2 else source
+        want = middle.astype(target)
+    assert found.tobytes() == want.tobytes()
+    scale = np.array([0.5])
+    cuda.cast(source, found, scale)()
+    with np.errstate(over="ignore"):
+        assert np.array_equal(found, (middle * middle.dtype.type(0.5)).astype(target))
+
+
+def test_cast_of_special_values(cuda):
+    source = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-8, 6e-8, 65519, 65520, 2.0**-14, -1e-6, 1.0], np.float32)
+    for dtype in DTYPES[2:]:
+        found = cuda.device.empty(source.shape, dtype)
+        cuda.cast(source, found)()
+        with np.errstate(over="ignore"):
+            want = source.astype(dtype)
+        assert np.isnan(found[0].astype(np.float32))
+        assert found[1:].tobytes() == want[1:].tobytes()
+        back = cuda.device.empty(source.shape, np.float32)
+        cuda.cast(found, back)()
+        assert back[1:].tobytes() == want[1:].astype(np.float32).tobytes()
+
+
+def test_nan_is_not_lost(cuda):
+    """Like NumPy's, a ReLU and a maximum of NaN are NaN."""
+    x = np.array([np.nan, -1, 2, np.nan], np.float32)
+    y = np.empty_like(x)
+    cuda.activation("relu", x, y, None, None, 0.0)[0]()
+    assert np.array_equal(y, [np.nan, 0, 2, np.nan], equal_nan=True)
+    cuda.add([x, x], y, True)()
+    assert np.array_equal(y, [np.nan, 0, 4, np.nan], equal_nan=True)
+
+
+def test_refused(cuda):
+    with pytest.raises(KernelError, match=r"expected b of shape \(3,\), got \(2,\)"):
+        cuda.bias(np.zeros((1, 3), np.float32), np.zeros(2, np.float32))
+    with pytest.raises(KernelError, match="expected a dtype out of float32, float64, float16, bfloat16, got int32"):
+        cuda.cast(np.zeros(3, np.int32), np.zeros(3, np.float32))
+    with pytest.raises(KernelError, match="expected dtype bfloat16, float32 or float64, got float16"):
+        cuda.bias_gradient(np.zeros((2, 3), DTYPES[3]), np.zeros(3, np.float16))
+
+
+def test_large_offsets(cuda, monkeypatch):
+    """The programs for 64-bit offsets do the same."""
+    from halograd.kernels import Geometry
+    from halograd.kernels.cuda import launch
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 6, 5, 8)).astype(np.float32)
+    found = []
+    for limit in (launch.LARGE, 1):
+        monkeypatch.setattr(launch, "LARGE", limit)
+        y, dx = np.empty((2, 3, 3, 8), np.float32), np.empty_like(x)
+        dy = np.ones_like(y)
+        for kernel in cuda.max_pool(x, y, dy, dx, Geometry.of((3, 3), 2, 1)):
+            kernel()
+        db, z = np.empty(8, np.float32), np.empty_like(x)
+        cuda.bias_gradient(x, db)()
+        cuda.add([x[:, 1:], x[:, :-1]], z[:, 1:], False)()
+        found.append((y, dx, db, z[:, 1:].copy()))
+    assert all(np.array_equal(a, b) for a, b in zip(*found))
+    assert any(program.large for program in cuda.device._libraries)

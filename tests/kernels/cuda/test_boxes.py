@@ -1,0 +1,183 @@
+"""Copies between strided boxes, their adjoint, and margins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from halograd.kernels import KernelError
+from halograd.kernels.cuda import launch
+from halograd.kernels.cuda.strided import join, joined_bytes
+
+from .conftest import BFLOAT16, DTYPES
+
+
+def numbers(shape, dtype, seed=0):
+    """An aligned array of small integers, exact in every dtype."""
+    from halograd.kernels.aligned import aligned_empty
+
+    array = aligned_empty(shape, dtype)
+    array[...] = np.random.default_rng(seed).integers(-8, 9, shape)
+    return array
+
+
+def faces(array, width=1):
+    """The margins of (N, H, W, C) that eight neighbors own."""
+    parts = (slice(0, width), slice(width, -width), slice(-width, None))
+    return [array[:, a, b] for i, a in enumerate(parts) for j, b in enumerate(parts) if (i, j) != (1, 1)]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5, 8, 16])
+@pytest.mark.parametrize("dtype", [*DTYPES, np.dtype(np.uint8), np.dtype(np.int64)], ids=str)
+def test_pack_and_unpack_all_neighbors(cuda, dtype, channels):
+    """Eight messages of a block with margins, in one launch each way."""
+    block, there = numbers((2, 6, 7, channels), dtype), numbers((2, 6, 7, channels), dtype, seed=1)
+    views = faces(block)
+    message = numbers((sum(v.size for v in views),), dtype, seed=2)
+    parts, at = [], 0
+    for view in views:
+        parts.append(message[at : at + view.size].reshape(view.shape))
+        at += view.size
+    cuda.device.launched.clear()
+    cuda.copy(list(zip(views, parts)))()
+    assert all(np.array_equal(v, p) for v, p in zip(views, parts))
+    untouched = there[:, 1:-1, 1:-1].copy()
+    cuda.copy(list(zip(parts, faces(there))))()
+    assert all(np.array_equal(v, w) for v, w in zip(views, faces(there)))
+    assert np.array_equal(there[:, 1:-1, 1:-1], untouched)
+    assert len(cuda.device.launched) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", [3, 16])
+def test_add_into_is_the_adjoint_of_copy(cuda, dtype, channels):
+    """<pack x, y> = <x, unpack-add y>, in integers, so exactly."""
+    x, gradient = numbers((1, 5, 6, channels), dtype), numbers((1, 5, 6, channels), dtype, seed=1)
+    before = gradient.astype(np.float64)
+    views = [x[:, :2], x[:, 3:, 1:4]]
+    messages = [numbers(v.shape, dtype, seed=5 + i) for i, v in enumerate(views)]
+    y = [m.astype(np.float64) for m in messages]
+    cuda.add_into([(m, gradient[:, :2] if i == 0 else gradient[:, 3:, 1:4]) for i, m in enumerate(messages)])()
+    added = gradient.astype(np.float64) - before
+    cuda.copy(list(zip(views, messages)))()
+    left = sum((m.astype(np.float64) * a).sum() for m, a in zip(messages, y))
+    assert left == (x.astype(np.float64) * added).sum()
+    assert added[:, 2].any() == 0
+
+
+@st.composite
+def slices(draw):
+    """Extents and a strided box of an array of up to five axes."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    box = []
+    for n in shape:
+        start = draw(st.integers(0, n - 1))
+        box.append(slice(start, draw(st.integers(start + 1, n)), draw(st.integers(1, 2))))
+    return tuple(shape), tuple(box)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=slices(), other=st.integers(0, 1), dtype=st.sampled_from(DTYPES))
+def test_any_strides(cuda, drawn, other, dtype):
+    shape, box = drawn
+    source, target = numbers(shape, dtype), numbers((*shape[:-1], shape[-1] + other), dtype, seed=1)
+    expected = target.copy()
+    at = (*box[:-1], slice(box[-1].start + other, box[-1].stop + other, box[-1].step))
+    expected[at] += source[box]
+    expected_copy = target.copy()
+    expected_copy[at] = source[box]
+    copied = target.copy()
+    cuda.copy([(source[box], copied[at])])()
+    assert np.array_equal(copied, expected_copy)
+    cuda.add_into([(source[box], target[at])])()
+    assert np.array_equal(target, expected)
+
+
+def test_copies_of_transposed_arrays(cuda):
+    x, y = numbers((3, 4, 5), np.float32), numbers((5, 4, 3), np.float32)
+    cuda.copy([(x.T, y)])()
+    assert np.array_equal(y, x.T)
+
+
+def test_many_pieces_and_long_pieces(cuda):
+    """Pieces of more than one block of threads next to pieces of a word."""
+    x = numbers((3000,), np.float32)
+    y = numbers((3000,), np.float32, seed=1)
+    cuts = [0, 1, 2, 1030, 1031, 2100, 3000]
+    cuda.copy([(x[a:b], y[a:b]) for a, b in zip(cuts, cuts[1:])])()
+    assert np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("value", [0, -1.5, -np.inf])
+def test_fill(cuda, value):
+    """Margins of arrays of several dtypes, in a launch per width of word; the inside stays."""
+    made = [numbers((2, 5, 6, c), d) for d in DTYPES for c in (3, 8)]
+    inside = [a[:, 1:-1, 1:-1].copy() for a in made]
+    cuda.device.launched.clear()
+    cuda.fill(value, *(view for a in made for view in faces(a)))()
+    assert sorted(cuda.device.launched) == ["fill_16", "fill_2", "fill_4", "fill_8"]
+    for a, kept in zip(made, inside):
+        assert np.array_equal(a[:, 1:-1, 1:-1], kept)
+        assert all((v.astype(np.float64) == value).all() for v in faces(a))
+
+
+def test_fill_of_a_packed_array(cuda):
+    a = numbers((1000,), BFLOAT16)
+    cuda.fill(0, a)()
+    assert not a.any()
+
+
+def test_the_widest_word_is_taken(cuda):
+    """16 bytes where addresses and strides permit, else the widest that divides them."""
+    x = numbers((2, 6, 8, 8), np.float32)
+    assert joined_bytes("", x).lanes == 16
+    assert joined_bytes("", x[:, :, 1:, 2:4]).lanes == 8
+    assert joined_bytes("", x[..., 1:]).lanes == 4
+    assert joined_bytes("", x[..., ::2]).lanes == 4
+    assert joined_bytes("", numbers((7,), BFLOAT16)[1:]).lanes == 2
+    assert joined_bytes("", numbers((3, 4), np.uint8)[:, 1:]).lanes == 1
+
+
+def test_join():
+    assert join((2, 1, 3, 4), [(12, 99, 4, 1)]) == ([24], [[1]])
+    assert join((2, 3, 4), [(24, 4, 1), (12, 4, 1)]) == ([2, 12], [[24, 1], [12, 1]])
+    assert join((1, 1), [(7, 3)]) == ([1], [[1]])
+
+
+def test_large_offsets(cuda, monkeypatch):
+    """The program for 64-bit offsets does the same."""
+    from halograd.kernels.cuda import boxes
+
+    monkeypatch.setattr(boxes, "LARGE", 1)
+    x, y = numbers((2, 5, 6, 3), np.float32), numbers((2, 5, 6, 3), np.float32, seed=1)
+    cuda.copy([(x[:, 1:], y[:, :-1])])()
+    assert np.array_equal(x[:, 1:], y[:, :-1])
+
+
+def test_nothing_to_do(cuda):
+    empty = np.empty((0, 3), np.float32)
+    for kernel in (cuda.copy([]), cuda.copy([(empty, empty)]), cuda.add_into([(empty, empty)]), cuda.fill(0, empty)):
+        kernel()
+    assert launch.power_of_two(0, 32) == 1
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ((np.zeros((2, 3)), np.zeros((3, 2))), r"expected pairs of one shape, got \(2, 3\) and \(3, 2\)"),
+        ((np.zeros(2, np.float32), np.zeros(2)), "expected pairs of one dtype, got float32 and float64; use cast"),
+    ],
+)
+def test_refused_pairs(cuda, pair, message):
+    with pytest.raises(KernelError, match=message):
+        cuda.copy([pair])
+
+
+def test_refused_sums_and_axes(cuda):
+    with pytest.raises(KernelError, match="arrays of one dtype"):
+        cuda.add_into([(np.zeros(2, np.int32), np.zeros(2, np.float32))])
+    wide = np.zeros((4,) * 6, np.float32)[(slice(0, 3),) * 6]
+    with pytest.raises(KernelError, match="at most 5 axes that cannot be joined, got 6; copy first"):
+        cuda.copy([(wide, np.zeros(wide.shape, np.float32))])
