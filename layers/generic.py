@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from halograd.layers.binding import Binding
@@ -35,7 +38,7 @@ class LocalOperator(Operator):
         if not b.box.size:
             return
         y = self.layer.forward(self._arrays, b.params, b.box)
-        _check(f"{b.name}: forward()", y, b.box.shape)
+        self._check("forward()", y, b.box.shape)
         np.copyto(b.output.array, y)
 
     def bind_backward(self) -> None:
@@ -48,10 +51,10 @@ class LocalOperator(Operator):
         if b.box.size:
             dxs, grads = self.layer.backward(b.output.dy, self._arrays, b.params, b.box)
             for i, returned in self._returns.items():
-                _check(f"{b.name}: gradient {i} of backward()", dxs[i], self._arrays[i].shape)
+                self._check(f"gradient {i} of backward()", dxs[i], self._arrays[i].shape)
                 np.copyto(returned.array, dxs[i])
             for key, array in b.grads.items():
-                _check(f"{b.name}: gradient of {key!r}", grads[key], array.shape)
+                self._check(f"gradient of {key!r}", grads[key], array.shape)
                 np.copyto(array, grads[key])
         else:
             for array in b.grads.values():
@@ -65,7 +68,13 @@ class LocalOperator(Operator):
         for item in (*self._inputs, *getattr(self, "_returns", {}).values()):
             item.close()
 
-
-def _check(what: str, array, shape) -> None:
-    if np.shape(array) != tuple(shape):
-        raise ValueError(f"{what}: expected an array of shape {tuple(shape)}, got {np.shape(array)}")
+    def _check(self, what: str, array: Any, shape: Sequence[int]) -> None:
+        """Refuse what is of another shape, or on the host where the arrays of the layer are not."""
+        name, device = self.binding.name, self.binding.kernels.device
+        if np.shape(array) != tuple(shape):
+            raise ValueError(f"{name}: {what}: expected an array of shape {tuple(shape)}, got {np.shape(array)}")
+        if not device.is_host and not device.owns(array):
+            raise ValueError(
+                f"{name}: {what}: expected an array on {device.name} as those of the layer are, got "
+                f"{type(array).__module__}.{type(array).__name__}; make arrays by np.zeros_like(x) and the like"
+            )

@@ -1,0 +1,199 @@
+"""Layers on the double of a device: the results of the host, without a single synchronization."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.layers import (
+    GELU,
+    Add,
+    AveragePool,
+    BatchNorm,
+    Concat,
+    Conv,
+    ConvTranspose,
+    Dense,
+    Dice,
+    Dropout,
+    Flatten,
+    GlobalAveragePool,
+    GroupNorm,
+    Input,
+    InstanceNorm,
+    Layer,
+    LayerNorm,
+    LeakyReLU,
+    LocalResponseNorm,
+    MaxPool,
+    MeanSquaredError,
+    Network,
+    Parameter,
+    Resize,
+    Sigmoid,
+    Softmax,
+    SoftmaxCrossEntropy,
+    Stencil,
+    Tanh,
+)
+from halograd.layers.strategy import Strategy
+from halograd.testing import grids, random_array, run_layer
+from halograd.training.executor import Executor
+from tests.support.fake_device import FakeBackend
+
+
+class Sharpen(Layer):
+    """A custom layer, of NumPy's functions only: these an array of a device answers itself."""
+
+    stencil = Stencil(kernel=3, padding=1)
+
+    def parameters(self, shape):
+        return {"amount": Parameter((shape[-1],), init="ones", decay=False)}
+
+    def forward(self, inputs, params, box):
+        (x,) = inputs
+        return x[:, 1:-1, 1:-1] - params["amount"] * laplacian(x)
+
+    def backward(self, dy, inputs, params, box):
+        (x,) = inputs
+        dx = np.zeros_like(x)
+        dx[:, 1:-1, 1:-1] = dy
+        weighted = params["amount"] * dy
+        for part in (dx[:, :-2, 1:-1], dx[:, 2:, 1:-1], dx[:, 1:-1, :-2], dx[:, 1:-1, 2:]):
+            part -= weighted
+        dx[:, 1:-1, 1:-1] += 4 * weighted
+        return [dx], {"amount": -np.sum(dy * laplacian(x), axis=(0, 1, 2))}
+
+
+class OnTheHost(Sharpen):
+    """What somebody may write who thinks of the host."""
+
+    def forward(self, inputs, params, box):
+        return np.zeros(box.shape)
+
+
+def laplacian(x):
+    around = x[:, :-2, 1:-1] + x[:, 2:, 1:-1] + x[:, 1:-1, :-2] + x[:, 1:-1, 2:]
+    return around - 4 * x[:, 1:-1, 1:-1]
+
+
+SPATIAL = [(7, 6, 4)]
+LAYERS = {
+    "add": (lambda: Add("relu", name="l"), SPATIAL * 2),
+    "average pool": (lambda: AveragePool(3, 2, 1, count_include_pad=False, name="l"), SPATIAL),
+    "batch norm": (lambda: BatchNorm(activation="relu", name="l"), SPATIAL),
+    "concat": (lambda: Concat(name="l"), [(7, 6, 4), (7, 6, 2)]),
+    "conv": (lambda: Conv(4, 3, padding=1, activation="relu", name="l"), SPATIAL),
+    "conv stride 2": (lambda: Conv(4, 3, 2, padding=1, name="l"), SPATIAL),
+    "custom": (lambda: Sharpen("l"), SPATIAL),
+    "dense": (lambda: Dense(5, name="l"), [(7,)]),
+    "dropout": (lambda: Dropout(0.4, name="l"), SPATIAL),
+    "flatten": (lambda: Flatten("l"), SPATIAL),
+    "gelu": (lambda: GELU("l"), SPATIAL),
+    "global pool": (lambda: GlobalAveragePool("l"), SPATIAL),
+    "group norm": (lambda: GroupNorm(2, activation="relu", name="l"), SPATIAL),
+    "instance norm": (lambda: InstanceNorm(name="l"), SPATIAL),
+    "layer norm": (lambda: LayerNorm("sample", name="l"), SPATIAL),
+    "layer norm of channels": (lambda: LayerNorm("channels", activation="relu", name="l"), SPATIAL),
+    "leaky relu": (lambda: LeakyReLU(0.1, "l"), SPATIAL),
+    "max pool": (lambda: MaxPool(3, 2, 1, name="l"), SPATIAL),
+    "resize": (lambda: Resize(2, mode="bilinear", name="l"), SPATIAL),
+    "response norm": (lambda: LocalResponseNorm(3, alpha=0.1, name="l"), SPATIAL),
+    "sigmoid": (lambda: Sigmoid("l"), SPATIAL),
+    "softmax": (lambda: Softmax("l"), SPATIAL),
+    "tanh": (lambda: Tanh("l"), SPATIAL),
+    "transposed": (lambda: ConvTranspose(3, 3, 2, 1, 1, name="l"), SPATIAL),
+}
+
+
+def same(found, expected):
+    for key, want in expected.items():
+        bound = 1000 * np.finfo("float64").eps * max(1.0, np.abs(want).max(initial=0))
+        np.testing.assert_allclose(found[key], want, rtol=0, atol=bound, err_msg=key)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_compute_what_they_compute_on_the_host(name):
+    make, shapes = LAYERS[name]
+    with Communicator(MPI.COMM_WORLD) as comm:
+        cuts = [{"sample": comm.size}] if name == "dense" else list(grids(comm.size, ("height", "width")))
+        for parts in cuts:
+            kernels = FakeBackend()
+            expected = run_layer(make, shapes, comm, parts, steps=2)
+            found = run_layer(make, shapes, comm, parts, steps=2, backend=kernels)
+            fault = None if found is None else _differs(found, expected)
+            comm.agree(fault)
+            assert set(kernels.device.synchronizations) <= {"get()"}, "only to look at the results"
+            kernels.close()
+
+
+def _differs(found, expected):
+    try:
+        same(found, expected)
+    except AssertionError as error:
+        return error
+    return None
+
+
+LOSSES = {
+    "mean squared": (lambda: MeanSquaredError("loss"), (6, 5, 3), (6, 5, 3)),
+    "dice": (lambda: Dice("softmax", name="loss"), (6, 5, 3), (6, 5, 1)),
+    "dice per sample": (lambda: Dice("sigmoid", "sample", name="loss"), (6, 5, 3), (6, 5, 3)),
+    "cross-entropy": (lambda: SoftmaxCrossEntropy(name="loss"), (6, 5, 3), (6, 5, 1)),
+    "weighted": (
+        lambda: SoftmaxCrossEntropy([1.0, 2.0, 0.5], "weights", 0.1, ignore_index=2, name="loss"),
+        (6, 5, 3),
+        (6, 5, 1),
+    ),
+}
+
+
+def loss_and_gradient(make, shape, target, comm, kernels, parts, wrong=False):
+    x, t = Input(shape, "x"), Input(target, "t", "compute" if target == shape else "int64")
+    network = Network({"loss": make()(x, t)})
+    with Executor(network, comm, kernels, 2, Strategy(parts), "float64", probed=["x"]) as executor:
+        executor.set_input("x", random_array((2, *shape), "x"))
+        targets = np.floor(np.abs(random_array((2, *target), "t")) * 100) % shape[-1]
+        targets = targets / 2 if target == shape else targets
+        executor.set_input("t", targets + 7 if wrong else targets)
+        executor.forward()
+        loss = executor.loss_value()
+        executor.backward()
+        return loss, executor.gather("x", gradient=True)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_compute_what_they_compute_on_the_host(name):
+    from halograd.kernels.numpy import NumpyBackend
+
+    make, shape, target = LOSSES[name]
+    with Communicator(MPI.COMM_WORLD) as comm:
+        kernels, parts = FakeBackend(), {"height": comm.size}
+        expected, gradient = loss_and_gradient(make, shape, target, comm, NumpyBackend(), parts)
+        found, ours = loss_and_gradient(make, shape, target, comm, kernels, parts)
+        assert found == pytest.approx(expected, rel=1e-13)
+        if comm.rank == 0:
+            np.testing.assert_allclose(ours, gradient, rtol=0, atol=1e-14)
+        assert set(kernels.device.synchronizations) <= {"get()"}
+        kernels.close()
+
+
+@pytest.mark.ranks(1)
+def test_a_target_that_is_no_class_makes_the_loss_undefined():
+    """The host does not look at targets on a device; a run then stops because its loss is not finite."""
+    make, shape, target = LOSSES["cross-entropy"]
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        loss, _ = loss_and_gradient(make, shape, target, comm, kernels, {}, wrong=True)
+    kernels.close()
+    assert np.isnan(loss)
+
+
+@pytest.mark.ranks(1)
+def test_a_custom_layer_that_returns_an_array_of_the_host_is_refused():
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(ValueError, match="expected an array on fake:0"):
+        run_layer(lambda: OnTheHost("l"), SPATIAL, comm, {}, backend=kernels)
+    kernels.close()

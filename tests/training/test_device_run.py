@@ -1,0 +1,104 @@
+"""A run whose kernels are those of the double of a device: data ahead, logs, timeline, checkpoints there and back."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.errors import UserError
+from halograd.training import session
+from halograd.training.config import parse_config
+from halograd.training.kernels import open_kernels
+from halograd.training.run import evaluate, train
+from tests.support.fake_device import FakeBackend
+from tests.training.runs import CONFIG, write_config
+
+CONSTANT = ['schedule={kind="constant", learning_rate=0.01}']
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """``on_device(True)``: from here on runs open the double of a device."""
+    opened = []
+
+    def switch(on):
+        def fake(config, comm):
+            opened.append(FakeBackend())
+            return opened[-1]
+
+        monkeypatch.setattr(session, "open_kernels", fake if on else open_kernels)
+        return opened
+
+    return switch
+
+
+def run(path, out, epochs, resume=False, more=()):
+    overrides = [f"output.directory={out}", f"training.epochs={epochs}", *CONSTANT, *more]
+    return train(path, overrides, resume=resume, comm=MPI.COMM_SELF)
+
+
+def weights(out):
+    with h5py.File(sorted((out / "checkpoints").glob("step-*.h5"))[-1]) as file:
+        found = {}
+        file["params"].visititems(
+            lambda name, item: found.update({name: item[...]}) if hasattr(item, "shape") else None
+        )
+        return found
+
+
+def test_a_run_goes_from_the_host_to_the_device_and_back(tmp_path, on_device):
+    path = write_config(tmp_path)
+    expected = run(path, tmp_path / "host", 3)
+    run(path, tmp_path / "moving", 1)
+    opened = on_device(True)
+    run(path, tmp_path / "moving", 2, resume=True)
+    on_device(False)
+    found = run(path, tmp_path / "moving", 3, resume=True)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+    assert found["validation"] == pytest.approx(expected["validation"], rel=1e-12)
+    for name, array in weights(tmp_path / "host").items():
+        np.testing.assert_allclose(weights(tmp_path / "moving")[name], array, rtol=0, atol=1e-12, err_msg=name)
+    assert opened and opened[0].device.waits > 0
+
+
+def test_log_timeline_and_evaluation(tmp_path, on_device):
+    path = write_config(tmp_path)
+    host = run(path, tmp_path / "host", 2)
+    on_device(True)
+    device = run(path, tmp_path / "device", 2, more=["output.timeline=true", "training.clip_norm=1.0"])
+    clipped = run(path, tmp_path / "clipped", 2, more=["training.clip_norm=1000.0"])
+    assert clipped["loss"] == pytest.approx(host["loss"], rel=1e-9)
+    assert np.isfinite(device["loss"])
+    steps = [json.loads(line) for line in (tmp_path / "device" / "log.jsonl").read_text().splitlines()]
+    steps = [entry for entry in steps if entry.get("event", entry.get("kind")) == "step"]
+    assert steps and all(np.isfinite([entry["loss"], entry["gradient_norm"]]).all() for entry in steps)
+    events = json.loads((tmp_path / "device" / "timeline.json").read_text())["traceEvents"]
+    assert {"forward", "backward", "update"} <= {event.get("cat") for event in events}
+    result = evaluate(tmp_path / "clipped", comm=MPI.COMM_SELF, predictions=tmp_path / "p.h5")
+    assert result["loss"] == pytest.approx(clipped["validation"]["loss"], rel=1e-12)
+    with h5py.File(tmp_path / "p.h5") as file:
+        assert np.isfinite(file["prediction"][...]).all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("device = 1", 'backend.device: expected kernels = "cudnn" with it, got "numpy"; remove device'),
+        ("graph = true", 'backend.graph: expected kernels = "cudnn" with it, got "numpy"; remove graph'),
+        ('precision = "tf32"', "backend.kernels: expected precision strict for the backend numpy, got 'tf32'"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without(tmp_path, keys, message):
+    path = write_config(tmp_path)
+    path.write_text(path.read_text().replace('kernels = "numpy"', f'kernels = "numpy"\n{keys}'))
+    with pytest.raises(UserError) as caught:
+        train(path, [f"output.directory={tmp_path / 'out'}"], comm=MPI.COMM_SELF)
+    assert message in str(caught.value)
+
+
+def test_keys_of_the_backend():
+    text = CONFIG.format(edge=4, channels=1, data="d.h5", out="out")
+    found = parse_config(text.replace('kernels = "numpy"', 'kernels = "cudnn"\ndevice = [1, 0]\ndeterministic = true'))
+    assert (found.backend.device, found.backend.deterministic, found.backend.precision) == ([1, 0], True, "strict")
