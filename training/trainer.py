@@ -85,7 +85,19 @@ class Trainer:
             self.auto = AutoReduction(executor, self.reduce_by, ranked, tuning)
 
     def reduce_by(self, scheme: Scheme) -> None:
-        """Sum gradients by another scheme from the next step on; all updates are done first. Collective."""
+        """Sum gradients by another scheme from the next step on; all updates are done first. Collective.
+
+        Raises
+        ------
+        ValueError
+            To or from ``"sharded"``, whose optimizer has state for its shards only; more replicated layers than the
+            executor was built for.
+        """
+        now = self.executor.store.scheme
+        if scheme != now and "sharded" in (scheme.name, now.name):
+            raise ValueError(
+                f"reduce_by(): expected {now.name!r} to stay, whose optimizer keeps other state, got {scheme}"
+            )
         self.executor.reduce_by(scheme)
         assert self.executor.reducer is not None
         self._reducer = self.executor.reducer

@@ -52,7 +52,11 @@ def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, 
             if settle:
                 trainer.settle()
         trainer.settle()
-        state = {f"{k}/{n}": a for k, arrays in trainer.optimizer.named_state().items() for n, a in arrays.items()}
+        state = {
+            f"{k}/{n}": a
+            for k, arrays in trainer.optimizer.named_state(executor.comm).items()
+            for n, a in arrays.items()
+        }
         return np.array(losses), {k: v.copy() for k, v in {**executor.store.params, **state}.items()}
 
 
@@ -125,13 +129,22 @@ def test_layers_on_fewer_ranks(layers):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("optimizer, clip", [("adam", None), ("lars", None), ("momentum", 0.5), ("adam", 0.5)])
-def test_optimizers_and_clipping(optimizer, clip):
+@pytest.mark.parametrize(
+    "optimizer, clip, name",
+    [
+        ("adam", None, "sharded"),
+        ("lars", None, "bucketed"),
+        ("momentum", 0.5, "hierarchical"),
+        ("adam", 0.5, "sharded"),
+    ],
+)
+def test_optimizers_clipping_and_other_schemes_beside(optimizer, clip, name):
     with Communicator(MPI.COMM_SELF) as alone:
         expected, _ = train(build(alone, {}, {}), optimizer, clip=clip)
     with Communicator(MPI.COMM_WORLD) as comm:
-        found, _ = train(build(comm, {"sample": comm.size}, {"replicated_dense": 2}), optimizer, clip=clip)
-        check_losses(comm, found, expected, "float64", optimizer)
+        scheme = {"name": name, "replicated_dense": 2}
+        found, _ = train(build(comm, {"sample": comm.size}, scheme), optimizer, clip=clip)
+        check_losses(comm, found, expected, "float64", (optimizer, name))
 
 
 @pytest.mark.mpi(min_size=1)
