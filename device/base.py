@@ -186,6 +186,10 @@ class Device(ABC):
         """Make this the device of the calling thread."""
         return None
 
+    def close(self) -> None:
+        """Finish what is enqueued, and let no array be found to live here any more. May be called twice."""
+        return None
+
     def computing(self) -> AbstractContextManager[Any]:
         """A context in which the calling thread enqueues kernels."""
         return nullcontext()

@@ -28,7 +28,7 @@ def probe_gpu() -> Iterator[Finding]:
     yield _found("CuPy", cupy, devices, lambda: str(cupy.__version__))
     cudnn = _load("cudnn")
     yield _found("cuDNN", cudnn, devices, lambda: f"{cudnn.backend_version()} (frontend {cudnn.__version__})")
-    nccl = cupy if isinstance(cupy, str) else _load("cupy.cuda.nccl")
+    nccl: Any = cupy if isinstance(cupy, str) else _load("cupy.cuda.nccl")
     yield _found("NCCL", nccl, devices, lambda: str(nccl.get_version()))
     yield from _backend(devices)
 

@@ -99,6 +99,13 @@ class CupyDouble:
         )
         self.empty, self.maximum, self.sum = device_empty, np.maximum, np.sum
 
+    @staticmethod
+    def asarray(values: np.ndarray) -> DeviceArray:
+        """A copy on the device."""
+        array = device_empty(values.shape, values.dtype)
+        array[...] = values
+        return array
+
     def _synchronize(self) -> None:
         self.synchronized += 1
 
@@ -184,10 +191,11 @@ class Machine:
         self.cudnn = CudnnDouble(lambda: self.cupy.stream)
         self.cupy.clock = lambda: self.cudnn.clock
         self.store = folder / "plans.jsonl"
+        self.own_kernels: Any = CudaDouble
 
     def runtime(self) -> Runtime:
         self.device = DeviceDouble(self.cupy.device)
-        return Runtime(self.cupy, Frontend(self.cudnn), CudaDouble(), self.device, self.cupy.device)
+        return Runtime(self.cupy, Frontend(self.cudnn), self.own_kernels(), self.device, self.cupy.device)
 
     def open(self, **options: Any) -> CudnnBackend:
         """A backend on it."""

@@ -1,0 +1,92 @@
+"""Let the real cuDNN plan convolutions for a GPU that is not there; a process of its own, see `test_planning.py`.
+
+cuDNN plans for a device it is told of, if it finds the names of a driver. Nothing runs. Each line printed is JSON: the
+convolution, and its plan or why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import cudnn
+
+from halograd.kernels import Geometry, KernelError
+from halograd.kernels.cudnn.frontend import Frontend
+from halograd.kernels.cudnn.graphs import BACKWARD_DATA, BACKWARD_FILTER, FORWARD, Candidates, PlanKey
+from halograd.kernels.cudnn.precision import Arithmetic
+from halograd.kernels.cudnn.shapes import Shapes
+from tests.kernels.geometries import CASES, Case
+
+#: What `cudnn.create_device_properties(0).serialize()` says of such a device, as far as is known without one.
+HOPPER = {
+    "maxGridSize": [2147483647, 65535, 65535],
+    "maxBlockSize": [1024, 1024, 64],
+    "regsPerBlock": 65536,
+    "multiProcessorCount": 132,
+    "smCountOrigin": 0,
+    "warpSize": 32,
+    "maxSharedMemoryPerBlock": 49152,
+    "maxSharedMemoryPerBlockOptin": 232448,
+    "reservedSharedMemoryPerBlock": 1024,
+    "oversizedSharedMemoryPerBlock": 0,
+    "maxRegistersPerSM": 65536,
+    "maxCtasPerSM": 32,
+    "maxThreadsPerBlock": 1024,
+    "maxThreadsPerSM": 2048,
+    "pciDeviceId": 0,
+    "isTccDriver": 0,
+    "supportCoopLaunch": 1,
+    "totalGlobalMem": 150_000_000_000,
+    "smClockRateKHz": 1980000,
+    "memClockRateKHz": 3201000,
+    "memoryBusWidth": 6144,
+    "l2CacheSize": 62914560,
+    "cudaDeviceId": 0,
+    "deviceVer": 900,
+    "driverVer": 13000,
+    "deviceName": "NVIDIA H200",
+}
+LARGE = [
+    Case("mesh-2K", Geometry.of((3, 3), 1, 1), (1024, 1024), 1, 128, 128),
+    Case("mesh-2K rows with halos", Geometry.of((3, 3), 1, ((0, 0), (1, 1))), (514, 1024), 1, 128, 128),
+    Case("U-Net 3-D", Geometry.of((3, 3, 3), 1, 1), (128, 128, 128), 1, 32, 32),
+    Case("ResNet stem", Geometry.of((7, 7), 2, 3), (224, 224), 64, 3, 64),
+]
+
+
+def main() -> None:
+    """Plan every case in every direction, and say so."""
+    frontend = Frontend(cudnn)
+    where = {"device_property": cudnn.create_device_properties(json.dumps(HOPPER))}
+    for case in [*CASES, *LARGE]:
+        x, w, _, y = case.shapes
+        shapes = Shapes.of(x, w, y, case.geometry)
+        for direction in (FORWARD, BACKWARD_DATA, BACKWARD_FILTER):
+            fused = direction == FORWARD
+            keys = [PlanKey(direction, "float32", shapes, Arithmetic(), fused, fused)]
+            keys.append(PlanKey(direction, "float32", shapes, Arithmetic("tf32", True)))
+            # Filter gradients of few channels in 16 bits take a compiler, and seconds.
+            if fused or direction == BACKWARD_DATA or case in LARGE:
+                keys.append(PlanKey(direction, "bfloat16", shapes, Arithmetic(), fused, fused))
+            for key in keys:
+                print(
+                    json.dumps([str(case), direction, key.dtype, key.arithmetic.precision, *plan(frontend, key, where)])
+                )
+                sys.stdout.flush()
+
+
+def plan(frontend: Frontend, key: PlanKey, where: dict) -> tuple[str, int, bool]:
+    """Name and workspace of the first plan, and whether it would be launched by a table of addresses."""
+    try:
+        candidates = Candidates(frontend, key, where)
+        built = next(candidates.all(), None)
+    except KernelError as error:
+        return f"none: {error}", 0, False
+    if built is None:
+        return f"none: {candidates.none()}", 0, False
+    return built.name, built.workspace_bytes, frontend._takes_table(built.graph, key.uids)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The real cuDNN, where its wheels are installed, plans every geometry for a GPU that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+#: What cuDNN looks up in a driver before it plans. The first fail, as they need a device; the others may not.
+FAILING = """
+    cuCtxGetCurrent cuCtxGetLimit cuCtxPopCurrent cuCtxPushCurrent cuDeviceGet cuDeviceGetCount cuDriverGetVersion
+    cuLaunchCooperativeKernel cuLaunchKernel cuLaunchKernelEx cuStreamGetCtx
+"""
+PASSING = """
+    cuGetErrorName cuGetErrorString cuKernelGetAttribute cuKernelGetFunction cuKernelSetAttribute cuLibraryGetKernel
+    cuLibraryLoadData cuLibraryLoadFromFile cuLibraryUnload cuLinkAddData cuLinkComplete cuLinkCreate cuLinkDestroy
+    cuModuleGetFunction cuModuleLoadData cuModuleUnload cuOccupancyMaxPotentialClusterSize cuTensorMapEncodeIm2col
+    cuTensorMapEncodeTiled
+"""
+
+
+def driver_double(folder: Path) -> None:
+    """A libcuda that has the names, and no device."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    lines = [f"int {name}(void) {{ return 100; }}" for name in FAILING.split()]
+    lines += [f"int {name}(void) {{ return 0; }}" for name in PASSING.split()]
+    (folder / "driver.c").write_text("\n".join(lines))
+    target = str(folder / "libcuda.so.1")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", target, str(folder / "driver.c")], check=True
+    )
+
+
+@pytest.mark.timeout(300)
+def test_cudnn_has_a_plan_for_every_geometry(tmp_path):
+    for module in ("cudnn", "nvidia.cudnn"):
+        if importlib.util.find_spec(module.split(".")[0]) is None or importlib.util.find_spec(module) is None:
+            pytest.skip("needs cuDNN: pip install nvidia-cudnn-frontend nvidia-cudnn-cu13 (half a gigabyte)")
+    driver_double(tmp_path)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.cudnn.planning"],
+        cwd=ROOT,
+        env={**os.environ, "LD_LIBRARY_PATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) > 280
+    assert [line for line in found if line[4].startswith("none")] == []
+    assert all(line[6] for line in found), "every plan is launched by a table of addresses"
+    # A packed block with margins needs no hidden copy; its convolutions in bfloat16 are those of tensor cores.
+    haloed = [line for line in found if line[0] == "mesh-2K rows with halos" and line[2] == "bfloat16"]
+    assert len(haloed) == 3 and all(line[5] < 4 << 20 for line in haloed), haloed
