@@ -8,7 +8,7 @@ VENV ?= .venv
 EXTRAS ?= mpich,test
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
-SOURCES := comm data device dtensor halograd kernels layers models perfmodel training
+SOURCES := comm data device dtensor halograd jobs kernels layers models perfmodel training
 
 .DEFAULT_GOAL := help
 .PHONY: help venv oracle peers lint-tools demo test bench-step lint typecheck clean distclean

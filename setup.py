@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-FOLDERS = ("device", "comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel", "training")
+FOLDERS = ("device", "comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel", "training", "jobs")
 
 packages = ["halograd"] + [f"halograd.{p}" for p in find_packages("halograd")]
 package_dir = {"halograd": "halograd"}
@@ -19,5 +19,9 @@ for folder in FOLDERS:
 setup(
     packages=packages,
     package_dir=package_dir,
-    package_data={"halograd.perfmodel": ["machines/*.toml"]},
+    package_data={
+        "halograd.perfmodel": ["machines/*.toml"],
+        "halograd.kernels": ["cuda/src/*.cu", "cuda/src/*.cuh"],
+        "halograd.jobs": ["templates/*.j2", "templates/parts/*.j2"],
+    },
 )

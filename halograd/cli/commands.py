@@ -11,6 +11,7 @@ from halograd.cli.explaining import explain
 from halograd.cli.planning import plan
 from halograd.cli.predicting import predict
 from halograd.cli.profiling import profile
+from halograd.cli.submitting import submit
 
 __all__ = ["app"]
 
@@ -27,6 +28,7 @@ app.command()(profile)
 app.command()(plan)
 app.command()(explain)
 app.command()(predict)
+app.command()(submit)
 
 Sets = Annotated[
     list[str] | None,

@@ -1,0 +1,254 @@
+"""`halograd submit`: a configuration as a batch job."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halograd.errors import UserError
+
+if TYPE_CHECKING:
+    from halograd.jobs import Job, Profiling
+    from halograd.training.config import Config
+
+__all__ = ["submit"]
+
+Several = list[str] | None
+_SHELL_NAME = re.compile(r"[^\w.+-]+", re.ASCII)
+
+
+def submit(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")],
+    kind: Annotated[
+        str | None,
+        typer.Option(help="train, profile, plan-then-train, sweep or local; train, or sweep if --sweep is given."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of every node; one rank each. 0: CPUs only.")] = 0,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Ranks on every node; one per GPU if left out, or one without GPUs.")
+    ] = None,
+    cpus_per_rank: Annotated[int | None, typer.Option(help="Cores of a rank; backend.threads if left out.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Minutes, HH:MM:SS or D-HH:MM:SS.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Where to queue.")] = None,
+    account: Annotated[str | None, typer.Option(help="Who pays.")] = None,
+    job_name: Annotated[str | None, typer.Option(help="Also names the log; the configuration's if left out.")] = None,
+    sbatch: Annotated[
+        Several, typer.Option("--sbatch", metavar="KEY=VALUE", help="Any other option of sbatch; repeatable.")
+    ] = None,
+    sets: Annotated[
+        Several, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the configuration; repeatable.")
+    ] = None,
+    modules: Annotated[
+        Several, typer.Option("--module", metavar="NAME", help="Module to load, in this order; repeatable.")
+    ] = None,
+    env: Annotated[
+        Several, typer.Option("--env", metavar="KEY=VALUE", help="Environment of the job; repeatable.")
+    ] = None,
+    container: Annotated[str | None, typer.Option(metavar="IMAGE", help="Run in this container.")] = None,
+    container_runtime: Annotated[str, typer.Option(help="apptainer, singularity or pyxis.")] = "apptainer",
+    python: Annotated[str | None, typer.Option(metavar="PATH", help="Interpreter on the nodes; else this one.")] = None,
+    launcher: Annotated[str, typer.Option(help="What starts the ranks: srun or mpirun.")] = "srun",
+    mpi: Annotated[
+        str | None, typer.Option(metavar="PLUGIN", help="For `srun --mpi`: pmi2 (MPICH), pmix (Open MPI), ...")
+    ] = None,
+    mpirun: Annotated[str | None, typer.Option(metavar="PATH", help="The mpirun to use.")] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Copy the data set to this folder of every node; '$NAME/...' may begin it."
+        ),
+    ] = None,
+    warning: Annotated[int, typer.Option(help="Seconds before the time limit to write a checkpoint at.")] = 120,
+    chain: Annotated[int, typer.Option(help="Submit this many jobs, each going on where the last ended.")] = 1,
+    after_crash: Annotated[
+        str, typer.Option(help="requeue, if there is a newer checkpoint than when the job started; or stop.")
+    ] = "requeue",
+    sweep: Annotated[
+        Several, typer.Option(metavar="KEY=V1,V2", help="A task for every combination of values; repeatable.")
+    ] = None,
+    at_most: Annotated[int | None, typer.Option(help="Tasks of a sweep that run at the same time.")] = None,
+    profile_nodes: Annotated[int, typer.Option(help="Nodes that measure, of plan-then-train and profile.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and submit nothing.")] = False,
+) -> int:
+    """Train on a cluster with Slurm: write a script, and submit it.
+
+    The script is kept in the run's directory, to read and to edit. Before its time limit, or when it is preempted,
+    the job writes a checkpoint and goes back into the queue, where it goes on.
+
+    \b
+    Examples:
+      halograd submit mesh.toml --nodes 4 --gpus-per-node 4 --time 04:00:00 --partition gpu --dry-run
+      halograd submit mesh.toml --nodes 2 --ranks-per-node 8 --module gcc/12 --module openmpi/5 --launcher mpirun
+      halograd submit mesh.toml --nodes 16 --gpus-per-node 4 --kind plan-then-train --profile-nodes 2
+      halograd submit mesh.toml --sweep schedule.learning_rate=1e-3,1e-2 --sweep training.batch=2,4 --at-most 2
+      halograd submit mesh.toml --kind local --ranks-per-node 4
+    """
+    from halograd.comm.boot import launched_size
+    from halograd.jobs import Resources, Software, parse_directives, parse_environment, parse_sweep
+
+    if launched_size() is not None:
+        raise UserError("submit: expected to be started alone, got a launcher; the job starts its ranks itself")
+    chosen = _kind(kind, sweep, chain, at_most)
+    loaded = _load(config, sets or [])
+    per_node = ranks_per_node if ranks_per_node is not None else max(1, gpus_per_node)
+    threads = loaded.backend.threads
+    cpus = threads if cpus_per_rank is None else cpus_per_rank
+    directives = parse_directives(sbatch or [])
+    resources = Resources(nodes, per_node, cpus, gpus_per_node, time, partition, account, warning, directives)
+    software = Software(
+        _here(),
+        python,
+        launcher,
+        mpi,
+        mpirun,
+        modules or (),
+        parse_environment(env or []),
+        container,
+        container_runtime,
+    )
+    settings = parse_sweep(sweep or [])
+    _check(config, sets or [], settings, resources.ranks, planned=chosen in ("profile", "plan-then-train"))
+    job = _job(config, loaded, resources, software, job_name, profile_nodes)
+    job = _replace(job, threads=threads, overrides=sets or (), stage=stage, after_crash=after_crash)
+    return _start(chosen, _replace(job, links=chain, settings=settings, at_most=at_most), dry_run)
+
+
+# -- what is asked for --------------------------------------------------------------------------
+
+
+def _kind(kind: str | None, sweep: Several, chain: int, at_most: int | None) -> str:
+    from halograd.jobs import KINDS
+
+    chosen = kind or ("sweep" if sweep else "train")
+    if chosen not in KINDS:
+        raise UserError(f"--kind: expected one of {', '.join(KINDS)}, got {chosen!a}")
+    for option, given, wanted in (("--sweep", bool(sweep), "sweep"), ("--at-most", at_most is not None, "sweep")):
+        if given and chosen != wanted:
+            raise UserError(f"{option}: expected --kind {wanted} with it, got {chosen}")
+    if chain != 1 and chosen != "train":
+        raise UserError(f"--chain: expected --kind train with it, got {chosen}")
+    return chosen
+
+
+def _load(path: Path, overrides: Sequence[str]) -> Config:
+    """The configuration, without MPI being started: login nodes may not allow it."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from halograd.training.config import load_config
+
+    return load_config(path, overrides)
+
+
+def _check(config: Path, sets: Sequence[str], settings: Sequence[Sequence[str]], ranks: int, planned: bool) -> None:
+    """Refuse now what the job would refuse when it has waited in the queue."""
+    from halograd.training.build import make_network, make_strategy
+
+    checked: set[str] = set()
+    for changes in settings or [[]]:
+        loaded = _load(config, [*sets, *changes])
+        what = repr((loaded.model, loaded.strategy, loaded.training.batch))
+        if what in checked:
+            continue
+        checked.add(what)
+        network = make_network(loaded)
+        if not planned and not loaded.strategy.auto:
+            make_strategy(loaded.strategy, ranks, network, loaded.training.batch).validate(network, ranks)
+
+
+def _job(config: Path, loaded: Config, resources: Any, software: Any, name: str | None, profile_nodes: int) -> Job:
+    from halograd.jobs import Job
+
+    if not 1 <= profile_nodes <= resources.nodes:
+        raise UserError(f"--profile-nodes: expected 1 to {resources.nodes}, the nodes of the job, got {profile_nodes}")
+    named = _SHELL_NAME.sub("-", config.stem).strip("-") or "halograd" if name is None else name
+    return Job(
+        named,
+        str(config),
+        loaded.output.directory,
+        resources,
+        software,
+        data=loaded.data.path,
+        profiling=_profiling(loaded, profile_nodes),
+    )
+
+
+def _profiling(loaded: Config, nodes: int) -> Profiling:
+    from halograd.jobs import Profiling
+
+    strategy, backend = loaded.strategy, loaded.backend
+    return Profiling(
+        loaded.model.name,
+        loaded.model.options,
+        loaded.training.batch,
+        loaded.training.dtype,
+        backend.kernels,
+        backend.transport,
+        backend.autotune,
+        strategy.planner if strategy.auto else None,
+        strategy.memory,
+        strategy.budget,
+        nodes,
+    )
+
+
+def _replace(job: Job, **changes: Any) -> Job:
+    from dataclasses import replace
+
+    return replace(job, **changes)
+
+
+def _here() -> str:
+    """The working directory by the name the user knows it by, which need not be the one without symbolic links."""
+    logical = os.environ.get("PWD", "")
+    if logical and os.path.isabs(logical) and os.path.isdir(logical) and os.path.samefile(logical, "."):
+        return logical
+    return os.getcwd()
+
+
+# -- what is done -------------------------------------------------------------------------------
+
+
+def _start(kind: str, job: Job, dry_run: bool) -> int:
+    from halograd.jobs import KINDS, render, require_slurm, start_chain, submit_chain
+
+    script = render(kind, job)
+    if dry_run:
+        print(script, end="")
+        return 0
+    if kind != "local":
+        require_slurm()
+    if job.data and not Path(job.data).exists():
+        print(f"halograd: note: data.path {job.data} is not here; the nodes must see it", file=sys.stderr)
+    path = _write(Path(job.run) / f"{job.name}{Path(KINDS[kind]).suffix}", script)
+    if kind == "local":
+        return subprocess.call(["bash", str(path)])
+    jobs = start_chain(path) if kind == "plan-then-train" else submit_chain(path, job.links)
+    ranks, nodes = job.resources.ranks, job.resources.nodes
+    several = f"jobs {', then '.join(jobs)}" if len(jobs) > 1 else f"job {jobs[0]}"
+    print(f"submitted {several}: {ranks} rank(s) on {nodes} node(s); script {path}")
+    return 0
+
+
+def _write(path: Path, script: str) -> Path:
+    """Write the script; one that is there and was edited is kept under another name."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != script:
+            number = 1
+            while (kept := path.with_name(f"{path.name}.old{number}")).exists():
+                number += 1
+            path.rename(kept)
+            print(f"halograd: note: the script that was there is now {kept}", file=sys.stderr)
+        path.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: expected a file that can be written, got an error ({error.strerror})") from error
+    return path

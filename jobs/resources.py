@@ -1,0 +1,115 @@
+"""What a job asks Slurm for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from halograd.errors import UserError
+from halograd.jobs.quoting import one_line
+
+__all__ = ["Resources", "parse_directives"]
+
+#: Directives that the scripts rely on; they have options of their own here.
+OWN = {
+    "account": "--account",
+    "array": "--sweep and --at-most",
+    "cpus-per-task": "--cpus-per-rank",
+    "gpus-per-node": "--gpus-per-node",
+    "gpus-per-task": "--gpus-per-node",
+    "job-name": "--job-name",
+    "no-requeue": "--chain",
+    "nodes": "--nodes",
+    "ntasks": "--nodes and --ranks-per-node",
+    "ntasks-per-node": "--ranks-per-node",
+    "open-mode": "nothing: a job that is restarted appends to its log",
+    "partition": "--partition",
+    "requeue": "nothing: jobs may be requeued unless they are a --chain",
+    "signal": "--warning",
+    "time": "--time",
+}
+_TIME = re.compile(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", re.ASCII)
+_KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
+_CONTINUOUS = ("infinite", "unlimited")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Nodes, ranks and time of a job, and where it queues.
+
+    Attributes
+    ----------
+    nodes, ranks_per_node, cpus_per_rank, gpus_per_node
+        Whole numbers; without GPUs `gpus_per_node` is 0.
+    time
+        Limit as Slurm writes it: minutes, ``H:MM:SS``, ``D-HH:MM``; None for the partition's own.
+    partition, account
+        None: the site's default.
+    warning
+        How long before the limit Slurm sends USR1 [s].
+    directives
+        Further options of sbatch: (key, value), or (key, None) for one without a value.
+
+    Raises
+    ------
+    UserError
+        In one line, if one of them cannot be meant.
+    """
+
+    nodes: int = 1
+    ranks_per_node: int = 1
+    cpus_per_rank: int = 1
+    gpus_per_node: int = 0
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    warning: int = 120
+    directives: Sequence[tuple[str, str | None]] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        least = {"nodes": 1, "ranks_per_node": 1, "cpus_per_rank": 1, "gpus_per_node": 0, "warning": 1}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option}: expected a whole number >= {smallest}, got {getattr(self, name)}")
+        if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
+            raise UserError(
+                f"--ranks-per-node: expected at most one rank per GPU, got {self.ranks_per_node} ranks for "
+                f"{self.gpus_per_node} GPUs of a node; ask for more GPUs or fewer ranks"
+            )
+        if self.warning > 65535:
+            raise UserError(f"--warning: expected at most 65535 seconds, got {self.warning}")
+        if self.time is not None and not _TIME.fullmatch(self.time) and self.time.lower() not in _CONTINUOUS:
+            raise UserError(
+                f"--time: expected minutes, HH:MM:SS or D-HH:MM:SS, got {self.time!a}; such as --time 04:00:00"
+            )
+        for name in ("partition", "account"):
+            value = getattr(self, name)
+            if value is not None and not one_line(f"--{name}", value).strip():
+                raise UserError(f"--{name}: expected a name, got {value!a}; leave it out for the site's default")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job."""
+        return self.nodes * self.ranks_per_node
+
+
+def parse_directives(options: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
+    """Options of sbatch given as ``KEY=VALUE`` or ``KEY``.
+
+    >>> parse_directives(["mem=64G", "exclusive"])
+    (('mem', '64G'), ('exclusive', None))
+    """
+    found = []
+    for option in options:
+        key, equals, value = one_line("--sbatch", option).partition("=")
+        key = key.strip().removeprefix("--")
+        if not _KEY.fullmatch(key):
+            raise UserError(
+                f"--sbatch: expected KEY=VALUE with a long option of sbatch, such as mem=64G, got {option!a}"
+            )
+        if key in OWN:
+            raise UserError(f"--sbatch {key}: expected another option, this one is set by {OWN[key]}")
+        found.append((key, value.strip() if equals else None))
+    return tuple(found)

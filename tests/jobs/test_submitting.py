@@ -1,0 +1,150 @@
+"""`halograd submit`: what it writes, checks, submits and says."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI  # noqa: F401  (before `submit` asks for it not to be started)
+
+from halograd.cli.run import run
+from tests.jobs.runs import write_config
+from tests.jobs.stubs import Stubs
+
+
+@dataclass
+class Submitting:
+    """`halograd submit` where Slurm's commands are stubs."""
+
+    folder: Path
+    stubs: Stubs
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of ``halograd submit mesh.toml ARGUMENTS`` for 2 nodes with 2 ranks."""
+        everything = ["submit", "mesh.toml", "--nodes", 2, "--ranks-per-node", 2, *arguments]
+        self.capsys.readouterr()
+        code = run(list(map(str, everything)))
+        return code, *self.capsys.readouterr()
+
+    def scripts(self) -> list[str]:
+        return self.stubs.submitted()
+
+
+@pytest.fixture
+def submit(tmp_path, monkeypatch, capsys):
+    write_config(tmp_path)
+    stubs = Stubs(tmp_path / "stubs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PWD", str(tmp_path))
+    monkeypatch.setenv("PATH", stubs.environment()["PATH"])
+    return Submitting(tmp_path, stubs, capsys)
+
+
+def test_a_job_is_written_and_submitted(submit):
+    code, out, err = submit("--time", "10")
+    assert code == 0, err
+    assert out == "submitted job 101: 4 rank(s) on 2 node(s); script run/mesh.sbatch\n"
+    assert "data.path mesh.h5 is not here" in err
+    (script,) = submit.scripts()
+    kept = submit.folder / "run" / "mesh.sbatch"
+    assert script == kept.read_text()
+    assert f"cd -- {submit.folder} ||" in script and f"python=({sys.executable})" in script
+    kept.write_text("# mine\n")
+    code, _, err = submit("--time", "10")
+    assert "is now run/mesh.sbatch.old1" in err and code == 0
+    assert kept.with_name("mesh.sbatch.old1").read_text() == "# mine\n" and kept.read_text() == script
+
+
+def test_a_dry_run_prints_the_script_and_nothing_else(submit, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    code, out, err = submit("--dry-run", "--partition", "gpu", "--job-name", "it's")
+    assert (code, err) == (0, "")
+    assert out.startswith('#!/bin/bash\n#SBATCH --job-name="it\'s"\n') and "--partition=gpu\n" in out
+    assert submit.stubs.calls() == [] and not (submit.folder / "run").exists()
+
+
+def test_a_chain_waits_for_all_before_it(submit):
+    code, out, err = submit("--chain", 3)
+    assert code == 0 and out.startswith("submitted jobs 101, then 102, then 103: "), err
+    calls = submit.stubs.calls("sbatch")
+    waiting = [[w for w in call if w.startswith(("--dependency", "--kill"))] for call in calls]
+    kill = "--kill-on-invalid-dep=yes"
+    assert waiting == [[], ["--dependency=afternotok:101", kill], ["--dependency=afternotok:101:102", kill]]
+
+
+def test_a_sweep_has_a_task_for_every_combination(submit):
+    sweep = ["--sweep", "schedule.learning_rate=1e-3,1e-2", "--sweep", "model.widths=[[8], [8, 12]]", "--at-most", 2]
+    code, _, err = submit(*sweep)
+    assert code == 0, err
+    (script,) = submit.scripts()
+    assert "#SBATCH --array=0-3%2\n" in script and "%x-%A_%a.out" in script
+    assert "3) run=run/003 train+=(--set schedule.learning_rate=1e-2 --set 'model.widths=[8, 12]' " in script
+
+
+def test_profile_plan_and_training_wait_for_each_other(submit):
+    code, out, err = submit("--kind", "plan-then-train", "--set", "training.batch=8")
+    assert code == 0 and out.startswith("submitted jobs 101, then 102, then 103: "), err
+    waiting = [[w for w in call if w.startswith("--dependency")] for call in submit.stubs.calls("sbatch")]
+    assert waiting == [[], ["--dependency=afterok:101"], ["--dependency=afterok:102"]]
+    profile, plan, train = submit.scripts()
+    assert "--nodes=1\n" in profile and "profile mesh --out run/machine.toml --batch 8 --ranks 4 " in profile
+    assert "plan mesh --machine run/machine.toml --out run/plan.json --ranks 4 --batch 8 " in plan
+    assert '--set training.batch=8 --set \'strategy={"file" = "run/plan.json"}\'' in train
+
+
+def test_a_local_job_is_run_at_once(submit):
+    code, _, err = submit("--kind", "local", "--nodes", 1, "--ranks-per-node", 4, "--mpirun", "mpirun")
+    assert code == 0, err
+    (call,) = submit.stubs.calls()
+    assert call[:3] == ["mpirun", "-n", "4"] and call[-3:] == ["train", "mesh.toml", "--resume"]
+    assert (submit.folder / "run" / "mesh.sh").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", 3], "strategy: 2 height x 2 sample needs 4 ranks, the run has 6"),
+        (["--set", "training.batch=0"], "training.batch"),
+        (["--set", "model.name=moon"], "moon"),
+        (["--sweep", "training.batch=2,0"], "training.batch"),
+        (["--kind", "moon"], "--kind: expected one of train, profile, plan-then-train, sweep, local, got 'moon'"),
+        (["--kind", "train", "--sweep", "training.batch=2,4"], "--sweep: expected --kind sweep with it, got train"),
+        (["--at-most", 2], "--at-most: expected --kind sweep with it, got train"),
+        (["--kind", "profile", "--chain", 2], "--chain: expected --kind train with it, got profile"),
+        (["--profile-nodes", 3], "--profile-nodes: expected 1 to 2, the nodes of the job, got 3"),
+        (["--sbatch", "time=3"], "--sbatch time: expected another option, this one is set by --time"),
+        (["--env", "A"], "--env: expected KEY=VALUE, such as NCCL_DEBUG=INFO, got 'A'"),
+        (["--job-name", "a\nb"], "--job-name: expected text on one line, got '\\n'"),
+        (["--set", "output.directory=mesh.toml"], "expected a file that can be written"),
+    ],
+)
+def test_mistakes_are_found_before_the_job_waits(arguments, message, submit):
+    code, out, err = submit(*arguments)
+    assert (code, out) == (2, "")
+    lines = [line for line in err.splitlines() if "note:" not in line]
+    assert len(lines) == 1 and lines[0].startswith("halograd: error: ") and message in lines[0], err
+    assert submit.stubs.calls("sbatch") == []
+
+
+def test_without_slurm_it_says_what_else_can_be_done(submit, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, _, err = submit()
+    assert code == 2 and "expected sbatch on PATH, got none; call this on a login node" in err
+
+
+def test_inside_a_job_it_is_refused(submit, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "4")
+    code, _, err = submit()
+    assert code == 2 and "submit: expected to be started alone, got a launcher" in err
+
+
+def test_what_sbatch_refuses_is_passed_on(submit):
+    """And what it had taken of a chain is canceled."""
+    refuse = "#!/bin/bash\n[[ $* == *--dependency* ]] || { echo 101; exit; }\necho 'sbatch: error: No' >&2\nexit 1\n"
+    (submit.stubs.folder / "sbatch").write_text(refuse)
+    code, _, err = submit("--chain", 2)
+    assert code == 2 and err.splitlines()[-1].endswith("to submit a job, got: sbatch: error: No")
+    assert submit.stubs.calls("scancel") == [["scancel", "101"]]
