@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -126,7 +126,7 @@ class MpiReduction(Reduction):
     def _finish(self) -> float:
         return 0.0 if self._idle else self._guard(self._complete)
 
-    def _post(self) -> list[MPI.Request]:
+    def _post(self) -> Sequence[MPI.Request]:
         return [self._mpi.Iallreduce(MPI.IN_PLACE, self.buffer, MPI.SUM)]
 
     def _complete(self) -> float:

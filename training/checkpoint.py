@@ -185,7 +185,7 @@ def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimize
                 f"checkpoint {path}: expected {store.dtype.name} parameters, got {file.attrs['dtype']}; "
                 f'set training.dtype = "{file.attrs["dtype"]}"'
             )
-        found = [(a, _read(file, f"params/{n}", store, n)) for n, a in store.params.items()]
+        found: list[tuple[Any, Any]] = [(a, _read(file, f"params/{n}", store, n)) for n, a in store.params.items()]
         found += [(a, _read(file, f"state/{n}", store, n)) for n, a in store.state.items()]
         found += [(a, _error(file, store, n)) for n, a in store.errors.items()]
         settings = None

@@ -54,7 +54,7 @@ class BucketedReducer(Reducer):
             method = "rounded"  # which has a fixed order too
         total = group.reduction(bucket.grads, kind="allreduce", method=method)
         if bucket.errors is not None:
-            rounded = total.on_host
+            rounded: Any = total.on_host
             rounded.compensate(bucket.errors)
             self._rounded.append((bucket, group, rounded))
         return total
