@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import threading
 import time
@@ -51,9 +52,10 @@ def boot() -> MPI.Intracomm:
     """Initialize MPI, check the launcher, and make a fault on any rank end the whole job.
 
     Collective over all ranks that were launched. Replaces `sys.excepthook` and `threading.excepthook`:
-    an uncaught exception prints its traceback, each line named by rank, and aborts the job with exit
-    code 1 (130 for KeyboardInterrupt). Of an error that all ranks agreed on only the rank where it
-    arose speaks. One rank per node removes shared-memory segments that killed runs have left behind.
+    an uncaught exception prints its traceback, each line named by rank, then rank, host and cause in one
+    line, and aborts the job with exit code 1 (130 for KeyboardInterrupt). Of an error that all ranks agreed
+    on only the rank where it arose speaks. One rank per node removes shared-memory segments that killed runs
+    have left behind, and the name of that of this job: whatever ends it, nothing stays.
 
     Returns
     -------
@@ -66,7 +68,7 @@ def boot() -> MPI.Intracomm:
     """
     from mpi4py import MPI  # keep the default THREAD_MULTIPLE: MPICH yields the core at that level only
 
-    from halograd.comm.sweep import sweep
+    from halograd.comm.sweep import sweep, unname
 
     world = MPI.COMM_WORLD
     _check_launcher(world.size)
@@ -75,6 +77,7 @@ def boot() -> MPI.Intracomm:
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     if node.rank == 0:
         sweep()
+        unname()
     node.Free()
     return world
 
@@ -87,6 +90,7 @@ def leave(code: int) -> NoReturn:
     sys.stderr.flush()
     if not MPI.Is_finalized():
         MPI.Finalize()
+    # Not os._exit: mpiexec takes a rank that skips the destructors of the MPI library for one that failed.
     sys.exit(code)
 
 
@@ -118,6 +122,8 @@ def _die(
         time.sleep(PATIENCE)  # the rank where it arose aborts the job meanwhile
     lines = "".join(traceback.format_exception(kind, value, trace)).splitlines()
     text = "".join(f"[rank {world.rank} of {world.size}] {line}\n" for line in lines)
+    cause = lines[-1] if lines else kind.__name__
+    text += f"halograd: rank {world.rank} of {world.size} on {platform.node()}: {cause}; the job ends\n"
     sys.stdout.flush()
     sys.stderr.write(text)  # one write: lines of several ranks do not mix
     sys.stderr.flush()

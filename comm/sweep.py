@@ -1,8 +1,9 @@
-"""Remove shared-memory segments that killed MPI runs have left behind.
+"""Remove shared-memory segments that killed MPI runs have left behind, and leave none.
 
-MPICH names the segment of each rank and unlinks it when the rank finalizes: a rank that is killed or
-aborted leaves its segment (1-3 MB), and a job that Slurm restarts under the same number meets it and hangs.
-Before such a job run ``python -m halograd.comm.sweep 0`` on each node; the number is the least age [s].
+MPICH names the segment that the ranks of a node share and unlinks it when they finalize: ranks that are killed or
+aborted leave it (1-4 MB), and a job that Slurm restarts under the same number meets it and hangs. `unname` takes the
+name away as soon as all ranks have it mapped. Before a job that follows one without that run
+``python -m halograd.comm.sweep 0`` on each node; the number is the least age [s].
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["sweep"]
+__all__ = ["sweep", "unname"]
 
 SHARED_MEMORY = Path("/dev/shm")
 # A segment younger than this may belong to a job that is just starting and has not mapped it yet.
 AGE = 60.0  # [s]
+# All ranks of a node map it in MPI_Init, and nobody looks for its name again (MPICH 5.0; finalizing does not mind).
+UNNAMED = "mpich_shm_*"
 PATTERNS = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "ucx_shm_*", "vader_segment.*")
 
 
@@ -51,6 +54,26 @@ def sweep(min_age: float = AGE) -> list[Path]:
     return removed
 
 
+def unname() -> list[Path]:
+    """Remove the names of MPI's own segments that this process has mapped. Local, one rank per node.
+
+    All ranks of the node have left MPI_Init. Their memory stays until the last process that has it mapped ends, however
+    it ends.
+
+    Returns
+    -------
+    list of Path
+        What was removed.
+    """
+    removed = []
+    for path in map(Path, sorted(_named_in(Path("/proc/self/maps")))):
+        if path.match(UNNAMED):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
 def _segments() -> list[Path]:
     return [path for pattern in PATTERNS for path in SHARED_MEMORY.glob(pattern)]
 
@@ -67,12 +90,16 @@ def _mapped() -> set[str]:
     """Paths in shared memory that some process has mapped, as far as this user may look."""
     found: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            for line in maps.read_text(errors="replace").splitlines():
-                name = line.split(maxsplit=5)[-1]
-                if name.startswith(f"{SHARED_MEMORY}/"):
-                    found.add(name)
+        found |= _named_in(maps)
     return found
+
+
+def _named_in(maps: Path) -> set[str]:
+    """Paths in shared memory that a process has mapped; none of one that is gone, or another user's."""
+    with contextlib.suppress(OSError):
+        names = {line.split(maxsplit=5)[-1] for line in maps.read_text(errors="replace").splitlines()}
+        return {name for name in names if name.startswith(f"{SHARED_MEMORY}/")}
+    return set()
 
 
 if __name__ == "__main__":

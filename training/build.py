@@ -13,6 +13,7 @@ from halograd.layers.strategy import Strategy
 from halograd.models import build
 from halograd.perfmodel.plan_file import PlanFile, is_plan
 from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
+from halograd.training.cuts import other_cuts
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
 from halograd.training.schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
 from halograd.training.store import ParameterStore
@@ -45,8 +46,8 @@ def make_strategy(
     Raises
     ------
     UserError
-        Parts that do not fit the ranks; a file that is none, or is of something else; a strategy that is to be
-        planned, which `halograd.auto.plan_run` does.
+        Parts that do not fit the ranks, with parts that would; a file that is none, or is of something else; a strategy
+        that is to be planned, which `halograd.auto.plan_run` does.
     """
     if config.auto:
         raise UserError(
@@ -60,9 +61,15 @@ def make_strategy(
     if config.sample is None and size % spatial:
         raise UserError(
             f"strategy: {spatial} spatial parts do not divide the {size} ranks; start a multiple of {spatial} ranks "
-            "or choose other parts"
+            f"or choose other parts{other_cuts(config, size, network, batch)}"
         )
     parts["sample"] = size // spatial if config.sample is None else config.sample
+    if parts["sample"] * spatial != size:
+        cuts = " x ".join(f"{n} {axis}" for axis, n in parts.items() if n > 1) or "no cut"
+        raise UserError(
+            f"strategy: {cuts} needs {parts['sample'] * spatial} ranks, the run has {size}; start as many or choose "
+            f"other parts{other_cuts(config, size, network, batch)}"
+        )
     options: dict[str, Any] = {"halo": config.halo}
     if config.statistics is not None:
         options["statistics"] = config.statistics

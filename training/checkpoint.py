@@ -32,9 +32,34 @@ from halograd.training.hdf5 import FaultHolder
 from halograd.training.optimizers import Optimizer
 from halograd.training.store import ParameterStore
 
-__all__ = ["Progress", "Snapshot", "fingerprint", "read_checkpoint", "read_header", "write_checkpoint"]
+__all__ = [
+    "DamagedCheckpoint",
+    "Progress",
+    "Snapshot",
+    "fingerprint",
+    "read_checkpoint",
+    "read_header",
+    "verify_checkpoint",
+    "write_checkpoint",
+]
 
 FORMAT = 1
+# Not their subclasses: UserError is one too.
+_UNREADABLE = (ValueError, TypeError, json.JSONDecodeError, UnicodeDecodeError)
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint cannot be read to its end, or its checksums are wrong.
+
+    Attributes
+    ----------
+    reason
+        The same without a remedy.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.reason = text.partition(";")[0]
 
 
 @dataclass
@@ -51,12 +76,15 @@ class Progress:
         Position in the data, as :meth:`Sampler.state_dict` gives it.
     normalization
         Statistics of the inputs, as :meth:`ChannelStatistics.state_dict` gives them; None without.
+    unvalidated
+        The run was stopped when an epoch was over and its validation was not.
     """
 
     step: int = 0
     seed: int = 0
     sampler: dict[str, Any] = field(default_factory=dict)
     normalization: dict[str, Any] | None = None
+    unvalidated: bool = False
 
 
 def fingerprint(network: Network) -> list[str]:
@@ -168,6 +196,27 @@ def read_header(path: str | Path) -> tuple[Progress, str]:
         return _progress(file), _text(file, "config")
 
 
+def verify_checkpoint(path: str | Path) -> None:
+    """Read a whole checkpoint and compare all checksums. Local.
+
+    Raises
+    ------
+    DamagedCheckpoint
+        If it is truncated or damaged.
+    UserError
+        If it is missing, or not a checkpoint of this format.
+    """
+    with _Opened(path) as file:
+        _progress(file)
+        _text(file, "network"), _text(file, "config")
+        file.visititems(_verify)
+
+
+def _verify(path: str, item: Any) -> None:
+    if isinstance(item, h5py.Dataset) and "crc32" in item.attrs:
+        _verified(path, item)
+
+
 def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimizer | None = None) -> Progress:
     """Fill this rank's parameters, states and, if given, the optimizer from a checkpoint. Local.
 
@@ -234,14 +283,15 @@ class _Opened:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._file.close()
-        if isinstance(error, (OSError, KeyError, RuntimeError)):
+        # A flipped bit may also hit a text (ValueError: not JSON, not UTF-8) or a link within the file.
+        if isinstance(error, (OSError, KeyError, RuntimeError)) or type(error) in _UNREADABLE:
             raise self._damaged(error) from error
 
-    def _damaged(self, error: BaseException) -> UserError:
+    def _damaged(self, error: BaseException) -> DamagedCheckpoint:
         reason = str(error).strip("'\"").splitlines()[0]
         others = sorted(p.name for p in self._path.parent.glob("step-*.h5") if p.name != self._path.resolve().name)
         remedy = f"; use an older one: {others[-1]}" if others else ""
-        return UserError(f"checkpoint {self._path}: it is truncated or damaged ({reason}){remedy}")
+        return DamagedCheckpoint(f"checkpoint {self._path}: it is truncated or damaged ({reason}){remedy}")
 
 
 def _read(file: h5py.File, path: str, store: ParameterStore, name: str) -> np.ndarray:
@@ -249,9 +299,7 @@ def _read(file: h5py.File, path: str, store: ParameterStore, name: str) -> np.nd
     dataset = file[path]
     if dataset.shape != store.shapes[name] or dataset.dtype != store.dtype:
         raise KeyError(f"{path} is {dataset.shape} {dataset.dtype}")
-    array = dataset[...]
-    if _crc(array) != int(dataset.attrs["crc32"]):
-        raise OSError(f"the checksum of {path} is wrong")
+    array = _verified(path, dataset)
     block = array[store.box(name).slices()]
     return block if block.size == array.size else block.copy()
 
@@ -260,6 +308,13 @@ def _part(file: h5py.File, path: str, store: ParameterStore, name: str, part: sl
     """Some elements of this rank's block, flat."""
     block = _read(file, path, store, name).reshape(-1)
     return block if part == slice(0, block.size) else block[part].copy()
+
+
+def _verified(path: str, dataset: h5py.Dataset) -> np.ndarray:
+    array = dataset[...]
+    if _crc(array) != int(dataset.attrs["crc32"]):
+        raise OSError(f"the checksum of {path} is wrong")
+    return array
 
 
 def _text(file: h5py.File, name: str) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "OutputConfig",
     "ReductionConfig",
+    "RunConfig",
     "ScheduleConfig",
     "StrategyConfig",
     "TrainingConfig",
@@ -252,15 +253,30 @@ class BackendConfig(_Table):
 
 
 class OutputConfig(_Table):
-    """``[output]``: where a run writes, and how often."""
+    """``[output]``: where a run writes, and how often.
+
+    Checkpoints: at the end of every `checkpoint_epochs` epochs, after every `checkpoint_steps` steps, and when the last
+    one is `checkpoint_minutes` old; 0 for never. The last `keep` are kept.
+    """
 
     directory: str
     log_steps: Count = 1
     checkpoint_epochs: Whole = 1
     checkpoint_steps: Whole = 0
+    checkpoint_minutes: NotNegative = 0.0
     keep: Count = 3
     timeline: bool = False
     progress: bool = True
+
+
+class RunConfig(_Table):
+    """``[run]``: how a run looks after its ranks.
+
+    A job whose ranks make no progress for `stall_minutes` is reported and ended; 0 for never. It must be longer than
+    the longest time that a batch, a layer or a checkpoint takes.
+    """
+
+    stall_minutes: NotNegative = 15.0
 
 
 class Config(_Table):
@@ -275,6 +291,7 @@ class Config(_Table):
     training: TrainingConfig
     backend: BackendConfig = BackendConfig()
     output: OutputConfig
+    run: RunConfig = RunConfig()
 
     @field_validator("strategy", mode="before")
     @classmethod

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import platform
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -10,11 +14,14 @@ import numpy as np
 
 from halograd.data import Batch
 from halograd.training.build import make_optimizer, make_schedule
-from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint
+from halograd.training.checkpoint import read_checkpoint
+from halograd.training.checkpointing import Checkpoints
+from halograd.training.executor import STOP
 from halograd.training.folder import CheckpointFolder
 from halograd.training.log import RunLog
 from halograd.training.metrics import Evaluation
 from halograd.training.session import Session
+from halograd.training.signals import CHECKPOINTED, StopSignals
 from halograd.training.step_times import StepTimes
 from halograd.training.trainer import Diverged, Trainer
 
@@ -27,12 +34,22 @@ class Run:
     Everything that decides the result is a function of the configuration and the step, so a run that is
     killed and resumed, on any number of ranks, goes through the same steps.
 
-    With `measures`, a few steps in the middle are measured layer by layer (`step_times`).
+    With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run
+    stops after the step in which one comes to any rank, with a checkpoint; `stopped_by` then says which.
     """
 
-    def __init__(self, session: Session, folder: CheckpointFolder, log: RunLog, measures: bool = False) -> None:
+    def __init__(
+        self,
+        session: Session,
+        folder: CheckpointFolder,
+        log: RunLog,
+        measures: bool = False,
+        signals: StopSignals | None = None,
+    ) -> None:
         config = session.config
-        self.session, self.folder, self.log, self.measures = session, folder, log, measures
+        self.session, self.log, self.measures = session, log, measures
+        self.signals = signals or StopSignals()
+        self.stopped_by: str | None = None
         self.sampler = session.sampler()
         self.epochs = config.training.epochs
         executor = session.executor
@@ -41,8 +58,8 @@ class Run:
         self.trainer = Trainer(executor, self.optimizer, schedule, config.training.clip_norm)
         self.evaluation = Evaluation(executor)
         self._held_out = session.in_order(session.validation) if len(session.validation) else []
-        self._config_text = config.model_dump_json(exclude_unset=True)
-        self._checkpoint_at = -1
+        self._unvalidated = False
+        self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler)
         self.step_times: StepTimes | None = None
         self.validation: dict[str, Any] = {}
 
@@ -52,10 +69,16 @@ class Run:
         with comm.agreement():
             progress = read_checkpoint(path, self.session.executor.store, self.optimizer)
             self.sampler.load_state_dict(progress.sampler)
-        self._checkpoint_at = self.optimizer.step
+        self._unvalidated = progress.unvalidated
+        self.checkpoints.resumed(progress.unvalidated)
 
     def train(self) -> dict[str, Any]:
-        """Train to the last epoch; steps done, last loss and validation.
+        """Train to the last epoch, or until a signal asks to stop.
+
+        Returns
+        -------
+        dict
+            ``steps`` done, last ``loss``, ``validation``; ``stopped``: why before the end, None otherwise.
 
         Raises
         ------
@@ -69,14 +92,24 @@ class Run:
         try:
             # A loss that overflows is told in one line, not by warnings of the arithmetic on every rank.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                while self.sampler.epoch < self.epochs:
+                self._begin()
+                while self.sampler.epoch < self.epochs and self.stopped_by is None:
                     result["loss"] = self._epoch()
         except Diverged as error:
-            raise self._stopped(error) from None
-        return {**result, "steps": self.optimizer.step, "validation": self.validation}
+            raise self._diverged(error) from None
+        if self.stopped_by is not None:
+            self.log.write("stopped", step=self.optimizer.step, reason=self.stopped_by, code=CHECKPOINTED)
+        return {**result, "steps": self.optimizer.step, "validation": self.validation, "stopped": self.stopped_by}
+
+    def _begin(self) -> None:
+        """Stop at once if a signal came while everything was built; else do what the run before was kept from."""
+        if self.session.comm.allreduce_scalar(self.signals.vote, "max"):
+            self._stop(self._unvalidated)
+        elif self._unvalidated:
+            self._end_epoch(self.sampler.epoch - 1, None)
 
     def _epoch(self) -> float:
-        epoch, settings, loss = self.sampler.epoch, self.session.config.output, float("nan")
+        epoch, loss = self.sampler.epoch, float("nan")
         begin = time.perf_counter()
         for batch in self.session.feed(self.sampler.rest_of_epoch()):
             rate = self.trainer.learning_rate
@@ -85,15 +118,20 @@ class Run:
             end = time.perf_counter()
             self._tell(epoch, batch, loss, rate, end - begin)
             begin = end
-            due = settings.checkpoint_steps and self.optimizer.step % settings.checkpoint_steps == 0
-            if due and self.sampler.epoch == epoch:  # at the end of an epoch it is written after the validation
-                self.checkpoint()
+            ended = self.sampler.epoch != epoch
+            if self._asked_to_stop:
+                self._stop(ended and bool(self._held_out))
+                return float(loss)
+            if self.checkpoints.due and not ended:  # at the end of an epoch it is written after the validation
+                self._checkpoint()
                 begin = time.perf_counter()
         self._end_epoch(epoch, float(loss))
         return float(loss)
 
     def _step(self, begin: float) -> SupportsFloat:
         """One training step, measured if it is its turn; `begin`: when its batch was asked for."""
+        self.session.executor.pulse.step = self.optimizer.step
+        self._vote()
         if self.step_times is None:
             return self.trainer.step()
         number, ready = self.optimizer.step, time.perf_counter()
@@ -114,68 +152,93 @@ class Run:
         values |= {"seconds": seconds, "samples_per_second": batch.valid / seconds}
         self.log.write("step", **values)
 
-    def _end_epoch(self, epoch: int, loss: float) -> None:
+    def _vote(self) -> None:
+        """What this rank says to the others with the loss of the next pass."""
+        self.session.executor.votes[STOP] = self.signals.vote
+        self.checkpoints.vote()
+
+    @property
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal had come to some rank when the last pass began; alike on all ranks."""
+        return bool(self.session.executor.counted[STOP] > 0)
+
+    def _checkpoint(self, needed: bool = False, unvalidated: bool = False) -> None:
+        """Collective; see :class:`Checkpoints`."""
         self.trainer.settle()
-        text = f"epoch {epoch + 1}/{self.epochs}: loss {loss:.5f}"
+        self.checkpoints.write(needed, unvalidated)
+
+    def _stop(self, unvalidated: bool) -> None:
+        """Write a checkpoint and note which signal it was, on the first rank that got one. Collective."""
+        self._checkpoint(needed=True, unvalidated=unvalidated)
+        votes = self.session.comm.allgather_objects(self.signals.vote)
+        rank = next(rank for rank, vote in enumerate(votes) if vote)
+        self.stopped_by = f"{signal.Signals(votes[rank]).name} to rank {rank} of {len(votes)}"
+
+    def _end_epoch(self, epoch: int, loss: float | None) -> None:
+        """Validate, and write a checkpoint if it is due; stop meanwhile if a signal comes. Collective."""
+        self.trainer.settle()
+        text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if loss is None else f"loss {loss:.5f}")
+        due = self.checkpoints.due
         if self._held_out:
-            self.validation = self.validate()
+            found = self.validate()
+            if found is None:
+                self._stop(unvalidated=True)
+                return  # what was measured of a part is no validation
+            self.validation = found
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += ", validation " + describe(self.validation)
         self.log.say(text)
-        settings = self.session.config.output
-        by_epoch = settings.checkpoint_epochs and (epoch + 1) % settings.checkpoint_epochs == 0
-        by_step = settings.checkpoint_steps and self.optimizer.step % settings.checkpoint_steps == 0
-        if by_epoch or by_step or epoch + 1 == self.epochs:
-            self.checkpoint()
+        last = epoch + 1 == self.epochs
+        if self._unvalidated or last or due or self.checkpoints.due_after(epoch):
+            self._checkpoint(needed=last)
+        self._unvalidated = False
 
-    def validate(self) -> dict[str, Any]:
-        """Loss and metrics of the held-out samples. Collective."""
+    def validate(self) -> dict[str, Any] | None:
+        """Loss and metrics of the held-out samples; None if a signal asked to stop meanwhile. Collective."""
         timeline = self.session.timeline
         paused = timeline is not None and timeline.paused
         if timeline is not None:
             timeline.paused = True
         try:
-            return evaluate_batches(self.session, self.evaluation, self._held_out)
+            return evaluate_batches(self.session, self.evaluation, self._held_out, self._interrupted)
         finally:
             if timeline is not None:
                 timeline.paused = paused
 
-    def checkpoint(self) -> None:
-        """Write a checkpoint: rank 0 does. Collective; a fault is raised on all ranks."""
-        self.trainer.settle()
-        if self.optimizer.step == self._checkpoint_at:
-            return
-        session, fault = self.session, None
-        statistics = session.statistics
-        progress = Progress(
-            self.optimizer.step,
-            session.config.training.seed,
-            self.sampler.state_dict(),
-            None if statistics is None else statistics.state_dict(),
-        )
-        snapshot = Snapshot.of(session.executor.store, self.optimizer, session.comm)
-        if snapshot is not None:
-            try:
-                path = self.folder.write(snapshot, progress, self._config_text)
-                self.log.write("checkpoint", step=self.optimizer.step, path=str(path))
-            except Exception as error:
-                fault = error
-        session.comm.agree(fault)
-        self._checkpoint_at = self.optimizer.step
+    def _interrupted(self) -> bool:
+        """Whether to leave a validation that is under way; alike on all ranks."""
+        self._vote()
+        return self._asked_to_stop
 
-    def _stopped(self, error: Diverged) -> Diverged:
-        latest = self.session.comm.bcast(self.folder.latest)
-        where = f"the last good checkpoint is {latest.resolve()}" if latest else "no checkpoint was written yet"
+    def _diverged(self, error: Diverged) -> Diverged:
+        """The same error, with the rank where it began, as far as one can tell, and the last checkpoint."""
+        executor, comm = self.session.executor, self.session.comm
+        own = None if executor.loss is None else executor.loss.value
+        sound = not isinstance(own, float) or math.isfinite(own)  # that of a GPU is not asked for
+        sound = sound and all(np.isfinite(array).all() for array in executor.store.params.values())
+        told = comm.allgather_objects((sound, platform.node()))
+        found = [(rank, host) for rank, (fine, host) in enumerate(told) if not fine]
+        where = ""
+        if found:
+            others = f", and on {len(found) - 1} more" if len(found) > 1 else ""
+            where = f" (on rank {found[0][0]} of {comm.size} on {found[0][1]}{others})"
         self.log.write("stopped", step=self.optimizer.step, reason=str(error))
-        return Diverged(f"{error}; {where}")
+        return Diverged(f"{error}{where}; {self.checkpoints.last()}")
 
 
-def evaluate_batches(session: Session, evaluation: Evaluation, batches: list[Batch]) -> dict[str, Any]:
-    """Loss and metrics of these batches. Collective."""
+def evaluate_batches(
+    session: Session, evaluation: Evaluation, batches: list[Batch], interrupted: Callable[[], bool] | None = None
+) -> dict[str, Any] | None:
+    """Loss and metrics of these batches. Collective.
+
+    None if `interrupted`, asked after every batch and alike on all ranks, said so before the last one was done.
+    """
     evaluation.begin()
     for _ in session.feed(batches):
         session.executor.forward(training=False)
         evaluation.add()
+        if interrupted is not None and interrupted():
+            return None
     return evaluation.finish()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from halograd.errors import UserError
+
 __all__ = ["RunLog", "read_log", "rewind_log"]
+
+_log = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -29,6 +34,7 @@ class RunLog:
 
     def __init__(self, path: Path, speaks: bool, bar: bool = True) -> None:
         self._file = None
+        self._failing = False
         self._speaks, self._bar = speaks and bar, None
         self._console = Console(stderr=True)
         if speaks:
@@ -41,10 +47,23 @@ class RunLog:
             self._task = self._bar.add_task("training", total=None)
 
     def write(self, event: str, **values: Any) -> None:
-        """One line ``{"event": event, ...}``, on the disk when this returns as far as the system cares."""
+        """One line ``{"event": event, ...}``, on the disk when this returns as far as the system cares.
+
+        What a full disk does not take is kept, and written with a later line.
+        """
         if self._file is not None:
-            self._file.write(json.dumps({"event": event, **values}) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps({"event": event, **values}) + "\n")
+                self._file.flush()
+                self._failing = False
+            except OSError as error:
+                self._cannot(error)
+
+    def _cannot(self, error: OSError) -> None:
+        """A log that cannot be written does not end a run: say so, once until it can be written again."""
+        if not self._failing:
+            _log.warning("the log cannot be written now: %s", error.strerror or error)
+        self._failing = True
 
     def say(self, text: str) -> None:
         """A line for the user."""
@@ -62,7 +81,10 @@ class RunLog:
             self._bar.stop()
             self._bar = None
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                self._cannot(error)
             self._file = None
 
     def __enter__(self) -> RunLog:
@@ -88,10 +110,20 @@ def read_log(path: str | Path, event: str | None = None) -> list[dict[str, Any]]
 
 
 def rewind_log(path: Path, step: int) -> None:
-    """Drop what was logged after update number `step`: a run that resumes there writes it again."""
+    """Drop what was logged after update number `step`: a run that resumes there writes it again.
+
+    Raises
+    ------
+    UserError
+        If the log cannot be written again; the old one is as it was.
+    """
     if not path.exists():
         return
     kept = [entry for entry in read_log(path) if entry.get("step", 0) <= step]
     beside = path.with_name(path.name + ".new")
-    beside.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"{path}: expected a log that can be continued, got an error: {error.strerror}") from error

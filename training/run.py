@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,14 +21,18 @@ from halograd.training.log import RunLog, rewind_log
 from halograd.training.metrics import Evaluation
 from halograd.training.predictions import write_predictions
 from halograd.training.session import Session
+from halograd.training.signals import StopSignals
 from halograd.training.step_times import RunPlan
 from halograd.training.trace import write_trace
+from halograd.training.watchdog import Watchdog
 
 __all__ = ["Planner", "evaluate", "train"]
 
 #: Configuration, communicator, whether to train -> the plan to follow. Collective.
 Planner = Callable[[Config, Communicator, bool], RunPlan]
 SAMPLES = ("validation", "training", "all")
+
+_log = logging.getLogger(__name__)
 
 
 def train(
@@ -46,7 +51,8 @@ def train(
     overrides
         ``section.key=value``.
     resume
-        Continue from the newest checkpoint of the run, on whatever number of ranks.
+        Continue from the newest checkpoint of the run that can be read, on whatever number of ranks; from the
+        beginning if there is none yet.
     comm
         An MPI communicator to clone; by default all ranks of the job, after :func:`halograd.comm.boot`.
     planner
@@ -56,7 +62,8 @@ def train(
     Returns
     -------
     dict
-        ``steps``, ``loss`` of the last step, ``validation`` metrics, ``directory``.
+        ``steps``, ``loss`` of the last step, ``validation`` metrics, ``directory``; ``stopped``: by what, if SIGUSR1
+        or SIGTERM came to a rank and the run was stopped with a checkpoint, else None.
 
     Raises
     ------
@@ -66,24 +73,27 @@ def train(
     config = load_config(config_path, overrides)
     directory = Path(config.output.directory)
     folder = CheckpointFolder(directory / "checkpoints", config.output.keep)
-    with _communicator(config, comm) as ranks, ExitStack() as stack:
+    with StopSignals() as signals, _communicator(config, comm) as ranks, ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
         found, progress = _start_from(ranks, folder, resume)
         normalization = None if progress is None else progress.normalization
         plan = _plan(config, ranks, planner, training=True)
         strategy = None if plan is None else plan.strategy
         session = Session.open(config, ranks, stack, normalization=normalization, strategy=strategy)
         with ranks.agreement():
-            if ranks.rank == 0 and progress is not None:
-                rewind_log(directory / "log.jsonl", progress.step)
+            if ranks.rank == 0:
+                rewind_log(directory / "log.jsonl", progress.step if progress else 0)
             log = stack.enter_context(RunLog(directory / "log.jsonl", ranks.rank == 0, config.output.progress))
-        run = Run(session, folder, log, measures=plan is not None)
+        run = Run(session, folder, log, plan is not None, signals)
         log.say(_headline(session))
         if found is not None:
             run.resume(found)
             log.say(f"resumed at step {run.optimizer.step}, epoch {run.sampler.epoch + 1}, from {found.resolve()}")
+        watchdog.follow(session.executor.pulse)
         result = run.train()
-        _report_times(session, log, run.optimizer.step - (progress.step if progress else 0), directory)
-        _report_plan(plan, run, log)
+        if result["stopped"] is None:  # otherwise whoever sent the signal does not wait long
+            _report_times(session, log, run.optimizer.step - (progress.step if progress else 0), directory)
+            _report_plan(plan, run, log)
     return {**result, "directory": str(directory)}
 
 
@@ -121,6 +131,7 @@ def evaluate(
             read_checkpoint(checkpoint, session.executor.store)
         batches = session.in_order(_chosen(session, samples))
         result = evaluate_batches(session, Evaluation(session.executor), batches)
+        assert result is not None, "nobody interrupts it"
         if predictions is not None:
             write_predictions(session, batches, Path(predictions))
         if ranks.rank == 0:
@@ -150,20 +161,22 @@ def _plan(config: Config, ranks: Communicator, planner: Planner | None, training
 
 
 def _start_from(ranks: Communicator, folder: CheckpointFolder, resume: bool) -> tuple[Path | None, Progress | None]:
-    """The checkpoint to continue from; the same on all ranks, as rank 0 sees the folder."""
-    found = ranks.bcast(folder.latest)
+    """The checkpoint to continue from, None for the beginning. Collective: rank 0 looks for all."""
     if not resume:
-        if found is not None:
+        if ranks.bcast(folder.latest) is not None:
             raise UserError(
                 f"output.directory: expected one without checkpoints, got those of another run in {folder.path}; "
                 "continue it with --resume, or choose another directory"
             )
         return None, None
-    if found is None:
-        raise UserError(f"--resume: expected a checkpoint in {folder.path}, there is none; start without --resume")
+    found, progress = None, None
     with ranks.agreement():
-        progress, _ = read_header(found)
-    return found, progress
+        if ranks.rank == 0:
+            found, told = folder.newest_whole()
+            progress = None if found is None else read_header(found)[0]
+            for line in told or ([] if found else [f"no checkpoint in {folder.path} yet: starting from the beginning"]):
+                _log.warning(line)
+    return ranks.bcast((found, progress))
 
 
 def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, Progress]:

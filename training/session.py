@@ -132,6 +132,8 @@ class Session:
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Bring one batch after the other into the inputs of the executor. Local."""
         x, target = (self.executor.input(name).array for name in ("x", "target"))
+        pulse = self.executor.pulse
+        pulse.at("data", "")
         with closing(self.loader.iterate(batches)) as loaded:  # type: ignore[type-var]
             for item in loaded:
                 assert item.y is not None
@@ -142,6 +144,7 @@ class Session:
                     np.copyto(target, item.y, casting="unsafe")
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
+                pulse.at("data", "")
 
 
 def _open_dataset(data: DataConfig, network: Network) -> Hdf5Dataset:

@@ -88,11 +88,17 @@ def train(
     config: Configuration,
     sets: Sets = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint, on any number of ranks.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue from the newest checkpoint, on any number of ranks; from the beginning if there is none.",
+        ),
     ] = False,
     threads: Threads = None,
-) -> None:
+) -> int:
     """Train a network as a configuration says; log, checkpoints and timeline go to its output.directory.
+
+    SIGUSR1 or SIGTERM to any rank: a checkpoint after the next step, and exit code 75 (go on with --resume).
 
     \b
     Examples:
@@ -104,9 +110,15 @@ def train(
     """
     from halograd.auto import plan_run
     from halograd.training.run import train as run
+    from halograd.training.signals import CHECKPOINTED, ignore_stop_signals
 
     result = run(config, _overrides(sets, threads), resume, planner=plan_run)
+    if result["stopped"] is not None:
+        ignore_stop_signals()
+        print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)
+        return CHECKPOINTED
     print(f"trained to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints")
+    return 0
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -100,7 +101,7 @@ def _complain(text: str, error: Exception, comm: MPI.Intracomm | None) -> int:
     """Say one line on rank 0; a rank that is alone with its mistake says it and ends the job."""
     line = f"halograd: error: {' '.join(text.split())}"
     if comm is not None and not getattr(error, "agreed", False) and not _everyone_is_here(comm):
-        print(f"{line} (rank {comm.rank} of {comm.size})", file=sys.stderr, flush=True)
+        print(f"{line} (rank {comm.rank} of {comm.size} on {platform.node()})", file=sys.stderr, flush=True)
         end(comm, USER_MISTAKE)
     if comm is None or comm.rank == 0:
         print(line, file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """How a program of several ranks begins and ends."""
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -53,6 +54,8 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback():
     assert code == 1
     assert "[rank 1 of 3] Traceback (most recent call last):" in stderr
     assert "[rank 1 of 3] OSError: file is truncated" in stderr
+    (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
+    assert line == f"halograd: rank 1 of 3 on {platform.node()}: OSError: file is truncated; the job ends"
     assert "[rank 0 of 3]" not in stderr
     assert seconds < 20
 

@@ -13,7 +13,7 @@ import pytest
 from halograd.comm import sweep as module
 from halograd.comm.sweep import sweep
 from tests.harness import jobs
-from tests.launch import find_mpiexec
+from tests.launch import find_mpiexec, mpiexec
 
 PROGRAM = """
 import os, sys, time
@@ -111,3 +111,14 @@ def test_where_there_is_no_shared_memory(monkeypatch, tmp_path):
 def test_by_hand():
     done = subprocess.run([sys.executable, "-m", "halograd.comm.sweep"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nothing_of_a_job_has_a_name():
+    """After `boot` no segment of MPI has one, whatever is done: a job that is killed as a whole leaves nothing."""
+    body = "import numpy as np\nfrom halograd.comm import boot, Communicator\nworld = boot()\n"
+    body += "with Communicator(world) as comm:\n    r = comm.reduction(np.ones(9)); r.run(); assert r.buffer[0] == 3\n"
+    body += "    names = [l.split(maxsplit=5)[-1].strip() for l in open('/proc/self/maps') if '/dev/shm/' in l]\n"
+    body += "    print('\\n'.join(sorted(set(names))), flush=True)\n"
+    done = mpiexec(3, ["-c", body])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout and all(line.endswith(" (deleted)") for line in done.stdout.splitlines() if line)

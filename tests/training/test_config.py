@@ -64,6 +64,8 @@ BAD = [
     ("schedule.milestones=[3, 1]", "schedule.milestones: expected rising epochs, got [3.0, 1.0]"),
     ("schedule.kind=step", "schedule.milestones: expected the epochs at which the rate drops, got none"),
     ("model.name=3", "model.name: expected a text in quotes, got 3"),
+    ("output.checkpoint_minutes=soon", "output.checkpoint_minutes: expected a number, got 'soon'"),
+    ("run.stall_minutes=-1", "run.stall_minutes: expected a number >= 0, got -1"),
     ("output.progress=1", "output.progress: expected true or false, got 1"),
     ("data.layout=HW", "data.layout: expected one of 'NHWC' or 'NCHW', got 'HW'"),
     ("data.transforms={Pressure = 3}", "data.transforms.Pressure: expected a text in quotes, got 3"),

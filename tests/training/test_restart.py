@@ -3,72 +3,21 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
 import pytest
 
 from halograd.training.log import read_log
-from tests.harness import jobs
-from tests.launch import find_mpiexec, mpiexec
+from tests.launch import mpiexec
+from tests.training.launching import SLOW, losses, rank_processes, sets, started, wait_for_step
 from tests.training.runs import write_config
 
-# Messages take their time, so that there is time to kill.
-SLOW = "backend.transport=emulated:alpha=2e-3,beta=0"
 COMMON = ["training.batch=2", "training.epochs=4", "output.checkpoint_steps=4", "output.keep=99"]
 STEPS, KILL_AFTER = 24, 10  # six steps per epoch: step 8 is a checkpoint in the middle of the second one
-
-
-def sets(*overrides: str) -> list[str]:
-    return [word for override in overrides for word in ("--set", override)]
-
-
-@contextmanager
-def started(n: int, *args: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A job and its mark; afterwards nothing of it must be alive."""
-    mark = jobs.new_mark()
-    command = [find_mpiexec(), "-n", str(n), sys.executable, *map(str, args)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=jobs.job_environment(mark)
-    )
-    segments: set[str] = set()
-    try:
-        yield process, mark
-        segments = jobs.segments(jobs.members(mark))
-        process.communicate(timeout=30)
-        assert jobs.await_end(mark) == [], "expected no process to outlive the job"
-    finally:
-        jobs.end(mark)
-        process.kill()
-        jobs.remove(segments)
-
-
-def rank_processes(mark: str) -> list[int]:
-    """Process ids of the ranks of a job: those that run our Python."""
-    found = []
-    for pid in jobs.members(mark):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if words[0].decode() == sys.executable:
-            found.append(pid)
-    return sorted(found)
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {entry["step"]: entry["loss"] for entry in read_log(folder / "log.jsonl", "step")}
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not (folder / "log.jsonl").exists() or max(losses(folder), default=0) < step:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "expected the job to make steps"
-        time.sleep(0.005)
 
 
 @pytest.mark.timeout(240)
@@ -108,6 +57,7 @@ def test_diverged(tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("halograd: error: step ") and "lower schedule.learning_rate" in line
+    assert f" (on rank 0 of 2 on {platform.node()}, and on 1 more); the last" in line
     named = Path(line.rpartition("the last good checkpoint is ")[2])
     with h5py.File(named) as file:
         assert "params" in file
@@ -143,6 +93,9 @@ def test_one_rank_fails(tmp_path):
         assert time.monotonic() - begin < 10
     assert process.returncode != 0
     assert "[rank 1 of 3] RuntimeError: a bug on one rank" in stderr
+    assert f"halograd: rank 1 of 3 on {platform.node()}: RuntimeError: a bug on one rank; the job ends" in stderr
+    (failed,) = read_log(tmp_path / "out" / "log.jsonl", "failed")
+    assert (failed["rank"], failed["cause"]) == (1, "RuntimeError: a bug on one rank")
     assert "[rank 0 of 3]" not in stderr and "[rank 2 of 3]" not in stderr
 
 
@@ -157,5 +110,5 @@ def test_bad_data_on_one_rank(tmp_path):
         _, stderr = process.communicate(timeout=60)
     assert process.returncode != 0
     lines = [line for line in stderr.splitlines() if line.startswith("halograd: error: ")]
-    assert len(lines) == 1 and "nan in sample" in lines[0] and lines[0].endswith("(rank 1 of 2)")
+    assert len(lines) == 1 and "nan in sample" in lines[0] and lines[0].endswith(f"(rank 1 of 2 on {platform.node()})")
     assert "Traceback" not in stderr

@@ -219,9 +219,15 @@ def test_another_runs_directory(comm, config):
 
 
 @pytest.mark.mpi
-def test_nothing_to_resume(comm, config):
-    with pytest.raises(UserError, match=r"--resume: expected a checkpoint in .*, there is none; start without"):
-        train(config, resume=True, comm=comm)
+def test_nothing_to_resume(comm, config, caplog):
+    """A batch script always says --resume: the first run begins at the beginning, and says so."""
+    if comm.rank == 0:  # what a run that was killed before its first checkpoint has logged
+        (config.parent / "out").mkdir()
+        (config.parent / "out" / "log.jsonl").write_text('{"event": "step", "step": 1, "loss": 7.0}\n')
+    comm.Barrier()
+    train(config, ["training.epochs=1"], resume=True, comm=comm)
+    assert sum("starting from the beginning" in text for text in caplog.messages) == (comm.rank == 0)
+    assert list(curve(config.parent / "out")[0]) == [1, 2, 3]
 
 
 @pytest.mark.mpi

@@ -1,0 +1,149 @@
+"""What clusters do to a run: signals, kills, ranks that hang. It ends in time, says why, and goes on from there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from halograd.training.log import read_log
+from halograd.training.signals import CHECKPOINTED
+from tests.launch import mpiexec
+from tests.training.launching import SLOW, losses, rank_processes, sets, started, wait_for_step
+from tests.training.runs import write_config
+
+HOST = platform.node()
+#: Four epochs of six steps.
+COMMON = ["training.batch=2", "training.epochs=4", "output.checkpoint_epochs=2"]
+STEPS = 24
+
+
+def curve(folder: Path) -> tuple[dict[int, float], list[tuple]]:
+    """Losses by step, and epoch and loss of every validation."""
+    return losses(folder), [(e["epoch"], e["loss"]) for e in read_log(folder / "log.jsonl", "validation")]
+
+
+def assert_same(found: Path, wanted: Path) -> None:
+    (mine, judged), (theirs, expected) = curve(found), curve(wanted)
+    assert list(mine) == list(theirs) == list(range(1, STEPS + 1))
+    assert list(mine.values()) == pytest.approx(list(theirs.values()), rel=1e-9)
+    assert [epoch for epoch, _ in judged] == [epoch for epoch, _ in expected]
+    assert [loss for _, loss in judged] == pytest.approx([loss for _, loss in expected], rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of data and configuration, with an undisturbed run of one process in `whole`."""
+    folder = tmp_path_factory.mktemp("survival")
+    config = write_config(folder)
+    done = mpiexec(1, ["-m", "halograd", "train", config, *sets(*COMMON, f"output.directory={folder / 'whole'}")])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.timeout(240)
+def test_signals(whole):
+    """USR1 to the launcher, then TERM twice to one rank of another cut: exit code 75, and nothing is lost."""
+    out = whole / "signals"
+    train = ["-m", "halograd", "train", whole / "run.toml", "--resume", *sets(*COMMON, f"output.directory={out}")]
+    with started(2, *train, *sets(SLOW, "strategy.height=2")) as (process, _):
+        wait_for_step(out, 8, process)
+        process.send_signal(signal.SIGUSR1)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == CHECKPOINTED, stderr
+    assert f"halograd: no checkpoint in {out}/checkpoints yet: starting from the beginning" in stderr.splitlines()
+    (stopped,) = read_log(out / "log.jsonl", "stopped")
+    first = stopped["step"]
+    assert 8 <= first < STEPS and max(losses(out)) == first and stopped["code"] == 75
+    assert stdout.splitlines()[-1] == f"stopped after step {first} (SIGUSR1 to rank 0 of 2); go on with --resume"
+
+    with started(3, *train, *sets(SLOW, "strategy.sample=1", "strategy.width=3")) as (process, mark):
+        wait_for_step(out, first + 3, process)
+        victim = rank_processes(mark)[1]
+        for _ in range(2):
+            os.kill(victim, signal.SIGTERM)
+            time.sleep(0.005)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == CHECKPOINTED, stderr
+    second = max(losses(out))
+    assert first + 3 <= second < STEPS
+    assert stdout.splitlines()[-1].endswith("(SIGTERM to rank 1 of 3); go on with --resume")
+
+    done = mpiexec(1, train)
+    assert done.returncode == 0, done.stderr
+    assert_same(out, whole / "whole")
+    assert [p.name for p in (out / "checkpoints").glob(".*")] == []
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.timeout(120)
+def test_killed_rank(whole, victim):
+    """SIGKILL, under a launcher that does not care (as srun without --kill-on-bad-exit): one message, no waiting."""
+    out = whole / f"killed{victim}"
+    train = ["-m", "halograd", "train", whole / "run.toml", *sets(*COMMON, SLOW, f"output.directory={out}")]
+    with started(3, *train, *sets("strategy.height=3"), options=["-disable-auto-cleanup"]) as (process, mark):
+        wait_for_step(out, 3, process)
+        os.kill(rank_processes(mark)[victim], signal.SIGKILL)
+        begin = time.monotonic()
+        _, stderr = process.communicate(timeout=30)
+        assert time.monotonic() - begin < 10
+    assert process.returncode != 0
+    (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
+    assert line.startswith(f"halograd: rank {victim} of 3 on {HOST}: its process is gone; it was killed")
+    (failed,) = read_log(out / "log.jsonl", "failed")
+    assert (failed["rank"], failed["host"]) == (victim, HOST) and "it was killed" in failed["cause"]
+
+
+@pytest.mark.timeout(120)
+def test_stopped_rank(whole):
+    """A rank that answers nobody (SIGSTOP, a node that hangs) is found by the others."""
+    out = whole / "frozen"
+    train = ["-m", "halograd", "train", whole / "run.toml", *sets(*COMMON, SLOW, f"output.directory={out}")]
+    with started(3, *train, *sets("strategy.height=3", "run.stall_minutes=0.03")) as (process, mark):
+        wait_for_step(out, 3, process)
+        os.kill(rank_processes(mark)[2], signal.SIGSTOP)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode != 0
+    (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
+    assert line.startswith(f"halograd: rank 2 of 3 on {HOST}: no progress for 0.03 min: it does not answer")
+    assert f"rank 0 on {HOST}: step " in line and ", waiting for '" in line
+
+
+HANGS = """
+import sys, time
+from halograd.cli import main
+from halograd.layers.operator import Operator
+from halograd.training.executor import Executor
+
+run = Executor._run
+
+def hang(self, name, category, call):
+    if self.comm.rank == 1 and self.pulse.step == 2 and name == "conv2_1" and category == "backward":
+        def call():
+            time.sleep(1000)
+    run(self, name, category, call)
+
+Executor._run = hang
+main(["train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.timeout(120)
+def test_stalled_layer(whole):
+    """One rank hangs in a layer: the message says which, and what the others wait for."""
+    script, out = whole / "hangs.py", whole / "stalled"
+    script.write_text(HANGS)
+    settings = sets(*COMMON, f"output.directory={out}", "strategy.height=3", "run.stall_minutes=0.03")
+    with started(3, script, whole / "run.toml", *settings) as (process, _):
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode != 0
+    (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
+    where = "no progress for 0.03 min: step 3, backward of layer 'conv2_1', not in an exchange (at hangs.py:"
+    assert line.startswith(f"halograd: rank 1 of 3 on {HOST}: {where}")
+    assert f"rank 0 on {HOST}: step 3, backward of layer '" in line and "waiting for 'halo: " in line
+    (failed,) = read_log(out / "log.jsonl", "failed")
+    assert failed["rank"] == 1 and failed["at_step"] == 2

@@ -1,0 +1,161 @@
+"""Runs in this process that are disturbed: damaged and unwritable checkpoints, signals at awkward moments."""
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import h5py
+import pytest
+from mpi4py import MPI
+
+from halograd.data.errors import DataError
+from halograd.errors import UserError
+from halograd.training import checkpoint
+from halograd.training.log import read_log
+from halograd.training.metrics import Evaluation
+from halograd.training.run import train
+from tests.training.runs import write_config
+from tests.training.test_run import assert_same, curve
+
+
+@pytest.fixture
+def folder(comm, tmp_path):
+    """Data and configuration, the same for all ranks, in the folder of rank 0."""
+    found = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(found)
+        train(found / "run.toml", [f"output.directory={found / 'whole'}"], comm=MPI.COMM_SELF)
+    comm.Barrier()
+    yield found
+    comm.Barrier()
+
+
+def files(folder):
+    return sorted(p.name for p in (folder / "out" / "checkpoints").iterdir())
+
+
+@pytest.mark.ranks(2)
+def test_damaged_checkpoints_are_skipped(comm, folder, caplog):
+    """The newest is truncated, the one before has a flipped bit: the third is taken, and the curve is the same."""
+    train(folder / "run.toml", ["training.epochs=3", "output.checkpoint_steps=2"], comm=comm)
+    before = files(folder)
+    if comm.rank == 0:
+        *_, second, first = sorted((folder / "out" / "checkpoints").glob("step-*.h5"))
+        first.write_bytes(first.read_bytes()[:-1000])
+        with h5py.File(second) as file:
+            at = file["params/conv1_1/w"].id.get_offset()
+        data = bytearray(second.read_bytes())
+        data[at] ^= 1
+        second.write_bytes(data)
+    comm.Barrier()
+    caplog.clear()
+    train(folder / "run.toml", ["output.keep=2"], True, comm=comm)
+    assert_same(curve(folder / "out"), curve(folder / "whole"))
+    assert before == ["latest.h5", "step-00000006.h5", "step-00000008.h5", "step-00000009.h5"]
+    damaged = ["step-00000008.damaged", "step-00000009.damaged"]
+    assert files(folder) == ["latest.h5", "step-00000006.h5", damaged[0], damaged[1], "step-00000009.h5"]
+    if comm.rank == 0:
+        assert "is truncated or damaged" in caplog.messages[0] and caplog.messages[0].endswith(damaged[1])
+        assert "checksum" in caplog.messages[1] and caplog.messages[1].endswith(damaged[0])
+        assert caplog.messages[2] == "step-00000006.h5 is taken instead"
+    else:
+        assert caplog.messages == []
+
+
+@pytest.mark.ranks(2)
+def test_all_checkpoints_damaged(comm, folder):
+    """A run does not begin anew behind the user's back."""
+    train(folder / "run.toml", ["training.epochs=1"], comm=comm)
+    if comm.rank == 0:
+        (folder / "out" / "checkpoints" / "step-00000003.h5").write_bytes(b"")
+    comm.Barrier()
+    with pytest.raises(UserError, match=r"can be read, all are damaged: .*bring back a copy, or remove them"):
+        train(folder / "run.toml", [], True, comm=comm)
+
+
+@pytest.mark.ranks(2)
+def test_full_disk_in_the_middle(comm, folder, monkeypatch, caplog):
+    """Older checkpoints stay, training goes on; the end says that its checkpoint could not be written."""
+
+    write, begun = checkpoint._write_arrays, []
+
+    def full(group, arrays):
+        begun.append(group.name)
+        if begun.count("/params") > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(group, arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write_arrays", full)
+        with pytest.raises(DataError, match=r"the disk is full; .*; the last good checkpoint is .*step-00000002\.h5"):
+            train(folder / "run.toml", ["output.checkpoint_steps=2"], comm=comm)
+    assert files(folder) == ["latest.h5", "step-00000002.h5"]
+    assert [e["step"] for e in read_log(folder / "out" / "log.jsonl", "checkpoint_failed")] == [3, 4, 6, 8]
+    assert len(caplog.messages) == (4 if comm.rank == 0 else 0)
+    train(folder / "run.toml", [], True, comm=comm)
+    assert_same(curve(folder / "out"), curve(folder / "whole"))
+
+
+@pytest.mark.ranks(2)
+def test_signal_while_validating(comm, folder, monkeypatch):
+    """The validation is left, and made from its beginning when the run goes on: once in the log."""
+    add, calls = Evaluation.add, []
+
+    def interrupted(self):
+        calls.append(1)
+        if len(calls) == 3 and comm.rank == 1:  # the second epoch: two batches per validation
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "add", interrupted)
+        stopped = train(folder / "run.toml", comm=comm)
+    assert (stopped["steps"], stopped["stopped"]) == (6, "SIGTERM to rank 1 of 2")
+    assert [e["epoch"] for e in read_log(folder / "out" / "log.jsonl", "validation")] == [0]
+    comm.Barrier()
+    done = train(folder / "run.toml", [], True, comm=comm)
+    assert (done["steps"], done["stopped"]) == (9, None)
+    assert_same(curve(folder / "out"), curve(folder / "whole"))
+
+
+@pytest.mark.ranks(2)
+def test_signal_before_the_first_step(comm, folder, monkeypatch):
+    """Nothing is done yet, nothing is written; the next run begins at the beginning."""
+    from halograd.training.session import Session
+
+    make = Session.open.__func__
+
+    def late(cls, *args, **kwargs):
+        if comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return make(cls, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "open", classmethod(late))
+        stopped = train(folder / "run.toml", [], True, comm=comm)
+    assert (stopped["steps"], stopped["stopped"]) == (0, "SIGUSR1 to rank 0 of 2")
+    assert not (folder / "out" / "checkpoints").exists()
+    train(folder / "run.toml", [], True, comm=comm)
+    assert_same(curve(folder / "out"), curve(folder / "whole"))
+
+
+@pytest.mark.ranks(2)
+def test_checkpoints_by_time(comm, folder):
+    """With a step slower than the interval there is one after every step; the last few are kept."""
+    settings = ["output.checkpoint_minutes=1e-9", "output.checkpoint_epochs=0", "output.keep=2", "training.epochs=2"]
+    train(folder / "run.toml", settings, comm=comm)
+    assert [e["step"] for e in read_log(folder / "out" / "log.jsonl", "checkpoint")] == [1, 2, 3, 4, 5, 6]
+    assert files(folder) == ["latest.h5", "step-00000005.h5", "step-00000006.h5"]
+
+
+@pytest.mark.ranks(3)
+def test_fewer_ranks(comm, folder):
+    """A cut for four ranks on three: the message names cuts for three, the first of which trains."""
+    cut = ["strategy.height=2", "strategy.width=2"]
+    with pytest.raises(UserError, match=r"4 spatial parts do not divide the 3 ranks; .*; for 3 ranks: `--") as caught:
+        train(folder / "run.toml", cut, comm=comm)
+    shown = str(caught.value).split("`")[1].replace("--set ", "").split()
+    assert "`--set strategy=auto`" in str(caught.value)
+    train(folder / "run.toml", [*cut, *shown], comm=comm)
+    assert_same(curve(folder / "out"), curve(folder / "whole"))

@@ -1,0 +1,134 @@
+"""When a run writes a checkpoint, and what becomes of one that cannot be written."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from halograd.data.errors import DataError
+from halograd.data.sampler import Sampler
+from halograd.training.checkpoint import Progress, Snapshot
+from halograd.training.executor import CHECKPOINT
+from halograd.training.folder import CheckpointFolder
+from halograd.training.log import RunLog
+from halograd.training.optimizers import Optimizer
+from halograd.training.session import Session
+
+__all__ = ["Checkpoints"]
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of a run, by step, epoch and time. Collective over its communicator.
+
+    Time is that of rank 0, whose vote travels with the loss: all ranks find a checkpoint due after the same step.
+
+    Parameters
+    ----------
+    session, folder, log
+        Of the run.
+    optimizer, sampler
+        What a checkpoint holds beside the parameters.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        folder: CheckpointFolder,
+        log: RunLog,
+        optimizer: Optimizer,
+        sampler: Sampler,
+    ) -> None:
+        self._session, self._log = session, log
+        self.folder = folder
+        self._optimizer, self._sampler = optimizer, sampler
+        config = session.config
+        self._settings = config.output
+        self._config_text = config.model_dump_json(exclude_unset=True)
+        self._at = 0
+        self._last = time.monotonic()
+
+    def resumed(self, unvalidated: bool) -> None:
+        """The present state is that of a checkpoint; an unvalidated one is to be written again. Local."""
+        self._at = -1 if unvalidated else self._optimizer.step
+
+    def vote(self) -> None:
+        """Say with the next pass whether it is time. Local."""
+        minutes, comm = self._settings.checkpoint_minutes, self._session.comm
+        late = comm.rank == 0 and minutes > 0 and time.monotonic() - self._last >= 60 * minutes
+        self._session.executor.votes[CHECKPOINT] = late
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that was just done is one to be kept, by its number or by time; alike on all ranks."""
+        every, counted = self._settings.checkpoint_steps, self._session.executor.counted
+        return counted[CHECKPOINT] > 0 or bool(every and self._optimizer.step % every == 0)
+
+    def due_after(self, epoch: int) -> bool:
+        """Whether this epoch, counted from 0, is one to be kept; alike on all ranks."""
+        every = self._settings.checkpoint_epochs
+        return bool(every and (epoch + 1) % every == 0)
+
+    def write(self, needed: bool = False, unvalidated: bool = False) -> None:
+        """Write a checkpoint of the present state, unless there is one: rank 0 does. Collective.
+
+        The updates of all parameters are done.
+
+        Parameters
+        ----------
+        needed
+            Whether the run may not go on without. Otherwise a disk that takes no more is reported, and the next
+            checkpoint tried when it is due.
+        unvalidated
+            See :class:`Progress`.
+
+        Raises
+        ------
+        DataError, OSError
+            If it cannot be written and is `needed`; on all ranks. Older ones are as they were.
+        """
+        if self._optimizer.step == self._at:
+            return
+        self._session.executor.pulse.at("checkpoint", "")
+        try:
+            self._session.comm.agree(self._try(unvalidated))
+            self._at = self._optimizer.step
+        except (DataError, OSError) as error:
+            if needed:
+                raise self._with_last(error) from error
+            self._log.write("checkpoint_failed", step=self._optimizer.step, reason=str(error))
+            if self._session.comm.rank == 0:
+                _log.warning("step %d: %s; training goes on", self._optimizer.step, error)
+        self._last = time.monotonic()
+
+    def _try(self, unvalidated: bool) -> Exception | None:
+        """Write on rank 0; what went wrong. Collective where parameters are cut."""
+        session, statistics = self._session, self._session.statistics
+        progress = Progress(
+            self._optimizer.step,
+            session.config.training.seed,
+            self._sampler.state_dict(),
+            None if statistics is None else statistics.state_dict(),
+            unvalidated,
+        )
+        snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
+        if snapshot is None:
+            return None
+        try:
+            path = self.folder.write(snapshot, progress, self._config_text)
+            self._log.write("checkpoint", step=self._optimizer.step, path=str(path))
+        except Exception as fault:
+            return fault
+        return None
+
+    def last(self) -> str:
+        """Which checkpoint a run can go on from, in words. Collective."""
+        latest = self._session.comm.bcast(self.folder.latest)
+        return f"the last good checkpoint is {latest.resolve()}" if latest else "no checkpoint was written yet"
+
+    def _with_last(self, error: Exception) -> Exception:
+        """The same error, which names the checkpoint before. Collective."""
+        told = DataError(f"{error}; {self.last()}")
+        told.agreed, told.arose_here = True, getattr(error, "arose_here", True)  # type: ignore[attr-defined]
+        return told

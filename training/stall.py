@@ -1,0 +1,78 @@
+"""Which rank the others wait for, from where all of them are. Arithmetic, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Place", "describe_stall"]
+
+SHOWN = 4  # ranks that are told of one by one
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes
+    ----------
+    step, phase, layer
+        Updates done; ``"forward"``, ``"backward"``, ``"data"``, ...; name of the layer, empty outside of them.
+    waiting
+        ``"kind: name"`` of the exchange or sum that it waits for; empty if it waits for nobody.
+    line
+        Line of code that its main thread is at.
+    idle
+        How long it has been there [s].
+    """
+
+    step: int
+    phase: str
+    layer: str
+    waiting: str
+    line: str
+    idle: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Place:
+        """What `as_dict` made; other keys are ignored."""
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__})
+
+    def text(self) -> str:
+        """In words."""
+        where = f"step {self.step + 1}, {self.phase}" + (f" of layer {self.layer!r}" if self.layer else "")
+        waits = f", waiting for {self.waiting!r}" if self.waiting else ", not in an exchange"
+        return f"{where}{waits} (at {self.line})"
+
+
+def describe_stall(hosts: Sequence[str], places: Sequence[Place | None], patience: float) -> tuple[int, str]:
+    """The rank that holds up the others, and what is the matter, in words.
+
+    It is the one that did not answer; else the one that is in no exchange; else the one that is behind.
+
+    Parameters
+    ----------
+    hosts, places
+        Per rank; None for a rank that did not answer.
+    patience
+        How long a rank may be at one place [s].
+    """
+    behind = [(rank, place) for rank, place in enumerate(places) if place is not None]
+    mute = [rank for rank, place in enumerate(places) if place is None]
+    for_how_long = f"no progress for {patience / 60:.3g} min"
+    if mute:
+        culprit = mute[0]
+        text = f"{for_how_long}: it does not answer (stopped, or its node hangs)"
+    else:
+        culprit, place = min(behind, key=lambda item: (bool(item[1].waiting), item[1].step, -item[1].idle))
+        text = f"{for_how_long}: {place.text()}"
+    others = [f"rank {r} on {hosts[r]}: {p.text()}" for r, p in behind if r != culprit]
+    if others:
+        more = f"; and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        text += f". The others: {'; '.join(others[:SHOWN])}{more}"
+    return culprit, text
