@@ -23,7 +23,6 @@ from halograd.comm.transports.accumulator import TALLIES, Accumulator, Team
 from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport, numbered
 from halograd.comm.transports.emulated_sum import (
     EmulatedGather,
-    EmulatedLargeGather,
     EmulatedLargeScatter,
     EmulatedLargeSum,
     EmulatedRoundedSum,
@@ -32,7 +31,7 @@ from halograd.comm.transports.emulated_sum import (
 )
 from halograd.comm.transports.node_sum import Across, EmulatedAcross, NodeSum, Room
 from halograd.comm.transports.shared import SharedChannel, SharedTransport, Slots
-from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum
+from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE
 from halograd.comm.transports.timing import half_ring_seconds, ring_seconds, sleep_until
 
 __all__ = ["EmulatedTransport", "ring_seconds", "sleep_until"]
@@ -107,9 +106,7 @@ class EmulatedTransport(Transport):
         ) or super().scatter(buffer, meter)
 
     def gather(self, buffer: np.ndarray, meter: Meter) -> Reduction:
-        return self._collective(
-            buffer, meter, half_ring_seconds, EmulatedGather, EmulatedLargeGather
-        ) or super().gather(buffer, meter)
+        return self._collective(buffer, meter, half_ring_seconds, EmulatedGather) or super().gather(buffer, meter)
 
     def _collective(
         self,
@@ -117,16 +114,16 @@ class EmulatedTransport(Transport):
         meter: Meter,
         ring: Callable[[int, int, float, float], float],
         small: type[EmulatedSum],
-        large: type[EmulatedLargeSum],
+        large: type[EmulatedLargeSum] | None = None,
     ) -> Reduction | None:
-        """What takes the time of this ring; None where there is nothing to do."""
+        """What takes the time of this ring, large ones made otherwise if need be; None where there is nothing to do."""
         self._check_clock()
         size = self._context.mpi.size
         if size == 1 or not buffer.size:
             return None
         seconds = ring(size, buffer.nbytes, self.alpha, self.beta) if self._far else 0.0
-        if buffer.nbytes <= LARGEST_AT_ONCE:
-            return small(buffer, meter, self._shared.places(SharedSum.bytes_for(buffer)), seconds, self._crowded)
+        if large is None or buffer.nbytes <= LARGEST_AT_ONCE:
+            return small(buffer, meter, self._shared.places(small.bytes_for(buffer, size)), seconds, self._crowded)
         places = self._shared.places(2 * ALIGNMENT)
         return large(buffer, meter, self._shared.stage(), places, seconds, self._crowded)
 

@@ -8,13 +8,12 @@ from halograd.comm.counters import Meter
 from halograd.comm.transports.base import ALIGNMENT
 from halograd.comm.transports.places import Places
 from halograd.comm.transports.shared_rounded import StagedRoundedSum
-from halograd.comm.transports.shared_shards import SharedGather, SharedScatter, StagedGather, StagedScatter
+from halograd.comm.transports.shared_shards import SharedGather, SharedScatter, StagedScatter
 from halograd.comm.transports.shared_sum import SharedSum, Stage, StagedSum
 from halograd.comm.transports.timing import sleep_until
 
 __all__ = [
     "EmulatedGather",
-    "EmulatedLargeGather",
     "EmulatedLargeScatter",
     "EmulatedLargeSum",
     "EmulatedRoundedSum",
@@ -88,12 +87,8 @@ class EmulatedScatter(EmulatedSum, SharedScatter):
 
 
 class EmulatedGather(EmulatedSum, SharedGather):
-    """A small all-gather that takes the time of half a ring, counted likewise."""
+    """An all-gather of any size that takes the time of half a ring, counted likewise."""
 
 
 class EmulatedLargeScatter(EmulatedLargeSum, StagedScatter):
     """A large reduce-scatter: it travels while the ranks compute; added up where it is finished."""
-
-
-class EmulatedLargeGather(EmulatedLargeSum, StagedGather):
-    """A large all-gather: it travels while the ranks compute; copied where it is finished."""

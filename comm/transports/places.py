@@ -18,8 +18,8 @@ class Places:
 
     Attributes
     ----------
-    mine
-        This rank on the node.
+    mine, ranks
+        This rank on the node, and how many there are.
     flags
         The flags of these places.
     """
@@ -29,6 +29,7 @@ class Places:
         self.mine = arena.node.rank
         self._offsets = dict(enumerate(arena.node.allgather(first)))
         self.flags = Flags(self._chunk, first, self._offsets, self.mine)
+        self.ranks = len(self._offsets)
 
     def views(self, first: int, nbytes: int) -> list[np.ndarray]:
         """Per rank its bytes ``[first, first + nbytes)``, uint8, shared; `first` is a multiple of a cache line."""

@@ -21,7 +21,7 @@ from halograd.comm.transports.flags import FLAG_BYTES, Flags
 from halograd.comm.transports.node_sum import Across, MpiAcross, NodeSum, Room
 from halograd.comm.transports.places import Places
 from halograd.comm.transports.shared_rounded import StagedRoundedSum
-from halograd.comm.transports.shared_shards import SharedGather, SharedScatter, StagedGather, StagedScatter
+from halograd.comm.transports.shared_shards import SharedGather, SharedScatter, StagedScatter
 from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum, Stage, StagedSum
 
 __all__ = ["SharedTransport"]
@@ -109,7 +109,7 @@ class SharedTransport(Transport):
     def gather(self, buffer: np.ndarray, meter: Meter) -> Reduction:
         if not self._near(buffer):
             return super().gather(buffer, meter)
-        return self._sum(buffer, meter, SharedGather, StagedGather)
+        return SharedGather(buffer, meter, self.places(SharedGather.bytes_for(buffer, self._context.mpi.size)))
 
     def _near(self, buffer: np.ndarray) -> bool:
         """Whether there is something to do, and all ranks are on this node. Collective at the first call."""
@@ -119,7 +119,7 @@ class SharedTransport(Transport):
     def _sum(self, buffer: np.ndarray, meter: Meter, small: type[SharedSum], large: type[StagedSum]) -> Reduction:
         if buffer.nbytes > LARGEST_AT_ONCE:
             return large(buffer, meter, self.stage())
-        return small(buffer, meter, self.places(SharedSum.bytes_for(buffer)))
+        return small(buffer, meter, self.places(small.bytes_for(buffer, self._context.mpi.size)))
 
     def sum_by_nodes(self, buffer: np.ndarray, across: Meter, within: Meter, in_background: bool) -> Reduction:
         if self._accumulator is None:

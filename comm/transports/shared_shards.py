@@ -12,9 +12,7 @@ from halograd.comm.transports.base import ALIGNMENT
 from halograd.comm.transports.places import Places
 from halograd.comm.transports.shared_sum import SharedSum, Stage, StagedSum, add_up
 
-__all__ = ["SharedGather", "SharedScatter", "StagedGather", "StagedScatter"]
-
-_Copies = list[tuple[np.ndarray, np.ndarray]]  # target, source
+__all__ = ["SharedGather", "SharedScatter", "StagedScatter"]
 
 
 class SharedScatter(SharedSum):
@@ -22,9 +20,9 @@ class SharedScatter(SharedSum):
 
     def __init__(self, buffer: np.ndarray, meter: Meter, places: Places) -> None:
         super().__init__(buffer, meter, places)
-        own = shards(buffer.size, len(self._slots[0]), buffer.itemsize)[self._mine]
-        self._shard = buffer.reshape(-1)[own]
-        self._summands = [[summand.reshape(-1)[own] for summand in slot] for slot in self._slots]
+        own = shards(buffer.size, places.ranks, buffer.itemsize)[self._mine]
+        self._shard = self._flat[own]
+        self._summands = [[summand[own] for summand in slot] for slot in self._slots]
 
     def _add_up(self) -> float:
         add_up(self._summands[(self._count - 1) % 2], self._shard)
@@ -36,24 +34,23 @@ class SharedScatter(SharedSum):
 
 
 class SharedGather(SharedSum):
-    """A small all-gather: every rank deposits its shard and copies those of the others."""
+    """An all-gather: every rank deposits its shard when it starts, and copies those of the others when it finishes.
+
+    Of any size: shards of all ranks together are no more than one buffer, and nobody has to meet anybody.
+    """
 
     def __init__(self, buffer: np.ndarray, meter: Meter, places: Places) -> None:
         super().__init__(buffer, meter, places)
-        flat, mine = buffer.reshape(-1), self._mine
-        parts = shards(buffer.size, len(self._slots[0]), buffer.itemsize)
-        #: Per slot own shard and its place, and the places of the others' shards and these.
-        self._deposits = [(slot[mine].reshape(-1)[parts[mine]], flat[parts[mine]]) for slot in self._slots]
-        self._copies: list[_Copies] = [
-            [(flat[p], slot[rank].reshape(-1)[p]) for rank, p in enumerate(parts) if rank != mine]
+        parts = self.deposited(buffer, places.ranks)
+        self._copies = [
+            [(self._flat[parts[rank]], shard) for rank, shard in enumerate(slot) if rank != self._mine]
             for slot in self._slots
         ]
 
-    def _start(self) -> None:
-        target, source = self._deposits[self._count % 2]
-        np.copyto(target, source)
-        self._count += 1
-        self._flags.raise_to(self._count)
+    @staticmethod
+    def deposited(buffer: np.ndarray, ranks: int) -> list[slice]:
+        """Its shard."""
+        return shards(buffer.size, ranks, buffer.itemsize)
 
     def _add_up(self) -> float:
         for target, source in self._copies[(self._count - 1) % 2]:
@@ -61,7 +58,6 @@ class SharedGather(SharedSum):
         return 0.0
 
     def _close(self) -> None:
-        self._deposits.clear()
         self._copies.clear()
         super()._close()
 
@@ -96,33 +92,6 @@ class StagedScatter(StagedSum):
                 np.copyto(target, source)
             meet()
             add_up(summands, shard)
-            meet()
-
-
-class StagedGather(StagedSum):
-    """A large all-gather, made in `finish` like a :class:`StagedSum`: all ranks stage a part of their shards and copy
-    those of the others."""
-
-    def _cut(self, buffer: np.ndarray) -> Sequence[tuple]:
-        flat, stage = buffer.reshape(-1), self._stage
-        pieces = []
-        for parts in _parts(buffer, stage):
-            staged = [
-                memory[: (part.stop - part.start) * buffer.itemsize].view(buffer.dtype)
-                for memory, part in zip(stage.summands, parts)
-            ]
-            copies = [(flat[p], staged[rank]) for rank, p in enumerate(parts) if rank != stage.mine]
-            pieces.append((staged[stage.mine], flat[parts[stage.mine]], copies))
-        return pieces
-
-    def _make(self) -> None:
-        self._made = True
-        meet = self._stage.meet
-        for staged, shard, copies in self._pieces:
-            np.copyto(staged, shard)
-            meet()
-            for target, source in copies:
-                np.copyto(target, source)
             meet()
 
 

@@ -38,18 +38,30 @@ class SharedSum(Reduction):
     def __init__(self, buffer: np.ndarray, meter: Meter, places: Places) -> None:
         super().__init__(buffer, meter)
         self._places, self._flags, self._mine = places, places.flags, places.mine
-        size = rounded(buffer.nbytes)
-        #: Per slot the summands of all ranks, in order.
+        self._flat = buffer.reshape(-1)
+        parts = self.deposited(buffer, places.ranks)
+        self._own = self._flat[parts[places.mine]]
+        half = (self.bytes_for(buffer, places.ranks) - 2 * ALIGNMENT) // 2
+        #: Per slot what all ranks have deposited, in order.
         self._slots = [
-            [view.view(buffer.dtype).reshape(buffer.shape) for view in places.views(first, buffer.nbytes)]
-            for first in (2 * ALIGNMENT, 2 * ALIGNMENT + size)
+            [
+                places.view(rank, first, (part.stop - part.start) * buffer.itemsize).view(buffer.dtype)
+                for rank, part in enumerate(parts)
+            ]
+            for first in (2 * ALIGNMENT, 2 * ALIGNMENT + half)
         ]
         self._count = 0
 
     @staticmethod
-    def bytes_for(buffer: np.ndarray) -> int:
-        """Two stamps, and two slots of the buffer's size [B]."""
-        return 2 * ALIGNMENT + 2 * rounded(buffer.nbytes)
+    def deposited(buffer: np.ndarray, ranks: int) -> list[slice]:
+        """What each rank deposits of its flat buffer: all of it."""
+        return [slice(0, buffer.size)] * ranks
+
+    @classmethod
+    def bytes_for(cls, buffer: np.ndarray, ranks: int) -> int:
+        """Two stamps, and two slots for the largest deposit [B]."""
+        largest = max(part.stop - part.start for part in cls.deposited(buffer, ranks))
+        return 2 * ALIGNMENT + 2 * rounded(largest * buffer.itemsize)
 
     @property
     def stamps(self) -> list[list[np.ndarray]]:
@@ -58,10 +70,10 @@ class SharedSum(Reduction):
 
     @property
     def buffer_bytes(self) -> int:
-        return 2 * self.buffer.nbytes
+        return 2 * self._own.nbytes
 
     def _start(self) -> None:
-        np.copyto(self._slots[self._count % 2][self._mine], self.buffer)
+        np.copyto(self._slots[self._count % 2][self._mine], self._own)
         self._count += 1
         self._flags.raise_to(self._count)
 
@@ -70,7 +82,7 @@ class SharedSum(Reduction):
         return self._add_up()
 
     def _add_up(self) -> float:
-        add_up(self._slots[(self._count - 1) % 2], self.buffer)
+        add_up(self._slots[(self._count - 1) % 2], self._flat)
         return 0.0
 
     def _close(self) -> None:
