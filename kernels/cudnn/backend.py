@@ -105,7 +105,10 @@ class CudnnBackend(Backend):
         runtime = self.runtime
         self.xp, self.cuda, self.device = runtime.cupy, runtime.cuda, runtime.device
         self.device_name = runtime.name
-        self.version = f"{runtime.frontend.cudnn_version} (frontend {runtime.frontend.version})"
+        # With all that times depend on: they are kept under it.
+        mode = ", deterministic" if self.arithmetic.deterministic else ""
+        libraries = f"{runtime.frontend.cudnn_version} (frontend {runtime.frontend.version})"
+        self.version = f"{libraries}, float32 {self.arithmetic.precision}{mode}"
         self._check_capability()
         self.workspaces = Workspaces(runtime.bytes)
         handles = Handles(runtime.frontend.module, runtime.current_stream, runtime.check_device)
@@ -114,8 +117,8 @@ class CudnnBackend(Backend):
         self._engine = Engine(
             plans, handles, self.workspaces, self.cuda, self.empty, self.arithmetic, workspace_limit, autotune
         )
-        libraries = runtime.cupy.cuda
-        self._cublas = dense.Cublas(libraries.cublas, libraries.device.get_cublas_handle, self.arithmetic, self.cuda)
+        cupy = runtime.cupy.cuda
+        self._cublas = dense.Cublas(cupy.cublas, cupy.device.get_cublas_handle, self.arithmetic, self.cuda)
 
     def _check_capability(self) -> None:
         """Tensor cores that take bfloat16 and TF32 came with compute capability 8.0."""
@@ -152,8 +155,7 @@ class CudnnBackend(Backend):
         self.device.close()
 
     def describe(self) -> str:
-        mode = ", deterministic" if self.arithmetic.deterministic else ""
-        return f"{self.name} {self.version}, {self.device_name}, float32 {self.arithmetic.precision}{mode}"
+        return f"{self.name} {self.version}, {self.device_name}"
 
     def autotuned(self) -> dict[Any, dict[str, float]]:
         """Per convolution the times of the plans compared [s], the chosen one first."""

@@ -79,7 +79,7 @@ def test_a_gpu_is_checked_against_numpy(monkeypatch, modules, tmp_path):
     found = findings(monkeypatch, 1, modules, Machine(tmp_path).open)
     assert {finding.status for finding in found.values()} == {"ok"}
     assert found["cuDNN"].value == "92800 (frontend 1.26.0)" and found["NCCL"].value == "23203"
-    assert found["GPU kernels"].value == "cudnn 9.28.0 (frontend 1.26.0), Double of a GPU, float32 strict"
+    assert found["GPU kernels"].value == "cudnn 9.28.0 (frontend 1.26.0), float32 strict, Double of a GPU"
     assert found["GPU convolution"].value.startswith("cudnn:eng10_k1=3, differs from NumPy by ")
 
 

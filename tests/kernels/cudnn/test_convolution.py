@@ -24,12 +24,12 @@ def test_matches_direct_loops(arrays, case):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16], ids=["float64", "bfloat16"])
-@pytest.mark.parametrize("case", [CASES[i] for i in (1, 7, 15, 20, 27, 29)], ids=str)
+@pytest.mark.parametrize("case", [CASES[i] for i in (1, 15, 27)], ids=str)
 def test_other_dtypes(backend, case, dtype):
     check(Arrays(backend, dtype), case)
 
 
-@pytest.mark.parametrize("case", [CASES[i] for i in (0, 5, 25, 28)], ids=str)
+@pytest.mark.parametrize("case", [CASES[i] for i in (0, 5, 25)], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_fused_relu(arrays, case, bias):
     check(arrays, case, bias=bias, relu=True)
