@@ -14,6 +14,7 @@ import pytest
 from halograd.cli.plan_options import parse_grid, parse_ranks
 from halograd.cli.run import run
 from halograd.errors import UserError
+from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost import simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
@@ -274,6 +275,17 @@ def test_what_is_no_plan_is_refused(typed, tmp_path, text, message):
     path.write_text(text)
     code, _, err = typed("explain", path)
     assert code == 2 and len(err.splitlines()) == 1 and message in err, err
+
+
+def test_a_plan_carries_its_gradient_reduction(planned, tmp_path):
+    data, path = json.loads(planned.read_text()), tmp_path / "plan.json"
+    data["strategy"]["reduction"] = {"name": "per_layer"}
+    path.write_text(json.dumps(data))
+    assert PlanFile.load(path).plan.strategy.reduction == Scheme("per_layer")
+    data["strategy"]["reduction"] = {"name": "ring"}
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=r"plan .*plan.json: reduction.name: expected one of blocking, .*, got 'ring'$"):
+        PlanFile.load(path)
 
 
 def test_a_layer_that_is_not_there(typed, planned):
