@@ -78,6 +78,9 @@ class Progress:
         Statistics of the inputs, as :meth:`ChannelStatistics.state_dict` gives them; None without.
     unvalidated
         The run was stopped when an epoch was over and its validation was not.
+    reduction
+        Which schemes of gradient reduction were tried, as :meth:`AutoReduction.state_dict` gives it; None where none
+        are.
     """
 
     step: int = 0
@@ -85,6 +88,7 @@ class Progress:
     sampler: dict[str, Any] = field(default_factory=dict)
     normalization: dict[str, Any] | None = None
     unvalidated: bool = False
+    reduction: dict[str, Any] | None = None
 
 
 def fingerprint(network: Network) -> list[str]:

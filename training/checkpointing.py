@@ -12,6 +12,7 @@ from halograd.training.executor import CHECKPOINT
 from halograd.training.folder import CheckpointFolder
 from halograd.training.log import RunLog
 from halograd.training.optimizers import Optimizer
+from halograd.training.reduction.auto import AutoReduction
 from halograd.training.session import Session
 
 __all__ = ["Checkpoints"]
@@ -28,7 +29,7 @@ class Checkpoints:
     ----------
     session, folder, log
         Of the run.
-    optimizer, sampler
+    optimizer, sampler, auto
         What a checkpoint holds beside the parameters.
     """
 
@@ -39,10 +40,11 @@ class Checkpoints:
         log: RunLog,
         optimizer: Optimizer,
         sampler: Sampler,
+        auto: AutoReduction | None = None,
     ) -> None:
         self._session, self._log = session, log
         self.folder = folder
-        self._optimizer, self._sampler = optimizer, sampler
+        self._optimizer, self._sampler, self._auto = optimizer, sampler, auto
         config = session.config
         self._settings = config.output
         self._config_text = config.model_dump_json(exclude_unset=True)
@@ -111,6 +113,7 @@ class Checkpoints:
             self._sampler.state_dict(),
             None if statistics is None else statistics.state_dict(),
             unvalidated,
+            None if self._auto is None else self._auto.state_dict(),
         )
         snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
         if snapshot is None:

@@ -6,13 +6,14 @@ import math
 import platform
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 import numpy as np
 
 from halograd.data import Batch
+from halograd.layers.reduction_scheme import Scheme
 from halograd.training.build import make_optimizer, make_schedule
 from halograd.training.checkpoint import read_checkpoint
 from halograd.training.checkpointing import Checkpoints
@@ -20,6 +21,8 @@ from halograd.training.executor import STOP
 from halograd.training.folder import CheckpointFolder
 from halograd.training.log import RunLog
 from halograd.training.metrics import Evaluation
+from halograd.training.reduction.auto import Tuning
+from halograd.training.reduction.report import report_to
 from halograd.training.session import Session
 from halograd.training.signals import CHECKPOINTED, StopSignals
 from halograd.training.step_times import StepTimes
@@ -35,7 +38,8 @@ class Run:
     killed and resumed, on any number of ranks, goes through the same steps.
 
     With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run
-    stops after the step in which one comes to any rank, with a checkpoint; `stopped_by` then says which.
+    stops after the step in which one comes to any rank, with a checkpoint; `stopped_by` then says which. Where gradient
+    reduction is ``"auto"``, `ranked` schemes are tried first.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Run:
         log: RunLog,
         measures: bool = False,
         signals: StopSignals | None = None,
+        ranked: Sequence[Scheme] = (),
     ) -> None:
         config = session.config
         self.session, self.log, self.measures = session, log, measures
@@ -55,11 +60,15 @@ class Run:
         executor = session.executor
         self.optimizer = make_optimizer(config.optimizer, executor.store)
         schedule = make_schedule(config.schedule, self.epochs, len(self.sampler))
-        self.trainer = Trainer(executor, self.optimizer, schedule, config.training.clip_norm)
+        table = config.reduction
+        tuning = Tuning(table.interval, table.step, table.range)
+        self.trainer = Trainer(executor, self.optimizer, schedule, config.training.clip_norm, ranked, tuning)
+        if self.trainer.auto is not None:
+            report_to(log, self.trainer.auto, lambda: self.optimizer.step)
         self.evaluation = Evaluation(executor)
         self._held_out = session.in_order(session.validation) if len(session.validation) else []
         self._unvalidated = False
-        self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler)
+        self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler, self.trainer.auto)
         self.step_times: StepTimes | None = None
         self.validation: dict[str, Any] = {}
 
@@ -69,6 +78,8 @@ class Run:
         with comm.agreement():
             progress = read_checkpoint(path, self.session.executor.store, self.optimizer)
             self.sampler.load_state_dict(progress.sampler)
+        if self.trainer.auto is not None and progress.reduction is not None:
+            self.trainer.auto.load_state_dict(progress.reduction)
         self._unvalidated = progress.unvalidated
         self.checkpoints.resumed(progress.unvalidated)
 
@@ -109,7 +120,8 @@ class Run:
             self._end_epoch(self.sampler.epoch - 1, None)
 
     def _epoch(self) -> float:
-        epoch, loss = self.sampler.epoch, float("nan")
+        epoch = self.sampler.epoch
+        loss: SupportsFloat = math.nan
         begin = time.perf_counter()
         for batch in self.session.feed(self.sampler.rest_of_epoch()):
             rate = self.trainer.learning_rate

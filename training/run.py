@@ -13,6 +13,8 @@ import numpy as np
 
 from halograd.comm import CommError, Communicator, boot
 from halograd.errors import UserError
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
 from halograd.training.checkpoint import Progress, read_checkpoint, read_header
 from halograd.training.config import Config, check_config, load_config
 from halograd.training.epochs import Run, describe, evaluate_batches
@@ -26,10 +28,12 @@ from halograd.training.step_times import RunPlan
 from halograd.training.trace import write_trace
 from halograd.training.watchdog import Watchdog
 
-__all__ = ["Planner", "evaluate", "train"]
+__all__ = ["Planner", "Ranker", "evaluate", "train"]
 
 #: Configuration, communicator, whether to train -> the plan to follow. Collective.
 Planner = Callable[[Config, Communicator, bool], RunPlan]
+#: Configuration, communicator, how layers are cut -> schemes of gradient reduction, the best first. Collective.
+Ranker = Callable[[Config, Communicator, Strategy], Sequence[Scheme]]
 SAMPLES = ("validation", "training", "all")
 
 _log = logging.getLogger(__name__)
@@ -41,6 +45,7 @@ def train(
     resume: bool = False,
     comm: Any = None,
     planner: Planner | None = None,
+    ranker: Ranker | None = None,
 ) -> dict[str, Any]:
     """Train by a configuration. Collective over all ranks of the job.
 
@@ -58,6 +63,9 @@ def train(
     planner
         Who plans if the configuration says ``strategy = "auto"``: :func:`halograd.auto.plan_run`, collective. At the
         end the run says what its plan predicted, and what was measured.
+    ranker
+        Who ranks schemes if the configuration says ``reduction.name = "auto"``: :func:`halograd.auto.rank_schemes_of`,
+        collective. Without one, a few typical schemes are tried.
 
     Returns
     -------
@@ -84,7 +92,8 @@ def train(
             if ranks.rank == 0:
                 rewind_log(directory / "log.jsonl", progress.step if progress else 0)
             log = stack.enter_context(RunLog(directory / "log.jsonl", ranks.rank == 0, config.output.progress))
-        run = Run(session, folder, log, plan is not None, signals)
+        ranked = _ranked(ranker, session)
+        run = Run(session, folder, log, plan is not None, signals, ranked)
         log.say(_headline(session))
         if found is not None:
             run.resume(found)
@@ -158,6 +167,14 @@ def _plan(config: Config, ranks: Communicator, planner: Planner | None, training
     if not config.strategy.auto or planner is None:
         return None  # without a planner, `make_strategy` says what to do
     return planner(config, ranks, training)
+
+
+def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
+    """What to try first where gradient reduction is ``"auto"``. Collective."""
+    strategy = session.executor.strategy
+    if strategy.reduction.name != "auto" or ranker is None:
+        return ()
+    return ranker(session.config, session.comm, strategy)
 
 
 def _start_from(ranks: Communicator, folder: CheckpointFolder, resume: bool) -> tuple[Path | None, Progress | None]:

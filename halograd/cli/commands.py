@@ -108,11 +108,11 @@ def train(
       mpiexec -n 4 halograd train mesh.toml --set strategy=auto
       mpiexec -n 16 halograd train mesh.toml --set strategy.file=plan.json
     """
-    from halograd.auto import plan_run
+    from halograd.auto import plan_run, rank_schemes_of
     from halograd.training.run import train as run
     from halograd.training.signals import CHECKPOINTED, ignore_stop_signals
 
-    result = run(config, _overrides(sets, threads), resume, planner=plan_run)
+    result = run(config, _overrides(sets, threads), resume, planner=plan_run, ranker=rank_schemes_of)
     if result["stopped"] is not None:
         ignore_stop_signals()
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)

@@ -1,0 +1,118 @@
+"""Runs that look for their gradient reduction: the losses of any other, a line per trial, kept in checkpoints."""
+
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from halograd.errors import UserError
+from halograd.layers.reduction_scheme import Scheme
+from halograd.training.checkpoint import read_header
+from halograd.training.config import load_config
+from halograd.training.log import read_log
+from halograd.training.reduction.report import pinned
+from halograd.training.run import train
+from tests.training.runs import write_config
+
+AUTO = ["reduction={name='auto', interval=2, step=1, range=1}", "training.epochs=4"]
+
+
+@pytest.fixture
+def config(comm, tmp_path):
+    """The same configuration for all ranks, in the folder of rank 0."""
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+    comm.Barrier()
+    yield folder / "run.toml"
+    comm.Barrier()
+
+
+def losses(folder):
+    return {e["step"]: e["loss"] for e in read_log(folder / "log.jsonl", "step")}
+
+
+def trials(folder):
+    return read_log(folder / "log.jsonl", "reduction")
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.timeout(300)
+def test_a_run_tries_chooses_and_goes_on(comm, config):
+    folder = config.parent
+    if comm.rank == 0:
+        train(config, ["training.epochs=4", f"output.directory={folder / 'plain'}"], comm=MPI.COMM_SELF)
+    comm.Barrier()
+    train(config, [*AUTO, f"output.directory={folder / 'auto'}"], comm=comm)
+    expected, found = losses(folder / "plain"), losses(folder / "auto")
+    assert found == pytest.approx(expected, rel=1e-9) and len(found) == 12
+    *tried, chosen = trials(folder / "auto")
+    assert [t["chosen"] for t in tried] == [False] * len(tried) and chosen["chosen"]
+    assert [t["step"] for t in tried] == [2 * (i + 1) for i in range(len(tried))]
+    names = [t["scheme"].partition("(")[0] for t in tried]
+    assert names[:2] == ["bucketed", "two_chunks"]
+    assert set(names[2:]) == ({"host_accumulate"} if comm.size > 1 else set())
+    assert chosen["seconds"] == min(t["seconds"] for t in tried[: len(tried)])
+    progress, _ = read_header(sorted((folder / "auto" / "checkpoints").glob("*.h5"))[-1])
+    assert progress.reduction["ranks"] == comm.size and len(progress.reduction["tuner"]["trials"]) >= 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(300)
+def test_a_resumed_run_does_not_try_again(comm, config):
+    """Stopped after two epochs, in the midst of the trials; the rest of the log is that of one run."""
+    folder = config.parent
+    out = [f"output.directory={folder / 'out'}"]
+    train(config, [*AUTO, "training.epochs=2", *out], comm=comm)
+    before = trials(folder / "out")
+    assert [t["scheme"] for t in before[:2]] == ["bucketed", before[1]["scheme"]] and not before[-1]["chosen"]
+    train(config, [*AUTO, *out], resume=True, comm=comm)
+    tried = [t["scheme"] for t in trials(folder / "out") if not t["chosen"]]
+    assert tried[: len(before)] == [t["scheme"] for t in before] and len(tried) == len(set(tried)) > len(before)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(300)
+def test_schemes_are_tried_in_the_order_of_who_ranks_them(comm, config):
+    ranked = [Scheme("per_layer"), Scheme("blocking")]
+    asked = []
+
+    def ranker(settings, ranks, strategy):
+        asked.append((settings.reduction.name, ranks.size, strategy.reduction.name))
+        return ranked
+
+    out = config.parent / "out"
+    train(config, [*AUTO, f"output.directory={out}"], comm=comm, ranker=ranker)
+    assert asked == [("auto", 2, "auto")]
+    assert [t["scheme"] for t in trials(out)[:2]] == ["per_layer", "blocking"]
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme(),
+        Scheme("two_chunks", first_layers=9, replicated_dense=2),
+        Scheme("host_accumulate", chunk=7),
+        Scheme("blocking", payload="bfloat16", error_feedback=False, deterministic=True),
+    ],
+)
+def test_the_choice_can_be_pinned(tmp_path, scheme):
+    """What a run says can be put into its configuration, or given on the command line."""
+    path = write_config(tmp_path)
+    assert load_config(path, [pinned(scheme)]).reduction.scheme() == scheme
+    path.write_text(f"{pinned(scheme)}\n{path.read_text()}")
+    assert load_config(path).reduction.scheme() == scheme
+
+
+@pytest.mark.parametrize(
+    "table, text",
+    [
+        ("{name='bucketed', interval=5}", 'interval: expected name = "auto" with it, got "bucketed"'),
+        ("{name='auto', interval=1}", "reduction.interval"),
+        ("{name='auto', replicated_dense=2}", "which chooses it, got 2"),
+    ],
+)
+def test_refused(tmp_path, table, text):
+    with pytest.raises(UserError) as refused:
+        load_config(write_config(tmp_path), [f"reduction={table}"])
+    assert text in str(refused.value) and "\n" not in str(refused.value)
