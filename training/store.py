@@ -171,6 +171,9 @@ class ParameterStore:
                 f"rechunk(): expected replicated layers among {sorted(self.apart)}, for which the arrays were made, "
                 f"got {sorted(others)[0]!r}"
             )
+        kinds = [f"payload {s.payload}, error_feedback {s.error_feedback}" for s in (self.scheme, scheme)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"rechunk(): expected {kinds[0]}, for which the arrays were made, got {kinds[1]}")
         self.buckets = self._chunked(scheme, bucket_bytes)
         self.scheme, self.bucket_bytes = scheme, bucket_bytes
 

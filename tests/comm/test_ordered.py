@@ -1,5 +1,7 @@
 """Sums in the order of the ranks, plain and rounded on their way: the same bits by every transport."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -104,6 +106,28 @@ def test_transports_agree_bit_for_bit(comm):
     for buffer, left in results[1:]:
         np.testing.assert_array_equal(buffer, results[0][0])
         np.testing.assert_allclose(left, results[0][1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", ["ordered", "rounded"])
+@pytest.mark.parametrize("communicator", ["mpi"], indirect=True)
+def test_the_progress_thread_adds_up_piece_by_piece(communicator, method, monkeypatch):
+    """Both phases, and the work between them, go on while the main thread does not call MPI."""
+    monkeypatch.setattr("halograd.comm.ordered.STEP", 1000)
+    count = 20_003
+    total = communicator.reduction(summand(communicator.rank, count), method=method)
+    total.start()
+    deadline = time.perf_counter() + 20
+    while communicator._progress._pending and time.perf_counter() < deadline:
+        time.sleep(1e-3)
+    assert not communicator._progress._pending, "the progress thread brought it to its end"
+    total.finish()
+    plain = added([summand(rank, count) for rank in range(communicator.size)])
+    expected = plain if method == "ordered" else rounded_twice(communicator.size, count)
+    np.testing.assert_array_equal(total.buffer, expected)
+    total.buffer[...] = summand(communicator.rank, count)
+    total.run()
+    np.testing.assert_array_equal(total.buffer, expected)
 
 
 @pytest.mark.parametrize("method", ["ordered", "rounded"])

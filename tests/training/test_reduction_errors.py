@@ -107,3 +107,11 @@ def test_errors_survive_a_change_of_chunks(comm_):
     assert any(array.any() for array in before.values())
     for key, array in before.items():
         np.testing.assert_array_equal(array, after[key])
+
+
+def test_arrays_are_made_for_one_payload(comm_):
+    with (
+        build("lenet", comm_, data(comm_.size)) as executor,
+        pytest.raises(ValueError, match=r"expected payload bfloat16, error_feedback True, .* got payload float32"),
+    ):
+        executor.reduce_by(Scheme("per_layer"))
