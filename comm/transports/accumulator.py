@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -98,7 +98,8 @@ class Tally:
     """One count per rank in shared memory; a rank raises its own and looks at those of some."""
 
     def __init__(self, places: Places, line: int, ranks: Sequence[int]) -> None:
-        counts = [memoryview(view.view(np.int64)) for view in places.views(line * ALIGNMENT, 8)]
+        views: list[Any] = [view.view(np.int64) for view in places.views(line * ALIGNMENT, 8)]
+        counts = [memoryview(view) for view in views]
         self._own, self._all, self._sync = counts[places.mine], [counts[rank] for rank in ranks], places.sync
 
     def raise_to(self, count: int) -> None:

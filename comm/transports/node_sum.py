@@ -102,7 +102,7 @@ class Across:
 class MpiAcross(Across):
     """A non-blocking all-reduce of MPI among the first ranks of the nodes (elsewhere `leaders` is COMM_NULL)."""
 
-    def __init__(self, team: Team, room: Room, leaders: MPI.Intracomm) -> None:
+    def __init__(self, team: Team, room: Room, leaders: MPI.Comm) -> None:
         super().__init__(team, room)
         self._leaders = leaders
         self._request: MPI.Request = MPI.REQUEST_NULL

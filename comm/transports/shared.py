@@ -38,7 +38,7 @@ class SharedTransport(Transport):
         self._node_ranks: list[int] = []
         self._stage: Stage | None = None
         self._accumulator: Accumulator | None = None
-        self._leaders: MPI.Intracomm = MPI.COMM_NULL
+        self._leaders: MPI.Comm = MPI.COMM_NULL
 
     def neighbors(self) -> set[int]:
         """Ranks on the node of this one. Collective at the first call."""
@@ -133,9 +133,7 @@ class SharedTransport(Transport):
     def _make_accumulator(self) -> Accumulator:
         places = self.places(TALLIES * ALIGNMENT)
         team = Team(places, range(self._open().node.size), (0,))
-        leaders = self._context.mpi.Split(0 if team.leads else MPI.UNDEFINED, self._context.mpi.rank)
-        assert isinstance(leaders, MPI.Intracomm)
-        self._leaders = leaders
+        self._leaders = self._context.mpi.Split(0 if team.leads else MPI.UNDEFINED, self._context.mpi.rank)
         return Accumulator(team, self._context.progress)
 
     def places(self, nbytes: int) -> Places:
