@@ -5,8 +5,13 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from halograd.auto import rank_schemes_of
+from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.reduction_choice import candidate_schemes
+from halograd.training.build import make_network
 from halograd.training.checkpoint import read_header
 from halograd.training.config import load_config
 from halograd.training.log import read_log
@@ -85,6 +90,18 @@ def test_schemes_are_tried_in_the_order_of_who_ranks_them(comm, config):
     train(config, [*AUTO, f"output.directory={out}"], comm=comm, ranker=ranker)
     assert asked == [("auto", 2, "auto")]
     assert [t["scheme"] for t in trials(out)[:2]] == ["per_layer", "blocking"]
+
+
+@pytest.mark.parametrize("machine", ["lassen", None])
+def test_ranked_by_the_machine_that_is_named_or_not_at_all(tmp_path, monkeypatch, machine):
+    """Of a machine that is not known nothing is said: a run does not wait for it to be measured."""
+    monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path / "cache"))
+    overrides = [f"strategy={{auto=true, machine='{machine}'}}"] if machine else []
+    config = load_config(write_config(tmp_path), overrides)
+    with Communicator(MPI.COMM_SELF) as comm:
+        found = rank_schemes_of(config, comm, Strategy())
+    everything = candidate_schemes(make_network(config), Strategy(), config.training.batch)
+    assert sorted(map(str, found)) == (sorted(map(str, everything)) if machine else [])
 
 
 @pytest.mark.parametrize(
