@@ -69,6 +69,10 @@ class _DropoutOperator(Operator):
         self.scale = 1.0 / (1.0 - b.layer.rate)
         self.threshold = np.uint64(int(b.layer.rate * 2**64))
         self.salt = zlib.crc32(b.name.encode())
+        self.fused: list[Any] = []
+        if b.kernels.cuda is not None:
+            self.fused.append(self._fuse(b.inputs[0].array, b.output.array))
+            return
         self.dropped = b.memory.keep(b.box.shape, np.dtype(bool), "activation")
         device = b.kernels.device
         self.outer, self.inner = (device.array(a) for a in global_counters(b.output.layout.shape, b.box))
@@ -76,12 +80,22 @@ class _DropoutOperator(Operator):
         shape = (2, min(self.rows, self.outer.size), self.inner.size)
         self.hashes, self.shifted = b.scratch(shape, np.dtype(np.uint64))
 
+    def _fuse(self, x: Any, y: Any) -> Any:
+        """The backend's kernel, which draws the mask again instead of keeping it."""
+        b = self.b
+        assert isinstance(b.layer, Dropout)
+        shape, start = b.output.layout.shape, b.box.start
+        return b.kernels.cuda.dropout(x, y, b.layer.rate, self.salt, shape, start, b.mode.state)
+
     def forward(self) -> None:
         b = self.b
         if not b.box.size:
             return
         if not b.mode.training:
             np.copyto(b.output.array, b.inputs[0].array)
+            return
+        if self.fused:
+            self.fused[0]()
             return
         self._draw(np.uint64(mix64(mix64(mix64(b.mode.seed) + b.mode.step) + self.salt)))
         np.multiply(b.inputs[0].array, self.scale, out=b.output.array)
@@ -101,11 +115,16 @@ class _DropoutOperator(Operator):
 
     def bind_backward(self) -> None:
         self.dx = self.b.gradient(0)
+        if self.fused:
+            self.fused.append(self._fuse(self.b.output.dy, self.dx))
 
     def backward(self) -> None:
         b = self.b
         if not b.mode.training:
             np.copyto(self.dx, b.output.dy)
+            return
+        if self.fused:
+            self.fused[1]()
             return
         np.multiply(b.output.dy, self.scale, out=self.dx)
         np.copyto(self.dx, 0, where=self.dropped)

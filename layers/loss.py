@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,13 @@ class Loss(Layer):
         """
         raise TypeError(f"{self.kind} must override local()")
 
+    def fused(self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any) -> Any | None:
+        """The backend's kernel of this loss (a `LossKernel`), None where it has none.
+
+        It writes `loss`, float64 ``(1,)``, and counts targets that make no sense in `wrong`, int64 ``(1,)``.
+        """
+        return None
+
     def bind(self, binding: Binding) -> Operator:
         return LossOperator(binding)
 
@@ -69,6 +77,20 @@ class LossOperator(Operator):
             raise ValueError(f"{b.name}: prediction and target are cut differently: {prediction.box}, {target.box}")
         self._per_sample = int(np.prod(shape[1:-1], dtype=np.int64))
 
+        self._kernel: Any = None
+        if b.kernels.cuda is not None:
+            self._loss = b.kernels.zeros((1,), np.dtype("float64"))
+            self._wrong = b.kernels.zeros((1,), np.dtype("int64"))
+            self._kernel = self._fuse()
+
+    def _fuse(self) -> Any | None:
+        """The kernel that writes the loss, and its gradient where it is wanted; of packed arrays."""
+        arrays, layer = (self._prediction, self._target), self.b.layer
+        assert isinstance(layer, Loss)
+        if not all(a.size and a.flags.c_contiguous for a in arrays):
+            return None
+        return layer.fused(self.b.kernels.cuda, *arrays, self._dx, self._loss, self._wrong)
+
     def scale(self, count: int) -> Any:
         """What the sum over positions is multiplied by; `count` samples of this rank's block count. Collective."""
         return 1.0 / max(1, self.b.mode.valid * self._per_sample)
@@ -83,6 +105,11 @@ class LossOperator(Operator):
         if not count or not box.size:
             self.value = 0.0
             return
+        if self._kernel is not None:
+            self._kernel.set(count, scale)
+            self._kernel()
+            self.value = np.where(self._wrong[0] > 0, math.nan, self._loss[0])
+            return
         dx = None if self._dx is None else self._dx[:count]
         layer = b.layer
         assert isinstance(layer, Loss)
@@ -90,9 +117,14 @@ class LossOperator(Operator):
 
     def bind_backward(self) -> None:
         self._dx = self.b.gradient(0)
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = self._fuse()
 
     def backward(self) -> None:
         """Nothing: the gradient was computed with the loss."""
 
     def close(self) -> None:
         self._work.clear()
+        if self._kernel is not None:
+            self._kernel.close()

@@ -32,6 +32,8 @@ class Memory:
     ----------
     device
         Where the arrays live.
+    cuda
+        Fused kernels of the backend, see :class:`Backend`.
     bytes
         Bytes by what they are for: ``activation``, ``parameter``, ``gradient``, ``transient``, ...
     """
@@ -39,6 +41,7 @@ class Memory:
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
         self.device: Device = getattr(kernels, "device", HOST)
+        self.cuda: Any = getattr(kernels, "cuda", None)
         self.bytes: dict[str, int] = {}
         self._free: list[Any] = []
         self._held: dict[int, tuple[Any, int]] = {}

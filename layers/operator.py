@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Mode", "Operator"]
 
@@ -21,12 +22,15 @@ class Mode:
         Seed of the run.
     valid
         Samples of the batch that count (the last batch of an epoch may be short).
+    state
+        On a device, `seed` and `step` there: uint64 ``(2,)``, written before every pass.
     """
 
     training: bool = True
     step: int = 0
     seed: int = 0
     valid: int = 0
+    state: Any = None
 
 
 class Operator:

@@ -79,6 +79,12 @@ class SoftmaxCrossEntropy(Loss):
     def bind(self, binding: Binding) -> Operator:
         return WeightedOperator(binding) if self.normalization == "weights" else LossOperator(binding)
 
+    def fused(self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any) -> Any | None:
+        if self.normalization == "weights":
+            return None
+        options = (self.class_weights, self.label_smoothing, self.ignore_index, wrong)
+        return cuda.softmax_cross_entropy(prediction, target, dx, loss, *options)
+
     def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> Any:
         x, t = rows(prediction, work, "prediction"), rows(target, work, "target")
         gradient = None if dx is None else dx.reshape(x.shape)

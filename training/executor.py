@@ -110,6 +110,8 @@ class Executor:
         self.recorder, self.device = comm.recorder, self.memory.device
         timed = self.recorder is not None and not self.device.is_host
         self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
+        if not self.device.is_host:
+            self.mode.state = self.device.array([seed, 0], np.uint64)
         self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
         self.pulse = Pulse()
         self._bind(trainable)
@@ -238,6 +240,8 @@ class Executor:
         """
         if training is not None:
             self.mode.training = training
+        if self.mode.state is not None:
+            self.mode.state[1:].fill(self.mode.step)
         self.pulse.count += 1
         for step, _, operator in self._bindings:
             if self.reducer is not None:

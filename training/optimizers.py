@@ -17,6 +17,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.errors import UserError
+from halograd.training.fused_updates import FusedUpdates
 from halograd.training.shards import gather_shards, is_sharded, owned
 from halograd.training.store import Bucket, ParameterStore
 
@@ -87,7 +88,10 @@ class Optimizer(ABC):
         ]
         longest = max((p.params.size for p in store.flats), default=0)
         size = PIECE if store.memory.device.is_host else min(DEVICE_PIECE, longest)
+        if store.memory.cuda is not None:
+            size = 0  # fused updates need none
         self._scratch = [store.memory.keep((size,), store.dtype, "optimizer scratch") for _ in range(2)]
+        self._fused: FusedUpdates | None = None
         self.bind()
 
     def bind(self) -> None:
@@ -101,6 +105,11 @@ class Optimizer(ABC):
         if self._owned_ranges() != self._shards:
             raise ValueError("bind(): expected the shards for which the state was made; make a new optimizer")
         self._starts, _ = self._places()
+        if self.store.memory.cuda is not None:
+            if self._fused is not None:
+                self._fused.close()
+            self._fused = FusedUpdates(self.store, self._state_of, self.fused)
+            return
         self._pieces = {id(b): [self._piece(b, *r) for r in self._ranges(b)] for b in self.store.buckets}
 
     def _ranges(self, bucket: Bucket) -> list[tuple[int, int, bool, str]]:
@@ -123,11 +132,31 @@ class Optimizer(ABC):
         self.step += 1
         self.learning_rate, self.gradient_scale = learning_rate, gradient_scale
         self._scaled = not isinstance(gradient_scale, (int, float)) or gradient_scale != 1.0
+        if self._fused is not None:
+            self._fused.begin(self.step, (learning_rate, *self.corrections()), gradient_scale)
 
     def update(self, bucket: Bucket) -> None:
         """Update the parameters of one bucket, whose gradients are summed. Nothing is allocated."""
+        if self._fused is not None:
+            self._fused.update(bucket)
+            return
         for piece in self._pieces[id(bucket)]:
             self._apply(piece)
+
+    def _state_of(self, bucket: Bucket) -> tuple[Any, ...]:
+        """The state arrays of what this rank updates of a bucket."""
+        own, first = owned(self.store, bucket), self._starts[id(bucket)]
+        return tuple(s[first + own.start : first + own.stop] for s in self._arrays[bucket.flat])
+
+    def corrections(self) -> tuple[float, float]:
+        """What the update divides the two moments by in this step."""
+        return 1.0, 1.0
+
+    @abstractmethod
+    def fused(
+        self, p: Any, g: Any, state: tuple[Any, ...], scalars: Any, decays: list[tuple[int, int, bool]], bucket: Bucket
+    ) -> Any:
+        """The backend's kernel that updates (a shard of) a bucket; `scalars` are those of :class:`FusedUpdates`."""
 
     @abstractmethod
     def _apply(self, piece: Piece) -> None:
@@ -222,6 +251,13 @@ class SGD(Optimizer):
         self.momentum, self.nesterov = momentum, nesterov
         super().__init__(store, weight_decay)
 
+    def fused(
+        self, p: Any, g: Any, state: tuple[Any, ...], scalars: Any, decays: list[tuple[int, int, bool]], bucket: Bucket
+    ) -> Any:
+        v = state[0] if state else None
+        cuda = self.store.memory.cuda
+        return cuda.sgd(p, g, v, scalars, self.momentum, self.nesterov, self.weight_decay, decays)
+
     def _apply(self, piece: Piece) -> None:
         step = self._gradient(piece, self.weight_decay)
         if self.momentum:
@@ -252,6 +288,16 @@ class Adam(Optimizer):
     ) -> None:
         self.betas, self.epsilon = betas, epsilon
         super().__init__(store, weight_decay)
+
+    def corrections(self) -> tuple[float, float]:
+        beta1, beta2 = self.betas
+        return 1 - beta1**self.step, math.sqrt(1 - beta2**self.step)
+
+    def fused(
+        self, p: Any, g: Any, state: tuple[Any, ...], scalars: Any, decays: list[tuple[int, int, bool]], bucket: Bucket
+    ) -> Any:
+        numbers = (self.betas, self.epsilon, self.weight_decay, decays, self._decoupled)
+        return self.store.memory.cuda.adam(p, g, *state, scalars, *numbers)
 
     def _apply(self, piece: Piece) -> None:
         m, v = piece.state
@@ -315,8 +361,18 @@ class LARS(Optimizer):
             for i in range(where.start, where.stop, size)
         ]
 
+    def fused(
+        self, p: Any, g: Any, state: tuple[Any, ...], scalars: Any, decays: list[tuple[int, int, bool]], bucket: Bucket
+    ) -> Any:
+        kinds = [(w.start, w.stop, any(a <= w.start < b and d for a, b, d in decays)) for w in bucket.slices.values()]
+        numbers = (self.momentum, self.trust, self.weight_decay)
+        return self.store.memory.cuda.lars(p, g, state[0], scalars, kinds, *numbers)
+
     def update(self, bucket: Bucket) -> None:
         """Update one bucket: the norms of each parameter first, then its pieces."""
+        if self._fused is not None:
+            self._fused.update(bucket)
+            return
         pieces = self._pieces[id(bucket)]
         rate: Any = 1.0
         current = ""

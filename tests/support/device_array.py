@@ -105,6 +105,11 @@ class DeviceArray(NDArrayOperatorsMixin):
         )
 
     @property
+    def data(self) -> Any:
+        """Where it lies, as `ptr`."""
+        return SimpleNamespace(ptr=self.memory.__array_interface__["data"][0])
+
+    @property
     def T(self) -> DeviceArray:
         return self._view(self.memory.T)
 

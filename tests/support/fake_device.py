@@ -65,6 +65,8 @@ class FakeDevice(Device):
     def __init__(self) -> None:
         self.number = self.waits = self.idled = self.allocations = 0
         self.synchronizations: list[str] = []
+        self.fused_copies: Any = None
+        self.fused_sums: Any = None
         self._downloads: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._uploads: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._ahead: list[tuple[FakeTicket, DeviceArray, np.ndarray, np.ndarray]] = []
@@ -169,6 +171,12 @@ class FakeDevice(Device):
     def synchronize(self) -> None:
         self.synchronized("synchronize()")
 
+    def copies(self, pairs: Any) -> Any:
+        return self.fused_copies(pairs) if self.fused_copies and pairs else super().copies(pairs)
+
+    def sums(self, pairs: Any) -> Any:
+        return self.fused_sums(pairs) if self.fused_sums and pairs else super().sums(pairs)
+
     def stamp(self) -> Any:
         return _Stamp(self.number)
 
@@ -191,21 +199,29 @@ class _Stamp:
         return True
 
 
+def _each(kernels: Any) -> Any:
+    made = list(kernels)
+    return lambda: [kernel() for kernel in made]
+
+
 def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
 class FakeBackend(Backend):
-    """The kernels of NumPy on arrays of a fake device."""
+    """The kernels of NumPy on arrays of a fake device; with `cuda` our own fused kernels, run by the CPU."""
 
     name: ClassVar[str] = "fake"
 
-    def __init__(self) -> None:
-        self._numpy = NumpyBackend()
+    def __init__(self, cuda: Any = None) -> None:
+        self._numpy, self.cuda = NumpyBackend(), cuda
         self.device = FakeDevice()
         self.xp, self.version, self.threads = np, "0", 1
         self.dtypes = self.conv_dtypes = self._numpy.dtypes
         self.dtype_remedy = self._numpy.dtype_remedy
+        if cuda is not None:
+            self.device.fused_copies = lambda pairs: cuda.copy([(source, target) for target, source in pairs])
+            self.device.fused_sums = lambda pairs: _each(cuda.add_into([(s, t)]) for t, s in pairs)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self.device.empty(shape, dtype)

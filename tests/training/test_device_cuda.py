@@ -1,0 +1,67 @@
+"""Training with our own CUDA kernels, run by the CPU, in losses, dropout, optimizers and messages."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels.cuda import CudaKernels
+from halograd.kernels.numpy import NumpyBackend
+from halograd.layers import Dense, Dropout, Flatten, Input, MeanSquaredError, Network, SoftmaxCrossEntropy
+from tests.kernels.cuda.host import HostDevice, compiler
+from tests.support.fake_device import FakeBackend
+from tests.training import test_device
+from tests.training.test_device import OPTIMIZERS, train
+
+
+def dropping():
+    """A network whose only differences from one rank to another would be its masks."""
+    x, target = Input((6, 5, 3), "x"), Input((1,), "target", "int64")
+    y = Dense(4, name="last")(Dropout(0.4, "drop")(Dense(12, name="first")(Flatten("flat")(x))))
+    return Network({"prediction": y, "loss": SoftmaxCrossEntropy(label_smoothing=0.1, name="loss")(y, target)})
+
+
+def regression():
+    x, target = Input((6, 5, 3), "x"), Input((4,), "target")
+    y = Dense(4, name="last")(Flatten("flat")(x))
+    return Network({"prediction": y, "loss": MeanSquaredError("loss")(y, target)})
+
+
+NETWORKS = {**test_device.NETWORKS, "dropping": dropping, "regression": regression}
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory):
+    """The kernels, each compiled once."""
+    if compiler() is None:
+        pytest.skip("needs g++ to run CUDA kernels on the CPU")
+    return CudaKernels(HostDevice(tmp_path_factory.mktemp("cuda-on-the-host")))
+
+
+def compare(name, parts, cuda, optimizer="sgd", clip=None, bound=1e-11):
+    network = NETWORKS[name]()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        expected, params, _ = train(network, comm, NumpyBackend(), parts, optimizer, clip)
+        kernels = FakeBackend(cuda)
+        found, ours, counts = train(network, comm, kernels, parts, optimizer, clip)
+        kernels.close()
+    np.testing.assert_allclose(found, expected, rtol=bound)
+    for key, array in params.items():
+        np.testing.assert_allclose(ours[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)
+    assert counts["syncs"] == 0
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["dropping", "regression", "mesh"])
+def test_losses_dropout_and_messages(name, cuda):
+    size = MPI.COMM_WORLD.size
+    compare(name, {"height": size} if name == "mesh" else {"sample": size}, cuda)
+    launched = set(cuda.device.launched)
+    assert {"dropping": {"softmax_cross_entropy"}, "regression": {"mean_squared_error"}}.get(name, set()) <= launched
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("clip", [None, 1e-3], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers(optimizer, clip, cuda):
+    compare("regression", {}, cuda, optimizer, clip)
