@@ -1,0 +1,87 @@
+"""One convolution or dense layer on whatever device a backend has, compared with direct loops in float64."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from halograd.kernels import Backend
+from tests.kernels import reference
+from tests.kernels.geometries import Case
+
+DTYPES = {
+    "float64": np.dtype(np.float64),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+#: Largest error relative to the largest element, by what the factors and results are rounded to.
+BOUNDS = {"float64": 1e-12, "strict": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+class OnDevice:
+    """Arrays of a backend, drawn on the host."""
+
+    def __init__(self, backend: Backend, dtype: str, seed: int = 0) -> None:
+        self.backend, self.dtype = backend, DTYPES[dtype]
+        self._random = np.random.default_rng(seed)
+
+    def draw(self, *shape: int):
+        """Standard normal numbers: on the device, and the same in float64 on the host."""
+        host = self._random.standard_normal(shape).astype(self.dtype)
+        return self.backend.xp.asarray(host), host.astype(np.float64)
+
+    def poisoned(self, *shape: int):
+        """An output: NaN wherever a kernel forgets to write."""
+        return self.backend.xp.asarray(np.full(shape, np.nan, self.dtype))
+
+
+def to_host(array) -> np.ndarray:
+    """In float64; waits for the device."""
+    return (array.get() if hasattr(array, "get") else np.asarray(array)).astype(np.float64)
+
+
+def error(got, expected: np.ndarray) -> float:
+    """Largest error relative to the largest element; NaN counts as infinite."""
+    difference = np.abs(to_host(got) - expected)
+    largest = max(float(np.abs(expected).max(initial=0)), 1e-30)
+    return float("inf") if np.isnan(difference).any() else float(difference.max(initial=0)) / largest
+
+
+def convolution_errors(backend: Backend, case: Case, dtype: str) -> dict[str, float]:
+    """Relative errors of a forward with bias and ReLU, and of both gradients."""
+    a, g, (xs, ws, bs, ys) = OnDevice(backend, dtype), case.geometry, case.shapes
+    (x, x64), (w, w64), (b, b64), (dy, dy64) = a.draw(*xs), a.draw(*ws), a.draw(*bs), a.draw(*ys)
+    y, dx, dw, db = a.poisoned(*ys), a.poisoned(*xs), a.poisoned(*ws), a.poisoned(*bs)
+    kernels = [
+        backend.conv_forward(x, w, b, y, g, relu=True),
+        backend.conv_backward_data(dy, w, dx, g),
+        backend.conv_backward_filter(x, dy, dw, db, g),
+    ]
+    for kernel in kernels:
+        kernel()
+    found = {
+        "y": error(y, np.maximum(reference.conv(x64, w64, b64, g, ys), 0)),
+        "dx": error(dx, reference.conv_data(dy64, w64, g, xs)),
+        "dw": error(dw, reference.conv_filter(x64, dy64, g, ws)),
+        "db": error(db, dy64.sum(axis=tuple(range(dy64.ndim - 1)))),
+    }
+    for kernel in kernels:
+        kernel.close()
+    return found
+
+
+def dense_errors(backend: Backend, dtype: str) -> dict[str, float]:
+    """Relative errors of a dense layer and its gradients."""
+    a = OnDevice(backend, dtype)
+    (x, x64), (w, w64), (b, b64), (dy, dy64) = a.draw(33, 70), a.draw(45, 70), a.draw(45), a.draw(33, 45)
+    y, dx, dw, db = a.poisoned(33, 45), a.poisoned(33, 70), a.poisoned(45, 70), a.poisoned(45)
+    backend.dense_forward(x, w, b, y)()
+    backend.dense_backward_data(dy, w, dx)()
+    backend.dense_backward_filter(x, dy, dw, db)()
+    return {
+        "y": error(y, x64 @ w64.T + b64),
+        "dx": error(dx, dy64 @ w64),
+        "dw": error(dw, dy64.T @ x64),
+        "db": error(db, dy64.sum(axis=0)),
+    }

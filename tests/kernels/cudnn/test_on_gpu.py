@@ -1,0 +1,132 @@
+"""What must be seen on a GPU: numbers, streams, kept plans, captured graphs. The bodies also run on the double."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from halograd.kernels import Geometry, KernelError
+from halograd.kernels.cudnn import CudnnBackend
+from tests.kernels.geometries import CASES, Case
+
+from .fake_runtime import Machine
+from .on_device import BOUNDS, OnDevice, convolution_errors, dense_errors, to_host
+
+G = Geometry.of((3, 3), 1, 1)
+Open = Callable[..., CudnnBackend]
+
+
+@pytest.fixture(params=["double", pytest.param("gpu", marks=pytest.mark.gpu)])
+def opened(request, tmp_path: Path) -> Iterator[Open]:
+    """Opens the backend: on the double of a GPU, and on a real one where there is one."""
+    made: list[CudnnBackend] = []
+    machine = Machine(tmp_path)
+
+    def make(**options) -> CudnnBackend:
+        if request.param == "double":
+            made.append(machine.open(**options))
+        else:
+            try:
+                made.append(CudnnBackend(store=tmp_path / "plans.jsonl", **options))
+            except KernelError as error:
+                pytest.skip(f"needs a GPU: {error}")
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+@pytest.mark.parametrize("case", CASES[::6], ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "strict", "tf32", "float16", "bfloat16"])
+def test_numbers(opened, case, dtype):
+    options = {"precision": dtype} if dtype in ("strict", "tf32") else {}
+    found = convolution_errors(opened(**options), case, "float32" if options else dtype)
+    assert max(found.values()) <= BOUNDS[dtype], found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_geometry_on_a_gpu(tmp_path, case):
+    for dtype in ("strict", "tf32", "bfloat16"):
+        options = {"precision": dtype} if dtype in ("strict", "tf32") else {}
+        try:
+            backend = CudnnBackend(store=tmp_path / "plans.jsonl", **options)
+        except KernelError as error:
+            pytest.skip(f"needs a GPU: {error}")
+        with backend:
+            found = convolution_errors(backend, case, "float32" if options else dtype)
+        assert max(found.values()) <= BOUNDS[dtype], (dtype, found)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "strict", "tf32", "float16", "bfloat16"])
+def test_dense_layers(opened, dtype):
+    options = {"precision": dtype} if dtype in ("strict", "tf32") else {}
+    found = dense_errors(opened(**options), "float32" if options else dtype)
+    assert max(found.values()) <= BOUNDS[dtype], found
+
+
+def kernel_and_output(backend: CudnnBackend, dtype: str = "float32"):
+    """A forward convolution of 32 channels."""
+    a = OnDevice(backend, dtype)
+    y = a.poisoned(2, 16, 16, 32)
+    return backend.conv_forward(a.draw(2, 16, 16, 32)[0], a.draw(32, 3, 3, 32)[0], a.draw(32)[0], y, G, relu=True), y
+
+
+def test_kept_plans_give_the_same(opened):
+    """By name after a measurement; plans that took a compiler from the file itself."""
+    results, names = [], []
+    for _ in range(2):
+        with opened(autotune=True, precision="tf32") as backend:
+            kernel, y = kernel_and_output(backend)
+            kernel()
+            results.append(to_host(y))
+            names.append(kernel.impl)
+            assert backend.autotuned()
+    assert names[0] == names[1] and np.array_equal(*results)
+
+
+def test_deterministic_mode_repeats_every_bit(opened):
+    backend = opened(deterministic=True, precision="tf32")
+    a, case = OnDevice(backend, "float32"), Case("", G, (64, 64), 4, 32, 32)
+    xs, ws, _, ys = case.shapes
+    x, dy, dw = a.draw(*xs)[0], a.draw(*ys)[0], a.poisoned(*ws)
+    kernel = backend.conv_backward_filter(x, dy, dw, None, G)
+    results = []
+    for _ in range(5):
+        dw.fill(float("nan"))
+        kernel()
+        results.append(to_host(dw))
+    assert all(np.array_equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.gpu
+def test_two_streams_and_a_captured_graph(tmp_path):
+    """Two streams at once have a workspace each; a graph repeats what was captured, on new data."""
+    try:
+        backend = CudnnBackend(store=tmp_path / "plans.jsonl")
+    except KernelError as error:
+        pytest.skip(f"needs a GPU: {error}")
+    with backend:
+        kernel, y = kernel_and_output(backend)
+        other, z = kernel_and_output(backend)
+        kernel()
+        expected = to_host(y)
+        stream = backend.xp.cuda.Stream(non_blocking=True)
+        y.fill(float("nan"))
+        backend.synchronize()
+        for _ in range(20):
+            kernel()
+            with stream:
+                other()
+        backend.synchronize()
+        assert np.array_equal(to_host(y), expected) and np.array_equal(to_host(z), expected)
+        backend.before_capture()
+        launch = backend.device.capture(kernel)
+        y.fill(float("nan"))
+        launch()
+        backend.synchronize()
+        assert np.array_equal(to_host(y), expected)
