@@ -5,7 +5,7 @@ from __future__ import annotations
 from halograd.comm import Communicator
 from halograd.device import DeviceError
 from halograd.device.choice import choose_ordinal
-from halograd.device.cupy import count_devices, cupy_device, import_cupy
+from halograd.device.cupy import count_devices, import_cupy
 from halograd.errors import UserError
 from halograd.kernels import Backend, KernelError, get_backend
 from halograd.training.config import BackendConfig
@@ -38,11 +38,8 @@ def _open(config: BackendConfig, mine: int) -> Backend:
     try:
         if config.kernels != "cudnn":
             return get_backend(config.kernels, config.threads, config.autotune, **options)  # type: ignore[arg-type]
-        # The device first: the backend opens on the one that is current.
-        device = cupy_device(choose_ordinal(config.device, mine, count_devices(import_cupy())))
-        backend = get_backend(config.kernels, config.threads, config.autotune, **options)  # type: ignore[arg-type]
-        backend.device = device
-        return backend
+        ordinal = choose_ordinal(config.device, mine, count_devices(import_cupy()))
+        return get_backend(config.kernels, config.threads, config.autotune, device=ordinal, **options)  # type: ignore[arg-type]
     except DeviceError:
         raise
     except KernelError as error:

@@ -135,9 +135,9 @@ class Runtime:
 
 
 def _open_device(ordinal: int) -> Device:
-    from halograd.device.cupy import CupyDevice
+    from halograd.device.cupy import cupy_device
 
-    return CupyDevice(ordinal)
+    return cupy_device(ordinal)
 
 
 def _connect(device: Any, cuda: Any) -> None:

@@ -36,7 +36,7 @@ _FUNCTIONS: dict[str, set[str]] = {
     "min": {"axis", "out", "keepdims"},
     "moveaxis": {"source", "destination"},
     "ones_like": {"dtype", "shape"},
-    "reshape": {"newshape", "shape"},
+    "reshape": {"newshape"},
     "roll": {"shift", "axis"},
     "shape": set(),
     "squeeze": {"axis"},
