@@ -38,7 +38,19 @@ class Operator:
 
     `bind_backward` is called in reverse order of computation, when the gradient of the output has
     its place; until then an operator can only compute forward.
+
+    An operator that only moves data may part each pass in two, so that others compute meanwhile: `launch` is called
+    as soon as the input is there, `forward` when the output is needed; `backward` as soon as the gradient of the output
+    is there, `settle` when that of the input is needed.
     """
+
+    def launch(self) -> None:
+        """Begin what `forward` finishes. The input may be overwritten afterwards."""
+        return
+
+    def settle(self) -> None:
+        """Finish what `backward` has begun."""
+        return
 
     def forward(self) -> None:
         """Compute the owned box of the output."""

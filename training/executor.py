@@ -11,7 +11,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.dtensor import Box, Exchange, Layout
-from halograd.layers import Network
+from halograd.layers import Network, Redistribute
 from halograd.layers.binding import Binding
 from halograd.layers.loss import LossOperator
 from halograd.layers.memory import Memory
@@ -137,6 +137,8 @@ class Executor:
         for name in self.network.inputs:
             self.values[name].allocate(self.memory, "input")
         self._bindings = [self._bind_forward(step, trainable) for step in self.steps]
+        self._moves = self._find_moves()
+        self._launched_after = {id(v): [o.launch for o in some] for v, some in self._moves}
         self.loss = self._find_loss()
         self._loss_sum = np.zeros(1 + VOTES)
         self._vote_sums = self._loss_sum[1:]
@@ -157,7 +159,7 @@ class Executor:
         dense = [o for _, _, o in self._bindings if isinstance(o, ReplicatedDenseOperator) and o.name in reached]
         for operator in dense:
             operator.replicates = operator.name in self.replicable[: scheme.replicated_dense]
-        return make_reducer(self.store, self.comm, [s.name for s in self.steps], scheme, dense)
+        return make_reducer(self.store, self.comm, [s.name for s in self.steps], scheme, dense, self._run)
 
     def reduce_by(self, scheme: Scheme, bucket_bytes: int | None = None) -> None:
         """Sum gradients by another scheme from now on; what is under way is finished and updated. Collective.
@@ -202,6 +204,14 @@ class Executor:
         binding.end_scratch()
         return step, binding, operator
 
+    def _find_moves(self) -> list[tuple[Value, list[Operator]]]:
+        """Values that are redistributed, and by whom: they travel as soon as they are there, while others compute."""
+        found: dict[int, tuple[Value, list[Operator]]] = {}
+        for step, _, operator in self._bindings:
+            if isinstance(step.layer, Redistribute):
+                found.setdefault(id(step.inputs[0]), (step.inputs[0], []))[1].append(operator)
+        return list(found.values())
+
     def _find_loss(self) -> LossOperator | None:
         """The operator of the output named ``"loss"``; other losses of the network are values like any other."""
         node = self.network.outputs.get("loss")
@@ -225,6 +235,9 @@ class Executor:
             self._close_gradient(name, self.values[name])
 
     def _close_gradient(self, name: str, value: Value) -> None:
+        for other, some in self._moves:
+            if other is value:
+                self._backward += [(f"{name} (moved)", o.settle) for o in some]
         total = value.close_gradient(self.memory, self.kernels)
         if total is not None:
             self._sums.append(total)
@@ -243,10 +256,13 @@ class Executor:
         if self.mode.state is not None:
             self.mode.state[1:].fill(self.mode.step)
         self.pulse.count += 1
+        for name in self.network.inputs:
+            self._launch(self.values[name])
         for step, _, operator in self._bindings:
             if self.reducer is not None:
                 self.reducer.require(step.name)
             self._run(step.name, "forward", operator.forward)
+            self._launch(step.output)
         if self.loss is not None:
             self._settle_loss()
             self._vote_sums[...] = self.votes
@@ -257,6 +273,10 @@ class Executor:
                 self._fetched.fetch(self.loss.value)
                 self.pending = PendingLoss(self.loss_value)
             self._loss_under_way = True
+
+    def _launch(self, value: Value) -> None:
+        for launch in self._launched_after.get(id(value), ()):
+            launch()
 
     def _settle_loss(self) -> None:
         """Wait for the loss of the last pass. On a device its sum is made here: nobody waited for it to be computed."""

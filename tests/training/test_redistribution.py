@@ -1,0 +1,104 @@
+"""Redistributions travel while other branches compute, forward and backward, and change nothing."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers import Add, Conv, Input, MeanSquaredError, Network, Redistribute, Strategy
+from halograd.testing import random_array
+from halograd.training.executor import Executor
+
+BATCH = 2
+
+
+def branches() -> Network:
+    """The left branch, two layers long, is cut along height; the right one along width."""
+    x, target = Input((8, 8, 2), name="x"), Input((8, 8, 3), name="target")
+    stem = Conv(3, 3, padding=1, name="stem")(x)
+    left = Conv(3, 3, padding=1, name="left2")(Conv(3, 3, padding=1, name="left1")(stem))
+    right = Conv(3, 3, padding=1, name="right")(stem)
+    y = Add(name="add")(left, right)
+    return Network({"prediction": y, "loss": MeanSquaredError(name="mse")(y, target)})
+
+
+class Logged:
+    """An operator that tells when its passes run."""
+
+    def __init__(self, name, operator, log):
+        for method in ("launch", "forward", "backward", "settle"):
+            setattr(operator, method, self.told(log, f"{name}.{method}", getattr(operator, method)))
+
+    @staticmethod
+    def told(log, what, run):
+        def call():
+            log.append(what)
+            run()
+
+        return call
+
+
+def build(comm, strategy):
+    executor = Executor(branches(), comm, get_backend("numpy"), BATCH, strategy, "float64", seed=1, probed=["x"])
+    for name, node in executor.network.inputs.items():
+        executor.set_input(name, random_array((BATCH, *node.shape), name))
+    return executor
+
+
+@pytest.mark.ranks(2)
+def test_redistributions_travel_behind_other_branches(monkeypatch):
+    log: list[str] = []
+    bind = Redistribute.bind
+
+    def logged(layer, binding):
+        operator = bind(layer, binding)
+        Logged("moved " + binding.name.partition("->")[0], operator, log)
+        return operator
+
+    monkeypatch.setattr(Redistribute, "bind", logged)
+    for kind in (Conv, Add):
+        original = kind.bind
+
+        def told(layer, binding, original=original):
+            operator = original(layer, binding)
+            Logged(binding.name, operator, log)
+            return operator
+
+        monkeypatch.setattr(kind, "bind", told)
+    strategy = Strategy({"height": 2}, {"right": {"height": 1, "width": 2}})
+    with Communicator(MPI.COMM_WORLD) as comm, build(comm, strategy) as executor:
+        executor.forward()
+        executor.loss_value()
+        executor.backward()
+        executor.reducer.finish()
+    order = [what for what in log if not what.endswith(("add.launch", "add.settle")) and "moved" not in what]
+    assert order[0] == "stem.forward"
+    start, end = log.index("moved stem.launch"), log.index("moved stem.forward")
+    assert log.index("stem.forward") < start < log.index("left1.forward") < log.index("left2.forward") < end
+    # Backward: the right branch first, whose gradient travels while the left one computes.
+    start, end = log.index("moved stem.backward"), log.index("moved stem.settle")
+    assert log.index("right.backward") < start < log.index("left1.backward") < end < log.index("stem.backward")
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize("transport", ["auto", "emulated:alpha=1e-4,beta=1e-9"])
+def test_the_result_is_that_of_one_process(transport):
+    with Communicator(MPI.COMM_SELF) as alone, build(alone, Strategy()) as executor:
+        executor.forward()
+        loss = executor.loss_value()
+        executor.backward()
+        executor.reducer.finish()
+        expected = executor.gather("x", gradient=True)
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        parts = {"height": comm.size}
+        strategy = Strategy(parts, {"right": {"height": 1, "width": comm.size}, "left2": {"height": 1, "sample": 1}})
+        with build(comm, strategy) as executor:
+            for _ in range(2):  # both slots of the channels
+                executor.forward()
+                assert executor.loss_value() == pytest.approx(loss, rel=1e-12)
+                executor.backward()
+                executor.reducer.finish()
+            found = executor.gather("x", gradient=True)
+            if comm.rank == 0:
+                np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-14)
