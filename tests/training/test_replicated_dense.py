@@ -19,7 +19,9 @@ from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, SGD, Adam
 from halograd.training.reduction.replicated_dense import ReplicatedDenseReducer
 from halograd.training.schedules import Cosine
+from halograd.training.timeline import Timeline, kind_of
 from halograd.training.trainer import Diverged, Trainer
+from tests.training import test_device
 from tests.training.test_exactness import fill
 
 STEPS, RATE = 10, 0.01
@@ -269,6 +271,32 @@ def test_a_step_that_went_wrong_leaves_the_parameters():
             np.testing.assert_array_equal(executor.store.params[name], array)
         fill(executor, 1)
         assert np.isfinite(trainer.step())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_on_the_double_of_a_device(clip):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        reduction = {"reduction": {"name": "two_chunks", "first_layers": 3, "replicated_dense": 2}}
+        assert test_device.both("lenet", comm, {"sample": comm.size}, clip=clip, reduction=reduction)["syncs"] == 0
+
+
+@pytest.mark.ranks(2)
+def test_timeline_shows_gathers_and_gradients_of_the_whole_batch():
+    with Communicator(MPI.COMM_WORLD, "emulated:alpha=2e-3,beta=1e-9") as comm:
+        timeline = comm.recorder = Timeline(comm.rank)
+        with build(comm, {"sample": comm.size}, {"replicated_dense": 2}) as executor:
+            trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 9))
+            for step in range(4):
+                fill(executor, step)
+                trainer.step()
+            trainer.settle()
+        gathers = {name for name, _ in timeline.phases if kind_of(name) == "replicated_dense"}
+        assert gathers == {
+            f"replicated_dense: {layer} {what}" for layer in ("dense3", "dense4") for what in ("x", "dy")
+        }
+        assert timeline.phases["dense3", "backward"].count == 8, "of the own samples, and of all"
+        assert timeline.overlap("replicated_dense") > 0
 
 
 @pytest.mark.mpi(min_size=2)

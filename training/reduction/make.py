@@ -13,7 +13,7 @@ from halograd.layers.replicated_dense import ReplicatedDenseOperator
 from halograd.training.reduction.base import Reducer
 from halograd.training.reduction.bucketed import BucketedReducer
 from halograd.training.reduction.host import NodeReducer
-from halograd.training.reduction.replicated_dense import ReplicatedDenseReducer
+from halograd.training.reduction.replicated_dense import ReplicatedDenseReducer, Run
 from halograd.training.reduction.sharded import ShardedReducer
 from halograd.training.store import ParameterStore
 
@@ -37,6 +37,7 @@ def make_reducer(
     layers: Sequence[str],
     scheme: Scheme,
     dense: Sequence[ReplicatedDenseOperator] = (),
+    run: Run | None = None,
 ) -> Reducer:
     """The reducer of a scheme. Collective over `comm`.
 
@@ -52,6 +53,8 @@ def make_reducer(
         What is asked for.
     dense
         The operators of the layers that may be replicated, as far as backward reaches them, in order of computation.
+    run
+        Who tells the recorder of their gradients (:class:`ReplicatedDenseReducer`).
 
     Raises
     ------
@@ -66,5 +69,5 @@ def make_reducer(
         raise UserError(f"reduction.name: expected one of {', '.join(_KINDS)}, got {scheme.name!r}; choose one of them")
     reducer = _KINDS[scheme.name](store, comm, layers, scheme)
     if any(bucket.replicated for bucket in store.buckets):
-        return ReplicatedDenseReducer(reducer, dense)
+        return ReplicatedDenseReducer(reducer, dense, run)
     return reducer

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from halograd.layers.replicated_dense import ReplicatedDenseOperator
 from halograd.training.reduction.base import Reducer
 from halograd.training.store import Bucket
 
-__all__ = ["ReplicatedDenseReducer"]
+__all__ = ["ReplicatedDenseReducer", "Run"]
+
+Run = Callable[[str, str, Callable[[], None]], None]
 
 
 class ReplicatedDenseReducer(Reducer):
@@ -31,6 +32,8 @@ class ReplicatedDenseReducer(Reducer):
         Sums the other gradients.
     operators
         Of the replicated layers that backward reaches, in order of computation.
+    run
+        ``run(layer, "backward", call)`` calls and tells the recorder; None: nobody is told.
     delayed
         False: `flush` waits for the gathers and computes the gradients, as a step without any overlap would. Both
         orders give the same bits: what is computed, and of what, is the same.
@@ -46,8 +49,14 @@ class ReplicatedDenseReducer(Reducer):
     here behind the update, which reads the activations that it would overwrite.
     """
 
-    def __init__(self, others: Reducer, operators: Sequence[ReplicatedDenseOperator], delayed: bool = True) -> None:
-        self._others = others
+    def __init__(
+        self,
+        others: Reducer,
+        operators: Sequence[ReplicatedDenseOperator],
+        run: Run | None = None,
+        delayed: bool = True,
+    ) -> None:
+        self._others, self._run = others, run or _untold
         super().__init__(others.store, others.comm, others.layers, others.scheme)
         self.delayed = delayed
         self._buckets = {_layer(b): b for b in self.store.buckets if b.replicated}
@@ -99,10 +108,7 @@ class ReplicatedDenseReducer(Reducer):
         if not self._due[layer]:
             return
         self._due[layer] = False
-        recorder, begin = self.comm.recorder, time.perf_counter()
-        self._operators[layer].whole_gradient()
-        if recorder is not None:
-            recorder.span(layer, "backward", begin, time.perf_counter())
+        self._run(layer, "backward", self._operators[layer].whole_gradient)
 
     def _compute_all(self) -> None:
         for layer in self._buckets:
@@ -133,6 +139,10 @@ class ReplicatedDenseReducer(Reducer):
 
     def close(self) -> None:
         self._others.close()
+
+
+def _untold(layer: str, category: str, call: Callable[[], None]) -> None:
+    call()
 
 
 def _layer(bucket: Bucket) -> str:
