@@ -11,7 +11,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SOURCES := comm data device dtensor halograd jobs kernels layers models perfmodel training
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle peers lint-tools demo test bench-step lint typecheck clean distclean
+.PHONY: help venv oracle nvrtc peers lint-tools demo test bench-step lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -33,13 +33,14 @@ $(VENV)/.stamp-base: $(VENV)/.stamp-python pyproject.toml setup.py
 	@$(PIP) install -e ".[$(EXTRAS)]"
 	@touch $@
 
-$(VENV)/.stamp-lint $(VENV)/.stamp-oracle $(VENV)/.stamp-peers: $(VENV)/.stamp-%: $(VENV)/.stamp-base
+$(VENV)/.stamp-lint $(VENV)/.stamp-oracle $(VENV)/.stamp-peers $(VENV)/.stamp-nvrtc: $(VENV)/.stamp-%: $(VENV)/.stamp-base
 	@echo "== installing the extra '$*'"
 	@$(PIP) install -e ".[$(EXTRAS),$*]"
 	@touch $@
 
 venv: $(VENV)/.stamp-base
 oracle: $(VENV)/.stamp-oracle
+nvrtc: $(VENV)/.stamp-nvrtc
 peers: $(VENV)/.stamp-peers
 lint-tools: $(VENV)/.stamp-lint
 

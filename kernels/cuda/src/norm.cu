@@ -48,7 +48,7 @@ template <int V> DEVICE void statistics(const NormParams& p) {
             }
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                // About the tile's first value: a sum of values far from zero would be rounded by what they have in common.
+                // About the tile's first value: what values far from zero have in common would take all the digits.
                 const A pivot = x[0][k];
                 A sum = 0, squares = 0;
 #pragma unroll

@@ -37,7 +37,8 @@ DEVICE Index offset(const Place& at, const int64 (&extent)[3], Index a, Index b,
 }
 
 template <int V> DEVICE void forward(const ResizeParams& p) {
-    const Index channels = Index(p.channels), total = Index(p.samples * p.out[0] * p.out[1] * p.out[2]) * (channels / V);
+    const Index channels = Index(p.channels);
+    const Index total = Index(p.samples * p.out[0] * p.out[1] * p.out[2]) * (channels / V);
     for (Index item = first_item(); item < total; item += item_step()) {
         const Place o = place<V>(item, p.out, channels);
         Index first[3];
@@ -69,7 +70,8 @@ DEVICE A weight_of(const ResizeParams& p, int axis, Index o, Index i) {
 }
 
 template <int V> DEVICE void backward(const ResizeParams& p) {
-    const Index channels = Index(p.channels), total = Index(p.samples * p.in[0] * p.in[1] * p.in[2]) * (channels / V);
+    const Index channels = Index(p.channels);
+    const Index total = Index(p.samples * p.in[0] * p.in[1] * p.in[2]) * (channels / V);
     for (Index item = first_item(); item < total; item += item_step()) {
         const Place x = place<V>(item, p.in, channels);
         Index start[3], stop[3];

@@ -16,10 +16,3 @@ from ..test_elementwise import (  # noqa: F401
     test_activation_of_large_values,
     test_add,
 )
-from ..test_pooling import (  # noqa: F401
-    test_average_pool,
-    test_drawn_geometries,
-    test_max_of_negative_values_ignores_padding,
-    test_max_pool,
-    test_remembered_positions_survive_other_kernels,
-)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -106,7 +108,7 @@ def test_many_pieces_and_long_pieces(cuda):
     x = numbers((3000,), np.float32)
     y = numbers((3000,), np.float32, seed=1)
     cuts = [0, 1, 2, 1030, 1031, 2100, 3000]
-    cuda.copy([(x[a:b], y[a:b]) for a, b in zip(cuts, cuts[1:])])()
+    cuda.copy([(x[a:b], y[a:b]) for a, b in pairwise(cuts)])()
     assert np.array_equal(x, y)
 
 

@@ -1,0 +1,183 @@
+"""Group, instance and layer norm from kernels per sample and the small ones in between, against their formula."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from halograd.kernels import KernelError
+
+from ..conftest import EPS, assert_close
+
+NORM_EPS = 1e-3
+FLOAT64 = np.dtype(np.float64)
+
+
+def group_norm(x, dy, gamma, beta, groups, relu):
+    """Group norm and its gradients in float64, by the formula of each sample and group."""
+    x, dy, gamma, beta = (a.astype(np.float64) for a in (x, dy, gamma, beta))
+    c = x.shape[-1]
+    axes = (*range(1, x.ndim - 1), x.ndim)
+    cut = (*x.shape[:-1], groups, c // groups)
+    grouped = x.reshape(cut)
+    mean, var = grouped.mean(axis=axes, keepdims=True), grouped.var(axis=axes, keepdims=True)
+    inverse = 1 / np.sqrt(var + NORM_EPS)
+    xhat = ((grouped - mean) * inverse).reshape(x.shape)
+    y = gamma * xhat + beta
+    masked = np.where(y > 0, dy, 0) if relu else dy
+    g = (masked * gamma).reshape(cut)
+    hat = xhat.reshape(cut)
+    first, second = (a.mean(axis=axes, keepdims=True) for a in (g, g * hat))
+    rows = tuple(range(x.ndim - 1))
+    return {
+        "y": np.maximum(y, 0) if relu else y,
+        "dx": (inverse * (g - first - hat * second)).reshape(x.shape),
+        "dbeta": masked.sum(axis=rows),
+        "dgamma": (masked * xhat).sum(axis=rows),
+    }
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((3, 4, 5, 8), 2), ((2, 3, 4, 2, 6), 3), ((4, 7, 5), 1), ((2, 5, 3, 16), 16), ((3, 9, 18), 6), ((1, 65, 9, 8), 4)],
+    ids=str,
+)
+def test_group_norm(typed, cuda, shape, groups, relu):
+    """All kernels of a group norm in the order of a step, none of which needs the host."""
+    n, c = shape[0], shape[-1]
+    count = int(np.prod(shape[1:])) // groups
+    x, dy, gamma, beta = typed.draw(*shape), typed.draw(*shape), typed.draw(c), typed.draw(c)
+    y, dx, dgamma, dbeta = (typed.poisoned(*s) for s in (shape, shape, (c,), (c,)))
+    mean, var = (typed.poisoned(n, c, dtype=np.float32 if x.dtype.itemsize < 4 else None) for _ in range(2))
+    sums, means = (typed.poisoned(n, 2, c, dtype=FLOAT64) for _ in range(2))
+    totals = typed.poisoned(n, 2, groups, dtype=FLOAT64)
+    k = cuda.sample_norm(x, y, dy, dx, gamma, beta, mean, var, sums, means, NORM_EPS, relu, True)
+    steps = [
+        k.statistics,
+        cuda.group_totals(sums, totals),
+        cuda.group_moments(totals, mean, var, 1 / count),
+        k.forward,
+        k.backward_sums,
+        cuda.sum_samples(sums, dbeta, dgamma),
+        cuda.group_totals(sums, totals, gamma, 1 / count),
+        cuda.group_spread(totals, means),
+        k.backward_data,
+    ]
+    for step in steps:
+        step()
+    want = group_norm(x, dy, gamma, beta, groups, relu)
+    assert_close(y, want["y"], count, "y", scale=8)
+    assert_close(dx, want["dx"], count, "dx", scale=16)
+    rows = x.size // c
+    assert_close(dbeta, want["dbeta"], rows, "dbeta", scale=8)
+    assert_close(dgamma, want["dgamma"], rows, "dgamma", scale=16)
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 7, 1), (2, 5, 64), (2, 300), (1, 9, 33)], ids=str)
+def test_channel_norm(typed, cuda, shape, affine, relu):
+    c = shape[-1]
+    x, dy = typed.draw(*shape), typed.draw(*shape)
+    y, dx = typed.poisoned(*shape), typed.poisoned(*shape)
+    vectors = [typed.draw(c), typed.draw(c), typed.poisoned(c), typed.poisoned(c)] if affine else [None] * 4
+    forward, backward = cuda.channel_norm(x, y, dy, dx, *vectors, NORM_EPS, relu)
+    forward()
+    backward()
+    gamma, beta = vectors[:2] if affine else (np.ones(c), np.zeros(c))
+    flat = (-1, 1, c)
+    want = group_norm(x.reshape(flat), dy.reshape(flat), gamma, beta, 1, relu)
+    assert_close(y, want["y"].reshape(shape), max(c, 4), "y", scale=8)
+    assert_close(dx, want["dx"].reshape(shape), max(c, 4), "dx", scale=48)
+    if affine:
+        rows = x.size // c
+        assert_close(vectors[2], want["dgamma"], rows, "dgamma", scale=16)
+        assert_close(vectors[3], want["dbeta"], rows, "dbeta", scale=8)
+
+
+def test_channel_norm_without_gradients(cuda, arrays):
+    x, y = arrays.draw(4, 6), arrays.poisoned(4, 6)
+    forward, backward = cuda.channel_norm(x, y, None, None, None, None, None, None, NORM_EPS, False)
+    forward()
+    assert backward is None and forward.workspace_bytes == 0
+    assert_close(y, group_norm(x[:, None], x[:, None], np.ones(6), np.zeros(6), 1, False)["y"][:, 0], 6)
+
+
+def test_moments_and_means(typed, cuda):
+    """Between an all-reduce of sums and the next kernel."""
+    c = 37
+    sums = np.stack([np.arange(c) * 100.0, np.arange(c) ** 2 * 100.0 + 25])
+    mean, var, means = typed.poisoned(c), typed.poisoned(c), typed.poisoned(2, c, dtype=FLOAT64)
+    cuda.moments(sums, 100, mean, var)()
+    cuda.scale64(sums, 0.01, means)()
+    assert np.array_equal(means, sums * 0.01)
+    assert_close(mean, np.arange(c, dtype=float), 1)
+    # E x^2 - mean^2 is formed in float64 and rounded once.
+    assert np.abs(var.astype(np.float64) - 0.25).max() <= EPS[var.dtype] + 1e-10
+
+
+def test_variance_never_negative(cuda, arrays):
+    mean, var = arrays.poisoned(2), arrays.poisoned(2)
+    cuda.moments(np.array([[10.0, 0.0], [10.0 - 1e-12, 0.0]]), 10, mean, var)()
+    assert np.array_equal(var, [0, 0])
+
+
+def test_the_order_of_threads_does_not_matter(cuda, arrays):
+    """Bit for bit: trees of sums have one order, and no thread reads what another has not written yet."""
+    x, dy = arrays.draw(2, 40, 13, 12), arrays.draw(2, 40, 13, 12)
+    gamma, beta = arrays.draw(12), arrays.draw(12)
+    found = []
+    for backward in (False, True):
+        cuda.device.set_order(backward)
+        y, dx = arrays.poisoned(*x.shape), arrays.poisoned(*x.shape)
+        mean, var, sums = arrays.poisoned(12), arrays.poisoned(12), arrays.poisoned(2, 12, dtype=FLOAT64)
+        vectors = (gamma, beta, mean, var, sums, np.zeros((2, 12)))
+        k = cuda.batch_norm(x, y, dy, dx, *vectors, NORM_EPS, True, True)
+        k.forward()
+        k.backward_sums()
+        total = np.zeros(1)
+        cuda.total(x, total, squares=True)()
+        found.append((y, dx, mean, var, sums, total))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*found))
+
+
+def test_nothing_is_allocated_when_kernels_run(cuda, arrays, monkeypatch):
+    x, y = arrays.draw(2, 5, 8), arrays.poisoned(2, 5, 8)
+    dx, dy = arrays.poisoned(2, 5, 8), arrays.draw(2, 5, 8)
+    c, sums = arrays.draw(8), arrays.poisoned(2, 8, dtype=FLOAT64)
+    k = cuda.batch_norm(x, y, dy, dx, c, c.copy(), c.copy(), c.copy(), sums, sums.copy(), NORM_EPS, True, True)
+    k.forward()
+    k.backward_sums()
+
+    def refuse(*_):
+        raise AssertionError("allocates")
+
+    for name in ("empty", "upload", "function"):
+        monkeypatch.setattr(cuda.device, name, refuse)
+    k.forward()
+    k.backward_sums()
+
+
+def test_kernels_follow_scratch_that_has_grown(cuda, arrays):
+    """A later kernel enlarges the shared memory: earlier ones must not use the old one."""
+    dy, db = arrays.draw(30, 4), arrays.poisoned(4)
+    small = cuda.bias_gradient(dy, db)
+    small()
+    generation = cuda.scratch.generation
+    wide, dw = arrays.draw(3000, 40), arrays.poisoned(40)
+    large = cuda.bias_gradient(wide, dw)
+    assert cuda.scratch.generation > generation
+    for kernel in (large, small):
+        kernel()
+    assert_close(db, dy.astype(np.float64).sum(axis=0), 30)
+    assert_close(dw, wide.astype(np.float64).sum(axis=0), 3000)
+
+
+def test_refused(cuda, arrays):
+    x = arrays.draw(2, 5, 8)
+    c, wrong = arrays.draw(8), np.zeros((2, 8))
+    with pytest.raises(KernelError, match=r"expected mean of shape \(2, 8\), got \(8,\)"):
+        cuda.sample_norm(x, x, None, None, c, c, c, c, wrong, wrong, NORM_EPS, False, False)
+    with pytest.raises(KernelError, match="gamma and beta"):
+        cuda.channel_norm(x, x, None, None, c, None, None, None, NORM_EPS, False)

@@ -1,0 +1,21 @@
+"""The tests of pooling that every backend passes, with the CUDA kernels on the CPU."""
+
+import numpy as np
+import pytest
+
+from ..conftest import Arrays
+from ..test_pooling import (  # noqa: F401
+    test_average_pool,
+    test_drawn_geometries,
+    test_max_of_negative_values_ignores_padding,
+    test_max_pool,
+    test_remembered_positions_survive_other_kernels,
+)
+from .conftest import BFLOAT16
+
+
+@pytest.fixture(params=[np.dtype(np.float32), BFLOAT16], ids=str)
+def typed(backend, host, request) -> Arrays:
+    """Four and eight elements per vector; all that differs in other dtypes is tested elsewhere."""
+    host.set_order(request.param == BFLOAT16)
+    return Arrays(backend, request.param)

@@ -1,0 +1,184 @@
+"""The sources as text, what NVRTC makes of them, and the double of a device itself."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from halograd.kernels import KernelError
+from halograd.kernels.cuda import CudaKernels
+from halograd.kernels.cuda.launch import Launch
+from halograd.kernels.cuda.nvrtc import Nvrtc
+from halograd.kernels.cuda.sources import FOLDER, PROGRAMS, Program, kernels_of, record_of, text_of
+
+from .conftest import DTYPES
+from .host import HostDevice
+
+#: Each architecture with half of the dtypes: what differs between them is two conversions.
+ARCHITECTURES = {"sm_80": ("float64", "float16"), "sm_90": ("float32", "bfloat16")}
+
+
+def programs(source, dtypes):
+    """What a training in these dtypes asks for, in 32-bit offsets, and once in 64-bit."""
+    for dtype in dtypes:
+        if source == "optimizer":
+            yield Program(source, ("float64",) * 3 if dtype == "float64" else ("float32", dtype, dtype))
+        elif source == "cast":
+            yield from (Program(source, (dtype, other.name)) for other in DTYPES)
+        else:
+            yield Program(source, (dtype,))
+    if dtypes[0] == "float32" and source in ("pool", "boxes"):
+        yield Program(source, ("float32",), large=True)
+
+
+def test_the_table_names_every_source():
+    assert sorted(PROGRAMS) == sorted(path.stem for path in FOLDER.glob("*.cu"))
+
+
+@pytest.mark.parametrize("source", PROGRAMS)
+def test_sources(source):
+    """Includes stand once, every kernel's struct has a layout, and no line or file is long."""
+    text = text_of(source)
+    assert text.count("typedef SCALAR T;") == 1 and "#include" not in text.replace("#include HOST_SHIM", "")
+    assert kernels_of(source)
+    for struct in kernels_of(source).values():
+        record = record_of(source, struct)
+        assert record.itemsize % 8 == 0 and record.itemsize <= 4096, "arguments are passed by value"
+    lines = (FOLDER / f"{source}.cu").read_text().splitlines()
+    assert len(lines) < 400 and max(map(len, lines)) <= 120
+
+
+def test_layout_of_a_struct():
+    record = record_of("pool", "PoolParams")
+    assert record.fields is not None
+    assert record["stride"].shape == (3,) and record["x"] == np.uint64
+    assert record.fields["y"][1] == 8
+    add = record_of("elementwise", "AddParams")
+    assert add["strides"].shape == (12, 5)
+
+
+def test_members_of_other_sizes_are_refused(monkeypatch):
+    from halograd.kernels.cuda import sources
+
+    monkeypatch.setattr(sources, "text_of", lambda source: "struct BadParams {\n    int64 a;\n    int b;\n};\n")
+    with pytest.raises(AssertionError, match="expected members of 8 bytes in BadParams, got '    int b;'"):
+        sources.record_of("bad", "BadParams")
+
+
+def test_programs():
+    program = Program("optimizer", ("float32", "bfloat16", "float16"), large=True)
+    assert program.options == (
+        "-std=c++17",
+        "-DSCALAR=float",
+        "-DSECOND=Bfloat16",
+        "-DTHIRD=Half",
+        "-DINDEX=int64",
+    )
+    assert str(program) == "optimizer<float32, bfloat16, float16> large"
+    with pytest.raises(KernelError, match=r"pool: expected a dtype out of float32, .*, got int8; convert the array"):
+        Program("pool", ("int8",))
+
+
+# ------------------------------------------------------------------ NVRTC
+@pytest.fixture(scope="module")
+def nvrtc():
+    try:
+        return Nvrtc()
+    except KernelError as error:
+        pytest.skip(f"needs NVRTC: {error}")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("source", PROGRAMS)
+def test_nvrtc_compiles(nvrtc, source, arch):
+    """Every kernel; none needs so many registers that a block of 256 threads does not fit twice."""
+    made = list(programs(source, ARCHITECTURES[arch]))
+    with ThreadPoolExecutor(2) as pool:
+        for program, usage in zip(made, pool.map(lambda p: nvrtc.usage(p, arch), made)):
+            assert set(usage) == set(kernels_of(source))
+            for name, used in usage.items():
+                assert used.registers <= 128, f"{program} {name}: {used}"
+                # Arrays indexed at run time would lie in memory; the assembler's own trade for occupancy is this small.
+                assert used.stack <= 64 and used.spilled <= 128, f"{program} {name}: {used}"
+
+
+def test_nvrtc_says_what_is_wrong(nvrtc, monkeypatch):
+    monkeypatch.setattr(Program, "text", 'extern "C" __global__ void f() { undeclared = 1; }')
+    with pytest.raises(KernelError, match=r"pool<float32> for sm_90: pool.cu\(1\): error: identifier \"undeclared\""):
+        nvrtc.compile(Program("pool"), "sm_90")
+
+
+# ------------------------------------------------------------------ the double
+SOURCE = """
+struct MeetParams {
+    int64 mode;
+    int64* out;
+};
+BLOCK_KERNEL(meet, MeetParams) {
+    __shared__ int64 seen[256];
+    seen[threadIdx.x] = threadIdx.x + 1;
+    if (p.mode != 1 || threadIdx.x < 7) __syncthreads();
+    if (p.mode == 2) return;
+    p.out[threadIdx.x] = seen[255 - threadIdx.x];
+}
+KERNEL(alone, MeetParams) {
+    __syncthreads();
+    p.out[0] = 1;
+}
+"""
+
+
+class Meeting(Program):
+    """A program of which the double must find fault."""
+
+    @property
+    def text(self) -> str:
+        return text_of("reduce") + SOURCE
+
+
+def meet(host: HostDevice, name: str, mode: int) -> np.ndarray:
+    from halograd.kernels.cuda import launch
+
+    out = np.zeros(256, np.int64)
+    record = np.dtype([("mode", np.int64), ("out", np.uint64)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "record_of", lambda *_: record)
+        patch.setattr(launch, "kernels_of", lambda *_: {"meet": "MeetParams", "alone": "MeetParams"})
+        Launch(host, Meeting("reduce"), name, (1,), mode=mode, out=out)()
+    return out
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_threads_wait_at_barriers(tmp_path, host, backward):
+    host = HostDevice(tmp_path)
+    host.set_order(backward)
+    assert np.array_equal(meet(host, "meet", 0), np.arange(256, 0, -1))
+
+
+def test_faults_are_found(tmp_path, host):
+    host = HostDevice(tmp_path)
+    with pytest.raises(AssertionError, match="a barrier in a KERNEL"):
+        meet(host, "alone", 0)
+    with pytest.raises(AssertionError, match="some threads of a block ended while others waited"):
+        meet(host, "meet", 1)
+
+
+def test_unknown_arguments_are_refused(host):
+    with pytest.raises(ValueError, match="no field of name"):
+        Launch(host, Program("reduce"), "clip", (1,), max_norms=1.0)
+
+
+def test_prepare(tmp_path, host):
+    """Everything can be compiled ahead."""
+    asked = []
+
+    class Recorder(HostDevice):
+        def function(self, program, name):
+            asked.append((program, name))
+            return lambda *_: None
+
+    CudaKernels(Recorder(tmp_path)).prepare(("float32", "bfloat16"))
+    assert (Program("optimizer", ("float32", "bfloat16", "bfloat16")), "adam_4") in asked
+    assert len(asked) == 2 * sum(len(kernels_of(source)) for source in PROGRAMS)
