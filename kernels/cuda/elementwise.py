@@ -42,7 +42,7 @@ def activation(
     device: Device, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float
 ) -> tuple[Kernel, Kernel | None]:
     """Elementwise function and its gradient; see :meth:`Backend.activation`."""
-    common = {"kind": KINDS.index(kind), "alpha": alpha}
+    common: dict[str, Any] = {"kind": KINDS.index(kind), "alpha": alpha}
     program = scalar_program("elementwise", x, y, dy, dx)
     joined = joined_elements(kind, x, y)
     axes = _axes(joined, x=joined.strides[0], y=joined.strides[1])

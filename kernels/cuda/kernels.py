@@ -54,10 +54,8 @@ class CudaKernels:
         """Compile every kernel for these dtypes now, not when it is first bound."""
         for dtype in dtypes:
             for source, count in PROGRAMS.items():
-                if source == "optimizer" and dtype in ("float16", "bfloat16"):
-                    kinds = ("float32", dtype, dtype)
-                else:
-                    kinds = (dtype,) * count
+                low = source == "optimizer" and dtype in ("float16", "bfloat16")
+                kinds = ("float32", dtype, dtype) if low else (dtype,) * count
                 for name in kernels_of(source):
                     self.device.function(Program(source, kinds), name)
 

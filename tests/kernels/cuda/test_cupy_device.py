@@ -1,0 +1,132 @@
+"""What is asked of CuPy, by a recording double of it, and what is said where there is none."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from halograd.kernels import KernelError
+from halograd.kernels.cuda import CudaKernels, CupyDevice
+from halograd.kernels.cuda.device import address
+
+
+class Memory:
+    """An array on a device: an address, and no way to look at it from the host."""
+
+    def __init__(self, shape, dtype, at=1 << 40) -> None:
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.size = int(np.prod(shape))
+        self.itemsize = self.dtype.itemsize
+        self.strides = np.empty(shape, dtype).strides
+        self.flags = SimpleNamespace(c_contiguous=True)
+        self.data = SimpleNamespace(ptr=at)
+
+    def __getitem__(self, key):
+        return self
+
+    def view(self, dtype):
+        return self
+
+    def reshape(self, *shape):
+        return self
+
+
+class Recorder:
+    """Stands for the module ``cupy``."""
+
+    __version__ = "14.2.0"
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, ...]] = []
+        self.launched: list[tuple] = []
+        properties = {"multiProcessorCount": 132, "name": b"H200"}
+        runtime = SimpleNamespace(getDevice=lambda: 0, getDeviceProperties=lambda i: properties)
+        self.cuda = SimpleNamespace(runtime=runtime)
+
+    def empty(self, shape, dtype):
+        return Memory(shape, dtype)
+
+    def asarray(self, array):
+        return Memory(array.shape, array.dtype)
+
+    def RawModule(self, code, options):
+        self.compiled.append(options)
+        assert 'extern "C" __global__' in code and "#include" not in code.replace("#include HOST_SHIM", "")
+        return SimpleNamespace(get_function=self._function)
+
+    def _function(self, name):
+        def kernel(grid, block, arguments):
+            self.launched.append((name, grid, block, arguments))
+
+        kernel.compile = lambda: None
+        return kernel
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    return made
+
+
+def test_a_launch(recorder):
+    """One record of one element by value, integers for grid and block, one program per source and dtype."""
+    cuda = CudaKernels(CupyDevice())
+    assert cuda.device.describe() == "H200, 132 multiprocessors, CuPy 14.2.0"
+    dy, db = Memory((8, 56, 56, 64), "float32"), Memory((64,), "float32", at=1 << 41)
+    kernel = cuda.bias_gradient(dy, db)
+    kernel()
+    kernel()
+    first, second = recorder.launched[:2]
+    assert recorder.compiled == [("-std=c++17", "-DSCALAR=float", "-DINDEX=int")]
+    assert (first[0], second[0]) == ("row_sums_v", "finish_row_sums")
+    assert first[1:3] == ((1, 196, 1), (16, 16, 1)) and second[1:3] == ((8, 1, 1), (8, 32, 1))
+    (record,) = first[3]
+    assert isinstance(record, np.ndarray) and record.size == 1, "CuPy passes arrays of one element by value"
+    assert record["dy"] == 1 << 40 and record["first"] == 1 << 41 and record["chunks"] == 196
+    assert all(isinstance(n, int) for extents in first[1:3] for n in extents)
+    assert recorder.launched[2:] == recorder.launched[:2]
+
+
+def test_wide_arrays_take_all_multiprocessors(recorder):
+    cuda = CudaKernels(CupyDevice())
+    x, y = Memory((1, 1024, 1024, 128), "float16"), Memory((1, 1024, 1024, 128), "float16")
+    cuda.activation("relu", x, y, None, None, 0.0)[0]()
+    ((name, grid, block, _),) = recorder.launched
+    assert (name, grid, block) == ("activation_forward_v", (132 * 16, 1, 1), (256, 1, 1))
+
+
+def test_addresses():
+    assert address(None) == 0 and address(Memory((2,), "float32")) == 1 << 40
+    array = np.zeros(3)
+    assert address(array) == array.ctypes.data
+
+
+def test_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(KernelError, match=r"expected CuPy, got .*; pip install 'halograd\[gpu\]'"):
+        CupyDevice()
+
+
+def test_without_a_device(recorder):
+    def fail():
+        raise RuntimeError("cudaErrorInsufficientDriver:\n  too old")
+
+    recorder.cuda.runtime.getDevice = fail
+    with pytest.raises(KernelError, match="expected a CUDA device, got cudaErrorInsufficientDriver: too old; check"):
+        CupyDevice()
+
+
+def test_a_source_that_does_not_compile(recorder):
+    def refuse(code, options):
+        def compile_it():
+            raise RuntimeError("nvrtc: error")
+
+        return SimpleNamespace(get_function=lambda name: SimpleNamespace(compile=compile_it))
+
+    recorder.RawModule = refuse
+    with pytest.raises(KernelError, match="reduce<float32>: NVRTC does not compile clip: nvrtc: error; report this"):
+        CudaKernels(CupyDevice()).clip(Memory((1,), "float64"), 1.0, Memory((4,), "float64"))
