@@ -288,11 +288,11 @@ class _Opened:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._file.close()
         # A flipped bit may also hit a text (ValueError: not JSON, not UTF-8) or a link within the file.
-        if isinstance(error, (OSError, KeyError, RuntimeError)) or type(error) in _UNREADABLE:
+        if error is not None and (isinstance(error, (OSError, KeyError, RuntimeError)) or type(error) in _UNREADABLE):
             raise self._damaged(error) from error
 
     def _damaged(self, error: BaseException) -> DamagedCheckpoint:
-        reason = str(error).strip("'\"").splitlines()[0]
+        reason = (str(error) or type(error).__name__).strip("'\"").splitlines()[0]
         others = sorted(p.name for p in self._path.parent.glob("step-*.h5") if p.name != self._path.resolve().name)
         remedy = f"; use an older one: {others[-1]}" if others else ""
         return DamagedCheckpoint(f"checkpoint {self._path}: it is truncated or damaged ({reason}){remedy}")
