@@ -23,6 +23,7 @@ from tests.training.reductions import BUCKET, advance, build, check_grids, check
 from tests.training.test_exactness import RATE
 
 SCHEMES = [Scheme("hierarchical"), Scheme("host_accumulate"), Scheme("host_accumulate", chunk=3), Scheme("sharded")]
+WITH_DENSE = [Scheme("host_accumulate", chunk=2, replicated_dense=1), Scheme("sharded", replicated_dense=2)]
 NODES_OF_TWO = "emulated:alpha=1e-5,beta=1e-11,node=2"
 
 
@@ -39,7 +40,7 @@ def test_ten_steps_are_those_of_one_process(name, dtype, scheme):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES + WITH_DENSE, ids=str)
 def test_nodes_of_two_ranks_give_the_same(scheme):
     with Communicator(MPI.COMM_WORLD, NODES_OF_TWO) as comm:
         check_strategy("lenet", comm, strategy_of(comm, scheme), "float64")
@@ -184,7 +185,7 @@ def test_only_one_thread_works_beside():
 
 
 @pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES + WITH_DENSE, ids=str)
 def test_clipping_scales_by_the_norm_of_one_process(scheme):
     found = []
     for world, asked in ((MPI.COMM_SELF, Scheme()), (MPI.COMM_WORLD, scheme)):
