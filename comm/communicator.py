@@ -128,7 +128,7 @@ class Communicator:
 
     @property
     def device_bytes(self) -> int:
-        """Memory on a device that the messages of all open channels take on this rank [B]; `buffer_bytes` is the host's."""
+        """Memory on a device that the messages of open channels take on this rank [B]; `buffer_bytes` is the host's."""
         return sum(getattr(item, "device_bytes", 0) for item in self._open if not item.closed)
 
     @property
