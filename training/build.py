@@ -89,7 +89,12 @@ def _strategy_of_file(path: str, size: int, network: Network | None, batch: int 
         return Strategy.load(path)
     plan = PlanFile.load(path).plan
     if network is not None:
-        plan.check(network, size, batch)
+        try:
+            plan.check(network, size, batch)
+        except UserError as error:
+            if plan.ranks == size:
+                raise
+            raise UserError(f"{error}, or have it planned as it starts: `--set strategy=auto`") from error
     return plan.strategy
 
 
