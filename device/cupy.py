@@ -186,13 +186,20 @@ class CupyDevice(Device):
         return float(self._cupy.cuda.get_elapsed_time(first.event, second.event)) * 1e-3
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        # What a graph touches must be there before: nothing may be allocated in between, so run() has run once.
-        self.compute.begin_capture()
-        try:
-            run()
-        finally:
-            graph = self.compute.end_capture()
-        return lambda: graph.launch(self.compute)
+        # What the graph uses while it runs is nobody else's: arrays made while recording come from a pool of its own,
+        # which lives as long as the graph. (Streams are captured in relaxed mode, which lets the pool allocate.)
+        pool = self._cupy.cuda.MemoryPool()
+        with self._cupy.cuda.using_allocator(pool.malloc):
+            self.compute.begin_capture()
+            try:
+                run()
+            finally:
+                graph = self.compute.end_capture()
+
+        def launch(keep: Any = pool) -> None:
+            graph.launch(self.compute)
+
+        return launch
 
     def use(self) -> None:
         self._cupy.cuda.Device(self.ordinal).use()

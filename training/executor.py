@@ -24,6 +24,7 @@ from halograd.layers.strategy import Strategy
 from halograd.layers.value import Region, Value
 from halograd.training.compiler import Step, compile_steps
 from halograd.training.device_spans import DeviceSpans
+from halograd.training.graph import GraphedPass, check_graph
 from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.pulse import Pulse
 from halograd.training.reduction import Reducer, make_reducer
@@ -64,6 +65,8 @@ class Executor:
         Of parameters and dropout.
     probed
         Inputs whose gradient is wanted too.
+    graph
+        Whether training passes are recorded, and launched as graphs of the device from then on.
 
     Attributes
     ----------
@@ -98,6 +101,7 @@ class Executor:
         store: ParameterStore | None = None,
         seed: int = 0,
         probed: Iterable[str] = (),
+        graph: bool = False,
     ) -> None:
         self._probed = frozenset(probed)
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
@@ -115,6 +119,14 @@ class Executor:
         self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
         self.pulse = Pulse()
         self._bind(trainable)
+        self._graphs = self._make_graphs() if graph and trainable else None
+
+    def _make_graphs(self) -> tuple[GraphedPass, GraphedPass]:
+        """Forward and backward, to be recorded."""
+        operators = [operator for _, _, operator in self._bindings]
+        check_graph(self.network, self.comm, self.device, self.memory.cuda is not None, operators)
+        prepare = getattr(self.kernels, "before_capture", None)
+        return tuple(GraphedPass(self.device, run, prepare) for run in (self._compute, self._differentiate))  # type: ignore[return-value]
 
     def _make_store(self, seed: int) -> ParameterStore:
         blocks = parameter_blocks(self.network, self.strategy, self.comm.size)
@@ -256,13 +268,13 @@ class Executor:
         if self.mode.state is not None:
             self.mode.state[1:].fill(self.mode.step)
         self.pulse.count += 1
-        for name in self.network.inputs:
-            self._launch(self.values[name])
-        for step, _, operator in self._bindings:
-            if self.reducer is not None:
-                self.reducer.require(step.name)
-            self._run(step.name, "forward", operator.forward)
-            self._launch(step.output)
+        if self._graphs is not None and self.mode.training and self.recorder is None:
+            assert self.reducer is not None
+            for step in self.steps:
+                self.reducer.require(step.name)  # within the graph nothing is due any more
+            self._graphs[0]()
+        else:
+            self._compute()
         if self.loss is not None:
             self._settle_loss()
             self._vote_sums[...] = self.votes
@@ -273,6 +285,16 @@ class Executor:
                 self._fetched.fetch(self.loss.value)
                 self.pending = PendingLoss(self.loss_value)
             self._loss_under_way = True
+
+    def _compute(self) -> None:
+        """All layers forward."""
+        for name in self.network.inputs:
+            self._launch(self.values[name])
+        for step, _, operator in self._bindings:
+            if self.reducer is not None:
+                self.reducer.require(step.name)
+            self._run(step.name, "forward", operator.forward)
+            self._launch(step.output)
 
     def _launch(self, value: Value) -> None:
         for launch in self._launched_after.get(id(value), ()):
@@ -309,10 +331,20 @@ class Executor:
         self._require_loss("backward()")
         self.pulse.count += 1
         self.reducer.begin()
+        if self._graphs is not None and self.recorder is None:
+            self._graphs[1]()
+            for name, _ in self._backward:
+                self.reducer.ready(name)
+        else:
+            for name, run in self._backward:
+                self._run(name, "backward", run)
+                self.reducer.ready(name)
+        self.reducer.flush()
+
+    def _differentiate(self) -> None:
+        """All layers backward."""
         for name, run in self._backward:
             self._run(name, "backward", run)
-            self.reducer.ready(name)
-        self.reducer.flush()
 
     def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
         self.pulse.place, self.pulse.phase = name, category

@@ -97,7 +97,17 @@ class Session:
             timeline.paused = not config.output.timeline
         kernels = stack.enter_context(open_kernels(config.backend, comm))
         executor = stack.enter_context(
-            Executor(network, comm, kernels, settings.batch, strategy, settings.dtype, trainable, seed=settings.seed)
+            Executor(
+                network,
+                comm,
+                kernels,
+                settings.batch,
+                strategy,
+                settings.dtype,
+                trainable,
+                seed=settings.seed,
+                graph=config.backend.graph,
+            )
         )
         x, target = (executor.input(name) for name in ("x", "target"))
         slots, device, ahead = data.prefetch + 1, executor.device, None

@@ -184,11 +184,17 @@ class FakeDevice(Device):
         return 1e-6 * (second.number - first.number)
 
     def capture(self, run: Any) -> Any:
-        """Like a graph: run once without being done, then again whenever it is launched."""
-        before = len(self.synchronizations), self.waits
+        """Like a graph, but what is recorded is done at once: so the first launch, which follows, does nothing."""
+        before, done = (len(self.synchronizations), self.waits), [True]
+
+        def launch() -> None:
+            if not done:
+                run()
+            done.clear()
+
         run()
         assert (len(self.synchronizations), self.waits) == before, "the host waits within a graph"
-        return run
+        return launch
 
 
 class _Stamp:

@@ -5,9 +5,10 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.errors import UserError
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers.strategy import Strategy
-from halograd.models import lenet5, mesh, resnet, unet
+from halograd.models import alexnet, lenet5, mesh, resnet, unet
 from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
@@ -30,11 +31,13 @@ OPTIMIZERS = {
 }
 
 
-def train(network, comm, kernels, parts, optimizer="sgd", clip=None, dtype="float64", reduction=None, steps=STEPS):
+def train(
+    network, comm, kernels, parts, optimizer="sgd", clip=None, dtype="float64", reduction=None, steps=STEPS, graph=False
+):
     """Losses, parameters and what the device counted between the first step and the last. Collective."""
     strategy = Strategy(parts, bucket_bytes=4096, **(reduction or {}))
     losses, counts = [], {}
-    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3) as executor:
+    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3, graph=graph) as executor:
         trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Constant(0.01), clip_norm=clip)
         device = executor.device
         for step in range(steps):
@@ -115,4 +118,34 @@ def test_a_loss_that_is_not_finite_is_seen_one_step_later():
                 trainer.step()
                 with pytest.raises(Diverged, match="the loss is nan"):
                     trainer.step()
+    kernels.close()
+
+
+@pytest.mark.ranks(1)
+def test_graphs_repeat_what_the_steps_before_did():
+    network, kernels = NETWORKS["mesh"](), FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        expected, params, _ = train(network, comm, NumpyBackend(), {}, "adam", steps=6)
+        found, ours, counts = train(network, comm, kernels, {}, "adam", steps=6, graph=True)
+    kernels.close()
+    assert counts["syncs"] == 0
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    for key, array in params.items():
+        np.testing.assert_allclose(ours[key], array, rtol=0, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_cannot_be_in_a_graph_is_refused():
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        strategy = Strategy({"sample": comm.size})
+        with pytest.raises(UserError, match=r"backend.graph: expected kernels = .cudnn. with it"):
+            Executor(NETWORKS["lenet"](), comm, NumpyBackend(), 4, strategy, graph=True)
+        if comm.size > 1:
+            with pytest.raises(UserError, match=r"backend.graph: expected one rank, got 2: messages pass"):
+                Executor(NETWORKS["lenet"](), comm, kernels, 4, strategy, graph=True)
+        else:
+            dropping = alexnet(classes=3, resolution=67, width=0.1)
+            with pytest.raises(UserError, match=r"backend.graph: expected no dropout without fused kernels, got layer"):
+                Executor(dropping, comm, kernels, 4, strategy, graph=True)
     kernels.close()
