@@ -2,6 +2,7 @@
 #   make demo        dataset, training on 4 MPI ranks, evaluation, report in demo/
 #   make test        the whole suite, serially and under 1, 2, 3, 4, 6 and 8 MPI ranks
 #   make bench-step  step times beside torch and JAX (installs them)
+#   make gpu-check   everything there is to check on a GPU (installs CuPy and cuDNN where there is one)
 PYTHON ?= python3
 VENV ?= .venv
 # EXTRAS=test leaves the mpich wheel out, for a machine with an MPI of its own.
@@ -11,7 +12,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SOURCES := comm data device dtensor halograd jobs kernels layers models perfmodel training
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle nvrtc peers lint-tools demo test bench-step lint typecheck clean distclean
+.PHONY: help venv oracle nvrtc peers lint-tools demo test bench-step gpu-check lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,6 +53,11 @@ test: venv
 
 bench-step: peers
 	@$(PY) benchmarks/step.py
+
+# The wheels for a GPU are large: only where a driver answers.
+gpu-check: venv
+	@if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then $(PIP) install -e ".[$(EXTRAS),gpu]"; fi
+	@$(PY) -m halograd.gpucheck
 
 lint: lint-tools
 	@$(PY) -m ruff check .
