@@ -33,7 +33,7 @@ class ChannelNormOperator(Operator):
     def forward(self) -> None:
         self.x.start()
         self.x.finish()
-        for part in chunks(*self.rows.shape, self._work):
+        for part in chunks(self.rows.shape[0], self.rows.shape[1], self._work):
             y = self.y[part]
             self._normalize(self.rows[part], y)
             if self.gamma is not None:
@@ -65,7 +65,7 @@ class ChannelNormOperator(Operator):
 
     def backward(self) -> None:
         self.sums.fill(0)
-        for part in chunks(*self.rows.shape, self._work):
+        for part in chunks(self.rows.shape[0], self.rows.shape[1], self._work):
             self._backward_chunk(part)
         if self.gamma is not None and self.gamma.size:  # a rank that the layer does without holds none
             np.copyto(self.b.grads["beta"], self.sums[0], casting="same_kind")

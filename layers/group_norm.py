@@ -241,7 +241,7 @@ class GroupNormOperator(Operator):
             np.multiply(inverse, inverse, out=inverse)
             np.divide(self.means[i, 1], inverse, out=slope, casting="same_kind")
             x, dx = (a[i].reshape(-1, len(channels)) for a in (self.x.array, self.dx))
-            for part in chunks(*x.shape, self._work):
+            for part in chunks(x.shape[0], x.shape[1], self._work):
                 d = buffer(self._work, "part", x[part].shape, x.dtype)
                 np.subtract(x[part], channels, out=d)
                 d *= slope

@@ -90,7 +90,7 @@ class _LocalResponseNormOperator(Operator):
         if not self.b.box.size:
             return
         x, y = self._rows(self.x.array), self._rows(self.b.output.array)
-        for part in chunks(*x.shape, self._work):
+        for part in chunks(x.shape[0], x.shape[1], self._work):
             d = self._denominator(x[part])
             np.power(d, -self.layer.beta, out=d)
             np.multiply(x[part], d, out=y[part])
@@ -111,7 +111,7 @@ class _LocalResponseNormOperator(Operator):
         if not self.b.box.size:
             return
         x, dy, dx = self._rows(self.x.array), self._rows(self.b.output.dy), self._rows(self.dx)
-        for part in chunks(*x.shape, self._work):
+        for part in chunks(x.shape[0], x.shape[1], self._work):
             self._backward(x[part], dy[part], dx[part])
 
     def _backward(self, x: Any, dy: Any, dx: Any) -> None:

@@ -43,7 +43,7 @@ def centered_squares(x: Any, mean: Any, out: Any, work: dict) -> None:
     """``out[c] = sum (x - mean)^2`` over all positions of x ``(positions, C)``, in float64. Local."""
     out.fill(0)
     column = buffer(work, "column", out.shape, np.float64)
-    for part in chunks(*x.shape, work):
+    for part in chunks(x.shape[0], x.shape[1], work):
         d = buffer(work, "d", x[part].shape, np.float64)
         np.subtract(x[part], mean, out=d)
         np.multiply(d, d, out=d)

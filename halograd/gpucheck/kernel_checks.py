@@ -88,8 +88,8 @@ def check_kernels(backend: Backend, report: Report, precision: str, dtype: Any) 
             report.check(group, f"convolution {name}", lambda a=arguments: _convolution(pair(), *a))  # type: ignore[misc]
         for name, geometry, spatial in POOLINGS:
             for kind in ("max", "average", "average of all"):
-                arguments = (geometry, spatial, kind)
-                report.check(group, f"{kind} pool {name}", lambda a=arguments: _pool(pair(), *a))  # type: ignore[misc]
+                window = (geometry, spatial, kind)
+                report.check(group, f"{kind} pool {name}", lambda a=window: _pool(pair(), *a))  # type: ignore[misc]
         for channels in (3, 5, 64):
             for local in (True, False):
                 for relu in (False, True):
@@ -156,7 +156,8 @@ def _batch_norm(p: _Pair, channels: int, local: bool, relu: bool) -> Outcome:
 
     def build(k: Backend, a: dict[str, Any]) -> list[Any]:
         names = ("x", "y", "dy", "dx", "gamma", "beta", "mean", "var", "sums", "means")
-        made = k.batch_norm(*(a[n] for n in names), 1e-5, relu, local)
+        arguments: Any = (*(a[n] for n in names), 1e-5, relu, local)
+        made = k.batch_norm(*arguments)
         return [made.forward, made.backward_sums, *([] if local else [made.backward_data])]
 
     p.run(build)
