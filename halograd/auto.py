@@ -20,7 +20,6 @@ from halograd.cli.planning import check_planner, known_baselines, plan_text
 from halograd.cli.profiling import measure_overheads
 from halograd.comm import Communicator
 from halograd.errors import UserError
-from halograd.kernels import get_backend
 from halograd.layers import Network, Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.confirm import rests_on
@@ -43,6 +42,7 @@ from halograd.perfmodel.profile import (
 from halograd.perfmodel.reduction_choice import candidate_schemes, rank_schemes
 from halograd.training.build import make_network
 from halograd.training.config import AdamConfig, Config, SGDConfig
+from halograd.training.kernels import open_kernels
 from halograd.training.step_times import Measured
 
 __all__ = ["PlannedRun", "plan_run", "rank_schemes_of"]
@@ -147,8 +147,7 @@ class _Planner:
 
     def run(self) -> PlanFile:
         """Collective."""
-        backend = self.config.backend
-        with get_backend(backend.kernels, backend.threads, backend.autotune) as kernels:
+        with open_kernels(self.config.backend, self.comm) as kernels:
             machine = self._machine(kernels)
             for left in reversed(range(ROUNDS)):
                 times = self._times(kernels, machine)
@@ -183,8 +182,7 @@ class _Planner:
 
     def ranked(self, strategy: Strategy) -> list[Scheme]:
         """See :func:`rank_schemes_of`; rank 0 decides. Collective."""
-        backend = self.config.backend
-        with get_backend(backend.kernels, backend.threads, backend.autotune) as kernels:
+        with open_kernels(self.config.backend, self.comm) as kernels:
             if not self.machine_file and self._known_machine(self._machine_path(kernels)) is None:
                 return []
             machine = self._machine(kernels)

@@ -85,6 +85,8 @@ class _DropoutOperator(Operator):
         b = self.b
         assert isinstance(b.layer, Dropout)
         shape, start = b.output.layout.shape, b.box.start
+        if b.mode.state is None:  # bound by somebody who does not count steps
+            b.mode.state = b.kernels.device.array([b.mode.seed, b.mode.step], np.uint64)
         return b.kernels.cuda.dropout(x, y, b.layer.rate, self.salt, shape, start, b.mode.state)
 
     def forward(self) -> None:

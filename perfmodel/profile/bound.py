@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.device import device_of
 from halograd.dtensor import Layout
 from halograd.layers import Layer, SoftmaxCrossEntropy
 from halograd.layers.binding import Binding
@@ -121,7 +122,7 @@ class BoundLayer:
 
     def _parameter(self, name: str, spec: Any) -> Any:
         array = self._zeros(spec.shape)
-        array[...] = self.kernels.xp.asarray(spec.initial(name, 0))
+        self.kernels.device.assign(array, spec.initial(name, 0))
         return array
 
     def _bind_backward(self, output: Value, is_loss: bool) -> None:
@@ -177,10 +178,11 @@ def _fill(array: Any, name: str) -> None:
     """Normal numbers, drawn for a part of the array and repeated: kernels do not care, and large arrays are quick."""
     flat = array.reshape(-1)
     count = min(flat.size, 1 << 16)
+    device = device_of(array)
     some = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(count).astype(array.dtype)
     for first in range(0, flat.size, max(count, 1)):
         part = flat[first : first + count]
-        part[...] = some[: part.size]
+        device.assign(part, some[: part.size])
 
 
 class _Twins:
