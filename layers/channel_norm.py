@@ -29,10 +29,25 @@ class ChannelNormOperator(Operator):
         self.sums = b.kernels.zeros((2, channels), np.dtype("float64"))
         self.gamma, self.beta = b.params.get("gamma"), b.params.get("beta")
         self.dx: Any = None
+        self.kernel: Any = None
+        self.adjoint: Any = None
+        if b.kernels.cuda is not None and self.rows.size:
+            self.kernel, _ = self._fuse(None, None)
+
+    def _fuse(self, dy: Any, dx: Any) -> tuple[Any, Any]:
+        """The backend's kernels."""
+        grads = (None, None)
+        if dy is not None and self.gamma is not None:
+            grads = (self.b.grads["gamma"], self.b.grads["beta"])
+        arrays = (self.rows, self.y, dy, dx, self.gamma, self.beta, *grads)
+        return self.b.kernels.cuda.channel_norm(*arrays, self.eps, self.relu)
 
     def forward(self) -> None:
         self.x.start()
         self.x.finish()
+        if self.kernel is not None:
+            self.kernel()
+            return
         for part in chunks(self.rows.shape[0], self.rows.shape[1], self._work):
             y = self.y[part]
             self._normalize(self.rows[part], y)
@@ -62,8 +77,14 @@ class ChannelNormOperator(Operator):
         self.dy = b.output.dy.reshape(shape)
         if b.needs_gradient(0):
             self.dx = b.gradient(0).reshape(shape)
+        if self.kernel is not None:
+            self.kernel.close()
+            self.kernel, self.adjoint = self._fuse(self.dy, self.dx)
 
     def backward(self) -> None:
+        if self.adjoint is not None:
+            self.adjoint()
+            return
         self.sums.fill(0)
         for part in chunks(self.rows.shape[0], self.rows.shape[1], self._work):
             self._backward_chunk(part)
@@ -96,3 +117,6 @@ class ChannelNormOperator(Operator):
     def close(self) -> None:
         self.x.close()
         self._work.clear()
+        for kernel in (self.kernel, self.adjoint):
+            if kernel is not None:
+                kernel.close()

@@ -113,8 +113,23 @@ class _ResizeOperator(Operator):
         slack = [0, *(math.ceil(r.ratio) for r in self.resamplings), 0]
         self.boxes = b.clipped_boxes(0, slack)
         self.x = b.gather(0, self.boxes)
-        self.axes = self._axes(self.x.array, b.output.array)
+        self.kernel: Any = None
+        self.adjoint: Any = None
+        self.axes: list[_Axis] = []
         self.adjoint_axes: list[_Axis] = []
+        if b.kernels.cuda is not None:
+            self.kernel, _ = self._fuse(None, None)
+        else:
+            self.axes = self._axes(self.x.array, b.output.array)
+
+    def _fuse(self, dy: Any, dx: Any) -> tuple[Any, Any]:
+        """The backend's kernels, all axes at once."""
+        b = self.b
+        tables = [
+            table(r, b.box.ranges[axis], self.x.box.start[axis]) if b.box.size else (np.zeros(0), np.zeros((0, 2)))
+            for axis, r in enumerate(self.resamplings, start=1)
+        ]
+        return b.kernels.cuda.resize(self.x.array, b.output.array, dy, dx, tables)
 
     def _axes(self, first: Any, last: Any) -> list[_Axis]:
         """One step per axis between the arrays of the gathered box and of the output box."""
@@ -132,21 +147,37 @@ class _ResizeOperator(Operator):
     def forward(self) -> None:
         self.x.start()
         self.x.finish()
+        if self.kernel is not None:
+            self.kernel()
+            return
         for axis in self.axes:
             axis.apply()
 
     def bind_backward(self) -> None:
         b = self.b
         self.dx = b.return_gradient(0, self.boxes)
+        if self.kernel is not None:
+            self.kernel.close()
+            self.kernel, self.adjoint = self._fuse(b.output.dy, self.dx.array)
+            return
         self.adjoint_axes = self._axes(self.dx.array, b.output.dy)[::-1]
 
     def backward(self) -> None:
-        if not self.adjoint_axes and self.dx.array.size:
+        if self.adjoint is not None:
+            self.adjoint()
+        elif not self.adjoint_axes and self.dx.array.size:
             self.dx.array.fill(0)
         for axis in self.adjoint_axes:
             axis.apply_adjoint()
         self.dx.start()
         self.dx.finish()
+
+
+def table(r: Resampling, outputs: tuple[int, int], origin: int) -> tuple[Any, Any]:
+    """Per output the first of two inputs, counted from `origin`, and their weights ``(outputs, 2)``. Local."""
+    taps = [r.taps(o) for o in range(*outputs)]
+    weights = [[w for _, w in some] + [0.0] * (2 - len(some)) for some in taps]
+    return np.array([some[0][0] - origin for some in taps]), np.array(weights).reshape(-1, 2)
 
 
 class _Axis:

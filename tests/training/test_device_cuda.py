@@ -7,7 +7,18 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.numpy import NumpyBackend
-from halograd.layers import Dense, Dropout, Flatten, Input, MeanSquaredError, Network, SoftmaxCrossEntropy
+from halograd.layers import (
+    Dense,
+    Dropout,
+    Flatten,
+    Input,
+    LayerNorm,
+    MeanSquaredError,
+    Network,
+    Resize,
+    SoftmaxCrossEntropy,
+)
+from halograd.testing import grids, run_layer
 from tests.kernels.cuda.host import HostDevice, compiler
 from tests.support.fake_device import FakeBackend
 from tests.training import test_device
@@ -65,3 +76,26 @@ def test_losses_dropout_and_messages(name, cuda):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(optimizer, clip, cuda):
     compare("regression", {}, cuda, optimizer, clip)
+
+
+LAYERS = {
+    "resize": lambda: Resize(2, mode="bilinear", name="l"),
+    "resize down": lambda: Resize(size=[4, 9], mode="linear", name="l"),
+    "nearest": lambda: Resize(3, name="l"),
+    "layer norm": lambda: LayerNorm("channels", activation="relu", name="l"),
+    "layer norm, plain": lambda: LayerNorm("channels", affine=False, name="l"),
+    "dropout": lambda: Dropout(0.4, name="l"),
+}
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, cuda):
+    kernels = FakeBackend(cuda)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for parts in grids(comm.size, ("height", "width")):
+            expected = run_layer(LAYERS[name], [(7, 6, 4)], comm, parts, steps=2)
+            found = run_layer(LAYERS[name], [(7, 6, 4)], comm, parts, steps=2, backend=kernels)
+            wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=1e-12)]
+            comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
+    kernels.close()
