@@ -9,13 +9,13 @@ from typing import Any
 from halograd.data.atomic import atomic_path
 from halograd.demo.baseline import Judged, Score
 from halograd.demo.clock import Clock, Stage
-from halograd.demo.curves import draw_curves
-from halograd.demo.document import Block, Code, Heading, Picture, Table, Text, to_html, to_markdown
 from halograd.demo.files import Files
-from halograd.demo.lanes_picture import draw_timeline
 from halograd.demo.machine import describe_machine
-from halograd.demo.masks import draw_masks
 from halograd.demo.settings import DemoSettings
+from halograd.report.curves import draw_curves
+from halograd.report.document import Block, Code, Heading, Picture, Table, Text, to_html, to_markdown
+from halograd.report.lanes_picture import draw_timeline
+from halograd.report.masks import draw_masks
 from halograd.training.log import read_log
 
 __all__ = ["draw_pictures", "read_phases", "write_report"]

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from halograd.data.lagrangian import CHANNELS, UNITS
 from halograd.demo.baseline import Judged
-from halograd.demo.style import BLUE, DARK, LIGHT, ORANGE, PURPLE, picture
+from halograd.report.style import BLUE, DARK, LIGHT, ORANGE, PURPLE, picture
 from halograd.training.metrics import Confusion
 
 __all__ = ["draw_masks"]

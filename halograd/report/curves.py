@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halograd.demo.style import BLUE, DARK, GREY, ORANGE, SKY, picture
+from halograd.report.style import BLUE, DARK, GREY, ORANGE, SKY, picture
 from halograd.training.log import read_log
 
 __all__ = ["draw_curves"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from halograd.demo.lanes import Bar, read_bars, step_begins, typical_steps, without
-from halograd.demo.style import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, YELLOW, picture
+from halograd.report.lanes import Bar, read_bars, step_begins, typical_steps, without
+from halograd.report.style import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, YELLOW, picture
 
 __all__ = ["draw_timeline"]
 
