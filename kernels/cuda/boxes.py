@@ -18,7 +18,7 @@ from halograd.kernels.kernel import Kernel, chain, idle
 __all__ = ["add_into", "copy", "fill"]
 
 WORDS_PER_BLOCK = 1024
-#: Members of ``Piece`` in boxes.cu.
+#: Members of ``Piece`` in pieces.cuh.
 COLUMNS = 4 + 3 * AXES
 
 
@@ -101,7 +101,8 @@ def _kernel(
         row[:2], row[2:] = (source, target), signed.astype(np.int64).view(np.uint64)
         blocks += math.ceil(piece.items / WORDS_PER_BLOCK)
     pieces = device.upload(table)
-    program = Program("boxes", (dtype,), max(j.items for j in joined) >= LARGE)
+    source = "boxes_add" if name.startswith("add_into") else "boxes"
+    program = Program(source, (dtype,), max(j.items for j in joined) >= LARGE)
     launch = Launch(device, program, name, (blocks,), pieces=pieces, count=len(joined))
     # The table holds bare addresses: the arrays must live as long as the kernel.
     launch.keep(kept)

@@ -155,6 +155,7 @@ def record_of(source: str, struct: str) -> np.dtype:
 #: Sources and the number of dtypes that each is compiled for.
 PROGRAMS = {
     "boxes": 1,
+    "boxes_add": 1,
     "cast": 2,
     "channel_norm": 1,
     "channel_sums": 1,

@@ -18,7 +18,7 @@ from halograd.kernels.cuda.sources import Program
 
 SHIM = Path(__file__).parent / "host_shim.h"
 # The kernels look at elements as vectors of them, which CUDA allows and C++ does not.
-OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
+OPTIONS = ("-std=c++17", "-O0", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
 FAULTS = {1: "some threads of a block ended while others waited at a barrier", 2: "a barrier in a KERNEL"}
 
 

@@ -7,8 +7,15 @@ import pytest
 
 from halograd.kernels import KernelError
 
-from ..conftest import EPS, assert_close
+from ..conftest import EPS, Arrays, assert_close
 from .conftest import DTYPES
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def typed(backend, host, request) -> Arrays:
+    """Arrays of every dtype."""
+    host.set_order(request.param.name in ("float64", "float16"))
+    return Arrays(backend, request.param)
 
 
 @pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])

@@ -27,9 +27,11 @@ def programs(source, dtypes):
             yield Program(source, ("float64",) * 3 if dtype == "float64" else ("float32", dtype, dtype))
         elif source == "cast":
             yield from (Program(source, (dtype, other.name)) for other in DTYPES)
+        elif source == "boxes":  # by bytes, whatever the dtype
+            yield Program(source, ("float32",), large=dtype in ("float16", "bfloat16"))
         else:
             yield Program(source, (dtype,))
-    if dtypes[0] == "float32" and source in ("pool", "boxes"):
+    if dtypes[0] == "float32" and source == "pool":
         yield Program(source, ("float32",), large=True)
 
 
