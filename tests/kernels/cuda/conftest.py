@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from halograd.kernels import Backend
-from halograd.kernels.cuda import CudaKernels
+from halograd.kernels.cuda import CudaKernels, CupyDevice
+from halograd.kernels.cuda.launch import Launch
 from halograd.kernels.numpy import NumpyBackend
 
 from ..conftest import Arrays
+from . import mirror
 from .host import HostDevice, compiler
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -51,12 +54,19 @@ class HostBackend(NumpyBackend):
 
 
 @pytest.fixture(scope="session")
-def host(tmp_path_factory) -> HostDevice:
-    """The double of a device."""
-    if compiler() is None:
-        pytest.skip("needs g++ to run CUDA kernels on the CPU")
+def host(tmp_path_factory) -> Iterator[HostDevice]:
+    """The double of a device; a real one with ``HALOGRAD_CUDA_TESTS=device``, its own double with ``mirror``."""
     folder: Path = tmp_path_factory.mktemp("cuda-on-the-host")
-    return HostDevice(folder)
+    where = os.environ.get("HALOGRAD_CUDA_TESTS", "host")
+    if where != "device" and compiler() is None:
+        pytest.skip("needs g++ to run CUDA kernels on the CPU")
+    if where == "host":
+        yield HostDevice(folder)
+        return
+    device = mirror.on_cupy(folder, CupyDevice()) if where == "device" else mirror.on_host(folder, HostDevice(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "__call__", lambda launch: device.run(launch))
+        yield device
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ class HostDevice(Device):
     def __init__(self, folder: Path, units: int = 2) -> None:
         self.folder, self.units = folder, units
         self.launched: list[str] = []
+        self.programs: set[Program] = set()
         self._libraries: dict[Program, ctypes.CDLL] = {}
         self._backward = False
 
@@ -67,6 +68,7 @@ class HostDevice(Device):
         if program not in self._libraries:
             self._libraries[program] = ctypes.CDLL(str(self._compile(program)))
             self._libraries[program].set_order(int(self._backward))
+        self.programs.add(program)
         kernel = getattr(self._libraries[program], name)
         extents = ctypes.c_uint * 3
 

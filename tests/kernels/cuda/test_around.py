@@ -126,4 +126,4 @@ def test_large_offsets(cuda, monkeypatch):
         cuda.add([x[:, 1:], x[:, :-1]], z[:, 1:], False)()
         found.append((y, dx, db, z[:, 1:].copy()))
     assert all(np.array_equal(a, b) for a, b in zip(*found))
-    assert any(program.large for program in cuda.device._libraries)
+    assert any(program.large for program in cuda.device.programs)

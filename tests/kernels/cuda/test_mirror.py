@@ -1,0 +1,44 @@
+"""The mirror by which the tests run on a GPU, with a second memory on the host in place of one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from halograd.kernels.cuda import CudaKernels
+from halograd.kernels.cuda.launch import Launch
+
+from . import mirror
+from .host import HostDevice
+
+
+@pytest.fixture
+def apart(host, tmp_path, monkeypatch) -> CudaKernels:
+    """Kernels that see no array of the test, only copies."""
+    device = mirror.on_host(tmp_path, HostDevice(tmp_path))
+    monkeypatch.setattr(Launch, "__call__", lambda launch: device.run(launch))
+    return CudaKernels(device)
+
+
+def test_arguments_and_tables_are_translated(apart):
+    x = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+    y, total, sums = np.zeros_like(x), np.zeros(1), np.zeros(5, np.float32)
+    before = x.copy()
+    apart.copy([(x[:, 1:3], y[:, 2:]), (x[:, 0], y[:, 0])])()
+    apart.fill(7, y[:, 1])()
+    apart.bias_gradient(x, sums)()
+    apart.total(y, total)()
+    want = np.zeros_like(x)
+    want[:, 2:], want[:, 0], want[:, 1] = x[:, 1:3], x[:, 0], 7
+    assert np.array_equal(y, want) and np.array_equal(x, before)
+    assert total[0] == want.sum() and np.array_equal(sums, x.sum(axis=(0, 1)))
+
+
+def test_the_kernels_work_on_copies(apart, monkeypatch):
+    """Without copying back nothing arrives."""
+    y = np.zeros(8, np.float32)
+    device = apart.device
+    kernel = apart.fill(1, y)
+    monkeypatch.setattr(device, "_get", lambda memory, at, nbytes: np.zeros(nbytes, np.uint8))
+    kernel()
+    assert not y.any()
