@@ -101,8 +101,8 @@ def _kernel(
         row[:2], row[2:] = (source, target), signed.astype(np.int64).view(np.uint64)
         blocks += math.ceil(piece.items / WORDS_PER_BLOCK)
     pieces = device.upload(table)
-    source = "boxes_add" if name.startswith("add_into") else "boxes"
-    program = Program(source, (dtype,), max(j.items for j in joined) >= LARGE)
+    file = "boxes_add" if name.startswith("add_into") else "boxes"
+    program = Program(file, (dtype,), max(j.items for j in joined) >= LARGE)
     launch = Launch(device, program, name, (blocks,), pieces=pieces, count=len(joined))
     # The table holds bare addresses: the arrays must live as long as the kernel.
     launch.keep(kept)
