@@ -31,6 +31,8 @@ OWN = {
 }
 _TIME = re.compile(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", re.ASCII)
 _KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
+#: Slurm sends the signal before the limit up to this much earlier than told [s].
+EARLY = 60
 _CONTINUOUS = ("infinite", "unlimited")
 
 
@@ -84,6 +86,12 @@ class Resources:
             raise UserError(
                 f"--time: expected minutes, HH:MM:SS or D-HH:MM:SS, got {self.time!a}; such as --time 04:00:00"
             )
+        limit = None if self.time is None else _seconds(self.time)
+        if limit is not None and limit < self.warning + EARLY:
+            raise UserError(
+                f"--time: expected at least {self.warning + EARLY} s, which is --warning and the {EARLY} s that Slurm "
+                f"may be early, got {self.time} ({limit} s); ask for more time, or for a shorter --warning"
+            )
         for name in ("partition", "account"):
             value = getattr(self, name)
             if value is not None and not one_line(f"--{name}", value).strip():
@@ -93,6 +101,25 @@ class Resources:
     def ranks(self) -> int:
         """Ranks of the whole job."""
         return self.nodes * self.ranks_per_node
+
+
+def _seconds(time: str) -> int | None:
+    """A time limit [s]; None if there is no end.
+
+    >>> [_seconds(t) for t in ("30", "2:30", "1:00:00", "2-12", "1-01:30", "unlimited")]
+    [1800, 150, 3600, 216000, 91800, None]
+    """
+    days, dash, rest = time.rpartition("-")
+    if not rest[:1].isdigit():
+        return None
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def parse_directives(options: Sequence[str]) -> tuple[tuple[str, str | None], ...]:

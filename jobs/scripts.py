@@ -161,8 +161,9 @@ def _sweep(job: Job) -> str:
 
 def _profile(job: Job) -> str:
     profiling = _profiling(job)
-    command = ["profile", profiling.model, "--out", f"{job.run}/machine.toml", "--batch", profiling.batch]
-    command += ["--ranks", job.resources.ranks, "--threads", job.threads, "--dtype", profiling.dtype]
+    command = ["profile", profiling.model, "--out", f"{job.run}/machine.toml"]
+    command += ["--batch", f"{profiling.batch}", "--ranks", f"{job.resources.ranks}", "--threads", f"{job.threads}"]
+    command += ["--dtype", profiling.dtype]
     command += ["--kernels", profiling.kernels, "--transport", profiling.transport]
     command += ["--autotune"] * profiling.autotune
     command += [] if profiling.budget is None else ["--budget", f"{profiling.budget:g}"]
@@ -175,7 +176,7 @@ def _profile(job: Job) -> str:
 def _plan(job: Job) -> str:
     profiling = _profiling(job)
     command = ["plan", profiling.model, "--machine", f"{job.run}/machine.toml", "--out", f"{job.run}/plan.json"]
-    command += ["--ranks", job.resources.ranks, "--batch", profiling.batch, "--dtype", profiling.dtype]
+    command += ["--ranks", f"{job.resources.ranks}", "--batch", f"{profiling.batch}", "--dtype", profiling.dtype]
     command += [] if profiling.planner is None else ["--planner", profiling.planner]
     command += [] if profiling.memory is None else ["--memory", profiling.memory]
     command += _options(profiling)

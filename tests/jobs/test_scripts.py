@@ -195,23 +195,32 @@ def test_jobs_of_a_chain_do_not_requeue_themselves(stubs):
     assert stubs.calls("scontrol") == [] and "no-requeue" in directives(script)
 
 
+PROGRAM = """\
+#!/bin/bash
+[ -z "$EARLY" ] || sleep 0.5
+trap 'echo signaled; sleep 0.3; exit 75' USR1
+echo started
+while sleep 0.02; do :; done
+"""
+
+
+def start(kind: str, stubs: Stubs, **extra: str) -> subprocess.Popen[str]:
+    """A script whose mpirun is a program that waits for USR1."""
+    (stubs.folder / "mpirun").write_text(PROGRAM)
+    script = render(kind, job(folder=str(stubs.folder), nodes=1, launcher="mpirun", mpirun=f"{stubs.folder}/mpirun"))
+    return subprocess.Popen(
+        ["bash", "-c", script],
+        env=stubs.environment(**extra),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_signals_to_the_script_reach_the_program(kind, stubs):
     """And the script waits for how it ends, however many come."""
-    (stubs.folder / "python").write_text(
-        "#!/bin/bash\ntrap 'echo signaled; sleep 0.3; exit 75' USR1\necho started\nwhile sleep 0.02; do :; done\n"
-    )
-    (stubs.folder / "python").chmod(0o755)
-    launcher = {"launcher": "mpirun", "mpirun": "exec"}  # `exec -n 2 python` in the background: the program itself
-    script = render(kind, job(folder=str(stubs.folder), nodes=1, **launcher))
-    script = (
-        re.sub(r"exec -n \S+ ", "exec ", script)
-        .replace("launch=(exec", "launch=(env")
-        .replace('-n "$SLURM_NTASKS"', "")
-    )
-    process = subprocess.Popen(
-        ["bash", "-c", script], env=stubs.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    process = start(kind, stubs)
     assert process.stdout is not None
     line = ""
     while line != "started\n":
@@ -222,6 +231,16 @@ def test_signals_to_the_script_reach_the_program(kind, stubs):
         time.sleep(0.05)
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 75 and out.splitlines()[0] == "signaled", out
+
+
+def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):
+    """The signal ends the program that does not wait for it yet."""
+    process = start("train", stubs, EARLY="1")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 138 and "training ended with code 138; go on: yes" in out, out
+    assert stubs.calls("scontrol") == [["scontrol", "requeue", "7"]]
 
 
 # -- mistakes -----------------------------------------------------------------------------------
@@ -235,6 +254,10 @@ def test_signals_to_the_script_reach_the_program(kind, stubs):
         ({"warning": 70000}, "--warning: expected at most 65535 seconds, got 70000"),
         ({"time": "soon"}, "--time: expected minutes, HH:MM:SS or D-HH:MM:SS, got 'soon'"),
         ({"time": "1:2:3:4"}, "--time: expected minutes"),
+        (
+            {"time": "2", "warning": 61},
+            "--time: expected at least 121 s, which is --warning and the 60 s that Slurm may",
+        ),
         ({"partition": " "}, "--partition: expected a name, got ' '; leave it out"),
         ({"launcher": "ssh"}, "--launcher: expected one of srun, mpirun, got 'ssh'"),
         ({"runtime": "docker"}, "--container-runtime: expected one of apptainer, singularity, pyxis, got 'docker'"),

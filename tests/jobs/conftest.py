@@ -1,0 +1,29 @@
+"""A Slurm of our own for the tests of one session."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.private_slurm import PrivateSlurm, available
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[PrivateSlurm]:
+    """Two nodes of 8 cores and 2 GPUs each; partitions `main` and, higher, `urgent`."""
+    if not available():
+        pytest.skip("needs Slurm (`apt-get install slurm-wlm munge`)")
+    # Not in pytest's own folder: the path of a socket is short, and daemons want one that others may enter.
+    folder = Path(tempfile.mkdtemp(prefix="halograd-slurm-"))
+    folder.chmod(0o755)
+    found = PrivateSlurm(folder)
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,273 @@
+"""A Slurm of our own on this machine: munged, slurmctld and several slurmd, as children of the tests.
+
+It needs no systemd, no cgroups, nothing in /etc and no data base, and works as root and as an ordinary user. Nodes
+are as large as the configuration says, not as the machine is; their GPUs are symbolic links to /dev/null.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from getpass import getuser
+from pathlib import Path
+
+from tests.harness import jobs
+
+SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+#: Marks everything that a node's daemon starts.
+NODE = "HALOGRAD_TEST_NODE"
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
+
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmctldPort={port}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+MpiDefault=none
+PropagateResourceLimits=NONE
+ReturnToService=2
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MinJobAge=3600
+# MPICH names shared memory after the job: numbers must not come again.
+FirstJobId={first}
+KillWait=5
+CompleteWait=0
+SchedulerType=sched/backfill
+SchedulerParameters=sched_min_interval=0,bf_interval=1,batch_sched_delay=0,sched_interval=1
+JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=8 RealMemory=4000 Gres=gpu:{gpus}
+PartitionName=main Nodes=ALL Default=YES DefaultTime=10 PriorityTier=1 GraceTime=5
+PartitionName=urgent Nodes=ALL DefaultTime=10 PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def available() -> bool:
+    """Whether what is needed is installed."""
+    return all(shutil.which(program, path=SBIN) for program in ("sbatch", "slurmctld", "slurmd", "munged"))
+
+
+class PrivateSlurm:
+    """Daemons, and the commands of a user.
+
+    Parameters
+    ----------
+    folder
+        For configuration, logs and state; its path must be short (a socket lies there) and open to others.
+    nodes, gpus
+        Nodes n1, n2, ..., and GPUs on each.
+    """
+
+    def __init__(self, folder: Path, nodes: int = 2, gpus: int = 2) -> None:
+        self.folder, self.nodes = folder, nodes
+        self.mark = jobs.new_mark()
+        self.environment = jobs.job_environment(self.mark, {"SLURM_CONF": str(folder / "slurm.conf")})
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._segments: set[str] = set()
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._configure(gpus)
+
+    # -- daemons -------------------------------------------------------------------------------
+
+    def _configure(self, gpus: int) -> None:
+        for name in ("state", "spool", "dev"):
+            (self.folder / name).mkdir(parents=True)
+        port = _free_ports(self.nodes + 1)
+        text = CONFIGURATION.format(
+            host=socket.gethostname().split(".")[0],
+            user=getuser(),
+            folder=self.folder,
+            port=port,
+            ports=f"{port + 1}-{port + self.nodes}",
+            first=int(time.time()) % 6_000_000 * 10 + 1,
+            nodes=self.nodes,
+            gpus=gpus,
+        )
+        (self.folder / "slurm.conf").write_text(text)
+        for i in range(gpus):
+            (self.folder / "dev" / f"nvidia{i}").symlink_to("/dev/null")
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-{gpus - 1}]\n")
+        (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        key = self.folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(128))
+
+    def start(self) -> None:
+        """Start everything, and wait until the nodes can be used."""
+        folder = self.folder
+        munge = ["--foreground", "--force", "--num-threads=2", f"--key-file={folder}/munge.key"]
+        munge += [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file")]
+        self._start("munged", *munge, f"--seed-file={folder}/munge.seed")
+        _wait_for(lambda: (folder / "munge.socket").exists(), "the socket of munged")
+        self._start("slurmctld", "-D", "-c")
+        for node in range(1, self.nodes + 1):
+            self.start_node(f"n{node}")
+        self._watcher.start()
+
+    def start_node(self, node: str) -> None:
+        """Start the daemon of a node, and wait until jobs can run there."""
+        (self.folder / "spool" / node).mkdir(exist_ok=True)
+        self._start("slurmd", "-D", "-N", node, name=node, extra={NODE: node})
+        _wait_for(lambda: self.call("sinfo", "-hNn", node, "-o%t", check=False).split()[:1] == ["idle"], node)
+
+    def _start(self, program: str, *options: str, name: str = "", extra: Mapping[str, str] | None = None) -> None:
+        path = shutil.which(program, path=SBIN)
+        assert path is not None
+        with open(self.folder / f"{name or program}.out", "ab") as out:
+            self._daemons[name or program] = subprocess.Popen(
+                [path, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**self.environment, "PATH": SBIN, **(extra or {})},
+                start_new_session=True,
+            )
+
+    def fail_node(self, node: str) -> None:
+        """What a power cut does: the daemon and everything on the node are gone, and Slurm gets to know."""
+        for pid in self._processes(f"{NODE}={node}") + self._processes(f"SLURMD_NODENAME={node}"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._daemons.pop(node).wait()
+        self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def stop(self) -> None:
+        """End all jobs, then the daemons."""
+        self._stopping.set()
+        with suppress(subprocess.SubprocessError):
+            for _ in range(40):
+                if not self.call("squeue", "-h", check=False).strip():
+                    break
+                self.call("scancel", f"--user={getuser()}", check=False)
+                time.sleep(0.1)
+        for daemon in reversed(self._daemons.values()):
+            daemon.terminate()
+        for daemon in self._daemons.values():
+            with suppress(subprocess.TimeoutExpired):
+                daemon.wait(10)
+        jobs.end(self.mark)
+        jobs.remove(self._segments)
+
+    # -- commands of a user --------------------------------------------------------------------
+
+    def call(
+        self, *command: object, check: bool = True, timeout: float = 60, cwd: Path | None = None, **extra: str
+    ) -> str:
+        """What a command prints, errors included."""
+        done = subprocess.run(
+            list(map(str, command)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=timeout,
+            cwd=cwd,
+            env={**self.environment, **extra},
+        )
+        assert done.returncode == 0 or not check, f"{command}: exit code {done.returncode}\n{done.stdout}"
+        return done.stdout
+
+    def fields(self, job: str) -> dict[str, str]:
+        """What Slurm knows about a job."""
+        text = self.call("scontrol", "--oneliner", "show", "job", job).splitlines()[0]
+        return dict(field.split("=", 1) for field in text.split() if "=" in field)
+
+    def wait(self, job: str, *states: str, timeout: float = 60, **wanted: str) -> dict[str, str]:
+        """Until the job is in one of these states, any final one by default, and its other fields are as wanted."""
+        deadline = time.monotonic() + timeout
+        while True:
+            found = self.fields(job)
+            if found["JobState"] in (states or ENDED) and all(found.get(k) == v for k, v in wanted.items()):
+                return found
+            assert time.monotonic() < deadline, (
+                f"job {job}: expected {states or ENDED} {wanted} within {timeout:g} s, got {found['JobState']}, "
+                f"{found['Reason']}, {found['Restarts']} restarts; {self.log(job)}"
+            )
+            time.sleep(0.1)
+
+    def log(self, job: str) -> str:
+        """What a job has printed."""
+        path = Path(self.fields(job)["StdOut"])
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    # -- what is left --------------------------------------------------------------------------
+
+    def leftovers(self, patience: float = 10) -> list[str]:
+        """Processes and shared memory of jobs that are still there after at most `patience` [s]."""
+        deadline = time.monotonic() + patience
+        while (found := self.job_processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found + jobs.await_removal(self._segments)
+
+    def _watch(self) -> None:
+        """Collect the names of the shared memory of jobs while they run."""
+        while not self._stopping.wait(0.2):
+            self._segments |= jobs.segments(self._processes("SLURM_JOB_ID="))
+
+    def job_processes(self) -> list[str]:
+        """Live processes of jobs, their command lines."""
+        found = []
+        for pid in self._processes("SLURM_JOB_ID="):
+            with suppress(OSError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        return found
+
+    def _processes(self, variable: str) -> list[int]:
+        """Our processes with this in their environment."""
+        found = []
+        for pid in jobs.members(self.mark):
+            with suppress(OSError):
+                if f"\0{variable}".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                    found.append(pid)
+        return found
+
+
+def _free_ports(count: int) -> int:
+    """The first of some ports in a row that nobody uses."""
+    for first in range(26000 + os.getpid() % 500 * 8, 32000):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for i, s in enumerate(sockets):
+                s.bind(("127.0.0.1", first + i))
+            return first
+        except OSError:
+            continue
+        finally:
+            for s in sockets:
+                s.close()
+    raise RuntimeError("expected free ports below 32000")
+
+
+def _wait_for(condition, what: str, timeout: float = 20) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"expected {what} within {timeout:g} s"
+        time.sleep(0.05)

@@ -1,0 +1,299 @@
+"""Jobs on a real Slurm with two nodes: they run, and survive what clusters do."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from mpi4py import MPI  # noqa: F401  (before `submit` asks for it not to be started)
+
+from halograd.cli.run import run as halograd
+from halograd.data import generate
+from tests.jobs.private_slurm import PrivateSlurm
+from tests.jobs.runs import losses, write_config
+from tests.launch import find_mpiexec
+
+PACE = Path(__file__).parent / "pace"
+STEPS = 12
+LONG = 90.0  # [s]; most of it is for machines that do something else too
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@dataclass
+class Site:
+    """A folder with a configuration and data, and the cluster."""
+
+    folder: Path
+    slurm: PrivateSlurm
+
+    def submit(self, run: str, *options: object, pace: float = 0.0, nodes: int = 2) -> str:
+        """Number of the (last) job of ``halograd submit``, on `nodes` x 2 ranks, into this directory."""
+        (self.folder / f"{run}.pace").write_text(str(pace))
+        command = ["submit", "mesh.toml", "--nodes", nodes, "--ranks-per-node", 2, "--set", f"output.directory={run}"]
+        environment = ["--env", f"PYTHONPATH={PACE}", "--env", f"HALOGRAD_TEST_PACE={self.folder}/{run}.pace"]
+        out, err = StringIO(), StringIO()
+        here = mock.patch.dict(os.environ, {**self.slurm.environment, "PWD": str(self.folder)}, clear=True)
+        with here, redirect_stdout(out), redirect_stderr(err):
+            before = os.getcwd()
+            os.chdir(self.folder)
+            try:
+                code = halograd(list(map(str, [*command, *environment, *options])))
+            finally:
+                os.chdir(before)
+        assert code == 0, err.getvalue()
+        return out.getvalue().partition(":")[0].split()[-1]
+
+    def losses(self, run: str) -> dict[int, float]:
+        return losses(self.folder / run)
+
+    def reach(self, run: str, job: str, step: int) -> None:
+        """Wait until a run has made this many steps."""
+        deadline = time.monotonic() + LONG
+        while max(self.losses(run), default=0) < step:
+            assert time.monotonic() < deadline, f"expected step {step}, got {self.losses(run)}; {self.slurm.log(job)}"
+            time.sleep(0.05)
+
+    def hurry(self, run: str) -> None:
+        """From here on steps take no longer than they need."""
+        (self.folder / f"{run}.pace").write_text("0")
+
+    def complete(self, job: str, restarts: int) -> str:
+        """Wait until a job is through, and give its log."""
+        self.slurm.wait(job, "COMPLETED", timeout=LONG, Restarts=str(restarts))
+        return self.slurm.log(job)
+
+
+@pytest.fixture(scope="module")
+def site(slurm, tmp_path_factory) -> Site:
+    folder = tmp_path_factory.mktemp("site")
+    write_config(folder)
+    generate(folder / "mesh.h5", 32, 12, 1)
+    return Site(folder, slurm)
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(site: Site) -> Iterator[None]:
+    """After every test there is no process, no shared memory and no unfinished file of a job that has ended."""
+    yield
+    if site.slurm.call("squeue", "-h").strip():
+        return  # the job that waits for its time limit
+    assert site.slurm.leftovers() == []
+    names = [p.name for p in site.folder.rglob("*")]
+    assert not [name for name in names if name.endswith((".partial", ".new", ".tmp", ".damaged"))], names
+    assert not list(site.folder.glob("halograd-*")), "expected staged data to be removed"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(site: Site) -> dict[int, float]:
+    """Losses of the run that nobody disturbs."""
+    job = site.submit("undisturbed")
+    log = site.complete(job, 0)
+    found = site.losses("undisturbed")
+    assert sorted(found) == list(range(1, STEPS + 1)), log
+    assert "training ended with code 0; go on: no" in log and f"trained to step {STEPS}" in log
+    return found
+
+
+@pytest.fixture(scope="module")
+def limited(site: Site) -> str:
+    """A job that is signaled 30 to 60 s after it began, because Slurm looks at limits twice a minute."""
+    return site.submit("limited", "--time", 2, "--warning", 60, pace=8)
+
+
+@pytest.fixture(scope="module")
+def planned(site: Site) -> str:
+    """The training job of a chain that measures and plans first."""
+    return site.submit("planned", "--kind", "plan-then-train", "--set", "strategy=auto", "--set", "strategy.budget=0")
+
+
+# -- they run -----------------------------------------------------------------------------------
+
+
+def test_training_by_srun_runs_to_the_end(limited, planned, undisturbed, site):
+    assert undisturbed[STEPS] < undisturbed[1]
+    assert (site.folder / "undisturbed" / "checkpoints" / "latest.h5").exists()
+
+
+def test_training_by_mpirun_runs_to_the_end(undisturbed, site):
+    log = site.complete(site.submit("mpirun", "--launcher", "mpirun", *seeing_gpus(site)), 0)
+    assert site.losses("mpirun") == undisturbed
+    assert gpus_seen(log) == {0: "0", 1: "1", 2: "0", 3: "1"}
+
+
+def test_every_task_of_a_sweep_trains(undisturbed, site):
+    """Also: staged data are read and removed."""
+    options = ["--sweep", "schedule.learning_rate=0.01,0.02", "--stage", site.folder, "--set", "training.epochs=2"]
+    job = site.submit("sweep", *options, *seeing_gpus(site))
+    for task in (0, 1):
+        assert gpus_seen(site.complete(f"{job}_{task}", 0)) == {0: "0", 1: "1", 2: "0", 3: "1"}
+    first, second = site.losses("sweep/000"), site.losses("sweep/001")
+    assert first[1] == second[1] == undisturbed[1] and first[4] != second[4]
+
+
+def seeing_gpus(site: Site) -> list[object]:
+    """Options for a job that asks for GPUs, and whose ranks tell which they see."""
+    python = site.folder / "python"
+    told = 'echo "rank ${PMI_RANK} sees GPU $CUDA_VISIBLE_DEVICES"'
+    python.write_text(f'#!/bin/bash\ncase $* in *train*) {told} ;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return ["--gpus-per-node", 2, "--python", python, "--mpi", "pmi2", "--mpirun", find_mpiexec()]
+
+
+def gpus_seen(log: str) -> dict[int, str]:
+    """GPUs by rank."""
+    return {int(rank): gpu for rank, gpu in re.findall(r"^rank (\d) sees GPU (.*)$", log, re.M)}
+
+
+def test_a_chain_measures_plans_and_trains(planned, site):
+    site.complete(planned, 0)
+    profile, plan = (site.slurm.log(str(int(planned) - k)) for k in (2, 1))
+    assert "planned/machine.toml: written" in profile and "planned/plan.json: written" in plan
+    assert max(site.losses("planned")) == STEPS
+
+
+def test_names_reach_slurm_literally(site):
+    name = "a $(touch PWNED) \"b\" 'c' \\ #d; %j"
+    job = site.submit("named", "--job-name", name, "--sbatch", "hold")
+    assert site.slurm.call("squeue", "-h", f"--jobs={job}", "--format=%j") == f"{name}\n"
+    site.slurm.call("scancel", job)
+    assert not list(site.folder.rglob("PWNED"))
+
+
+# -- and survive --------------------------------------------------------------------------------
+
+
+def signal_script(site: Site, job: str) -> None:
+    """What Slurm does before a time limit."""
+    site.slurm.call("scancel", "--batch", "--signal=USR1", job)
+
+
+def signal_ranks(site: Site, job: str) -> None:
+    site.slurm.call("scancel", "--signal=TERM", job)
+
+
+def kill_rank(site: Site, job: str) -> None:
+    ranks = [pid for pid in site.slurm._processes(f"SLURM_JOB_ID={job}") if is_rank(pid, 3)]
+    os.kill(ranks[0], signal.SIGKILL)
+    began = time.monotonic()
+    while [pid for rank in range(4) for pid in site.slurm._processes(f"SLURM_JOB_ID={job}") if is_rank(pid, rank)]:
+        assert time.monotonic() < began + 10, "expected all ranks to end within ten seconds of the first"
+        time.sleep(0.1)
+
+
+def fail_node(site: Site, job: str) -> None:
+    site.slurm.fail_node("n2")
+    site.slurm.wait(job, "PENDING", timeout=LONG)
+    site.slurm.start_node("n2")
+
+
+def preempt(site: Site, job: str) -> None:
+    """A job of a higher partition needs all cores of both nodes."""
+    urgent = site.slurm.call(
+        "sbatch", "--parsable", "-purgent", "-N2", "--ntasks-per-node=8", "--wrap=srun true", cwd=site.folder
+    )
+    site.slurm.wait(urgent.strip(), "COMPLETED", timeout=LONG)
+
+
+def is_rank(pid: int, rank: int) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"SLURM_PROCID={rank}".encode() in environment and command[1:4] == [b"-m", b"halograd", b"train"]
+
+
+TOGETHER = {"script": signal_script, "ranks": signal_ranks, "killed": kill_rank}
+
+
+@pytest.fixture(scope="module")
+def together(site: Site) -> dict[str, str]:
+    """Jobs that are disturbed at their third step, at the same time: most of what they do is wait for Slurm."""
+    found = {run: site.submit(run, pace=0.5) for run in TOGETHER}
+    for run, disturb in TOGETHER.items():
+        site.reach(run, found[run], 3)
+        disturb(site, found[run])
+    return found
+
+
+def survive(site: Site, undisturbed: dict[int, float], run: str, job: str) -> str:
+    """A disturbed job goes back into the queue once, and gets the losses of the undisturbed run; the log."""
+    site.slurm.wait(job, "PENDING", "RUNNING", "COMPLETED", timeout=LONG, Restarts="1")
+    site.hurry(run)
+    log = site.complete(job, 1)
+    assert site.losses(run) == undisturbed, log
+    assert log.count("starting from the beginning") == 1
+    return log
+
+
+@pytest.mark.parametrize("run", ["script", "ranks"])
+def test_a_signal_leads_to_a_checkpoint_and_back_into_the_queue(run, undisturbed, together, site):
+    log = survive(site, undisturbed, run, together[run])
+    assert "training ended with code 75; go on: yes" in log
+
+
+def test_a_killed_rank_ends_the_job_which_goes_on_from_its_checkpoint(undisturbed, together, site):
+    """One message names the rank, its host and the cause."""
+    log = survive(site, undisturbed, "killed", together["killed"])
+    assert "go on: yes" in log and re.search(r"rank 3 of 4 on|n2: task 3: Killed", log), log
+
+
+def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(limited, undisturbed, site):
+    """The only test in which Slurm itself sends the signal."""
+    deadline = time.monotonic() + LONG
+    while site.slurm.fields(limited)["Restarts"] == "0":
+        assert time.monotonic() < deadline, site.slurm.log(limited)
+        time.sleep(0.2)
+    site.hurry("limited")
+    site.slurm.wait(limited, "COMPLETED", timeout=LONG)
+    assert "training ended with code 75; go on: yes" in site.slurm.log(limited)
+    assert site.losses("limited") == undisturbed
+
+
+@pytest.mark.parametrize("disturb", [preempt, fail_node])
+def test_slurm_itself_brings_a_job_back_into_the_queue(disturb, undisturbed, site):
+    """Preemption by a higher partition; a node that fails."""
+    run = disturb.__name__
+    job = site.submit(run, pace=0.5)
+    site.reach(run, job, 3)
+    disturb(site, job)
+    survive(site, undisturbed, run, job)
+
+
+def test_a_cancelled_job_stays_so_and_goes_on_elsewhere(undisturbed, site):
+    """Ranks write a checkpoint when they are told to end. Then: one node, samples cut instead of rows."""
+    job = site.submit("elsewhere", pace=0.5)
+    site.reach("elsewhere", job, 3)
+    site.slurm.call("scancel", job)
+    site.slurm.wait(job, "CANCELLED", timeout=LONG, Restarts="0")
+    stopped = len(site.losses("elsewhere"))
+    assert 3 <= stopped < STEPS
+    cut = ["--set", "strategy.sample=2", "--set", "strategy.height=1"]
+    site.complete(site.submit("elsewhere", *cut, nodes=1), 0)
+    found = site.losses("elsewhere")
+    assert {s: v for s, v in found.items() if s <= stopped} == {s: v for s, v in undisturbed.items() if s <= stopped}
+    # Sums in another order differ by some eps of float32, which a dozen steps of Adam enlarge.
+    assert found == pytest.approx(undisturbed, rel=1e-3)
+
+
+def test_a_chain_goes_on_until_a_job_is_through(undisturbed, site):
+    last = site.submit("chain", "--chain", 3, pace=0.5)
+    first, second = (str(int(last) - k) for k in (2, 1))
+    site.reach("chain", first, 3)
+    signal_script(site, first)
+    site.slurm.wait(first, "FAILED", timeout=LONG, Restarts="0")
+    site.hurry("chain")
+    site.complete(second, 0)
+    site.slurm.wait(last, "CANCELLED", timeout=LONG)
+    assert site.losses("chain") == undisturbed
