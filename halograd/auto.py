@@ -25,7 +25,7 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.confirm import rests_on
 from halograd.perfmodel.cost import Training
 from halograd.perfmodel.kernel_times import KernelTimes, LayerKey, MeasuredTimes, RooflineTimes
-from halograd.perfmodel.machine import MACHINES, Machine
+from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plan_file import PlanFile, Request
 from halograd.perfmodel.predict import Plan, Planning, plan_network
 from halograd.perfmodel.profile import (
@@ -43,6 +43,7 @@ from halograd.perfmodel.reduction_choice import candidate_schemes, rank_schemes
 from halograd.training.build import make_network
 from halograd.training.config import AdamConfig, Config, SGDConfig
 from halograd.training.kernels import open_kernels
+from halograd.training.root import on_root
 from halograd.training.step_times import Measured
 
 __all__ = ["PlannedRun", "plan_run", "rank_schemes_of"]
@@ -204,10 +205,7 @@ class _Planner:
     def _machine(self, kernels: Any) -> Machine:
         """That of the configuration; else this one, measured now or before. Collective."""
         if self.machine_file:
-            if self.machine_file in MACHINES or not self.machine_file.endswith(".toml"):
-                return Machine.load(self.machine_file)  # alike on all ranks
-            with self.comm.agreement():
-                return Machine.load(self.machine_file)
+            return on_root(self.comm.mpi, lambda: Machine.load(self.machine_file))
         path = self._machine_path(kernels)
         machine = self._known_machine(path)
         if machine is None:
@@ -297,7 +295,8 @@ class _Planner:
         slots = _slots(self.config)
         bucket = table.bucket_bytes if "bucket_bytes" in table.model_fields_set else None
         limit = parse_memory(table.memory)
-        planning = Planning(table.planner, limit, False, Training(self.dtype, slots), bucket)
+        shares = self.config.backend.transport != "mpi"
+        planning = Planning(table.planner, limit, False, Training(self.dtype, slots), bucket, shares)
         plan = plan_network(self.network, settings.batch, self.comm.size, machine, times, planning)
         plan = self._with_statistics(plan)
         told = source_of(times, machine)

@@ -116,6 +116,11 @@ class Scheme:
                     f"got {self.name!r}; choose one of them, or leave {key} out"
                 )
 
+    @property
+    def has_buckets(self) -> bool:
+        """Whether `Strategy.bucket_bytes` matters."""
+        return self.name in ("bucketed", "hierarchical", "sharded", "auto")
+
     @classmethod
     def of(cls, data: Scheme | Mapping[str, Any]) -> Scheme:
         """From what JSON or TOML gave.

@@ -210,7 +210,7 @@ class Machine:
         """Write the machine file `path`; its folder must exist."""
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 
-    def emulated(self, alpha: float, beta: float, name: str = "") -> Machine:
+    def emulated(self, alpha: float, beta: float, name: str = "", node: int = 1) -> Machine:
         """This machine with one network between all its devices, as the ``emulated`` transport makes.
 
         Parameters
@@ -219,13 +219,19 @@ class Machine:
             Of every level but "device" [s], [s/B].
         name
             Default: this machine's name with the two numbers.
+        node
+            As in the transport's text: so many devices share memory, by the link "node" of this machine, and the
+            network is between them and others.
         """
         link = Link(alpha, beta, "emulated")
         links = dict.fromkeys(LEVELS, link) | {"device": self.links["device"]}
-        name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B"
+        name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B" + (f"+{node}/node" if node > 1 else "")
         source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."
         runtime = dataclasses.replace(self.runtime, sums={}, work={})
-        return dataclasses.replace(self, name=name, source=source, links=links, runtime=runtime)
+        found = dataclasses.replace(self, name=name, source=source, links=links, runtime=runtime)
+        if node == 1:
+            return found
+        return dataclasses.replace(found, devices_per_node=node, links=links | {"node": self.links["node"]})
 
     def level(self, a: int, b: int) -> str:
         """The link level between two ranks: one of `LEVELS`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
+from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost.baselines import BASELINES, baseline
 from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.prediction import Prediction
@@ -21,6 +22,7 @@ from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS, Choice, NoneFits, bytes_text
+from halograd.perfmodel.reduction_choice import planned_schemes
 
 __all__ = ["EXPOSED", "Alternative", "Plan", "Planning", "plan_network"]
 
@@ -28,6 +30,8 @@ __all__ = ["EXPOSED", "Alternative", "Plan", "Planning", "plan_network"]
 EXPOSED = (1.0, 0.3, 0.0)
 #: Sizes of buckets that are tried for the best plan [B].
 BUCKETS = (1 << 20, 4 << 20, 16 << 20)
+#: What another scheme of gradient reduction than buckets has to gain to be chosen, as a part of the step.
+WORTH = 0.01
 #: Where what stays in memory is less than this part of the limit, what backward borrows fits too.
 ROOMY = 0.4
 #: How often a plan that does not fit after all is made again under a smaller limit.
@@ -50,6 +54,8 @@ class Planning:
         Dtype and optimizer.
     bucket_bytes
         Size of the buckets of gradients [B]; None: the best of some.
+    shares_memory
+        Whether ranks of a node will share memory, as all transports but ``mpi`` have it: some schemes need it.
     """
 
     planner: str = "elimination"
@@ -57,6 +63,7 @@ class Planning:
     full: bool = False
     training: Training = field(default_factory=Training)
     bucket_bytes: int | None = None
+    shares_memory: bool = True
 
 
 @dataclass(frozen=True)
@@ -176,6 +183,7 @@ def _plain(strategy: Strategy) -> dict[str, Any]:
         "layers": {name: dict(entry) for name, entry in strategy.layers.items()},
         "options": dict(strategy.options),
         "bucket_bytes": strategy.bucket_bytes,
+        "reduction": asdict(strategy.reduction),
     }
 
 
@@ -190,7 +198,8 @@ def plan_network(
     """The fastest strategy that fits, by simulation, among planners' choices and the baselines. Local.
 
     A planner minimizes sums over layers and edges; what overlaps is not such a sum. So it is asked for several charges
-    of the sums of gradients (`EXPOSED`), and `simulate` compares its answers, the baselines, and sizes of buckets.
+    of the sums of gradients (`EXPOSED`), and `simulate` compares its answers, the baselines, and for the best of them
+    schemes of gradient reduction and sizes of buckets.
 
     Raises
     ------
@@ -252,7 +261,7 @@ class _Search:
             except NoneFits as fault:
                 failure = fault
         best = self._best(failure)
-        best = self._best_buckets(best)
+        best = self._best_reduction(best)
         return self._result(best, time.perf_counter() - began)
 
     def _try(self, name: str, strategy: Strategy, optimal: bool = False) -> _Found:
@@ -304,11 +313,28 @@ class _Search:
             f"than {self.batch}, or allow more memory"
         ) from failure
 
-    def _best_buckets(self, best: _Found) -> _Found:
-        """The same strategy with the best size of buckets."""
-        tries = [_Found(best.name, best.simulation.with_buckets(n), best.optimal) for n in self.buckets]
-        fastest = min(tries, key=lambda f: f.seconds)
-        return fastest if fastest.seconds < best.seconds and self._fits(fastest) else best
+    def _best_reduction(self, best: _Found) -> _Found:
+        """The same strategy with the best scheme of gradient reduction, and the best size of its buckets.
+
+        Another scheme than buckets has to be worth it: predictions are not that exact.
+        """
+        plain = self._fastest(best, [best.strategy.reduction])
+        schemes = planned_schemes(self.network, best.strategy, self.batch, self.machine, self.planning.shares_memory)
+        other = self._fastest(plain, schemes)
+        return other if other.seconds < (1 - WORTH) * plain.seconds else plain
+
+    def _fastest(self, best: _Found, schemes: Sequence[Scheme]) -> _Found:
+        tries = [
+            _Found(best.name, best.simulation.with_reduction(scheme, nbytes), best.optimal)
+            for scheme in schemes
+            for nbytes in (self.buckets if scheme.has_buckets else self.buckets[:1])
+        ]
+        for found in sorted(tries, key=lambda f: f.seconds):
+            if found.seconds >= best.seconds:
+                break
+            if self._fits(found):
+                return found
+        return best
 
     def _result(self, best: _Found, seconds: float) -> Plan:
         others = [f for f in self.found if f.strategy.layers != best.strategy.layers]

@@ -10,15 +10,17 @@ from halograd.layers.reduction_chunks import kind_of
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.replication import replicable_layers
 from halograd.perfmodel.cost.layer_cost import Pricing
-from halograd.perfmodel.cost.simulate import Training, simulate
+from halograd.perfmodel.cost.simulate import Simulation, Training
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.machine import Machine
 
-__all__ = ["PricedScheme", "candidate_schemes", "first_chunks", "rank_schemes", "shortlist"]
+__all__ = ["PricedScheme", "candidate_schemes", "first_chunks", "planned_schemes", "rank_schemes", "shortlist"]
 
 #: Sizes of the first of two chunks that are tried where there is little pooling.
 SIZES = 4
+#: Layers per chunk of host_accumulate that a plan may choose; a run searches more finely.
+CHUNKS = (1, 3, 9, 20)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,23 @@ def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[
         for f in range(most + 1)
         for scheme in (Scheme("bucketed"), *(Scheme("two_chunks", first_layers=k) for k in sizes))
     ]
+
+
+def planned_schemes(
+    network: Network, strategy: Strategy, batch: int, machine: Machine, shares_memory: bool = True
+) -> list[Scheme]:
+    """Schemes that a plan may choose: those of `candidate_schemes`, and those that a run does not try by itself.
+
+    Parameters
+    ----------
+    shares_memory
+        Whether ranks of a node will share memory; else schemes that need it are left out.
+    """
+    found = [*candidate_schemes(network, strategy, batch), Scheme("per_layer"), Scheme("sharded")]
+    if shares_memory and machine.devices_per_node > 1:
+        found.append(Scheme("hierarchical"))
+        found += [Scheme("host_accumulate", chunk=n) for n in CHUNKS]
+    return found
 
 
 def first_chunks(network: Network) -> list[int]:
@@ -86,11 +105,8 @@ def rank_schemes(
     """
     training = training or Training()
     pricing = Pricing(Wires(machine), times, training.dtype)
-    priced = []
-    for scheme in schemes:
-        cut = replace(strategy, reduction=scheme)
-        found = simulate(network, cut, batch, machine, times, training, ranks, pricing, account=False)
-        priced.append(PricedScheme(scheme, found.step_seconds))
+    whole = Simulation(network, strategy, batch, pricing, training, ranks)
+    priced = [PricedScheme(scheme, whole.with_reduction(scheme).step_seconds) for scheme in schemes]
     return sorted(priced, key=lambda p: p.seconds)
 
 

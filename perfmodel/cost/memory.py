@@ -26,10 +26,13 @@ from halograd.layers import (
     Redistribute,
     Resize,
 )
+from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost.blocks import Blocks
 from halograd.perfmodel.cost.moves import Read, contraction_blocks, contracts, moves_of, reads_of
 from halograd.perfmodel.cost.needs import clipped, gradient_blocks
 from halograd.perfmodel.cost.parameters import Bucket, held
+from halograd.perfmodel.cost.reductions import kept
+from halograd.perfmodel.cost.replicated import rows_of
 from halograd.perfmodel.cost.stages import Array, Stage
 from halograd.perfmodel.cost.sums import LOSS_BYTES, sums_of
 
@@ -107,6 +110,8 @@ def memory_of(
     itemsize: int,
     train: bool = True,
     slots: int = 0,
+    scheme: Scheme | None = None,
+    per_node: int | None = None,
 ) -> dict[str, int]:
     """Bytes of one rank by use, under the names of `Executor.predicted_bytes`, less the workspaces of kernels [B].
 
@@ -120,8 +125,13 @@ def memory_of(
         Whether there is a backward pass.
     slots
         Arrays of the parameters' size that the optimizer keeps.
+    scheme
+        How gradients are summed, of which `buckets` are; ``bucketed`` if None.
+    per_node
+        So many consecutive ranks share memory; all of them if None.
     """
-    return _Rank(steps, rank, ranks, itemsize, train).bytes_with(buckets, slots)
+    whole = _Rank(steps, rank, ranks, itemsize, train)
+    return whole.bytes_with(buckets, slots, scheme or Scheme(), per_node or ranks)
 
 
 class _Rank:
@@ -339,7 +349,7 @@ class _Rank:
 
     # -- the rest ------------------------------------------------------------------------------
 
-    def bytes_with(self, buckets: Sequence[Bucket], slots: int) -> dict[str, int]:
+    def bytes_with(self, buckets: Sequence[Bucket], slots: int, scheme: Scheme, per_node: int) -> dict[str, int]:
         """All uses together."""
         found = dict(self.bytes)
         own = [b.bytes_of(self.rank) for b in buckets]
@@ -349,10 +359,14 @@ class _Rank:
                 block = part.sharing.block(self.rank)
                 state += 0 if block is None else part.sizes[block] * self.itemsize
         found |= {"parameter": sum(own) + state, "parameter gradient": sum(own), "transient": self.arena.made}
-        if slots:
-            found["optimizer state"] = slots * sum(own)
-        several = [b.bytes_of(self.rank) for b in buckets if len(b.sharing.groups[0]) > 1]
-        found["messages"] = self._messages() + sum(several)
+        found["messages"] = self._messages()
+        for bucket in buckets:
+            for use, nbytes in kept(bucket, scheme, self.rank, per_node, slots).items():
+                found[use] = found.get(use, 0) + nbytes
+        for rows in rows_of(self.steps, buckets, self.itemsize).values():
+            if self.rank < rows.group:
+                found["replicated gradient"] = found.get("replicated gradient", 0) + rows.memory
+                found["messages"] += rows.memory if rows.group > 1 else 0
         return found
 
     def _messages(self) -> int:

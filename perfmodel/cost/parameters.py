@@ -74,11 +74,14 @@ class Bucket:
         Who sums them.
     nbytes
         Per block of the sharing, alignment included [B].
+    replicated
+        Every rank computes the gradients of the whole batch: there is nothing to sum.
     """
 
     layers: tuple[str, ...]
     sharing: Sharing
     nbytes: tuple[int, ...]
+    replicated: bool = False
 
     @property
     def sum(self) -> Sum:
@@ -135,7 +138,7 @@ def buckets_of(stages: Sequence[Stage], itemsize: int, bucket_bytes: int, scheme
         assert isinstance(chunk.sharing, Sharing)
         members = [p for name in chunk.layers for p in own[name] if p.sharing == chunk.sharing]
         nbytes = tuple(sum(column) for column in zip(*(_bytes(p, itemsize) for p in members)))
-        buckets.append(Bucket(chunk.layers, chunk.sharing, nbytes))
+        buckets.append(Bucket(chunk.layers, chunk.sharing, nbytes, chunk.replicated))
     return buckets
 
 

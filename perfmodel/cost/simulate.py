@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from halograd.layers import Add, Network
+from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost.blocks import PARTS
 from halograd.perfmodel.cost.counts import count_steps
@@ -16,8 +17,10 @@ from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, layer_cost
 from halograd.perfmodel.cost.memory import memory_of
 from halograd.perfmodel.cost.parameters import Bucket, buckets_of
 from halograd.perfmodel.cost.prediction import LayerRecord, Prediction
+from halograd.perfmodel.cost.reductions import price
+from halograd.perfmodel.cost.replicated import lighter, replication, rows_of
 from halograd.perfmodel.cost.stages import Stage, itemsize_of, stages
-from halograd.perfmodel.cost.timeline import Reduction, Timeline, run_step
+from halograd.perfmodel.cost.timeline import Reduction, Replication, Timeline, run_step
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.machine import Machine
@@ -80,6 +83,16 @@ def simulate(
     return Simulation(network, strategy, batch, pricing, training, ranks).prediction(account)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What layers, sums and replicated layers cost under one scheme, and the step that they make."""
+
+    costs: Sequence[LayerCost]
+    reductions: Sequence[Reduction]
+    replications: Sequence[Replication]
+    timeline: Timeline
+
+
 class Simulation:
     """A step of a network under a strategy: what layers cost is found once, what else is asked for when it is.
 
@@ -104,56 +117,91 @@ class Simulation:
         costs = [layer_cost(stage, pricing, self.ranks, gathered) for stage in self.steps]
         sums = _gradients(self.steps)
         self.costs = [_with_sum(cost, stage, n, pricing) for cost, stage, n in zip(costs, self.steps, sums)]
-        self._timelines: dict[int, tuple[list[Reduction], Timeline]] = {}
+        self._made: dict[tuple[Scheme, int], _Step] = {}
 
-    def with_buckets(self, nbytes: int) -> Simulation:
-        """The same with buckets of another size [B]; nothing is priced again."""
+    def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
+        """The same with another scheme of gradient reduction, or buckets of another size [B].
+
+        Layers are not priced again.
+        """
         other = copy.copy(self)
-        other.strategy = replace(self.strategy, bucket_bytes=nbytes)
+        nbytes = self.strategy.bucket_bytes if bucket_bytes is None else bucket_bytes
+        other.strategy = replace(self.strategy, reduction=scheme, bucket_bytes=nbytes)
         return other
 
     @property
     def step_seconds(self) -> float:
         """What a step takes [s]."""
-        return self._timeline()[1].seconds + self.pricing.wires.machine.runtime.step
+        return self._step().timeline.seconds + self.pricing.wires.machine.runtime.step
 
     @property
     def memory(self) -> Mapping[str, int]:
         """Of the fullest rank, by use [B]."""
-        buckets = buckets_of(self.steps, self.itemsize, self.strategy.bucket_bytes)
-        slots = self.training.slots
+        buckets, scheme = self._buckets(), self.strategy.reduction
+        slots, per_node = self.training.slots, self.pricing.wires.per_node
         some = _some(self.steps)
-        found = [memory_of(self.steps, buckets, rank, self.ranks, self.itemsize, slots=slots) for rank in some]
+        found = [
+            memory_of(self.steps, buckets, rank, self.ranks, self.itemsize, True, slots, scheme, per_node)
+            for rank in some
+        ]
         return max(found, key=lambda m: sum(m.values()))
 
-    def _timeline(self) -> tuple[list[Reduction], Timeline]:
-        nbytes = self.strategy.bucket_bytes
-        if nbytes not in self._timelines:
-            wires = self.pricing.wires
-            buckets = buckets_of(self.steps, self.itemsize, nbytes)
-            reductions = [_reduction(bucket, wires, self.training.slots) for bucket in buckets]
-            names = [stage.name for stage in self.steps]
-            timeline = run_step(names, self.costs, reductions, wires.emulated, self.training.barrier)
-            self._timelines[nbytes] = reductions, timeline
-        return self._timelines[nbytes]
+    def _buckets(self) -> list[Bucket]:
+        return buckets_of(self.steps, self.itemsize, self.strategy.bucket_bytes, self.strategy.reduction)
+
+    def _step(self) -> _Step:
+        key = self.strategy.reduction, self.strategy.bucket_bytes
+        if key not in self._made:
+            self._made[key] = self._make(key[0])
+        return self._made[key]
+
+    def _make(self, scheme: Scheme) -> _Step:
+        pricing, slots = self.pricing, self.training.slots
+        buckets = self._buckets()
+        rows = rows_of(self.steps, buckets, self.itemsize)
+        nbytes: Counter[str] = Counter()
+        for bucket in buckets:
+            nbytes.update({name: max(bucket.nbytes) for name in bucket.layers if bucket.replicated})
+        replications = [
+            replication(s, rows[s.name], nbytes[s.name], slots, pricing) for s in self.steps if s.name in rows
+        ]
+        costs = [
+            lighter(cost, rows[stage.name], pricing) if stage.name in rows else cost
+            for cost, stage in zip(self.costs, self.steps)
+        ]
+        reductions = [price(bucket, scheme, pricing.wires, slots) for bucket in buckets if not bucket.replicated]
+        names = [stage.name for stage in self.steps]
+        timeline = run_step(
+            names,
+            costs,
+            reductions,
+            pricing.wires.emulated,
+            self.training.barrier,
+            replications,
+            scheme.name == "blocking",
+        )
+        return _Step(costs, reductions, replications, timeline)
 
     def prediction(self, account: bool = True) -> Prediction:
         """Everything; memory and traffic if `account`."""
-        reductions, timeline = self._timeline()
-        nbytes = self.strategy.bucket_bytes
-        traffic = count_steps(self.network, self.steps, self.ranks, self.itemsize, nbytes) if account else {}
+        step = self._step()
+        timeline = step.timeline
+        traffic = {}
+        if account:
+            per_node = self.pricing.wires.per_node
+            traffic = count_steps(self.network, self.steps, self.ranks, self.itemsize, self.strategy, per_node)
         return Prediction(
             network=self.network.name,
             machine=self.pricing.wires.machine.name,
             batch=self.batch,
             ranks=self.ranks,
             dtype=self.training.dtype,
-            layers=tuple(_records(self.steps, self.costs, reductions, timeline)),
+            layers=tuple(_records(self.steps, step)),
             step_seconds=self.step_seconds,
             forward_seconds=timeline.forward,
             backward_seconds=timeline.backward,
-            allreduce_seconds=sum(r.seconds for r in reductions),
-            allreduce_exposed=sum(timeline.waits),
+            allreduce_seconds=sum(r.total for r in (*step.reductions, *step.replications)),
+            allreduce_exposed=sum(timeline.waits) + sum(timeline.replicated),
             update_seconds=timeline.update,
             memory=self.memory if account else {},
             traffic={kind: (int(t.messages.max()), int(t.bytes.max())) for kind, t in traffic.items()},
@@ -175,12 +223,6 @@ def _with_sum(cost: LayerCost, stage: Stage, gradients: int, pricing: Pricing) -
     return replace(cost, backward_data=cost.backward_data + time.forward)
 
 
-def _reduction(bucket: Bucket, wires: Wires, slots: int) -> Reduction:
-    nbytes, members = bucket.sum.largest
-    seconds, update = wires.sum(nbytes, members), wires.update(max(bucket.nbytes), slots)
-    return Reduction(bucket, seconds, update, min(seconds, wires.sum_work(nbytes, members)))
-
-
 def _some(steps: Sequence[Stage]) -> list[int]:
     """The first rank, whose blocks are the largest, and one in the middle, which has margins on all sides."""
     blocks = max((s.output.blocks for s in steps), key=lambda b: b.ranks)
@@ -190,16 +232,16 @@ def _some(steps: Sequence[Stage]) -> list[int]:
     return sorted({0, min(middle, blocks.ranks - 1)})
 
 
-def _records(
-    steps: Sequence[Stage], costs: Sequence[LayerCost], reductions: Sequence[Reduction], timeline: Timeline
-) -> list[LayerRecord]:
-    shares = _shares(steps, reductions, timeline)
+def _records(steps: Sequence[Stage], step: _Step) -> list[LayerRecord]:
+    shares = _shares(steps, step)
+    whole = {r.layer: r.compute for r in step.replications}
     records, before = [], 0.0
-    for stage, cost in zip(steps, costs):
+    for stage, cost in zip(steps, step.costs):
         if not stage.is_layer:
             before += cost.seconds
             continue
-        records.append(_record(stage, cost, before, shares.get(stage.name, (0.0, 0.0))))
+        record = _record(stage, cost, before, shares.get(stage.name, (0.0, 0.0)))
+        records.append(replace(record, backward=record.backward + whole.get(stage.name, 0.0)))
         before = 0.0
     return records
 
@@ -225,20 +267,18 @@ def _record(stage: Stage, cost: LayerCost, before: float, share: tuple[float, fl
     )
 
 
-def _shares(
-    steps: Sequence[Stage], reductions: Sequence[Reduction], timeline: Timeline
-) -> Mapping[str, tuple[float, float]]:
+def _shares(steps: Sequence[Stage], step: _Step) -> Mapping[str, tuple[float, float]]:
     """Per layer, its part of the sum of its bucket and of the wait for it, by parameters."""
     weights = {
         stage.name: sum(p.size for p in stage.layer.parameters(*stage.shapes).values())
         for stage in steps
         if stage.is_layer
     }
-    found: dict[str, tuple[float, float]] = {}
-    for reduction, wait in zip(reductions, timeline.waits):
+    found = {r.layer: (r.total, wait) for r, wait in zip(step.replications, step.timeline.replicated)}
+    for reduction, wait in zip(step.reductions, step.timeline.waits):
         total = sum(weights[name] for name in reduction.bucket.layers)
         for name in reduction.bucket.layers:
             share = weights[name] / total
             seconds, waited = found.get(name, (0.0, 0.0))
-            found[name] = (seconds + reduction.seconds * share, waited + wait * share)
+            found[name] = (seconds + reduction.total * share, waited + wait * share)
     return found

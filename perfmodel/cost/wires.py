@@ -6,13 +6,14 @@ send across takes the node's link together. Only some nodes are looked at: those
 of the ones in the middle of the grids, which have neighbors on all sides; all ranks where there are few.
 
 The emulated network (`comm/transports/emulated.py`) is simpler: messages travel independently of each other, and
-every sum takes the time of a ring over its ranks.
+every sum takes the time of a ring over its ranks; between ranks of one node nothing is delayed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -23,10 +24,37 @@ from halograd.perfmodel.cost.traffic import Move
 from halograd.perfmodel.hierarchy import group_seconds
 from halograd.perfmodel.machine import LEVELS, Machine
 
-__all__ = ["Wires"]
+__all__ = ["NodeSum", "Ranks", "Wires"]
 
 #: With at most so many ranks all are looked at.
 FEW = 8
+
+Ranks = range | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NodeSum:
+    """What a sum by nodes takes, part by part [s] (`comm/transports/node_sum.py`).
+
+    Attributes
+    ----------
+    deposit, way_back
+        Copies of the buffer to the memory that the node shares, and of the result to the buffer.
+    addition
+        Of a rank's share of the summands of its node.
+    across
+        Between the first ranks of the nodes.
+    """
+
+    deposit: float = 0.0
+    addition: float = 0.0
+    across: float = 0.0
+    way_back: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All parts, one after the other."""
+        return self.deposit + self.addition + self.across + self.way_back
 
 
 class Wires:
@@ -43,7 +71,7 @@ class Wires:
     def __init__(self, machine: Machine, quick: bool = False) -> None:
         self.machine, self.quick = machine, quick
         self._exchanges: dict[Move, tuple[float, float]] = {}
-        self._sums: dict[tuple[float, range | tuple[int, ...]], float] = {}
+        self._sums: dict[tuple[str, float, Ranks], float] = {}
         links = [machine.links[level] for level in LEVELS[1:]]
         self._alpha = np.array([link.alpha for link in links])
         self._beta = np.array([link.beta for link in links])
@@ -51,13 +79,18 @@ class Wires:
     @cached_property
     def emulated(self) -> bool:
         """Whether this is the emulated network: no contention, rings only."""
-        return self.machine.links["node"].note.startswith("emulated")
+        return self.machine.links["across"].note.startswith("emulated")
+
+    @cached_property
+    def per_node(self) -> int:
+        """Ranks that share memory; one where even the links of a node are emulated."""
+        return 1 if self.machine.links["node"].note.startswith("emulated") else self.machine.devices_per_node
 
     @cached_property
     def waits_for_network(self) -> bool:
         """What `Communicator.waits_for_network` says there: whether there is time to compute meanwhile."""
         # A profile notes the transport it was measured with: on one node, "auto" is shared memory.
-        return not self.machine.links["node"].note.startswith(("shared", "auto"))
+        return self.emulated or not self.machine.links["node"].note.startswith(("shared", "auto"))
 
     def copy(self, nbytes: float) -> float:
         """Packing or unpacking of `nbytes` [B]: read and written once [s]."""
@@ -72,29 +105,69 @@ class Wires:
         measured = self.machine.runtime.update
         return nbytes * measured * arrays / 5 if measured else self.copy(nbytes) * arrays / 2 + self.machine.launch
 
-    def sum(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
+    def sum(self, nbytes: float, ranks: Ranks) -> float:
         """An all-reduce of `nbytes` [B] over a group of ranks [s]."""
+        return self._collective("allreduce", nbytes, ranks)
+
+    def scatter(self, nbytes: float, ranks: Ranks) -> float:
+        """A reduce-scatter of a buffer of `nbytes` [B] [s]."""
+        return self._collective("reduce_scatter", nbytes, ranks)
+
+    def gather(self, nbytes: float, ranks: Ranks) -> float:
+        """An all-gather; `nbytes` [B] are those of all shards together [s]."""
+        return self._collective("all_gather", nbytes, ranks)
+
+    def _collective(self, kind: str, nbytes: float, ranks: Ranks) -> float:
         if len(ranks) < 2 or not nbytes:
             return 0.0
-        key = (nbytes, ranks)
+        key = (kind, nbytes, ranks)
         if key not in self._sums:
-            measured = self.machine.runtime.sums.get(len(ranks))
-            if measured is not None and self._together(ranks):
-                self._sums[key] = measured.seconds(nbytes)
-            elif self.emulated:
-                self._sums[key] = allreduce(nbytes, len(ranks), self.machine.links["across"], "ring")
-            else:
-                self._sums[key] = group_seconds("allreduce", nbytes, self.machine.stages(ranks))
+            self._sums[key] = self._collective_seconds(kind, nbytes, ranks)
         return self._sums[key]
 
-    def sum_work(self, nbytes: float, ranks: range | tuple[int, ...]) -> float:
+    def _collective_seconds(self, kind: str, nbytes: float, ranks: Ranks) -> float:
+        part = 1.0 if kind == "allreduce" else 0.5  # the halves of an all-reduce are measured with it only
+        measured = self.machine.runtime.sums.get(len(ranks))
+        if measured is not None and self._together(ranks):
+            return part * measured.seconds(nbytes)
+        if self.emulated:
+            if len(self._nodes(ranks)) == 1:
+                return 0.0
+            return part * allreduce(nbytes, len(ranks), self.machine.links["across"], "ring")
+        return group_seconds(kind, nbytes, self.machine.stages(ranks))
+
+    def sum_work(self, nbytes: float, ranks: Ranks) -> float:
         """The part of a sum that is done where it is waited for, not behind computation [s]."""
         measured = self.machine.runtime.work.get(len(ranks))
         if len(ranks) < 2 or not nbytes or measured is None or not self._together(ranks):
             return 0.0
         return measured.seconds(nbytes)
 
-    def _together(self, ranks: range | tuple[int, ...]) -> bool:
+    def sum_by_nodes(self, nbytes: float, ranks: Ranks) -> NodeSum:
+        """An all-reduce of `nbytes` [B] in the memory of each node, then by one rank of each [s].
+
+        Copies are those of the device, or of the links within a node where these are slower (they bring gradients to
+        the host).
+        """
+        if len(ranks) < 2 or not nbytes:
+            return NodeSum()
+        nodes = self._nodes(ranks)
+        here, leaders = max(map(len, nodes.values())), tuple(some[0] for some in nodes.values())
+        link = self.machine.links["node"]
+        copy = self.copy(nbytes)
+        if not link.note.startswith("emulated"):
+            copy = max(copy, link.seconds(nbytes))
+        addition = copy * (here + 1) / (2 * here) if here > 1 else 0.0
+        across = self._collective_seconds("allreduce", nbytes, leaders) if len(leaders) > 1 else 0.0
+        return NodeSum(copy, addition, across, copy)
+
+    def _nodes(self, ranks: Ranks) -> Mapping[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(rank // self.per_node, []).append(rank)
+        return found
+
+    def _together(self, ranks: Ranks) -> bool:
         """Whether a group is on one node, or the network makes no difference."""
         return self.emulated or self.machine.span(ranks) in ("device", "node")
 
@@ -119,7 +192,7 @@ class Wires:
         ranks = self._ranks(move)
         sent = [{rank: way.peers(rank) for rank in ranks} for way in ways]
         if self.emulated:
-            seconds = max(self._farthest(nbytes) for some in sent for _, nbytes in some.values())
+            seconds = max(self._farthest(*others, rank) for some in sent for rank, others in some.items())
         else:
             seconds = max(self._nodewise(some) for some in sent)
         messages = [sum(len(some[rank][0]) for some in sent) * 2 / len(sent) for rank in ranks]
@@ -137,9 +210,10 @@ class Wires:
         nodes = {rank // width for rank in some}
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
 
-    def _farthest(self, nbytes: np.ndarray) -> float:
-        """The largest of messages that travel at the same time."""
-        return self.machine.links["across"].seconds(int(nbytes.max())) if len(nbytes) else 0.0
+    def _farthest(self, peers: np.ndarray, nbytes: np.ndarray, rank: int) -> float:
+        """The largest of messages that travel at the same time to other nodes."""
+        far = nbytes[peers // self.per_node != rank // self.per_node]
+        return self.machine.links["across"].seconds(int(far.max())) if len(far) else 0.0
 
     def _nodewise(self, sent: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> float:
         """The slowest rank, with what its node sends to others through one link."""

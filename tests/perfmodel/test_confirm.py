@@ -22,7 +22,9 @@ class Disturbed(Recorded):
 
     def of_work(self, work):
         time = super().of_work(work)
-        return LayerTime(time.forward + 1.0, time.backward_data, time.backward_filter) if work.key in self.keys else time
+        return (
+            LayerTime(time.forward + 1.0, time.backward_data, time.backward_filter) if work.key in self.keys else time
+        )
 
 
 def test_predictions_rest_on_these_layers_and_no_others():

@@ -1,0 +1,92 @@
+"""Predicted messages, bytes and memory of every scheme of gradient reduction against those of training steps."""
+
+from __future__ import annotations
+
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost import buckets_of, count_step, memory_of, stages
+from tests.perfmodel.test_cost_counts import differing
+from tests.training.reductions import BATCH, BUCKET, advance, build, trainer_of
+from tests.training.test_exactness import NETWORKS
+
+SCHEMES = [
+    Scheme("blocking"),
+    Scheme("per_layer"),
+    Scheme("bucketed"),
+    Scheme("two_chunks", first_layers=3),
+    Scheme("host_accumulate", chunk=2),
+    Scheme("hierarchical"),
+    Scheme("sharded"),
+    Scheme("bucketed", payload="bfloat16"),
+    Scheme("two_chunks", first_layers=2, payload="bfloat16", error_feedback=False),
+    Scheme("bucketed", deterministic=True),
+    Scheme("two_chunks", first_layers=3, replicated_dense=2),
+    Scheme("host_accumulate", chunk=2, replicated_dense=1),
+    Scheme("sharded", replicated_dense=1),
+]
+#: Transport, and ranks that share memory by it.
+MPI_ALONE, SHARED, TWO_PER_NODE = ("mpi", 1), ("auto", 4), ("emulated:alpha=1e-6,beta=1e-12,node=2", 2)
+CASES = [
+    (scheme, where)
+    for scheme in SCHEMES
+    for where in (MPI_ALONE, SHARED, TWO_PER_NODE)
+    if where is not MPI_ALONE or scheme.name not in ("host_accumulate", "hierarchical")
+]
+
+
+def faults_of(name, comm, strategy, per_node):
+    """What differs in a step of training, on this rank. Collective."""
+    network = NETWORKS[name]()
+    with build(name, comm, strategy) as executor:
+        trainer = trainer_of(executor)
+        advance(trainer, [0])
+        trainer.settle()
+        comm.counters.reset()
+        advance(trainer, [1])
+        trainer.settle()
+        found = {kind: count for kind, count in comm.counters.snapshot().items() if kind != "errors"}
+        held = {k: v for k, v in executor.predicted_bytes.items() if k != "kernel workspace"}
+    faults = differing(found, count_step(network, strategy, BATCH, comm.size, per_node=per_node), comm.rank)
+    steps, scheme = stages(network, strategy, BATCH), strategy.reduction
+    buckets = buckets_of(steps, 4, strategy.bucket_bytes, scheme)
+    want = memory_of(steps, buckets, comm.rank, comm.size, 4, True, 1, scheme, per_node)
+    return [f"{fault} under {strategy}" for fault in faults] + memory_faults(held, want, comm, scheme)
+
+
+def memory_faults(held, want, comm, scheme):
+    """Arrays of the scheme are exact; so is all memory where MPI carries the sums, less what rounding scribbles on."""
+    uses = ["parameter", "parameter gradient", "optimizer state", "gradient error", "replicated gradient"]
+    if comm.transport == "mpi" and scheme.payload == "float32":
+        uses.append("messages")
+    return [
+        f"{use}: predicted {want.get(use, 0)}, held {held.get(use, 0)} with {scheme}"
+        for use in uses
+        if held.get(use, 0) != want.get(use, 0)
+    ]
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize(("scheme", "where"), CASES, ids=lambda x: str(x) if isinstance(x, Scheme) else x[0][:8])
+def test_messages_bytes_and_memory_of_every_scheme(scheme, where):
+    transport, per_node = where
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        parts = {"sample": 2, "height": 2} if comm.size == 4 else {"sample": comm.size}
+        faults = faults_of("lenet", comm, Strategy(parts, bucket_bytes=BUCKET, reduction=scheme), per_node)
+        comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("where", [SHARED, TWO_PER_NODE], ids=["shared", "nodes of two"])
+@pytest.mark.parametrize("name", ["hierarchical", "sharded", "host_accumulate"])
+def test_blocks_of_channels_are_summed_by_those_who_hold_them(name, where):
+    transport, per_node = where
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        size = comm.size
+        layers = {"conv2": {"channel": size}, "dense3": {"input_channel": 2}, "dense5": {"sample": 1}}
+        strategy = Strategy({"sample": size}, layers, bucket_bytes=BUCKET, reduction=Scheme(name))
+        faults = faults_of("lenet", comm, strategy, per_node)
+        comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)
