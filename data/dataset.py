@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
-from . import structure
 from .errors import DataError
+from .structure import Kind, Structure, examine, find, one_line, open_file, shape_of
 
 __all__ = ["Hdf5Dataset"]
 
@@ -40,9 +40,14 @@ class Hdf5Dataset:
         Order of axes on disk, for any number of spatial axes. Default: the attribute ``layout`` of the inputs.
     target_range : (low, high), optional
         Targets outside are refused when they are read.
+    structure : Structure, optional
+        What another rank found in this file (:attr:`structure`); it is then not looked at before it is first read, and
+        `inputs`, `targets` and `layout` do not count.
 
     Attributes
     ----------
+    structure : Structure
+        All there is to know of the file, as plain data.
     sample_shape, target_shape : tuple
         ``(*spatial, C)`` of one sample; a label per sample is ``(1,)``.
     channel_names : list of str
@@ -66,25 +71,19 @@ class Hdf5Dataset:
         targets: str | None = "mask",
         layout: str | None = None,
         target_range: tuple[float, float] | None = None,
+        structure: Structure | None = None,
     ) -> None:
         self.path = Path(path)
         self.bytes_read = 0
         self.target_range = target_range
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
-        self._file = structure.open_file(self.path)
-        try:
-            self._inputs = structure.find(self._file, self.path, inputs)
-            self._kind = structure.input_kind(self._inputs, self.path, layout)
-            self.sample_shape = structure.shape_of(self._inputs, self._kind)
-            self.channel_names = structure.channel_names(self._inputs, self.sample_shape[-1])
-            self.groups = structure.groups(self._file, len(self))
-            self._targets, self._target_kind, self.target_shape = self._open_targets(targets)
-        except BaseException:
-            self._file.close()
-            raise
+        self._opened: tuple[h5py.File, h5py.Dataset, h5py.Dataset | None] | None = None
+        self.structure = self._examine(inputs, targets, layout) if structure is None else structure
+        self.sample_shape, self.target_shape = self.structure.sample_shape, self.structure.target_shape
+        self.channel_names, self.groups = self.structure.channel_names, self.structure.groups
 
     def __len__(self) -> int:
-        return self._inputs.shape[0]
+        return self.structure.shape[0]
 
     def __enter__(self) -> Hdf5Dataset:
         return self
@@ -95,8 +94,10 @@ class Hdf5Dataset:
         self.close()
 
     def close(self) -> None:
-        """Close the file; twice does no harm."""
-        self._file.close()
+        """Close the file; twice does no harm, and what is read afterwards opens it again."""
+        if self._opened is not None:
+            self._opened[0].close()
+            self._opened = None
 
     def read(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """Read this rank's box of the inputs of a global batch. Local.
@@ -120,7 +121,7 @@ class Hdf5Dataset:
         DataError
             NaN or infinity in what was read; a file that cannot be read any more.
         """
-        filled = self._read(self._inputs, self._kind, indices, box, out)
+        filled = self._read(self._datasets()[0], self.structure.input_kind, indices, box, out)
         self._check_finite(indices, box, out, filled)
         return filled
 
@@ -129,23 +130,51 @@ class Hdf5Dataset:
 
         A label per sample has the box ``(N, 1)``.
         """
-        if self._targets is None:
+        targets = self._datasets()[1]
+        if targets is None:
             raise DataError(f"{self.path}: opened without targets; pass targets='name of a dataset'")
-        filled = self._read(self._targets, self._target_kind, indices, box, out)
+        filled = self._read(targets, self.structure.target_kind, indices, box, out)
         self._check_targets(indices, box, out, filled)
         return filled
 
-    def _open_targets(self, name: str | None) -> tuple[h5py.Dataset | None, structure.Kind, tuple[int, ...]]:
-        if name is None:
-            return None, "vector", ()
-        targets = structure.find(self._file, self.path, name)
-        kind = structure.target_kind(targets, self.path, self._inputs, self._kind)
-        return targets, kind, structure.shape_of(targets, kind)
+    def _examine(self, inputs: str, targets: str | None, layout: str | None) -> Structure:
+        file = open_file(self.path)
+        try:
+            found = examine(file, self.path, inputs, targets, layout)
+            self._opened = file, file[inputs], None if targets is None else file[targets]
+        except BaseException:
+            file.close()
+            raise
+        return found
+
+    def _datasets(self) -> tuple[h5py.Dataset, h5py.Dataset | None]:
+        """Inputs and targets; opened now, where another rank has examined the file."""
+        if self._opened is None:
+            file = open_file(self.path)
+            try:
+                self._opened = file, *self._find_again(file)
+            except BaseException:
+                file.close()
+                raise
+        return self._opened[1:]
+
+    def _find_again(self, file: h5py.File) -> tuple[h5py.Dataset, h5py.Dataset | None]:
+        """The datasets, no attribute of which is read."""
+        wanted = self.structure
+        inputs = find(file, self.path, wanted.inputs)
+        targets = None if wanted.targets is None else find(file, self.path, wanted.targets)
+        coarse = () if targets is None else shape_of(targets, wanted.target_kind)
+        if (inputs.shape, coarse) != (wanted.shape, wanted.target_shape):
+            raise DataError(
+                f"{self.path}: expected inputs of shape {wanted.shape}, targets of {wanted.target_shape} as when the "
+                f"run began, got {inputs.shape} and {coarse}; it was written anew, or this node sees another file"
+            )
+        return inputs, targets
 
     def _read(
-        self, source: h5py.Dataset, kind: structure.Kind, indices: Sequence[int], box: Box, out: NDArray[Any]
+        self, source: h5py.Dataset, kind: Kind, indices: Sequence[int], box: Box, out: NDArray[Any]
     ) -> tuple[slice, ...]:
-        whole = Box.of_shape((len(indices), *structure.shape_of(source, kind)))
+        whole = Box.of_shape((len(indices), *shape_of(source, kind)))
         if box.ndim != whole.ndim or out.shape != box.shape:
             raise DataError(
                 f"{self.path}: expected a box of {whole.ndim} axes within {whole.shape} and an array of its shape, "
@@ -163,7 +192,7 @@ class Hdf5Dataset:
     def _read_sample(
         self,
         source: h5py.Dataset,
-        kind: structure.Kind,
+        kind: Kind,
         where: tuple[int | slice, ...],
         out: NDArray[Any],
         destination: tuple[int | slice, ...],
@@ -178,7 +207,7 @@ class Hdf5Dataset:
             source.read_direct(scratch, where)
         except (OSError, RuntimeError) as error:
             raise DataError(
-                f"{self.path}: cannot read sample {where[0]} of {source.name!r} ({structure.one_line(error)}); the "
+                f"{self.path}: cannot read sample {where[0]} of {source.name!r} ({one_line(error)}); the "
                 "file is damaged or was changed while it was open: write it again"
             ) from error
         if kind == "channels first":
@@ -230,7 +259,7 @@ class Hdf5Dataset:
         )
 
 
-def _selection(kind: structure.Kind, index: int, where: tuple[slice, ...]) -> tuple[int | slice, ...]:
+def _selection(kind: Kind, index: int, where: tuple[slice, ...]) -> tuple[int | slice, ...]:
     """Slices on disk of the part `where` ``(*spatial, C)`` of one sample."""
     *spatial, channels = where
     if kind == "channels first":

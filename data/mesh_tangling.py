@@ -219,7 +219,7 @@ def generate(
 def _hdf5(path: Path) -> Iterator[h5py.File]:
     """A new HDF5 file; the first error wins over those that closing a broken file adds."""
     # No chunk cache: every write reaches the file at once, so that a full disk is noticed by the write that met it.
-    file = h5py.File(path, "w", libver="v110", rdcc_nbytes=0)
+    file = h5py.File(path, "w", libver="v110", rdcc_nbytes=0, locking=False)
     try:
         yield file
     except BaseException:

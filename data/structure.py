@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DataError
+from .reading import BeingWritten, open_to_read
 
-__all__ = ["Kind", "channel_names", "find", "groups", "input_kind", "one_line", "open_file", "shape_of", "target_kind"]
+__all__ = ["Kind", "Structure", "examine", "find", "one_line", "open_file"]
 
 Kind = Literal["channels last", "channels first", "no channels", "vector"]
 """How a dataset is stored: ``(N, *spatial, C)``, ``(N, C, *spatial)``, ``(N, *spatial)`` or ``(N, K)``."""
@@ -23,19 +25,70 @@ _LAYOUTS: dict[str, Kind] = {
 }
 
 
+@dataclass(frozen=True)
+class Structure:
+    """What a file holds, as plain data: one rank examines it and tells the others, who then need not.
+
+    Attributes
+    ----------
+    inputs, targets : str
+        Names of the datasets; None for a file that is read without targets.
+    shape : tuple
+        Of the inputs on disk.
+    input_kind, target_kind : Kind
+    sample_shape, target_shape : tuple
+        ``(*spatial, C)`` of one sample.
+    channel_names : list of str
+    groups : int64 array ``(N,)`` or None
+    """
+
+    inputs: str
+    targets: str | None
+    shape: tuple[int, ...]
+    input_kind: Kind
+    target_kind: Kind
+    sample_shape: tuple[int, ...]
+    target_shape: tuple[int, ...]
+    channel_names: list[str]
+    groups: NDArray[np.int64] | None
+
+
+def examine(file: h5py.File, path: Path, inputs: str, targets: str | None, layout: str | None) -> Structure:
+    """Look at an open file: which axes its datasets have, and whether they fit each other. Local.
+
+    Raises
+    ------
+    DataError
+        Dataset missing, of wrong rank or type; inputs and targets that do not fit each other.
+    """
+    x = find(file, path, inputs)
+    kind = input_kind(x, path, layout)
+    sample_shape = shape_of(x, kind)
+    wanted: tuple[Kind, tuple[int, ...]] = ("vector", ())
+    if targets is not None:
+        y = find(file, path, targets)
+        found = target_kind(y, path, x, kind)
+        wanted = found, shape_of(y, found)
+    names = channel_names(x, sample_shape[-1])
+    return Structure(inputs, targets, x.shape, kind, wanted[0], sample_shape, wanted[1], names, groups(file, len(x)))
+
+
 def open_file(path: Path) -> h5py.File:
     """Open to read.
 
     Raises
     ------
     DataError
-        File missing, not HDF5, truncated.
+        File missing, not HDF5, truncated, being written.
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; generate it (halograd generate) or correct the path")
     try:
-        # Ranks on a file system without locks (many Lustre and NFS mounts) only read.
-        return h5py.File(path, "r", locking="best-effort")
+        return open_to_read(path)
+    except BeingWritten as error:
+        raise DataError(
+            f"{path}: cannot be opened, another process is writing to it; wait until it is complete, or end that one"
+        ) from error
     except OSError as error:
         if path.stat().st_size == 0 or not h5py.is_hdf5(path):
             raise DataError(f"{path}: expected an HDF5 file, got something else; check the path") from error

@@ -25,6 +25,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.data.atomic import atomic_path
+from halograd.data.reading import BeingWritten, open_to_read
 from halograd.device import device_of
 from halograd.errors import UserError
 from halograd.layers import Network
@@ -273,7 +274,9 @@ class _Opened:
         if not self._path.exists():
             raise UserError(f"checkpoint {self._path}: expected a file, there is none")
         try:
-            self._file = h5py.File(self._path, "r")
+            self._file = open_to_read(self._path)
+        except BeingWritten as error:
+            raise UserError(f"checkpoint {self._path}: expected a file that nobody writes to; {error}") from error
         except OSError as error:
             raise self._damaged(error) from error
         if "format" not in self._file.attrs:

@@ -44,7 +44,7 @@ def write_predictions(session: Session, batches: list[Batch], path: Path) -> Non
 
 
 def _write(path: Path, parts: list[tuple[np.ndarray, np.ndarray, list[int]]]) -> None:
-    with atomic_path(path) as partial, h5py.File(partial, "w") as file:
+    with atomic_path(path) as partial, h5py.File(partial, "w", locking=False) as file:
         file["prediction"] = np.concatenate([p for p, _, _ in parts])
         file["target"] = np.concatenate([t for _, t, _ in parts])
         file["sample"] = np.array([i for _, _, indices in parts for i in indices], np.int64)

@@ -22,6 +22,7 @@ from halograd.training.folder import CheckpointFolder
 from halograd.training.log import RunLog, rewind_log
 from halograd.training.metrics import Evaluation
 from halograd.training.predictions import write_predictions
+from halograd.training.root import on_root, read_config
 from halograd.training.session import Session
 from halograd.training.signals import StopSignals
 from halograd.training.step_times import RunPlan
@@ -78,10 +79,11 @@ def train(
     UserError, DataError
         Something the user can put right, in one line.
     """
-    config = load_config(config_path, overrides)
+    world = boot() if comm is None else comm
+    config = read_config(world, config_path, overrides)
     directory = Path(config.output.directory)
     folder = CheckpointFolder(directory / "checkpoints", config.output.keep)
-    with StopSignals() as signals, _communicator(config, comm) as ranks, ExitStack() as stack:
+    with StopSignals() as signals, _communicator(config, world) as ranks, ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
         found, progress = _start_from(ranks, folder, resume)
         normalization = None if progress is None else progress.normalization
@@ -131,8 +133,9 @@ def evaluate(
     """
     if samples not in SAMPLES:
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
-    config, checkpoint, progress = _trained(Path(target), overrides)
-    with _communicator(config, comm) as ranks, ExitStack() as stack:
+    world = boot() if comm is None else comm
+    config, checkpoint, progress = on_root(world, lambda: _trained(Path(target), overrides))
+    with _communicator(config, world) as ranks, ExitStack() as stack:
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
         session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
@@ -149,11 +152,10 @@ def evaluate(
 
 
 @contextmanager
-def _communicator(config: Config, comm: Any) -> Iterator[Communicator]:
-    """All ranks of the job, with the transport of the configuration."""
+def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
+    """These ranks, with the transport of the configuration."""
     from halograd.comm.transports import parse_transport  # not at the top: it needs MPI
 
-    world = boot() if comm is None else comm
     try:
         parse_transport(config.backend.transport)
     except CommError as error:

@@ -20,6 +20,7 @@ from halograd.data import (
     channel_statistics,
     split,
 )
+from halograd.data.structure import Structure
 from halograd.errors import UserError
 from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy, Strategy
 from halograd.training.build import make_network, make_strategy, with_reduction
@@ -27,6 +28,7 @@ from halograd.training.config import Config, DataConfig
 from halograd.training.executor import Executor
 from halograd.training.feeding import DeviceFeed
 from halograd.training.kernels import open_kernels
+from halograd.training.root import on_root
 from halograd.training.timeline import Timeline
 
 __all__ = ["Session"]
@@ -78,12 +80,13 @@ class Session:
         data, settings = config.data, config.training
         network = make_network(config)
         planned = strategy is not None
-        strategy = strategy or make_strategy(config.strategy, comm.size, network, settings.batch)
+        strategy = strategy or _strategy(config, comm, network)
         strategy = with_reduction(strategy, config)
         strategy.validate(network, comm.size)
         strategy.refuse_empty_blocks(network)
+        dataset = stack.enter_context(_open_dataset(data, network, comm))
         with comm.agreement():
-            dataset = stack.enter_context(_open_dataset(data, network))
+            _check_shape(data, dataset, network)
             reduction = _reduction(data, dataset, network)
         training, validation = split(len(dataset), data.validation, settings.seed, dataset.groups)
         statistics = None
@@ -157,16 +160,37 @@ class Session:
                 pulse.at("data", "")
 
 
-def _open_dataset(data: DataConfig, network: Network) -> Hdf5Dataset:
-    dataset = Hdf5Dataset(data.path, data.inputs, data.targets, data.layout, _target_range(network))
+def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:
+    """That of the configuration; a file is read by rank 0 for all. Collective."""
+
+    def make() -> Strategy:
+        return make_strategy(config.strategy, comm.size, network, config.training.batch)
+
+    return make() if config.strategy.file is None else on_root(comm.mpi, make)  # arithmetic is alike on all ranks
+
+
+def _open_dataset(data: DataConfig, network: Network, comm: Communicator) -> Hdf5Dataset:
+    """The data set, which rank 0 examines for all: the others open the file when they first read. Collective."""
+    opened: list[Hdf5Dataset] = []
+
+    def open_(structure: Structure | None = None) -> Structure:
+        found = Hdf5Dataset(data.path, data.inputs, data.targets, data.layout, _target_range(network), structure)
+        opened.append(found)
+        return found.structure
+
+    structure = on_root(comm.mpi, open_)
+    if comm.rank:
+        open_(structure)
+    return opened[0]
+
+
+def _check_shape(data: DataConfig, dataset: Hdf5Dataset, network: Network) -> None:
     expected = network.inputs["x"].shape
     if dataset.sample_shape != expected:
-        dataset.close()
         raise UserError(
             f"data.path: expected samples of shape {expected} for model {network.name!r}, got {dataset.sample_shape} "
             f"in {data.path}; change the options of [model] or the data"
         )
-    return dataset
 
 
 def _target_range(network: Network) -> tuple[float, float] | None:

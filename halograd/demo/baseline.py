@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import h5py
 import numpy as np
 
 from halograd.data import ChannelStatistics, Hdf5Dataset, split
 from halograd.data.logistic import LogisticModel, best_threshold, fit, predict
+from halograd.data.reading import open_to_read
 from halograd.demo.files import Files
 from halograd.demo.settings import DemoSettings
 from halograd.dtensor.box import Box
@@ -92,7 +92,7 @@ def judge(files: Files, settings: DemoSettings) -> Judged:
 
 def _logits(files: Files) -> np.ndarray:
     """``(N, H, W, 1)``, by number of the sample."""
-    with h5py.File(files.predictions, "r") as file:
+    with open_to_read(files.predictions) as file:
         order = np.argsort(file["sample"][:])
         return file["prediction"][:][order]
 
@@ -116,7 +116,7 @@ def _statistics(files: Files) -> ChannelStatistics:
 
 
 def _limit(files: Files) -> float:
-    with h5py.File(files.data, "r") as file:
+    with open_to_read(files.data) as file:
         return float(file.attrs["limit"])
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import h5py
-
 from halograd.data import DataError, Hdf5Dataset, generate
 from halograd.data.mesh_tangling import FORMAT, FORMAT_VERSION, Settings
+from halograd.data.reading import open_to_read
 from halograd.demo.settings import DemoSettings
 from halograd.errors import UserError
 
@@ -34,7 +33,7 @@ def _is_wanted(path: Path, settings: DemoSettings) -> bool:
     wanted = asdict(Settings(settings.resolution, settings.samples, settings.seed))
     wanted["format_version"] = FORMAT_VERSION
     try:
-        with h5py.File(path, "r", locking="best-effort") as file:
+        with open_to_read(path) as file:
             attributes = dict(file.attrs)
     except OSError:
         attributes = {}

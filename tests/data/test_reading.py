@@ -1,0 +1,127 @@
+"""Files on file systems with locks and without, and structures that another rank has found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from halograd.data import structure
+from halograd.data.dataset import Hdf5Dataset
+from halograd.data.errors import DataError
+from halograd.dtensor.box import Box
+
+N, EDGE = 3, 4
+
+# What flock answers on many mounts of Lustre (ENOSYS) and NFS (ENOLCK, EOPNOTSUPP).
+WITHOUT_LOCKS = """
+#include <errno.h>
+#include <stdlib.h>
+int flock(int descriptor, int operation) {
+  (void)descriptor, (void)operation;
+  errno = atoi(getenv("FLOCK_SAYS"));
+  return -1;
+}
+"""
+
+READS = """
+import logging, sys
+logging.basicConfig(format="halograd: %(message)s")
+from halograd.data.dataset import Hdf5Dataset
+with Hdf5Dataset(sys.argv[1]) as data, Hdf5Dataset(sys.argv[1]) as again:
+    print(data.sample_shape, again.sample_shape)
+"""
+
+WRITES = """
+import h5py, sys
+with h5py.File(sys.argv[1], "r+", locking=True):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "data.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("inputs", data=np.arange(N * EDGE * EDGE * 2.0).reshape(N, EDGE, EDGE, 2))
+        file["inputs"].attrs["layout"] = "NHWC"
+        file["mask"] = np.ones((N, EDGE, EDGE), np.uint8)
+        file["simulation"] = np.array([0, 0, 1])
+    return path
+
+
+@pytest.fixture(scope="module")
+def no_locks(tmp_path_factory) -> Path:
+    """A library to preload, in which flock fails."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler, to stand in for a file system without locks")
+    folder = tmp_path_factory.mktemp("flock")
+    (folder / "flock.c").write_text(WITHOUT_LOCKS)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "flock.so", folder / "flock.c"], check=True)
+    return folder / "flock.so"
+
+
+@pytest.mark.parametrize("answer, told", [(38, False), (37, True), (95, True)], ids=["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def test_no_locks_to_be_had(path, no_locks, answer, told):
+    environment = {**os.environ, "LD_PRELOAD": str(no_locks), "FLOCK_SAYS": str(answer)}
+    done = subprocess.run(
+        [sys.executable, "-c", READS, path], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout == "(4, 4, 2) (4, 4, 2)\n", done.stderr
+    lines = done.stderr.splitlines()
+    if told:
+        (line,) = lines  # once, though two files were opened
+        assert line.startswith(f"halograd: {path}: this file system has no file locks (E") and "reading without" in line
+    else:
+        assert not lines
+
+
+def test_a_file_that_is_being_written(path):
+    command, pipe = [sys.executable, "-c", WRITES, path], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as writer:
+        assert writer.stdout is not None and writer.stdout.readline() == "open\n"
+        with pytest.raises(DataError, match="another process is writing to it; wait"):
+            Hdf5Dataset(path)
+        writer.communicate("")  # its input ends
+    with Hdf5Dataset(path) as data:
+        assert len(data) == N
+
+
+def test_another_ranks_structure_is_not_looked_for_again(path, monkeypatch):
+    """Only the two datasets are opened, and only when something is read."""
+    with Hdf5Dataset(path) as first:
+        found = first.structure
+    looked: list[str] = []
+    monkeypatch.setattr(structure, "groups", lambda *a: looked.append("groups"))
+    monkeypatch.setattr(structure, "channel_names", lambda *a: looked.append("names"))
+    path.rename(path.with_name("away.h5"))
+    data = Hdf5Dataset(path, structure=found)  # nothing is opened
+    assert (len(data), data.sample_shape, data.target_shape) == (N, (EDGE, EDGE, 2), (EDGE, EDGE, 1))
+    assert data.groups is not None and data.groups.tolist() == [0, 0, 1]
+    path.with_name("away.h5").rename(path)
+    out = np.empty((N, EDGE, EDGE, 2), np.float32)
+    data.read(range(N), Box.of_shape(out.shape), out)
+    data.close()
+    assert out.reshape(-1).tolist() == list(range(out.size)) and not looked
+
+
+def test_another_file_than_rank_0_has_seen(path):
+    with Hdf5Dataset(path) as first:
+        found = first.structure
+    with h5py.File(path, "w") as file:
+        file["inputs"], file["mask"] = np.zeros((N, 8, 8, 2)), np.zeros((N, 8, 8))
+    data, out = Hdf5Dataset(path, structure=found), np.empty((1, EDGE, EDGE, 2))
+    message = r"expected inputs of shape \(3, 4, 4, 2\), targets .* as when the run began, got \(3, 8, 8, 2\) and"
+    with pytest.raises(DataError, match=message):
+        data.read([0], Box.of_shape(out.shape), out)
+    path.unlink()
+    with pytest.raises(DataError, match="no such file"):
+        data.read([0], Box.of_shape(out.shape), out)

@@ -1,0 +1,91 @@
+"""What rank 0 reads for all: results and errors reach every rank, and nobody else opens the files."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from halograd.comm import Communicator
+from halograd.data import structure
+from halograd.data.errors import DataError
+from halograd.errors import UserError
+from halograd.layers.strategy import Strategy
+from halograd.training.root import on_root, read_config
+from halograd.training.session import Session
+from tests.training.runs import write_config
+
+_opened: list[str] | None = None
+
+
+def _listen(event: str, arguments: tuple) -> None:
+    if _opened is not None and event == "open" and isinstance(arguments[0], (str, bytes, Path)):
+        _opened.append(Path(str(arguments[0])).name)
+
+
+@pytest.fixture(scope="module")
+def hook():
+    sys.addaudithook(_listen)  # stays, and does nothing when nobody listens
+
+
+@pytest.fixture
+def opened(hook):
+    """Names of the files that Python opens on this rank."""
+    global _opened
+    _opened = []
+    yield _opened
+    _opened = None
+
+
+@pytest.mark.mpi
+def test_all_ranks_have_what_rank_0_has_found(comm):
+    calls: list[int] = []
+
+    def call():
+        calls.append(1)
+        return {"answer": 42}
+
+    assert on_root(comm, call) == {"answer": 42}
+    assert len(calls) == (comm.rank == 0)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", [UserError, DataError])
+def test_mistakes_are_raised_on_all_ranks_alike(comm, kind):
+    def call():
+        raise kind("expected a moon, got none")
+
+    with pytest.raises(kind, match=r"^expected a moon, got none$") as caught:
+        on_root(comm, call)
+    assert comm.size == 1 or (caught.value.agreed and caught.value.arose_here == (comm.rank == 0))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_fault_is_raised_where_it_arose(comm):
+    with pytest.raises(ZeroDivisionError if comm.rank == 0 else UserError, match=r"zero|rank 0 failed, and says why"):
+        on_root(comm, lambda: 1 / 0)
+
+
+@pytest.mark.mpi
+def test_configuration_plan_and_structure_are_read_once(comm, tmp_path, opened, monkeypatch):
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+        Strategy({"height": comm.size}).save(folder / "cut.json")
+    comm.Barrier()
+    opened.clear()
+    files: list[Path] = []
+    open_file = structure.open_file
+    monkeypatch.setattr("halograd.data.dataset.open_file", lambda path: files.append(path) or open_file(path))
+    sets = [f"strategy={{file = '{folder / 'cut.json'}'}}", "data.normalize=false"]
+    config = read_config(comm, folder / "run.toml", sets)
+    with Communicator(comm) as ranks, ExitStack() as stack:
+        session = Session.open(config, ranks, stack)
+        assert session.executor.strategy.parts == {"height": comm.size}
+        assert len(session.dataset) == 19
+        assert len(files) == (comm.rank == 0)
+        list(session.feed(session.in_order(session.training[:4])))
+        assert len(files) == 1  # now everyone reads a block
+    assert {"run.toml", "cut.json"} & set(opened) == ({"run.toml", "cut.json"} if comm.rank == 0 else set())

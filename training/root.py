@@ -1,0 +1,70 @@
+"""What rank 0 does for all ranks as a job starts, before or beside a communicator of ours.
+
+A thousand ranks that open the same small file at the same moment keep a parallel file system busy for longer than they
+need for everything else. Rank 0 reads, and tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from halograd.data.errors import DataError
+from halograd.errors import UserError
+from halograd.training.config import Config, load_config
+
+__all__ = ["on_root", "read_config"]
+
+Result = TypeVar("Result")
+#: Errors that are the user's to mend.
+_MISTAKES: dict[str, type[Exception]] = {"user": UserError, "data": DataError}
+
+
+def on_root(world: Any, call: Callable[[], Result]) -> Result:
+    """What `call` returns on rank 0, on all ranks. Collective over `world`.
+
+    Parameters
+    ----------
+    world
+        An MPI communicator.
+    call
+        Local; its result can be sent.
+
+    Raises
+    ------
+    UserError, DataError
+        What `call` raises, on all ranks alike. Any other error is raised on rank 0, which ends the job.
+    """
+    if world.size == 1:
+        return call()
+    found: Any = None
+    raised: Exception | None = None
+    if world.rank == 0:
+        try:
+            found = call()
+        except Exception as error:
+            raised = error
+    found, mistake = world.bcast((found, _described(raised)))
+    if mistake is None:
+        return found
+    kind, text = mistake
+    if raised is not None and kind not in _MISTAKES:
+        raise raised
+    told = _MISTAKES.get(kind, UserError)(text)
+    told.agreed, told.arose_here = True, world.rank == 0  # type: ignore[attr-defined]
+    raise told from raised
+
+
+def _described(raised: Exception | None) -> tuple[str, str] | None:
+    """Kind and text of an error, to be sent."""
+    if raised is None:
+        return None
+    kinds = (kind for kind, error in _MISTAKES.items() if isinstance(raised, error))
+    kind = next(kinds, "fault")
+    return kind, str(raised) if kind in _MISTAKES else "rank 0 failed, and says why"
+
+
+def read_config(world: Any, path: str | Path, overrides: Sequence[str]) -> Config:
+    """The configuration, read and checked by rank 0. Collective; see :func:`load_config`."""
+    return on_root(world, lambda: load_config(path, overrides))
