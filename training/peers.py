@@ -26,7 +26,7 @@ from typing import Any
 __all__ = ["LOST", "Line", "Listener", "Peers", "connect"]
 
 #: After how long a node that answers nothing is given up [s].
-LOST = 7.0
+LOST = 6.0
 PATIENCE = 5.0  # for a connection to be made [s]
 LONGEST = 1 << 16  # of a message [B]: whoever sends more is none of us
 

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from halograd.comm import Communicator
+from halograd.training.log import read_log
 from halograd.training.peers import Line, Listener, Peers, connect
 from halograd.training.pulse import Pulse
 from halograd.training.stall import Place, describe_stall
@@ -32,6 +33,9 @@ __all__ = ["Watchdog"]
 
 INTERVAL = 1.0  # between two looks [s]
 ANSWERS = 3.0  # how long ranks are given to say where they are [s]
+TURN = 2.5  # how long other ranks leave it to rank 1 to say that rank 0 is gone [s]
+FORWARDING = 0.5  # for the launcher to pass on what was said: to abort takes its relay along [s]
+LAST = 2.0  # until a rank ends itself when all is said [s]
 GRACE = 8.0  # for a rank with an error of its own to end the job itself: the command line takes 5 of them [s]
 
 
@@ -127,10 +131,10 @@ class Watchdog:
         elif kind == "stalled" and not self._over:
             self._report_stall()
         elif kind == "dying" and not self._over:
-            self._announce_end()
+            self._announce_end(GRACE)
             self._write(rank, str(message.get("cause")))
         elif kind == "ending":  # rank 0 knows of it: what ends from now on ends because of that
-            self._over, self._deadline = True, time.monotonic() + GRACE
+            self._over, self._deadline = True, time.monotonic() + float(message["within"])
 
     def _ended(self, rank: int, how: str) -> None:
         """The line to a rank ended without a word."""
@@ -138,8 +142,18 @@ class Watchdog:
             return
         self._over = True
         if self._comm.rank > 1:
-            time.sleep(INTERVAL)  # rank 1 speaks, if it is alive
+            time.sleep(TURN)  # rank 1 speaks, if it is alive
+            if self._was_said(rank):
+                os._exit(1)
         self._end(rank, self._cause(rank, how))
+
+    def _was_said(self, rank: int) -> bool:
+        """Whether the log ends with the end of this rank: somebody has spoken, whom this rank has no line to."""
+        try:
+            entries = read_log(self._log)
+        except OSError:
+            return False
+        return bool(entries) and (entries[-1].get("event"), entries[-1].get("rank")) == ("failed", rank)
 
     def _cause(self, rank: int, how: str) -> str:
         if how == "lost":
@@ -152,7 +166,7 @@ class Watchdog:
         """This rank is about to end the job because of a fault of its own."""
         if self._comm.rank == 0:
             if not self._over:
-                self._announce_end()
+                self._announce_end(GRACE)
                 self._write(0, cause)
         else:
             self._peers.send(kind="dying", cause=cause)
@@ -163,7 +177,7 @@ class Watchdog:
         while not self._closing:
             self._peers.wait(INTERVAL)
             if time.monotonic() > self._deadline:
-                self._comm.abort(1)  # the rank that had a fault has said so, and could not end the job
+                os._exit(1)  # the rank that had a fault has said so, and could not end the job
             if self._patience and self._pulse is not None and not self._over:
                 self._look()
 
@@ -202,18 +216,27 @@ class Watchdog:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def _announce_end(self) -> None:
-        """Somebody ends the job, and has said or will say why: nobody else shall."""
-        self._over, self._deadline = True, time.monotonic() + GRACE
+    def _announce_end(self, within: float) -> None:
+        """Somebody ends the job, and has said or will say why: nobody else shall.
+
+        A rank that is still there after so many seconds ends itself: to abort ends the others only where the launcher
+        sees to it.
+        """
+        self._over, self._deadline = True, time.monotonic() + within
         if self._comm.rank == 0:
-            self._peers.send(kind="ending")
+            self._peers.send(kind="ending", within=within)
 
     def _end(self, rank: int, cause: str) -> None:
         """Say who it was and why, and end the job. Does not return."""
         self._say(f"rank {rank} of {self._comm.size} on {self._hosts[rank]}: {cause}; the job ends, "
                   "go on with --resume")  # fmt: skip
         self._write(rank, cause)
-        self._announce_end()
+        self._announce_end(LAST)
+        time.sleep(FORWARDING)
+        # MPI may be in no state to end anything.
+        last = threading.Timer(LAST, os._exit, (1,))
+        last.daemon = True
+        last.start()
         self._comm.abort(1)
 
     def _say(self, text: str) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from halograd.training.log import read_log
 from halograd.training.signals import CHECKPOINTED
+from tests.harness import jobs
 from tests.launch import mpiexec
-from tests.training.launching import SLOW, losses, rank_processes, sets, started, wait_for_step
+from tests.training.launching import SLOW, UNSEEN, losses, rank_processes, sets, started, wait_for_step
 from tests.training.runs import write_config
 
 HOST = platform.node()
@@ -33,6 +34,13 @@ def assert_same(found: Path, wanted: Path) -> None:
     assert list(mine.values()) == pytest.approx(list(theirs.values()), rel=1e-9)
     assert [epoch for epoch, _ in judged] == [epoch for epoch, _ in expected]
     assert [loss for _, loss in judged] == pytest.approx([loss for _, loss in expected], rel=1e-9)
+
+
+def said(stderr: str) -> list[str]:
+    """The lines of our own among those of the launcher."""
+    found = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
+    assert found, stderr
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +90,22 @@ def test_signals(whole):
 @pytest.mark.parametrize("victim", [1, 0])
 @pytest.mark.timeout(120)
 def test_killed_rank(whole, victim):
-    """SIGKILL, under a launcher that does not care (as srun without --kill-on-bad-exit): one message, no waiting."""
+    """SIGKILL, under a launcher that sees nothing: one message, and within ten seconds no rank is left."""
     out = whole / f"killed{victim}"
     train = ["-m", "halograd", "train", whole / "run.toml", *sets(*COMMON, SLOW, f"output.directory={out}")]
-    with started(3, *train, *sets("strategy.height=3"), options=["-disable-auto-cleanup"]) as (process, mark):
+    with started(3, *train, *sets("strategy.height=3"), wrapper=UNSEEN) as (process, mark):
         wait_for_step(out, 3, process)
         os.kill(rank_processes(mark)[victim], signal.SIGKILL)
         begin = time.monotonic()
+        while rank_processes(mark):
+            assert time.monotonic() - begin < 10
+            time.sleep(0.05)
+        jobs.end(mark)  # the launcher
         _, stderr = process.communicate(timeout=30)
-        assert time.monotonic() - begin < 10
-    assert process.returncode != 0
-    (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
-    assert line.startswith(f"halograd: rank {victim} of 3 on {HOST}: its process is gone; it was killed")
     (failed,) = read_log(out / "log.jsonl", "failed")
     assert (failed["rank"], failed["host"]) == (victim, HOST) and "it was killed" in failed["cause"]
+    (line,) = said(stderr)
+    assert line.startswith(f"halograd: rank {victim} of 3 on {HOST}: its process is gone; it was killed")
 
 
 @pytest.mark.timeout(120)
@@ -108,7 +118,7 @@ def test_stopped_rank(whole):
         os.kill(rank_processes(mark)[2], signal.SIGSTOP)
         _, stderr = process.communicate(timeout=30)
     assert process.returncode != 0
-    (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
+    (line,) = said(stderr)
     assert line.startswith(f"halograd: rank 2 of 3 on {HOST}: no progress for 0.03 min: it does not answer")
     assert f"rank 0 on {HOST}: step " in line and ", waiting for '" in line
 
@@ -141,7 +151,7 @@ def test_stalled_layer(whole):
     with started(3, script, whole / "run.toml", *settings) as (process, _):
         _, stderr = process.communicate(timeout=60)
     assert process.returncode != 0
-    (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
+    (line,) = said(stderr)
     where = "no progress for 0.03 min: step 3, backward of layer 'conv2_1', not in an exchange (at hangs.py:"
     assert line.startswith(f"halograd: rank 1 of 3 on {HOST}: {where}")
     assert f"rank 0 on {HOST}: step 3, backward of layer '" in line and "waiting for 'halo: " in line
