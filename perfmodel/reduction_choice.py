@@ -56,7 +56,9 @@ def planned_schemes(
     shares_memory
         Whether ranks of a node will share memory; else schemes that need it are left out.
     """
-    found = [*candidate_schemes(network, strategy, batch), Scheme("per_layer"), Scheme("sharded")]
+    found = candidate_schemes(network, strategy, batch)
+    replicated = sorted({scheme.replicated_dense for scheme in found})
+    found += [Scheme(name, replicated_dense=f) for name in ("per_layer", "sharded") for f in replicated]
     if shares_memory and machine.devices_per_node > 1:
         found.append(Scheme("hierarchical"))
         found += [Scheme("host_accumulate", chunk=n) for n in CHUNKS]

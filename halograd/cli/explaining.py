@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -186,7 +186,7 @@ class Explainer:
             except NoneFits:
                 continue
             indices[v] = int(c)
-            strategy = self.costs.strategy(indices, self.plan.strategy.bucket_bytes)
+            strategy = self._reducing(self.costs.strategy(indices, self.plan.strategy.bucket_bytes))
             found.append(Rival(strategy.parts_of(layer), self._simulate(strategy)))
             if len(found) == count:
                 break
@@ -197,6 +197,14 @@ class Explainer:
 
         parts = parts_key(self.plan.strategy.parts_of(self.costs.names[v]))
         return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
+
+    def _reducing(self, strategy: Strategy) -> Strategy:
+        """With the plan's scheme of gradient reduction, as far as these cuts can have it."""
+        from halograd.layers.replication import replicable_layers
+
+        scheme = self.plan.strategy.reduction
+        most = len(replicable_layers(strategy, self.asked.network, self.plan.batch))
+        return replace(strategy, reduction=replace(scheme, replicated_dense=min(most, scheme.replicated_dense)))
 
     def _simulate(self, strategy: Strategy) -> Prediction:
         from halograd.perfmodel.cost import simulate

@@ -198,7 +198,7 @@ def _totals(plan: Plan) -> list[str]:
         f"step        {time_text(p.step_seconds)} ({p.samples_per_second:.4g} samples/s)",
         f"  layers    forward {time_text(p.forward_seconds)}, backward {time_text(p.backward_seconds)}",
         f"  gradients {time_text(p.allreduce_seconds)} of all-reduce, of which {time_text(p.allreduce_exposed)} "
-        f"waited for; update {time_text(p.update_seconds)}",
+        f"waited for; update {time_text(p.update_seconds)}; summed by {_scheme(plan)}",
     ]
     if p.total("halo"):
         lines.insert(2, f"  halos     {time_text(p.total('halo'))}, of which {time_text(hidden)} behind computation")
@@ -208,6 +208,14 @@ def _totals(plan: Plan) -> list[str]:
         f"memory      {bytes_text(p.memory_bytes)} on the fullest rank: {some}{', ...' if len(uses) > 4 else ''}"
     )
     return lines
+
+
+def _scheme(plan: Plan) -> str:
+    """How gradients are summed, in words."""
+    from halograd.cli.tables import bytes_text
+
+    scheme = plan.strategy.reduction
+    return f"{scheme}, {bytes_text(plan.strategy.bucket_bytes)} each" if scheme.has_buckets else str(scheme)
 
 
 def _comparison(plan: Plan, others: Sequence[Alternative]) -> list[str]:

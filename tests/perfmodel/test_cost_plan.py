@@ -17,6 +17,7 @@ from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS
 from halograd.perfmodel.predict import Plan, Planning, plan_network
+from halograd.perfmodel.reduction_choice import planned_schemes
 
 LASSEN = Machine.load("lassen")
 SLOW = LASSEN.emulated(2e-4, 1e-9)
@@ -152,3 +153,25 @@ def test_problems_are_small_and_quick(name):
     assert time.perf_counter() - began < 10
     assert all(math.isfinite(float(t.min())) for t in problem.times)
     assert problem.names == tuple(network.layers)
+
+
+def test_the_scheme_of_gradient_reduction_is_part_of_the_plan(tmp_path):
+    """VGG-A on many nodes: shards are updated by one node each, and gathered behind forward; the file says so."""
+    network, machine = build("vgg_a"), Machine.load("cori-haswell")
+    planning = Planning("data", bucket_bytes=4 << 20)
+    plan = plan_network(network, 256, 128, machine, times(machine), planning)
+    scheme = plan.strategy.reduction
+    assert scheme.name == "sharded"
+    plain = Strategy({"sample": 128}, bucket_bytes=4 << 20)
+    assert plan.step_seconds < 0.99 * simulate(network, plain, 256, machine, times(machine)).step_seconds
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").strategy.reduction == scheme
+
+
+def test_schemes_that_need_shared_memory_are_planned_only_where_there_is_some():
+    names = [
+        {s.name for s in planned_schemes(build("lenet5"), Strategy({"sample": 8}), 64, machine, shares)}
+        for machine, shares in ((LASSEN, True), (LASSEN, False), (Machine.load("cori-haswell"), True))
+    ]
+    assert names[0] - names[1] == names[0] - names[2] == {"hierarchical", "host_accumulate"}
+    assert {"bucketed", "two_chunks", "per_layer", "sharded"} <= names[1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from halograd.perfmodel.cost.layer_cost import LayerCost
 from halograd.perfmodel.cost.parameters import Bucket, Sharing
-from halograd.perfmodel.cost.timeline import Reduction, run_step
+from halograd.perfmodel.cost.timeline import Reduction, Replication, run_step
 
 NAMES = ("a", "b", "c")
 #: Forward 1 s, backward 2 s, each.
@@ -67,3 +67,47 @@ def test_halos_hide_behind_kernels():
     assert cost.with_halo("pad").forward_seconds == 2.5
     assert cost.with_halo("overlap").forward_seconds == 1.0 + 0.5 + 0.25
     assert cost.backward_seconds == 2.0
+
+
+# -- schemes ------------------------------------------------------------------------------------
+
+
+def test_blocking_sums_begin_when_backward_is_over():
+    """6 of backward; 1 + 1 + 0.5 of sums, one after the other, nothing behind them."""
+    found = run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.5, update=0.25), blocking=True)
+    assert found.seconds == pytest.approx(6 + 2.5 + 3 * 0.25 + 3) and sum(found.waits) == 2.5
+    assert run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.5), concurrent=True, blocking=True).seconds == 6 + 1 + 3
+
+
+def test_what_a_start_takes_delays_backward():
+    """c's sum is begun from 2 to 2.5 and is there at 3.5; b and a have none."""
+    begun = [Reduction(Bucket(("c",), Sharing(2), (8,)), 1.0, 0.0, begin=0.5)]
+    found = run_step(NAMES, COSTS, begun)
+    assert found.seconds == 9.5 and found.waits == (0.5,) and found.backward == 6.0
+
+
+def test_shards_are_updated_first_and_gathered_behind_forward():
+    """Scattered c 2-3, b 4-5, a 6-7; from 7 on updates of a, b, c, 0.25 each, each followed by its gather of 2 s.
+
+    a is there at 9.25, b at 11.25, c at 13.25; forward waits from 7.75 for a, at 10.25 for b, at 12.25 for c.
+    """
+    shards = [Reduction(Bucket((n,), Sharing(2), (8,)), 1.0, 0.25, gather=2.0) for n in reversed(NAMES)]
+    found = run_step(NAMES, COSTS, shards)
+    assert found.seconds == pytest.approx(14.25)
+    assert found.waits == pytest.approx((1.0, 1.0, 1.0 + 1.5))
+    assert found.update == 0.75
+
+
+def test_a_replicated_layer_computes_its_gradient_where_it_is_needed():
+    """b is replicated. Its A is sent when its forward of the step before begins (-2 to 2), E at 6 (to 8).
+
+    c's sum, ready at 2, follows A: 2 to 3. Forward: a 6-7; b waits to 8, multiplies to 8.5, updates to 8.75.
+    """
+    others = [r for r in reductions(1.0, 1.0, 0.0) if r.bucket.layers != ("b",)]
+    replicated = [Replication("b", activations=4.0, errors=2.0, compute=0.5, update=0.25)]
+    found = run_step(NAMES, COSTS, others, replications=replicated)
+    assert found.seconds == pytest.approx(8.75 + 2) and found.replicated == (1.0,)
+    assert found.backward == 6.5 and found.forward == 3.0 and found.update == 0.25
+    late = [Replication("b", activations=9.5, errors=0.0, compute=0.5, update=0.25)]
+    assert run_step(NAMES, COSTS, [], replications=late).replicated == (0.5,)
+    assert run_step(NAMES, COSTS, others, replications=replicated, barrier=True).seconds == pytest.approx(11.75)

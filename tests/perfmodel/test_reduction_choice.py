@@ -5,7 +5,7 @@ import pytest
 from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.models import alexnet, mesh, resnet50, vgg_a
-from halograd.perfmodel.cost import simulate
+from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.reduction_choice import candidate_schemes, first_chunks, rank_schemes, shortlist
@@ -51,3 +51,23 @@ def test_rank_orders_by_predicted_time():
         strategy = Strategy({"sample": 4}, reduction=priced.scheme)
         alone = simulate(VGG, strategy, 256, machine, times, account=False)
         assert priced.seconds == pytest.approx(alone.step_seconds, rel=1e-12)
+
+
+def test_the_shape_of_lee_et_al():
+    """VGG-A, batch 256, 128 nodes of Cori (their Figures 6, 10 and 11): 9 best of 3, 6, 9, 12, and f = 2 of 0, 2, 3.
+
+    Their speedup with k = 9 and f = 2 is 62.97.
+    """
+    machine, strategy = Machine.load("cori-haswell"), Strategy({"sample": 128})
+    times = RooflineTimes(machine)
+    wanted = (
+        [("two_chunks", k, 2) for k in (3, 6, 9, 12)] + [("two_chunks", 9, f) for f in (0, 3)] + [("blocking", 0, 0)]
+    )
+    schemes = [Scheme(name, first_layers=k, replicated_dense=f) for name, k, f in wanted]
+    training = Training(slots=0)
+    ranked = rank_schemes(VGG, strategy, 256, machine, times, schemes, training)
+    seconds = {(p.scheme.first_layers, p.scheme.replicated_dense): p.seconds for p in ranked}
+    assert seconds[9, 2] < min(seconds[k, 2] for k in (3, 6, 12)) and seconds[9, 2] < min(seconds[9, 0], seconds[9, 3])
+    assert ranked[-1].scheme.name == "blocking"
+    alone = simulate(VGG, Strategy(), 256, machine, times, training, account=False).step_seconds
+    assert alone / seconds[9, 2] == pytest.approx(62.97, rel=0.1)
