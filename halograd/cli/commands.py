@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from halograd.cli.benching import allreduce
 from halograd.cli.explaining import explain
 from halograd.cli.planning import plan
 from halograd.cli.predicting import predict
@@ -24,6 +25,9 @@ app = typer.Typer(
 )
 generate = typer.Typer(help="Make a data set.", rich_markup_mode=None)
 app.add_typer(generate, name="generate")
+bench = typer.Typer(help="Measure what the library does on this machine.", rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+bench.command()(allreduce)
 app.command()(profile)
 app.command()(plan)
 app.command()(explain)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from halograd.perfmodel.layer_work import LayerKey, LayerWork
     from halograd.perfmodel.profile import Conditions, Measured, Profile
 
-__all__ = ["Overheads", "measure_overheads", "profile"]
+__all__ = ["Overheads", "measure_overheads", "open_communicator", "profile"]
 
 #: Layers whose times are written to the cache at a time.
 EVERY = 4
@@ -68,7 +68,7 @@ def profile(
     network = _network(model, options or [])
     _check(batch=batch, ranks=ranks, threads=threads, budget=budget)
     path = cache_path(cache)
-    with _communicator(transport) as comm, _backend(kernels, threads, autotune, dtype) as backend:
+    with open_communicator(transport) as comm, _backend(kernels, threads, autotune, dtype) as backend:
         found, layers = _measure(comm, backend, network, batch, ranks or comm.size, dtype, autotune, budget, path)
         if comm.rank == 0:
             found.save(out)
@@ -247,7 +247,7 @@ def _check(**numbers: float | None) -> None:
 
 
 @contextmanager
-def _communicator(transport: str) -> Iterator[Communicator]:
+def open_communicator(transport: str) -> Iterator[Communicator]:
     """All ranks that were launched; this process alone without a launcher."""
     from mpi4py import MPI
 

@@ -164,7 +164,9 @@ def fit_copy(sizes: Sequence[int] = SIZES) -> Fit:
     return fit_line(sizes, seconds.min(axis=0))
 
 
-def fit_reduction(comm: Communicator, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Fit:
+def fit_reduction(
+    comm: Communicator, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, method: str = "allreduce"
+) -> Fit:
     """Sums of float32 over all ranks of `comm` that are waited for: ``reduction.run()``. Collective.
 
     Parameters
@@ -173,8 +175,10 @@ def fit_reduction(comm: Communicator, sizes: Sequence[int] = SIZES, rounds: int 
         Bytes per sum [B], multiples of 4.
     rounds
         How often each is measured.
+    method
+        As for `Communicator.reduction`.
     """
-    reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile") for n in sizes]
+    reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile", method=method) for n in sizes]
 
     fit = _fit(comm, sizes, lambda i: reductions[i].run(), rounds)
     for reduction in reductions:
@@ -182,7 +186,13 @@ def fit_reduction(comm: Communicator, sizes: Sequence[int] = SIZES, rounds: int 
     return fit
 
 
-def fit_reduction_behind(comm: Communicator, waited: Fit, sizes: Sequence[int] = SIZES) -> tuple[Fit, Fit]:
+def fit_reduction_behind(
+    comm: Communicator,
+    waited: Fit,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = ROUNDS,
+    method: str = "allreduce",
+) -> tuple[Fit, Fit]:
     """Sums of float32 over all ranks of `comm` behind computation. Collective.
 
     Some transports sum in the background, others (shared memory) when the sum is asked for, whatever was
@@ -192,8 +202,8 @@ def fit_reduction_behind(comm: Communicator, waited: Fit, sizes: Sequence[int] =
     ----------
     waited
         What `fit_reduction` found: computation goes on for some times as long.
-    sizes
-        Bytes per sum [B], multiples of 4.
+    sizes, rounds, method
+        As for `fit_reduction`.
 
     Returns
     -------
@@ -201,12 +211,12 @@ def fit_reduction_behind(comm: Communicator, waited: Fit, sizes: Sequence[int] =
         From ``start()`` to the arrival of the sum (`waited` where it is made in ``finish()``), and what is left to
         do in ``finish()`` however long the computation was.
     """
-    reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile") for n in sizes]
+    reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile", method=method) for n in sizes]
     spans = _Spans()
-    arrival, left = np.empty((ROUNDS, len(sizes))), np.empty((ROUNDS, len(sizes)))
+    arrival, left = np.empty((rounds, len(sizes))), np.empty((rounds, len(sizes)))
     recorder, comm.recorder = comm.recorder, spans
     try:
-        for k, i in itertools.product(range(ROUNDS), range(len(sizes))):
+        for k, i in itertools.product(range(rounds), range(len(sizes))):
             comm.barrier()
             reductions[i].start()
             _compute(2 * waited.at(sizes[i]) + 2e-3)
