@@ -257,6 +257,8 @@ class OutputConfig(_Table):
 
     Checkpoints: at the end of every `checkpoint_epochs` epochs, after every `checkpoint_steps` steps, and when the last
     one is `checkpoint_minutes` old; 0 for never. The last `keep` are kept.
+
+    `rank_logs`: a log of every rank, ``logs/rank-NNNN.log``. `tensorboard`: event files in ``tensorboard/``.
     """
 
     directory: str
@@ -266,6 +268,8 @@ class OutputConfig(_Table):
     checkpoint_minutes: NotNegative = 0.0
     keep: Count = 3
     timeline: bool = False
+    rank_logs: bool = False
+    tensorboard: bool = False
     progress: bool = True
 
 

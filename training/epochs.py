@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import signal
@@ -30,6 +31,8 @@ from halograd.training.trainer import Diverged, Trainer
 
 __all__ = ["Run", "evaluate_batches"]
 
+_log = logging.getLogger(__name__)
+
 
 class Run:
     """Trains a session to its last epoch. Collective over its communicator.
@@ -39,7 +42,7 @@ class Run:
 
     With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run
     stops after the step in which one comes to any rank, with a checkpoint; `stopped_by` then says which. Where gradient
-    reduction is ``"auto"``, `ranked` schemes are tried first.
+    reduction is ``"auto"``, `ranked` schemes are tried first. `steps` counts those made by this job.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Run:
         self._unvalidated = False
         self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler, self.trainer.auto)
         self.step_times: StepTimes | None = None
+        self.steps = 0
         self.validation: dict[str, Any] = {}
 
     def resume(self, path: Path) -> None:
@@ -126,6 +130,7 @@ class Run:
         for batch in self.session.feed(self.sampler.rest_of_epoch()):
             rate = self.trainer.learning_rate
             loss = self._step(begin)
+            self.steps += 1
             self.sampler.advance()
             end = time.perf_counter()
             self._tell(epoch, batch, loss, rate, end - begin)
@@ -200,10 +205,25 @@ class Run:
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += ", validation " + describe(self.validation)
         self.log.say(text)
+        self._tell_phases()
         last = epoch + 1 == self.epochs
         if self._unvalidated or last or due or self.checkpoints.due_after(epoch):
             self._checkpoint(needed=last)
         self._unvalidated = False
+
+    def _tell_phases(self) -> None:
+        """What the steps so far were spent on, and what was hidden, where that is measured; and what this rank saw."""
+        session, step = self.session, self.optimizer.step
+        waited, read = session.loader.seconds_waited, session.dataset.bytes_read
+        _log.info("step %d: waited %.3f s for data so far; %.1f MB read", step, waited, read / 1e6)
+        timeline = session.timeline
+        if timeline is None or not session.config.output.timeline or not self.steps:
+            return
+        session.executor.finish_spans()
+        phases = timeline.summary()
+        self.log.write("phases", step=step, steps=self.steps, overlap=timeline.overlap(), phases=phases)
+        for name, phase in phases.items():
+            _log.info("step %d: %s %s", step, name, {k: v if v is None else round(v, 3) for k, v in phase.items()})
 
     def validate(self) -> dict[str, Any] | None:
         """Loss and metrics of the held-out samples; None if a signal asked to stop meanwhile. Collective."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +36,7 @@ class RunLog:
 
     def __init__(self, path: Path, speaks: bool, bar: bool = True) -> None:
         self._file = None
+        self._followers: list[Callable[[dict[str, Any]], None]] = []
         self._failing = False
         self._speaks, self._bar = speaks and bar, None
         self._console = Console(stderr=True)
@@ -46,14 +49,21 @@ class RunLog:
             self._bar.start()
             self._task = self._bar.add_task("training", total=None)
 
+    def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
+        """From now on tell `follower` of every line."""
+        self._followers.append(follower)
+
     def write(self, event: str, **values: Any) -> None:
-        """One line ``{"event": event, ...}``, on the disk when this returns as far as the system cares.
+        """One line ``{"event": event, ..., "time": ...}``, on the disk when this returns as far as the system cares.
 
         What a full disk does not take is kept, and written with a later line.
         """
         if self._file is not None:
+            entry = {"event": event, **values, "time": round(time.time(), 3)}
+            for follower in self._followers:
+                follower(entry)
             try:
-                self._file.write(json.dumps({"event": event, **values}) + "\n")
+                self._file.write(json.dumps(entry) + "\n")
                 self._file.flush()
                 self._failing = False
             except OSError as error:

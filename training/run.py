@@ -15,6 +15,7 @@ from halograd.comm import CommError, Communicator, boot
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
+from halograd.training.account import begin_entry, headline, report_plan, report_times
 from halograd.training.checkpoint import Progress, read_checkpoint, read_header
 from halograd.training.config import Config, check_config, load_config
 from halograd.training.epochs import Run, describe, evaluate_batches
@@ -22,11 +23,12 @@ from halograd.training.folder import CheckpointFolder
 from halograd.training.log import RunLog, rewind_log
 from halograd.training.metrics import Evaluation
 from halograd.training.predictions import write_predictions
+from halograd.training.rank_log import RankLog
 from halograd.training.root import on_root, read_config
 from halograd.training.session import Session
 from halograd.training.signals import StopSignals
 from halograd.training.step_times import RunPlan
-from halograd.training.trace import write_trace
+from halograd.training.tensorboard import TensorBoard
 from halograd.training.watchdog import Watchdog
 
 __all__ = ["Planner", "Ranker", "evaluate", "train"]
@@ -84,6 +86,8 @@ def train(
     directory = Path(config.output.directory)
     folder = CheckpointFolder(directory / "checkpoints", config.output.keep)
     with StopSignals() as signals, _communicator(config, world) as ranks, ExitStack() as stack:
+        if config.output.rank_logs:
+            _log_each_rank(ranks, directory / "logs", stack)
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
         found, progress = _start_from(ranks, folder, resume)
         normalization = None if progress is None else progress.normalization
@@ -92,19 +96,25 @@ def train(
         session = Session.open(config, ranks, stack, normalization=normalization, strategy=strategy)
         with ranks.agreement():
             if ranks.rank == 0:
+                _make_folder(directory)
                 rewind_log(directory / "log.jsonl", progress.step if progress else 0)
             log = stack.enter_context(RunLog(directory / "log.jsonl", ranks.rank == 0, config.output.progress))
+            if config.output.tensorboard and ranks.rank == 0:
+                step = progress.step if progress else 0
+                log.follow(stack.enter_context(TensorBoard(directory / "tensorboard", step)))
         ranked = _ranked(ranker, session)
         run = Run(session, folder, log, plan is not None, signals, ranked)
-        log.say(_headline(session))
+        log.say(headline(session))
         if found is not None:
             run.resume(found)
             log.say(f"resumed at step {run.optimizer.step}, epoch {run.sampler.epoch + 1}, from {found.resolve()}")
+        log.write("begin", **begin_entry(session, run))
         watchdog.follow(session.executor.pulse)
         result = run.train()
         if result["stopped"] is None:  # otherwise whoever sent the signal does not wait long
-            _report_times(session, log, run.optimizer.step - (progress.step if progress else 0), directory)
-            _report_plan(plan, run, log)
+            report_times(session, log, run.steps, directory)
+            report_plan(plan, run, log)
+            log.write("finished", step=run.optimizer.step)
     return {**result, "directory": str(directory)}
 
 
@@ -162,6 +172,23 @@ def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
         raise UserError(f"backend.{error}") from error
     with Communicator(world, config.backend.transport) as ranks:
         yield ranks
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror
+        raise UserError(f"output.directory: expected a folder that can be made, got {path}: {reason}") from error
+
+
+def _log_each_rank(ranks: Communicator, folder: Path, stack: ExitStack) -> None:
+    """Begin a log on every rank, in a folder that rank 0 makes. Collective."""
+    with ranks.agreement():
+        if ranks.rank == 0:
+            _make_folder(folder)
+    with ranks.agreement():
+        stack.enter_context(RankLog(folder, ranks.rank, ranks.size))
 
 
 def _plan(config: Config, ranks: Communicator, planner: Planner | None, training: bool) -> RunPlan | None:
@@ -223,34 +250,3 @@ def _chosen(session: Session, samples: str) -> np.ndarray:
     if not len(chosen):
         raise UserError("data.validation: expected held-out samples to evaluate, got 0; or evaluate other samples")
     return chosen
-
-
-def _headline(session: Session) -> str:
-    strategy, executor = session.executor.strategy, session.executor
-    every = {tuple(strategy.parts_of(name).items()) for name in session.network.layers}
-    cuts = " x ".join(f"{n} {axis}" for axis, n in min(every) if n > 1) or "no cut"
-    if len(every) > 1:
-        cuts = f"{len(every)} cuts, layer by layer"
-    return (
-        f"{session.network.name}: {executor.store.count:,} parameters, {len(session.training)} + "
-        f"{len(session.validation)} samples, {session.comm.size} rank(s) ({cuts}), {executor.kernels.describe()}"
-    )
-
-
-def _report_times(session: Session, log: RunLog, steps: int, directory: Path) -> None:
-    """Timeline and table of phases of this run, if they were asked for. Collective."""
-    timeline = session.timeline
-    if timeline is None or not steps or not session.config.output.timeline:
-        return
-    session.executor.finish_spans()
-    write_trace(timeline, session.comm, directory / "timeline.json")
-    log.say(timeline.table(steps))
-    log.write("phases", steps=steps, overlap=timeline.overlap(), phases=timeline.summary())
-
-
-def _report_plan(plan: RunPlan | None, run: Run, log: RunLog) -> None:
-    """What the plan predicted, beside what was measured. Local."""
-    measured = None if plan is None or run.step_times is None else run.step_times.result()
-    if plan is not None and measured is not None:
-        log.say(plan.compare(measured))
-        log.write("prediction", step=run.optimizer.step, **plan.record(measured))

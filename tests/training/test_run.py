@@ -40,7 +40,7 @@ def curve(directory):
     """Losses by step and validations by epoch."""
     losses = {e["step"]: e["loss"] for e in read_log(directory / "log.jsonl", "step")}
     metrics = [
-        {k: v for k, v in e.items() if k not in ("event", "epoch", "step")}
+        {k: v for k, v in e.items() if k not in ("event", "epoch", "step", "time")}
         for e in read_log(directory / "log.jsonl", "validation")
     ]
     return losses, metrics

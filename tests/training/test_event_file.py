@@ -1,0 +1,113 @@
+"""Event files: checksums by their published values, records read back by hand and by TensorBoard itself."""
+
+from __future__ import annotations
+
+import errno
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from halograd.training.event_file import EventFile, crc32c
+from halograd.training.log import read_log
+from halograd.training.run import train
+from halograd.training.tensorboard import TensorBoard, scalars_of
+from tests.training.runs import write_config
+
+
+@pytest.mark.parametrize(
+    "data, wanted",
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),  # these and the next: RFC 3720, B.4
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+    ],
+)
+def test_checksums(data, wanted):
+    assert crc32c(data) == wanted
+
+
+def records(path: Path) -> list[bytes]:
+    """The payloads of a file; its checksums have to be right."""
+    data, found = path.read_bytes(), []
+    while data:
+        length, first = struct.unpack("<QI", data[:12])
+        payload, (second,) = data[12 : 12 + length], struct.unpack("<I", data[12 + length : 16 + length])
+        for part, told in ((data[:8], first), (payload, second)):
+            rotated = (told - 0xA282EAD8) & 0xFFFFFFFF
+            assert (rotated << 15 | rotated >> 17) & 0xFFFFFFFF == crc32c(part)
+        found.append(payload)
+        data = data[16 + length :]
+    return found
+
+
+def test_records_by_hand(tmp_path):
+    file = EventFile(tmp_path / "e", 1.0)
+    file.scalars(2.0, 300, {"a": 0.5})
+    file.start(3.0, 7)
+    file.close()
+    version, scalar, start = records(tmp_path / "e")
+    assert version == b"\x09" + struct.pack("<d", 1.0) + b"\x1a\x0dbrain.Event:2"
+    value = b"\x0a\x01a\x15" + struct.pack("<f", 0.5)
+    assert scalar == b"\x09" + struct.pack("<d", 2.0) + b"\x10\xac\x02\x2a\x0a\x0a\x08" + value
+    assert start == b"\x09" + struct.pack("<d", 3.0) + b"\x10\x07\x3a\x02\x08\x01"
+    with pytest.raises(FileExistsError):
+        EventFile(tmp_path / "e", 1.0)
+
+
+def test_lines_of_the_log_that_are_drawn():
+    step = {"event": "step", "epoch": 0, "step": 3, "loss": 0.5, "learning_rate": 1e-3, "seconds": 0.1, "time": 9.0}
+    assert scalars_of(step) == {
+        "training/loss": 0.5,
+        "training/learning_rate": 1e-3,
+        "speed/seconds_per_step": 0.1,
+    }
+    phases = {"forward": {"seconds": 1.0}, "halo": {"communication": 2.0, "blocked": 1.0, "overlap": 50.0}}
+    assert scalars_of({"event": "phases", "step": 3, "phases": phases}) == {"hidden_percent/halo": 50.0}
+    assert scalars_of({"event": "checkpoint", "step": 3, "path": "x"}) == {}
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, caplog):
+    board = TensorBoard(tmp_path, 0)
+
+    def full(self, event):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(EventFile, "_write", full)
+    for step in (1, 2):
+        board({"event": "step", "step": step, "loss": 1.0, "time": 1.0})
+    assert caplog.messages == ["TensorBoard's file cannot be written any more: No space left on device"]
+
+
+def test_a_run_as_tensorboard_reads_it(tmp_path):
+    """Stopped behind step 9 of a log that goes to 12, and continued: every step once, with the numbers of the log."""
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard (make oracle)"
+    )
+    config = write_config(tmp_path)
+    sets = ["output.tensorboard=true", "output.checkpoint_steps=4", "training.clip_norm=1.0"]
+    train(config, [*sets, "training.epochs=2"])  # 6 steps
+    for path in (tmp_path / "out" / "checkpoints").glob("step-00000006.h5"):
+        path.unlink()
+    (tmp_path / "out" / "checkpoints" / "latest.h5").unlink()
+    train(config, sets, resume=True)  # again from 4, to 9
+    assert len(list((tmp_path / "out" / "tensorboard").iterdir())) == 2
+    board = reader.EventAccumulator(str(tmp_path / "out" / "tensorboard"), size_guidance={reader.SCALARS: 0})
+    board.Reload()
+    log = tmp_path / "out" / "log.jsonl"
+    assert {tag for tag in board.Tags()["scalars"] if tag.startswith(("training", "speed"))} == {
+        "training/loss",
+        "training/learning_rate",
+        "training/gradient_norm",
+        "speed/samples_per_second",
+        "speed/seconds_per_step",
+    }
+    for tag, event, key in (("training/loss", "step", "loss"), ("validation/iou", "validation", "iou")):
+        wanted = {entry["step"]: entry[key] for entry in read_log(log, event)}
+        assert [e.step for e in board.Scalars(tag)] == list(wanted)
+        assert [e.value for e in board.Scalars(tag)] == pytest.approx(list(wanted.values()), rel=1e-6)
+    assert json.loads(log.read_text().splitlines()[0])["event"] == "begin"

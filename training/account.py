@@ -1,0 +1,81 @@
+"""What a run tells of itself as it begins and as it ends, for its log and for those who watch it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from halograd import __version__
+from halograd.training.epochs import Run
+from halograd.training.log import RunLog
+from halograd.training.session import Session
+from halograd.training.step_times import RunPlan
+from halograd.training.trace import write_trace
+
+__all__ = ["begin_entry", "headline", "report_plan", "report_times"]
+
+#: What batch systems call a job.
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+
+
+def headline(session: Session) -> str:
+    """Network, data, ranks and kernels in a line. Local."""
+    executor = session.executor
+    return (
+        f"{session.network.name}: {executor.store.count:,} parameters, {len(session.training)} + "
+        f"{len(session.validation)} samples, {session.comm.size} rank(s) ({_cuts(session)}), "
+        f"{executor.kernels.describe()}"
+    )
+
+
+def begin_entry(session: Session, run: Run) -> dict[str, Any]:
+    """What is logged as ``begin``: who trains what, from where, how far. Collective."""
+    config, comm = session.config, session.comm
+    hosts = Counter(comm.allgather_objects(platform.node()))
+    return {
+        "step": run.optimizer.step,
+        "epochs": run.epochs,
+        "steps_per_epoch": len(run.sampler),
+        "batch": config.training.batch,
+        "samples": len(session.training),
+        "held_out": len(session.validation),
+        "network": session.network.name,
+        "parameters": session.executor.store.count,
+        "ranks": comm.size,
+        "hosts": dict(hosts),
+        "cut": _cuts(session),
+        "kernels": session.executor.kernels.describe(),
+        "transport": comm.transport,
+        "job": next((os.environ[name] for name in _JOBS if name in os.environ), None),
+        "version": __version__,
+        "config": config.model_dump(mode="json", exclude_unset=True),
+    }
+
+
+def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> None:
+    """Timeline and table of phases of this run, if they were asked for. Collective."""
+    timeline = session.timeline
+    if timeline is None or not steps or not session.config.output.timeline:
+        return
+    session.executor.finish_spans()
+    write_trace(timeline, session.comm, directory / "timeline.json")
+    log.say(timeline.table(steps))
+
+
+def report_plan(plan: RunPlan | None, run: Run, log: RunLog) -> None:
+    """What the plan predicted, beside what was measured. Local."""
+    measured = None if plan is None or run.step_times is None else run.step_times.result()
+    if plan is not None and measured is not None:
+        log.say(plan.compare(measured))
+        log.write("prediction", step=run.optimizer.step, **plan.record(measured))
+
+
+def _cuts(session: Session) -> str:
+    strategy = session.executor.strategy
+    every = {tuple(strategy.parts_of(name).items()) for name in session.network.layers}
+    if len(every) > 1:
+        return f"{len(every)} cuts, layer by layer"
+    return " x ".join(f"{n} {axis}" for axis, n in min(every) if n > 1) or "no cut"
