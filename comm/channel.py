@@ -11,7 +11,7 @@ import numpy as np
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "check_counts"]
 
 IDLE, STARTED, FINISHED = "idle", "started", "finished"
 
@@ -163,3 +163,12 @@ class Channel(ABC):
 
     @abstractmethod
     def _close(self) -> None: ...
+
+
+def check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) -> None:
+    """Raise CommError unless these are numbers of elements for other ranks. Local."""
+    for peer, count in counts.items():
+        if peer == rank or not 0 <= peer < size:
+            raise CommError(f"{name}: expected peers other than {rank} in 0 <= peer < {size}, got {peer}")
+        if count < 0:
+            raise CommError(f"{name}: expected a number of elements >= 0 for peer {peer}, got {count}")

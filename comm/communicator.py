@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,11 +13,15 @@ import numpy as np
 from mpi4py import MPI
 
 from halograd.comm.boot import end
-from halograd.comm.channel import Channel
+from halograd.comm.channel import Channel, check_counts
 from halograd.comm.counters import Counters, Instruments, Meter, Recorder
 from halograd.comm.errors import CommError
+from halograd.comm.faults import describe, recreate
+from halograd.comm.gpu.base import DEVICE_METHODS, DeviceTransport
+from halograd.comm.gpu.choice import Choice
+from halograd.comm.gpu.link import DeviceLinks
 from halograd.comm.progress import Progress
-from halograd.comm.reduction import METHODS, Reduction, check_buffer
+from halograd.comm.reduction import Reduction, check_buffer, check_method
 from halograd.comm.shard import shards
 from halograd.comm.staged import StagedChannel, StagedReduction, check_device_buffer
 from halograd.comm.transports import Context, Transport, make_transport, parse_transport
@@ -68,7 +71,7 @@ class Communicator:
                 f"leave mpi4py.rc.thread_level alone"
             )
         parse_transport(transport)
-        self._set_up(mpi_comm.Dup(), transport, Progress(), Instruments(), tuple(range(mpi_comm.size)))
+        self._set_up(mpi_comm.Dup(), transport, Progress(), Instruments(), tuple(range(mpi_comm.size)), DeviceLinks())
         self._is_root = True
 
     def _set_up(
@@ -78,6 +81,7 @@ class Communicator:
         progress: Progress,
         instruments: Instruments,
         ranks: tuple[int, ...],
+        links: DeviceLinks,
     ) -> None:
         self._mpi = own
         self.rank = own.rank
@@ -87,6 +91,8 @@ class Communicator:
         self._progress = progress
         self._instruments = instruments
         self._transport: Transport = make_transport(transport, Context(own, progress, self.agree, ranks))
+        self._links = links
+        self._over_device: DeviceTransport | None = None
         self._open: list[Communicator | Channel | Reduction] = []
         self._channels_made = 0
         self._is_root = False
@@ -140,6 +146,18 @@ class Communicator:
     def recorder(self, recorder: Recorder | None) -> None:
         self._instruments.recorder = recorder
 
+    def use_device(self, device: Device, transport: str = "auto", timeout: float | None = None) -> Choice:
+        """Choose how arrays of a device travel, here and in all that is split from it. Collective; before any does.
+
+        `transport` is ``"auto"`` or a name of `halograd.comm.gpu`. Without this call, and for sums that the host makes
+        (by nodes, or rounded), they go by way of pinned host memory. What NCCL has not done after `timeout` [s] counts
+        as lost; None for ``HALOGRAD_GPU_TIMEOUT``, or 600 s. Raises CommError on all ranks if it cannot work.
+        """
+        self._check_open()
+        if not self._is_root:
+            raise CommError("use_device(): expected the communicator that the others are split from, got one of those")
+        return self._links.choose(self, device, transport, timeout)
+
     @property
     def waiting(self) -> str | None:
         """Exchange or sum, as ``"kind: name"``, that the main thread waits for now, for another to ask. Local."""
@@ -176,8 +194,8 @@ class Communicator:
         """
         self._check_open()
         with self.agreement():
-            _check_counts(send_counts, "send_counts", self.rank, self.size)
-            _check_counts(recv_counts, "recv_counts", self.rank, self.size)
+            check_counts(send_counts, "send_counts", self.rank, self.size)
+            check_counts(recv_counts, "recv_counts", self.rank, self.size)
             element = np.dtype(dtype)
         sends = {peer: int(count) for peer, count in sorted(send_counts.items()) if count}
         recvs = {peer: int(count) for peer, count in sorted(recv_counts.items()) if count}
@@ -185,9 +203,13 @@ class Communicator:
         pattern = Pattern(sends, recvs, element, self._next_tag())
         nbytes = sum(sends.values()) * element.itemsize
         meter = Meter(self._instruments, kind, name or kind, len(sends), nbytes)
-        channel = self._transport.channel(pattern, meter)
-        if not device.is_host:
-            channel = StagedChannel(channel, device, meter)
+        over = None if device.is_host else self._device_transport(device)
+        if over is not None:
+            channel = over.channel(pattern, meter)
+        else:
+            channel = self._transport.channel(pattern, meter)
+            if not device.is_host:
+                channel = StagedChannel(channel, device, meter)
         self._keep(channel)
         return channel
 
@@ -248,10 +270,10 @@ class Communicator:
             return group.reduction(buffer, kind=kind, name=name, method=method)
         device = on_device(buffer)
         if device is not None:
-            return self._staged_reduction(buffer, device, kind, name, method)
+            return self._device_reduction(buffer, device, kind, name or kind, method)
         self._check_open()
         with self.agreement():
-            _check_method(method)
+            check_method(method)
             check_buffer(buffer, any_dtype=method == "all_gather")
             if method == "rounded" and buffer.dtype != np.float32:
                 raise CommError(f"buffer: expected float32 to be rounded to bfloat16, got {buffer.dtype}")
@@ -260,11 +282,7 @@ class Communicator:
         if several and method in ("hierarchical", "accumulate"):
             reduction = self._sum_by_nodes(buffer, kind, name or kind, method)
         else:
-            nbytes = buffer.nbytes // 2 if method == "rounded" else buffer.nbytes
-            if method == "all_gather":
-                own = shards(buffer.size, self.size, buffer.itemsize)[self.rank]
-                nbytes = (own.stop - own.start) * buffer.itemsize
-            meter = Meter(self._instruments, kind, name or kind, int(several and nbytes > 0), nbytes)
+            meter = self._meter(buffer, kind, name or kind, method)
             make = {"reduce_scatter": self._transport.scatter, "all_gather": self._transport.gather}
             in_order = {"ordered": self._transport.ordered, "rounded": self._transport.rounded}
             if method in in_order:
@@ -281,13 +299,39 @@ class Communicator:
         within = Meter(self._instruments, "node", name, int(self.nodes.count(here) > 1), buffer.nbytes)
         return self._transport.sum_by_nodes(buffer, across, within, in_background=method == "accumulate")
 
-    def _staged_reduction(self, buffer: Any, device: Device, kind: str, name: str | None, method: str) -> Reduction:
-        """The sum of an array on a device, by way of the host."""
+    def _meter(self, buffer: Any, kind: str, name: str, method: str) -> Meter:
+        """Of a sum that is not by nodes."""
+        nbytes = buffer.nbytes // 2 if method == "rounded" else buffer.nbytes
+        if method == "all_gather":
+            own = shards(buffer.size, self.size, buffer.itemsize)[self.rank]
+            nbytes = (own.stop - own.start) * buffer.itemsize
+        return Meter(self._instruments, kind, name, int(self.size > 1 and nbytes > 0), nbytes)
+
+    def _device_reduction(self, buffer: Any, device: Device, kind: str, name: str, method: str) -> Reduction:
+        """The sum of an array on a device: by the device's transport, or by way of the host."""
+        self._check_open()
+        over = self._device_transport(device) if method in DEVICE_METHODS else None
         with self.agreement():
             check_device_buffer(buffer)
-        pinned = device.pinned(buffer.shape, buffer.dtype)
-        inner = self.reduction(pinned, kind=kind, name=name, method=method)
-        return StagedReduction(inner, device, buffer, pinned, idle=self.size == 1 or not buffer.size)
+            if over is not None and method != "all_gather":
+                over.check(buffer.dtype)
+        self._agree_on_buffer(buffer)
+        idle = self.size == 1 or not buffer.size
+        if over is None or idle:
+            pinned = device.pinned(buffer.shape, buffer.dtype)
+            inner = self.reduction(pinned, kind=kind, name=name, method=method)
+            return StagedReduction(inner, device, buffer, pinned, idle=idle)
+        tags = (self._next_tag(), self._next_tag())
+        reduction = over.reduction(buffer, self._meter(buffer, kind, name, method), method, tags)
+        self._keep(reduction)
+        return reduction
+
+    def _device_transport(self, device: Device) -> DeviceTransport | None:
+        """What was chosen by `use_device`, on this communicator; None for the way by the host. Local."""
+        if self._over_device is None:
+            context = Context(self._mpi, self._progress, self.agree, self.ranks)
+            self._over_device = self._links.transport(context, device)
+        return self._over_device
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of the ranks with the same color, ordered by key. Collective.
@@ -302,7 +346,7 @@ class Communicator:
         assert isinstance(part, MPI.Intracomm)
         ranks = tuple(part.allgather(self.ranks[self.rank]))
         child = Communicator.__new__(Communicator)
-        child._set_up(part, self.transport, self._progress, self._instruments, ranks)
+        child._set_up(part, self.transport, self._progress, self._instruments, ranks, self._links)
         self._keep(child)
         return child
 
@@ -323,10 +367,10 @@ class Communicator:
         if not faulty.any():
             return
         origin = int(np.argmax(faulty))
-        module, name, text, told = self._mpi.bcast(None if fault is None else _describe(fault), root=origin)
+        module, name, text, told = self._mpi.bcast(None if fault is None else describe(fault), root=origin)
         others = int(faulty.sum()) - 1
         where = f"rank {self.ranks[origin]}" + (f" (and {others} more)" if others else "")
-        error = _recreate(module, name, text, "" if told else f"{where}: ")
+        error = recreate(module, name, text, "" if told else f"{where}: ")
         error.agreed = True  # type: ignore[attr-defined]
         error.arose_here = origin == self.rank  # type: ignore[attr-defined]
         raise error from fault
@@ -383,9 +427,12 @@ class Communicator:
         for item in reversed(self._open):
             item.close()
         self._open.clear()
+        if self._over_device is not None:
+            self._over_device.close()
         self._transport.close()
         self._mpi.Free()
         if self._is_root:
+            self._links.close()
             self._progress.close()
 
     def __enter__(self) -> Communicator:
@@ -398,6 +445,7 @@ class Communicator:
             self.close()
         elif self._is_root:
             # The other ranks know nothing of this fault: to free anything together would hang.
+            self._links.abort()
             self._progress.close()
 
     @property
@@ -445,34 +493,3 @@ class Communicator:
                     f"buffer: expected shape {first[0]} and {first[1]} as on rank {self.ranks[0]}, "
                     f"got {mine[0]} and {mine[1]}"
                 )
-
-
-def _check_method(method: str) -> None:
-    if method not in METHODS:
-        raise CommError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
-
-
-def _check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) -> None:
-    for peer, count in counts.items():
-        if peer == rank or not 0 <= peer < size:
-            raise CommError(f"{name}: expected peers other than {rank} in 0 <= peer < {size}, got {peer}")
-        if count < 0:
-            raise CommError(f"{name}: expected a number of elements >= 0 for peer {peer}, got {count}")
-
-
-def _describe(fault: Exception) -> tuple[str, str, str, bool]:
-    """Module and name of the type of a fault, its text, and whether that names a rank already."""
-    kind = type(fault)
-    text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
-    return kind.__module__, kind.__qualname__, text, getattr(fault, "agreed", False)
-
-
-def _recreate(module: str, name: str, text: str, where: str) -> Exception:
-    """An error of this type that says where it arose; decided alike on all ranks."""
-    try:
-        error = getattr(importlib.import_module(module), name)(f"{where}{text}")
-        if isinstance(error, Exception):
-            return error
-    except Exception:  # the type is not to be had, or wants more, such as UnicodeDecodeError
-        pass
-    return CommError(f"{where}{name}: {text}")

@@ -13,7 +13,7 @@ from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Operation, Progress
 
-__all__ = ["METHODS", "DirectReduction", "MpiReduction", "Reduction", "check_buffer"]
+__all__ = ["METHODS", "DirectReduction", "MpiReduction", "Reduction", "check_buffer", "check_method"]
 
 REDUCIBLE = ("float32", "float64", "int32", "int64")
 #: What `Communicator.reduction` can make of a buffer.
@@ -170,3 +170,9 @@ def check_buffer(buffer: np.ndarray, any_dtype: bool = False) -> None:
             f"buffer: expected a writeable C-contiguous array, got strides {buffer.strides} for shape "
             f"{buffer.shape}; reduce a packed copy"
         )
+
+
+def check_method(method: str) -> None:
+    """Raise CommError unless there is a reduction of this name. Local."""
+    if method not in METHODS:
+        raise CommError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")

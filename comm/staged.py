@@ -23,7 +23,7 @@ from halograd.comm.errors import CommError
 from halograd.comm.reduction import Reduction
 from halograd.device import Device, Ticket
 
-__all__ = ["StagedChannel", "StagedReduction", "check_device_buffer"]
+__all__ = ["StagedChannel", "StagedReduction", "check_device_buffer", "end_of", "places"]
 
 _ALIGNMENT = 64  # [B]: copies and kernels of a device want messages to begin so
 
@@ -37,11 +37,11 @@ class StagedChannel(Channel):
     def __init__(self, inner: Channel, device: Device, meter: Meter) -> None:
         super().__init__(inner.send_counts, inner.recv_counts, inner.dtype, meter)
         self._inner, self._device = inner, device
-        self._sends, self._recvs = _places(self.send_counts, self.dtype), _places(self.recv_counts, self.dtype)
-        self._out = device.zeros((_end(self._sends),), self.dtype)
-        self._in = device.zeros((_end(self._recvs),), self.dtype)
-        self._out_pinned = device.pinned((_end(self._sends),), self.dtype)
-        self._in_pinned = [device.pinned((_end(self._recvs),), self.dtype) for _ in range(2)]
+        self._sends, self._recvs = places(self.send_counts, self.dtype), places(self.recv_counts, self.dtype)
+        self._out = device.zeros((end_of(self._sends),), self.dtype)
+        self._in = device.zeros((end_of(self._recvs),), self.dtype)
+        self._out_pinned = device.pinned((end_of(self._sends),), self.dtype)
+        self._in_pinned = [device.pinned((end_of(self._recvs),), self.dtype) for _ in range(2)]
         self._uploaded: list[Ticket | None] = [None, None]
 
     @property
@@ -167,19 +167,20 @@ def check_device_buffer(buffer: Any) -> None:
         )
 
 
-def _places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
-    """Where the message of each peer lies in one buffer for all.
+def places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
+    """Where the message of each peer lies in one buffer for all. Local.
 
-    >>> _places({1: 3, 4: 20}, np.dtype("float64"))
+    >>> places({1: 3, 4: 20}, np.dtype("float64"))
     {1: slice(0, 3, None), 4: slice(8, 28, None)}
     """
     step = max(1, _ALIGNMENT // dtype.itemsize)
-    places, first = {}, 0
+    found, first = {}, 0
     for peer, count in sorted(counts.items()):
-        places[peer] = slice(first, first + count)
+        found[peer] = slice(first, first + count)
         first += -(-count // step) * step
-    return places
+    return found
 
 
-def _end(places: Mapping[int, slice]) -> int:
-    return max((where.stop for where in places.values()), default=0)
+def end_of(where: Mapping[int, slice]) -> int:
+    """Elements of a buffer that holds these. Local."""
+    return max((part.stop for part in where.values()), default=0)

@@ -110,6 +110,11 @@ class CupyDevice(Device):
         register(self)
 
     # -- arrays ---------------------------------------------------------------------------------
+    @property
+    def cupy(self) -> Any:
+        """The module ``cupy``, for those who need more of CUDA than a device has here."""
+        return self._cupy
+
     def owns(self, array: Any) -> bool:
         return isinstance(array, self._cupy.ndarray) and array.device.id == self.ordinal
 

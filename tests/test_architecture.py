@@ -29,7 +29,7 @@ FOR_ALL = {"errors", "__version__"}  # names of `halograd/` that stand below eve
 # Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
 MAY_IMPORT = {
     "mpi4py": ("comm/", "halograd/testing.py", "halograd/cli/"),
-    "cupy": ("comm/transports/", "kernels/cudnn/", "kernels/cuda/", "device/", "halograd/cli/"),
+    "cupy": ("comm/gpu/", "kernels/cudnn/", "kernels/cuda/", "device/", "halograd/cli/"),
     "torch": (),
     "jax": (),
 }

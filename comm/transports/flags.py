@@ -53,6 +53,13 @@ class Flags:
         self._sync()
         self._own[0] = count
 
+    def reached(self, count: int) -> bool:
+        """Whether all others have come to `count`. Does not wait."""
+        if any(flag[0] < count for flag in self._others):
+            return False
+        self._sync()
+        return True
+
     def wait_for(self, count: int) -> None:
         """Return when all others have come to `count`."""
         for flag in self._others:

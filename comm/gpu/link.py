@@ -1,0 +1,177 @@
+"""How a communicator and all split from it reach the memory of devices: chosen once, by all ranks together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mpi4py import MPI
+
+from halograd.comm.boot import end
+from halograd.comm.errors import CommError
+from halograd.comm.gpu.base import DeviceTransport
+from halograd.comm.gpu.choice import Choice, RankFacts, check_name, choose
+from halograd.comm.gpu.facts import gpu_address, rank_facts
+from halograd.comm.gpu.ipc import IpcTransport
+from halograd.comm.gpu.mpi_aware import prove
+from halograd.comm.gpu.mpi_cuda import MpiCudaTransport
+from halograd.comm.gpu.nccl import NcclTransport, load_nccl
+from halograd.comm.gpu.streams import Cuda, Lane
+from halograd.comm.gpu.watchdog import TIMEOUT, Watchdog
+from halograd.comm.transports.base import Context
+from halograd.device import Device
+
+__all__ = ["DeviceLinks", "Ranks", "timeout_from"]
+
+
+class Ranks(Protocol):
+    """What is asked of the communicator whose ranks choose."""
+
+    rank: int
+    size: int
+
+    @property
+    def nodes(self) -> tuple[int, ...]: ...
+
+    @property
+    def mpi(self) -> MPI.Intracomm: ...
+
+    def agree(self, fault: Exception | None) -> None: ...
+
+
+@dataclass
+class _Opened:
+    """The device that was chosen for, and what all communicators share on it."""
+
+    choice: Choice
+    cuda: Cuda
+    lanes: tuple[Lane, Lane]
+    watchdog: Watchdog
+    nccl: Any
+
+
+class DeviceLinks:
+    """The choice of a root communicator, shared with those split from it.
+
+    Attributes
+    ----------
+    choice
+        None until `choose` was called: then arrays of devices go through the host.
+    """
+
+    def __init__(self) -> None:
+        self.choice: Choice | None = None
+        self._opened: _Opened | None = None
+
+    def choose(self, comm: Ranks, device: Device, wanted: str, timeout: float | None = None) -> Choice:
+        """Choose, and prepare what is shared. Collective over the root communicator.
+
+        Raises
+        ------
+        CommError
+            On all ranks, if what was asked for cannot work, or another choice was made before.
+        """
+        fault: Exception | None = None
+        try:
+            check_name(wanted)
+            seconds = timeout_from(os.environ) if timeout is None else timeout
+            if self.choice is not None and wanted not in ("auto", self.choice.name):
+                raise CommError(f"device transport: expected {self.choice.name!r}, which was chosen, got {wanted!r}")
+        except CommError as error:
+            fault = error
+        comm.agree(fault)
+        if self.choice is not None:
+            return self.choice
+        if device.is_host:
+            return Choice("mpi-staged", "arrays are the host's")
+        choice = _decide(comm, device, wanted)
+        if choice.name != "mpi-staged":
+            self._opened = _open(comm, device, choice, seconds)
+        self.choice = choice
+        return choice
+
+    def transport(self, context: Context, device: Device) -> DeviceTransport | None:
+        """The transport of one communicator for arrays of this device; None: through the host. Local."""
+        opened = self._opened
+        if opened is None:
+            return None
+        if opened.cuda.device is not device:
+            raise CommError(
+                f"expected arrays on {opened.cuda.device.name}, for which {opened.choice.name} was chosen, got some on "
+                f"{device.name}; use one device per run"
+            )
+        if opened.choice.name == "nccl":
+            return NcclTransport(opened.cuda, opened.lanes, context, opened.watchdog, opened.nccl)
+        if opened.choice.name == "cuda-ipc":
+            return IpcTransport(opened.cuda, opened.lanes[1], context)
+        return MpiCudaTransport(opened.cuda, opened.lanes[1], context)
+
+    def abort(self) -> None:
+        """Give up everything under way, without the other ranks. Local."""
+        if self._opened is not None:
+            self._opened.watchdog.abort()
+        self.close()
+
+    def close(self) -> None:
+        """End what is shared, behind all transports. Local."""
+        if self._opened is not None:
+            self._opened.watchdog.close()
+            self._opened = None
+
+
+def timeout_from(environment: Any) -> float:
+    """Seconds after which something under way counts as lost: ``HALOGRAD_GPU_TIMEOUT``, or ten minutes.
+
+    >>> timeout_from({}), timeout_from({"HALOGRAD_GPU_TIMEOUT": "30"})
+    (600.0, 30.0)
+    """
+    text = environment.get("HALOGRAD_GPU_TIMEOUT", "")
+    try:
+        seconds = float(text) if text else TIMEOUT
+        if seconds > 0:
+            return seconds
+    except ValueError:
+        pass
+    raise CommError(f"HALOGRAD_GPU_TIMEOUT: expected seconds > 0, got {text!r}")
+
+
+def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:
+    """The same choice on all ranks. Collective."""
+    node = comm.nodes[comm.rank]
+    gpus = _gathered(comm, lambda: gpu_address(device))
+    here = [gpu for gpu, other in zip(gpus, comm.nodes) if other == node]
+    facts: list[RankFacts] = _gathered(comm, lambda: rank_facts(device, node, here))
+    choice = choose(wanted, facts)
+    if choice.name != "mpi-cuda":
+        return choice
+    # The first rank of each node proves it for the others; takes seconds, so only where it would be used.
+    leads = comm.nodes.index(node) == comm.rank
+    faults = _gathered(comm, lambda: prove(device.ordinal) if leads else "")  # type: ignore[attr-defined]
+    return choose(wanted, [replace(fact, mpi_fault=fault) for fact, fault in zip(facts, faults)])
+
+
+def _gathered(comm: Ranks, ask: Callable[[], Any]) -> list[Any]:
+    """What every rank has found out; faults are agreed upon. Collective."""
+    found, fault = None, None
+    try:
+        found = ask()
+    except Exception as error:
+        fault = CommError(f"device transport: expected to learn what the device can do, got {error}")
+    comm.agree(fault)
+    return comm.mpi.allgather(found)
+
+
+def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opened:
+    cuda = Cuda(device)
+
+    def lost(text: str) -> None:
+        sys.stderr.write(f"halograd: {text}; the job ends\n")
+        sys.stderr.flush()
+        end(comm.mpi, 1)
+
+    watchdog = Watchdog(f"rank {comm.rank} of {comm.size}", timeout, end=lost)
+    nccl = load_nccl() if choice.name == "nccl" else None
+    return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl)

@@ -1,0 +1,97 @@
+"""Whether MPI reaches device memory: what it says of itself, and the proof, in a process that may crash.
+
+An MPI that does not reach device memory takes its address for one of the host: the process dies. One that was built
+for it may lack a driver, a switch or a network plugin. So nothing is believed that was not seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["PROOF_SECONDS", "claim_fault", "clean_environment", "prove"]
+
+PROOF_SECONDS = 120.0  # [s]: CuPy and CUDA start slowly on a busy node
+SWITCHES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "HALOGRAD_MPI_CUDA")
+# By these a launcher tells a process that it is a rank; the proof must be a program of its own.
+_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "SLURM_", "PALS_")
+
+
+def claim_fault(mpi: Any, environment: Mapping[str, str] | None = None) -> str:
+    """Why MPI is not CUDA-aware by its own account; empty if it is. Local.
+
+    Asked are ``MPIX_Query_cuda_support`` (MPICH, Open MPI), the memory kinds of MPI 4.1, and the switches of vendors
+    whose MPI answers neither: ``MPICH_GPU_SUPPORT_ENABLED``, ``MV2_USE_CUDA``, or our own ``HALOGRAD_MPI_CUDA=1``.
+
+    Parameters
+    ----------
+    mpi
+        The module ``mpi4py.MPI``.
+    """
+    environment = os.environ if environment is None else environment
+    if any(environment.get(name) == "1" for name in SWITCHES):
+        return ""
+    if _says_so(mpi) or "cuda" in _memory_kinds(mpi):
+        return ""
+    name, version = mpi.get_vendor()
+    return (
+        f"{name} {'.'.join(map(str, version))} does not say that it is CUDA-aware (if it is all the same, set "
+        "HALOGRAD_MPI_CUDA=1: then it is tried)"
+    )
+
+
+def _says_so(mpi: Any) -> bool:
+    try:
+        # The symbols of the MPI library that mpi4py is linked to.
+        query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
+    except OSError:
+        return False
+    return bool(query is not None and query() == 1)
+
+
+def _memory_kinds(mpi: Any) -> str:
+    try:
+        return mpi.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds") or ""
+    except mpi.Exception:
+        return ""
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is no rank of this job. Local.
+
+    >>> clean_environment({"PMI_RANK": "1", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "2"})
+    {'PATH': '/bin', 'CUDA_VISIBLE_DEVICES': '2'}
+    """
+    return {key: value for key, value in environment.items() if not key.startswith(_LAUNCHERS)}
+
+
+def prove(ordinal: int, seconds: float = PROOF_SECONDS) -> str:
+    """Why MPI cannot send device memory to itself; empty if it was seen to. Local; takes some seconds.
+
+    Runs ``python -m halograd.comm.gpu.mpi_proof`` on the device of this number, as a program of one rank.
+    """
+    command = [sys.executable, "-m", "halograd.comm.gpu.mpi_proof", str(ordinal)]
+    try:
+        done = subprocess.run(
+            command, env=clean_environment(os.environ), capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"MPI did not send device memory to itself within {seconds:g} s"
+    except OSError as error:
+        return f"the proof that MPI reaches device memory could not be run ({error})"
+    return judge(done.returncode, done.stdout, done.stderr)
+
+
+def judge(code: int, out: str, err: str) -> str:
+    """What the proof has shown, from its exit code and what it printed; empty if all is well. Local."""
+    if code == 0 and "proven" in out:
+        return ""
+    if code < 0:
+        return f"MPI died of {signal.Signals(-code).name} when it was to send device memory to itself"
+    lines = [line for line in (err or out).splitlines() if line.strip()]
+    return f"MPI could not send device memory to itself ({lines[-1].strip() if lines else f'exit code {code}'})"

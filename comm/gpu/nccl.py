@@ -1,0 +1,249 @@
+"""The `nccl` transport: messages and sums by NCCL, on streams of their own, ordered by events. The host never waits."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from halograd.comm.channel import Channel
+from halograd.comm.counters import Meter
+from halograd.comm.errors import CommError
+from halograd.comm.gpu.base import DeviceTransport, check_dtype
+from halograd.comm.gpu.streams import Cuda, Lane, Passage
+from halograd.comm.gpu.watchdog import Watchdog
+from halograd.comm.reduction import Reduction
+from halograd.comm.staged import end_of, places
+from halograd.comm.transports.base import Context, Pattern
+
+__all__ = ["SUMMABLE", "Link", "NcclChannel", "NcclTransport", "load_nccl"]
+
+#: Types that NCCL sums, and its names for them.
+SUMMABLE = {
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+    "float16": "NCCL_FLOAT16",
+    "bfloat16": "NCCL_BFLOAT16",
+}
+#: Sums up to this size are waited for at once, like messages, and do not queue behind large ones [B].
+URGENT = 64 * 1024
+
+
+def load_nccl() -> Any:
+    """The module ``cupy.cuda.nccl``; it finds the wheel nvidia-nccl-cu13, or a library of the system.
+
+    Raises
+    ------
+    CommError
+        In one line, if there is none.
+    """
+    try:
+        nccl = importlib.import_module("cupy.cuda.nccl")
+        if getattr(nccl, "available", True):
+            return nccl
+        reason = "CuPy was built without it, or found no library"
+    except Exception as error:  # no CuPy, or libraries that do not fit
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    raise CommError(f"nccl: expected cupy.cuda.nccl, got none ({reason}); pip install 'halograd[gpu]' nvidia-nccl-cu13")
+
+
+class Link:
+    """One communicator of NCCL and the lane that all its calls go to. Collective over `context.mpi` to make and close.
+
+    NCCL runs the calls of a communicator one after the other, so what should overtake has a link of its own.
+    """
+
+    def __init__(self, nccl: Any, lane: Lane, context: Context, watchdog: Watchdog) -> None:
+        self.nccl, self.lane, self._watchdog = nccl, lane, watchdog
+        self.rank, self.size = context.mpi.rank, context.mpi.size
+        self._comm: Any = None
+        unique, fault = None, None
+        lane.cuda.device.use()
+        if self.rank == 0:
+            unique, fault = _tried(nccl.get_unique_id, "to begin a communicator")
+        context.agree(fault)
+        unique = context.mpi.bcast(unique, root=0)
+        with watchdog.watching("the start of NCCL"):
+            self._comm, fault = _tried(
+                lambda: nccl.NcclCommunicator(self.size, unique, self.rank), "to join a communicator"
+            )
+        context.agree(fault)
+        watchdog.add(self)
+
+    @contextmanager
+    def group(self) -> Iterator[Any]:
+        """The communicator, for calls that NCCL makes one operation of: sends and receives must be in one.
+
+        Raises
+        ------
+        CommError
+            If NCCL refuses a call.
+        """
+        self._watchdog.raise_fault()
+        fault: Exception | None = None
+        self.nccl.groupStart()
+        try:
+            yield self._comm
+        except Exception as error:
+            fault = error
+        try:
+            self.nccl.groupEnd()  # also behind a fault: the next group would lie within this one
+        except Exception as error:
+            fault = fault or error
+        if fault is not None:
+            raise _wrapped(fault, "to enqueue messages or sums") from fault
+
+    def started(self, passage: Passage, label: str) -> None:
+        """Let the watchdog know. Not while a graph is recorded: its events cannot be asked then."""
+        if not self.lane.cuda.compute.is_capturing():
+            self._watchdog.under_way(passage, label)
+
+    def raise_fault(self) -> None:
+        """Raise what the watchdog has found."""
+        self._watchdog.raise_fault()
+
+    def forget(self, passage: Passage) -> None:
+        """Let the watchdog forget it."""
+        self._watchdog.forget(passage)
+
+    def check(self) -> None:
+        """Raise what has gone wrong meanwhile."""
+        comm = self._comm
+        if comm is not None:
+            comm.check_async_error()
+
+    def abort(self) -> None:
+        """End all kernels of it, on this rank."""
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.abort()
+
+    def close(self) -> None:
+        """Wait for what is under way and free it; idempotent."""
+        self._watchdog.remove(self)
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            self.lane.stream.synchronize()
+            comm.destroy()
+
+
+class NcclTransport(DeviceTransport):
+    """Messages and small sums on one lane, large sums on another, each with a link of its own.
+
+    Parameters
+    ----------
+    lanes
+        The two lanes, of the root communicator and all split from it: what communicators that share ranks enqueue on
+        a lane runs in that order, which is the same on all ranks, so that no two wait for each other.
+    """
+
+    captures = True
+
+    def __init__(self, cuda: Cuda, lanes: tuple[Lane, Lane], context: Context, watchdog: Watchdog, nccl: Any) -> None:
+        self._cuda, self._lanes, self._context = cuda, lanes, context
+        self._watchdog, self._nccl = watchdog, nccl
+        self._links: dict[int, Link] = {}
+
+    def link(self, urgent: bool) -> Link:
+        """The link for what is waited for at once, or that for large sums. Collective at the first call of each."""
+        which = 0 if urgent else 1
+        if which not in self._links:
+            self._links[which] = Link(self._nccl, self._lanes[which], self._context, self._watchdog)
+        return self._links[which]
+
+    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
+        return NcclChannel(self.link(urgent=True), pattern, meter)
+
+    def reduction(self, buffer: Any, meter: Meter, method: str, tags: tuple[int, int]) -> Reduction:
+        from halograd.comm.gpu.nccl_sums import SUMS
+
+        return SUMS[method](self.link(urgent=buffer.nbytes <= URGENT), buffer, meter)
+
+    def check(self, dtype: np.dtype) -> None:
+        check_dtype(dtype, tuple(SUMMABLE))
+
+    def close(self) -> None:
+        for which in sorted(self._links, reverse=True):
+            self._links[which].close()
+        self._links.clear()
+
+
+class NcclChannel(Channel):
+    """One group of sends and receives on the lane.
+
+    ``start``: the lane waits for what the kernels' stream was given, so for the packing; one group; ``finish``: the
+    kernels' stream waits for the group. So one buffer serves both slots: it is packed again behind the `finish`,
+    behind which everything of it was sent.
+    """
+
+    def __init__(self, link: Link, pattern: Pattern, meter: Meter) -> None:
+        super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
+        self._link, self._passage, device = link, Passage(link.lane), link.lane.cuda.device
+        self._sends, self._recvs = places(self.send_counts, self.dtype), places(self.recv_counts, self.dtype)
+        self._out = device.zeros((end_of(self._sends),), self.dtype)
+        self._in = device.zeros((end_of(self._recvs),), self.dtype)
+        self._to = self._pointers(self._out, self._sends)
+        self._from = self._pointers(self._in, self._recvs)
+
+    def _pointers(self, array: Any, where: dict[int, slice]) -> list[tuple[int, int, int]]:
+        """Peer, address and length [B] of every message."""
+        device, size = self._link.lane.cuda.device, self.dtype.itemsize
+        first = device.address(array) if array.size else 0
+        return [(peer, first + s.start * size, (s.stop - s.start) * size) for peer, s in where.items()]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the host: none [B]."""
+        return 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of the device [B]; what NCCL keeps for itself is not counted."""
+        return int(self._out.nbytes + self._in.nbytes)
+
+    def _send_buffer(self, peer: int, slot: int) -> Any:
+        return self._out[self._sends[peer]]
+
+    def _recv_buffer(self, peer: int, slot: int) -> Any:
+        return self._in[self._recvs[peer]]
+
+    def _start(self) -> None:
+        if not self.peers:
+            return
+        link, stream = self._link, self._link.lane.ptr
+        as_bytes = link.nccl.NCCL_UINT8
+        self._passage.enter()
+        with link.group() as comm:
+            for peer, address, nbytes in self._to:
+                comm.send(address, nbytes, as_bytes, peer, stream)
+            for peer, address, nbytes in self._from:
+                comm.recv(address, nbytes, as_bytes, peer, stream)
+        self._passage.leave()
+        link.started(self._passage, f"exchange {self._meter.label!r}")
+
+    def _finish(self) -> float:
+        if self.peers:
+            self._link.raise_fault()
+            self._passage.join()
+        return 0.0
+
+    def _close(self) -> None:
+        self._link.forget(self._passage)
+
+
+def _tried(call: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
+    try:
+        return call(), None
+    except Exception as error:
+        return None, _wrapped(error, what)
+
+
+def _wrapped(error: Exception, what: str) -> CommError:
+    if isinstance(error, CommError):
+        return error
+    return CommError(f"nccl: expected {what}, got {error}; run with NCCL_DEBUG=WARN to see why")

@@ -1,0 +1,179 @@
+"""A thread that notices when a peer is gone: messages and sums of NCCL would wait for it for ever, on the device.
+
+It asks every communicator for errors (``ncclCommGetAsyncError``), and every message and sum under way how long it has
+been so. When there is a fault it aborts all communicators, which ends the kernels that wait, so that the host comes
+out of whatever it waits for; the next call to communicate raises the fault. If no such call comes, the job is ended.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from halograd.comm.errors import CommError
+
+__all__ = ["TIMEOUT", "Monitored", "Watchdog"]
+
+TIMEOUT = 600.0  # [s], the time of a very slow rank rather than that of a message
+GRACE = 30.0  # [s] that the main thread has to raise a fault
+IN_PROGRESS = 7  # ncclInProgress, which CuPy has no text for: KeyError(7)
+
+
+class Monitored(Protocol):
+    """What may fail while the host does something else."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong. Does not wait."""
+
+    def abort(self) -> None:
+        """End everything under way. May be called from another thread than the owner's, and twice."""
+
+
+class Watchdog:
+    """Watches communicators, and what is under way on them. Local; its methods may be called from any thread.
+
+    Parameters
+    ----------
+    who
+        ``"rank 1 of 4"``, for messages.
+    timeout
+        After how long something under way counts as lost [s].
+    interval
+        Between two looks [s].
+    end
+        Called with a text if nobody raises a fault; by default prints it. Whoever knows how ends the job.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        timeout: float = TIMEOUT,
+        interval: float = 1.0,
+        end: Callable[[str], None] | None = None,
+        grace: float = GRACE,
+    ) -> None:
+        if not timeout > 0:
+            raise CommError(f"timeout: expected seconds > 0, got {timeout}")
+        self.timeout, self._who, self._interval, self._grace = timeout, who, min(interval, timeout), grace
+        self._end = end or _say
+        self._monitored: list[Monitored] = []
+        self._under_way: dict[int, tuple[Any, str, float]] = {}
+        self._fault: str | None = None
+        self._raised = False
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, monitored: Monitored) -> None:
+        """Watch a communicator from now on."""
+        with self._lock:
+            self._monitored.append(monitored)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="halograd-nccl-watchdog", daemon=True)
+                self._thread.start()
+
+    def remove(self, monitored: Monitored) -> None:
+        """Watch it no more; one that is not watched is ignored."""
+        with self._lock:
+            self._monitored = [other for other in self._monitored if other is not monitored]
+
+    def under_way(self, passage: Any, label: str) -> None:
+        """`passage`, whose ``done`` says whether, was just started again."""
+        # One assignment, of a key that is there from the second time on: no lock in a step.
+        self._under_way[id(passage)] = (passage, label, time.monotonic())
+
+    def forget(self, passage: Any) -> None:
+        """It is not under way any more; one that never was is ignored."""
+        self._under_way.pop(id(passage), None)
+
+    @contextmanager
+    def watching(self, label: str) -> Iterator[None]:
+        """Watch the body, which blocks: nothing can be aborted, so that the job ends if it takes too long."""
+        timer = threading.Timer(self.timeout, lambda: self._end(self._lost(label, self.timeout)))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def raise_fault(self) -> None:
+        """Raise what was found, if anything was.
+
+        Raises
+        ------
+        CommError
+            Not agreed upon: the other ranks may be gone.
+        """
+        if self._fault is not None:
+            self._raised = True
+            raise CommError(self._fault)
+
+    def look(self) -> None:
+        """One look at everything. Called by the thread."""
+        fault = self._failed() or self._overdue()
+        if fault is None or self._fault is not None:
+            return
+        self._fault = fault
+        self.abort()
+        if not self._stop.wait(self._grace) and not self._raised:
+            self._end(fault)
+
+    def abort(self) -> None:
+        """End everything under way on this rank."""
+        with self._lock:
+            monitored = tuple(self._monitored)
+        for each in monitored:
+            each.abort()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._stop.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.look()
+            if self._fault is not None:
+                return
+
+    def _failed(self) -> str | None:
+        with self._lock:
+            monitored = tuple(self._monitored)
+        for each in monitored:
+            try:
+                each.check()
+            except Exception as error:
+                if isinstance(error, KeyError) and error.args == (IN_PROGRESS,):
+                    continue
+                return f"nccl: {self._who}: {error}; a peer is gone, see its output; the job cannot go on"
+        return None
+
+    def _overdue(self) -> str | None:
+        now = time.monotonic()
+        # A copy, made in one instruction: the main thread adds meanwhile.
+        for key, item in list(self._under_way.items()):
+            passage, label, since = item
+            if passage.done:
+                if self._under_way.get(key) is item:
+                    self._under_way.pop(key, None)
+            elif now - since > self.timeout:
+                return self._lost(label, now - since)
+        return None
+
+    def _lost(self, label: str, seconds: float) -> str:
+        return (
+            f"nccl: {self._who}: {label} has been under way for {seconds:.0f} s, expected less than {self.timeout:g}: "
+            "a peer is gone or stuck, see the output of the other ranks (or allow more with HALOGRAD_GPU_TIMEOUT, [s])"
+        )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"halograd: {text}\n")
+    sys.stderr.flush()

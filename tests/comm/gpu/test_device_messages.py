@@ -1,0 +1,192 @@
+"""Messages and sums of arrays on a device, over every transport: the same numbers, and everything ordered."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import CommError
+from halograd.comm.shard import shards
+from tests.support.gpu_ranks import gpu_ranks
+
+TRANSPORTS = ["nccl", "cuda-ipc", "mpi-cuda", "mpi-staged"]
+
+
+def ring(size, rank, count):
+    """Every rank sends `count` elements to the next, one more to the one after that."""
+    sends, recvs = {}, {}
+    for step, more in ((1, 0), (2, 1)):
+        if size > step:
+            sends[(rank + step) % size] = count + more
+            recvs[(rank - step) % size] = count + more
+    return sends, recvs
+
+
+def values(sender, receiver, count, run):
+    return np.arange(count) + 1000.0 * sender + 100.0 * receiver + 7 * run
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_messages_arrive_run_after_run(transport, monkeypatch):
+    with gpu_ranks(monkeypatch, transport) as r:
+        comm, device = r.comm, r.device
+        sends, recvs = ring(comm.size, comm.rank, 100)
+        channel = comm.channel(sends, recvs, "float32", device=device)
+        found = {peer: device.zeros((5, count), "float32") for peer, count in recvs.items()}
+        for run in range(5):
+            slot = channel.slot
+            for peer, count in sends.items():
+                source = device.array(values(comm.rank, peer, count, run), "float32")
+                np.copyto(channel.send_buffer(peer, slot), source)
+            channel.start()
+            channel.finish()
+            for peer in recvs:
+                np.copyto(found[peer][run], channel.recv_buffer(peer, slot))
+            channel.release()
+        for peer, count in recvs.items():
+            expected = [values(peer, comm.rank, count, run) for run in range(5)]
+            np.testing.assert_array_equal(found[peer].get(), np.array(expected, np.float32))
+        assert r.choice.name == transport
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_channels_under_way_at_once(transport, monkeypatch):
+    with gpu_ranks(monkeypatch, transport) as r:
+        comm, device = r.comm, r.device
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        forth = comm.channel({after: 3}, {before: 3}, "float64", device=device)
+        back = comm.channel({before: 300}, {after: 300}, "float64", device=device)
+        for run in range(4):
+            forth.send_buffer(after, forth.slot).fill(10 * comm.rank + run)
+            forth.start()
+            back.send_buffer(before, back.slot).fill(20 * comm.rank + run)
+            back.start()
+            forth.finish()
+            back.finish()
+            one = forth.recv_buffer(before, forth.slot).get()
+            other = back.recv_buffer(after, back.slot).get()
+            forth.release()
+            back.release()
+            assert one.tolist() == [10 * before + run] * 3 and other.tolist() == [20 * after + run] * 300
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+@pytest.mark.parametrize("count", [5, 96 * 4, 3000])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums(transport, count, dtype, monkeypatch):
+    """5: some ranks have no shard; 384: all shards are as long; 3000: one is shorter."""
+    with gpu_ranks(monkeypatch, transport) as r:
+        comm, device = r.comm, r.device
+        parts = shards(count, comm.size, np.dtype(dtype).itemsize)
+        every = [(np.arange(count) % 97 + 3 * rank).astype(dtype) for rank in range(comm.size)]
+        total = sum(every)
+        for method in ("allreduce", "ordered", "reduce_scatter", "all_gather"):
+            buffer = device.zeros((count,), dtype)
+            reduction = comm.reduction(buffer, method=method)
+            for run in range(3):
+                np.copyto(buffer, device.array(every[comm.rank] + run, dtype))
+                reduction.start()
+                reduction.finish()
+                found = buffer.get()
+                if method == "all_gather":
+                    for rank, part in enumerate(parts):
+                        np.testing.assert_array_equal(found[part], every[rank][part] + run)
+                    continue
+                part = parts[comm.rank] if method == "reduce_scatter" else slice(None)
+                np.testing.assert_array_equal(found[part], total[part] + run * comm.size)
+            reduction.close()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_under_way_together_are_finished_in_any_order(transport, monkeypatch):
+    with gpu_ranks(monkeypatch, transport) as r:
+        comm, device = r.comm, r.device
+        buffers = [device.zeros((n,), "float64") for n in (10, 40000, 200)]
+        sums = [comm.reduction(buffer, name=f"{buffer.size}") for buffer in buffers]
+        for run in range(3):
+            for i, (buffer, total) in enumerate(zip(buffers, sums)):
+                buffer.fill(comm.rank + i + run)
+                total.start()
+            for total in (sums[1], sums[2], sums[0]):
+                total.finish()
+            for i, buffer in enumerate(buffers):
+                expected = sum(rank + i + run for rank in range(comm.size))
+                assert set(buffer.get().tolist()) == {expected}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_nccl_sums_types_of_16_bits(dtype, monkeypatch):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        buffer = r.device.array(np.arange(50) + r.comm.rank, kind)
+        r.comm.reduction(buffer).run()
+        np.testing.assert_array_equal(buffer.get().astype(int), 2 * np.arange(50) + 1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["cuda-ipc", "mpi-cuda"])
+def test_others_say_which_types_they_sum(transport, monkeypatch):
+    with gpu_ranks(monkeypatch, transport) as r:
+        with pytest.raises(CommError, match=r"buffer: expected one of float32, .*, got float16; convert it to float32"):
+            r.comm.reduction(r.device.zeros((4,), "float16"))
+        gather = r.comm.reduction(r.device.zeros((4,), "float16"), method="all_gather")
+        gather.run()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_communicators_that_were_split_have_links_of_their_own(transport, monkeypatch):
+    with gpu_ranks(monkeypatch, transport) as r:
+        comm, device = r.comm, r.device
+        pair, line = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+        a, b, c = (device.zeros((70,), "float32") for _ in range(3))
+        within, across, whole = pair.reduction(a), line.reduction(b), comm.reduction(c)
+        for _ in range(2):
+            for buffer in (a, b, c):
+                buffer.fill(comm.rank + 1)
+            within.start()
+            across.start()
+            whole.start()
+            whole.finish()
+            within.finish()
+            across.finish()
+            assert (
+                a.get()[0] == (3 if comm.rank < 2 else 7) and b.get()[0] == (4, 6)[comm.rank % 2] and c.get()[0] == 10
+            )
+        if comm.rank == 1:
+            assert pair.split(None) is None
+        else:
+            pair.split(None)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_traffic_is_counted_alike(transport, monkeypatch):
+    with gpu_ranks(monkeypatch, transport) as r:
+        comm, other = r.comm, 1 - r.comm.rank
+        channel = comm.channel({other: 10}, {other: 10}, "float32", device=r.device, kind="halo")
+        channel.start()
+        channel.finish()
+        channel.release()
+        comm.reduction(r.device.zeros((100,), "float64"), kind="sum").run()
+        comm.reduction(r.device.zeros((64,), "float32"), kind="gather", method="all_gather").run()
+        halo, total, gather = comm.counters["halo"], comm.counters["sum"], comm.counters["gather"]
+        assert (halo.messages, halo.bytes, total.messages, total.bytes, gather.bytes) == (1, 40, 1, 800, 128)
+        assert comm.device_bytes > 0
+
+
+@pytest.mark.ranks(2)
+def test_sums_of_the_host_go_by_way_of_it(monkeypatch):
+    """By nodes, and rounded: whatever carries arrays of the device."""
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        for method in ("rounded", "hierarchical", "accumulate"):
+            buffer = r.device.array(np.full(64, 1.0 + r.comm.rank), "float32")
+            total = r.comm.reduction(buffer, method=method)
+            total.run()
+            assert buffer.get()[0] == 3 and total.on_host is not total
+    assert MPI.COMM_WORLD.size == 2

@@ -1,0 +1,237 @@
+"""A double of ``cupy.cuda.nccl`` over MPI: refuses what NCCL would not survive, and runs when its stream must.
+
+What ranks pass to a call is compared when it runs: the same call, as the same member of the same order, of matching
+sizes. Addresses must be of memory of the device, streams must be streams, counts and constants those of NCCL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+from tests.support.stream_device import StreamDevice
+
+__all__ = ["FakeNccl"]
+
+DTYPES = {
+    "NCCL_UINT8": (1, np.uint8),
+    "NCCL_INT32": (2, np.int32),
+    "NCCL_INT64": (4, np.int64),
+    "NCCL_FLOAT16": (6, np.float16),
+    "NCCL_FLOAT32": (7, np.float32),
+    "NCCL_FLOAT64": (8, np.float64),
+    "NCCL_BFLOAT16": (9, ml_dtypes.bfloat16),
+}
+_BY_NUMBER = dict(DTYPES.values())
+
+
+class FakeNccl:
+    """The module, for the device of one rank.
+
+    Parameters
+    ----------
+    mpi
+        Whose ranks are the processes.
+    folder
+        Where members of a communicator find each other, the same for all ranks.
+    """
+
+    NCCL_SUM = 0
+    available = True
+
+    def __init__(self, device: StreamDevice, mpi: MPI.Intracomm, folder: Path, version: int = 23203) -> None:
+        self.device, self.mpi, self.folder, self.version = device, mpi, folder, version
+        for name, (number, _) in DTYPES.items():
+            setattr(self, name, number)
+        self._depth = 0
+        self._calls: list[tuple[FakeCommunicator, tuple[Any, ...], int, list[Any], list[Any]]] = []
+        self.communicators: list[FakeCommunicator] = []
+
+    def get_version(self) -> int:
+        return self.version
+
+    def get_unique_id(self) -> bytes:
+        return os.urandom(128)
+
+    def NcclCommunicator(self, size: int, unique: bytes, rank: int) -> FakeCommunicator:
+        made = FakeCommunicator(self, size, unique, rank)
+        self.communicators.append(made)
+        return made
+
+    def groupStart(self) -> None:
+        self._depth += 1
+
+    def groupEnd(self) -> None:
+        assert self._depth > 0, "groupEnd without groupStart"
+        self._depth -= 1
+        if not self._depth:
+            calls, self._calls = self._calls, []
+            if calls:
+                self._enqueue(calls)
+
+    def call(self, comm: FakeCommunicator, what: tuple[Any, ...], stream: int, reads: list, writes: list) -> None:
+        assert stream in self.device.cuda.streams and stream != self.device.compute.ptr, "no stream of its own"
+        assert not comm.dead, "a communicator that was destroyed or aborted"
+        if what[0] in ("send", "recv"):
+            assert self._depth, "sends and receives outside of a group wait for each other"
+        self._calls.append((comm, what, stream, reads, writes))
+        if not self._depth:
+            self.groupStart()
+            self.groupEnd()
+
+    def _enqueue(self, calls: list[Any]) -> None:
+        comm, stream = calls[0][0], calls[0][2]
+        assert all(c[0] is comm and c[2] == stream for c in calls), "a group of several communicators or streams"
+        comm.count += 1
+        names = "+".join(sorted({c[1][0] for c in calls}))
+        self.device.trace.op(
+            f"{names} number {comm.count}",
+            stream,
+            [r for c in calls for r in c[3]],
+            [w for c in calls for w in c[4]],
+            nccl=(comm.name, comm.count, tuple((comm.rank, *c[1]) for c in calls)),
+        )
+        self.device.cuda.streams[stream].enqueue(lambda: comm.run([(c[1], c[3], c[4]) for c in calls]))
+
+
+class FakeCommunicator:
+    """``cupy.cuda.nccl.NcclCommunicator``. Blocks until all members are there."""
+
+    def __init__(self, nccl: FakeNccl, size: int, unique: bytes, rank: int) -> None:
+        assert isinstance(unique, bytes) and len(unique) == 128 and 0 <= rank < size
+        self.nccl, self.size, self.rank, self.count, self.dead = nccl, size, rank, 0, ""
+        self.error: Exception | None = None
+        self.name = hashlib.sha1(unique).hexdigest()[:12]
+        members = self._meet()
+        world = nccl.mpi.Get_group()
+        group = world.Incl(members)
+        # The number of the communicator is in the tag: two may be made at once by ranks that share none.
+        self._mpi = nccl.mpi.Create_group(group, int(self.name[:4], 16) % 30000)
+        group.Free()
+        world.Free()
+        assert self._mpi.rank == rank
+
+    def _meet(self) -> list[int]:
+        (self.nccl.folder / f"{self.name}-{self.rank}").write_text(str(self.nccl.mpi.rank))
+        paths = [self.nccl.folder / f"{self.name}-{rank}" for rank in range(self.size)]
+        while not all(path.exists() and path.read_text() for path in paths):
+            time.sleep(1e-3)
+        return [int(path.read_text()) for path in paths]
+
+    # -- calls ----------------------------------------------------------------------------------
+    def send(self, ptr: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._peer(peer)
+        self._call(("send", peer, self._bytes(count, dtype)), stream, [(ptr, self._bytes(count, dtype))], [])
+
+    def recv(self, ptr: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._peer(peer)
+        self._call(("recv", peer, self._bytes(count, dtype)), stream, [], [(ptr, self._bytes(count, dtype))])
+
+    def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._sum("allReduce", source, target, count, count, dtype, op, -1, stream)
+
+    def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
+        own = source + self.rank * self._bytes(count, dtype)
+        assert target == own, "in place means at one's own part"
+        self._sum("reduceScatter", source, target, count * self.size, count, dtype, op, -1, stream)
+
+    def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
+        assert 0 <= root < self.size
+        self._sum("reduce", source, target, count, count if root == self.rank else 0, dtype, op, root, stream)
+
+    def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
+        nbytes = self._bytes(count, dtype)
+        assert source == target + self.rank * nbytes, "in place means at one's own part"
+        what = ("allGather", count, dtype, 0, -1, self.size)
+        self._call(what, stream, [(source, nbytes)], [(target, nbytes * self.size)])
+
+    def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
+        nbytes = self._bytes(count, dtype)
+        assert 0 <= root < self.size
+        reads, writes = ([(source, nbytes)], []) if root == self.rank else ([], [(target, nbytes)])
+        self._call(("broadcast", count, dtype, 0, root, self.size), stream, reads, writes)
+
+    def _sum(self, name: str, source: int, target: int, count: int, out: int, dtype: int, op: int, *rest: Any) -> None:
+        root, stream = rest
+        assert op == 0, "not a sum"
+        reads, writes = [(source, self._bytes(count, dtype))], [(target, self._bytes(out, dtype))]
+        self._call((name, count, dtype, op, root, self.size), stream, reads, writes)
+
+    def _call(self, what: tuple[Any, ...], stream: int, reads: list, writes: list) -> None:
+        for address, nbytes in (*reads, *writes):
+            assert self.nccl.device.holds(address, nbytes), f"{what[0]}: not memory of the device"
+        self.nccl.call(self, what, stream, reads, writes)
+
+    def _peer(self, peer: int) -> None:
+        assert 0 <= peer < self.size and peer != self.rank
+
+    @staticmethod
+    def _bytes(count: int, dtype: int) -> int:
+        assert isinstance(count, int) and count >= 0
+        return count * np.dtype(_BY_NUMBER[dtype]).itemsize
+
+    # -- running --------------------------------------------------------------------------------
+    def run(self, calls: list[Any]) -> None:
+        """What a group does, once all partners do it too."""
+        if self.dead:
+            return
+        requests, received = [], []
+        for what, reads, writes in calls:
+            if what[0] == "send":
+                requests.append(self._mpi.Isend(_memory(*reads[0]).copy(), what[1], 1))
+            elif what[0] == "recv":
+                room = np.empty(what[2] + 1, np.uint8)  # one more: what is too long is seen
+                requests.append(self._mpi.Irecv(room, what[1], 1))
+                received.append((requests[-1], room, _memory(*writes[0])))
+            else:
+                self._collective(what, reads, writes)
+        for request, room, target in received:
+            status = MPI.Status()
+            request.Wait(status)
+            assert status.Get_count(MPI.BYTE) == target.size, "a message of another length"
+            target[...] = room[:-1]
+        MPI.Request.Waitall(requests)
+
+    def _collective(self, what: tuple[Any, ...], reads: list, writes: list) -> None:
+        told = self._mpi.allgather((what, [bytes(_memory(*part)) for part in reads]))
+        assert all(other == what for other, _ in told), f"ranks make different calls: {[w for w, _ in told]}"
+        name, count, dtype = what[0], what[1], _BY_NUMBER[what[2]]
+        values = [np.frombuffer(data[0], dtype) if data else None for _, data in told]
+        if name in ("allGather", "broadcast"):
+            found = [v for v in values if v is not None]
+            result: Any = np.concatenate(found)
+        else:
+            # In no order that anybody may rely on: the last rank first. Sums of few bits in float32, as NCCL does.
+            wide = np.float32 if np.dtype(dtype).itemsize == 2 else dtype
+            result = sum((v.astype(wide) for v in reversed(values)), np.zeros(count, wide)).astype(dtype)
+        if not writes or not writes[0][1]:
+            return
+        if name == "reduceScatter":
+            result = np.split(result, self.size)[self.rank]
+        _memory(*writes[0])[...] = result.view(np.uint8)
+
+    # -- the end --------------------------------------------------------------------------------
+    def check_async_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        self.dead = "aborted"
+
+    def destroy(self) -> None:
+        assert not self.dead
+        self.dead = "destroyed"
+        self._mpi.Free()
+
+
+def _memory(address: int, nbytes: int) -> np.ndarray:
+    import ctypes
+
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)

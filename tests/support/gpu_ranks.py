@@ -1,0 +1,79 @@
+"""Ranks that each have a double of a GPU, and what must hold of everything that they have enqueued."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.comm.gpu import facts, link
+from tests.support.fake_nccl import FakeNccl
+from tests.support.happens_before import check_collectives, find_races
+from tests.support.stream_device import StreamBackend, StreamDevice
+from tests.support.trace import Entry
+
+__all__ = ["Rank", "gathered", "gpu_ranks", "steps"]
+
+
+class Rank:
+    """One rank and its double.
+
+    Attributes
+    ----------
+    choice
+        What `use_device` has chosen.
+    """
+
+    def __init__(self, comm: Communicator, kernels: StreamBackend, nccl: FakeNccl) -> None:
+        self.comm, self.kernels, self.nccl = comm, kernels, nccl
+        self.device: StreamDevice = kernels.device
+        self.choice: Any = None
+
+
+@contextmanager
+def gpu_ranks(monkeypatch: Any, transport: str, sharing: bool = False, **options: Any) -> Iterator[Rank]:
+    """Ranks of MPI, each with a GPU of its own (or all the same one), and an open communicator.
+
+    In the end every rank's trace is looked at together with those of the others.
+    """
+    world = MPI.COMM_WORLD.Dup()
+    folder = Path(world.bcast(tempfile.mkdtemp(prefix="halograd-nccl-") if world.rank == 0 else None))
+    address = "0000:3b:00.0" if sharing else f"0000:{world.rank:02d}:00.0"
+    kernels = StreamBackend(world.rank, address)
+    nccl = FakeNccl(kernels.device, world, folder)
+    monkeypatch.setattr(link, "load_nccl", lambda: nccl)
+    monkeypatch.setattr(facts, "load_nccl", lambda: nccl)
+    # MPI does reach the memory of this double.
+    monkeypatch.setattr(facts, "claim_fault", lambda mpi: "")
+    monkeypatch.setattr(link, "prove", lambda ordinal: "")
+    with Communicator(MPI.COMM_WORLD) as comm:
+        rank = Rank(comm, kernels, nccl)
+        rank.choice = comm.use_device(kernels.device, transport, **options)
+        yield rank
+    assert all(c.dead for c in nccl.communicators), "a communicator of NCCL was left"
+    faults = None
+    traces = gathered(world, kernels.device)
+    if traces is not None:
+        faults = find_races(traces) + check_collectives(traces)
+    faults = world.bcast(faults)
+    kernels.close()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+    world.Free()
+    assert not faults, "\n".join(faults[:10])
+
+
+def gathered(mpi: MPI.Intracomm, device: StreamDevice) -> list[list[Entry]] | None:
+    """On the first rank the traces of all. Collective."""
+    return mpi.gather(device.trace.entries)
+
+
+def steps(entries: list[Entry]) -> list[str]:
+    """What an order of entries reads like: the names of operations, and of marks."""
+    return [entry.name for entry in entries if entry.kind in ("op", "mark")]

@@ -1,0 +1,93 @@
+"""What ranks enqueue on the streams of a device: a record of operations, and of the events between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Entry", "Range", "Trace", "bounds"]
+
+#: Memory of a rank (its number) or that ranks share (a name), first byte and the one behind the last.
+Range = tuple[Any, int, int]
+COMPUTE = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something a rank did.
+
+    Attributes
+    ----------
+    kind
+        ``"op"``: an operation on `stream`; ``"record"``, ``"wait"``: of `event` there; ``"host wait"``: the host waited
+        for `event`; ``"mark"``: nothing, named for whoever reads the trace.
+    event
+        Which one, and the how-manieth record of it.
+    nccl
+        Of an operation of NCCL: communicator, number, and the calls in it.
+    """
+
+    kind: str
+    name: str
+    stream: int = 0
+    reads: tuple[Range, ...] = ()
+    writes: tuple[Range, ...] = ()
+    event: tuple[Any, int] | None = None
+    nccl: tuple[str, int, tuple[tuple[Any, ...], ...]] | None = None
+
+
+@dataclass
+class Trace:
+    """The entries of one rank, in the order in which its host made them."""
+
+    rank: int
+    entries: list[Entry] = field(default_factory=list)
+    #: Memory that other ranks see too, by address.
+    shared: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, name: str, **more: Any) -> None:
+        """Note something; from any thread."""
+        with self._lock:
+            self.entries.append(Entry(kind, name, **more))
+
+    def op(self, name: str, stream: int, reads: Sequence[Any] = (), writes: Sequence[Any] = (), **more: Any) -> None:
+        """Note an operation on arrays, or on ``(address, bytes)``."""
+        self.add("op", name, stream=stream, reads=self.ranges(reads), writes=self.ranges(writes), **more)
+
+    def ranges(self, arrays: Sequence[Any]) -> tuple[Range, ...]:
+        """Where these lie; empty ones nowhere."""
+        found = (bounds(a) if isinstance(a, np.ndarray) else (a[0], a[0] + a[1]) for a in arrays)
+        return tuple(self._range(lo, hi) for lo, hi in found if hi > lo)
+
+    def _range(self, lo: int, hi: int) -> Range:
+        for first, (nbytes, name) in self.shared.items():
+            if first <= lo < first + nbytes:
+                assert hi <= first + nbytes, "an operation beyond the end of shared memory"
+                return name, lo - first, hi - first
+        return self.rank, lo, hi
+
+    def mark(self, name: str) -> None:
+        """Name this place."""
+        self.add("mark", name)
+
+    def between(self, first: str, second: str) -> list[Entry]:
+        """What lies between two marks."""
+        marks = [e.name if e.kind == "mark" else None for e in self.entries]
+        return self.entries[marks.index(first) + 1 : marks.index(second)]
+
+
+def bounds(array: np.ndarray) -> tuple[int, int]:
+    """First byte of an array and the one behind its last; equal for an empty one."""
+    if not array.size:
+        return 0, 0
+    lo = hi = array.__array_interface__["data"][0]
+    for length, stride in zip(array.shape, array.strides):
+        lo, hi = lo + min(0, (length - 1) * stride), hi + max(0, (length - 1) * stride)
+    return lo, hi + array.itemsize
