@@ -125,10 +125,11 @@ class Link:
 
     def close(self) -> None:
         """Wait for what is under way and free it; idempotent."""
+        if self._comm is not None:
+            self.lane.stream.synchronize()  # watched: if a peer is gone, this returns because of an abort
         self._watchdog.remove(self)
         comm, self._comm = self._comm, None
         if comm is not None:
-            self.lane.stream.synchronize()
             comm.destroy()
 
 

@@ -51,7 +51,7 @@ class FakeNccl:
         for name, (number, _) in DTYPES.items():
             setattr(self, name, number)
         self._depth = 0
-        self._calls: list[tuple[FakeCommunicator, tuple[Any, ...], int, list[Any], list[Any]]] = []
+        self._calls: list[tuple[Any, ...]] = []
         self.communicators: list[FakeCommunicator] = []
 
     def get_version(self) -> int:
@@ -76,12 +76,14 @@ class FakeNccl:
             if calls:
                 self._enqueue(calls)
 
-    def call(self, comm: FakeCommunicator, what: tuple[Any, ...], stream: int, reads: list, writes: list) -> None:
+    def call(
+        self, comm: FakeCommunicator, what: tuple[Any, ...], stream: int, reads: list, writes: list, held: Any
+    ) -> None:
         assert stream in self.device.cuda.streams and stream != self.device.compute.ptr, "no stream of its own"
         assert not comm.dead, "a communicator that was destroyed or aborted"
         if what[0] in ("send", "recv"):
             assert self._depth, "sends and receives outside of a group wait for each other"
-        self._calls.append((comm, what, stream, reads, writes))
+        self._calls.append((comm, what, stream, reads, writes, held))
         if not self._depth:
             self.groupStart()
             self.groupEnd()
@@ -165,9 +167,10 @@ class FakeCommunicator:
         self._call((name, count, dtype, op, root, self.size), stream, reads, writes)
 
     def _call(self, what: tuple[Any, ...], stream: int, reads: list, writes: list) -> None:
-        for address, nbytes in (*reads, *writes):
-            assert self.nccl.device.holds(address, nbytes), f"{what[0]}: not memory of the device"
-        self.nccl.call(self, what, stream, reads, writes)
+        parts = [part for part in (*reads, *writes) if part[1]]
+        held = [self.nccl.device.holder(*part) for part in parts]
+        assert all(memory is not None for memory in held), f"{what[0]}: not memory of the device"
+        self.nccl.call(self, what, stream, reads, writes, held)
 
     def _peer(self, peer: int) -> None:
         assert 0 <= peer < self.size and peer != self.rank

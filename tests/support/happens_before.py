@@ -153,6 +153,8 @@ def _partners(rank: int, entry: Entry, comm: str, heads: Any, done: Any, members
             if mirrored:
                 sizes = [c[3] for c in entry.nccl[2] if c[1] == call and c[2] == peer]
                 there = [c[3] for c in theirs if c[1] == mirrored and c[2] == me]
+                if not there:  # it is at its turn later, if ever
+                    return False
                 if sizes != there:
                     faults.append(f"rank {rank}: {entry.name} {call}s {sizes} bytes, rank {other} {mirrored}s {there}")
                     return False

@@ -55,10 +55,10 @@ class StreamDevice(FakeDevice):
         self._allocated[lo] = (hi, weakref.ref(memory))
         return TracedArray(memory, self)
 
-    def holds(self, address: int, nbytes: int) -> bool:
-        """Whether these bytes are of one array that is still there."""
-        found = [(hi, there) for lo, (hi, there) in self._allocated.items() if lo <= address < hi]
-        return not nbytes or any(address + nbytes <= hi and there() is not None for hi, there in found)
+    def holder(self, address: int, nbytes: int) -> Any:
+        """The one array that these bytes are of; None if there is none any more."""
+        found = [(hi, there()) for lo, (hi, there) in self._allocated.items() if lo <= address < hi]
+        return next((there for hi, there in found if there is not None and address + nbytes <= hi), None)
 
     def run(self, name: str, reads: Sequence[Any], writes: Sequence[Any], work: Any) -> Any:
         """Note an operation and run it when the current stream comes to it; on that of the kernels its result."""

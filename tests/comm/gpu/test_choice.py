@@ -1,0 +1,199 @@
+"""The table of transports for devices: what auto takes where, and why a name is refused."""
+
+import doctest
+from dataclasses import replace
+
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import CommError, Communicator
+from halograd.comm.gpu import NAMES, RankFacts, choice, choose, facts, link, mpi_aware
+from halograd.comm.gpu.nccl import load_nccl
+from halograd.device import HOST
+from tests.support.fake_device import FakeDevice
+from tests.support.gpu_ranks import gpu_ranks
+
+A, B = "0000:3b:00.0", "0000:86:00.0"
+NEW, OLD = 23203, 22809
+BEST = RankFacts(0, A, (A, B), NEW)
+NO_MPI = "MPICH 5.0.2 does not say that it is CUDA-aware"
+
+
+def ranks(*changes, **common):
+    """Facts of some ranks that differ from the best by these."""
+    return [replace(BEST, mpi_fault=NO_MPI, **{**common, **change}) for change in changes]
+
+
+OWN = ({"gpu": A}, {"gpu": B})
+SAME = ({"gpu": A}, {"gpu": A})
+APART = ({"node": 0}, {"node": 1})
+AUTO = {
+    "one rank": (ranks({}), "mpi-staged", "one rank: nothing travels"),
+    "a GPU each": (ranks(*OWN), "nccl", "NCCL on every rank"),
+    "nodes": (ranks(*APART), "nccl", "NCCL on every rank"),
+    "an old NCCL, a GPU each": (ranks(*OWN, nccl=OLD), "nccl", "NCCL"),
+    "a shared GPU, not asked for": (ranks(*SAME), "cuda-ipc", "set NCCL_MULTI_RANK_GPU_ENABLE=1"),
+    "a shared GPU, asked for": (ranks(*SAME, shares=True), "nccl", "NCCL on every rank"),
+    "a shared GPU, asked for on one rank": (ranks({"shares": True}, {}), "cuda-ipc", "on all ranks"),
+    "a shared GPU, an old NCCL": (ranks(*SAME, nccl=OLD, shares=True), "cuda-ipc", "2.30.3 is needed, got 2.28.9"),
+    "just too old": (ranks(*SAME, nccl=23002, shares=True), "cuda-ipc", "needed, got 2.30.2"),
+    "just new enough": (ranks(*SAME, nccl=23003, shares=True), "nccl", "NCCL"),
+    "no NCCL": (ranks(*OWN, nccl=0, nccl_fault="no libnccl.so.2"), "cuda-ipc", r"rank 0 has no NCCL \(no libnccl.so.2"),
+    "two versions": (ranks({"gpu": A}, {"gpu": B, "nccl": OLD}), "cuda-ipc", "rank 0 has NCCL 2.32.3, rank 1 2.28.9"),
+    "no NCCL, no peer access": (ranks(*OWN, nccl=0, reachable=(A,)), "mpi-staged", f"cannot read GPU {B} of rank 1"),
+    "no NCCL, nodes": (
+        ranks(*APART, nccl=0),
+        "mpi-staged",
+        "different nodes; .*no mpi-cuda: rank 0: MPICH 5.0.2 does not",
+    ),
+    "no NCCL, nodes, an MPI": ([replace(f, mpi_fault="") for f in ranks(*APART, nccl=0)], "mpi-cuda", "reaches device"),
+    "no CUDA": (ranks({}, {"gpu": ""}), "mpi-staged", "rank 1 has no CUDA device"),
+    "shared on two nodes": (
+        ranks({"node": 0}, {"node": 0}, {"node": 1}, {"node": 1}, nccl=OLD),
+        "mpi-staged",
+        "ranks 0 and 1 share GPU",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_auto(case):
+    found, name, why = AUTO[case]
+    result = choose("auto", found)
+    assert result.name == name
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(result.describe())
+
+
+REFUSED = {
+    "nccl on a shared GPU": (
+        "nccl",
+        ranks(*SAME),
+        f"'nccl': ranks 0 and 1 share GPU {A}; set NCCL_MULTI_RANK_GPU_ENABLE=1",
+    ),
+    "nccl that is old": (
+        "nccl",
+        ranks(*SAME, nccl=OLD),
+        "for which NCCL 2.30.3 is needed, got 2.28.9; use 'cuda-ipc' or",
+    ),
+    "nccl that is very old": ("nccl", ranks(*OWN, nccl=20604), "version 2.6.4 is older than 2.7.0"),
+    "no nccl": (
+        "nccl",
+        ranks(*OWN, nccl=0, nccl_fault="none"),
+        r"no NCCL \(none\); pip install nvidia-nccl-cu13, or use",
+    ),
+    "no device": ("nccl", ranks({"gpu": ""}), "rank 0 has no CUDA device; use 'mpi-staged'"),
+    "ipc between nodes": ("cuda-ipc", ranks(*APART), "ranks 0 and 1 are on different nodes; use 'nccl'"),
+    "ipc without access": ("cuda-ipc", ranks(*OWN, reachable=(A,)), f"rank 0 cannot read GPU {B} of rank 1"),
+    "mpi that is not aware": ("mpi-cuda", ranks(*OWN), "'mpi-cuda': rank 0: MPICH 5.0.2 does not .*; use 'nccl' or"),
+    "no such name": ("gloo", ranks({}), "expected 'auto', 'nccl', 'mpi-cuda', 'mpi-staged', 'cuda-ipc', got 'gloo'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_name_that_cannot_be_had(case):
+    wanted, found, message = REFUSED[case]
+    with pytest.raises(CommError, match=message):
+        choose(wanted, found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_can_be_had(name):
+    found = [replace(f, mpi_fault="") for f in ranks(*OWN)]
+    assert choose(name, found) == choice.Choice(name, "asked for")
+
+
+def test_docstrings():
+    for module in (choice, link, mpi_aware):
+        assert doctest.testmod(module).failed == 0
+
+
+def test_a_timeout_that_is_none():
+    with pytest.raises(CommError, match=r"HALOGRAD_GPU_TIMEOUT: expected seconds > 0, got '-3'"):
+        link.timeout_from({"HALOGRAD_GPU_TIMEOUT": "-3"})
+
+
+def test_nccl_is_found_or_its_absence_said_in_one_line(monkeypatch):
+    try:
+        assert load_nccl().get_version() > 0
+    except CommError as error:
+        assert "pip install" in str(error) and "\n" not in str(error)
+    monkeypatch.setitem(__import__("sys").modules, "cupy.cuda.nccl", None)
+    with pytest.raises(
+        CommError, match=r"^nccl: expected cupy.cuda.nccl, got none \(.*\); pip install 'halograd\[gpu\]'"
+    ):
+        load_nccl()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharing", [False, True])
+def test_ranks_find_out_what_they_have(sharing, monkeypatch):
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    with gpu_ranks(monkeypatch, "auto", sharing) as r:
+        assert r.choice.name == ("cuda-ipc" if sharing else "nccl")
+        assert r.comm.use_device(r.device) is r.choice
+        with pytest.raises(CommError, match=r"expected '(nccl|cuda-ipc)', which was chosen, got 'mpi-staged'"):
+            r.comm.use_device(r.device, "mpi-staged")
+        stranger = FakeDevice()
+        with pytest.raises(
+            CommError, match=r"expected arrays on fake:0, for which (nccl|cuda-ipc) was chosen, got some on"
+        ):
+            r.comm.channel({}, {}, "float32", device=stranger)
+        stranger.close()
+
+
+@pytest.mark.ranks(2)
+def test_devices_that_are_not_of_cuda_go_by_the_host(monkeypatch):
+    device = FakeDevice()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        with pytest.raises(CommError, match="'nccl': rank 0 has no CUDA device"):
+            comm.use_device(device, "nccl")
+        with pytest.raises(CommError, match="device transport: expected 'auto', 'nccl'"):
+            comm.use_device(device, "smoke")
+        part = comm.split(0)
+        with pytest.raises(CommError, match="expected the communicator that the others are split from"):
+            part.use_device(device)
+        assert comm.use_device(device).name == "mpi-staged" and comm.use_device(HOST).name == "mpi-staged"
+    device.close()
+
+
+@pytest.mark.ranks(2)
+def test_mpi_that_claims_what_it_cannot_do_is_refused(monkeypatch):
+    with pytest.raises(CommError, match=r"'mpi-cuda': rank 0: MPI died of SIGSEGV .*; use 'nccl'"):  # noqa: SIM117
+        with gpu_ranks(monkeypatch, "mpi-staged") as r:
+            monkeypatch.setattr(link, "prove", lambda ordinal: mpi_aware.judge(-11, "", ""))
+            with Communicator(MPI.COMM_WORLD) as comm:
+                comm.use_device(r.device, "mpi-cuda")
+
+
+@pytest.mark.ranks(2)
+def test_a_device_that_does_not_answer(monkeypatch):
+    def broken(device):
+        raise RuntimeError("cudaErrorUnknown")
+
+    monkeypatch.setattr(link, "gpu_address", broken)
+    device = FakeDevice()
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        pytest.raises(CommError, match="learn what the device can do, got cudaErr"),
+    ):
+        comm.use_device(device)
+    device.close()
+
+
+def test_gpus_that_this_process_does_not_see():
+    class Runtime:
+        def deviceGetPCIBusId(self, ordinal):
+            return A
+
+        def deviceGetByPCIBusId(self, address):
+            if address == "hidden":
+                raise RuntimeError("cudaErrorInvalidDevice")
+            return {B: 1, "far": 2}[address]
+
+        def deviceCanAccessPeer(self, one, other):
+            return other == 1
+
+    device = type("D", (), {"ordinal": 0})()
+    device.cupy = type("C", (), {"cuda": type("c", (), {"runtime": Runtime()})})
+    assert facts.reachable_gpus(device, [A, B, "hidden", "far", A]) == (A, B)

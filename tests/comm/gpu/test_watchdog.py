@@ -1,0 +1,210 @@
+"""The watchdog: faults of communicators, things that take too long, a peer that is gone."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import CommError, Communicator
+from halograd.comm.gpu import link
+from halograd.comm.gpu.watchdog import Watchdog
+from tests.support.gpu_ranks import gpu_ranks
+
+
+class Watched:
+    def __init__(self, error=None):
+        self.error, self.aborted = error, 0
+
+    def check(self):
+        if self.error is not None:
+            raise self.error
+
+    def abort(self):
+        self.aborted += 1
+
+
+def passage(done):
+    return SimpleNamespace(done=done)
+
+
+def still(**options):
+    """A watchdog whose thread sleeps: the test looks itself."""
+    ended = []
+    dog = Watchdog("rank 1 of 4", interval=1000, end=ended.append, **{"timeout": 60, "grace": 0, **options})
+    return dog, ended
+
+
+def test_nothing_is_wrong():
+    dog, ended = still()
+    watched = Watched()
+    dog.add(watched)
+    dog.under_way(passage(False), "exchange 'halo'")
+    dog.look()
+    dog.raise_fault()
+    dog.close()
+    dog.close()
+    assert not ended and not watched.aborted
+
+
+def test_an_error_of_a_communicator_aborts_all_of_them():
+    dog, ended = still()
+    one, other = Watched(), Watched(RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited"))
+    dog.add(one)
+    dog.add(other)
+    dog.look()
+    assert one.aborted == other.aborted == 1
+    with pytest.raises(
+        CommError, match=r"^nccl: rank 1 of 4: NCCL_ERROR_REMOTE_ERROR: .*; a peer is gone, see its output"
+    ):
+        dog.raise_fault()
+    dog.look()
+    assert one.aborted == 1 and len(ended) == 1, "the fault was not raised in time, so the job was ended"
+    dog.close()
+
+
+def test_a_communicator_that_is_being_made_is_no_fault():
+    dog, _ = still()
+    dog.add(Watched(KeyError(7)))  # ncclInProgress, which CuPy has no text for
+    dog.look()
+    dog.raise_fault()
+    dog.close()
+
+
+def test_something_that_takes_too_long():
+    dog, ended = still(timeout=0.01)
+    done, late = passage(True), passage(False)
+    dog.under_way(done, "exchange 'halo: conv1'")
+    dog.under_way(late, "sum 'allreduce' of 400 bytes")
+    time.sleep(0.02)
+    dog.look()
+    message = r"rank 1 of 4: sum 'allreduce' of 400 bytes has been under way for 0 s, expected less than 0.01: .* stuck"
+    with pytest.raises(CommError, match=message):
+        dog.raise_fault()
+    assert "HALOGRAD_GPU_TIMEOUT" in ended[0]
+    dog.close()
+
+
+def test_what_is_over_or_forgotten_is_not_late():
+    dog, _ = still(timeout=0.01)
+    over, forgotten = passage(True), passage(False)
+    dog.under_way(over, "a")
+    dog.under_way(forgotten, "b")
+    dog.forget(forgotten)
+    dog.forget(forgotten)
+    time.sleep(0.02)
+    dog.look()
+    dog.raise_fault()
+    dog.close()
+
+
+def test_a_fault_that_is_raised_in_time_does_not_end_the_job():
+    ended, watched = [], Watched(RuntimeError("gone"))
+    dog = Watchdog("rank 0 of 2", interval=0.01, end=ended.append, grace=0.3)
+    dog.add(watched)
+    limit = time.monotonic() + 20
+    while time.monotonic() < limit:
+        try:
+            dog.raise_fault()
+        except CommError:
+            break
+        time.sleep(0.005)
+    assert watched.aborted == 1
+    dog._thread.join(20)
+    assert not ended
+    dog.close()
+
+
+def test_a_start_that_blocks_ends_the_job():
+    dog, ended = still(timeout=0.02)
+    with dog.watching("the start of NCCL"):
+        time.sleep(0.3)
+    assert ended[0].startswith("nccl: rank 1 of 4: the start of NCCL has been under way")
+    with dog.watching("the start of NCCL"):
+        pass
+    time.sleep(0.05)
+    assert len(ended) == 1
+
+
+def test_a_timeout_must_be_positive():
+    with pytest.raises(CommError, match="timeout: expected seconds > 0, got 0"):
+        Watchdog("rank 0 of 1", timeout=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("begun", ["exchange", "sum"])
+def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, monkeypatch):
+    """The other rank never starts its part."""
+    ended = []
+    monkeypatch.setattr(link, "end", lambda mpi, code: ended.append(code))
+    with pytest.raises(CommError, match=f"^nccl: rank 0 of 2: {begun} '.*' .*has been under way"):  # noqa: SIM117
+        with gpu_ranks(monkeypatch, "nccl", timeout=0.2) as r:
+            other = 1 - r.comm.rank
+            channel = r.comm.channel({other: 4}, {other: 4}, "float32", device=r.device, name="conv1")
+            total = r.comm.reduction(r.device.zeros((4,), "float32"), name="loss")
+            mine = {"exchange": channel, "sum": total}[begun]
+            fault = None
+            if r.comm.rank == 0:
+                mine._passage = Unfinished(mine._passage)
+                mine.start()
+                fault = str(raised(mine))
+            raise CommError(r.comm.bcast(fault))  # the other rank would find out by itself, later
+    assert not ended
+
+
+class Unfinished:
+    """A passage whose lane never comes to the end."""
+
+    def __init__(self, inner):
+        self.lane, self.enter, self.leave, self.done = inner.lane, inner.enter, inner.leave, False
+
+    def join(self):
+        raise AssertionError("nobody joins what was lost")
+
+
+def raised(item):
+    limit = time.monotonic() + 20
+    while time.monotonic() < limit:
+        try:
+            item._link.raise_fault()
+        except CommError as error:
+            return error
+        time.sleep(0.01)
+    return AssertionError("nothing was noticed")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", ["get_unique_id", "NcclCommunicator", "allReduce"])
+def test_what_nccl_refuses_is_raised_everywhere(where, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error")
+
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        if where == "allReduce":
+            total = r.comm.reduction(r.device.zeros((4,), "float32"))
+            r.nccl.communicators[0].allReduce = refuse
+            with (
+                r.comm.agreement(),
+                pytest.raises(CommError, match="to enqueue messages or sums, got NCCL_ERROR_SYSTEM"),
+            ):
+                total.start()
+            total._under_way = False
+            assert r.nccl._depth == 0, "the group was ended"
+            return
+        monkeypatch.setattr(r.nccl, where, refuse)
+        with pytest.raises(
+            CommError, match=r"rank 0.*nccl: expected to (begin|join) a communicator, got NCCL_ERROR_SYS"
+        ):
+            r.comm.reduction(r.device.zeros((4,), "float32"))
+
+
+@pytest.mark.ranks(2)
+def test_a_fault_of_one_rank_leaves_nothing_that_could_hang(monkeypatch):
+    """A communicator that is left by a fault aborts what NCCL has under way, on this rank alone."""
+    made = []
+    with pytest.raises(ZeroDivisionError), gpu_ranks(monkeypatch, "nccl") as r:
+        r.comm.reduction(r.device.zeros((4,), "float32"))
+        made += r.nccl.communicators
+        raise ZeroDivisionError
+    assert [c.dead for c in made] == ["aborted"]
+    assert isinstance(Communicator, type) and MPI.COMM_WORLD.size == 2

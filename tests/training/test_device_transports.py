@@ -1,0 +1,62 @@
+"""Training steps whose messages and sums NCCL or CUDA IPC carry: exact, ordered, and without waiting on the host."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels.numpy import NumpyBackend
+from tests.support.gpu_ranks import gpu_ranks
+from tests.training.test_device import NETWORKS, STEPS, train
+
+CUTS = {
+    2: {"mesh": {"height": 2}, "resnet": {"sample": 2}},
+    4: {"mesh": {"height": 2, "width": 2}, "resnet": {"sample": 2, "height": 2}},
+}
+SCHEMES = {
+    "bucketed": {},
+    "overlap": {"options": {"halo": "overlap"}},
+    "sharded": {"reduction": {"name": "sharded"}},
+    "ordered": {"reduction": {"deterministic": True}},
+}
+
+
+def compare(monkeypatch, transport, name, scheme=None, **options):
+    """The training of the host, and that of doubles; what the doubles counted between their first step and last."""
+    network, reduction = NETWORKS[name](), SCHEMES[scheme or "bucketed"]
+    size = MPI.COMM_WORLD.size
+    with Communicator(MPI.COMM_WORLD) as comm:
+        expected, params, _ = train(network, comm, NumpyBackend(), CUTS[size][name], reduction=reduction, **options)
+    with gpu_ranks(monkeypatch, transport) as r:
+        found, ours, counts = train(network, r.comm, r.kernels, CUTS[size][name], reduction=reduction, **options)
+        waits = [e.name for e in r.device.trace.entries if e.kind == "host wait"]
+        kinds = {c[1] for e in r.device.trace.entries if e.nccl is not None for c in e.nccl[2]}
+    bound = 1000 * np.finfo("float64").eps
+    np.testing.assert_allclose(found, expected, rtol=bound)
+    for key, array in params.items():
+        np.testing.assert_allclose(ours[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)
+    assert counts["syncs"] == 0
+    assert counts["waits"] == STEPS - 1, "once per step, for the loss of the step before"
+    assert counts["idled"] == 0, "nothing was enqueued behind what was waited for"
+    return waits, kinds
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ["mesh", "resnet"])
+def test_steps_over_nccl_never_wait_but_for_the_loss_of_the_step_before(name, monkeypatch):
+    _, kinds = compare(monkeypatch, "nccl", name)
+    assert "allReduce" in kinds and ("send" in kinds) == (name == "mesh" or MPI.COMM_WORLD.size == 4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("scheme", ["overlap", "sharded", "ordered"])
+def test_schemes_over_nccl(scheme, monkeypatch):
+    _, kinds = compare(monkeypatch, "nccl", "mesh", scheme)
+    wanted = {"overlap": {"send", "recv"}, "sharded": {"reduce", "broadcast"}, "ordered": {"send", "broadcast"}}[scheme]
+    assert wanted <= kinds
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("scheme", ["bucketed", "overlap"])
+def test_steps_over_cuda_ipc(scheme, monkeypatch):
+    compare(monkeypatch, "cuda-ipc", "mesh", scheme)
