@@ -7,21 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from halograd.data.atomic import atomic_path
+from halograd.data.lagrangian import CHANNELS, UNITS
 from halograd.demo.baseline import Judged, Score
 from halograd.demo.clock import Clock, Stage
 from halograd.demo.files import Files
 from halograd.demo.machine import describe_machine
 from halograd.demo.settings import DemoSettings
-from halograd.report.curves import draw_curves
+from halograd.report.curves import Quality, draw_curves
 from halograd.report.document import Block, Code, Heading, Picture, Table, Text, to_html, to_markdown
 from halograd.report.lanes_picture import draw_timeline
-from halograd.report.masks import draw_masks
+from halograd.report.masks import Masks, best_to_worst, draw_masks
+from halograd.report.phases import about_timeline, hidden_text, phase_tables
 from halograd.training.log import read_log
 
 __all__ = ["draw_pictures", "read_phases", "write_report"]
 
 COLUMNS = {"iou": "IoU", "f1": "F1", "precision": "precision", "recall": "recall", "accuracy": "accuracy"}
-KINDS = {"allreduce": "all-reduce of gradients", "halo": "halo exchange", "statistics": "batch-norm statistics"}
+DENSITY_UNIT = dict(zip(CHANNELS, UNITS))["Density"].replace("^3", "³")
 
 
 def read_phases(files: Files) -> dict[str, Any]:
@@ -31,9 +33,33 @@ def read_phases(files: Files) -> dict[str, Any]:
 
 def draw_pictures(files: Files, judged: Judged) -> None:
     """Write ``loss.png``, ``predictions.png`` and ``timeline.png``. Local."""
-    draw_curves(files.out / "loss.png", files.run / "log.jsonl", judged.scores[1].iou)
-    draw_masks(files.out / "predictions.png", judged)
-    draw_timeline(files.out / "timeline.png", files.run / "timeline.json", _hidden(read_phases(files)["phases"]))
+    log = files.run / "log.jsonl"
+    steps, held_out = read_log(log, "step"), read_log(log, "validation")
+    quality = Quality(
+        {"iou": "network, threshold 0.5"},
+        "Cells found in held-out simulations",
+        "intersection over union",
+        ("logistic regression per cell", judged.scores[1].iou),
+        "weighted cross-entropy [nat/cell]",
+    )
+    draw_curves(files.out / "loss.png", steps, held_out, held_out[0]["step"], quality)
+    draw_masks(files.out / "predictions.png", _masks(judged))
+    title = f"Two training steps · {hidden_text(read_phases(files)['phases'])}"
+    draw_timeline(files.out / "timeline.png", files.run / "timeline.json", title)
+
+
+def _masks(judged: Judged) -> Masks:
+    """Some held-out samples, from the one that the network predicts best to the one it predicts worst."""
+    rows = best_to_worst(judged.ious)
+    return Masks(
+        judged.samples[rows],
+        judged.truth[rows],
+        {"network": judged.network[rows], "logistic regression": judged.regression[rows]},
+        title="cells that need relaxation",
+        image=judged.density[rows],
+        image_title="density",
+        image_unit=DENSITY_UNIT,
+    )
 
 
 def write_report(files: Files, settings: DemoSettings, judged: Judged, headline: str, clock: Clock) -> None:
@@ -86,40 +112,11 @@ def _score(score: Score) -> tuple[str, ...]:
 
 
 def _timeline(entry: dict[str, Any], out: Path) -> Iterator[Block]:
-    phases, steps = entry["phases"], entry["steps"]
     yield Heading("Timeline")
     if (out / "timeline.png").exists():
         yield Picture(out / "timeline.png", "What each rank did during two steps")
-    yield Text(
-        "Two training steps of median length. Hidden is what the ranks computed while a message travelled: "
-        "overlap ratio = (duration - time blocked) / duration (Lee et al. 2017, Eq. 11). Where ranks outnumber cores, "
-        "most of a wait is the time in which the core computes for another rank. `run/timeline.json` holds all "
-        "steps: open it in https://ui.perfetto.dev."
-    )
-    spent = [(c, phases[c]["seconds"]) for c in ("forward", "backward", "update") if c in phases]
-    blocked = sum(p.get("blocked") or 0.0 for p in phases.values())
-    spent += [("of these, blocked in communication", blocked), ("reading, beside", phases["io"]["seconds"])]
-    yield Table([("phase (rank 0)", "ms/step"), *((name, f"{1e3 * s / steps:.1f}") for name, s in spent)])
-    rows = [
-        (
-            KINDS.get(name, name),
-            f"{1e3 * p['communication'] / steps:.1f}",
-            f"{1e3 * p['blocked'] / steps:.1f}",
-            _percent(p["overlap"]),
-        )
-        for name, p in phases.items()
-        if "communication" in p
-    ]
-    yield Table([("communication (rank 0)", "duration, ms/step", "blocked, ms/step", "hidden"), *rows])
-
-
-def _hidden(phases: dict[str, Any]) -> str:
-    parts = [f"{KINDS[k]} {_percent(phases[k]['overlap'])}" for k in ("halo", "allreduce") if k in phases]
-    return f"Two training steps · hidden behind computation over the whole run: {', '.join(parts)}"
-
-
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.1f} %"
+    yield about_timeline("run/timeline.json")
+    yield from phase_tables(entry)
 
 
 def _times(clock: Clock) -> Iterator[Block]:

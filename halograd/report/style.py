@@ -15,6 +15,7 @@ from halograd.data.atomic import atomic_path
 
 __all__ = [
     "BLUE",
+    "CLASSES",
     "DARK",
     "GREEN",
     "GREY",
@@ -30,6 +31,8 @@ __all__ = [
 
 BLUE, SKY, GREEN, ORANGE, RED, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 YELLOW, DARK, GREY, SILVER, LIGHT = "#F0E442", "#333333", "#9A9A9A", "#C4C4C4", "#F4F4F4"
+#: Of the classes of a segmentation, the first is the background.
+CLASSES = (LIGHT, BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, DARK, GREY)
 
 SETTINGS: dict[Any, Any] = {
     "font.size": 9.0,

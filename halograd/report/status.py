@@ -1,0 +1,205 @@
+"""How far a run is: `halograd status`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halograd.cli.tables import bytes_text
+from halograd.report.record import Record
+
+__all__ = ["TAIL", "Status", "duration_text", "status_of", "status_text"]
+
+#: Steps of a log that a status is made of.
+TAIL = 5000
+# Nothing was logged for so long: that many steps and more, so that it may be told.
+_QUIET_STEPS, _QUIET = 30, 120.0  # [s]
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a run.
+
+    Attributes
+    ----------
+    state
+        ``"running"``, ``"quiet"`` (nothing was heard of it for long), ``"finished"``, ``"stopped"`` (goes on with
+        --resume), ``"failed"``.
+    detail
+        Why.
+    step, steps, epoch, epochs
+        Done, and in all; None where the log is too old to say. `epoch` is the one under way, from 1.
+    loss, validation
+        The last ones; None, or empty.
+    seconds_per_step, samples_per_second
+        Over the last two epochs, with validation and checkpoints [s], [1/s].
+    seconds_left
+        At that speed [s].
+    checkpoint, checkpoint_step, checkpoint_age, checkpoint_bytes
+        The newest; its age [s] and size [B].
+    overlap
+        Kind of communication -> what of it was hidden behind computation [%]; empty without ``output.timeline``.
+    ranks, hosts, cut, job
+        Of the latest job.
+    age
+        Since the last line of the log [s].
+    """
+
+    directory: str
+    state: str
+    detail: str
+    step: int
+    steps: int | None
+    epoch: int | None
+    epochs: int | None
+    loss: float | None
+    validation: dict[str, Any]
+    seconds_per_step: float | None
+    samples_per_second: float | None
+    seconds_left: float | None
+    checkpoint: str | None
+    checkpoint_step: int | None
+    checkpoint_age: float | None
+    checkpoint_bytes: int | None
+    overlap: dict[str, float | None]
+    ranks: int | None
+    hosts: list[str]
+    cut: str | None
+    job: str | None
+    age: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def status_of(record: Record, now: float | None = None) -> Status:
+    """The state of a run at the time `now` [s]. Local."""
+    now = time.time() if now is None else now
+    begin, step, age = record.begin, record.step, max(0.0, now - record.modified)
+    epochs, per_epoch = begin.get("epochs"), record.steps_per_epoch
+    total = epochs * per_epoch if epochs else None
+    pace = _pace(record)
+    state, detail = _state(record, age, pace)
+    going = state in ("running", "quiet")
+    validation = record.last("validation") or {}
+    phases = next((e for e in reversed(record.since_begin) if e["event"] == "phases"), {"phases": {}})["phases"]
+    checkpoint = record.checkpoint
+    stat = None if checkpoint is None else checkpoint.stat()
+    return Status(
+        str(record.directory),
+        state,
+        detail,
+        step,
+        total,
+        min(step // per_epoch + 1, epochs) if epochs else None,
+        epochs,
+        record.steps[-1]["loss"] if record.steps else None,
+        {k: v for k, v in validation.items() if k not in ("event", "time")},
+        pace,
+        begin["batch"] / pace if pace and "batch" in begin else None,
+        pace * (total - step) if pace and total and going else None,
+        None if checkpoint is None else str(checkpoint),
+        None if checkpoint is None else int(checkpoint.stem.rpartition("-")[2]),
+        None if stat is None else max(0.0, now - stat.st_mtime),
+        None if stat is None else stat.st_size,
+        {kind: p["overlap"] for kind, p in phases.items() if "overlap" in p},
+        begin.get("ranks"),
+        list(begin.get("hosts", ())),
+        begin.get("cut"),
+        begin.get("job"),
+        age,
+    )
+
+
+def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
+    """State, and why."""
+    for entry in reversed(record.since_begin):
+        if entry["event"] == "finished":
+            return "finished", ""
+        if entry["event"] == "failed":
+            return "failed", f"rank {entry['rank']} on {entry['host']}: {entry['cause']}"
+        if entry["event"] == "stopped":  # with a code if a signal came, without if the loss is not finite any more
+            return ("stopped" if "code" in entry else "failed"), str(entry["reason"])
+    every = record.begin.get("config", {}).get("output", {}).get("log_steps", 1)
+    if age > max(_QUIET, _QUIET_STEPS * every * (pace or 0.0)):
+        return "quiet", f"nothing was logged for {duration_text(age)}: it was killed, hangs, or is in a long validation"
+    return "running", ""
+
+
+def _pace(record: Record) -> float | None:
+    """Seconds per step of the latest job, over its last two epochs at most, with all that lies between steps [s]."""
+    begun = record.begin.get("step", 0)
+    window = [s for s in record.steps if s["step"] > begun and "time" in s][-2 * record.steps_per_epoch - 1 :]
+    if len(window) > 2:
+        return (window[-1]["time"] - window[0]["time"]) / (window[-1]["step"] - window[0]["step"])
+    return float(record.steps[-1]["seconds"]) if record.steps else None
+
+
+def status_text(status: Status) -> list[str]:
+    """The same in lines."""
+    done = f"step {status.step:,}"
+    if status.steps:
+        share = 100 * status.step // status.steps
+        done += f" of {status.steps:,} ({share} %), epoch {status.epoch} of {status.epochs}"
+    lines = [f"{status.directory}: {status.state}, {done}"]
+    if status.detail:
+        lines.append(_line(status.state, status.detail))
+    if status.loss is not None:
+        lines.append(_line("loss", f"{status.loss:.5g}{_validation_text(status.validation)}"))
+    if status.seconds_per_step:
+        speed = "" if status.samples_per_second is None else f", {status.samples_per_second:.4g} samples/s"
+        lines.append(_line("speed", f"{status.seconds_per_step:.4g} s/step{speed}"))
+    if status.seconds_left is not None:
+        end = time.strftime("%a %H:%M", time.localtime(time.time() + status.seconds_left))
+        lines.append(_line("time left", f"{duration_text(status.seconds_left)}, until {end}"))
+    lines.append(_line("checkpoint", _checkpoint_text(status)))
+    lines.append(_line("hidden", _overlap_text(status.overlap)))
+    if status.ranks is not None:
+        job = f"; job {status.job}" if status.job else ""
+        lines.append(_line("ranks", f"{status.ranks} on {_hosts_text(status.hosts)}, {status.cut}{job}"))
+    lines.append(_line("log", f"last written {duration_text(status.age)} ago"))
+    return lines
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:<11} {text}"
+
+
+def _validation_text(validation: dict[str, Any]) -> str:
+    numbers = [f"{k} {v:.4g}" for k, v in validation.items() if k not in ("epoch", "step") and v is not None]
+    return f"; validation after epoch {validation['epoch'] + 1}: {', '.join(numbers)}" if numbers else ""
+
+
+def _checkpoint_text(status: Status) -> str:
+    if status.checkpoint is None or status.checkpoint_age is None:
+        return "none yet"
+    size = bytes_text(status.checkpoint_bytes or 0)
+    age = duration_text(status.checkpoint_age)
+    return f"step {status.checkpoint_step:,}, {age} ago, {size}: {status.checkpoint}"
+
+
+def _overlap_text(overlap: dict[str, float | None]) -> str:
+    told = [f"{kind} {ratio:.1f} %" for kind, ratio in overlap.items() if ratio is not None]
+    return ", ".join(told) if told else "not measured: output.timeline = true tells after an epoch"
+
+
+def _hosts_text(hosts: list[str]) -> str:
+    return ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in the two units that matter.
+
+    >>> duration_text(3.7), duration_text(198), duration_text(7500), duration_text(180000)
+    ('4 s', '3 min 18 s', '2 h 05 min', '2 d 2 h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
