@@ -159,6 +159,11 @@ class Communicator:
         return self._links.choose(self, device, transport, timeout)
 
     @property
+    def device_choice(self) -> Choice | None:
+        """What `use_device` has chosen; None before. Local."""
+        return self._links.choice
+
+    @property
     def waiting(self) -> str | None:
         """Exchange or sum, as ``"kind: name"``, that the main thread waits for now, for another to ask. Local."""
         return self._instruments.waiting

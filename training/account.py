@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halograd import __version__
+from halograd.comm import Communicator
 from halograd.training.epochs import Run
 from halograd.training.log import RunLog
 from halograd.training.session import Session
@@ -27,7 +28,7 @@ def headline(session: Session) -> str:
     return (
         f"{session.network.name}: {executor.store.count:,} parameters, {len(session.training)} + "
         f"{len(session.validation)} samples, {session.comm.size} rank(s) ({_cuts(session)}), "
-        f"{executor.kernels.describe()}"
+        f"{executor.kernels.describe()}{_travels(session.comm)}"
     )
 
 
@@ -49,6 +50,7 @@ def begin_entry(session: Session, run: Run) -> dict[str, Any]:
         "cut": _cuts(session),
         "kernels": session.executor.kernels.describe(),
         "transport": comm.transport,
+        "device_transport": None if comm.device_choice is None else comm.device_choice.describe(),
         "job": next((os.environ[name] for name in _JOBS if name in os.environ), None),
         "version": __version__,
         "config": config.model_dump(mode="json", exclude_unset=True),
@@ -71,6 +73,12 @@ def report_plan(plan: RunPlan | None, run: Run, log: RunLog) -> None:
     if plan is not None and measured is not None:
         log.say(plan.compare(measured))
         log.write("prediction", step=run.optimizer.step, **plan.record(measured))
+
+
+def _travels(comm: Communicator) -> str:
+    """How arrays of devices travel; said of several ranks only."""
+    choice = comm.device_choice
+    return f", arrays by {choice.describe()}" if choice is not None and comm.size > 1 else ""
 
 
 def _cuts(session: Session) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from halograd.comm import Communicator
-from halograd.device import DeviceError
+from halograd.comm import CommError, Communicator
+from halograd.device import HOST, Device, DeviceError
 from halograd.device.choice import choose_ordinal
 from halograd.device.cupy import count_devices, import_cupy
 from halograd.errors import UserError
 from halograd.kernels import Backend, KernelError, get_backend
 from halograd.training.config import BackendConfig
 
-__all__ = ["local_rank", "open_kernels"]
+__all__ = ["connect_device", "local_rank", "open_kernels"]
 
 
 def local_rank(comm: Communicator) -> int:
@@ -33,6 +33,27 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
         return _open(config, mine)
 
 
+def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
+    """Choose how arrays of the kernels' device travel; nothing where they are the host's. Collective over `comm`.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if the transport that is wanted cannot work here.
+    """
+    device: Device = getattr(kernels, "device", HOST)
+    if device.is_host or comm.device_choice is not None:
+        return
+    try:
+        comm.use_device(device, wanted)
+    except CommError as error:
+        if not getattr(error, "agreed", False):
+            raise
+        refusal = UserError(f"backend.device_transport: {error}")
+        refusal.__dict__.update(error.__dict__)  # agreed, and where it arose
+        raise refusal from error
+
+
 def _open(config: BackendConfig, mine: int) -> Backend:
     options = {"precision": config.precision, "deterministic": config.deterministic}
     try:
@@ -47,6 +68,6 @@ def _open(config: BackendConfig, mine: int) -> Backend:
 
 
 def _refuse_gpu_only(config: BackendConfig) -> None:
-    for key in ("device", "graph"):
+    for key in ("device", "device_transport", "graph"):
         if key in config.model_fields_set and getattr(config, key) not in (False, "auto"):
             raise UserError(f'backend.{key}: expected kernels = "cudnn" with it, got "{config.kernels}"; remove {key}')

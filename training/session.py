@@ -27,7 +27,7 @@ from halograd.training.build import make_network, make_strategy, with_reduction
 from halograd.training.config import Config, DataConfig
 from halograd.training.executor import Executor
 from halograd.training.feeding import DeviceFeed
-from halograd.training.kernels import open_kernels
+from halograd.training.kernels import connect_device, open_kernels
 from halograd.training.root import on_root
 from halograd.training.timeline import Timeline
 
@@ -99,6 +99,7 @@ class Session:
             timeline = comm.recorder = Timeline(comm.rank)
             timeline.paused = not config.output.timeline
         kernels = stack.enter_context(open_kernels(config.backend, comm))
+        connect_device(kernels, comm, config.backend.device_transport)
         executor = stack.enter_context(
             Executor(
                 network,

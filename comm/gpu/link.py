@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -144,13 +144,22 @@ def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:
     gpus = _gathered(comm, lambda: gpu_address(device))
     here = [gpu for gpu, other in zip(gpus, comm.nodes) if other == node]
     facts: list[RankFacts] = _gathered(comm, lambda: rank_facts(device, node, here))
-    choice = choose(wanted, facts)
+    choice = _choose(comm, wanted, facts)
     if choice.name != "mpi-cuda":
         return choice
     # The first rank of each node proves it for the others; takes seconds, so only where it would be used.
     leads = comm.nodes.index(node) == comm.rank
     faults = _gathered(comm, lambda: prove(device.ordinal) if leads else "")  # type: ignore[attr-defined]
-    return choose(wanted, [replace(fact, mpi_fault=fault) for fact, fault in zip(facts, faults)])
+    return _choose(comm, wanted, [replace(fact, mpi_fault=fault) for fact, fault in zip(facts, faults)])
+
+
+def _choose(comm: Ranks, wanted: str, facts: Sequence[RankFacts]) -> Choice:
+    try:
+        return choose(wanted, facts)
+    except CommError as error:
+        # The same on all ranks: they had the same facts. The first speaks for all.
+        error.agreed, error.arose_here = True, comm.rank == 0  # type: ignore[attr-defined]
+        raise
 
 
 def _gathered(comm: Ranks, ask: Callable[[], Any]) -> list[Any]:

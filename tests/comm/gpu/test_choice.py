@@ -10,6 +10,10 @@ from halograd.comm import CommError, Communicator
 from halograd.comm.gpu import NAMES, RankFacts, choice, choose, facts, link, mpi_aware
 from halograd.comm.gpu.nccl import load_nccl
 from halograd.device import HOST
+from halograd.errors import UserError
+from halograd.kernels.numpy import NumpyBackend
+from halograd.training.config import BackendConfig
+from halograd.training.kernels import connect_device, open_kernels
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_ranks import gpu_ranks
 
@@ -197,3 +201,28 @@ def test_gpus_that_this_process_does_not_see():
     device = type("D", (), {"ordinal": 0})()
     device.cupy = type("C", (), {"cuda": type("c", (), {"runtime": Runtime()})})
     assert facts.reachable_gpus(device, [A, B, "hidden", "far", A]) == (A, B)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_says_how_arrays_travel_or_why_they_cannot(monkeypatch):
+    with gpu_ranks(monkeypatch, "auto") as r:
+        kernels = r.kernels
+        connect_device(kernels, r.comm, "auto")  # chosen already: nothing to do
+        assert r.comm.device_choice is r.choice
+        with Communicator(MPI.COMM_WORLD) as comm:
+            connect_device(NumpyBackend(), comm, "auto")
+            assert comm.device_choice is None
+            connect_device(kernels, comm, "mpi-staged")
+            assert comm.device_choice.describe() == "mpi-staged (asked for)"
+        r.nccl.version = 20604
+        with (
+            Communicator(MPI.COMM_WORLD) as comm,
+            pytest.raises(UserError, match=r"^backend.device_transport: .*'nccl'") as e,
+        ):
+            connect_device(kernels, comm, "nccl")
+        assert e.value.agreed and e.value.arose_here == (MPI.COMM_WORLD.rank == 0)
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        pytest.raises(UserError, match=r"backend.device_transport: expected kernels"),
+    ):
+        open_kernels(BackendConfig(kernels="numpy", device_transport="nccl"), comm)
