@@ -13,6 +13,7 @@ from halograd.cli.planning import plan
 from halograd.cli.predicting import predict
 from halograd.cli.profiling import profile
 from halograd.cli.submitting import submit
+from halograd.cli.watching import report, status
 
 __all__ = ["app"]
 
@@ -33,6 +34,8 @@ app.command()(plan)
 app.command()(explain)
 app.command()(predict)
 app.command()(submit)
+app.command()(status)
+app.command()(report)
 
 Sets = Annotated[
     list[str] | None,

@@ -8,16 +8,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 __all__ = ["Block", "Code", "Heading", "Picture", "Table", "Text", "to_html", "to_markdown"]
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-img { width: 100%; height: auto; } code, pre { background: #f4f4f4; border-radius: 4px; padding: 0 0.25em; }
+img { max-width: 100%; height: auto; } code, pre { background: #f4f4f4; border-radius: 4px; padding: 0 0.25em; }
 pre { padding: 0.7em 1em; overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: 0.25rem 0.9rem; text-align: right; }
 td:first-child, th:first-child { text-align: left; padding-left: 0; }
+table.text td, table.text th { text-align: left; vertical-align: top; }
 th { border-bottom: 2px solid #999; } td { border-bottom: 1px solid #ddd; }
 """
 
@@ -46,9 +48,10 @@ class Code:
 
 @dataclass(frozen=True)
 class Table:
-    """The first row is the head; columns but the first are numbers and stand to the right."""
+    """The first row is the head; columns but the first are numbers and stand to the right, unless told otherwise."""
 
     rows: Sequence[Sequence[str]]
+    columns: Literal["numbers", "text"] = "numbers"
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def _markdown(block: Block) -> str:
     if isinstance(block, Text):
         return block.text
     head, *rows = block.rows
-    rule = [":---", *["---:"] * (len(head) - 1)]
+    rule = [":---", *["---:" if block.columns == "numbers" else ":---"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
@@ -103,7 +106,8 @@ def _html(block: Block) -> str:
         return f"<p>{_inline(block.text)}</p>"
     head, *rows = block.rows
     lines = [_row(head, "th"), *(_row(row, "td") for row in rows)]
-    return "<table>\n" + "\n".join(lines) + "\n</table>"
+    kind = "" if block.columns == "numbers" else ' class="text"'
+    return f"<table{kind}>\n" + "\n".join(lines) + "\n</table>"
 
 
 def _row(cells: Sequence[str], tag: str) -> str:

@@ -1,0 +1,203 @@
+"""One page about a run, with everything in it: `halograd report`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from halograd.data.atomic import atomic_path
+from halograd.errors import UserError
+from halograd.report.curves import draw_curves, draw_speed
+from halograd.report.document import Block, Code, Heading, Picture, Table, Text, to_html
+from halograd.report.lanes_picture import draw_timeline
+from halograd.report.masks import draw_masks
+from halograd.report.phases import about_timeline, hidden_text, phase_tables
+from halograd.report.predicted import read_masks
+from halograd.report.prediction_table import prediction_table
+from halograd.report.record import Record
+from halograd.report.status import duration_text, status_of
+
+__all__ = ["write_page"]
+
+#: What the table of events shows, oldest first.
+SHOWN = ("begin", "stopped", "failed", "checkpoint_failed", "finished")
+
+
+def write_page(record: Record, path: Path, predictions: Path | None = None) -> list[str]:
+    """Write one self-contained HTML page; what could not be shown, and why, in lines. Local.
+
+    Parameters
+    ----------
+    record
+        Of the run, with all its steps.
+    path
+        The page; it appears when it is complete.
+    predictions
+        What `halograd evaluate --predictions` wrote; by default ``predictions.h5`` of the run, if it is there.
+    """
+    left_out: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        pictures = Path(folder)
+        blocks: list[Block] = [
+            Heading(f"halograd: {record.directory.resolve().name}", 1),
+            *_summary(record),
+            *_training(record, pictures, left_out),
+            *_predicted(record, left_out),
+            *_timeline(record, pictures, left_out),
+            *_masks(record, predictions, pictures, left_out),
+            *_reduction(record),
+            *_events(record),
+            *_configuration(record),
+        ]
+        page = to_html(blocks)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as partial:
+        partial.write_text(page, encoding="utf-8")
+    return left_out
+
+
+def _summary(record: Record) -> Iterator[Block]:
+    status, begin = status_of(record), record.begin
+    share = f" of {status.steps:,}, epoch {status.epoch} of {status.epochs}" if status.steps else ""
+    yield Text(f"**{status.state}**, step {status.step:,}{share}{f': {status.detail}' if status.detail else ''}")
+    rows = [("summary", "")]
+    if status.loss is not None:
+        rows.append(("loss of the last step", f"{status.loss:.5g}"))
+    rows += [(f"validation: {k}", f"{v:.4g}") for k, v in status.validation.items() if isinstance(v, float)]
+    if status.seconds_per_step:
+        rows.append(("time of a step, all included", f"{1e3 * status.seconds_per_step:.4g} ms"))
+    if status.samples_per_second:
+        rows.append(("samples per second", f"{status.samples_per_second:.4g}"))
+    if status.seconds_left is not None:
+        rows.append(("time left", duration_text(status.seconds_left)))
+    if begin:
+        rows += [
+            ("network", f"{begin['network']}, {begin['parameters']:,} parameters"),
+            ("samples", f"{begin['samples']:,}, and {begin['held_out']:,} held out; batches of {begin['batch']}"),
+            ("ranks", f"{begin['ranks']} on {', '.join(begin['hosts'])}; {begin['cut']}"),
+            ("kernels, transport", f"{begin['kernels']}; {begin['transport']}"),
+            ("halograd", begin["version"] + (f", job {begin['job']}" if begin["job"] else "")),
+        ]
+    if status.checkpoint:
+        rows.append(("newest checkpoint", Path(status.checkpoint).name))
+    yield Table(rows, "text")
+
+
+def _training(record: Record, pictures: Path, left_out: list[str]) -> Iterator[Block]:
+    yield Heading("Training")
+    if not record.steps:
+        left_out.append("curves: no step was logged yet")
+        yield Text("No step was logged yet.")
+        return
+    draw_curves(pictures / "loss.png", record.steps, record.all("validation"), record.steps_per_epoch)
+    draw_speed(pictures / "speed.png", record.steps, record.steps_per_epoch)
+    yield Picture(pictures / "loss.png", "Loss and metrics over the epochs")
+    yield Picture(pictures / "speed.png", "Speed and learning rate over the epochs")
+
+
+def _predicted(record: Record, left_out: list[str]) -> Iterator[Block]:
+    yield Heading("Predicted against measured")
+    entry = record.last("prediction")
+    if entry is None:
+        left_out.append('predicted against measured: the run was not planned by strategy = "auto", or has not ended')
+        yield Text('Told at the end of runs that are planned: `strategy = "auto"`.')
+        return
+    yield from prediction_table(entry, record.directory / "plan.json")
+
+
+def _timeline(record: Record, pictures: Path, left_out: list[str]) -> Iterator[Block]:
+    yield Heading("Timeline")
+    entry, trace = record.last("phases"), record.directory / "timeline.json"
+    if entry is None:
+        left_out.append("timeline: not measured, set output.timeline = true")
+        yield Text("Not measured: `output.timeline = true` has every step recorded.")
+        return
+    title = f"Two training steps · {hidden_text(entry['phases'])}"
+    if trace.exists() and draw_timeline(pictures / "timeline.png", trace, title):
+        yield Picture(pictures / "timeline.png", "What each rank did during two steps")
+        yield about_timeline(trace.name)
+    else:
+        left_out.append(f"picture of the timeline: {trace.name} is written at the end of a run of a few steps or more")
+    yield from phase_tables(entry)
+
+
+def _masks(record: Record, predictions: Path | None, pictures: Path, left_out: list[str]) -> Iterator[Block]:
+    path = predictions or record.directory / "predictions.h5"
+    if not path.exists():
+        if predictions is not None:
+            raise UserError(
+                f"--predictions: expected a file that `halograd evaluate --predictions` wrote, got no {path}"
+            )
+        ranks, run = record.begin.get("ranks", 1), record.directory
+        left_out.append(
+            f"masks: no {path}; `mpiexec -n {ranks} halograd evaluate {run} --predictions {path}` writes it"
+        )
+        return
+    masks = read_masks(path, record.begin.get("config", {}).get("data", {}))
+    if masks is None:
+        left_out.append("masks: the network does not predict any")
+        return
+    draw_masks(pictures / "masks.png", masks)
+    yield Heading("Prediction against truth")
+    yield Picture(pictures / "masks.png", "Predicted against true masks")
+    yield Text(f"From the sample of `{path.name}` that is predicted best to the worst.")
+
+
+def _reduction(record: Record) -> Iterator[Block]:
+    trials = [entry for entry in record.all("reduction") if "seconds" in entry and "scheme" in entry]
+    if trials:
+        yield Heading("Schemes of gradient reduction that were tried")
+        rows = [
+            (f"{entry['scheme']}{' (chosen)' if entry.get('chosen') else ''}", f"{1e3 * entry['seconds']:.3f}")
+            for entry in trials
+        ]
+        yield Table([("scheme", "ms/step"), *rows])
+
+
+def _events(record: Record) -> Iterator[Block]:
+    told = [entry for entry in record.events if entry["event"] in SHOWN]
+    if not told:
+        return
+    yield Heading("What happened")
+    yield Table(
+        [("when", "step", "what"), *((_when(e), str(e.get("step", e.get("at_step", ""))), _what(e)) for e in told)]
+    )
+
+
+def _when(entry: dict[str, Any]) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"])) if "time" in entry else "-"
+
+
+def _what(entry: dict[str, Any]) -> str:
+    if entry["event"] == "begin":
+        job = f", job {entry['job']}" if entry["job"] else ""
+        return f"begins on {entry['ranks']} rank(s), {entry['cut']}{job}"
+    if entry["event"] == "failed":
+        return f"failed: rank {entry['rank']} on {entry['host']}: {entry['cause']}"
+    return f"{entry['event'].replace('_', ' ')} {entry.get('reason', '')}".strip()
+
+
+def _configuration(record: Record) -> Iterator[Block]:
+    config = record.begin.get("config")
+    if config:
+        yield Heading("Configuration")
+        yield Code("\n".join(_toml(config)))
+
+
+def _toml(tables: dict[str, Any]) -> Iterator[str]:
+    """A configuration as TOML; values of JSON are, as far as they occur, values of TOML."""
+    for name, table in tables.items():
+        yield f"[{name}]"
+        for key, value in table.items():
+            if value is not None:
+                yield f"{key} = {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_value(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)
