@@ -25,6 +25,9 @@ __all__ = ["main"]
 BUDGET = 500.0  # [s]
 RANKS = (1, 2, 4)
 RANKS_LIMIT = 150.0  # [s]: a job that takes longer hangs
+#: Ranks that share the GPU by other ways than the host's memory. NCCL lets two do so, and may hang where SMs run out.
+TRANSPORTS = {"cuda-ipc": (2, 4), "nccl": (2,), "mpi-cuda": (2,)}
+SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8", "HALOGRAD_GPU_TIMEOUT": "30"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,9 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu-check.json"), help="where the results go")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which nothing new is begun")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--transport", default="", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.ranks is not None:
-        return _as_ranks(given.ranks)
+        return _as_ranks(given.ranks, given.transport)
     report = Report(given.budget, say=lambda line: print(line, flush=True))
     report.facts = facts()
     lacks = missing(report.facts)
@@ -47,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _kernels(report)
         for size in RANKS:
             _ranks(report, size)
+        for transport, sizes in TRANSPORTS.items():
+            for size in sizes:
+                _ranks(report, size, transport)
         _benchmarks(report)
     report.write(given.json)
     print(report.table())
@@ -83,9 +90,9 @@ def _dtype(name: str) -> object:
     return ml_dtypes.bfloat16
 
 
-def _ranks(report: Report, size: int) -> None:
-    """Layers, training and races under so many ranks on the one GPU, as a job of its own."""
-    group = f"{size} ranks"
+def _ranks(report: Report, size: int, transport: str = "") -> None:
+    """Layers, training and races under so many ranks on the one GPU, or one transport, as a job of its own."""
+    group = f"{transport} {size} ranks".strip()
     if report.seconds_left <= 0:
         report.add(Result(group, "job", "skipped", "the budget is used up"))
         return
@@ -93,11 +100,12 @@ def _ranks(report: Report, size: int) -> None:
         path = Path(folder) / "ranks.json"
         try:
             command = [find_mpiexec(), "-n", str(size), sys.executable, "-m", "halograd.gpucheck", "--ranks", str(path)]
+            command += ["--transport", transport] if transport else []
         except UserError as error:
             report.add(Result(group, "job", "skipped", str(error)))
             return
         limit = min(RANKS_LIMIT, max(30.0, report.seconds_left))
-        environment = {**ENVIRONMENT, **os.environ}
+        environment = {**ENVIRONMENT, **SHARING, **os.environ}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment, check=False)
         except subprocess.TimeoutExpired:
@@ -111,20 +119,24 @@ def _ranks(report: Report, size: int) -> None:
             report.add(Result(**entry))
 
 
-def _as_ranks(path: Path) -> int:
+def _as_ranks(path: Path, transport: str = "") -> int:
     """One rank of such a job; rank 0 writes the results. Collective."""
     from dataclasses import asdict
 
     from halograd.comm import Communicator, boot
     from halograd.gpucheck.rank_checks import check_layers, check_races, check_training
+    from halograd.gpucheck.transport_checks import check_transport
     from halograd.training.config import BackendConfig
     from halograd.training.kernels import open_kernels
 
     report = Report(math.inf, say=lambda line: None)  # ranks do not watch the time: they would disagree
     with Communicator(boot()) as comm, open_kernels(BackendConfig(kernels="cudnn"), comm) as kernels:
-        check_races(kernels, comm, report)
-        check_layers(kernels, comm, report, "float32")
-        check_training(kernels, comm, report, "float32")
+        if transport:
+            check_transport(kernels, comm, report, transport)
+        else:
+            check_races(kernels, comm, report)
+            check_layers(kernels, comm, report, "float32")
+            check_training(kernels, comm, report, "float32")
         if comm.rank == 0:
             path.write_text(json.dumps([asdict(r) for r in report.results]), encoding="utf-8")
     return 0

@@ -21,7 +21,7 @@ from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 
-__all__ = ["check_layers", "check_races", "check_training"]
+__all__ = ["Slow", "agreed", "check_layers", "check_races", "check_training", "reused_message"]
 
 STEPS = 5
 Outcome = tuple[str, Mapping[str, float]]
@@ -51,7 +51,7 @@ def check_layers(kernels: Backend, comm: Communicator, report: Report, dtype: st
             for parts in grids(comm.size, ("sample", "height", "width")):
                 arguments = (make, comm, parts, kernels, reference, dtype)
                 label = f"{name} {_text(parts)}"
-                _agreed(report, comm, f"layers {comm.size} ranks", label, lambda a=arguments: _layer(*a))  # type: ignore[misc]
+                agreed(report, comm, f"layers {comm.size} ranks", label, lambda a=arguments: _layer(*a))  # type: ignore[misc]
 
 
 def _layer(make: Any, comm: Communicator, parts: dict, kernels: Backend, reference: Backend, dtype: str) -> Outcome:
@@ -67,8 +67,9 @@ def _layer(make: Any, comm: Communicator, parts: dict, kernels: Backend, referen
     return f"{worst:.1e}", {}
 
 
-def check_training(kernels: Backend, comm: Communicator, report: Report, dtype: str) -> None:
+def check_training(kernels: Backend, comm: Communicator, report: Report, dtype: str, group: str = "") -> None:
     """Losses of some steps against NumPy's under the same cut, and no synchronization. Collective."""
+    group = group or f"training {comm.size} ranks"
     with get_backend("numpy") as reference:
         for name, make in NETWORKS.items():
             for parts in grids(comm.size, ("sample", "height", "width")):
@@ -76,7 +77,7 @@ def check_training(kernels: Backend, comm: Communicator, report: Report, dtype: 
                     continue
                 arguments = (make(), comm, parts, kernels, reference, dtype)
                 label = f"{name} {_text(parts)}"
-                _agreed(report, comm, f"training {comm.size} ranks", label, lambda a=arguments: _training(*a))  # type: ignore[misc]
+                agreed(report, comm, group, label, lambda a=arguments: _training(*a))  # type: ignore[misc]
 
 
 def _training(
@@ -117,11 +118,11 @@ def _fill(executor: Executor, step: int) -> None:
 def check_races(kernels: Backend, comm: Communicator, report: Report) -> None:
     """Copies and messages behind a producer that takes long: what they carry is what it has written. Collective."""
     group = f"races {comm.size} ranks"
-    for name, run in (("download", _download), ("upload ahead", _upload_ahead), ("reused message", _message)):
-        _agreed(report, comm, group, name, lambda r=run: r(kernels, comm))  # type: ignore[misc]
+    for name, run in (("download", _download), ("upload ahead", _upload_ahead), ("reused message", reused_message)):
+        agreed(report, comm, group, name, lambda r=run: r(kernels, comm))  # type: ignore[misc]
 
 
-class _Slow:
+class Slow:
     """A producer that keeps the device busy for some milliseconds, then writes a number into an array."""
 
     def __init__(self, kernels: Backend) -> None:
@@ -138,7 +139,7 @@ class _Slow:
 
 
 def _download(kernels: Backend, comm: Communicator) -> Outcome:
-    device, slow = kernels.device, _Slow(kernels)
+    device, slow = kernels.device, Slow(kernels)
     array, pinned = kernels.zeros((1 << 16,), "float32"), device.pinned((1 << 16,), "float32")
     for value in (1.0, 2.0, 3.0):
         slow.write(array, value)
@@ -152,7 +153,7 @@ def _download(kernels: Backend, comm: Communicator) -> Outcome:
 
 
 def _upload_ahead(kernels: Backend, comm: Communicator) -> Outcome:
-    device, slow = kernels.device, _Slow(kernels)
+    device, slow = kernels.device, Slow(kernels)
     staged, used = kernels.zeros((1 << 16,), "float32"), kernels.zeros((1 << 16,), "float32")
     pinned = [device.pinned((1 << 16,), "float32") for _ in range(2)]
     after, found = None, []
@@ -172,9 +173,9 @@ def _upload_ahead(kernels: Backend, comm: Communicator) -> Outcome:
     return "4 rounds", {}
 
 
-def _message(kernels: Backend, comm: Communicator) -> Outcome:
+def reused_message(kernels: Backend, comm: Communicator) -> Outcome:
     """A redistribution from rows to columns, again and again, without waiting in between."""
-    slow, size, shape = _Slow(kernels), comm.size, (1, 4 * comm.size, 4 * comm.size, 16)
+    slow, size, shape = Slow(kernels), comm.size, (1, 4 * comm.size, 4 * comm.size, 16)
     rows, columns = Layout.blocks(shape, {"height": size}, size), Layout.blocks(shape, {"width": size}, size)
     source = kernels.zeros(rows.boxes[comm.rank].shape, "float32")
     target = kernels.zeros(columns.boxes[comm.rank].shape, "float32")
@@ -195,7 +196,7 @@ def _message(kernels: Backend, comm: Communicator) -> Outcome:
     return f"{len(kept)} messages", {}
 
 
-def _agreed(report: Report, comm: Communicator, group: str, name: str, run: Callable[[], Outcome]) -> None:
+def agreed(report: Report, comm: Communicator, group: str, name: str, run: Callable[[], Outcome]) -> None:
     """A check that all ranks pass or fail together."""
 
     def together() -> Outcome:

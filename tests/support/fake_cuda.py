@@ -236,9 +236,12 @@ class FakeCuda:
     def ipcGetEventHandle(self, ptr: int) -> bytes:
         shared = self.events[ptr].shared
         assert shared is not None, "an event that was not made for other processes"
+        # Whoever opens it comes after what this host has done: it was told of the handle.
+        self.trace.add("host record", "handle", event=(shared.handle, "handle"))
         return shared.handle
 
     def ipcOpenEventHandle(self, handle: bytes) -> int:
+        self.trace.add("host wait", "handle", event=(handle, "handle"))
         event = FakeEvent.__new__(FakeEvent)
         event._cuda, event._polls, event.stream, event.position = self, 0, None, 0
         event.ptr, event.shared = self.address(event), Shared.opened(handle)

@@ -40,7 +40,8 @@ class Rank:
 def gpu_ranks(monkeypatch: Any, transport: str, sharing: bool = False, **options: Any) -> Iterator[Rank]:
     """Ranks of MPI, each with a GPU of its own (or all the same one), and an open communicator.
 
-    In the end every rank's trace is looked at together with those of the others.
+    With the transport ``"none"`` nothing is chosen yet. In the end every rank's trace is looked at together with those
+    of the others.
     """
     world = MPI.COMM_WORLD.Dup()
     folder = Path(world.bcast(tempfile.mkdtemp(prefix="halograd-nccl-") if world.rank == 0 else None))
@@ -54,7 +55,8 @@ def gpu_ranks(monkeypatch: Any, transport: str, sharing: bool = False, **options
     monkeypatch.setattr(link, "prove", lambda ordinal: "")
     with Communicator(MPI.COMM_WORLD) as comm:
         rank = Rank(comm, kernels, nccl)
-        rank.choice = comm.use_device(kernels.device, transport, **options)
+        if transport != "none":
+            rank.choice = comm.use_device(kernels.device, transport, **options)
         yield rank
     assert all(c.dead for c in nccl.communicators), "a communicator of NCCL was left"
     faults = None

@@ -63,6 +63,8 @@ class Ordered:
         line = (rank, entry.stream)
         if entry.kind == "record":
             self._events[entry.event] = _joined(self._streams[line], self._hosts[rank])
+        elif entry.kind == "host record":
+            self._events[entry.event] = dict(self._hosts[rank])
         elif entry.kind == "wait":
             self._streams[line] = _joined(self._streams[line], self._events[entry.event])
         elif entry.kind == "host wait":

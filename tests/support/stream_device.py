@@ -46,8 +46,7 @@ class StreamDevice(FakeDevice):
 
     def synchronize(self) -> None:
         super().synchronize()
-        for stream in list(self.cuda.streams.values()):
-            stream.synchronize()
+        self.compute.synchronize()
 
     def adopt(self, memory: np.ndarray) -> TracedArray:
         self.allocations += 1
@@ -158,13 +157,9 @@ class StreamBackend(FakeBackend):
         self._name = factory.__name__
         return super()._on_host(factory, *args)
 
-    def _counted(self, made: Any) -> Any:
-        if made is None or isinstance(made, (tuple, BatchNormKernels)):
-            return super()._counted(made)
+    def _counted(self, made: Any, *more: Any) -> Any:
+        inner = super()._counted(made, *more)
+        if inner is None or isinstance(inner, (tuple, BatchNormKernels)):
+            return inner  # of kernels that came by here
         operands, name, device = self._operands, self._name, self.device
-
-        def run() -> None:
-            device.enqueued()
-            device.run(name, [], operands, made)
-
-        return Kernel(run, made.impl, made.workspace_bytes, made.close)
+        return Kernel(lambda: device.run(name, [], operands, inner), inner.impl, inner.workspace_bytes, inner.close)

@@ -24,7 +24,7 @@ class Entry:
     ----------
     kind
         ``"op"``: an operation on `stream`; ``"record"``, ``"wait"``: of `event` there; ``"host wait"``: the host waited
-        for `event`; ``"mark"``: nothing, named for whoever reads the trace.
+        for `event`; ``"host record"``: it told others where it is; ``"mark"``: nothing, for whoever reads the trace.
     event
         Which one, and the how-manieth record of it.
     nccl
@@ -36,7 +36,7 @@ class Entry:
     stream: int = 0
     reads: tuple[Range, ...] = ()
     writes: tuple[Range, ...] = ()
-    event: tuple[Any, int] | None = None
+    event: tuple[Any, Any] | None = None
     nccl: tuple[str, int, tuple[tuple[Any, ...], ...]] | None = None
 
 

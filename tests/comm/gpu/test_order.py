@@ -172,6 +172,28 @@ def test_events_of_others_that_are_not_waited_for(which, monkeypatch):
         two_ranks(monkeypatch, "cuda-ipc")
 
 
+def two_channels(r):
+    """One after the other, in the same memory."""
+    other, device = 1 - r.comm.rank, r.device
+    for value in (1, 2):
+        channel = r.comm.channel({other: 50}, {other: 50}, "float32", device=device)
+        channel.send_buffer(other, channel.slot).fill(value)
+        channel.start()
+        channel.finish()
+        channel.recv_buffer(other, channel.slot).copy()
+        channel.release()
+        channel.close()
+
+
+@pytest.mark.ranks(2)
+def test_memory_that_was_given_back_is_used_again_when_all_devices_are_done(monkeypatch):
+    with gpu_ranks(monkeypatch, "cuda-ipc") as r:
+        two_channels(r)
+    with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "), gpu_ranks(monkeypatch, "cuda-ipc") as r:
+        r.device.synchronize = nothing
+        two_channels(r)
+
+
 @pytest.mark.ranks(2)
 def test_an_event_that_is_waited_for_before_it_is_recorded(monkeypatch):
     """Without the flags of the host a stream waits for the record before: CUDA does not say that this is wrong."""
