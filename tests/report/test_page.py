@@ -1,0 +1,223 @@
+"""The page about a run: what is in it for runs of every kind, and that nothing of it can be mistaken for HTML."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.cli.run import run
+from halograd.data.errors import DataError
+from halograd.errors import UserError
+from halograd.report.masks import best_to_worst, iou
+from halograd.report.page import write_page
+from halograd.report.predicted import read_masks
+from halograd.report.record import read_record
+from halograd.training.metrics import Confusion
+from halograd.training.run import evaluate, train
+from tests.training.runs import write_config
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Directory of a run with a timeline and predictions."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = write_config(folder)
+    train(config, ["output.timeline=true"], comm=MPI.COMM_SELF)
+    evaluate(folder / "out", predictions=folder / "out" / "predictions.h5", comm=MPI.COMM_SELF)
+    return folder / "out"
+
+
+@pytest.fixture
+def begun(trained, tmp_path) -> Path:
+    """Directory of the same run when it had just begun."""
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "log.jsonl").write_text((trained / "log.jsonl").read_text().splitlines()[0] + "\n")
+    return tmp_path / "begun"
+
+
+def page_of(directory: Path, out: Path, **options) -> tuple[str, list[str]]:
+    """The page, which must be whole and load nothing, and what was left out."""
+    left_out = write_page(read_record(directory), out, **options)
+    text = out.read_text()
+    assert not re.search(r"<script|<link|src=\"(?!data:)|url\(|@import", text)
+    body = re.sub(r"<!doctype html>|<meta[^>]*>", "", re.sub(r"(<img [^>]*)>", r"\1/>", text))
+    assert ElementTree.fromstring(body).tag == "html"  # every tag is closed
+    for data in re.findall(r'src="data:image/png;base64,([^"]*)"', text):
+        assert base64.b64decode(data, validate=True).startswith(PNG)
+    assert not [p for p in out.parent.iterdir() if p.name.endswith(".partial")]
+    return text, left_out
+
+
+def test_everything_of_a_run(trained, tmp_path):
+    text, left_out = page_of(trained, tmp_path / "page.html")
+    assert [line.partition(":")[0] for line in left_out] == ["predicted against measured"]
+    assert text.count("<img ") == 4  # loss, speed, timeline, masks
+    for part in ("<b>finished</b>, step 9 of 9, epoch 3 of 3", "mesh, ", "What happened", "<td>finished</td>"):
+        assert part in text
+    assert "all-reduce of gradients" in text and "warmup_epochs = 1" in text
+
+
+def test_predicted_and_measured(trained, tmp_path):
+    entry = {
+        "event": "prediction",
+        "step": 9,
+        "steps": 7,
+        "predicted_step_seconds": 0.004,
+        "measured_step_seconds": 0.005,
+        "data_seconds": 0.001,
+        "waits": {"halo": 0.0005},
+        "layers": {"conv1": {"predicted": 0.002, "measured": 0.001}, "bn1": {"predicted": 0.001, "measured": 0.0}},
+    }
+    (tmp_path / "log.jsonl").write_text((trained / "log.jsonl").read_text() + json.dumps(entry) + "\n")
+    text, left_out = page_of(tmp_path, tmp_path / "page.html")
+    rows = re.findall(r"<tr><td>(.*?)</td></tr>", text)
+    assert "conv1</td><td></td><td>2.000</td><td>1.000</td><td>+100%" in rows
+    assert "bn1</td><td></td><td>1.000</td><td>0.000</td><td>-" in rows
+    assert "layers together</td><td></td><td>3.000</td><td>1.000</td><td>+200%" in rows
+    assert "<b>step</b></td><td></td><td>4.000</td><td>5.000</td><td>-20%" in rows
+    assert [line.partition(":")[0] for line in left_out] == ["picture of the timeline", "masks"]
+
+
+def test_a_run_that_has_just_begun(begun, tmp_path):
+    text, left_out = page_of(begun, tmp_path / "page.html")
+    assert "<img" not in text and "No step was logged yet" in text
+    assert {line.partition(":")[0] for line in left_out} >= {"curves", "timeline", "masks"}
+    assert any(f"halograd evaluate {begun} --predictions" in line for line in left_out)
+
+
+def test_one_step_without_validation(trained, tmp_path):
+    lines = (trained / "log.jsonl").read_text().splitlines()
+    (tmp_path / "log.jsonl").write_text("\n".join([lines[0], *[x for x in lines if '"step", ' in x][:1]]) + "\n")
+    text, _ = page_of(tmp_path, tmp_path / "page.html")
+    assert text.count("<img ") == 2
+
+
+def test_long_logs_are_thinned(trained, tmp_path):
+    step = next(e for e in map(json.loads, (trained / "log.jsonl").read_text().splitlines()) if e["event"] == "step")
+    lines = [json.dumps({**step, "step": k, "epoch": (k - 1) // 3}) for k in range(1, 9000)]
+    (tmp_path / "log.jsonl").write_text((trained / "log.jsonl").read_text().splitlines()[0] + "\n" + "\n".join(lines))
+    page_of(tmp_path, tmp_path / "page.html")
+
+
+def test_nothing_of_a_run_is_taken_for_html(trained, tmp_path):
+    evil = '<script>alert("1")</script>'
+    begin = json.loads((trained / "log.jsonl").read_text().splitlines()[0])
+    begin |= {"network": evil, "hosts": {evil: 1}, "job": evil, "kernels": evil, "cut": evil}
+    begin["config"]["data"]["path"] = evil
+    failed = {"event": "failed", "rank": 0, "host": evil, "cause": evil, "at_step": 0}
+    folder = tmp_path / "a<b>&"
+    folder.mkdir()
+    (folder / "log.jsonl").write_text(json.dumps(begin) + "\n" + json.dumps(failed) + "\n")
+    text, _ = page_of(folder, tmp_path / "page.html")
+    assert "<title>halograd: a&lt;b&gt;&amp;</title>" in text and text.count("&lt;script&gt;") >= 6
+
+
+def test_masks_show_the_scores_of_the_run(trained):
+    config = read_record(trained).begin["config"]
+    masks = read_masks(trained / "predictions.h5", config["data"])
+    assert masks is not None and masks.image is not None and masks.image_title == "channel 0"
+    with h5py.File(trained / "predictions.h5") as file:
+        truth, guess = file["target"][..., 0] > 0.5, file["prediction"][..., 0] > 0
+        order = file["sample"][...].tolist()
+    wanted = [(g & t).sum() / max(1, (g | t).sum()) for g, t in zip(guess, truth)]
+    assert [iou(*pair) for pair in zip(guess, truth)] == pytest.approx(wanted)
+    shown = [order.index(k) for k in masks.samples]
+    assert np.array_equal(masks.truth, truth[shown]) and np.array_equal(masks.predicted["prediction"], guess[shown])
+    assert wanted[shown[0]] == max(wanted) and wanted[shown[-1]] == min(wanted)
+    with h5py.File(config["data"]["path"]) as file:
+        assert np.array_equal(masks.image, file["inputs"][...][masks.samples][..., 0])
+    assert read_masks(trained / "predictions.h5", {"path": "gone.h5"}).image is None
+
+
+def write_predictions(path: Path, prediction: np.ndarray, target: np.ndarray) -> Path:
+    with h5py.File(path, "w") as file:
+        file["prediction"], file["target"], file["sample"] = prediction, target, np.arange(len(target))
+    return path
+
+
+def test_classes_and_volumes(tmp_path):
+    rng = np.random.default_rng(3)
+    truth = rng.integers(0, 3, (5, 4, 6, 7))
+    guess = np.where(rng.random(truth.shape) < 0.3, rng.integers(0, 3, truth.shape), truth)
+    path = write_predictions(tmp_path / "p.h5", np.eye(3)[guess], truth[..., None].astype(float))
+    masks = read_masks(path, {})
+    assert masks is not None and masks.classes == 3 and masks.truth.shape == (4, 6, 7)
+    assert np.array_equal(masks.truth, truth[masks.samples, 2])
+    counted = Confusion(3)
+    counted.add(np.eye(3)[guess[:1]], truth[:1, ..., None])
+    assert iou(guess[0], truth[0], 3) == pytest.approx(counted.scores()["iou"])
+
+
+@pytest.mark.parametrize(
+    "prediction, target",
+    [
+        (np.zeros((3, 10)), np.zeros((3, 1))),  # a label per sample
+        (np.zeros((3, 4, 4, 1)), np.full((3, 4, 4, 1), 0.3)),  # a field
+    ],
+)
+def test_what_is_no_mask(tmp_path, prediction, target):
+    assert read_masks(write_predictions(tmp_path / "p.h5", prediction, target), {}) is None
+
+
+def test_what_is_no_file_of_predictions(begun, tmp_path):
+    (tmp_path / "p.h5").write_text("no HDF5")
+    for path, message in (
+        (tmp_path / "p.h5", "expected predictions of `halograd evaluate`"),
+        (Path(read_record(begun).begin["config"]["data"]["path"]), "got no .*prediction"),
+        (tmp_path / "none.h5", "--predictions: expected a file that `halograd evaluate --predictions` wrote, got no "),
+    ):
+        with pytest.raises(UserError, match=message):
+            write_page(read_record(begun), tmp_path / "page.html", path)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_that_cannot_be_written(begun, tmp_path):
+    with pytest.raises(DataError, match="it is a folder"):
+        write_page(read_record(begun), tmp_path)
+
+
+def test_rows_go_from_the_best_to_the_worst():
+    assert best_to_worst(np.array([0.1, 0.9, 0.5])).tolist() == [1, 2, 0]
+    assert best_to_worst(np.linspace(0, 1, 10)).tolist() == [9, 6, 3, 0]
+
+
+def halograd(capsys, *arguments: object) -> tuple[int, str, str]:
+    """Exit code and what was printed."""
+    code = run([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def test_the_commands(begun, trained, tmp_path, capsys):
+    code, out, _ = halograd(capsys, "status", trained, begun, "--json")
+    assert code == 0 and [json.loads(line)["state"] for line in out.splitlines()] == ["finished", "running"]
+    code, out, _ = halograd(capsys, "status", trained)
+    assert code == 0 and out.startswith(f"{trained}: finished, step 9 of 9 (100 %), epoch 3 of 3\n")
+    code, out, _ = halograd(capsys, "report", begun, "--out", tmp_path / "new" / "page.html")
+    assert code == 0 and out.endswith(f"wrote {tmp_path / 'new' / 'page.html'}\n")
+    assert out.startswith("without curves: ")
+    for command in ("status", "report"):
+        code, _, complaint = halograd(capsys, command, tmp_path)
+        assert code == 2 and len(complaint.splitlines()) == 1 and "expected the directory of a run" in complaint
+
+
+def test_status_needs_no_mpi(trained):
+    """Login nodes may not have one."""
+    code = (
+        "import sys; sys.argv = ['halograd', 'status', sys.argv[1]]\n"
+        "from halograd.cli.run import run\n"
+        "assert run(sys.argv[1:]) == 0 and not {'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, trained], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

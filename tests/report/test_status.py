@@ -1,0 +1,147 @@
+"""The state of a run, from logs of every kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from halograd.errors import UserError
+from halograd.report.record import read_record
+from halograd.report.status import duration_text, status_of, status_text
+
+PER_EPOCH, EPOCHS, BATCH = 10, 4, 8
+BEGIN = {
+    "event": "begin",
+    "step": 0,
+    "epochs": EPOCHS,
+    "steps_per_epoch": PER_EPOCH,
+    "batch": BATCH,
+    "ranks": 4,
+    "hosts": {"n17": 2, "n18": 2},
+    "cut": "2 sample x 2 height",
+    "job": "4711",
+    "config": {"output": {"log_steps": 1}},
+}
+
+
+def log_of(steps: int, seconds: float = 0.5, validation: float = 5.0, begin: int = 0, at: float = 1000.0) -> list[dict]:
+    """Lines of a job that makes these steps, validating after every epoch, the first one beginning at `at` [s]."""
+    lines: list[dict] = [{**BEGIN, "step": begin, "time": at}]
+    for step in range(begin + 1, steps + 1):
+        at += seconds
+        lines.append({"event": "step", "epoch": (step - 1) // PER_EPOCH, "step": step, "loss": 1 / step})
+        lines[-1] |= {"learning_rate": 0.1, "seconds": seconds, "samples_per_second": BATCH / seconds, "time": at}
+        if step % PER_EPOCH == 0:
+            at += validation
+            lines.append({"event": "validation", "epoch": step // PER_EPOCH - 1, "step": step, "loss": 0.25})
+            lines[-1] |= {"iou": 0.75, "recall": None, "time": at}
+    return lines
+
+
+def write(folder: Path, lines: list[dict], tail: str = "", age: float = 0.0) -> Path:
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    then = time.time() - age
+    os.utime(folder / "log.jsonl", (then, then))
+    return folder
+
+
+def test_a_run_under_way(tmp_path):
+    """Over two epochs a step takes 0.5 s, and its share of a validation of 5 s."""
+    folder = write(tmp_path, log_of(35), '{"event": "st')
+    phases = {"halo": {"communication": 2.0, "blocked": 0.5, "overlap": 75.0}, "forward": {"seconds": 1.0}}
+    with (folder / "log.jsonl").open("a") as file:
+        file.write('\n{"event": "phases", "step": 30, "steps": 30, "phases": ' + json.dumps(phases) + "}\n")
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "step-00000030.h5").write_bytes(bytes(2048))
+    (folder / "checkpoints" / "latest.h5").symlink_to("step-00000030.h5")
+    status = status_of(read_record(folder))
+    assert (status.state, status.step, status.steps, status.epoch, status.epochs) == ("running", 35, 40, 4, 4)
+    assert status.loss == pytest.approx(1 / 35) and status.validation["iou"] == 0.75
+    assert status.seconds_per_step == pytest.approx(0.5 + 2 * 5.0 / 20)
+    assert status.seconds_left == pytest.approx(5 * status.seconds_per_step)
+    assert status.samples_per_second == pytest.approx(BATCH / status.seconds_per_step)
+    assert status.overlap == {"halo": 75.0} and status.hosts == ["n17", "n18"] and status.job == "4711"
+    assert (status.checkpoint_step, status.checkpoint_bytes) == (30, 2048)
+    text = status_text(status)
+    assert text[0] == f"{folder}: running, step 35 of 40 (87 %), epoch 4 of 4"
+    for part in (
+        "loss        0.028571; validation after epoch 3: loss 0.25, iou 0.75",
+        "speed       1 s/step, 8 samples/s",
+        "time left   5 s, until ",
+        "checkpoint  step 30, 0 s ago, 2 KiB: ",
+        "hidden      halo 75.0 %",
+        "ranks       4 on n17, n18, 2 sample x 2 height; job 4711",
+    ):
+        assert any(part in line for line in text), text
+
+
+def test_the_end_of_a_long_log_says_the_same(tmp_path):
+    folder = write(tmp_path, log_of(35))
+    now = time.time()
+    assert status_of(read_record(folder, 25), now) == status_of(read_record(folder), now)
+    assert len(read_record(folder, 25).steps) == 25
+
+
+ENDS = [
+    ([{"event": "finished", "step": 40, "time": 1.0}], "finished", ""),
+    ([{"event": "stopped", "step": 35, "reason": "SIGUSR1 to rank 0 of 4", "code": 75}], "stopped", "SIGUSR1 to rank"),
+    ([{"event": "stopped", "step": 35, "reason": "step 35: the loss is nan"}], "failed", "the loss is nan"),
+    (
+        [{"event": "failed", "rank": 2, "host": "n17", "cause": "its process is gone", "at_step": 35}],
+        "failed",
+        "rank 2 on n17: its process is gone",
+    ),
+    ([{"event": "checkpoint_failed", "step": 35, "reason": "the disk is full"}], "running", ""),
+]
+
+
+@pytest.mark.parametrize("lines, state, detail", ENDS)
+def test_how_a_run_ended(tmp_path, lines, state, detail):
+    status = status_of(read_record(write(tmp_path, [*log_of(35), *lines])))
+    assert status.state == state and detail in status.detail
+    assert (status.seconds_left is None) == (state != "running")
+
+
+def test_a_run_that_goes_on_after_a_failure(tmp_path):
+    """What the job before said does not count, nor how fast it was."""
+    failed = {"event": "failed", "rank": 2, "host": "n17", "cause": "gone", "at_step": 20}
+    status = status_of(read_record(write(tmp_path, [*log_of(20), failed, *log_of(26, 2.0, begin=20, at=9000.0)])))
+    assert status.state == "running" and status.seconds_per_step == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("seconds, age, state", [(0.5, 100, "running"), (0.5, 130, "quiet"), (60.0, 1000, "running")])
+def test_a_run_of_which_nothing_is_heard(tmp_path, seconds, age, state):
+    status = status_of(read_record(write(tmp_path, log_of(5, seconds), age=age)))
+    assert status.state == state
+    assert (state == "quiet") == ("nothing was logged for 2 min 10 s" in status.detail)
+
+
+def test_a_run_that_has_just_begun(tmp_path):
+    status = status_of(read_record(write(tmp_path, [{**BEGIN, "time": 1.0}])))
+    assert (status.step, status.loss, status.seconds_left, status.checkpoint) == (0, None, None, None)
+    text = "\n".join(status_text(status))
+    assert "step 0 of 40 (0 %), epoch 1 of 4" in text and "checkpoint  none yet" in text
+
+
+def test_a_log_of_an_old_version(tmp_path):
+    lines = [{k: v for k, v in line.items() if k != "time"} for line in log_of(20)[1:]]
+    status = status_of(read_record(write(tmp_path, lines)))
+    assert (status.steps, status.step, status.seconds_per_step, status.ranks) == (None, 20, 0.5, None)
+    assert status_text(status)[0].endswith(": running, step 20")
+
+
+def test_what_is_no_run(tmp_path):
+    with pytest.raises(UserError, match=r"expected the directory of a run, which has a log\.jsonl: there is none"):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.4, "0 s"), (59.7, "1 min 00 s"), (198, "3 min 18 s"), (7500, "2 h 05 min"), (180000, "2 d 2 h")],
+)
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text
