@@ -7,6 +7,7 @@ are as large as the configuration says, not as the machine is; their GPUs are sy
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -53,7 +54,7 @@ SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MinJobAge=3600
-# MPICH names shared memory after the job: numbers must not come again.
+# MPICH names shared memory after the job: no two Slurms of this machine may give the same numbers.
 FirstJobId={first}
 KillWait=5
 CompleteWait=0
@@ -107,7 +108,7 @@ class PrivateSlurm:
             folder=self.folder,
             port=port,
             ports=f"{port + 1}-{port + self.nodes}",
-            first=int(time.time()) % 6_000_000 * 10 + 1,
+            first=secrets.randbelow(60_000_000) + 1,
             nodes=self.nodes,
             gpus=gpus,
         )
@@ -153,7 +154,7 @@ class PrivateSlurm:
 
     def fail_node(self, node: str) -> None:
         """What a power cut does: the daemon and everything on the node are gone, and Slurm gets to know."""
-        for pid in self._processes(f"{NODE}={node}") + self._processes(f"SLURMD_NODENAME={node}"):
+        for pid in self.processes(f"{NODE}={node}") + self.processes(f"SLURMD_NODENAME={node}"):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._daemons.pop(node).wait()
@@ -230,17 +231,17 @@ class PrivateSlurm:
     def _watch(self) -> None:
         """Collect the names of the shared memory of jobs while they run."""
         while not self._stopping.wait(0.2):
-            self._segments |= jobs.segments(self._processes("SLURM_JOB_ID="))
+            self._segments |= jobs.segments(self.processes("SLURM_JOB_ID="))
 
     def job_processes(self) -> list[str]:
         """Live processes of jobs, their command lines."""
         found = []
-        for pid in self._processes("SLURM_JOB_ID="):
+        for pid in self.processes("SLURM_JOB_ID="):
             with suppress(OSError):
                 found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         return found
 
-    def _processes(self, variable: str) -> list[int]:
+    def processes(self, variable: str) -> list[int]:
         """Our processes with this in their environment."""
         found = []
         for pid in jobs.members(self.mark):

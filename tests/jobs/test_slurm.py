@@ -183,10 +183,10 @@ def signal_ranks(site: Site, job: str) -> None:
 
 
 def kill_rank(site: Site, job: str) -> None:
-    ranks = [pid for pid in site.slurm._processes(f"SLURM_JOB_ID={job}") if is_rank(pid, 3)]
+    ranks = [pid for pid in site.slurm.processes(f"SLURM_JOB_ID={job}") if is_rank(pid, 3)]
     os.kill(ranks[0], signal.SIGKILL)
     began = time.monotonic()
-    while [pid for rank in range(4) for pid in site.slurm._processes(f"SLURM_JOB_ID={job}") if is_rank(pid, rank)]:
+    while [pid for rank in range(4) for pid in site.slurm.processes(f"SLURM_JOB_ID={job}") if is_rank(pid, rank)]:
         assert time.monotonic() < began + 10, "expected all ranks to end within ten seconds of the first"
         time.sleep(0.1)
 
@@ -220,10 +220,13 @@ TOGETHER = {"script": signal_script, "ranks": signal_ranks, "killed": kill_rank}
 @pytest.fixture(scope="module")
 def together(site: Site) -> dict[str, str]:
     """Jobs that are disturbed at their third step, at the same time: most of what they do is wait for Slurm."""
-    found = {run: site.submit(run, pace=0.5) for run in TOGETHER}
-    for run, disturb in TOGETHER.items():
-        site.reach(run, found[run], 3)
-        disturb(site, found[run])
+    found = {run: site.submit(run, pace=1) for run in TOGETHER}
+    waiting, deadline = dict(TOGETHER), time.monotonic() + LONG
+    while waiting:
+        for run in [run for run in waiting if max(site.losses(run), default=0) >= 3]:
+            waiting.pop(run)(site, found[run])
+        assert time.monotonic() < deadline, f"expected the third step of {sorted(waiting)} within {LONG:g} s"
+        time.sleep(0.05)
     return found
 
 
