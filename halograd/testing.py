@@ -101,6 +101,7 @@ def run_layer(
         for key, array in executor.store.params.items():
             whole = random_array(executor.store.shapes[key], key, seed) + moved.get(labels[key], 0.0)
             executor.device.assign(array, whole[executor.store.box(key).slices()])
+        executor.store.refresh()
         for i, s in enumerate(shapes):
             executor.set_input(f"x{i}", random_array((batch, *s), f"x{i}", seed) + moved.get(f"x{i}", 0.0))
         executor.set_input("g", random_array((batch, *network.outputs["y"].shape), "g", seed))

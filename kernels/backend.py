@@ -250,11 +250,14 @@ class Backend(ABC):
 
     def dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
         """``dw = dy^T x`` and, if not None, ``db = sum over samples of dy``."""
-        self._check_dtypes("dense_backward_filter", x=x, dy=dy, dw=dw, db=db)
+        self._check_dense_gradients("dense_backward_filter", x, dy, dw, db)
         if empty.has_nothing(x, dy):
             return empty.filter_of_nothing(self.xp, dy, dw, db)
         checks.check_dense("dense_backward_filter", x, dw, db, dy)
         return self._dense_backward_filter(x, dy, dw, db)
+
+    def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
+        self._check_dtypes(what, x=x, dy=dy, dw=dw, db=db)
 
     def _check_dtypes(self, what: str, **arrays: Any) -> None:
         checks.check_dtypes(what, self.dtypes, self.dtype_remedy, **arrays)

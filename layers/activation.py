@@ -102,28 +102,34 @@ class Softmax(Layer):
 class _SoftmaxOperator(Operator):
     def __init__(self, b: Binding) -> None:
         self.b = b
-        self.row = b.scratch((*b.box.shape[:-1], 1))
+        self.row = b.scratch((*b.box.shape[:-1], 1), b.wide)
+        self.y: Any = None if b.wide == b.dtype else b.scratch(b.box.shape, b.wide)
 
     def forward(self) -> None:
         x, y, row = self.b.inputs[0].array, self.b.output.array, self.row
         if not y.size:
             return
+        if self.y is not None:  # of 16 bits are only what comes and goes
+            np.copyto(self.y, x)
+            x = y = self.y
         np.amax(x, axis=-1, keepdims=True, out=row)
         np.subtract(x, row, out=y)
         np.exp(y, out=y)
         np.add.reduce(y, axis=-1, keepdims=True, out=row)
-        np.divide(y, row, out=y)
+        np.divide(y, row, out=self.b.output.array)
 
     def bind_backward(self) -> None:
-        self.dx = self.b.gradient(0)
-        self.sums = self.b.scratch((*self.b.box.shape[:-1], 1))
+        b = self.b
+        self.dx = b.gradient(0)
+        self.product = self.dx if b.wide == b.dtype else b.scratch(b.box.shape, b.wide)
+        self.sums = b.scratch((*b.box.shape[:-1], 1), b.wide)
 
     def backward(self) -> None:
         """``dx = y * (dy - sum_c dy * y)``."""
         y, dy, dx, sums = self.b.output.array, self.b.output.dy, self.dx, self.sums
         if not y.size:
             return
-        np.multiply(dy, y, out=dx)
-        np.add.reduce(dx, axis=-1, keepdims=True, out=sums)
+        np.multiply(dy, y, out=self.product)
+        np.add.reduce(self.product, axis=-1, keepdims=True, out=sums)
         np.subtract(dy, sums, out=dx)
         np.multiply(dx, y, out=dx)

@@ -63,6 +63,7 @@ class BatchNorm(Layer):
     """
 
     cuts_channels = "channelwise"
+    exact_parameters = True
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class BatchNormOperator(Operator):
         self.x = b.gather(0, b.clipped_boxes(0))
         channels = len(b.state["mean"])  # of this rank's block
         self.gamma, self.beta = affine_arrays(b, channels)
-        self.mean, self.var = (b.memory.keep((channels,), b.dtype, "statistics") for _ in range(2))
+        self.mean, self.var = (b.memory.keep((channels,), b.wide, "statistics") for _ in range(2))
         self.sums, self.means, self.moments = (
             b.memory.keep((2, channels), np.dtype("float64"), "statistics") for _ in range(3)
         )
@@ -127,7 +128,7 @@ class BatchNormOperator(Operator):
         self.running = None
         if everyone is not None and everyone.size > 1 and group is not everyone:
             self.running = everyone.reduction(self.moments, kind="running statistics", name=f"{b.name} (running)")
-        self.limit = cancellation_limit(b.dtype)
+        self.limit = cancellation_limit(b.wide)
         self.rows = self.x.array.reshape(counts[b.rank], channels)
         self._work = Work(b.kernels.device)
         self._pending = self._trained = False
@@ -292,6 +293,6 @@ def affine_arrays(b: Binding, channels: int) -> tuple[Any, Any]:
     """The parameters `gamma` and `beta`, or arrays of ones and zeros in their stead, where there are none."""
     if "gamma" in b.params and len(b.params["gamma"]) == channels:
         return b.params["gamma"], b.params["beta"]
-    gamma, beta = (b.memory.keep((channels,), b.dtype, "statistics") for _ in range(2))
+    gamma, beta = (b.memory.keep((channels,), b.wide, "statistics") for _ in range(2))
     gamma.fill(1)
     return gamma, beta

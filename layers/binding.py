@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.device import wide
 from halograd.dtensor import Box, Exchange
 from halograd.layers.axes import AXES
 from halograd.layers.layer import Layer, Shape
@@ -30,7 +31,8 @@ class Binding:
     inputs, output
         Values; `output.array` is this rank's block of the result, packed.
     params, grads, state
-        This layer's arrays by name. `grads` receive this rank's contribution only: the executor sums.
+        This layer's arrays by name. `grads` receive this rank's contribution only: the executor sums. Where activations
+        have 16 bits, `grads` and `state` are float32, and `params` too if the layer says so (`exact_parameters`).
     options
         This layer's entry in the strategy (`halo`: "pad" or "overlap", ...).
     parts
@@ -73,6 +75,11 @@ class Binding:
     def dtype(self) -> np.dtype:
         """Dtype of the output."""
         return self.output.dtype
+
+    @property
+    def wide(self) -> np.dtype:
+        """Dtype of statistics, of gradients of parameters and of those that the layer reads exactly."""
+        return wide(self.dtype)
 
     @property
     def box(self) -> Box:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from halograd.layers.binding import Binding
-from halograd.layers.chunks import Work, buffer, chunks
+from halograd.layers.chunks import Work, buffer, chunks, widened
 from halograd.layers.operator import Operator
 
 __all__ = ["ChannelNormOperator"]
@@ -49,13 +49,15 @@ class ChannelNormOperator(Operator):
             self.kernel()
             return
         for part in chunks(self.rows.shape[0], self.rows.shape[1], self._work):
-            y = self.y[part]
-            self._normalize(self.rows[part], y)
+            x, y = widened(self.rows[part], self._work, "x"), widened(self.y[part], self._work, "y")
+            self._normalize(x, y)
             if self.gamma is not None:
                 y *= self.gamma
                 y += self.beta
             if self.relu:
                 np.maximum(y, 0, out=y)
+            if y.dtype != self.y.dtype:
+                np.copyto(self.y[part], y)
 
     def _normalize(self, x: Any, out: Any) -> Any:
         """`out` = xhat; returns 1 / std per position."""
@@ -93,7 +95,7 @@ class ChannelNormOperator(Operator):
             np.copyto(self.b.grads["gamma"], self.sums[1], casting="same_kind")
 
     def _backward_chunk(self, part: slice) -> None:
-        x = self.rows[part]
+        x = widened(self.rows[part], self._work, "x")
         xhat, dy, product = (buffer(self._work, k, x.shape, x.dtype) for k in ("xhat", "dy", "product"))
         column = buffer(self._work, "column", x.shape[1:], np.float64)
         mean = buffer(self._work, "mean", (len(x), 1), x.dtype)

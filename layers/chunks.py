@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import HOST, Device
+from halograd.device import HOST, Device, is_low
 
-__all__ = ["CHUNK", "Work", "buffer", "chunks", "constant", "on_host", "rows", "take", "total"]
+__all__ = ["CHUNK", "Work", "buffer", "chunks", "constant", "on_host", "rows", "take", "total", "widened"]
 
 #: Elements per chunk: some buffers of this size fit into the second-level cache.
 CHUNK = 1 << 15
@@ -66,6 +66,15 @@ def chunks(count: int, width: int, work: dict | None = None) -> Iterator[slice]:
 def on_host(array: Any) -> bool:
     """Whether an array is NumPy's: its values may be looked at without waiting for a device."""
     return isinstance(array, np.ndarray)
+
+
+def widened(array: Any, work: dict, name: str) -> Any:
+    """The array, or a copy in float32 in `work` where it has 16 bits: to compute with."""
+    if not is_low(array.dtype):
+        return array
+    copy = buffer(work, name, array.shape, np.float32)
+    np.copyto(copy, array)
+    return copy
 
 
 def total(array: Any) -> Any:

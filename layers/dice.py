@@ -80,7 +80,7 @@ class DiceOperator(LossOperator):
         self.sums = b.kernels.zeros((self.groups, 3, channels), np.dtype("float64"))
         self.reduction = b.comm.reduction(self.sums, kind="loss", name=b.name)
 
-    def forward(self) -> None:
+    def compute(self) -> None:
         box, valid = self.b.inputs[0].box, self.b.mode.valid
         count = max(0, min(box.stop[0], valid) - box.start[0]) if box.size else 0
         if self._dx is not None:

@@ -44,6 +44,8 @@ class GroupNorm(Layer):
     samples: one sum of ``2 G`` float64 per sample forward and one backward, over those ranks only.
     """
 
+    exact_parameters = True
+
     def __init__(
         self,
         groups: int,
@@ -143,11 +145,11 @@ class GroupNormOperator(Operator):
         self.gamma, self.beta = affine_arrays(b, channels)
         float64 = np.dtype("float64")
         keep = b.memory.keep
-        self.mean, self.var = (keep((self.samples, channels), b.dtype, "statistics") for _ in range(2))
+        self.mean, self.var = (keep((self.samples, channels), b.wide, "statistics") for _ in range(2))
         self.sums, self.means = (keep((self.samples, 2, channels), float64, "statistics") for _ in range(2))
         self.totals = keep((self.samples, 2, groups), float64, "statistics")
         self.squares = keep((2, self.samples, groups), float64, "statistics")
-        self.limit = cancellation_limit(b.dtype)
+        self.limit = cancellation_limit(b.wide)
         self._work = Work(b.kernels.device)
         self.gradient = keep((channels,), float64, "statistics")
         self._grouped = (self.samples, 2, groups, channels // groups)

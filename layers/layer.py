@@ -67,6 +67,8 @@ class Layer:
     #: Whether the channels may be cut: "no", "channelwise" (a channel depends on the same channel only) or
     #: "contracts" (all input channels are summed over, with weights that can be cut along both).
     cuts_channels: str = "no"
+    #: Whether parameters are read in float32 where activations have 16 bits (norms); else as they are rounded to those.
+    exact_parameters: bool = False
     #: What the elements outside the array count as.
     pad_value: float = 0.0
 

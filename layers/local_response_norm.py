@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from halograd.layers.binding import Binding
-from halograd.layers.chunks import Work, buffer, chunks
+from halograd.layers.chunks import Work, buffer, chunks, widened
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
 
@@ -91,9 +91,10 @@ class _LocalResponseNormOperator(Operator):
             return
         x, y = self._rows(self.x.array), self._rows(self.b.output.array)
         for part in chunks(x.shape[0], x.shape[1], self._work):
-            d = self._denominator(x[part])
+            piece = widened(x[part], self._work, "x")
+            d = self._denominator(piece)
             np.power(d, -self.layer.beta, out=d)
-            np.multiply(x[part], d, out=y[part])
+            np.multiply(piece, d, out=y[part])
 
     def _denominator(self, x: Any) -> Any:
         """``d``, in a buffer."""
@@ -112,9 +113,10 @@ class _LocalResponseNormOperator(Operator):
             return
         x, dy, dx = self._rows(self.x.array), self._rows(self.b.output.dy), self._rows(self.dx)
         for part in chunks(x.shape[0], x.shape[1], self._work):
-            self._backward(x[part], dy[part], dx[part])
+            pieces = (widened(a[part], self._work, name) for a, name in ((x, "x"), (dy, "dy"), (dx, "dx")))
+            self._backward(*pieces, dx[part])
 
-    def _backward(self, x: Any, dy: Any, dx: Any) -> None:
+    def _backward(self, x: Any, dy: Any, dx: Any, out: Any) -> None:
         layer = self.layer
         d = self._denominator(x)
         power, sums = (buffer(self._work, k, x.shape, x.dtype) for k in ("power", "sums"))
@@ -126,7 +128,7 @@ class _LocalResponseNormOperator(Operator):
         add_windows(power, (layer.size - 1) // 2, layer.size // 2, out=sums)
         sums *= x
         sums *= 2 * layer.beta * layer.alpha / layer.size
-        dx -= sums
+        np.subtract(dx, sums, out=out)
 
     def close(self) -> None:
         self.x.close()

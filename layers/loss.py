@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from halograd.device import is_low
 from halograd.dtensor import Box, Layout
 from halograd.layers.binding import Binding
 from halograd.layers.chunks import Work
@@ -46,10 +47,13 @@ class Loss(Layer):
         """
         raise TypeError(f"{self.kind} must override local()")
 
-    def fused(self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any) -> Any | None:
+    def fused(
+        self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any, factor: Any = None
+    ) -> Any | None:
         """The backend's kernel of this loss (a `LossKernel`), None where it has none.
 
-        It writes `loss`, float64 ``(1,)``, and counts targets that make no sense in `wrong`, int64 ``(1,)``.
+        It writes `loss`, float64 ``(1,)``, and counts targets that make no sense in `wrong`, int64 ``(1,)``. `factor`,
+        float64 ``(1,)`` on the device or None, is multiplied into `dx` only.
         """
         return None
 
@@ -62,6 +66,9 @@ class LossOperator(Operator):
 
     The gradient is written with the loss. Its memory may have served the layers before, as scratch, but nothing
     uses it from here to `backward`: the network computes its loss last, and backward begins with it.
+
+    Of a prediction of 16 bits the loss is computed in float32: by a fused kernel, else of a copy. With a loss scale
+    (`mode.loss_scale`) the gradient is multiplied by it before it is rounded.
     """
 
     def __init__(self, b: Binding) -> None:
@@ -69,8 +76,10 @@ class LossOperator(Operator):
         prediction, target = b.inputs
         self.value: Any = 0.0
         self._work = Work(b.kernels.device)
-        self._dx = None
+        self._dx: Any = None
         self._prediction = prediction.array
+        self._copied: Any = None
+        self._rounded: Any = None
         self._target = target.array
         shape = prediction.layout.shape
         if prediction.box.shape[:-1] != target.box.shape[:-1]:
@@ -82,6 +91,9 @@ class LossOperator(Operator):
             self._loss = b.kernels.zeros((1,), np.dtype("float64"))
             self._wrong = b.kernels.zeros((1,), np.dtype("int64"))
             self._kernel = self._fuse()
+        if self._kernel is None and is_low(prediction.dtype):
+            self._copied = prediction.array
+            self._prediction = b.memory.keep(prediction.box.shape, b.wide, "loss")
 
     def _fuse(self) -> Any | None:
         """The kernel that writes the loss, and its gradient where it is wanted; of packed arrays."""
@@ -89,13 +101,24 @@ class LossOperator(Operator):
         assert isinstance(layer, Loss)
         if not all(a.size and a.flags.c_contiguous for a in arrays):
             return None
-        return layer.fused(self.b.kernels.cuda, *arrays, self._dx, self._loss, self._wrong)
+        factor = self.b.mode.loss_scale
+        return layer.fused(self.b.kernels.cuda, *arrays, self._dx, self._loss, self._wrong, factor)
 
     def scale(self, count: int) -> Any:
         """What the sum over positions is multiplied by; `count` samples of this rank's block count. Collective."""
         return 1.0 / max(1, self.b.mode.valid * self._per_sample)
 
     def forward(self) -> None:
+        if self._copied is not None:
+            np.copyto(self._prediction, self._copied)
+        self.compute()
+        if self._rounded is not None:
+            if self.b.mode.loss_scale is not None:
+                np.multiply(self._dx, self.b.mode.loss_scale.reshape(()), out=self._dx, casting="same_kind")
+            np.copyto(self._rounded, self._dx)
+
+    def compute(self) -> None:
+        """Write `value` and the gradient. Collective."""
         b = self.b
         box = b.inputs[0].box
         count = max(0, min(box.stop[0], b.mode.valid) - box.start[0])
@@ -117,6 +140,9 @@ class LossOperator(Operator):
 
     def bind_backward(self) -> None:
         self._dx = self.b.gradient(0)
+        if self._copied is not None:
+            self._rounded = self._dx
+            self._dx = self.b.memory.keep(self._dx.shape, self.b.wide, "loss")
         if self._kernel is not None:
             self._kernel.close()
             self._kernel = self._fuse()

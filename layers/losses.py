@@ -47,8 +47,10 @@ class MeanSquaredError(_ElementwiseLoss):
     Communication per process: none but the sum of the loss.
     """
 
-    def fused(self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any) -> Any:
-        return cuda.mean_squared_error(prediction, target, dx, loss)
+    def fused(
+        self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any, factor: Any = None
+    ) -> Any:
+        return cuda.mean_squared_error(prediction, target, dx, loss, factor)
 
     def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> Any:
         np.subtract(x, t, out=t)
@@ -87,8 +89,10 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
                 f"pos_weight: expected a number or one for each of {shapes[0][-1]} channels, got {len(self.pos_weight)}"
             )
 
-    def fused(self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any) -> Any:
-        return cuda.binary_cross_entropy(prediction, target, dx, loss, self.pos_weight)
+    def fused(
+        self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any, factor: Any = None
+    ) -> Any:
+        return cuda.binary_cross_entropy(prediction, target, dx, loss, self.pos_weight, factor)
 
     def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> Any:
         e, softplus, weight, negative = (buffer(work, k, x.shape, x.dtype) for k in ("e", "softplus", "weight", "n"))

@@ -24,6 +24,8 @@ class Mode:
         Samples of the batch that count (the last batch of an epoch may be short).
     state
         On a device, `seed` and `step` there: uint64 ``(2,)``, written before every pass.
+    loss_scale
+        With float16, what gradients of the loss are multiplied by: float64 ``(1,)`` on the device; else None.
     """
 
     training: bool = True
@@ -31,6 +33,7 @@ class Mode:
     seed: int = 0
     valid: int = 0
     state: Any = None
+    loss_scale: Any = None
 
 
 class Operator:

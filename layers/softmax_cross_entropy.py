@@ -79,10 +79,12 @@ class SoftmaxCrossEntropy(Loss):
     def bind(self, binding: Binding) -> Operator:
         return WeightedOperator(binding) if self.normalization == "weights" else LossOperator(binding)
 
-    def fused(self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any) -> Any | None:
+    def fused(
+        self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any, factor: Any = None
+    ) -> Any | None:
         if self.normalization == "weights":
             return None
-        options = (self.class_weights, self.label_smoothing, self.ignore_index, wrong)
+        options = (self.class_weights, self.label_smoothing, self.ignore_index, wrong, factor)
         return cuda.softmax_cross_entropy(prediction, target, dx, loss, *options)
 
     def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> Any:

@@ -212,16 +212,23 @@ class _ChannelSum:
 
     def __init__(self, b: Binding) -> None:
         self.dy, self.db = b.output.dy, b.grads["b"]
+        self.fused: Any = None
+        if b.kernels.cuda is not None and self.dy.size:
+            self.fused = b.kernels.cuda.bias_gradient(self.dy, self.db)
+            return
         *outer, width, channels = self.dy.shape
-        self.ones = b.memory.keep((1, width), b.dtype, "transient")
+        self.ones = b.memory.keep((1, width), b.wide, "transient")
         self.ones.fill(1)
-        self.rows = b.scratch((*outer, 1, channels))
+        self.rows = b.scratch((*outer, 1, channels), b.wide)
         self.total = b.scratch((channels,), np.dtype("float64"))
         self.axes = tuple(range(len(outer) + 1))
 
     def __call__(self) -> None:
         if not self.dy.size:
             self.db.fill(0)
+            return
+        if self.fused is not None:
+            self.fused()
             return
         np.matmul(self.ones, self.dy, out=self.rows)
         np.add.reduce(self.rows, axis=self.axes, dtype=np.float64, out=self.total)

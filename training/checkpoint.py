@@ -3,7 +3,7 @@
 ::
 
     /                    attributes: format, dtype; texts: network, config, progress
-    /params/LAYER/NAME   parameters
+    /params/LAYER/NAME   parameters; float32 where activations have 16 bits
     /state/LAYER/NAME    running statistics
     /optimizer           attributes: kind, step; one group like /params per state array
     /errors/LAYER/NAME   what rounding of gradients took away and is still to be added, if they are rounded
@@ -82,6 +82,8 @@ class Progress:
     reduction
         Which schemes of gradient reduction were tried, as :meth:`AutoReduction.state_dict` gives it; None where none
         are.
+    loss_scale
+        With float16, as :meth:`LossScale.state_dict` gives it; None otherwise.
     """
 
     step: int = 0
@@ -90,6 +92,7 @@ class Progress:
     normalization: dict[str, Any] | None = None
     unvalidated: bool = False
     reduction: dict[str, Any] | None = None
+    loss_scale: dict[str, float] | None = None
 
 
 def fingerprint(network: Network) -> list[str]:
@@ -152,9 +155,7 @@ class Snapshot:
         return sum(array.nbytes for arrays in groups for array in arrays.values())
 
 
-def write_checkpoint(
-    path: str | Path, snapshot: Snapshot, progress: Progress | None = None, config: str = ""
-) -> None:
+def write_checkpoint(path: str | Path, snapshot: Snapshot, progress: Progress | None = None, config: str = "") -> None:
     """Write a checkpoint atomically; what was under `path` stays until the new file is complete. Local.
 
     Raises
@@ -250,6 +251,9 @@ def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimize
         progress = _progress(file)
     for array, values in found:
         device_of(array).assign(array, values)
+    store.refresh()
+    if store.loss_scale is not None and progress.loss_scale is not None:
+        store.loss_scale.load_state_dict(progress.loss_scale)
     if optimizer is not None and settings is not None:
         optimizer.step = int(settings["step"])
     return progress

@@ -107,6 +107,7 @@ class Checkpoints:
     def _try(self, unvalidated: bool) -> Exception | None:
         """Write on rank 0; what went wrong. Collective where parameters are cut."""
         session, statistics = self._session, self._session.statistics
+        scaling = session.executor.store.loss_scale
         progress = Progress(
             self._optimizer.step,
             session.config.training.seed,
@@ -114,6 +115,7 @@ class Checkpoints:
             None if statistics is None else statistics.state_dict(),
             unvalidated,
             None if self._auto is None else self._auto.state_dict(),
+            None if scaling is None else scaling.state_dict(),
         )
         snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
         if snapshot is None:

@@ -91,6 +91,8 @@ class DeviceClip:
         if self._sum is not None:
             self._sum.run()
         norm = np.sqrt(self._square[0])
+        if store.loss_scale is not None:
+            norm = norm * store.loss_scale.inverse[0]
         if self.norm is not None and self.norm.value is None:
             self.norm.value = self._fetched.read()
         self._fetched.fetch(norm)

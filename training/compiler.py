@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from halograd.device import wide
 from halograd.dtensor import Box, hull
 from halograd.layers import Input, Layer, Network, Node, Redistribute
+from halograd.layers.loss import Loss
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.layers.value import Value
 
@@ -75,6 +77,9 @@ class _Compiler:
         self._values: dict[tuple[Node, tuple], Value] = {}
         self._parts: dict[Node, tuple] = {}
         self._inputs: list[Value] = []
+        #: Inputs that losses compare with, and nobody else reads: they keep their digits.
+        read = {i: [n for n in network.nodes if i in n.inputs] for i in network.nodes if isinstance(i, Input)}
+        self._targets = {i for i, some in read.items() if some and all(_compares(n, i) for n in some)}
 
     def add(self, node: Node) -> None:
         if isinstance(node, Input):
@@ -102,7 +107,8 @@ class _Compiler:
         name = self.network.names[node]
         if isinstance(node, Input) and node not in self._parts:
             self._parts[node] = key
-            value = self._value(name, node.shape, parts, node.array_dtype(self.dtype))
+            dtype = wide(self.dtype) if node in self._targets else self.dtype
+            value = self._value(name, node.shape, parts, node.array_dtype(dtype))
             value.trainable = name in self.probed
             self._values[node, key] = self.by_name[name] = value
             self._inputs.append(value)
@@ -148,6 +154,11 @@ class _Compiler:
         grown = hull([out.box, boxes[self.rank]])
         if is_packed(grown, out.box) and is_packed(grown, boxes[self.rank]):
             out.gradient_box = grown
+
+
+def _compares(node: Node, value: Node) -> bool:
+    """Whether a node is a loss that takes the value as its target."""
+    return isinstance(node.layer, Loss) and node.inputs[0] is not value
 
 
 def _with_margins(value: Value, grown: Box, needed: Sequence[Box], is_input: bool) -> Box:

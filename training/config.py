@@ -224,12 +224,16 @@ class ScheduleConfig(_Table):
 
 
 class TrainingConfig(_Table):
-    """``[training]``."""
+    """``[training]``.
+
+    `dtype` is that of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them,
+    and the loss of float16 is scaled.
+    """
 
     epochs: Count
     batch: Count
     seed: Whole = 0
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     clip_norm: Positive | None = None
 
 

@@ -166,6 +166,8 @@ class Run:
         values: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": rate}
         if self.trainer.gradient_norm is not None:
             values["gradient_norm"] = float(self.trainer.gradient_norm)
+        if self.trainer.loss_scale is not None:
+            values["loss_scale"] = self.trainer.loss_scale
         values |= {"seconds": seconds, "samples_per_second": batch.valid / seconds}
         self.log.write("step", **values)
 

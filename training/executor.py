@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.device import is_low
 from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers import Network, Redistribute
 from halograd.layers.binding import Binding
@@ -26,6 +27,7 @@ from halograd.training.compiler import Step, compile_steps
 from halograd.training.device_spans import DeviceSpans
 from halograd.training.graph import GraphedPass, check_graph
 from halograd.training.pending import FetchedNumber, PendingLoss
+from halograd.training.precision import check_dtype
 from halograd.training.pulse import Pulse
 from halograd.training.reduction import Reducer, make_reducer
 from halograd.training.store import ParameterStore
@@ -56,7 +58,8 @@ class Executor:
     strategy
         How layers are cut; by default not at all.
     dtype
-        ``"float32"`` or ``"float64"``.
+        Of activations and their gradients: ``"float32"``, ``"float64"``, on a device also ``"bfloat16"`` and
+        ``"float16"``, beside parameters, gradients of them, statistics and losses in float32.
     trainable
         Whether `backward` will be called (False saves its memory).
     store
@@ -107,10 +110,15 @@ class Executor:
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         self.strategy = strategy or Strategy({"sample": comm.size})
         self.strategy.validate(network, comm.size)
-        self.dtype = np.dtype(dtype)
+        self.dtype = check_dtype(dtype, kernels)
         self.memory = Memory(kernels)
         self.mode = Mode(training=trainable, seed=seed, valid=batch)
+        self._made_store = store is None
         self.store = store or self._make_store(seed)
+        if self.store.low != (self.dtype if is_low(self.dtype) else None):
+            raise ValueError(f"store: expected one for {self.dtype}, got one for {self.store.low or self.store.dtype}")
+        if self.store.loss_scale is not None:
+            self.mode.loss_scale = self.store.loss_scale.factor
         self.recorder, self.device = comm.recorder, self.memory.device
         timed = self.recorder is not None and not self.device.is_host
         self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
@@ -206,7 +214,7 @@ class Executor:
             self.mode,
             step.inputs,
             step.output,
-            store.of_layer(step.name, store.params),
+            store.read_by(step.name, step.layer.exact_parameters),
             store.of_layer(step.name, store.grads),
             store.of_layer(step.name, store.state),
             options,
@@ -421,6 +429,8 @@ class Executor:
         if self.reducer is not None:
             self.reducer.close()
         self._loss_reduction.close()
+        if self._made_store and self.store.loss_scale is not None:
+            self.store.loss_scale.close()
 
     def __enter__(self) -> Executor:
         return self

@@ -32,6 +32,8 @@ class DeviceFeed:
         Arrays on the device, inputs of the network.
     slots
         Sets of buffers of the loader.
+    dtype
+        Of the loader's buffers; on the device they become what the inputs are.
     """
 
     def __init__(self, memory: Memory, x: Any, target: Any, slots: int, dtype: np.dtype) -> None:

@@ -36,6 +36,7 @@ class FusedUpdates:
         self._scalars = self._device.zeros((4,), np.float64)
         self._pinned = [self._device.pinned((4,), np.float64) for _ in range(2)]
         self._sent: list[Ticket | None] = [None, None]
+        self._scaling = store.loss_scale
         self._kernels = {}
         for bucket in store.buckets:
             own = owned(store, bucket)
@@ -54,6 +55,8 @@ class FusedUpdates:
         self._sent[step % 2] = self._device.mark()
         if not known:
             np.copyto(self._scalars[1:2], scale)
+        if self._scaling is not None:
+            np.multiply(self._scalars[1:2], self._scaling.inverse, out=self._scalars[1:2])
 
     def update(self, bucket: Bucket) -> None:
         """Enqueue the update of a bucket."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from halograd.device import is_low
 from halograd.layers.dice import Dice
 from halograd.layers.loss import Loss
 from halograd.layers.losses import BinaryCrossEntropyWithLogits
@@ -150,8 +151,9 @@ class Evaluation:
         box = self._prediction.box
         count = max(0, min(box.stop[0], valid) - box.start[0])
         if count and box.size:
-            to_host = self._executor.device.to_host  # counted there: the same counts on every device
-            self.counted.add(to_host(self._prediction.array[:count]), to_host(self._target.array[:count]))
+            # Counted there: the same counts on every device.
+            arrays = (self._executor.device.to_host(v.array[:count]) for v in (self._prediction, self._target))
+            self.counted.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
         return loss
 
     def finish(self) -> dict[str, float | None]:

@@ -140,8 +140,19 @@ class Optimizer(ABC):
         if self._fused is not None:
             self._fused.update(bucket)
             return
+        self._update(bucket)
+        self.store.refresh(bucket)
+
+    def _update(self, bucket: Bucket) -> None:
+        """The same in pieces, without copies in 16 bits."""
         for piece in self._pieces[id(bucket)]:
             self._apply(piece)
+
+    def _beside(self, bucket: Bucket) -> dict[str, Any]:
+        """What a fused update writes and reads beside parameters, gradients and state."""
+        scaling, own = self.store.loss_scale, owned(self.store, bucket)
+        copy = None if bucket.copies is None else bucket.copies[own]
+        return {"copy": copy, "skip": None if scaling is None else scaling.skip}
 
     def _state_of(self, bucket: Bucket) -> tuple[Any, ...]:
         """The state arrays of what this rank updates of a bucket."""
@@ -256,7 +267,8 @@ class SGD(Optimizer):
     ) -> Any:
         v = state[0] if state else None
         cuda = self.store.memory.cuda
-        return cuda.sgd(p, g, v, scalars, self.momentum, self.nesterov, self.weight_decay, decays)
+        numbers = (self.momentum, self.nesterov, self.weight_decay, decays)
+        return cuda.sgd(p, g, v, scalars, *numbers, **self._beside(bucket))
 
     def _apply(self, piece: Piece) -> None:
         step = self._gradient(piece, self.weight_decay)
@@ -297,7 +309,7 @@ class Adam(Optimizer):
         self, p: Any, g: Any, state: tuple[Any, ...], scalars: Any, decays: list[tuple[int, int, bool]], bucket: Bucket
     ) -> Any:
         numbers = (self.betas, self.epsilon, self.weight_decay, decays, self._decoupled)
-        return self.store.memory.cuda.adam(p, g, *state, scalars, *numbers)
+        return self.store.memory.cuda.adam(p, g, *state, scalars, *numbers, **self._beside(bucket))
 
     def _apply(self, piece: Piece) -> None:
         m, v = piece.state
@@ -366,13 +378,10 @@ class LARS(Optimizer):
     ) -> Any:
         kinds = [(w.start, w.stop, any(a <= w.start < b and d for a, b, d in decays)) for w in bucket.slices.values()]
         numbers = (self.momentum, self.trust, self.weight_decay)
-        return self.store.memory.cuda.lars(p, g, state[0], scalars, kinds, *numbers)
+        return self.store.memory.cuda.lars(p, g, state[0], scalars, kinds, *numbers, **self._beside(bucket))
 
-    def update(self, bucket: Bucket) -> None:
+    def _update(self, bucket: Bucket) -> None:
         """Update one bucket: the norms of each parameter first, then its pieces."""
-        if self._fused is not None:
-            self._fused.update(bucket)
-            return
         pieces = self._pieces[id(bucket)]
         rate: Any = 1.0
         current = ""

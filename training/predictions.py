@@ -9,6 +9,7 @@ import numpy as np
 
 from halograd.data import Batch
 from halograd.data.atomic import atomic_path
+from halograd.device import is_low
 from halograd.training.session import Session
 
 __all__ = ["write_predictions"]
@@ -34,6 +35,8 @@ def write_predictions(session: Session, batches: list[Batch], path: Path) -> Non
         executor.loss_value()
         prediction, target = executor.gather(name), executor.gather("target")
         if prediction is not None and target is not None:
+            if is_low(prediction.dtype):
+                prediction = prediction.astype(np.float32)
             parts.append((prediction[: batch.valid], target[: batch.valid], list(batch.indices[: batch.valid])))
     try:
         if comm.rank == 0:

@@ -116,7 +116,7 @@ class Session:
         x, target = (executor.input(name) for name in ("x", "target"))
         slots, device, ahead = data.prefetch + 1, executor.device, None
         if not device.is_host:
-            ahead = DeviceFeed(executor.memory, x.array, target.array, slots, executor.dtype)
+            ahead = DeviceFeed(executor.memory, x.array, target.array, slots, executor.store.dtype)
         loader = stack.enter_context(
             Loader(
                 dataset,
@@ -124,7 +124,7 @@ class Session:
                 target.box,
                 statistics=statistics,
                 reduction=reduction,
-                dtype=executor.dtype,
+                dtype=executor.store.dtype,  # of 16 bits are the inputs on the device only: statistics come before
                 depth=slots,
                 recorder=timeline,
                 allocate=np.zeros if device.is_host else device.pinned,

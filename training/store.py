@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
-from halograd.device import device_of
+from halograd.device import device_of, is_low, wide
 from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers import Network, Parameter, Strategy
 from halograd.layers.memory import Memory
 from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
 from halograd.layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
 from halograd.layers.reduction_scheme import Scheme
+from halograd.training.loss_scale import LossScale
 
 __all__ = ["Bucket", "Flat", "ParameterStore"]
 
@@ -36,12 +37,15 @@ class Flat:
         Where each parameter lies, by ``layer/parameter``.
     errors
         What rounding of gradients took away and is still to be added, on the host; None where nothing is rounded.
+    copies
+        The parameters in 16 bits, as most layers read them; None where they read `params`.
     """
 
     params: Any
     grads: Any
     slices: dict[str, slice]
     errors: np.ndarray | None = None
+    copies: Any = None
 
 
 @dataclass
@@ -52,7 +56,7 @@ class Bucket:
     ----------
     names
         ``layer/parameter``.
-    params, grads, errors
+    params, grads, errors, copies
         Views of the flat arrays.
     decays
         ``(start, stop, decayed)``: which elements are subject to weight decay.
@@ -76,6 +80,7 @@ class Bucket:
     start: int = 0
     replicated: bool = False
     errors: np.ndarray | None = None
+    copies: Any = None
 
 
 @dataclass
@@ -89,7 +94,8 @@ class ParameterStore:
     memory
         Where the arrays are counted.
     dtype
-        Of parameters and gradients.
+        Of activations. Parameters and gradients have the same, or float32 where that has 16 bits: then copies of the
+        parameters in 16 bits lie beside them, written with every update.
     seed
         Initial values depend on it and on the names only.
     bucket_bytes
@@ -107,6 +113,14 @@ class ParameterStore:
     ----------
     errors
         By ``layer/parameter``, as in :class:`Flat`; empty where nothing is rounded.
+    dtype
+        Of parameters, gradients and states.
+    low
+        Dtype of the copies; None where there are none.
+    copies
+        By ``layer/parameter``, as in :class:`Flat`; empty where there are none.
+    loss_scale
+        With float16, the factor on the gradient of the loss; else None.
     flats
         The arrays: one pair per way in which ranks share parameters (and one for replicated layers).
     buckets
@@ -128,8 +142,12 @@ class ParameterStore:
     grads: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, np.ndarray] = field(default_factory=dict)
+    copies: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.low = self.dtype if is_low(self.dtype) else None
+        self.dtype = wide(self.dtype)
+        self.loss_scale = LossScale(self.memory) if self.low is not None and self.low.name == "float16" else None
         if self.blocks is None:
             self.blocks = parameter_blocks(self.network, Strategy(), 1)
         specs, states = self.network.parameters(), self.network.state()
@@ -146,6 +164,13 @@ class ParameterStore:
             box = self.box(name)
             self.state[name] = self.memory.keep(box.shape, self.dtype, "parameter")
             self.memory.device.assign(self.state[name], spec.initial(name, self.seed)[box.slices()])
+        self.refresh()
+
+    def refresh(self, bucket: Bucket | None = None) -> None:
+        """Write the copies in 16 bits, of one bucket or of all, after somebody has written parameters. Enqueued."""
+        for part in self.flats if bucket is None else [bucket]:
+            if part.copies is not None and part.params.size:
+                np.copyto(part.copies, part.params, casting="unsafe")
 
     def box(self, name: str) -> Box:
         """Box of a parameter or state that this rank holds."""
@@ -195,14 +220,17 @@ class ParameterStore:
             end += -(-size // step) * step
         params = self.memory.keep((end,), self.dtype, "parameter")
         grads = self.memory.keep((end,), self.dtype, "parameter gradient")
+        copies = None if self.low is None else self.memory.keep((end,), self.low, "parameter")
         for name in names:
             box = self.box(name)
             self.params[name] = params[slices[name]].reshape(box.shape)
             self.grads[name] = grads[slices[name]].reshape(box.shape)
             self._places[name] = len(self.flats)
+            if copies is not None:
+                self.copies[name] = copies[slices[name]].reshape(box.shape)
             if box.size:
                 self.memory.device.assign(self.params[name], specs[name].initial(name, self.seed)[box.slices()])
-        self.flats.append(Flat(params, grads, slices, self._errors(slices, end)))
+        self.flats.append(Flat(params, grads, slices, self._errors(slices, end), copies))
 
     def _errors(self, slices: Mapping[str, slice], size: int) -> np.ndarray | None:
         if self.scheme.payload == "float32" or not self.scheme.error_feedback:
@@ -239,7 +267,12 @@ class ParameterStore:
             start,
             replicated,
             None if flat.errors is None else flat.errors[start:stop],
+            None if flat.copies is None else flat.copies[start:stop],
         )
+
+    def read_by(self, layer: str, exact: bool) -> dict[str, Any]:
+        """The parameters of a layer as it reads them, by their short names; `exact`: :attr:`Layer.exact_parameters`."""
+        return self.of_layer(layer, self.params if exact or self.low is None else self.copies)
 
     def of_layer(self, layer: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of one layer, by their short names."""

@@ -55,6 +55,8 @@ class Trainer:
     ----------
     gradient_norm
         Global norm before clipping, of the last step; None without `clip_norm`.
+    loss_scale
+        With float16 the factor on the gradient of the loss, as far as it is known without waiting; else None.
     auto
         Who tries schemes of gradient reduction during the first steps; None where the executor's is fixed.
     """
@@ -78,6 +80,11 @@ class Trainer:
         if clip_norm is not None and not executor.device.is_host:
             self._clip = DeviceClip(executor.store, executor.comm, clip_norm)
         self._reducer = executor.reducer
+        self._scaling = executor.store.loss_scale
+        if self._scaling is not None:
+            store = executor.store
+            shared = store.whole and store.scheme.name != "sharded"  # then all ranks see the same sums
+            self._scaling.watch([flat.grads for flat in store.flats], None if shared else executor.comm)
         self._recorder = executor.recorder
         self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
         self.auto: AutoReduction | None = None
@@ -110,6 +117,10 @@ class Trainer:
     def learning_rate(self) -> float:
         """Of the next step."""
         return self.schedule(self.optimizer.step)
+
+    @property
+    def loss_scale(self) -> float | None:
+        return None if self._scaling is None else self._scaling.known
 
     @property
     def known_loss(self) -> float:
@@ -157,12 +168,20 @@ class Trainer:
     def _step_on_device(self) -> PendingLoss:
         """The rest of a step that waits for nothing but messages."""
         norm = None if self._clip is None else self._clip.norm
+        if self._scaling is not None:
+            self._reducer.wait()  # one gradient that overflowed keeps all parameters as they are
+            self._scaling.look()
         scale = 1.0 if self._clip is None else self._clip.scale(self._reducer)
         self._check_last()
-        if norm is not None and norm.value is not None and not math.isfinite(norm.value):
-            raise self._diverged(f"the norm of the gradients was {norm.value}; lower schedule.learning_rate")
+        if self._scaling is not None and self._scaling.hopeless:
+            raise self._diverged("gradients are not finite, however small the loss scale; lower schedule.learning_rate")
+        known = None if norm is None or self._scaling is not None else norm.value  # what overflows is skipped
+        if known is not None and not math.isfinite(known):
+            raise self._diverged(f"the norm of the gradients was {known}; lower schedule.learning_rate")
         self.gradient_norm = None if self._clip is None else self._clip.norm
         self.optimizer.begin_step(self.learning_rate, scale)
+        if self._scaling is not None:
+            self._scaling.adapt()
         self._last = self.executor.pending
         assert self._last is not None
         return self._last
@@ -187,6 +206,8 @@ class Trainer:
         """
         self._reducer.settle()
         self._check_last()
+        if self._scaling is not None:
+            self._scaling.observe()
         store, comm = self.executor.store, self.executor.comm
         name = next((n for n, array in store.params.items() if not np.isfinite(array).all()), None)
         if not store.whole:

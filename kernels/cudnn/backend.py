@@ -165,12 +165,21 @@ class CudnnBackend(Backend):
     def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
         """Beside images of 16 bits the weights, the bias and their gradients may be float32: converted at each call."""
         checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
+        self._check_beside(what, x, w, b)
+
+    def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
+        """Gradients may be float32 beside activations of 16 bits: cuBLAS writes what it has summed up."""
+        checks.check_dtypes(what, self.dtypes, self.dtype_remedy, x=x, dy=dy)
+        self._check_beside(what, x, dw, db)
+
+    @staticmethod
+    def _check_beside(what: str, x: Any, w: Any, b: Any) -> None:
         found = np.dtype(x.dtype).name
         allowed = (found, "float32") if found in HALF else (found,)
         for name, a in (("weights", w), ("bias", b)):
             if a is not None and np.dtype(a.dtype).name not in allowed:
                 raise KernelError(
-                    f"{what}: expected {name} of dtype {' or '.join(allowed)} beside images of {found}, got "
+                    f"{what}: expected {name} of dtype {' or '.join(allowed)} beside arrays of {found}, got "
                     f"{np.dtype(a.dtype).name}; convert them"
                 )
 

@@ -48,7 +48,7 @@ class Engine:
 class _Operands:
     """The arrays of one kernel as cuDNN may be given them.
 
-    All have the dtype of the images and an address divisible by 16. Weights in float32 beside images of 16 bits are
+    All have the dtype of the images and an address divisible by 16. Weights in float32 beside arrays of 16 bits are
     converted at every call, gradients of them back; an array that begins elsewhere (rows of a block whose rows are
     not multiples of 16 B) is copied.
     """

@@ -58,17 +58,17 @@ class Cublas:
         a, b
             Array, 0 as it is or 1 transposed, leading dimension.
         c
-            Array, leading dimension.
+            Array, leading dimension. Of the dtype of A and B, or float32 where those have 16 bits.
         """
-        dtype = np.dtype(c[0].dtype).name
-        number, compute = _TYPES[dtype], self.arithmetic.compute_type(dtype)
+        dtype = np.dtype(a[0].dtype).name
+        kind, number, compute = _TYPES[dtype], _TYPES[np.dtype(c[0].dtype).name], self.arithmetic.compute_type(dtype)
         # Factors on the host, in the type of the sums.
         factors = np.array([1, 0], np.float64 if dtype == "float64" else np.float32)
         one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
         pointers = [array.data.ptr for array in (a[0], b[0], c[0])]
         gemm, handle, (m, n, k) = self.library.gemmEx, self.handle, sizes
         first, second = (a[1], b[1], m, n, k, one), (zero, pointers[2], number, c[1], compute, _DEFAULT)
-        left, right = (pointers[0], number, a[2]), (pointers[1], number, b[2])
+        left, right = (pointers[0], kind, a[2]), (pointers[1], kind, b[2])
 
         def run(keep: Any = (factors, a, b, c)) -> None:  # the call holds addresses only
             gemm(handle(), *first, *left, *right, *second)

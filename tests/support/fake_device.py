@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from halograd.device import Device, register, unregister
+from halograd.device import LOW, Device, as_dtype, is_low, register, unregister
 from halograd.device.base import packed_as
+from halograd.kernels import checks
 from halograd.kernels.backend import Backend
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormKernels, Kernel
@@ -215,7 +216,10 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 class FakeBackend(Backend):
-    """The kernels of NumPy on arrays of a fake device; with `cuda` our own fused kernels, run by the CPU."""
+    """The kernels of NumPy on arrays of a fake device; with `cuda` our own fused kernels, run by the CPU.
+
+    Arrays of 16 bits are computed with in float32 and rounded behind every kernel, as tensor cores do.
+    """
 
     name: ClassVar[str] = "fake"
 
@@ -223,7 +227,8 @@ class FakeBackend(Backend):
         self._numpy, self.cuda = NumpyBackend(), cuda
         self.device = FakeDevice()
         self.xp, self.version, self.threads = np, "0", 1
-        self.dtypes = self.conv_dtypes = self._numpy.dtypes
+        self._low = [as_dtype(name) for name in LOW]
+        self.dtypes = self.conv_dtypes = (*self._numpy.dtypes, *LOW)
         self.dtype_remedy = self._numpy.dtype_remedy
         if cuda is not None:
             self.device.fused_copies = lambda pairs: cuda.copy([(source, target) for target, source in pairs])
@@ -247,23 +252,48 @@ class FakeBackend(Backend):
         for array in (a for arg in args for a in (arg if isinstance(arg, list) else (arg,))):
             if isinstance(array, np.ndarray):
                 raise TypeError(f"a kernel of the device got an array of the host: {array.shape}")
-        made = factory(*([unwrap(a) for a in arg] if isinstance(arg, list) else unwrap(arg) for arg in args))
-        return self._counted(made)
+        shadows: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
-    def _counted(self, made: Any) -> Any:
+        def plain(arg: Any) -> Any:
+            array = unwrap(arg)
+            if not isinstance(array, np.ndarray) or not is_low(array.dtype):
+                return array
+            key = (array.__array_interface__["data"][0], array.shape, array.strides)
+            return shadows.setdefault(key, (array, np.zeros(array.shape, np.float32)))[1]
+
+        made = factory(*([plain(a) for a in arg] if isinstance(arg, list) else plain(arg) for arg in args))
+        return self._counted(made, list(shadows.values()))
+
+    def _counted(self, made: Any, shadows: list[tuple[np.ndarray, np.ndarray]]) -> Any:
         if isinstance(made, tuple):
-            return tuple(self._counted(part) for part in made)
+            return tuple(self._counted(part, shadows) for part in made)
         if isinstance(made, BatchNormKernels):
             parts = (made.statistics, made.forward, made.backward_sums, made.backward_data)
-            return BatchNormKernels(*(self._counted(part) for part in parts))
+            return BatchNormKernels(*(self._counted(part, shadows) for part in parts))
         if made is None:
             return None
 
         def run() -> None:
             self.device.enqueued()
+            for low, wide in shadows:
+                np.copyto(wide, low)
             made()
+            for low, wide in shadows:
+                np.copyto(low, wide, casting="unsafe")
 
         return Kernel(run, made.impl, made.workspace_bytes, made.close)
+
+    def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
+        checks.check_dtypes(what, self.dtypes, "", x=x, y=y)
+        self._check_beside(what, x, w, b)
+
+    def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
+        checks.check_dtypes(what, self.dtypes, "", x=x, dy=dy)
+        self._check_beside(what, x, dw, db)
+
+    def _check_beside(self, what: str, x: Any, *others: Any) -> None:
+        legal = {x.dtype.name, "float32"} if is_low(x.dtype) else {x.dtype.name}
+        assert {a.dtype.name for a in others if a is not None} <= legal, f"{what}: {x.dtype} beside others"
 
     def _conv_forward(self, *args: Any) -> Kernel:
         return self._on_host(self._numpy._conv_forward, *args)

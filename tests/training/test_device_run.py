@@ -63,6 +63,46 @@ def test_a_run_goes_from_the_host_to_the_device_and_back(tmp_path, on_device):
     assert opened and opened[0].device.waits > 0
 
 
+def test_a_run_goes_from_float32_on_the_host_to_bfloat16_on_the_device_and_back(tmp_path, on_device):
+    """Checkpoints hold parameters and moments in float32, whatever activations were."""
+    path, single = write_config(tmp_path), ['training.dtype="float32"']
+    expected = run(path, tmp_path / "host", 3, more=single)
+    run(path, tmp_path / "moving", 1, more=single)
+    on_device(True)
+    run(path, tmp_path / "moving", 2, resume=True, more=['training.dtype="bfloat16"'])
+    middle = weights(tmp_path / "moving")
+    on_device(False)
+    found = run(path, tmp_path / "moving", 3, resume=True, more=single)
+    assert {array.dtype for array in middle.values()} == {np.dtype(np.float32)}
+    assert found["loss"] == pytest.approx(expected["loss"], rel=0.05)
+    moved = weights(tmp_path / "moving")
+    assert any((moved[name] != array).any() for name, array in middle.items())
+    for name, array in weights(tmp_path / "host").items():
+        bound = 0.05 * max(1.0, np.abs(array).max())
+        np.testing.assert_allclose(moved[name], array, rtol=0, atol=bound, err_msg=name)
+
+
+def test_evaluation_and_predictions_of_bfloat16(tmp_path, on_device):
+    path, low = write_config(tmp_path), ['training.dtype="bfloat16"']
+    on_device(True)
+    run(path, tmp_path / "low", 1, more=low)
+    result = evaluate(tmp_path / "low", comm=MPI.COMM_SELF, predictions=tmp_path / "p.h5")
+    on_device(False)
+    single = evaluate(tmp_path / "low", ['training.dtype="float32"'], comm=MPI.COMM_SELF, predictions=tmp_path / "q.h5")
+    assert result["loss"] == pytest.approx(single["loss"], rel=0.02)
+    with h5py.File(tmp_path / "p.h5") as low_file, h5py.File(tmp_path / "q.h5") as file:
+        assert low_file["prediction"].dtype == np.float32
+        np.testing.assert_array_equal(low_file["target"][...], file["target"][...])
+        largest = np.abs(file["prediction"][...]).max()
+        assert np.abs(low_file["prediction"][...] - file["prediction"][...]).max() < 0.05 * largest
+
+
+def test_bfloat16_on_the_cpu_is_refused_in_one_line(tmp_path):
+    path = write_config(tmp_path)
+    with pytest.raises(UserError, match=r'training.dtype: expected "float32" or "float64" with kernels = "numpy", got'):
+        run(path, tmp_path / "out", 1, more=['training.dtype="bfloat16"'])
+
+
 def test_log_timeline_and_evaluation(tmp_path, on_device):
     path = write_config(tmp_path)
     host = run(path, tmp_path / "host", 2)

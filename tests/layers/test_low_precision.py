@@ -1,0 +1,75 @@
+"""Layers on activations of 16 bits, on the double of a device: as in float32, up to rounding of what they write."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.device import as_dtype
+from halograd.layers import (
+    GELU,
+    AveragePool,
+    BatchNorm,
+    Concat,
+    Conv,
+    ConvTranspose,
+    Dropout,
+    GlobalAveragePool,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    LocalResponseNorm,
+    MaxPool,
+    Resize,
+    Softmax,
+)
+from halograd.testing import grids, random_array, run_layer
+from tests.support.fake_device import FakeBackend
+
+SHAPE = (7, 6, 4)
+LAYERS = {
+    "conv": lambda: Conv(5, 3, padding=1, activation="relu", name="l"),
+    "transposed": lambda: ConvTranspose(3, 2, stride=2, name="l"),
+    "batch norm": lambda: BatchNorm(name="l"),
+    "group norm": lambda: GroupNorm(2, activation="relu", name="l"),
+    "instance norm": lambda: InstanceNorm(name="l"),
+    "layer norm": lambda: LayerNorm(name="l"),
+    "channel norm": lambda: LayerNorm("channels", name="l"),
+    "response norm": lambda: LocalResponseNorm(3, name="l"),
+    "softmax": lambda: Softmax(name="l"),
+    "max pool": lambda: MaxPool(2, name="l"),
+    "average pool": lambda: AveragePool(2, name="l"),
+    "global pool": lambda: GlobalAveragePool(name="l"),
+    "resize": lambda: Resize(2, mode="bilinear", name="l"),
+    "dropout": lambda: Dropout(0.4, name="l"),
+    "gelu": lambda: GELU(name="l"),
+    "concat": lambda: Concat(name="l"),
+}
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    kernels = FakeBackend()
+    shapes = [SHAPE, SHAPE] if name == "concat" else [SHAPE]
+    shift = {f"x{i}": rounding(f"x{i}") for i in range(len(shapes))}
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for parts in islice(grids(comm.size, ("height", "width")), 2):
+            expected = run_layer(LAYERS[name], shapes, comm, parts, dtype="float32", shift=shift)
+            found = run_layer(LAYERS[name], shapes, comm, parts, dtype="bfloat16", backend=kernels, shift=shift)
+            wrong = [k for k in expected or () if not near(found[k], expected[k])]
+            comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
+    kernels.close()
+
+
+def rounding(name):
+    """What makes the inputs of a test numbers of bfloat16."""
+    x = random_array((2, *SHAPE), name, 0)
+    return x.astype(as_dtype("bfloat16")).astype(np.float64) - x
+
+
+def near(found, expected):
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return np.abs(found - expected).max(initial=0) <= 6 * 2.0**-8 * max(np.abs(expected).max(initial=0), 1e-3)

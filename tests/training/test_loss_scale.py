@@ -1,0 +1,117 @@
+"""float16 with its scaled loss, on our CUDA kernels run by the CPU: what overflows is skipped, and nobody waits."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels.cuda import CudaKernels
+from halograd.kernels.numpy import NumpyBackend
+from halograd.layers.strategy import Strategy
+from halograd.training.executor import Executor
+from halograd.training.loss_scale import INITIAL
+from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Diverged, Trainer
+from tests.kernels.cuda.host import HostDevice, compiler
+from tests.support.fake_device import FakeBackend
+from tests.training.test_device import NETWORKS, train
+from tests.training.test_exactness import fill
+from tests.training.test_low_precision import close
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    if compiler() is None:
+        pytest.skip("needs g++ to run CUDA kernels on the CPU")
+    backend = FakeBackend(CudaKernels(HostDevice(tmp_path_factory.mktemp("cuda-on-the-host"))))
+    yield backend
+    backend.close()
+
+
+def build(kernels, comm, parts=None, rate=0.01, clip=None):
+    strategy = Strategy(parts or {"sample": comm.size}, bucket_bytes=4096)
+    built = Executor(NETWORKS["lenet"](), comm, kernels, 4, strategy, "float16", seed=3)
+    return built, Trainer(built, SGD(built.store, momentum=0.9), Constant(rate), clip_norm=clip)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("clip", [None, 1e-2], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_training_as_float32_up_to_rounding(kernels, dtype, clip):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        network, parts = NETWORKS["lenet"](), {"sample": comm.size}
+        _, start, _ = train(network, comm, NumpyBackend(), parts, "sgd", clip, steps=0)
+        expected, params, _ = train(network, comm, NumpyBackend(), parts, "sgd", clip, "float32")
+        found, ours, counts = train(network, comm, kernels, parts, "sgd", clip, dtype)
+    assert counts["syncs"] == 0
+    close(found, expected, params, ours, start, len(network.layers))
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_step_that_overflows_is_skipped_and_the_scale_halved(kernels):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        built, trainer = build(kernels, comm, clip=1.0)
+        with built:
+            to_host, scaling = built.device.to_host, built.store.loss_scale
+            scaling.load_state_dict({"scale": 2.0**24, "good": 7.0})
+            before = {k: to_host(v) for k, v in built.store.params.items()}
+            waits = len(built.device.synchronizations)
+            with np.errstate(all="ignore"):
+                fill(built, 0)
+                trainer.step()
+                assert len(built.device.synchronizations) == waits
+                trainer.settle()
+            assert to_host(scaling.state).tolist() == [2.0**23, 0.0, 2.0**-23]
+            assert (trainer.loss_scale, scaling.skipped) == (2.0**23, 1)
+            for name, array in built.store.params.items():
+                np.testing.assert_array_equal(to_host(array), before[name], err_msg=name)
+            with np.errstate(all="ignore"):
+                for step in range(20):
+                    fill(built, step)
+                    trainer.step()
+                trainer.settle()
+            assert scaling.skipped < 15, "the scale came down until steps were made"
+            assert any((to_host(v) != before[k]).any() for k, v in built.store.params.items())
+
+
+@pytest.mark.ranks(2)
+def test_an_overflow_in_a_block_of_one_rank_is_that_of_all(kernels):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        built, _ = build(kernels, comm, {"sample": 2})
+        with built:
+            scaling = built.store.loss_scale
+            scaling.watch([flat.grads for flat in built.store.flats], comm)
+            for flat in built.store.flats:
+                flat.grads.fill(np.inf if comm.rank else 0)
+            scaling.look()
+            assert built.device.to_host(scaling.skip).tolist() == [1]
+
+
+@pytest.mark.ranks(1)
+def test_gradients_that_are_never_finite_end_the_run(kernels):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        built, trainer = build(kernels, comm)
+        with built, np.errstate(all="ignore"):
+            scaling = built.store.loss_scale
+            scaling.load_state_dict({"scale": 1.0, "good": 0.0})
+            trainer._scaling.watch([built.device.array([np.inf], np.float32)], None)
+            with pytest.raises(Diverged, match="gradients are not finite, however small the loss scale; lower sched"):
+                for step in range(40):
+                    fill(built, step)
+                    trainer.step()
+
+
+@pytest.mark.ranks(1)
+def test_the_scale_grows_after_many_good_steps_and_starts_where_a_checkpoint_says(kernels):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        built, trainer = build(kernels, comm)
+        with built:
+            scaling = built.store.loss_scale
+            assert scaling.state_dict() == {"scale": INITIAL, "good": 0.0}
+            scaling.load_state_dict({"scale": 256.0, "good": 1999.0})
+            fill(built, 0)
+            trainer.step()
+            trainer.settle()
+            assert scaling.state_dict() == {"scale": 512.0, "good": 0.0}
+            assert scaling.skipped == 0

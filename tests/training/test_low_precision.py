@@ -1,0 +1,121 @@
+"""Training with activations of 16 bits on the double of a device: float32 behind them, against float32 throughout."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.device import as_dtype
+from halograd.errors import UserError
+from halograd.kernels.numpy import NumpyBackend
+from halograd.layers.strategy import Strategy
+from halograd.training.executor import Executor
+from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
+from tests.support.fake_device import FakeBackend
+from tests.training.test_device import NETWORKS, train
+from tests.training.test_exactness import fill
+
+BFLOAT16 = as_dtype("bfloat16")
+ROUNDING = 2.0**-8  # half the distance of neighbors, relative
+
+
+def executor(kernels, comm, name="mesh", dtype="bfloat16", parts=None):
+    return Executor(NETWORKS[name](), comm, kernels, 4, Strategy(parts or {}, bucket_bytes=4096), dtype, seed=3)
+
+
+def close(found, expected, params, ours, start, layers, where=""):
+    """Each layer may round what it reads and writes once: losses by that, what training moved by some times that."""
+    np.testing.assert_allclose(found, expected, rtol=2 * layers * ROUNDING, err_msg=where)
+    moved = np.sqrt(sum(np.sum((params[k] - start[k]) ** 2) for k in params))
+    apart = np.sqrt(sum(np.sum((params[k] - ours[k].astype(np.float64)) ** 2) for k in params))
+    assert apart <= 4 * layers * ROUNDING * moved, f"{where}: {apart:.2e} apart after moving by {moved:.2e}"
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(("name", "optimizer"), [("mesh", "sgd"), ("resnet", "adamw"), ("unet", "lars")])
+def test_bfloat16_trains_as_float32_up_to_rounding(name, optimizer):
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        parts = {"height": comm.size}
+        network = NETWORKS[name]()
+        _, start, _ = train(network, comm, NumpyBackend(), parts, optimizer, steps=0)
+        expected, params, _ = train(network, comm, NumpyBackend(), parts, optimizer, dtype="float32")
+        found, ours, counts = train(network, comm, kernels, parts, optimizer, dtype="bfloat16")
+    kernels.close()
+    assert {a.dtype for a in ours.values()} == {np.dtype(np.float32)}
+    assert counts["syncs"] == 0
+    close(found, expected, params, ours, start, len(network.layers), f"{name} {optimizer}")
+
+
+@pytest.mark.ranks(1)
+def test_what_is_float32_beside_bfloat16():
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm, executor(kernels, comm, "resnet") as built:
+        store, to_host = built.store, built.device.to_host
+        assert store.dtype == np.float32 and store.low == BFLOAT16
+        for arrays in (store.params, store.grads, store.state):
+            assert {a.dtype for a in arrays.values()} == {np.dtype(np.float32)}
+        assert built.values["x"].dtype == BFLOAT16
+        for name, array in store.copies.items():
+            np.testing.assert_array_equal(to_host(array), to_host(store.params[name]).astype(BFLOAT16), err_msg=name)
+        trainer = Trainer(built, SGD(store), Constant(0.01))
+        fill(built, 0)
+        trainer.step()
+        trainer.settle()
+        for name, array in store.copies.items():
+            np.testing.assert_array_equal(to_host(array), to_host(store.params[name]).astype(BFLOAT16), err_msg=name)
+    kernels.close()
+
+
+@pytest.mark.ranks(1)
+def test_updates_too_small_for_bfloat16_are_not_lost():
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm, executor(kernels, comm) as built:
+        trainer, to_host = Trainer(built, SGD(built.store), Constant(1e-6)), built.device.to_host
+        before = {k: to_host(v) for k, v in built.store.params.items()}
+        rounded = {k: to_host(v) for k, v in built.store.copies.items()}
+        for _ in range(2):
+            fill(built, 0)
+            trainer.step()
+        trainer.settle()
+        weights = [k for k in before if k.endswith("/w")]
+        moved = np.concatenate([(to_host(built.store.params[k]) != before[k]).reshape(-1) for k in weights])
+        seen = np.concatenate([(to_host(built.store.copies[k]) != rounded[k]).reshape(-1) for k in weights])
+    kernels.close()
+    assert np.mean(moved) > 0.5 and np.mean(seen) < 0.25
+
+
+@pytest.mark.ranks(2)
+def test_sharded_updates_reach_the_copies_of_all_ranks():
+    from halograd.layers.reduction_scheme import Scheme
+
+    kernels, options = FakeBackend(), {"reduction": Scheme("sharded")}
+    with Communicator(MPI.COMM_WORLD) as comm:
+        parts, network = {"sample": 2}, NETWORKS["lenet"]()
+        expected, params, _ = train(network, comm, FakeBackend(), parts, dtype="bfloat16")
+        found, ours, _ = train(network, comm, kernels, parts, dtype="bfloat16", reduction=options)
+    kernels.close()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for name, array in params.items():
+        np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_refused_on_the_cpu(dtype):
+    with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(UserError) as caught:
+        executor(NumpyBackend(), comm, dtype=dtype, parts={"sample": comm.size})
+    assert str(caught.value) == (
+        f'training.dtype: expected "float32" or "float64" with kernels = "numpy", got "{dtype}", which needs a GPU; '
+        'set backend.kernels = "cudnn" or another dtype'
+    )
+
+
+@pytest.mark.ranks(1)
+def test_float16_without_fused_kernels_is_refused():
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(UserError, match=r"expected a backend with fused kernels"):
+        executor(kernels, comm, dtype="float16")
+    kernels.close()

@@ -1,0 +1,130 @@
+"""Dynamic scaling of the loss, for float16, whose smallest number is 6e-8: decided on the device, nobody waits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from halograd.comm import Communicator, Reduction
+from halograd.device import Ticket
+from halograd.errors import UserError
+from halograd.layers.memory import Memory
+
+__all__ = ["LossScale"]
+
+INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+#: Steps one after the other that were skipped at a scale of 1: the gradients themselves are not finite.
+PATIENCE = 20
+
+
+class LossScale:
+    """The factor on the gradient of the loss. Collective where parameters are cut or sharded, else local.
+
+    ::
+
+        forward   the loss multiplies its gradient by `factor`
+        look      all gradients are summed: is any of them infinite or NaN? -> `skip`
+        updates   gradients are multiplied by `inverse`; nothing is updated if `skip` is set
+        adapt     the factor is halved after a step that was skipped, doubled after 2000 that were not
+
+    Everything is in memory of the device and done by kernels there. The host learns one step later what has become of
+    it (`known`, `skipped`), for the log. A step that was skipped counts as one: for the schedule, and for Adam's
+    corrections.
+
+    Parameters
+    ----------
+    memory
+        Of a device with fused kernels.
+
+    Attributes
+    ----------
+    factor, inverse
+        float64 ``(1,)`` on the device.
+    skip
+        int32 ``(1,)`` on the device; read by the kernels that update.
+    known
+        The factor behind the step before the last, as far as the host has seen.
+    skipped
+        Steps that were skipped, likewise.
+
+    References
+    ----------
+    Micikevicius et al., "Mixed precision training", ICLR 2018, Section 3.2.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        if memory.cuda is None:
+            raise UserError(
+                "training.dtype: expected a backend with fused kernels for float16, got one without; use bfloat16, "
+                "which needs no loss scaling"
+            )
+        device = self._device = memory.device
+        self._cuda = memory.cuda
+        self.state = device.array([INITIAL, 0.0, 1.0 / INITIAL], np.float64)
+        self.factor, self.inverse = self.state[0:1], self.state[2:3]
+        self._flag, self.skip = (device.zeros((1,), np.int32) for _ in range(2))
+        self._adapt = self._cuda.update_loss_scale(self.state, self._flag, GROWTH, BACKOFF, INTERVAL)
+        self._count = device.zeros((1,), np.float64)
+        self._find: Any = None
+        self._sum: Reduction | None = None
+        self._pinned = device.pinned((3,), np.float64)
+        self._ticket: Ticket | None = None
+        self.known, self.skipped, self._row = INITIAL, 0, 0
+
+    def watch(self, grads: list[Any], comm: Communicator | None) -> None:
+        """Look at these gradients from now on; with `comm` the ranks agree on what they find. Collective over it."""
+        self._find = self._cuda.find_nonfinite(grads, self._flag)
+        self._sum = None if comm is None else comm.reduction(self._count, kind="loss scale")
+
+    def look(self) -> None:
+        """Find out whether this step is to be skipped. All gradients are summed. Enqueued; collective with `comm`."""
+        self._find()
+        if self._sum is not None:
+            np.copyto(self._count, self._flag)
+            self._sum.run()
+            np.copyto(self._flag, np.minimum(self._count, 1), casting="unsafe")
+        np.copyto(self.skip, self._flag)
+
+    def adapt(self) -> None:
+        """Change the factor for the next step; the updates of this one know theirs already. Enqueued."""
+        self.observe()
+        self._adapt()
+        self._device.download(self.state, self._pinned)
+        self._ticket = self._device.mark()
+
+    def observe(self) -> None:
+        """Learn what became of the last step. Waits for it, which is done when the next one is enqueued."""
+        if self._ticket is None:
+            return
+        self._ticket.wait()
+        self._ticket = None
+        before, self.known = self.known, float(self._pinned[0])
+        skipped = self._pinned[1] == 0 and self.known <= before
+        self.skipped += skipped
+        self._row = self._row + 1 if skipped and self.known == 1 else 0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether gradients are not finite at the smallest scale, step by step."""
+        return self._row >= PATIENCE
+
+    def state_dict(self) -> dict[str, float]:
+        """For a checkpoint; waits for the device."""
+        scale, good, _ = self._device.to_host(self.state).tolist()
+        return {"scale": scale, "good": good}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from there."""
+        scale, good = float(state["scale"]), float(state["good"])
+        if not (math.isfinite(scale) and scale >= 1):
+            raise UserError(f"loss scale: expected a number >= 1 in the checkpoint, got {scale}; it is damaged")
+        self._device.assign(self.state, np.array([scale, good, 1 / scale]))
+        self.known, self._ticket, self._row = scale, None, 0
+
+    def close(self) -> None:
+        """Free the kernels and the reduction. Collective with `comm`."""
+        for item in (self._find, self._adapt, self._sum):
+            if item is not None:
+                item.close()
