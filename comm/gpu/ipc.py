@@ -15,6 +15,7 @@ from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.gpu.base import DeviceTransport, check_dtype
 from halograd.comm.gpu.ipc_memory import ALIGNMENT, Exchanged, IpcMemory
+from halograd.comm.gpu.spans import LaneMeter, LaneSpans
 from halograd.comm.gpu.streams import Cuda, Lane
 from halograd.comm.reduction import Reduction
 from halograd.comm.transports.arena import Arena, rounded
@@ -48,8 +49,8 @@ class Notices:
 class IpcTransport(DeviceTransport):
     """Messages that are read where they were packed; sums of which each rank adds up its shard."""
 
-    def __init__(self, cuda: Cuda, lane: Lane, context: Context) -> None:
-        self._cuda, self._lane, self._context = cuda, lane, context
+    def __init__(self, cuda: Cuda, lane: Lane, context: Context, spans: LaneSpans) -> None:
+        self._cuda, self._lane, self._context, self._spans = cuda, lane, context, spans
         self._memory = IpcMemory(cuda, context.mpi, context.agree)
         self._arena = Arena(split_node(context.mpi), context.agree)
 
@@ -71,7 +72,8 @@ class IpcTransport(DeviceTransport):
         shared = self._memory.share(IpcSum.bytes_for(buffer, mpi.rank, mpi.size, method), events=2)
         others = tuple(r for r in range(mpi.size) if r != mpi.rank)
         notices = Notices(self._arena, others)
-        return IpcSum(self._lane, (mpi.rank, mpi.size), self._context.progress, buffer, meter, method, shared, notices)
+        timed, place = LaneMeter(meter, self._spans), (mpi.rank, mpi.size)
+        return IpcSum(self._lane, place, self._context.progress, buffer, timed, method, shared, notices)
 
     def check(self, dtype: np.dtype) -> None:
         check_dtype(dtype)

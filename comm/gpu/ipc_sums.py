@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from halograd.comm.counters import Meter
 from halograd.comm.gpu.adding import add_up
 from halograd.comm.gpu.ipc import Notices
 from halograd.comm.gpu.ipc_memory import ALIGNMENT, Exchanged
-from halograd.comm.gpu.streams import Lane, Passage
+from halograd.comm.gpu.spans import LaneMeter
+from halograd.comm.gpu.streams import Lane
 from halograd.comm.progress import Progress
 from halograd.comm.reduction import Reduction
 from halograd.comm.shard import shards
@@ -56,14 +56,14 @@ class IpcSum(Reduction):
         place: tuple[int, int],
         progress: Progress,
         buffer: Any,
-        meter: Meter,
+        meter: LaneMeter,
         method: str,
         shared: Exchanged,
         notices: Notices,
     ) -> None:
         super().__init__(buffer, meter)
         self._lane, self._progress, self._shared, self._notices = lane, progress, shared, notices
-        (self._rank, self._size), self._passage = place, Passage(lane)
+        (self._rank, self._size), self._passage = place, meter.passage(lane)
         self._count, self._at, self._lock = 0, 0, threading.Lock()
         self._steps = self._make_steps(method)
         self._at = len(self._steps)

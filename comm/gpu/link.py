@@ -19,6 +19,7 @@ from halograd.comm.gpu.ipc import IpcTransport
 from halograd.comm.gpu.mpi_aware import prove
 from halograd.comm.gpu.mpi_cuda import MpiCudaTransport
 from halograd.comm.gpu.nccl import NcclTransport, load_nccl
+from halograd.comm.gpu.spans import LaneSpans
 from halograd.comm.gpu.streams import Cuda, Lane
 from halograd.comm.gpu.watchdog import TIMEOUT, Watchdog
 from halograd.comm.transports.base import Context
@@ -51,6 +52,7 @@ class _Opened:
     lanes: tuple[Lane, Lane]
     watchdog: Watchdog
     nccl: Any
+    spans: LaneSpans
 
 
 class DeviceLinks:
@@ -104,9 +106,9 @@ class DeviceLinks:
                 f"{device.name}; use one device per run"
             )
         if opened.choice.name == "nccl":
-            return NcclTransport(opened.cuda, opened.lanes, context, opened.watchdog, opened.nccl)
+            return NcclTransport(opened.lanes, context, opened.watchdog, opened.nccl, opened.spans)
         if opened.choice.name == "cuda-ipc":
-            return IpcTransport(opened.cuda, opened.lanes[1], context)
+            return IpcTransport(opened.cuda, opened.lanes[1], context, opened.spans)
         return MpiCudaTransport(opened.cuda, opened.lanes[1], context)
 
     def abort(self) -> None:
@@ -183,4 +185,4 @@ def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opene
 
     watchdog = Watchdog(f"rank {comm.rank} of {comm.size}", timeout, end=lost)
     nccl = load_nccl() if choice.name == "nccl" else None
-    return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl)
+    return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl, LaneSpans(cuda))

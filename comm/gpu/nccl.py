@@ -13,7 +13,8 @@ from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.gpu.base import DeviceTransport, check_dtype
-from halograd.comm.gpu.streams import Cuda, Lane, Passage
+from halograd.comm.gpu.spans import LaneMeter, LaneSpans
+from halograd.comm.gpu.streams import Lane, Passage
 from halograd.comm.gpu.watchdog import Watchdog
 from halograd.comm.reduction import Reduction
 from halograd.comm.staged import end_of, places
@@ -145,9 +146,11 @@ class NcclTransport(DeviceTransport):
 
     captures = True
 
-    def __init__(self, cuda: Cuda, lanes: tuple[Lane, Lane], context: Context, watchdog: Watchdog, nccl: Any) -> None:
-        self._cuda, self._lanes, self._context = cuda, lanes, context
-        self._watchdog, self._nccl = watchdog, nccl
+    def __init__(
+        self, lanes: tuple[Lane, Lane], context: Context, watchdog: Watchdog, nccl: Any, spans: LaneSpans
+    ) -> None:
+        self._lanes, self._context = lanes, context
+        self._watchdog, self._nccl, self._spans = watchdog, nccl, spans
         self._links: dict[int, Link] = {}
 
     def link(self, urgent: bool) -> Link:
@@ -158,12 +161,12 @@ class NcclTransport(DeviceTransport):
         return self._links[which]
 
     def channel(self, pattern: Pattern, meter: Meter) -> Channel:
-        return NcclChannel(self.link(urgent=True), pattern, meter)
+        return NcclChannel(self.link(urgent=True), pattern, LaneMeter(meter, self._spans))
 
     def reduction(self, buffer: Any, meter: Meter, method: str, tags: tuple[int, int]) -> Reduction:
         from halograd.comm.gpu.nccl_sums import SUMS
 
-        return SUMS[method](self.link(urgent=buffer.nbytes <= URGENT), buffer, meter)
+        return SUMS[method](self.link(urgent=buffer.nbytes <= URGENT), buffer, LaneMeter(meter, self._spans))
 
     def check(self, dtype: np.dtype) -> None:
         check_dtype(dtype, tuple(SUMMABLE))
@@ -182,9 +185,9 @@ class NcclChannel(Channel):
     behind which everything of it was sent.
     """
 
-    def __init__(self, link: Link, pattern: Pattern, meter: Meter) -> None:
+    def __init__(self, link: Link, pattern: Pattern, meter: LaneMeter) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
-        self._link, self._passage, device = link, Passage(link.lane), link.lane.cuda.device
+        self._link, self._passage, device = link, meter.passage(link.lane), link.lane.cuda.device
         self._sends, self._recvs = places(self.send_counts, self.dtype), places(self.recv_counts, self.dtype)
         self._out = device.zeros((end_of(self._sends),), self.dtype)
         self._in = device.zeros((end_of(self._recvs),), self.dtype)

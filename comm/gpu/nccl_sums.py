@@ -5,10 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from halograd.comm.counters import Meter
 from halograd.comm.gpu.adding import add_up
 from halograd.comm.gpu.nccl import SUMMABLE, Link
-from halograd.comm.gpu.streams import Passage
+from halograd.comm.gpu.spans import LaneMeter
 from halograd.comm.reduction import Reduction
 from halograd.comm.shard import shards
 
@@ -18,9 +17,9 @@ __all__ = ["SUMS", "NcclGather", "NcclOrderedSum", "NcclScatter", "NcclSum"]
 class NcclReduction(Reduction):
     """What all have in common: into the lane, some calls of NCCL, and back. Nobody waits on the host."""
 
-    def __init__(self, link: Link, buffer: Any, meter: Meter) -> None:
+    def __init__(self, link: Link, buffer: Any, meter: LaneMeter) -> None:
         super().__init__(buffer, meter)
-        self._link, self._passage = link, Passage(link.lane)
+        self._link, self._passage = link, meter.passage(link.lane)
         flat = buffer.reshape(-1)
         self._parts = shards(flat.size, link.size, buffer.itemsize)
         self._shards = [flat[part] for part in self._parts]
@@ -111,7 +110,7 @@ class NcclOrderedSum(NcclReduction):
     The bits are those of :class:`halograd.comm.ordered.MpiOrderedSum`, which does the same on the host.
     """
 
-    def __init__(self, link: Link, buffer: Any, meter: Meter) -> None:
+    def __init__(self, link: Link, buffer: Any, meter: LaneMeter) -> None:
         super().__init__(link, buffer, meter)
         device = link.lane.cuda.device
         self._received = device.zeros((link.size, self._own.size), buffer.dtype)

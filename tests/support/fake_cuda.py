@@ -59,7 +59,7 @@ class FakeEvent:
 
     def __init__(self, cuda: FakeCuda, timed: bool, interprocess: bool) -> None:
         assert not (timed and interprocess), "Timing must be disabled for interprocess events"
-        self._cuda, self._polls = cuda, 0
+        self._cuda, self._polls, self.time = cuda, 0, 0.0
         self.ptr = cuda.address(self)
         self.stream: FakeStream | None = None
         self.position = 0
@@ -74,7 +74,10 @@ class FakeEvent:
         version = int(self.counts[0]) + 1
         self._cuda.trace.add("record", "record", stream=stream.ptr, event=(self.key, version))
         self.counts[0] = version
-        self.position = stream.enqueue(lambda: self.counts.__setitem__(1, version))
+        self.position = stream.enqueue(lambda: self._come(version))
+
+    def _come(self, version: int) -> None:
+        self.counts[1], self.time = version, time.perf_counter()
 
     @property
     def done(self) -> bool:
@@ -270,6 +273,7 @@ class FakeCupy:
             runtime=runtime,
             Stream=lambda **options: FakeStream(cuda, **options),
             Event=lambda disable_timing=False, interprocess=False: FakeEvent(cuda, not disable_timing, interprocess),
+            get_elapsed_time=lambda first, second: 1e3 * (second.time - first.time),
             UnownedMemory=lambda ptr, size, owner, device_id: SimpleNamespace(ptr=ptr, size=size),
             MemoryPointer=lambda memory, offset: SimpleNamespace(memory=memory, ptr=memory.ptr + offset),
         )

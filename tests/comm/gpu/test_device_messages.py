@@ -1,5 +1,7 @@
 """Messages and sums of arrays on a device, over every transport: the same numbers, and everything ordered."""
 
+import time
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -190,3 +192,38 @@ def test_sums_of_the_host_go_by_way_of_it(monkeypatch):
             total.run()
             assert buffer.get()[0] == 3 and total.on_host is not total
     assert MPI.COMM_WORLD.size == 2
+
+
+class Recorder:
+    """Notes spans. Paused, it is told nothing."""
+
+    def __init__(self):
+        self.spans, self.paused = [], False
+
+    def span(self, name, category, t0, t1):
+        self.spans.append((name, category, t0, t1))
+
+
+@pytest.mark.ranks(2)
+def test_a_recorder_is_told_the_times_of_the_device(monkeypatch):
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        comm, other, recorder = r.comm, 1 - r.comm.rank, Recorder()
+        comm.recorder = recorder
+        channel = comm.channel({other: 10}, {other: 10}, "float32", device=r.device, name="conv1")
+        total = comm.reduction(r.device.zeros((4,), "float32"), name="loss")
+        waits, begin = r.device.host_waits, time.perf_counter()
+        for run in range(9):
+            recorder.paused = run == 8
+            channel.start()
+            total.start()
+            total.finish()
+            channel.finish()
+            channel.release()
+        end = time.perf_counter()
+        assert r.device.host_waits == waits, "nobody waited for a time"
+        names = {name for name, *_ in recorder.spans}
+        assert names == {"halo: conv1", "allreduce: loss"}
+        told = [s for s in recorder.spans if s[0] == "halo: conv1"]
+        assert [category for _, category, *_ in told] == ["communication", "wait"] * (len(told) // 2) and len(told) > 3
+        for _, _, first, last in recorder.spans:
+            assert begin - 0.1 <= first <= last <= end + 0.1
