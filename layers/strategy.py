@@ -11,6 +11,7 @@ from typing import Any
 
 from halograd.dtensor import Layout, axis_names
 from halograd.errors import UserError
+from halograd.files import write_whole
 from halograd.layers.axes import AXES
 from halograd.layers.layer import Node
 from halograd.layers.loss import Loss
@@ -135,7 +136,7 @@ class Strategy:
         """Write as JSON."""
         data = {"parts": dict(self.parts), "layers": {k: dict(v) for k, v in self.layers.items()}}
         data |= {"options": dict(self.options), "bucket_bytes": self.bucket_bytes, "reduction": asdict(self.reduction)}
-        Path(path).write_text(json.dumps(data, indent=2) + "\n")
+        write_whole(path, json.dumps(data, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halograd.errors import UserError
+from halograd.files import write_whole
 
 __all__ = ["LEVELS", "MACHINES", "Efficiency", "Link", "Machine", "Runtime", "Stage"]
 
@@ -208,7 +209,7 @@ class Machine:
 
     def save(self, path: str | Path) -> None:
         """Write the machine file `path`; its folder must exist."""
-        Path(path).write_text(self.to_toml(), encoding="utf-8")
+        write_whole(path, self.to_toml())
 
     def emulated(self, alpha: float, beta: float, name: str = "", node: int = 1) -> Machine:
         """This machine with one network between all its devices, as the ``emulated`` transport makes.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halograd.errors import UserError
+from halograd.files import write_whole
 from halograd.layers import Strategy
 from halograd.perfmodel.cost import Prediction
 from halograd.perfmodel.machine import Machine
@@ -90,7 +91,7 @@ class PlanFile:
             If it cannot be written.
         """
         try:
-            Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+            write_whole(path, json.dumps(self.as_dict(), indent=1) + "\n")
         except OSError as error:
             raise UserError(
                 f"plan {path}: expected a path that can be written, got an error ({error.strerror}); choose another"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from halograd.errors import UserError
+from halograd.files import write_whole
 from halograd.layers import Network, Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost.baselines import BASELINES, baseline
@@ -151,7 +152,7 @@ class Plan:
         data["strategy"] = _plain(self.strategy)
         data["prediction"] = self.prediction.as_dict()
         data["alternatives"] = [asdict(a) for a in self.alternatives]
-        Path(path).write_text(json.dumps({"halograd_plan": 1, **data}, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({"halograd_plan": 1, **data}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

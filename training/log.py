@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from halograd.errors import UserError
+from halograd.files import write_whole
 
 __all__ = ["RunLog", "read_log", "rewind_log"]
 
@@ -130,10 +130,7 @@ def rewind_log(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [entry for entry in read_log(path) if entry.get("step", 0) <= step]
-    beside = path.with_name(path.name + ".new")
     try:
-        beside.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-        os.replace(beside, path)
+        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise UserError(f"{path}: expected a log that can be continued, got an error: {error.strerror}") from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halograd.errors import UserError
+from halograd.files import write_whole
 
 if TYPE_CHECKING:
     from halograd.jobs import Job, Profiling
@@ -248,7 +249,7 @@ def _write(path: Path, script: str) -> Path:
                 number += 1
             path.rename(kept)
             print(f"halograd: note: the script that was there is now {kept}", file=sys.stderr)
-        path.write_text(script, encoding="utf-8")
+        write_whole(path, script)
     except OSError as error:
         raise UserError(f"{path}: expected a file that can be written, got an error ({error.strerror})") from error
     return path

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halograd.errors import UserError
+from halograd.files import write_whole
 from halograd.perfmodel.machine import Machine, Runtime
 from halograd.perfmodel.profile.fit import Fit
 
@@ -98,7 +99,7 @@ class Profile:
         """
         try:
             self.machine.save(path)
-            record_path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+            write_whole(record_path(path), json.dumps(self.to_dict(), indent=1) + "\n")
         except OSError as error:
             raise UserError(
                 f"--out {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
