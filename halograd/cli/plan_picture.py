@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from halograd.cli.tables import cut_text, time_text
-from halograd.demo.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, picture
 from halograd.errors import UserError
+from halograd.report.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, picture
 
 if TYPE_CHECKING:
     from halograd.perfmodel.cost.prediction import LayerRecord

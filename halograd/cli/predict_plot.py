@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
 from halograd.cli.predicting import Series
-from halograd.demo.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, SKY, picture
 from halograd.errors import UserError
+from halograd.report.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, SKY, picture
 
 __all__ = ["draw_scaling"]
 
