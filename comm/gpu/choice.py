@@ -93,7 +93,7 @@ def choose(wanted: str, facts: Sequence[RankFacts]) -> Choice:
         return Choice(wanted, "asked for")
     if len(facts) == 1:
         return Choice("mpi-staged", "one rank: nothing travels")
-    reasons = []
+    reasons: list[str] = []
     for name in ("nccl", "cuda-ipc", "mpi-cuda"):
         fault = _FAULTS[name](facts)
         if not fault:

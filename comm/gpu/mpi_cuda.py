@@ -40,7 +40,7 @@ def raw(address: int, nbytes: int) -> tuple[Any, MPI.Datatype]:
 class Stage:
     """Something to begin, and how to know that it is over."""
 
-    def __init__(self, begin: Callable[[], None], over: Callable[[], bool], wait: Callable[[], None]) -> None:
+    def __init__(self, begin: Callable[[], None], over: Callable[[], bool], wait: Callable[[], object]) -> None:
         self.begin, self.over, self.wait = begin, over, wait
 
 
