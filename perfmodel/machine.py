@@ -121,6 +121,9 @@ class Runtime:
     work
         The part of it that is not hidden however long the ranks compute meanwhile: additions, made where the sum is
         waited for.
+    synchronize
+        What the start of a sum of gradients waits for the device in the middle of backward [s]: ``t_as`` of Le et al.
+        2018, Section 3.2.
     """
 
     update: float = 0.0
@@ -129,6 +132,7 @@ class Runtime:
     packed: bool = False
     sums: Mapping[int, Link] = field(default_factory=dict)
     work: Mapping[int, Link] = field(default_factory=dict)
+    synchronize: float = 0.0
 
 
 @dataclass(frozen=True)

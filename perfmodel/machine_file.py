@@ -102,6 +102,7 @@ class RuntimeTable(_Table):
     update: SecondsPerByte = 0.0
     layer: Seconds = 0.0
     step: Seconds = 0.0
+    synchronize: Seconds = 0.0
     packed: bool = False
     sums: dict[str, LinkTable] = {}
     work: dict[str, LinkTable] = {}
@@ -109,7 +110,7 @@ class RuntimeTable(_Table):
     def runtime(self) -> Runtime:
         """As the model uses it."""
         sums, work = ({int(n): table.link() for n, table in found.items()} for found in (self.sums, self.work))
-        return Runtime(self.update, self.layer, self.step, self.packed, sums, work)
+        return Runtime(self.update, self.layer, self.step, self.packed, sums, work, self.synchronize)
 
     @field_validator("sums", "work")
     @classmethod
@@ -272,7 +273,7 @@ def _runtime(runtime: Runtime) -> list[str]:
     if runtime == Runtime():
         return []
     lines = ["", "[runtime]", f"update = {_value(runtime.update, 's/B')}"]
-    lines += [f"{key} = {_value(getattr(runtime, key), 's')}" for key in ("layer", "step")]
+    lines += [f"{key} = {_value(getattr(runtime, key), 's')}" for key in ("layer", "step", "synchronize")]
     lines += [f"packed = {str(runtime.packed).lower()}"]
     for table in ("sums", "work"):
         for ranks, link in getattr(runtime, table).items():

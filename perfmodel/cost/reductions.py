@@ -6,7 +6,7 @@ The rules are those of `training/reduction/` and `comm/`: see `docs/gradient_red
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,8 @@ BY_NODES = ("hierarchical", "host_accumulate")
 #: Memory that rounding passes over, in copies of the float32 gradients: to bfloat16 (with error feedback, without),
 #: and back.
 _ROUNDING, _PLAIN_ROUNDING, _WIDENING = 14 / 8, 6 / 8, 6 / 8
+#: Sums up to here are deposited when they start [B] (`comm/transports/shared_sum.py`).
+LARGEST_AT_ONCE = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -111,17 +113,20 @@ def _gathered(groups: _Groups, itemsize: int) -> Booked:
 
 def price(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
     """What summing and updating a bucket takes, on the ranks that take longest."""
+    found = _PRICES.get(scheme.name, _price_sum)(bucket, scheme, wires, slots)
     nbytes, members = bucket.sum.largest
-    most = max(bucket.nbytes)
-    if scheme.name in BY_NODES:
-        return _price_by_nodes(bucket, scheme, wires, slots)
-    if scheme.name == "sharded":
-        work = wires.sum_work(nbytes, members) / 2
-        halves = wires.scatter(nbytes, members), wires.gather(nbytes, members)
-        works = [min(half, work) for half in halves]
-        update = wires.update(most / len(members), slots)
-        return Reduction(bucket, halves[0], update, works[0], gather=halves[1], gather_work=works[1])
-    update = wires.update(most, slots)
+    if len(members) < 2 or not nbytes:
+        return found
+    if scheme.name != "blocking":  # which finds the device at rest
+        found = replace(found, begin=found.begin + wires.machine.runtime.synchronize)
+    # Small sums have their own places in shared memory; large ones share a stage, sums by nodes a thread.
+    staged = nbytes > LARGEST_AT_ONCE or scheme.payload == "bfloat16" or scheme.name in BY_NODES
+    return replace(found, in_order=wires.emulated and staged)
+
+
+def _price_sum(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
+    nbytes, members = bucket.sum.largest
+    update = wires.update(max(bucket.nbytes), slots)
     if scheme.payload == "bfloat16" and len(members) > 1:
         seconds = wires.sum(nbytes / 2, members)
         back = _WIDENING * wires.copy(nbytes)
@@ -132,15 +137,30 @@ def price(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction
     return Reduction(bucket, seconds, update, min(seconds, wires.sum_work(nbytes, members)))
 
 
+def _price_shards(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
+    nbytes, members = bucket.sum.largest
+    work = wires.sum_work(nbytes, members) / 2
+    scatter, gather = wires.scatter(nbytes, members), wires.gather(nbytes, members)
+    update = wires.update(max(bucket.nbytes) / len(members), slots)
+    works = min(scatter, work), min(gather, work)
+    return Reduction(bucket, scatter, update, works[0], gather=gather, gather_work=works[1])
+
+
 def _price_by_nodes(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
-    """``hierarchical`` copies on the main thread; ``host_accumulate`` behind it, but has to synchronize a device."""
+    """``hierarchical`` copies on the main thread, ``host_accumulate`` behind it."""
     parts = wires.sum_by_nodes(*bucket.sum.largest)
     update = wires.update(max(bucket.nbytes), slots)
     if scheme.name == "host_accumulate":
-        begin = wires.machine.launch if parts.seconds else 0.0
-        return Reduction(bucket, parts.seconds, update, 0.0, begin)
+        return Reduction(bucket, parts.seconds, update)
     behind = parts.addition + parts.across
     return Reduction(bucket, behind + parts.way_back, update, parts.way_back, parts.deposit)
+
+
+_PRICES = {
+    "sharded": _price_shards,
+    "hierarchical": _price_by_nodes,
+    "host_accumulate": _price_by_nodes,
+}
 
 
 # -- memory -------------------------------------------------------------------------------------

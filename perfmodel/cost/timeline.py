@@ -49,6 +49,9 @@ class Reduction:
         All-gather of the updated parameters [s]; None: they are updated whole.
     gather_work
         The part of `gather` that is done where it is waited for [s].
+    in_order
+        On the emulated network, where all sums travel at the same time: whether this one ends no earlier than others
+        of the kind that were started before.
     """
 
     bucket: Bucket
@@ -58,6 +61,7 @@ class Reduction:
     begin: float = 0.0
     gather: float | None = None
     gather_work: float = 0.0
+    in_order: bool = False
 
     @property
     def total(self) -> float:
@@ -163,10 +167,13 @@ class _Link:
     def __init__(self, concurrent: bool) -> None:
         self._concurrent, self._free = concurrent, -math.inf
 
-    def send(self, at: float, seconds: float) -> float:
+    def send(self, at: float, seconds: float, in_order: bool = False) -> float:
         """When something that is ready then has arrived."""
-        begin = at if self._concurrent else max(self._free, at)
-        self._free = begin + seconds
+        if self._concurrent:
+            if in_order:
+                self._free = max(self._free, at + seconds)
+            return self._free if in_order else at + seconds
+        self._free = max(self._free, at) + seconds
         return self._free
 
 
@@ -224,7 +231,7 @@ class _Step:
         reduction = self.reductions[i]
         self.now += reduction.begin
         self.waits[i] += reduction.begin
-        self._ends[i] = self.link.send(self.now, reduction.seconds - reduction.work)
+        self._ends[i] = self.link.send(self.now, reduction.seconds - reduction.work, reduction.in_order)
         self._started.append(i)
 
     def wait(self) -> None:

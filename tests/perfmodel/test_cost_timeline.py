@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,3 +113,10 @@ def test_a_replicated_layer_computes_its_gradient_where_it_is_needed():
     late = [Replication("b", activations=9.5, errors=0.0, compute=0.5, update=0.25)]
     assert run_step(NAMES, COSTS, [], replications=late).replicated == (0.5,)
     assert run_step(NAMES, COSTS, others, replications=replicated, barrier=True).seconds == pytest.approx(11.75)
+
+
+def test_large_sums_of_the_emulated_network_end_in_the_order_of_their_starts():
+    """c: 2 to 6, b: 4 to 8, a, from 6 on, would be there at 7: it is finished behind b."""
+    large = [replace(r, in_order=True) for r in reductions(4.0, 4.0, 1.0)]
+    found = run_step(NAMES, COSTS, large, concurrent=True)
+    assert found.waits == (0.0, 0.0, 2.0) and found.seconds == 6 + 2 + 3

@@ -1,0 +1,257 @@
+"""What each rank of :mod:`benchmarks.gradient_reduction` runs: one network under many schemes, in turn. Collective."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from mpi4py import MPI
+
+from benchmarks.paced_executor import Clock, PacedCommunicator, PacedExecutor
+from benchmarks.paper_machines import PAPERS, Part
+from halograd.kernels import get_backend
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost import count_step
+from halograd.training.reduction.chunk_search import ChunkSearch
+from halograd.training.shards import owned
+from halograd.training.store import Bucket
+from halograd.training.timeline import Timeline, overlap_ratio
+
+__all__ = ["Contender", "Place", "main"]
+
+#: Kinds of communication that carry gradients, or what replaces them.
+KINDS = ("allreduce", "reduce_scatter", "all_gather", "replicated_dense")
+#: What else is counted.
+BOOKED = (*KINDS, "node", "loss")
+
+
+class Place:
+    """A network on an emulated network, under one scheme at a time. Collective.
+
+    Parameters
+    ----------
+    part
+        Who stands for which machine.
+    scheme
+        To begin with; others differ neither in payload nor in what is replicated.
+    node
+        Ranks per node of the emulated network.
+    """
+
+    def __init__(self, part: Part, scheme: Scheme, node: int = 1) -> None:
+        self.part, self.scheme, self.node = part, scheme, node
+        self.clock = Clock()
+        self.comm = PacedCommunicator(MPI.COMM_WORLD, part.transport(node), self.clock)
+        self.timeline = self.comm.recorder = Timeline(self.comm.rank)
+        strategy = Strategy({"sample": part.ranks}, bucket_bytes=part.bucket_bytes, reduction=scheme)
+        backend: Any = get_backend("numpy", threads=1)
+        arguments = part.network, self.comm, backend, part.batch, strategy
+        self.executor = PacedExecutor(part.pace, part.whole, self.clock, *arguments)
+        self._bind()
+
+    def use(self, scheme: Scheme) -> None:
+        """Train on under another scheme. Collective."""
+        if scheme != self.scheme:
+            self.executor.reduce_by(scheme)
+            self.scheme = scheme
+            self._bind()
+
+    def _bind(self) -> None:
+        assert self.executor.reducer is not None
+        self.reducer = self.executor.reducer
+        self.reducer.update = self._update
+        # Sums that begin where the device is at rest need not wait for it.
+        pause = self.part.setting.slow * self.part.setting.synchronize
+        self.comm.synchronize = 0.0 if self.scheme.name == "blocking" else pause
+
+    def _update(self, bucket: Bucket) -> None:
+        own = owned(self.executor.store, bucket)
+        self.clock.compute((own.stop - own.start) * bucket.params.itemsize * self.part.update)
+
+    def step(self) -> None:
+        """One step of training; sums are left under way."""
+        self.executor.forward()
+        self.executor.backward()
+
+    def run(self, count: int) -> list[float]:
+        """Some steps after each other, in the steady state; what each but the first took, slowest rank [s]."""
+        self.comm.barrier()
+        self.clock.reset()
+        taken = []
+        for i in range(count):
+            if i == 1:
+                self.timeline.clear()
+                self.comm.exposed = 0.0
+            before = self.clock.done
+            self.step()
+            taken.append(self.clock.done - before)
+        everywhere = self.comm.allgather_objects(taken[1:])
+        return [max(column) for column in zip(*everywhere)]
+
+    def close(self) -> None:
+        """Free everything. Collective."""
+        self.executor.close()
+        self.comm.close()
+
+
+class Contender:
+    """A scheme, and what was measured of it. Collective."""
+
+    def __init__(self, place: Place, scheme: Scheme) -> None:
+        self.place, self.scheme = place, scheme
+        self.steps: list[float] = []
+        self.communication = self.blocked = self.exposed = 0.0
+
+    def run(self, count: int) -> None:
+        """Some steps, of which the first does not count."""
+        place = self.place
+        place.use(self.scheme)
+        self.steps += place.run(count)
+        self.communication += sum(place.timeline.seconds("communication", kind) for kind in KINDS)
+        self.blocked += sum(place.timeline.seconds("wait", kind) for kind in KINDS)
+        self.exposed += place.comm.exposed
+
+    def count(self) -> dict[str, list[int]]:
+        """Messages and bytes of one more step, by kind [B]."""
+        place = self.place
+        place.use(self.scheme)
+        place.reducer.finish()
+        place.comm.counters.reset()
+        place.step()
+        place.reducer.finish()
+        found = place.comm.counters.snapshot()
+        return {k: [v.messages, v.bytes] for k, v in found.items() if k in BOOKED}
+
+    def counts_as_predicted(self, counted: dict[str, list[int]]) -> bool:
+        """Whether the cost model predicts these messages and bytes, on every rank. Collective."""
+        part, comm = self.place.part, self.place.comm
+        strategy = Strategy({"sample": part.ranks}, bucket_bytes=part.bucket_bytes, reduction=self.scheme)
+        wanted = count_step(part.network, strategy, part.batch, comm.size, per_node=self.place.node)
+        numbers = {k: [int(t.messages[comm.rank]), int(t.bytes[comm.rank])] for k, t in wanted.items()}
+        own = {k: pair for k, pair in numbers.items() if pair[0] and k in BOOKED}
+        return all(comm.allgather_objects(own == counted))
+
+    def record(self) -> dict[str, Any]:
+        """What was measured and what the cost model says of it, on rank 0; times in [s], bytes in [B]. Collective."""
+        part, node = self.place.part, self.place.node
+        counted = self.count()
+        as_predicted = self.counts_as_predicted(counted)
+        if self.place.comm.rank:
+            return {}
+        model = part.simulation(node).with_reduction(self.scheme).prediction(account=False)
+        return {
+            "scheme": str(self.scheme),
+            "settings": asdict(self.scheme),
+            "node": node,
+            "step": statistics.median(self.steps),
+            "spread": [min(self.steps), max(self.steps)],
+            "steps": len(self.steps),
+            "predicted": model.step_seconds,
+            "predicted_exposed": model.allreduce_exposed,
+            "exposed": self.exposed / len(self.steps),
+            "communication": self.communication / len(self.steps),
+            "overlap": overlap_ratio(self.communication, self.blocked),
+            "traffic": counted,
+            "as_predicted": as_predicted,
+            "bytes": self._bytes(),
+        }
+
+    def _bytes(self) -> int:
+        """What the rank that sends most sends of the whole network on the paper's machine, per step [B]."""
+        paper = self.place.part.paper
+        strategy = Strategy({"sample": paper.ranks}, bucket_bytes=16 << 20, reduction=self.scheme)
+        found = count_step(paper.network, strategy, paper.batch, per_node=self.place.node)
+        sent: Any = sum(t.bytes for kind, t in found.items() if kind in BOOKED)
+        return int(sent.max())
+
+
+def contenders_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[Contender]:
+    """One per scheme; those that can share a place. Collective."""
+    places: dict[tuple, Place] = {}
+    found = []
+    for entry in schemes:
+        scheme, node = Scheme.of(entry["scheme"]), entry["node"]
+        key = node, scheme.payload, scheme.replicated_dense
+        if key not in places:
+            places[key] = Place(part, scheme, node)
+        found.append(Contender(places[key], scheme))
+    return found
+
+
+class Rounds:
+    """Rounds until the time is over, a number of them at least; every other one backward. Collective."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.seconds, self.least, self.steps = spec["seconds"], spec["rounds"], spec["steps"]
+
+    def of(self, items: Sequence[Any]) -> Iterator[Any]:
+        """The items, again and again."""
+        end, done = time.perf_counter() + self.seconds, 0
+        while done < self.least or MPI.COMM_WORLD.bcast(time.perf_counter() < end):
+            yield from items if done % 2 == 0 else reversed(items)
+            done += 1
+
+
+def search(place: Place, layers: int, interval: int) -> ChunkSearch:
+    """Algorithm 1 of Le et al. on the emulated machine. Collective: the slowest rank's times decide everywhere."""
+    found = ChunkSearch(layers)
+    while not found.done:
+        place.use(Scheme("host_accumulate", chunk=found.chunk))
+        found.observe(statistics.median(place.run(interval)))
+    return found
+
+
+def searched(part: Part, spec: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
+    """What the search chose, and the chunk sizes that it may choose among, measured in turn. Collective."""
+    layers = sum("w" in n.layer.parameters(*(i.shape for i in n.inputs)) for n in part.network.layers.values())
+    place = Place(part, Scheme("host_accumulate"))
+    found = search(place, layers, spec["interval"])
+    sizes = sorted({n for n in spec["sizes"] if n < layers} | {found.chunk})
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for size in rounds.of(sizes):
+        place.use(Scheme("host_accumulate", chunk=size))
+        times[size] += place.run(rounds.steps)
+    place.close()
+    model = part.simulation()
+    predicted = {n: model.with_reduction(Scheme("host_accumulate", chunk=n)).step_seconds for n in sizes}
+    return {
+        "layers": layers,
+        "intervals": len(found.times),
+        "chosen": found.chunk,
+        "tried": {str(k): v for k, v in found.times.items()},
+        "fixed": {str(k): statistics.median(v) for k, v in times.items()},
+        "predicted": {str(k): v for k, v in predicted.items()},
+    }
+
+
+def main(spec: dict[str, Any]) -> dict[str, Any]:
+    """Measure one network. Collective."""
+    part, rounds = Part(PAPERS[spec["network"]], MPI.COMM_WORLD.size), Rounds(spec)
+    contenders = contenders_of(part, spec["schemes"])
+    for contender in rounds.of(contenders):
+        contender.run(rounds.steps)
+    rows = [contender.record() for contender in contenders]
+    for place in {id(c.place): c.place for c in contenders}.values():
+        place.close()
+    own = sum(time.total for time in part.pace.values())
+    result: dict[str, Any] = {"network": spec["network"], "setting": asdict(part.setting), "schemes": rows}
+    result |= {"compute": own, "alone": part.alone, "ranks": part.ranks, "links": part.links, "narrow": part.shrunk}
+    if spec["search"]:
+        result["search"] = searched(part, spec, rounds)
+    return result
+
+
+if __name__ == "__main__":
+    measured = main(json.loads(sys.argv[1]))
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(measured))

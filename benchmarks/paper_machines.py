@@ -1,0 +1,226 @@
+"""The machines of the papers on gradient reduction, and how a few ranks on one machine stand for them.
+
+A network is narrowed to a fraction `w` of its width: its weights shrink by ``w**2``. The few ranks train ``w * N``
+samples where the paper's nodes train `N`, so that the rows of replicated dense layers shrink by as much; the emulated
+network is so slow that all gradients of the narrow network take as long as those of the whole network take on the
+paper's. Layers take the time that the whole network's take there, on the share of the batch that one node has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from halograd.layers import Layer, Network, Strategy
+from halograd.models import build
+from halograd.perfmodel.cost.layer_cost import Pricing
+from halograd.perfmodel.cost.simulate import Simulation, Training
+from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.layer_work import LayerTime
+from halograd.perfmodel.machine import Machine, Runtime
+
+__all__ = ["PAPERS", "Part", "Setting"]
+
+#: Of the width of the networks.
+NARROW = 1 / 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A network on a machine, as a paper trained it.
+
+    Attributes
+    ----------
+    paper
+        Whose.
+    network
+        Name of the model.
+    machine
+        Name of a machine file, for layers and links.
+    nodes
+        Devices that share the batch.
+    batch
+        Global number of samples.
+    alone
+        What one device takes for its share of the batch, if the paper says so [s]; all layers are scaled to that.
+    beta
+        What a byte of gradients takes to be summed over all devices, if the paper says so [s/B].
+    synchronize
+        What the start of a sum waits for the device [s].
+    slots
+        Arrays of the parameters' size that their optimizer keeps: momentum, or nothing.
+    slow
+        How much slower everything is made, so that what the host does in between matters as little as on a machine
+        with a core for each rank.
+    """
+
+    paper: str
+    network: str
+    machine: str
+    nodes: int
+    batch: int
+    alone: float | None = None
+    beta: float | None = None
+    synchronize: float = 0.0
+    slots: int = 1
+    slow: float = 1.0
+
+
+# Le et al.: one POWER8 node with four P100. Their Table 2 gives what one GPU takes, and what four take with plain data
+# parallelism: 45.5, 23.4 and 100 ms more for AlexNet, GoogLeNet and VGG-16, which is 0.18 ns per byte of gradients and
+# 0.3 ms per layer with weights; 64 layers with 7 million parameters cost 15.8 ms by their own method, 0.25 ms each, so
+# about as much. Of ResNet-152 they show 3.5 s for ten steps of one GPU (Figure 5).
+_LE: dict[str, Any] = {"machine": "p100-cluster", "nodes": 4, "beta": 0.18e-9, "synchronize": 3e-4, "slow": 1.0}
+PAPERS: dict[str, Setting] = {
+    "vgg_a": Setting("Lee", "vgg_a", "cori-haswell", nodes=128, batch=256, slots=0, slow=3.0),
+    "alexnet": Setting("Le", "alexnet", batch=4 * 256, alone=0.1572, **_LE),
+    "googlenet": Setting("Le", "googlenet", batch=4 * 64, alone=0.1400, **_LE),
+    "vgg16": Setting("Le", "vgg16", batch=4 * 32, alone=0.3456, **_LE),
+    "resnet152": Setting("Le", "resnet152", batch=4 * 12, alone=0.35, **_LE),
+}
+
+
+class _Scaled:
+    """Kernel times of a setting for its narrow network: those of the whole one, by the name of the layer."""
+
+    def __init__(self, times: Mapping[str, LayerTime], whole: Mapping[str, float], rows: int) -> None:
+        self._times, self._whole, self._rows = times, whole, rows
+
+    def time(self, layer: Layer, inputs: Sequence[tuple[int, ...]], *args: Any, **kwargs: Any) -> LayerTime:
+        """As `KernelTimes`; more rows than a rank has are those of all ranks."""
+        name = layer.name or ""
+        if name in self._whole and inputs[0][0] > self._rows:
+            return LayerTime(0.0, 0.0, self._whole[name])
+        return self._times.get(name, LayerTime(0.0))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some ranks that stand for the nodes of a setting. Pure arithmetic, alike on all ranks."""
+
+    setting: Setting
+    ranks: int
+
+    @cached_property
+    def network(self) -> Network:
+        """The narrow network."""
+        name = self.setting.network
+        width: dict[str, Any] = {"width": NARROW, "classes": round(1000 * NARROW)}
+        if name == "resnet152":
+            width |= {"width": round(64 * NARROW), "statistics": "local"}
+        return build(name, **width)
+
+    @cached_property
+    def batch(self) -> int:
+        """Samples of the narrow network, over all ranks."""
+        return max(1, round(self.setting.batch * NARROW / self.ranks)) * self.ranks
+
+    @cached_property
+    def paper(self) -> Simulation:
+        """The whole network on the paper's machine, at its own speed."""
+        s = self.setting
+        machine = Machine.load(s.machine)
+        options = {"statistics": "local"} if s.network == "resnet152" else {}
+        pricing = Pricing(Wires(machine), RooflineTimes(machine))
+        strategy = Strategy({"sample": s.nodes})
+        return Simulation(build(s.network, **options), strategy, s.batch, pricing, Training(slots=s.slots), s.nodes)
+
+    @cached_property
+    def scale(self) -> float:
+        """From the cost model's time of a layer to that of the emulated device."""
+        s = self.setting
+        if s.alone is None:
+            return s.slow
+        own = sum(cost.forward_seconds + cost.backward_seconds for cost in self.paper.costs)
+        return s.slow * s.alone / own
+
+    @cached_property
+    def alone(self) -> float:
+        """A step of the whole batch on one device, at the paper's speed, by the cost model [s]."""
+        s, paper = self.setting, self.paper
+        one = Simulation(paper.network, Strategy(), s.batch, paper.pricing, paper.training, 1)
+        return one.step_seconds * self.scale / s.slow
+
+    @cached_property
+    def pace(self) -> dict[str, LayerTime]:
+        """Layer -> what it takes on the emulated device."""
+        steps, costs = self.paper.steps, self.paper.costs
+        return {
+            step.name: LayerTime(
+                self.scale * cost.forward,
+                self.scale * cost.backward_data,
+                self.scale * cost.backward_filter,
+            )
+            for step, cost in zip(steps, costs)
+        }
+
+    @cached_property
+    def whole(self) -> dict[str, float]:
+        """Dense layer -> its gradient of the whole batch, on the emulated device [s]."""
+        times, found = self.paper.pricing.times, {}
+        for step in self.paper.steps:
+            if step.layer.kind == "Dense":
+                rows = [(self.setting.batch, *step.shapes[0])]
+                found[step.name] = self.scale * times.time(step.layer, rows).backward_filter
+        return found
+
+    @cached_property
+    def links(self) -> tuple[float, float]:
+        """Alpha [s] and beta [s/B] of the emulated network: sums of the narrow network take the paper's time."""
+        s, ratio, some = self.setting, self.shrunk, self.ranks
+        wires, members = self.paper.pricing.wires, range(s.nodes)
+        small, large = 1 << 20, 1 << 29
+        beta = (wires.sum(large, members) - wires.sum(small, members)) / (large - small)
+        alpha = max(0.0, wires.sum(small, members) - beta * small)
+        beta = beta if s.beta is None else s.beta
+        return s.slow * alpha / (2 * (some - 1)), s.slow * beta / ratio / (2 * (some - 1) / some)
+
+    @cached_property
+    def shrunk(self) -> float:
+        """Bytes of gradients of the narrow network as a part of those of the whole one."""
+        return self._gradient_bytes(self.network) / self._gradient_bytes(self.paper.network)
+
+    @staticmethod
+    def _gradient_bytes(network: Network) -> int:
+        return sum(-(-spec.size * 4 // 64) * 64 for spec in network.parameters().values())
+
+    @cached_property
+    def update(self) -> float:
+        """The optimizer, per byte of the narrow network's parameters [s/B]."""
+        whole = self.paper.pricing.wires.update(1 << 29, self.setting.slots) / (1 << 29)
+        return self.setting.slow * whole / self.shrunk
+
+    def transport(self, node: int = 1) -> str:
+        """The emulated network, as a communicator wants it."""
+        alpha, beta = self.links
+        return f"emulated:alpha={alpha:.9g},beta={beta:.9g}" + (f",node={node}" if node > 1 else "")
+
+    def simulation(self, node: int = 1) -> Simulation:
+        """The cost model of what is run here: the narrow network on these ranks and this network; remembered."""
+        if node not in self._simulations:
+            self._simulations[node] = self._simulation(node)
+        return self._simulations[node]
+
+    @cached_property
+    def _simulations(self) -> dict[int, Simulation]:
+        return {}
+
+    def _simulation(self, node: int) -> Simulation:
+        base = Machine.load(self.setting.machine)
+        alpha, beta = self.links
+        arrays = 3 + 2 * self.setting.slots
+        runtime = Runtime(update=self.update * 5 / arrays, synchronize=self.setting.slow * self.setting.synchronize)
+        machine = replace(base, launch=0.0, runtime=runtime, memory_bandwidth=1e10, devices_per_node=1)
+        machine = machine.emulated(alpha, beta, node=node)
+        times = _Scaled(self.pace, self.whole, self.batch // self.ranks)
+        strategy = Strategy({"sample": self.ranks}, bucket_bytes=self.bucket_bytes)
+        pricing = Pricing(Wires(machine), times)
+        return Simulation(self.network, strategy, self.batch, pricing, Training(slots=self.setting.slots), self.ranks)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of the narrow network, where the whole one has 16 MiB [B]."""
+        return max(1, round((16 << 20) * self.shrunk))
