@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,15 @@ from hypothesis import settings
 
 from tests.harness.jobs import TEST_ENVIRONMENT
 from tests.harness.plugin import RankPlugin, quiet
-from tests.harness.record import Record
+from tests.harness.record import HALF, Record
 from tests.harness.watchdog import Watchdog
 
 SIZE = pytest.StashKey[int]()
 FEW, MANY = (1, 2, 3, 4), (1, 2, 3, 4, 6, 8)
+ROOT = Path(__file__).parent
+# Folders and files whose serial tests start programs.
+PROGRAMS = ("cli", "gpucheck", "harness", "jobs", "report", "test_demo.py", "test_docs.py", "test_examples.py")
+PROGRAMS += ("test_launch.py", "test_run_suite.py", "training")
 
 for _name, _value in TEST_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
@@ -75,14 +80,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under MPI keep the tests for this number of ranks."""
+    """Keep the tests for this number of ranks, or for this half of the serial ones."""
     size = config.stash[SIZE]
-    if not size:
-        return
-    other = [item for item in items if size not in sizes(item)]
-    if other:
-        config.hook.pytest_deselected(items=other)
-        items[:] = [item for item in items if size in sizes(item)]
+    wanted = [size in sizes(item) if size else _in_half(item) for item in items]
+    if not all(wanted):
+        config.hook.pytest_deselected(items=[item for item, keep in zip(items, wanted) if not keep])
+        items[:] = [item for item, keep in zip(items, wanted) if keep]
+
+
+def _in_half(item: pytest.Item) -> bool:
+    """Whether a serial test belongs to the half that this process is to run."""
+    half = os.environ.get(HALF)
+    return not half or (half == "programs") == (item.path.relative_to(ROOT).parts[0] in PROGRAMS)
 
 
 class SerialLimit:

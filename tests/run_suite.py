@@ -1,5 +1,7 @@
 """Run the whole suite: serially, then under 1, 2, 3, 4, 6 and 8 MPI ranks. Called by ``make test``.
 
+The serial tests run in two halves at the same time: those that start programs, which wait a lot, and the rest.
+
 Every run has a wall-clock limit, every test one of its own. A run that hangs is killed with all its ranks and
 counts as failed, with the tracebacks of every rank. The last line is ``N passed, N failed, N skipped``.
 
@@ -21,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from tests.harness import jobs, record  # noqa: E402  (needs the line above)
 from tests.launch import find_mpiexec  # noqa: E402
 
 RUNS = ("serial", "1", "2", "3", "4", "6", "8")
+HALVES = ("programs", "rest")
 NO_TESTS = 5  # exit code of pytest when nothing was selected
 
 
@@ -55,12 +59,14 @@ def command(name: str, limit: float, arguments: list[str]) -> list[str]:
     return [find_mpiexec(), "-n", name, *pytest, "--with-mpi", "-m", "mpi", *arguments]
 
 
-def execute(name: str, options: argparse.Namespace, folder: Path) -> Run:
-    """Do one run and judge it."""
-    records = folder / f"record-{name}"
+def execute(name: str, options: argparse.Namespace, folder: Path, half: str = "") -> Run:
+    """Do one run, or one half of the serial one, and judge it."""
+    records, temporary = folder / f"record-{name}{half}", folder / f"tmp-{name}{half}"
     records.mkdir()
+    temporary.mkdir()
     mark = jobs.new_mark()
-    extra = {record.VARIABLE: str(records), "PYTEST_DEBUG_TEMPROOT": str(folder), "TMPDIR": str(folder)}
+    extra = {record.VARIABLE: str(records), "PYTEST_DEBUG_TEMPROOT": str(temporary), "TMPDIR": str(temporary)}
+    extra |= {record.HALF: half}
     begin = time.monotonic()
     process = subprocess.Popen(
         command(name, options.test_limit, options.arguments),
@@ -86,6 +92,19 @@ def execute(name: str, options: argparse.Namespace, folder: Path) -> Run:
     if immortal:
         run.failures.append((name, f"expected killed processes to end, got {immortal}"))
     return run
+
+
+def execute_serial(options: argparse.Namespace, folder: Path) -> Run:
+    """Both halves of the serial run, at the same time."""
+    with ThreadPoolExecutor(len(HALVES)) as pool:
+        runs = list(pool.map(lambda half: execute("serial", options, folder, half), HALVES))
+    whole = Run("serial", seconds=max(run.seconds for run in runs))
+    for run in runs:
+        whole.passed += run.passed
+        whole.skipped += run.skipped
+        whole.failures += run.failures
+        whole.skips += run.skips
+    return whole
 
 
 def _pass_on(process: subprocess.Popen[bytes], tail: deque[str]) -> None:
@@ -144,7 +163,7 @@ def summarize(runs: list[Run]) -> bool:
     for reason in reasons:
         tests = sum(text == reason for run in runs for _, text in run.skips)
         print(f"skipped {tests}: {reason}")
-    for module in ("torch", "vtk"):
+    for module in ("torch", "vtk", "tensorboard"):
         present = importlib.util.find_spec(module) is not None
         print(f"{module}: " + ("present" if present else "absent, its tests are skipped; `make oracle` installs it"))
     for run in runs:
@@ -176,6 +195,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--runs: expected 'serial' or rank counts, got {unknown}")
     paths = [a for a in options.arguments if (options.directory / a.partition("::")[0]).exists()]
+    options.whole = not paths
     if not paths:
         options.arguments.append("tests")
     return options
@@ -188,7 +208,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="halograd-suite-", ignore_cleanup_errors=True) as folder:
         for name in options.runs:
             print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)
-            runs.append(execute(name, options, Path(folder)))
+            halves = name == "serial" and options.whole
+            runs.append(execute_serial(options, Path(folder)) if halves else execute(name, options, Path(folder)))
     return 0 if summarize(runs) else 1
 
 
