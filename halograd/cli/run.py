@@ -52,7 +52,9 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     from halograd.cli.commands import app
 
     speaks = comm is None or comm.rank == 0
-    logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, format="halograd: %(message)s")
+    who = "" if speaks or comm is None else f"rank {comm.rank} of {comm.size} on {platform.node()}: "
+    form = f"halograd: {who.replace('%', '%%')}%(message)s"
+    logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, format=form)
     # Calling `app` itself would replace the hook by which `boot` ends the job on a fault.
     command = typer.main.get_command(app)
     try:

@@ -77,6 +77,25 @@ def test_only_rank_0_is_heard(tmp_path):
     assert "epoch 1/1" in logs[0] and "epoch 1/1" not in logs[1] and "step 3: waited" in logs[1]
 
 
+COMPLAINS = """
+import logging
+from mpi4py import MPI
+from halograd.cli.run import run
+run(["--version"], MPI.COMM_WORLD)
+logging.warning("of rank %d", MPI.COMM_WORLD.rank)
+logging.error("the disk of rank %d burns", MPI.COMM_WORLD.rank)
+"""
+
+
+def test_another_rank_says_which_it_is():
+    """Rank 0 warns; others are heard when something is wrong."""
+    lines = mpiexec(2, ["-c", COMPLAINS]).stderr.splitlines()
+    wanted = ["halograd: of rank 0", "halograd: the disk of rank 0 burns"]
+    assert [line for line in lines if "rank 1" not in line] == wanted
+    (line,) = (line for line in lines if "rank 1" in line)
+    assert re.fullmatch(r"halograd: rank 1 of 2 on \S+: the disk of rank 1 burns", line)
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     config = write_config(tmp_path)
     (tmp_path / "out").write_text("")
