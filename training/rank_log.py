@@ -42,20 +42,21 @@ class RankLog:
         self._file = (folder / f"rank-{rank:0{digits}d}.log").open("a", encoding="utf-8", buffering=1)
         self._handler = logging.StreamHandler(_Quiet(self._file))
         self._handler.setFormatter(logging.Formatter(FORMAT))
-        self._levels: dict[Any, int] = {}
+        self._levels: dict[logging.Logger | logging.Handler, int] = {}
         self._streams = sys.stdout, sys.stderr
         self._note(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, cores {_cores()}")
 
     def __enter__(self) -> RankLog:
         root = logging.getLogger()
         # Others hear as much as before, although the logger lets more pass.
-        self._levels = {target: target.level for target in (root, *root.handlers)}
+        targets: list[logging.Logger | logging.Handler] = [root, *root.handlers]
+        self._levels = {target: target.level for target in targets}
         for handler in root.handlers:
             handler.setLevel(max(handler.level, root.level))
         root.setLevel(min(root.level, logging.INFO))
         root.addHandler(self._handler)
         self._streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (_Both(stream, self._file) for stream in self._streams)  # type: ignore[assignment]
+        sys.stdout, sys.stderr = (_Both(stream, self._file) for stream in self._streams)
         return self
 
     def __exit__(

@@ -84,7 +84,7 @@ def status_of(record: Record, now: float | None = None) -> Status:
     state, detail = _state(record, age, pace)
     going = state in ("running", "quiet")
     validation = record.last("validation") or {}
-    phases = next((e for e in reversed(record.since_begin) if e["event"] == "phases"), {"phases": {}})["phases"]
+    phases: dict[str, Any] = next((e["phases"] for e in reversed(record.since_begin) if e["event"] == "phases"), {})
     checkpoint = record.checkpoint
     stat = None if checkpoint is None else checkpoint.stat()
     return Status(
