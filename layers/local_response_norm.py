@@ -113,8 +113,8 @@ class _LocalResponseNormOperator(Operator):
             return
         x, dy, dx = self._rows(self.x.array), self._rows(self.b.output.dy), self._rows(self.dx)
         for part in chunks(x.shape[0], x.shape[1], self._work):
-            pieces = (widened(a[part], self._work, name) for a, name in ((x, "x"), (dy, "dy"), (dx, "dx")))
-            self._backward(*pieces, dx[part])
+            wide_x, wide_dy, wide_dx = (widened(a[part], self._work, n) for a, n in ((x, "x"), (dy, "dy"), (dx, "dx")))
+            self._backward(wide_x, wide_dy, wide_dx, dx[part])
 
     def _backward(self, x: Any, dy: Any, dx: Any, out: Any) -> None:
         layer = self.layer
