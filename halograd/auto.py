@@ -24,6 +24,7 @@ from halograd.layers import Network, Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.confirm import rests_on
 from halograd.perfmodel.cost import Training
+from halograd.perfmodel.cost.reductions import BY_NODES
 from halograd.perfmodel.kernel_times import KernelTimes, LayerKey, MeasuredTimes, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plan_file import PlanFile, Request
@@ -41,7 +42,7 @@ from halograd.perfmodel.profile import (
 )
 from halograd.perfmodel.reduction_choice import candidate_schemes, rank_schemes
 from halograd.training.build import make_network
-from halograd.training.config import AdamConfig, Config, SGDConfig
+from halograd.training.config import AdamConfig, Config, LARSConfig, SGDConfig
 from halograd.training.kernels import open_kernels
 from halograd.training.root import on_root
 from halograd.training.step_times import Measured
@@ -295,8 +296,7 @@ class _Planner:
         slots = _slots(self.config)
         bucket = table.bucket_bytes if "bucket_bytes" in table.model_fields_set else None
         limit = parse_memory(table.memory)
-        shares = self.config.backend.transport != "mpi"
-        planning = Planning(table.planner, limit, False, Training(self.dtype, slots), bucket, shares)
+        planning = Planning(table.planner, limit, False, Training(self.dtype, slots), bucket, _without(self.config))
         plan = plan_network(self.network, settings.batch, self.comm.size, machine, times, planning)
         plan = self._with_statistics(plan)
         told = source_of(times, machine)
@@ -332,6 +332,13 @@ def _slots(config: Config) -> int:
     if isinstance(config.optimizer, AdamConfig):
         return 2
     return int(not isinstance(config.optimizer, SGDConfig) or config.optimizer.momentum > 0)
+
+
+def _without(config: Config) -> frozenset[str]:
+    """Schemes of gradient reduction that this run cannot have: they need shared memory, or whole gradients."""
+    by_nodes = BY_NODES if config.backend.transport == "mpi" else ()
+    shards = ("sharded",) if isinstance(config.optimizer, LARSConfig) else ()
+    return frozenset((*by_nodes, *shards))
 
 
 def _save(found: Profile, path: Path) -> None:

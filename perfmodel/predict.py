@@ -55,8 +55,8 @@ class Planning:
         Dtype and optimizer.
     bucket_bytes
         Size of the buckets of gradients [B]; None: the best of some.
-    shares_memory
-        Whether ranks of a node will share memory, as all transports but ``mpi`` have it: some schemes need it.
+    without
+        Names of schemes of gradient reduction that the run cannot have.
     """
 
     planner: str = "elimination"
@@ -64,7 +64,7 @@ class Planning:
     full: bool = False
     training: Training = field(default_factory=Training)
     bucket_bytes: int | None = None
-    shares_memory: bool = True
+    without: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class _Search:
         Another scheme than buckets has to be worth it: predictions are not that exact.
         """
         plain = self._fastest(best, [best.strategy.reduction])
-        schemes = planned_schemes(self.network, best.strategy, self.batch, self.machine, self.planning.shares_memory)
+        schemes = planned_schemes(self.network, best.strategy, self.batch, self.machine, self.planning.without)
         other = self._fastest(plain, schemes)
         return other if other.seconds < (1 - WORTH) * plain.seconds else plain
 

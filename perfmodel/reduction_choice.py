@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from halograd.layers import Network, Strategy
@@ -47,22 +47,22 @@ def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[
 
 
 def planned_schemes(
-    network: Network, strategy: Strategy, batch: int, machine: Machine, shares_memory: bool = True
+    network: Network, strategy: Strategy, batch: int, machine: Machine, without: Collection[str] = ()
 ) -> list[Scheme]:
     """Schemes that a plan may choose: those of `candidate_schemes`, and those that a run does not try by itself.
 
     Parameters
     ----------
-    shares_memory
-        Whether ranks of a node will share memory; else schemes that need it are left out.
+    without
+        Names of schemes that the run cannot have.
     """
     found = candidate_schemes(network, strategy, batch)
     replicated = sorted({scheme.replicated_dense for scheme in found})
     found += [Scheme(name, replicated_dense=f) for name in ("per_layer", "sharded") for f in replicated]
-    if shares_memory and machine.devices_per_node > 1:
+    if machine.devices_per_node > 1:  # ranks share memory
         found.append(Scheme("hierarchical"))
         found += [Scheme("host_accumulate", chunk=n) for n in CHUNKS]
-    return found
+    return [scheme for scheme in found if scheme.name not in without]
 
 
 def first_chunks(network: Network) -> list[int]:

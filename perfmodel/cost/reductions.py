@@ -101,7 +101,7 @@ def _across(groups: _Groups, per_node: int) -> Booked:
 
 
 def _gathered(groups: _Groups, itemsize: int) -> Booked:
-    nbytes = {}
+    nbytes: dict[int, int] = {}
     for members, size in groups:
         parts = shards(size // itemsize, len(members), itemsize)
         nbytes |= {rank: (part.stop - part.start) * itemsize for rank, part in zip(members, parts)}

@@ -200,7 +200,7 @@ class Simulation:
             step_seconds=self.step_seconds,
             forward_seconds=timeline.forward,
             backward_seconds=timeline.backward,
-            allreduce_seconds=sum(r.total for r in (*step.reductions, *step.replications)),
+            allreduce_seconds=sum(r.total for r in step.reductions) + sum(r.total for r in step.replications),
             allreduce_exposed=sum(timeline.waits) + sum(timeline.replicated),
             update_seconds=timeline.update,
             memory=self.memory if account else {},

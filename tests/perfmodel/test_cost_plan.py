@@ -168,10 +168,12 @@ def test_the_scheme_of_gradient_reduction_is_part_of_the_plan(tmp_path):
     assert Plan.load(tmp_path / "plan.json").strategy.reduction == scheme
 
 
-def test_schemes_that_need_shared_memory_are_planned_only_where_there_is_some():
+def test_schemes_that_a_run_cannot_have_are_not_planned():
+    """Those by nodes where a node has one device; those that are named."""
+    lenet, eight = build("lenet5"), Strategy({"sample": 8})
     names = [
-        {s.name for s in planned_schemes(build("lenet5"), Strategy({"sample": 8}), 64, machine, shares)}
-        for machine, shares in ((LASSEN, True), (LASSEN, False), (Machine.load("cori-haswell"), True))
+        {s.name for s in planned_schemes(lenet, eight, 64, machine, without)}
+        for machine, without in ((LASSEN, ()), (LASSEN, {"sharded"}), (Machine.load("cori-haswell"), ()))
     ]
-    assert names[0] - names[1] == names[0] - names[2] == {"hierarchical", "host_accumulate"}
-    assert {"bucketed", "two_chunks", "per_layer", "sharded"} <= names[1]
+    assert names[0] - names[1] == {"sharded"} and names[0] - names[2] == {"hierarchical", "host_accumulate"}
+    assert {"bucketed", "two_chunks", "per_layer"} <= names[1]
