@@ -16,6 +16,8 @@ from tests.support.trace import Entry
 __all__ = ["Ordered", "check_collectives", "find_races"]
 
 Clock = dict[Any, int]
+#: Accesses are kept and compared by blocks of memory [B]: few others lie in the same one.
+BLOCK = 4096
 
 
 class Ordered:
@@ -76,7 +78,9 @@ class Ordered:
             self._of[rank, place] = (clock, line, clock[line])
             for write, ranges in ((False, entry.reads), (True, entry.writes)):
                 for space, lo, hi in ranges:
-                    self._touch(space, lo, hi, write, line, clock, f"rank {rank}: {entry.name}")
+                    for block in range(lo // BLOCK, (hi - 1) // BLOCK + 1):
+                        part = max(lo, block * BLOCK), min(hi, (block + 1) * BLOCK)
+                        self._touch((space, block), *part, write, line, clock, f"rank {rank}: {entry.name}")
 
     def _touch(self, space: Any, lo: int, hi: int, write: bool, line: Any, clock: Clock, name: str) -> None:
         kept = []

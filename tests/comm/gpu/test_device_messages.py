@@ -51,7 +51,7 @@ def test_messages_arrive_run_after_run(transport, monkeypatch):
         assert r.choice.name == transport
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_channels_under_way_at_once(transport, monkeypatch):
     with gpu_ranks(monkeypatch, transport) as r:
@@ -74,8 +74,7 @@ def test_two_channels_under_way_at_once(transport, monkeypatch):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("dtype", ["float32", "int64"])
-@pytest.mark.parametrize("count", [5, 96 * 4, 3000])
+@pytest.mark.parametrize(("count", "dtype"), [(5, "float32"), (96 * 4, "float32"), (3000, "int64")])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sums(transport, count, dtype, monkeypatch):
     """5: some ranks have no shard; 384: all shards are as long; 3000: one is shorter."""
