@@ -159,13 +159,14 @@ def _reduction(record: Record) -> Iterator[Block]:
 
 
 def _events(record: Record) -> Iterator[Block]:
-    told = [entry for entry in record.events if entry["event"] in SHOWN]
-    if not told:
-        return
-    yield Heading("What happened")
-    yield Table(
-        [("when", "step", "what"), *((_when(e), str(e.get("step", e.get("at_step", ""))), _what(e)) for e in told)]
-    )
+    rows = [
+        (_when(entry), str(entry.get("step", entry.get("at_step", ""))), _what(entry))
+        for entry in record.events
+        if entry["event"] in SHOWN
+    ]
+    if rows:
+        yield Heading("What happened")
+        yield Table([("when", "step", "what"), *rows], "text")
 
 
 def _when(entry: dict[str, Any]) -> str:
@@ -178,20 +179,21 @@ def _what(entry: dict[str, Any]) -> str:
         return f"begins on {entry['ranks']} rank(s), {entry['cut']}{job}"
     if entry["event"] == "failed":
         return f"failed: rank {entry['rank']} on {entry['host']}: {entry['cause']}"
-    return f"{entry['event'].replace('_', ' ')} {entry.get('reason', '')}".strip()
+    reason = f": {entry['reason']}" if "reason" in entry else ""
+    return f"{entry['event'].replace('_', ' ')}{reason}"
 
 
 def _configuration(record: Record) -> Iterator[Block]:
     config = record.begin.get("config")
     if config:
         yield Heading("Configuration")
-        yield Code("\n".join(_toml(config)))
+        yield Code("\n".join(_toml(config)).strip())
 
 
 def _toml(tables: dict[str, Any]) -> Iterator[str]:
     """A configuration as TOML; values of JSON are, as far as they occur, values of TOML."""
     for name, table in tables.items():
-        yield f"[{name}]"
+        yield f"\n[{name}]"
         for key, value in table.items():
             if value is not None:
                 yield f"{key} = {_value(value)}"
