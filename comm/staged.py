@@ -3,11 +3,16 @@
 The one place that knows how device memory gets into a message; transports that reach device memory themselves
 (NCCL, CUDA-aware MPI, IPC) make channels and reductions of their own behind the same two calls of `Communicator`. ::
 
-    start    pack -> [device buffer] --download--> [pinned]  wait  --> host channel, start
-    finish   host channel, finish --> [pinned] --upload--> [device buffer] -> unpack (enqueued, nobody waits)
+    start    pack -> [device buffer] --download--> [pinned]  (enqueued, nobody waits)
+             ... kernels that do not need it are enqueued ...
+    finish   wait for the download; host channel, start and finish;
+             [pinned] --upload--> [device buffer] -> unpack (enqueued, nobody waits)
 
-The host waits in two places, both for copies: in `start` until what is to be sent has come, and before pinned memory
-is written again, which the copies of the exchange before the last one have left long ago.
+The host is ahead of the device: it comes to `finish` while the kernels in between have hardly begun, and the message
+travels meanwhile. Were it sent in `start`, the device would have nothing to do until the host has seen the copy. The
+host waits for copies in two places: in `finish` until what is to be sent has come, and before pinned memory is written
+again, which the copies of the exchange before the last one have left long ago. A sum waits in `start`, because the
+ranks may finish sums in any order.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ class StagedChannel(Channel):
         self._out_pinned = device.pinned((end_of(self._sends),), self.dtype)
         self._in_pinned = [device.pinned((end_of(self._recvs),), self.dtype) for _ in range(2)]
         self._uploaded: list[Ticket | None] = [None, None]
+        self._downloaded: Ticket | None = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -64,12 +70,20 @@ class StagedChannel(Channel):
     def _start(self) -> None:
         if self._sends:
             self._device.download(self._out, self._out_pinned)
-            self._device.mark().wait()
+            self._downloaded = self._device.mark()
+
+    def _send(self) -> None:
+        """Start the host's channel, with what has been downloaded."""
+        if self._downloaded is not None:
+            self._downloaded.wait()
+            self._downloaded = None
             for peer, where in self._sends.items():
                 np.copyto(self._inner._send_buffer(peer, self.slot), self._out_pinned[where])
         self._inner._start()
 
     def _finish(self) -> float:
+        # All ranks finish their channels in the same order, so no two wait here for what the other sends later.
+        self._send()
         arrived = self._inner._finish()
         if self._recvs:
             pinned, before = self._in_pinned[self.slot], self._uploaded[self.slot]

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from halograd.comm import CommError
+from halograd.comm import CommError, Communicator
 from halograd.comm.shard import shards
+from tests.support.fake_device import FakeDevice
 from tests.support.gpu_ranks import gpu_ranks
 
 TRANSPORTS = ["nccl", "cuda-ipc", "mpi-cuda", "mpi-staged"]
@@ -226,3 +227,25 @@ def test_a_recorder_is_told_the_times_of_the_device(monkeypatch):
         assert [category for _, category, *_ in told] == ["communication", "wait"] * (len(told) // 2) and len(told) > 3
         for _, _, first, last in recorder.spans:
             assert begin - 0.1 <= first <= last <= end + 0.1
+
+
+@pytest.mark.ranks(2)
+def test_a_staged_message_travels_while_kernels_run(monkeypatch):
+    """The host waits for the copy, but not before it has enqueued what may run meanwhile."""
+    device = FakeDevice()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        other, kernel = 1 - comm.rank, device.zeros((9,), "float32")
+        channel = comm.channel({other: 10}, {other: 10}, "float32", device=device)
+        for run in range(5):
+            channel.send_buffer(other, channel.slot).fill(10 * run + comm.rank)
+            waits = device.waits
+            channel.start()
+            assert device.waits == waits
+            kernel.fill(run)
+            channel.finish()
+            assert device.waits - waits <= 2 and device.idled == 0
+            assert set(channel.recv_buffer(other, channel.slot).get()) == {10 * run + other}
+            channel.release()
+        channel.start()  # closed under way: what was begun is finished
+        channel.close()
+    device.close()
