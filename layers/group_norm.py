@@ -12,6 +12,7 @@ from halograd.layers.batch_norm import affine_arrays, affine_parameters
 from halograd.layers.binding import Binding
 from halograd.layers.channel_norm import ChannelNormOperator
 from halograd.layers.chunks import Work, buffer, chunks
+from halograd.layers.fused_group_norm import FusedGroupNormOperator
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.operator import Operator
@@ -80,6 +81,9 @@ class GroupNorm(Layer):
         return 7 * math.prod(shapes[0])
 
     def bind(self, binding: Binding) -> Operator:
+        if binding.kernels.cuda is not None and binding.dtype != np.float64:  # which is for proofs
+            groups = self.group_count(binding.output.layout.shape[-1])
+            return FusedGroupNormOperator(binding, groups, self.eps, self.activation == "relu")
         return GroupNormOperator(binding, self)
 
 
@@ -123,7 +127,7 @@ class LayerNorm(GroupNorm):
     def bind(self, binding: Binding) -> Operator:
         if self.axes == "channels":
             return ChannelNormOperator(binding, self.eps, self.activation == "relu")
-        return GroupNormOperator(binding, self)
+        return super().bind(binding)
 
 
 class GroupNormOperator(Operator):
@@ -244,7 +248,7 @@ class GroupNormOperator(Operator):
             np.divide(self.means[i, 1], inverse, out=slope, casting="same_kind")
             x, dx = (a[i].reshape(-1, len(channels)) for a in (self.x.array, self.dx))
             for part in chunks(x.shape[0], x.shape[1], self._work):
-                d = buffer(self._work, "part", x[part].shape, x.dtype)
+                d = buffer(self._work, "part", x[part].shape, channels.dtype)
                 np.subtract(x[part], channels, out=d)
                 d *= slope
                 d += shift

@@ -11,7 +11,9 @@ from halograd.layers import (
     Dense,
     Dropout,
     Flatten,
+    GroupNorm,
     Input,
+    InstanceNorm,
     LayerNorm,
     MeanSquaredError,
     Network,
@@ -20,6 +22,7 @@ from halograd.layers import (
 )
 from halograd.testing import grids, run_layer
 from tests.kernels.cuda.host import HostDevice, compiler
+from tests.layers.test_low_precision import near
 from tests.support.fake_device import FakeBackend
 from tests.training import test_device
 from tests.training.test_device import OPTIMIZERS, train
@@ -86,6 +89,33 @@ LAYERS = {
     "layer norm, plain": lambda: LayerNorm("channels", affine=False, name="l"),
     "dropout": lambda: Dropout(0.4, name="l"),
 }
+
+
+NORMS = {
+    "group norm": lambda: GroupNorm(2, activation="relu", name="l"),
+    "group norm, plain": lambda: GroupNorm(2, affine=False, name="l"),
+    "instance norm": lambda: InstanceNorm(name="l"),
+    "layer norm of samples": lambda: LayerNorm(activation="relu", name="l"),
+}
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_all_samples_at_once(name, cuda):
+    """In float32, against NumPy in float64; some ranks without samples, and blocks that do not divide."""
+    kernels = FakeBackend(cuda)
+    cuda.device.launched.clear()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for parts in grids(comm.size, ("sample", "height", "width")):
+            expected = run_layer(NORMS[name], [(7, 6, 4)], comm, parts, steps=2)
+            found = run_layer(NORMS[name], [(7, 6, 4)], comm, parts, steps=2, backend=kernels, dtype="float32")
+            wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=2e-5)]
+            comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
+            single = run_layer(NORMS[name], [(7, 6, 4)], comm, parts, backend=kernels, dtype="bfloat16")
+            wrong = [k for k in expected or () if k != "loss" and not near(single[k], expected[k])]
+            comm.agree(AssertionError(f"{parts}: {wrong} differ in bfloat16") if wrong else None)
+    assert {"group_totals", "group_moments", "group_spread"} <= set(cuda.device.launched)
+    kernels.close()
 
 
 @pytest.mark.ranks(1, 2)
