@@ -10,23 +10,66 @@ import mpi4py
 
 mpi4py.rc.initialize = False  # descriptions of layers are read; nothing is communicated
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from benchmarks.problems import PROBLEMS  # noqa: E402
 from halograd import layers as hl  # noqa: E402
 
-__all__ = ["TorchSubject"]
+__all__ = ["TorchNetwork", "TorchSubject"]
 
 Function = Callable[..., torch.Tensor]
 Params = Mapping[str, torch.Tensor]
 
 
-class TorchSubject:
-    """A network's graph, walked node by node, with torch's functions.
+class TorchNetwork:
+    """A network's graph, walked node by node, with torch's functions; channels-last activations and weights.
 
-    Channels-last activations and weights; activations in place where autograd allows it; gradients set to None;
-    fused SGD; one pool of ``threads`` threads. The allocator is tuned by the environment, as for all contestants.
+    Parameters
+    ----------
+    network
+        Whose graph.
+    weights, inputs
+        By name, packed with the channels last.
+    device
+        Where it runs.
+    """
+
+    def __init__(
+        self,
+        network: hl.Network,
+        weights: Mapping[str, np.ndarray],
+        inputs: Mapping[str, np.ndarray],
+        device: str = "cpu",
+    ) -> None:
+        self.device = device
+        self.params = {k: self._put(v).requires_grad_() for k, v in weights.items()}
+        self.inputs = {k: self._put(v) for k, v in inputs.items()}
+        self.steps = [self._bind(network, name, node) for name, node in network.layers.items()]
+        self._loss = network.names[network.outputs["loss"]]
+
+    def _put(self, array: np.ndarray) -> torch.Tensor:
+        return channels_last(torch.from_numpy(array).to(self.device))
+
+    def _bind(self, network: hl.Network, name: str, node: hl.Node) -> tuple[str, list[str], Function]:
+        own = {k.rpartition("/")[2]: v for k, v in self.params.items() if k.rpartition("/")[0] == name}
+        function = FUNCTIONS[type(node.layer)](node.layer, own, node.inputs[0].shape)
+        return name, [network.names[n] for n in node.inputs], function
+
+    def loss(self) -> torch.Tensor:
+        """Forward, of the inputs."""
+        values = dict(self.inputs)
+        for name, inputs, function in self.steps:
+            values[name] = function(*(values[i] for i in inputs))
+        return values[self._loss]
+
+
+class TorchSubject:
+    """A network trained by torch in eager mode.
+
+    Activations in place where autograd allows it; gradients set to None; fused SGD; one pool of ``threads`` threads.
+    The allocator is tuned by the environment, as for all contestants.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -34,26 +77,13 @@ class TorchSubject:
         torch.set_num_interop_threads(1)
         problem = PROBLEMS[spec["problem"]]
         network = problem.make()
-        self.params = {
-            k: channels_last(torch.from_numpy(v)).requires_grad_() for k, v in problem.weights(network).items()
-        }
-        self.inputs = {k: channels_last(torch.from_numpy(v)) for k, v in problem.data(network).items()}
-        self.steps = [self._bind(network, name, node) for name, node in network.layers.items()]
-        self.loss = network.names[network.outputs["loss"]]
-        self.optimizer = torch.optim.SGD(list(self.params.values()), lr=problem.rate, fused=True)
+        self.network = TorchNetwork(network, problem.weights(network), problem.data(network))
+        self.optimizer = torch.optim.SGD(list(self.network.params.values()), lr=problem.rate, fused=True)
         self.about = f"torch {torch.__version__}, channels-last, {torch.get_num_threads()} threads"
-
-    def _bind(self, network: hl.Network, name: str, node: hl.Node) -> tuple[str, list[str], Function]:
-        own = {k.rpartition("/")[2]: v for k, v in self.params.items() if k.rpartition("/")[0] == name}
-        function = FUNCTIONS[type(node.layer)](node.layer, own, node.inputs[0].shape)
-        return name, [network.names[n] for n in node.inputs], function
 
     def step(self) -> float:
         self.optimizer.zero_grad(set_to_none=True)
-        values = dict(self.inputs)
-        for name, inputs, function in self.steps:
-            values[name] = function(*(values[i] for i in inputs))
-        loss = values[self.loss]
+        loss = self.network.loss()
         loss.backward()
         self.optimizer.step()
         return loss.item()
@@ -69,10 +99,12 @@ class TorchSubject:
 
 
 def channels_last(array: torch.Tensor) -> torch.Tensor:
-    """``(N, H, W, C)`` as ``(N, C, H, W)`` with the channels packed; others as they are.
+    """``(N, H, W, C)`` as ``(N, C, H, W)`` with the channels packed, in 3-D likewise; others as they are.
 
     Weights ``(K, h, w, C)`` become torch's ``(K, C, h, w)`` by the same move, those of transposed convolutions too.
     """
+    if array.ndim == 5:
+        return array.permute(0, 4, 1, 2, 3).contiguous(memory_format=torch.channels_last_3d)
     if array.ndim != 4:
         return array.clone()
     return array.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
@@ -97,24 +129,28 @@ def _activated(function: Function, activation: str | None) -> Function:
 def _conv(layer: hl.Conv, own: Params, shape: tuple[int, ...]) -> Function:
     options = _symmetric(layer, shape)
     w, b = own["w"], own.get("b")
-    return _activated(lambda x: F.conv2d(x, w, b, groups=layer.groups, **options), layer.activation)
+    conv = (F.conv1d, F.conv2d, F.conv3d)[w.ndim - 3]
+    return _activated(lambda x: conv(x, w, b, groups=layer.groups, **options), layer.activation)
 
 
 def _transposed(layer: hl.ConvTranspose, own: Params, shape: tuple[int, ...]) -> Function:
     options = _symmetric(layer, shape)
     w, b = own["w"], own.get("b")
-    return lambda x: F.conv_transpose2d(x, w, b, groups=layer.groups, **options)
+    conv = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[w.ndim - 3]
+    return lambda x: conv(x, w, b, groups=layer.groups, **options)
 
 
 def _batch_norm(layer: hl.BatchNorm, own: Params, shape: tuple[int, ...]) -> Function:
-    mean, var = torch.zeros(shape[-1]), torch.ones(shape[-1])
+    gamma = own["gamma"].detach()
+    mean, var = torch.zeros_like(gamma), torch.ones_like(gamma)
     rest = (own["gamma"], own["beta"], True, layer.momentum, layer.eps)
     return _activated(lambda x: F.batch_norm(x, mean, var, *rest), layer.activation)
 
 
 def _max_pool(layer: hl.MaxPool, own: Params, shape: tuple[int, ...]) -> Function:
     kernel, options = tuple(w.kernel for w in layer.windows(shape)), _symmetric(layer, shape)
-    return lambda x: F.max_pool2d(x, kernel, **options)
+    pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(kernel) - 1]
+    return lambda x: pool(x, kernel, **options)
 
 
 def _add(layer: hl.Add, own: Params, shape: tuple[int, ...]) -> Function:
@@ -131,7 +167,7 @@ FUNCTIONS: dict[type, Callable[[Any, Params, tuple[int, ...]], Function]] = {
     # In these networks a ReLU of its own follows a sum, whose value nobody else reads.
     hl.ReLU: lambda layer, own, shape: lambda x: F.relu(x, inplace=True),
     hl.Concat: lambda layer, own, shape: lambda *xs: torch.cat(xs, dim=1),
-    hl.GlobalAveragePool: lambda layer, own, shape: lambda x: x.mean(dim=(2, 3)),
+    hl.GlobalAveragePool: lambda layer, own, shape: lambda x: x.mean(dim=tuple(range(2, x.ndim))),
     hl.Dense: lambda layer, own, shape: lambda x: F.linear(x, own["w"], own.get("b")),
     hl.SoftmaxCrossEntropy: lambda layer, own, shape: lambda x, t: F.cross_entropy(x, t[:, 0].long()),
     hl.BinaryCrossEntropyWithLogits: lambda layer, own, shape: F.binary_cross_entropy_with_logits,

@@ -34,8 +34,8 @@ def as_dtype(name: Any) -> np.dtype:
 
 
 def is_low(dtype: Any) -> bool:
-    """Whether a dtype has 16 bits."""
-    return np.dtype(dtype).name in LOW
+    """Whether a dtype, or the name of one, has 16 bits."""
+    return (dtype if isinstance(dtype, str) else np.dtype(dtype).name) in LOW
 
 
 def wide(dtype: Any) -> np.dtype:

@@ -23,6 +23,8 @@ from halograd.gpucheck.report import Report, Result
 __all__ = ["main"]
 
 BUDGET = 500.0  # [s]
+#: Of each part [s]; what one does not need is left to those behind it.
+PARTS = {"kernels": 110.0, "ranks": 140.0, "transports": 60.0, "benchmarks": 420.0}
 RANKS = (1, 2, 4)
 RANKS_LIMIT = 150.0  # [s]: a job that takes longer hangs
 #: Ranks that share the GPU by other ways than the host's memory. NCCL lets two do so, and may hang where SMs run out.
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m halograd.gpucheck", description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("gpu-check.json"), help="where the results go")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which nothing new is begun")
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part only; may be repeated")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--transport", default="", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -48,17 +51,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.add(Result("gpu", "everything", "skipped", reason))
     else:
         print("\n".join(f"{key}: {value}" for key, value in report.facts.items()))
-        _kernels(report)
-        for size in RANKS:
-            _ranks(report, size)
-        for transport, sizes in TRANSPORTS.items():
-            for size in sizes:
-                _ranks(report, size, transport)
-        _benchmarks(report)
+        parts = {"kernels": _kernels, "ranks": _all_ranks, "transports": _transports, "benchmarks": _benchmarks}
+        for name, run in parts.items():
+            if given.only is None or name in given.only:
+                with report.part(PARTS[name]):
+                    run(report)
     report.write(given.json)
     print(report.table())
     print(f"written to {given.json}")
     return int(report.failed)
+
+
+def _all_ranks(report: Report) -> None:
+    for size in RANKS:
+        _ranks(report, size)
+
+
+def _transports(report: Report) -> None:
+    for transport, sizes in TRANSPORTS.items():
+        for size in sizes:
+            _ranks(report, size, transport)
 
 
 def _kernels(report: Report) -> None:
@@ -137,6 +149,7 @@ def _as_ranks(path: Path, transport: str = "") -> int:
             check_races(kernels, comm, report)
             check_layers(kernels, comm, report, "float32")
             check_training(kernels, comm, report, "float32")
+            check_training(kernels, comm, report, "bfloat16", f"bfloat16 {comm.size} ranks")
         if comm.rank == 0:
             path.write_text(json.dumps([asdict(r) for r in report.results]), encoding="utf-8")
     return 0
@@ -147,7 +160,8 @@ def _benchmarks(report: Report) -> None:
     from halograd.gpucheck.benchmarks import run_benchmarks
     from halograd.kernels import get_backend
 
-    with Communicator(boot()) as comm, get_backend("cudnn", precision="tf32") as kernels:
+    # torch measures its algorithms too (cudnn.benchmark).
+    with Communicator(boot()) as comm, get_backend("cudnn", autotune=True, precision="tf32") as kernels:
         run_benchmarks(kernels, comm, report)
 
 

@@ -1,88 +1,180 @@
-"""Times and memory of training steps on one GPU, and its copy bandwidth. Local."""
+"""Speed on one GPU: copies, halos, training steps beside torch's, the cost of cutting, memory. Local."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
 from halograd.comm import Communicator
-from halograd.gpucheck.report import Report
+from halograd.device import DeviceError, as_dtype
+from halograd.dtensor import Box, Exchange
+from halograd.gpucheck.contest import DTYPES, Ours, contest, rounds
+from halograd.gpucheck.lone import LoneCommunicator
+from halograd.gpucheck.report import Report, Result
+from halograd.gpucheck.subjects import SUBJECTS, Subject
+from halograd.gpucheck.torch_process import TorchProcess, find_torch
 from halograd.kernels import Backend
-from halograd.layers.strategy import Strategy
-from halograd.models import mesh_1k, mesh_2k, resnet50, unet2d, unet3d
-from halograd.testing import random_array
-from halograd.training.executor import Executor
-from halograd.training.optimizers import SGD
-from halograd.training.schedules import Constant
-from halograd.training.trainer import Trainer
 
-__all__ = ["NETWORKS", "run_benchmarks", "time_copies", "time_steps"]
+__all__ = ["run_benchmarks", "time_copies", "time_cutting", "time_halo"]
 
-#: Network and batch.
-NETWORKS: dict[str, tuple[Callable[[], Any], int]] = {
-    "resnet50 224, batch 64": (resnet50, 64),
-    "mesh-1K, batch 1": (mesh_1k, 1),
-    "mesh-2K, batch 1": (mesh_2k, 1),
-    "U-Net 512, batch 1": (lambda: unet2d(512), 1),
-    "U-Net 128^3, batch 1": (lambda: unet3d(128), 1),
-}
-ROUNDS, STEPS = 3, 10
+ROUNDS, STEPS = 3, 20
+#: What has to be left of the budget for one more contest, of ours and torch's eager mode [s].
+CONTEST_NEEDS = 25.0
+CUTS: tuple[dict[str, int], ...] = ({"height": 2}, {"height": 2, "width": 2})
 Outcome = tuple[str, Mapping[str, float]]
 
 
-def run_benchmarks(kernels: Backend, comm: Communicator, report: Report) -> None:
-    """All benchmarks, each as one result with its numbers."""
-    report.check("benchmarks", "copy within the device", lambda: time_copies(kernels))
-    for name, (make, batch) in NETWORKS.items():
-        report.check("benchmarks", name, lambda m=make, b=batch: time_steps(kernels, comm, m(), b))  # type: ignore[misc]
+def run_benchmarks(
+    kernels: Backend,
+    comm: Communicator,
+    report: Report,
+    subjects: Mapping[str, Subject] = SUBJECTS,
+    precisions: Sequence[str] = tuple(DTYPES),
+    torch_device: str = "cuda",
+) -> None:
+    """All benchmarks, each as one result with its numbers; the most telling first, as long as the budget lasts."""
+    group = "benchmarks"
+    rate = report.check(group, "copy within the device", lambda: time_copies(kernels))
+    bandwidth = rate.numbers.get("bytes_per_second", 0.0)
+    report.check(group, "halo of (1, 1024, 1024, 128) bf16", lambda: time_halo(kernels, bandwidth))
+    lacks = find_torch()
+    with ExitStack() as stack:
+        torch = None if lacks else stack.enter_context(TorchProcess(torch_device))
+        if lacks:
+            report.add(Result(group, "torch", "skipped", lacks))
+        for precision in precisions:
+            for i, subject in enumerate(subjects.values()):
+                name = f"{subject.title}, {precision}"
+                arguments = (kernels, comm, subject, precision, report, torch)
+                _within(report, group, name, lambda a=arguments: contest(*a))  # type: ignore[misc]
+                torch = _freed(torch, stack, torch_device, subject is list(subjects.values())[-1])
+                if not i and precision == precisions[0]:
+                    cut = (kernels, comm, subject, precision)
+                    _within(report, group, f"cutting {name}", lambda c=cut: time_cutting(*c))  # type: ignore[misc]
+
+
+def _within(report: Report, group: str, name: str, run: Callable[[], Outcome]) -> None:
+    left = report.seconds_left
+    if left < CONTEST_NEEDS:
+        report.add(Result(group, name, "skipped", f"{max(0.0, left):.0f} s are left, it takes {CONTEST_NEEDS:.0f} s"))
+    else:
+        report.check(group, name, run)
+
+
+def _freed(torch: TorchProcess | None, stack: ExitStack, device: str, last: bool) -> TorchProcess | None:
+    """torch without its networks; a new one where it was ended because it took too long."""
+    if torch is None or last:
+        return torch
+    try:
+        torch.ask(30.0, do="free")
+        return torch
+    except Exception:
+        return stack.enter_context(TorchProcess(device))
 
 
 def time_copies(kernels: Backend, nbytes: int = 1 << 28) -> Outcome:
     """Bandwidth of a copy, reading and writing [B/s]."""
-    device = kernels.device
     source, target = (kernels.zeros((nbytes,), "uint8") for _ in range(2))
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        first = device.stamp()
-        for _ in range(STEPS):
-            np.copyto(target, source)
-        second = device.stamp()
-        device.synchronize()
-        seconds.append(device.seconds(first, second) / STEPS)
-    rate = 2 * nbytes / min(seconds[1:])
+    rate = 2 * nbytes / _fastest(kernels, lambda: np.copyto(target, source))
     return f"{rate / 1e9:.0f} GB/s", {"bytes_per_second": rate}
 
 
-def time_steps(kernels: Backend, comm: Communicator, network: Any, batch: int) -> Outcome:
-    """Seconds of a training step by the device's clock, the fastest and the median round, and memory [B].
+def time_halo(
+    kernels: Backend, bandwidth: float, extent: int = 1024, channels: int = 128, dtype: str = "bfloat16"
+) -> Outcome:
+    """Pack, copy and unpack of a block's halo of width 1 with all eight neighbors, without a wire.
 
-    Steps follow each other without anybody waiting, as in training.
+    Beside it the time of three launches that move next to nothing, below which three launches cannot be. Both are
+    recorded as graphs where the device has them, so that the host's share is not in it.
     """
-    device = kernels.device
-    before = device.memory()
-    with Executor(network, comm, kernels, batch, Strategy({"sample": 1}), "float32") as executor:
-        trainer = Trainer(executor, SGD(executor.store, momentum=0.9), Constant(1e-4))
-        for name, node in network.inputs.items():
-            integer = node.dtype != "compute"
-            array = random_array((batch, *node.shape), name)
-            executor.set_input(name, np.zeros_like(array) if integer else np.clip(array, 0, 1))
+    blocks, wanted = [], []
+    whole = Box((0, 0, 0, 0), (1, 3 * extent, 3 * extent, channels))
+    for row in range(3):
+        for column in range(3):
+            start = (0, row * extent, column * extent, 0)
+            box = Box(start, (1, start[1] + extent, start[2] + extent, channels))
+            grown = Box((0, box.start[1] - 1, box.start[2] - 1, 0), (1, box.stop[1] + 1, box.stop[2] + 1, channels))
+            blocks.append(box)
+            wanted.append(grown & whole)
+    array = kernels.zeros(wanted[4].shape, as_dtype(dtype))
+    comm: Any = LoneCommunicator(4, 9)
+    origin = wanted[4].start
+    exchange = Exchange(comm, blocks, wanted, array, array, source_origin=origin, target_origin=origin)
+    nbytes = array.nbytes - blocks[4].size * array.itemsize
+    small = [kernels.zeros((64,), "uint8") for _ in range(2)]
+
+    def floor() -> None:
+        for _ in range(3):
+            np.copyto(small[0], small[1])
+
+    seconds, least = _fastest(kernels, _recorded(kernels, exchange.run)), _fastest(kernels, _recorded(kernels, floor))
+    enqueued = _fastest(kernels, exchange.run)
+    exchange.close()
+    # Packing, the copy and unpacking each read and write what travels.
+    rate = 6 * nbytes / seconds
+    share = rate / bandwidth if bandwidth else 0.0
+    numbers = {"seconds": seconds, "floor_seconds": least, "enqueued_seconds": enqueued, "bytes": nbytes}
+    numbers |= {"bytes_per_second": rate, "share_of_copy": share}
+    text = f"{1e6 * seconds:.1f} us ({1e6 * enqueued:.1f} us enqueued one by one), {100 * share:.0f} % of the copy"
+    return f"{text} bandwidth; three launches that move nothing take {1e6 * least:.1f} us", numbers
+
+
+def time_cutting(
+    kernels: Backend, comm: Any, subject: Subject, precision: str, cuts: Sequence[Mapping[str, int]] = CUTS
+) -> Outcome:
+    """The same sample as blocks, whose steps are worked one after the other, against uncut.
+
+    A block's step holds everything but the wires: its kernels over its part of the sample with halos, packing,
+    unpacking, statistics around sums. The update of all parameters, which every block repeats, is counted once.
+    """
+    dtype, numbers = DTYPES[precision], {}
+    uncut = Ours(kernels, comm, subject, dtype)
+    uncut.warm_up()
+    numbers["uncut"] = _median(uncut.seconds)
+    numbers["update"] = update = _fastest(kernels, uncut.update)
+    uncut.close()
+    texts = []
+    for parts in cuts:
+        size = int(np.prod(list(parts.values())))
         seconds = []
-        for _ in range(ROUNDS + 1):
-            first = device.stamp()
-            for _ in range(STEPS):
-                trainer.step()
-            second = device.stamp()
-            device.synchronize()
-            seconds.append(device.seconds(first, second) / STEPS)
-        trainer.settle()
-        after, predicted = device.memory(), sum(executor.predicted_bytes.values())
-    gc.collect()
-    numbers = {"seconds": min(seconds[1:]), "median": float(np.median(seconds[1:])), "predicted_bytes": predicted}
-    text = f"{1e3 * numbers['seconds']:.2f} ms/step, {batch / numbers['seconds']:.1f} samples/s"
-    if before is not None and after is not None:
-        numbers["device_bytes"] = after.used - before.used
-        text += f", {numbers['device_bytes'] / 2**20:.0f} MiB, {predicted / 2**20:.0f} predicted"
-    return text, numbers
+        for rank in range(size):
+            block = Ours(kernels, LoneCommunicator(rank, size), subject, dtype, parts=parts)
+            block.warm_up()
+            seconds.append(_median(block.seconds))
+            block.close()
+        total = numbers[f"{size} blocks"] = sum(seconds) - (size - 1) * update
+        texts.append(f"{size} blocks {100 * (total / numbers['uncut'] - 1):+.1f} %")
+    return f"uncut {1e3 * numbers['uncut']:.2f} ms/step; {', '.join(texts)}", numbers
+
+
+def _median(run: Callable[[int], float]) -> float:
+    return float(np.median(rounds({"it": run}, ROUNDS)["it"]))
+
+
+def _recorded(kernels: Backend, run: Callable[[], None]) -> Callable[[], None]:
+    """The same as a graph, where the device has them."""
+    run()  # what is loaded at the first launch is not recorded
+    kernels.device.synchronize()
+    prepare = getattr(kernels, "before_capture", None)
+    if prepare is not None:
+        prepare()
+    try:
+        return kernels.device.capture(run)
+    except DeviceError:
+        return run
+
+
+def _fastest(kernels: Backend, run: Callable[[], None]) -> float:
+    """Seconds of one run on the device, in the fastest of some rounds."""
+    device, seconds = kernels.device, []
+    for _ in range(ROUNDS + 1):
+        first = device.stamp()
+        for _ in range(STEPS):
+            run()
+        second = device.stamp()
+        device.synchronize()
+        seconds.append(device.seconds(first, second) / STEPS)
+    return max(min(seconds[1:]), 1e-12)

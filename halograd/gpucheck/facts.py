@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import platform
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ def facts() -> dict[str, Any]:
     cupy, cudnn = _module("cupy"), _module("cudnn")
     found: dict[str, Any] = {
         "halograd": __version__,
+        "commit": _commit(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "cupy": getattr(cupy, "__version__", None),
@@ -43,6 +46,18 @@ def missing(found: dict[str, Any]) -> list[str]:
     if not found["devices"]:
         lacks.append("a CUDA device with its driver")
     return lacks
+
+
+def _commit() -> str | None:
+    """Of the repository that this runs in, with a mark where files differ from it."""
+    root = Path(__file__).resolve().parents[2]
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        state = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip() + ("+" if state.stdout.strip() else "")
 
 
 def _device(cupy: Any, ordinal: int) -> dict[str, Any]:

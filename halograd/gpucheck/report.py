@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,23 @@ class Report:
     def __init__(self, budget: float = 500.0, say: Callable[[str], object] = print) -> None:
         self.results: list[Result] = []
         self.facts: dict[str, Any] = {}
-        self._say, self._begin, self._budget = say, time.perf_counter(), budget
+        self._say, self._budget = say, budget
+        self._until = time.perf_counter() + budget
 
     @property
     def seconds_left(self) -> float:
-        """Of the budget [s]."""
-        return self._budget - (time.perf_counter() - self._begin)
+        """Of the budget, and of that of the part that is under way [s]."""
+        return self._until - time.perf_counter()
+
+    @contextmanager
+    def part(self, seconds: float) -> Iterator[None]:
+        """What begins in here has so many seconds, if as many are left."""
+        until, budget = self._until, self._budget
+        self._until, self._budget = min(until, time.perf_counter() + seconds), min(budget, seconds)
+        try:
+            yield
+        finally:
+            self._until, self._budget = until, budget
 
     def check(self, group: str, name: str, run: Callable[[], tuple[str, Mapping[str, float]]]) -> Result:
         """Run one check: it returns a detail and numbers, and raises if what it found is wrong."""
@@ -81,8 +93,9 @@ class Report:
         return any(r.status == "failed" for r in self.results)
 
     def table(self) -> str:
-        """Counts per group."""
-        lines = [f"{'group':24}{'ok':>6}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
+        """What was measured, and counts per group."""
+        lines = [f"{r.name}: {r.detail}" for r in self.results if r.group == "benchmarks"]
+        lines += [f"{'group':24}{'ok':>6}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
         for group in dict.fromkeys(r.group for r in self.results):
             some = [r for r in self.results if r.group == group]
             counts = [sum(r.status == s for r in some) for s in ("ok", "failed", "skipped")]

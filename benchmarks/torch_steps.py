@@ -1,0 +1,114 @@
+"""torch on a device, asked by :mod:`halograd.gpucheck`: builds a network, and runs steps that it times there.
+
+``python -m benchmarks.torch_steps DEVICE``; commands and answers are JSON lines::
+
+    {"do": "build", "name": "eager", "subject": {...},
+     "precision": "bf16" | "tf32", "compiled": false}   -> {"loss": ..., "about": ..., "bytes": ...}
+    {"do": "steps", "name": "eager", "count": 10}       -> {"seconds": ...} of a step
+    {"do": "free"}                                      -> {}
+
+Channels-last, ``cudnn.benchmark``, fused SGD with momentum, gradients set to None. ``bf16`` is autocast, whose
+parameters stay float32; ``compiled`` is `torch.compile` of the forward pass, and with it of the backward pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.subject_torch import TorchNetwork
+from halograd.gpucheck.subjects import MOMENTUM, RATE, Subject
+
+__all__ = ["Steps", "serve"]
+
+
+class Steps:
+    """Training steps of one network on a device."""
+
+    def __init__(self, subject: Subject, precision: str, compiled: bool, device: str) -> None:
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        description = subject.network()
+        weights, data = subject.weights(description), subject.data(description)
+        network = TorchNetwork(description, weights, data, device)
+        self.device, self._low = device, precision == "bf16"
+        self._forward = torch.compile(network.loss) if compiled else network.loss
+        self._optimizer = torch.optim.SGD(list(network.params.values()), lr=RATE, momentum=MOMENTUM, fused=True)
+
+    def step(self) -> torch.Tensor:
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self._low):
+            loss = self._forward()
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def seconds(self, count: int) -> float:
+        """Time of a step, that follows others without waiting [s]."""
+        if self.device == "cpu":
+            begin = time.perf_counter()
+            for _ in range(count):
+                self.step()
+            return (time.perf_counter() - begin) / count
+        first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(count):
+            self.step()
+        second.record()
+        second.synchronize()
+        return first.elapsed_time(second) * 1e-3 / count
+
+
+class _Server:
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.steps: dict[str, Steps] = {}
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        if command["do"] == "build":
+            return self._build(command)
+        if command["do"] == "free":
+            self.steps.clear()
+            gc.collect()
+            if self.device == "cuda":
+                torch._dynamo.reset()
+                torch.cuda.empty_cache()
+            return {}
+        return {"seconds": self.steps[command["name"]].seconds(command["count"])}
+
+    def _build(self, command: dict[str, Any]) -> dict[str, Any]:
+        gpu = self.device == "cuda"
+        before = torch.cuda.memory_allocated() if gpu else 0
+        made = Steps(Subject(**command["subject"]), command["precision"], command["compiled"], self.device)
+        loss = float(made.step())
+        made.step()  # by now cudnn.benchmark has measured, and everything is compiled
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        made.step()
+        nbytes = torch.cuda.max_memory_allocated() - before if gpu else 0
+        self.steps[command["name"]] = made
+        about = f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, channels-last"
+        return {"loss": loss, "bytes": nbytes, "about": about}
+
+
+def serve(device: str) -> None:
+    """Answer commands until there are no more; what else prints goes to the standard error output."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    server = _Server(device)
+    for line in sys.stdin:
+        try:
+            answer = server.answer(json.loads(line))
+        except Exception as error:
+            answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
+        print(json.dumps(answer), file=replies)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

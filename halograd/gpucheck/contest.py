@@ -1,0 +1,173 @@
+"""Training steps of ours beside torch's, by turns on one GPU."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from halograd.gpucheck.report import Report
+from halograd.gpucheck.subjects import MOMENTUM, RATE, Subject
+from halograd.gpucheck.torch_process import TorchError, TorchProcess
+from halograd.kernels import Backend
+from halograd.layers.strategy import Strategy
+from halograd.training.executor import Executor
+from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
+
+__all__ = ["DTYPES", "LIMITS", "Ours", "contest", "rounds"]
+
+Outcome = tuple[str, Mapping[str, float]]
+
+#: Dtype of activations by what is compared; the backend computes float32 in TF32.
+DTYPES = {"bf16": "bfloat16", "tf32": "float32"}
+#: Largest difference of the first losses, relative: it must be the same network on the same data.
+LIMITS = {"bf16": 0.05, "tf32": 0.01}
+ROUNDS, ROUND_SECONDS, MOST_STEPS = 5, 0.25, 50
+EAGER_PATIENCE, COMPILE_PATIENCE, STEPS_PATIENCE = 60.0, 120.0, 60.0  # [s]
+#: What has to be left for torch to compile a network [s].
+COMPILE_NEEDS = 90.0
+
+
+class Ours:
+    """Training steps of a subject by our kernels. Collective over `comm`."""
+
+    def __init__(
+        self,
+        kernels: Backend,
+        comm: Any,
+        subject: Subject,
+        dtype: str,
+        graph: bool = False,
+        parts: Mapping[str, int] | None = None,
+    ) -> None:
+        network = subject.network()
+        strategy = Strategy(dict(parts or {"sample": 1}))
+        self._device = kernels.device
+        self.executor = Executor(network, comm, kernels, subject.batch, strategy, dtype, graph=graph)
+        self.trainer = Trainer(self.executor, SGD(self.executor.store, momentum=MOMENTUM), Constant(RATE))
+        for name, array in subject.data(network).items():
+            self.executor.set_input(name, array)
+
+    def warm_up(self) -> float:
+        """Some steps, in which graphs are recorded too; the loss of the first."""
+        loss = float(self.trainer.step())
+        for _ in range(3):
+            self.trainer.step()
+        self._device.synchronize()
+        return loss
+
+    def seconds(self, count: int) -> float:
+        """Time of a step on the device, that follows others without waiting [s]."""
+        first = self._device.stamp()
+        for _ in range(count):
+            self.trainer.step()
+        second = self._device.stamp()
+        self._device.synchronize()
+        return self._device.seconds(first, second) / count
+
+    def update(self) -> None:
+        """The updates of all parameters once more."""
+        for bucket in self.executor.store.buckets:
+            self.trainer.optimizer.update(bucket)
+
+    def close(self) -> None:
+        """Free everything."""
+        self.trainer.settle()
+        self.executor.close()
+        del self.trainer, self.executor
+        gc.collect()
+
+
+def rounds(contestants: Mapping[str, Callable[[int], float]], count: int = ROUNDS) -> dict[str, list[float]]:
+    """Seconds of a step per round, all contestants taking turns; the order turns around from round to round."""
+    steps = {}
+    for name, run in contestants.items():
+        steps[name] = max(3, min(MOST_STEPS, math.ceil(ROUND_SECONDS / max(run(2), 1e-6))))
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for i in range(count):
+        for name in list(contestants)[:: 1 if i % 2 == 0 else -1]:
+            found[name].append(contestants[name](steps[name]))
+    return found
+
+
+def contest(
+    kernels: Backend, comm: Any, subject: Subject, precision: str, report: Report, torch: TorchProcess | None
+) -> Outcome:
+    """Median seconds of a step of ours, also as a graph, and of torch, eager and compiled as far as the time allows.
+
+    Ours alone comes first: memory against the prediction.
+    """
+    numbers: dict[str, float] = {}
+    notes: list[str] = []
+    device, before = kernels.device, kernels.device.memory()
+    plain = Ours(kernels, comm, subject, DTYPES[precision])
+    numbers["loss"] = plain.warm_up()
+    numbers["predicted_bytes"] = sum(plain.executor.predicted_bytes.values())
+    after = device.memory()
+    if before is not None and after is not None:
+        numbers["device_bytes"] = after.used - before.used
+    contestants: dict[str, Callable[[int], float]] = {"ours": plain.seconds}
+    opened = [plain]
+    try:
+        try:
+            graphed = Ours(kernels, comm, subject, DTYPES[precision], graph=True)
+            opened.append(graphed)
+            graphed.warm_up()
+            contestants["ours, graph"] = graphed.seconds
+        except Exception as error:
+            notes.append("no graph: " + " ".join(str(error).split())[:120])
+        if torch is not None:
+            _enter_torch(contestants, numbers, notes, subject, precision, report, torch)
+        found = rounds(contestants)
+    finally:
+        for one in reversed(opened):
+            one.close()
+    for name, seconds in found.items():
+        numbers[name] = statistics.median(seconds)
+        numbers[f"{name}, fastest"] = min(seconds)
+    return _text(numbers, notes, found), numbers
+
+
+def _enter_torch(
+    contestants: dict[str, Callable[[int], float]],
+    numbers: dict[str, float],
+    notes: list[str],
+    subject: Subject,
+    precision: str,
+    report: Report,
+    torch: TorchProcess,
+) -> None:
+    for name, patience in (("eager", EAGER_PATIENCE), ("compiled", COMPILE_PATIENCE)):
+        if name == "compiled" and report.seconds_left < COMPILE_NEEDS:
+            notes.append(f"not compiled: {max(0.0, report.seconds_left):.0f} s are left")
+            return
+        compiled = name == "compiled"
+        asked = {"name": name, "subject": asdict(subject), "precision": precision, "compiled": compiled}
+        try:
+            patience = min(patience, max(20.0, report.seconds_left))
+            made = torch.ask(patience, do="build", **asked)
+        except TorchError as error:
+            notes.append(f"{name}: {error}")
+            continue
+        apart = abs(made["loss"] - numbers["loss"]) / max(abs(made["loss"]), 1e-6)
+        if not apart <= LIMITS[precision]:
+            raise AssertionError(f"the first loss is {numbers['loss']:.5f}, torch's {made['loss']:.5f}")
+        numbers[f"{name} bytes"] = made["bytes"]
+        contestants[name] = lambda count, n=name: float(  # type: ignore[misc]
+            torch.ask(STEPS_PATIENCE, do="steps", name=n, count=count)["seconds"]
+        )
+
+
+def _text(numbers: Mapping[str, float], notes: list[str], found: Mapping[str, list[float]]) -> str:
+    """Milliseconds of a step each, and the memory."""
+    parts = [f"{name} {1e3 * numbers[name]:.2f}" for name in found]
+    text = f"ms/step: {', '.join(parts)}"
+    if "device_bytes" in numbers:
+        share = numbers["device_bytes"] / max(1, numbers["predicted_bytes"]) - 1
+        text += f"; {numbers['device_bytes'] / 2**20:.0f} MiB, {100 * share:+.1f} % of the prediction"
+    return "; ".join([text, *notes])

@@ -1,0 +1,151 @@
+"""One rank of several without the others: its kernels, packing and unpacking, while messages lead back to itself.
+
+For times only: what arrives are the own messages, so that numbers are of no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from halograd.comm.counters import Counters
+from halograd.device import HOST, Device
+
+__all__ = ["LoneCommunicator"]
+
+
+class LoneCommunicator:
+    """What an executor asks of a communicator, for rank `rank` of `size`, with nobody there. Local.
+
+    Messages are copied from the send to the receive buffers within the device, as many bytes as both have; sums leave
+    their buffer as it is. All ranks must share all samples: groups of some of them cannot be made.
+    """
+
+    transport = "lone"
+    recorder = None
+    waits_for_network = False
+    waiting = None
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.ranks = rank, size, tuple(range(size))
+        self.nodes = (0,) * size
+        self.counters = Counters()
+        self._channels: list[_Mirror] = []
+
+    def channel(
+        self,
+        send_counts: Mapping[int, int],
+        recv_counts: Mapping[int, int],
+        dtype: Any,
+        *,
+        kind: str = "halo",
+        name: str | None = None,
+        device: Device = HOST,
+    ) -> _Mirror:
+        """See `Communicator.channel`."""
+        self._channels.append(_Mirror(send_counts, recv_counts, np.dtype(dtype), device))
+        return self._channels[-1]
+
+    def reduction(self, buffer: Any, group: Any = None, **options: Any) -> _Unchanged:
+        """A sum in which the others have no part."""
+        return _Unchanged()
+
+    def split(self, color: int | None) -> LoneCommunicator:
+        """Refused: who the others of a group are, one rank alone cannot know."""
+        raise ValueError("LoneCommunicator: expected a cut in which all ranks share all samples, got one of groups")
+
+    @property
+    def buffer_bytes(self) -> int:
+        return 0
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(channel.nbytes for channel in self._channels)
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        yield
+
+    def agree(self, fault: BaseException | None = None) -> None:
+        if fault is not None:
+            raise fault
+
+    def bcast(self, value: Any) -> Any:
+        return value
+
+    def allgather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def allreduce_scalar(self, value: float, operation: str = "sum") -> float:
+        return value
+
+
+class _Mirror:
+    """A channel that receives what it sends."""
+
+    def __init__(self, sends: Mapping[int, int], recvs: Mapping[int, int], dtype: np.dtype, device: Device) -> None:
+        self.send_counts = {p: n for p, n in sorted(sends.items()) if n}
+        self.recv_counts = {p: n for p, n in sorted(recvs.items()) if n}
+        self.slot = 0
+        out, back = (device.zeros((sum(c.values()),), dtype) for c in (self.send_counts, self.recv_counts))
+        self._send, self._recv = _parts(out, self.send_counts), _parts(back, self.recv_counts)
+        both = min(out.size, back.size)
+        self._pair = (back[:both], out[:both])
+        self.nbytes = out.nbytes + back.nbytes
+
+    def send_buffer(self, peer: int, slot: int) -> Any:
+        return self._send[peer]
+
+    def recv_buffer(self, peer: int, slot: int) -> Any:
+        return self._recv[peer]
+
+    def start(self) -> None:
+        target, source = self._pair
+        if target.size:
+            np.copyto(target, source)
+
+    def finish(self) -> None:
+        """Nothing: the copy is in the queue."""
+
+    def release(self) -> None:
+        self.slot = 1 - self.slot
+
+    def close(self) -> None:
+        """Nothing to free but memory."""
+
+
+class _Unchanged:
+    """A reduction that leaves its buffer alone."""
+
+    closed = False
+
+    @property
+    def on_host(self) -> _Unchanged:
+        return self
+
+    def compensate(self, errors: Any) -> None:
+        """Nothing is rounded."""
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def run(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _parts(array: Any, counts: Mapping[int, int]) -> dict[int, Any]:
+    """The part of each peer, one behind the other."""
+    parts, start = {}, 0
+    for peer, count in counts.items():
+        parts[peer] = array[start : start + count]
+        start += count
+    return parts

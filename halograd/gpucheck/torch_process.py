@@ -1,0 +1,91 @@
+"""torch as a process of its own, that runs steps when it is asked to: its cuDNN and ours need not be the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TorchError", "TorchProcess", "find_torch"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SERVER = "benchmarks.torch_steps"
+
+
+class TorchError(RuntimeError):
+    """torch cannot do what it was asked for, or took too long."""
+
+
+def find_torch() -> str | None:
+    """What is missing to compare with torch; None if nothing is."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        return "needs torch (pip install torch)"
+    if not (_ROOT / "benchmarks" / "torch_steps.py").exists():
+        return "needs benchmarks/ of the repository: run it there"
+    return None
+
+
+class TorchProcess:
+    """Talks to ``benchmarks/torch_steps.py`` by JSON lines. Local. It uses neither CPU nor GPU while it waits.
+
+    Parameters
+    ----------
+    device
+        ``"cuda"``, or ``"cpu"`` for tests.
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+        command = [sys.executable, "-m", _SERVER, device]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=environment, bufsize=1
+        )
+
+    def ask(self, patience: float, **command: Any) -> dict[str, Any]:
+        """The answer to a command, within so many seconds; else the process is ended.
+
+        Raises
+        ------
+        TorchError
+            Also if torch says that it cannot.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError) as error:  # a broken pipe, or one that is closed
+            raise TorchError(f"torch has ended ({error})") from error
+        until = time.perf_counter() + patience
+        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.perf_counter()))
+        if not ready:
+            self.close()
+            raise TorchError(f"torch did not answer within {patience:.0f} s to {command['do']!r}")
+        line = self._process.stdout.readline()
+        if not line:
+            raise TorchError(f"torch has ended with exit code {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise TorchError(str(answer["error"]))
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def __enter__(self) -> TorchProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
