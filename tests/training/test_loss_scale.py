@@ -1,5 +1,8 @@
 """float16 with its scaled loss, on our CUDA kernels run by the CPU: what overflows is skipped, and nobody waits."""
 
+import json
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -8,13 +11,17 @@ from halograd.comm import Communicator
 from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers.strategy import Strategy
+from halograd.training import session
+from halograd.training.checkpoint import read_header
 from halograd.training.executor import Executor
-from halograd.training.loss_scale import INITIAL
+from halograd.training.loss_scale import INITIAL, LossScale
 from halograd.training.optimizers import SGD
+from halograd.training.run import train as train_run
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
 from tests.kernels.cuda.host import HostDevice, compiler
 from tests.support.fake_device import FakeBackend
+from tests.training.runs import write_config
 from tests.training.test_device import NETWORKS, train
 from tests.training.test_exactness import fill
 from tests.training.test_low_precision import close
@@ -115,3 +122,22 @@ def test_the_scale_grows_after_many_good_steps_and_starts_where_a_checkpoint_say
             trainer.settle()
             assert scaling.state_dict() == {"scale": 512.0, "good": 0.0}
             assert scaling.skipped == 0
+
+
+@pytest.mark.ranks(1)
+def test_a_run_logs_the_scale_and_keeps_it_in_its_checkpoints(kernels, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "open_kernels", lambda config, comm: nullcontext(kernels))
+    path, more = write_config(tmp_path), ['training.dtype="float16"', f"output.directory={tmp_path / 'out'}"]
+    found = train_run(path, [*more, "training.epochs=1"], comm=MPI.COMM_SELF)
+    assert np.isfinite(found["loss"])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    scales = [line["loss_scale"] for line in lines if "learning_rate" in line]
+    assert scales and all(scale >= 1 for scale in scales)
+    checkpoint = sorted((tmp_path / "out" / "checkpoints").glob("step-*.h5"))[-1]
+    progress, _ = read_header(checkpoint)
+    assert progress.loss_scale is not None
+    expected = progress.loss_scale["scale"]
+    seen = []
+    monkeypatch.setattr(LossScale, "load_state_dict", lambda self, state: seen.append(state["scale"]))
+    train_run(path, [*more, "training.epochs=2"], resume=True, comm=MPI.COMM_SELF)
+    assert seen == [expected]
