@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from halograd.device import is_low
 from halograd.gpucheck.cases import CONVOLUTIONS, POOLINGS
 from halograd.gpucheck.report import Report
 from halograd.kernels import ACTIVATIONS, Backend, Geometry, get_backend
@@ -102,16 +103,26 @@ def check_kernels(backend: Backend, report: Report, precision: str, dtype: Any) 
             report.check(group, f"sum of {terms}", lambda n=terms: _add(pair(), n))  # type: ignore[misc]
         for shape in ((4, 7, 5), (64, 256, 100)):
             report.check(group, f"dense {shape}", lambda s=shape: _dense(pair(), *s))  # type: ignore[misc]
+        if is_low(dtype):  # as in training: gradients of parameters in float32
+            for name, geometry, spatial, channels, filters in CONVOLUTIONS[::4]:
+                case = (geometry, spatial, channels, filters, "float32")
+                report.check(group, f"convolution {name}, dw float32", lambda a=case: _convolution(pair(), *a))  # type: ignore[misc]
+            mixed = (64, 256, 100, "float32")
+            report.check(group, "dense, dw float32", lambda: _dense(pair(), *mixed))
 
 
-def _convolution(p: _Pair, geometry: Geometry, spatial: tuple[int, ...], channels: int, filters: int) -> Outcome:
+def _convolution(
+    p: _Pair, geometry: Geometry, spatial: tuple[int, ...], channels: int, filters: int, gradients: str | None = None
+) -> Outcome:
     outputs = geometry.output_shape(spatial)
     p.draw("x", (SAMPLES, *spatial, channels))
     p.draw("w", (filters, *geometry.kernel, channels // geometry.groups))
     p.draw("b", (filters,))
     p.draw("dy", (SAMPLES, *outputs, filters))
-    for name, like in (("y", "dy"), ("relu", "dy"), ("dx", "x"), ("dw", "w"), ("db", "b")):
+    for name, like in (("y", "dy"), ("relu", "dy"), ("dx", "x")):
         p.room(name, p.here[like].shape)
+    for name, like in (("dw", "w"), ("db", "b")):
+        p.room(name, p.here[like].shape, gradients)
 
     def build(k: Backend, a: dict[str, Any]) -> list[Any]:
         return [
@@ -183,13 +194,15 @@ def _add(p: _Pair, terms: int) -> Outcome:
     return p.compare("y")
 
 
-def _dense(p: _Pair, samples: int, features: int, units: int) -> Outcome:
+def _dense(p: _Pair, samples: int, features: int, units: int, gradients: str | None = None) -> Outcome:
     p.draw("x", (samples, features))
     p.draw("w", (units, features))
     p.draw("b", (units,))
     p.draw("dy", (samples, units))
-    for name, like in (("y", "dy"), ("dx", "x"), ("dw", "w"), ("db", "b")):
+    for name, like in (("y", "dy"), ("dx", "x")):
         p.room(name, p.here[like].shape)
+    for name, like in (("dw", "w"), ("db", "b")):
+        p.room(name, p.here[like].shape, gradients)
 
     def build(k: Backend, a: dict[str, Any]) -> list[Any]:
         return [

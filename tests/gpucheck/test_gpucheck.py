@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.device import as_dtype
 from halograd.gpucheck import __main__ as command
 from halograd.gpucheck import facts as facts_module
 from halograd.gpucheck.kernel_checks import check_kernels
@@ -33,6 +34,14 @@ def test_kernels_that_are_right_pass(kernels):
     check_kernels(kernels, report, "strict", "float32")
     assert not report.failed, [r for r in report.results if r.status == "failed"]
     assert len(report.results) > 50
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_kernels_of_16_bits_pass(kernels, precision):
+    report = quiet()
+    check_kernels(kernels, report, precision, as_dtype(precision))
+    assert not report.failed, [r for r in report.results if r.status == "failed"]
+    assert {"convolution 3x3, dw float32", "dense, dw float32"} <= {r.name for r in report.results}
 
 
 def test_kernels_that_are_wrong_are_found(kernels):
