@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from halograd.device import as_dtype
 from halograd.kernels import Geometry, KernelError, get_backend
 from halograd.kernels.cudnn import CudnnBackend
 from halograd.kernels.cudnn.frontend import Frontend, Handles, Table, load
@@ -164,6 +165,19 @@ def test_dense_layers_of_16_bits_are_summed_in_float32(machine):
             expected = x.astype(np.float64) @ w.astype(np.float64).T
             np.testing.assert_allclose(y.astype(np.float64), expected, rtol=2e-3, atol=2e-3)
             assert kernel.impl == "cublas:gemm" and machine.cupy.cublas.computed[-1] == computed
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_dense_layers_of_16_bits_come_in_float32(backend, dtype):
+    """As training keeps them: what cuBLAS has summed up is not rounded again."""
+    low, wide = Arrays(backend, as_dtype(dtype)), Arrays(backend, np.float32)
+    x, dy, dw, db = low.draw(5, 7), low.draw(5, 3), wide.poisoned(3, 7), wide.poisoned(3)
+    backend.dense_backward_filter(x, dy, dw, db)()
+    exact = [a.astype(np.float64) for a in (x, dy)]
+    np.testing.assert_allclose(dw, exact[1].T @ exact[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(db, exact[1].sum(axis=0), rtol=0, atol=1e-5)
+    with pytest.raises(KernelError, match=f"expected weights of dtype {dtype} or float32 beside arrays of {dtype}"):
+        backend.dense_backward_filter(x, dy, Arrays(backend, np.float64).poisoned(3, 7), None)
 
 
 def test_everything_else_goes_to_our_own_kernels(backend):
