@@ -89,6 +89,13 @@ def test_devices_of_a_node_share_its_link():
     assert Wires(machine).exchange(Move(blocks, needed, 4)) == 1.0 + 2 * 4 * 4 / 8
 
 
+@pytest.mark.parametrize("level", ["node", "across"])
+def test_an_emulated_network_is_known_as_one_where_it_was_measured(level):
+    """A profile of one node has the link within it; a machine of several has the one across."""
+    links = {**MACHINE.links, level: Link(1.0, 0.125, "emulated:alpha=1,beta=0.125")}
+    assert Wires(dataclasses.replace(MACHINE, links=links)).emulated
+
+
 def test_the_emulated_network_has_no_contention_and_rings_only():
     emulated = Wires(MACHINE.emulated(1.0, 0.125))
     assert emulated.emulated and not Wires(MACHINE).emulated
