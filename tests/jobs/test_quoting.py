@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import os
 import re
 import shlex
+import subprocess
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -113,10 +117,35 @@ def test_staged_data_are_literal(text, stubs):
     script = rendered(data=f"d{text}", stage=f"/tmp/x{text}", folder=str(stubs.folder))
     done = stubs.run(script)
     assert done.returncode == 0, done.stderr
-    (copied,) = [call for call in stubs.calls("srun") if "cp" in call]
-    assert copied[-3:] == ["--", f"d{text}", f"/tmp/x{text}/halograd-7/data.h5"]
+    (copied,) = [call for call in stubs.calls("srun") if "copy" in call]
+    assert copied[-2:] == [f"d{text}", f"/tmp/x{text}/halograd-7/data.h5"]
     assert f"data.path=/tmp/x{text}/halograd-7/data.h5" in trained(stubs)
     assert stubs.calls("srun")[-1][-4:] == ["rm", "-rf", "--", f"/tmp/x{text}/halograd-7"]
+
+
+def test_nodes_may_stage_in_one_folder(stubs, tmp_path):
+    """None sees what another has half copied."""
+    stage, slow, data = tmp_path / "halograd-7", tmp_path / "slow", tmp_path / "data"
+    stubs.run(rendered(data=str(data), stage=str(tmp_path), folder=str(stubs.folder)))
+    (call,) = [call for call in stubs.calls("srun") if "copy" in call]
+    copy = call[call.index("bash") : -2]
+    stage.mkdir()
+    os.mkfifo(slow)
+    data.write_bytes(b"whole")
+
+    def node(number: int, source: Path) -> subprocess.Popen:
+        return subprocess.Popen([*copy, source, stage / "data.h5"], env={**os.environ, "SLURM_NODEID": str(number)})
+
+    first = node(0, slow)
+    with open(slow, "wb") as feed:
+        deadline = time.monotonic() + 30
+        while not any(stage.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [path.name for path in stage.iterdir()] == ["data.h5.0"]
+        assert node(1, data).wait(30) == 0 and (stage / "data.h5").read_bytes() == b"whole"
+        feed.write(b"whole")
+    assert first.wait(30) == 0
+    assert [path.read_bytes() for path in stage.iterdir()] == [b"whole"]
 
 
 def test_a_folder_may_begin_with_a_variable_of_the_job(stubs):
