@@ -78,6 +78,24 @@ def test_errors_go_on_under_another_decomposition(comm_, folder, other):
             np.testing.assert_array_equal(found, errors[key], err_msg=key)
 
 
+def test_a_block_that_nobody_shares_gets_what_others_had_rounded_away_once(comm_, folder):
+    errors, _, _ = begin(comm_, data(comm_.size), f"{folder}/step.h5")
+    grads = []
+    for forget in (True, False):
+        with Communicator(MPI.COMM_SELF) as alone, build("lenet", alone, data(1)) as executor:
+            trainer = trainer_of(executor)
+            read_checkpoint(f"{folder}/step.h5", executor.store, trainer.optimizer)
+            if forget:
+                for array in executor.store.errors.values():
+                    array.fill(0)
+            advance(trainer, [HALF])
+            trainer.settle()
+            grads.append({k: v.copy() for k, v in executor.store.grads.items()})
+            assert not any(array.any() for array in executor.store.errors.values())
+    for key, array in grads[0].items():
+        np.testing.assert_array_equal(grads[1][key], array + errors[key], err_msg=key)
+
+
 def test_a_run_that_rounded_nothing_before_begins_with_no_errors(comm_, folder):
     plain = Strategy({"sample": comm_.size})
     errors, _, _ = begin(comm_, plain, f"{folder}/step.h5")

@@ -35,6 +35,7 @@ class BucketedReducer(Reducer):
         super().__init__(store, comm, layers, scheme)
         self._rounded: list[tuple[Bucket, Communicator, Any]] = []
         self._sums = [self._sum(bucket) for bucket in self.buckets]
+        self._alone = [b.errors is not None and b.colors.count(b.colors[store.rank]) == 1 for b in self.buckets]
         self._layers = [{n.rpartition("/")[0] for n in b.names} for b in self.buckets]
         self._buckets_of: dict[str, list[int]] = {}
         for i, some in enumerate(self._layers):
@@ -72,8 +73,17 @@ class BucketedReducer(Reducer):
     def _start(self, i: int) -> None:
         total = self._sums[i]
         if total is not None:
+            if self._alone[i]:
+                self._add_errors(self.buckets[i])
             total.start()
             self._running[i] = self._pending[i] = True
+
+    def _add_errors(self, bucket: Bucket) -> None:
+        """Where nobody shares a bucket nothing is rounded; what was under another decomposition is added, once."""
+        assert bucket.errors is not None
+        if bucket.errors.any():
+            bucket.grads += self.store.memory.device.array(bucket.errors, bucket.errors.dtype)
+            bucket.errors.fill(0)
 
     def flush(self) -> None:
         for i, missing in enumerate(self._missing):
