@@ -121,6 +121,19 @@ def test_a_run_goes_on_with_what_was_measured():
         assert again == whole, "what another number of ranks measured is forgotten"
 
 
+@pytest.mark.ranks(2)
+def test_what_another_transport_measured_is_forgotten():
+    """By messages of MPI there are no chunks that ranks add up in shared memory, which were the best."""
+    parts, auto = {"sample": 2}, {"name": "auto"}
+    with Communicator(MPI.COMM_WORLD) as comm:
+        _, _, _, before = train(build(comm, parts, auto), comm=comm)
+        assert before.scheme.name == "host_accumulate"
+        state = json.loads(json.dumps(before.state_dict()))
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        _, _, told, after = train(build(comm, parts, auto), comm=comm, state=state)
+        assert [s for s, _, _ in told] == RANKED and after.done
+
+
 @pytest.mark.mpi(min_size=1)
 def test_schemes_are_tried_without_a_cost_model_and_by_the_clock():
     with Communicator(MPI.COMM_WORLD) as comm, build(comm, {"sample": comm.size}, {"name": "auto"}) as executor:

@@ -135,15 +135,17 @@ class AutoReduction:
         if self.tuner.scheme != scheme:
             self._apply(self.tuner.scheme)
 
+    @property
+    def _conditions(self) -> dict[str, Any]:
+        """Under which measurements hold, and schemes can be had."""
+        comm = self.executor.comm
+        return {"ranks": comm.size, "transport": comm.transport, "replicable": list(self.executor.replicable)}
+
     def state_dict(self) -> dict[str, Any]:
         """What was measured and chosen, for a checkpoint: plain data."""
-        executor = self.executor
-        return {"ranks": executor.comm.size, "replicable": list(executor.replicable), "tuner": self.tuner.state_dict()}
+        return {**self._conditions, "tuner": self.tuner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; what was measured on another number of ranks, or for other layers, is forgotten."""
-        if {key: state.get(key) for key in ("ranks", "replicable")} == {
-            "ranks": self.executor.comm.size,
-            "replicable": list(self.executor.replicable),
-        }:
+        """Go on from there; what was measured on other ranks, by another transport or for other layers is forgotten."""
+        if all(state.get(key) == value for key, value in self._conditions.items()):
             self.tuner.load_state_dict(state["tuner"])
