@@ -8,8 +8,10 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.errors import UserError
 from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.numpy import NumpyBackend
+from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.training import session
 from halograd.training.checkpoint import read_header
@@ -36,8 +38,8 @@ def kernels(tmp_path_factory):
     backend.close()
 
 
-def build(kernels, comm, parts=None, rate=0.01, clip=None):
-    strategy = Strategy(parts or {"sample": comm.size}, bucket_bytes=4096)
+def build(kernels, comm, parts=None, rate=0.01, clip=None, reduction=None):
+    strategy = Strategy(parts or {"sample": comm.size}, bucket_bytes=4096, reduction=reduction or Scheme())
     built = Executor(NETWORKS["lenet"](), comm, kernels, 4, strategy, "float16", seed=3)
     return built, Trainer(built, SGD(built.store, momentum=0.9), Constant(rate), clip_norm=clip)
 
@@ -80,6 +82,23 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(kernels):
                 trainer.settle()
             assert scaling.skipped < 15, "the scale came down until steps were made"
             assert any((to_host(v) != before[k]).any() for k, v in built.store.params.items())
+
+
+@pytest.mark.ranks(2)
+def test_an_overflow_passes_where_gradients_are_rounded_without_error_feedback(kernels):
+    """With it, NaN would stay in the errors and end every run that overflows once."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        with pytest.raises(UserError, match=r'error_feedback: expected false with training.dtype = "float16"'):
+            build(kernels, comm, reduction=Scheme(payload="bfloat16"))
+        built, trainer = build(kernels, comm, reduction=Scheme(payload="bfloat16", error_feedback=False))
+        with built, np.errstate(all="ignore"):
+            scaling = built.store.loss_scale
+            scaling.load_state_dict({"scale": 2.0**24, "good": 7.0})
+            for step in range(20):
+                fill(built, step)
+                trainer.step()
+            trainer.settle()
+            assert 1 <= scaling.skipped < 15
 
 
 @pytest.mark.ranks(2)

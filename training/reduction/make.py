@@ -65,6 +65,11 @@ def make_reducer(
         raise UserError(
             f'reduction.payload: expected training.dtype = "float32" with "bfloat16", got "{store.dtype}"; change one'
         )
+    if scheme.payload == "bfloat16" and scheme.error_feedback and store.loss_scale is not None:
+        raise UserError(
+            'reduction.error_feedback: expected false with training.dtype = "float16", whose overflows would stay in '
+            'the errors, got true; set it to false, or choose training.dtype = "bfloat16"'
+        )
     if scheme.name not in _KINDS:
         raise UserError(f"reduction.name: expected one of {', '.join(_KINDS)}, got {scheme.name!r}; choose one of them")
     reducer = _KINDS[scheme.name](store, comm, layers, scheme)
