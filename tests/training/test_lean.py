@@ -1,7 +1,5 @@
 """A step allocates nothing, and sends exactly the messages and bytes of the formula."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -12,6 +10,7 @@ from halograd.layers import BatchNorm, BinaryCrossEntropyWithLogits, Conv, Input
 from halograd.layers.strategy import Strategy
 from halograd.models import mesh, resnet, unet
 from halograd.training.executor import Executor
+from tests.support.lean import check_allocations
 from tests.training.test_exactness import fill
 
 BIG = {
@@ -64,17 +63,7 @@ def test_a_step_allocates_no_array(name, cut, halo, backend):
             fill(executor, 0)
             for _ in range(2):
                 step(executor)
-            comm.barrier()
-            tracemalloc.start()
-            before, _ = tracemalloc.get_traced_memory()
-            for _ in range(2):
-                step(executor)
-            after, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-        fault = None
-        if peak - before > 192 * 1024 or after - before > 16 * 1024:
-            fault = AssertionError(f"peak {peak - before} B, left {after - before} B")
-        comm.agree(fault)
+            check_allocations(comm, lambda: [step(executor) for _ in range(2)], 192 * 1024)
 
 
 def chain(rows, columns):

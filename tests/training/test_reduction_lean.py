@@ -1,7 +1,5 @@
 """Every scheme of chunks sends exactly the bytes of the formula, and a step of it allocates nothing."""
 
-import tracemalloc
-
 import pytest
 from mpi4py import MPI
 
@@ -13,6 +11,7 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.models import lenet5
 from halograd.training.executor import Executor
+from tests.support.lean import check_allocations
 from tests.training.reductions import BUCKET, advance, build, trainer_of
 
 NAMES = {"blocking": 0, "per_layer": 0, "bucketed": 0, "two_chunks": 3}
@@ -77,16 +76,7 @@ def test_a_step_allocates_no_array(name, kind, transport):
             assert sum(b.grads.nbytes for b in executor.store.buckets) > 400 << 10
             trainer = trainer_of(executor)
             advance(trainer, [0, 1])
-            comm.barrier()
-            tracemalloc.start()
-            before, _ = tracemalloc.get_traced_memory()
-            advance(trainer, [2, 3])
-            after, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-        fault = None
-        if peak - before > 96 * 1024 or after - before > 16 * 1024:
-            fault = AssertionError(f"peak {peak - before} B, left {after - before} B")
-        comm.agree(fault)
+            check_allocations(comm, lambda: advance(trainer, [2, 3]), 96 * 1024)
 
 
 @pytest.mark.mpi(min_size=1)

@@ -2,7 +2,6 @@
 
 import threading
 import time
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
+from tests.support.lean import check_allocations
 from tests.training.reductions import BUCKET, advance, build, check_grids, check_strategy, trainer_of
 from tests.training.test_exactness import RATE
 
@@ -115,17 +115,7 @@ def test_a_step_allocates_no_array(scheme, transport):
             advance(trainer, range(2))
             for _ in range(2):
                 trainer.step()
-            comm.barrier()
-            tracemalloc.start()
-            before, _ = tracemalloc.get_traced_memory()
-            for _ in range(2):
-                trainer.step()
-            after, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-        fault = None
-        if peak - before > 96 * 1024 or after - before > 16 * 1024:
-            fault = AssertionError(f"peak {peak - before} B, left {after - before} B")
-        comm.agree(fault)
+            check_allocations(comm, lambda: [trainer.step() for _ in range(2)], 96 * 1024)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,7 +1,6 @@
 """Dense layers whose gradient every rank computes of the whole batch: exact, the same bits in any order, lean."""
 
 import math
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from halograd.training.reduction.replicated_dense import ReplicatedDenseReducer
 from halograd.training.schedules import Cosine
 from halograd.training.timeline import Timeline, kind_of
 from halograd.training.trainer import Diverged, Trainer
+from tests.support.lean import check_allocations
 from tests.training import test_device
 from tests.training.test_exactness import fill
 
@@ -216,17 +216,7 @@ def test_a_step_allocates_no_array(backend):
             fill(executor, 0)
             for _ in range(3):
                 trainer.step()
-            comm.barrier()
-            tracemalloc.start()
-            before, _ = tracemalloc.get_traced_memory()
-            for _ in range(2):
-                trainer.step()
-            after, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-        fault = None
-        if peak - before > 192 * 1024 or after - before > 16 * 1024:
-            fault = AssertionError(f"peak {peak - before} B, left {after - before} B")
-        comm.agree(fault)
+            check_allocations(comm, lambda: [trainer.step() for _ in range(2)], 192 * 1024)
 
 
 @pytest.mark.mpi(min_size=2)
