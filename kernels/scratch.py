@@ -29,6 +29,11 @@ class Scratch:
     A kernel calls :meth:`reserve` when it is built, and takes its views when it runs first; it must
     take them anew where :attr:`generation` has changed, because a later kernel reserved more.
     Nothing in it outlives a call. Not for kernels that run at the same time in several threads.
+
+    Attributes
+    ----------
+    nbytes, held_bytes
+        Size of the buffer, and with it of those that captured graphs still use [B].
     """
 
     def __init__(self, allocate: Callable[[Sequence[int], Any], Any]) -> None:
@@ -36,10 +41,21 @@ class Scratch:
         self.nbytes = 0
         self._allocate = allocate
         self._buffer: Any = None
+        self._keeps, self._kept = False, list[Any]()
+
+    @property
+    def held_bytes(self) -> int:
+        return self.nbytes + sum(buffer.nbytes for buffer in self._kept)
+
+    def before_capture(self) -> None:
+        """Free no buffer any more before :meth:`release`: a captured graph remembers its address."""
+        self._keeps = True
 
     def reserve(self, nbytes: int) -> None:
         """Make sure that at least `nbytes` [B] are there."""
         if nbytes > self.nbytes:
+            if self._keeps and self._buffer is not None:
+                self._kept.append(self._buffer)
             self._buffer = self._allocate((round_up(nbytes),), np.uint8)
             self.nbytes = round_up(nbytes)
             self.generation += 1
@@ -56,4 +72,6 @@ class Scratch:
     def release(self) -> None:
         """Free the buffer; kernels built on it must not run any more."""
         self._buffer, self.nbytes = None, 0
+        self._kept.clear()
+        self._keeps = False
         self.generation += 1

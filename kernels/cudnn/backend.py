@@ -140,12 +140,13 @@ class CudnnBackend(Backend):
         self.xp.cuda.Device(self.runtime.ordinal).synchronize()
 
     def before_capture(self) -> None:
-        """Call before the current stream is captured into a graph: no workspace it uses is freed any more."""
+        """Call before the current stream is captured into a graph: no memory it works in is freed any more."""
+        self.cuda.scratch.before_capture()
         self.workspaces.before_capture(self.runtime.current_stream())
 
     @property
     def held_bytes(self) -> int:
-        return self.workspaces.nbytes + self._engine.kernel_bytes + self.cuda.scratch.nbytes
+        return self.workspaces.nbytes + self._engine.kernel_bytes + self.cuda.scratch.held_bytes
 
     def close(self) -> None:
         self._engine.plans.close()

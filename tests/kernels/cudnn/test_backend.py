@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,6 +106,18 @@ def test_a_captured_workspace_is_never_freed():
     assert spaces.address(5, 128) != captured and spaces.nbytes == 64 + 128
     spaces.close()
     assert spaces.nbytes == 0
+
+
+def test_captured_scratch_is_never_freed(backend):
+    """Kernels made after a graph was recorded may need more; those in the graph go on with what they had."""
+    scratch = backend.cuda.scratch
+    scratch.reserve(64)
+    captured = weakref.ref(scratch._buffer)
+    backend.before_capture()
+    scratch.reserve(256)
+    assert captured() is not None and backend.held_bytes == scratch.held_bytes == 64 + 256
+    scratch.release()
+    assert captured() is None and scratch.held_bytes == 0
 
 
 def test_before_a_capture_the_workspace_is_there(machine, backend):
