@@ -9,7 +9,7 @@ from typing import Any
 from halograd.kernels.errors import KernelError
 from halograd.kernels.scratch import Scratch
 
-__all__ = ["BatchNormKernels", "Kernel", "ScratchKernel", "chain", "fallback", "idle"]
+__all__ = ["BatchNormArrays", "BatchNormKernels", "Kernel", "ScratchKernel", "chain", "fallback", "idle"]
 
 
 class Kernel:
@@ -125,6 +125,30 @@ def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kerne
     whole = Kernel(run, first.impl, both.workspace_bytes, both.close)
     whole.scratch_bytes = both.scratch_bytes
     return whole
+
+
+@dataclass(frozen=True)
+class BatchNormArrays:
+    """The arguments of :meth:`Backend.batch_norm`."""
+
+    x: Any
+    y: Any
+    dy: Any
+    dx: Any
+    gamma: Any
+    beta: Any
+    mean: Any
+    var: Any
+    sums: Any
+    means: Any
+    eps: float
+    relu: bool
+    local: bool
+
+    @property
+    def rows(self) -> int:
+        """Elements per channel."""
+        return int(self.x.size // self.x.shape[-1])
 
 
 @dataclass(frozen=True)

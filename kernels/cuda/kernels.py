@@ -24,7 +24,7 @@ from halograd.kernels.cuda.losses import LossKernel
 from halograd.kernels.cuda.sources import PROGRAMS, Program, kernels_of
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
 from halograd.kernels.scratch import Scratch
 
 __all__ = ["CudaKernels"]
@@ -70,26 +70,9 @@ class CudaKernels:
         """See :meth:`Backend.average_pool`."""
         return pooling.average_pool(self.device, x, y, dy, dx, geometry, count_include_pad)
 
-    def batch_norm(
-        self,
-        x: Any,
-        y: Any,
-        dy: Any,
-        dx: Any,
-        gamma: Any,
-        beta: Any,
-        mean: Any,
-        var: Any,
-        sums: Any,
-        means: Any,
-        eps: float,
-        relu: bool,
-        local: bool,
-    ) -> BatchNormKernels:
+    def batch_norm(self, *args: Any) -> BatchNormKernels:
         """See :meth:`Backend.batch_norm`."""
-        arrays = (x, y, dy, dx, gamma, beta, mean, var, sums, means)
-        made = norm.Norm(self.device, self.scratch, 1, *arrays, eps, relu)
-        return made.local_kernels() if local else made.kernels()
+        return norm.Norm(self.device, self.scratch, BatchNormArrays(*args)).kernels()
 
     def activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         """See :meth:`Backend.activation`."""
@@ -130,29 +113,16 @@ class CudaKernels:
         return boxes.add_into(self.device, pairs)
 
     # ------------------------------------------------------------------ norms of samples
-    def sample_norm(
-        self,
-        x: Any,
-        y: Any,
-        dy: Any,
-        dx: Any,
-        gamma: Any,
-        beta: Any,
-        mean: Any,
-        var: Any,
-        sums: Any,
-        means: Any,
-        eps: float,
-        relu: bool,
-        premultiplied: bool,
-    ) -> BatchNormKernels:
+    def sample_norm(self, *args: Any, premultiplied: bool) -> BatchNormKernels:
         """:meth:`batch_norm` around sums, of each sample: mean, var ``(N, C)``; sums, means float64 ``(N, 2, C)``.
 
-        With `premultiplied` the means are of ``gamma * dy'`` and ``gamma * dy' * xhat`` (over a group of channels).
+        `args` are those of :meth:`Backend.batch_norm` up to `relu`. With `premultiplied` the means are of
+        ``gamma * dy'`` and ``gamma * dy' * xhat`` (over a group of channels).
         """
-        vectors = {"gamma": gamma, "beta": beta, "mean": mean, "var": var, "sums": sums, "means": means}
-        check_packed("sample_norm", x=x, y=y, dy=dy, dx=dx, **vectors)
-        samples, channels = x.shape[0], x.shape[-1]
+        a = BatchNormArrays(*args, local=False)
+        vectors = {name: getattr(a, name) for name in ("gamma", "beta", "mean", "var", "sums", "means")}
+        check_packed("sample_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, **vectors)
+        samples, channels = a.x.shape[0], a.x.shape[-1]
         shapes = {"gamma": (channels,), "beta": (channels,), "mean": (samples, channels), "var": (samples, channels)}
         shapes.update(sums=(samples, 2, channels), means=(samples, 2, channels))
         for name, shape in shapes.items():
@@ -161,8 +131,7 @@ class CudaKernels:
                     f"sample_norm: expected {name} of shape {shape}, got {tuple(vectors[name].shape)}; "
                     "statistics are of every sample"
                 )
-        arrays = (x, y, dy, dx, gamma, beta, mean, var, sums, means)
-        return norm.Norm(self.device, self.scratch, samples, *arrays, eps, relu, premultiplied).kernels()
+        return norm.Norm(self.device, self.scratch, a, samples, premultiplied).kernels()
 
     def group_totals(self, sums: Any, totals: Any, gamma: Any = None, scale: float = 1.0) -> Kernel:
         """``totals`` (N, 2, G) = scale * sum over each group's channels of ``sums`` (N, 2, C) times gamma?."""
@@ -188,22 +157,9 @@ class CudaKernels:
         """``target = factor * source`` in float64."""
         return groups.scale64(self.device, source, factor, target)
 
-    def channel_norm(
-        self,
-        x: Any,
-        y: Any,
-        dy: Any,
-        dx: Any,
-        gamma: Any,
-        beta: Any,
-        dgamma: Any,
-        dbeta: Any,
-        eps: float,
-        relu: bool,
-    ) -> tuple[Kernel, Kernel | None]:
+    def channel_norm(self, *args: Any) -> tuple[Kernel, Kernel | None]:
         """Normalization over the channels of each position; see :func:`norm.channel_norm`."""
-        arrays = (x, y, dy, dx, gamma, beta, dgamma, dbeta)
-        return norm.channel_norm(self.device, self.scratch, *arrays, eps, relu)
+        return norm.channel_norm(self.device, self.scratch, *args)
 
     # ------------------------------------------------------------------ resize, dropout
     def resize(
@@ -245,9 +201,8 @@ class CudaKernels:
         self, x: Any, target: Any, dx: Any, loss: Any, pos_weight: Any = None, factor: Any = None
     ) -> LossKernel:
         """Of logits; `pos_weight` one number or one per channel (host)."""
-        weights = None if pos_weight is None else pos_weight
         name = "binary_cross_entropy"
-        return losses.elementwise_loss(self.device, self.scratch, name, x, target, dx, loss, weights, factor)
+        return losses.elementwise_loss(self.device, self.scratch, name, x, target, dx, loss, pos_weight, factor)
 
     def mean_squared_error(self, x: Any, target: Any, dx: Any, loss: Any, factor: Any = None) -> LossKernel:
         """Mean over elements of ``(x - target)^2``."""

@@ -13,7 +13,7 @@ from halograd.kernels.cuda.device import THREADS, Device
 from halograd.kernels.cuda.launch import Launch, accumulator, is_float, power_of_two, scalar_program, sequence
 from halograd.kernels.cuda.sources import dtype_name
 from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import BatchNormKernels, Kernel, chain, idle
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, chain, idle
 from halograd.kernels.scratch import Scratch
 
 __all__ = ["Norm", "channel_norm"]
@@ -21,95 +21,85 @@ __all__ = ["Norm", "channel_norm"]
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm: x, y, dy, dx are (batch, rows, channels) in memory.
+    """One norm.
 
     Attributes
     ----------
-    gamma, beta
-        ``(channels,)``.
-    mean, var
-        ``(batch, channels)``.
-    sums, means
-        float64 ``(batch, 2, channels)``.
+    a
+        Its x, y, dy, dx are (batch, rows, channels) in memory; gamma and beta ``(channels,)``, mean and var
+        ``(batch, channels)``, sums and means float64 ``(batch, 2, channels)``.
     premultiplied
         The means are of ``gamma * dy'``, as group norm has them.
     """
 
     device: Device
     scratch: Scratch
-    batch: int
-    x: Any
-    y: Any
-    dy: Any
-    dx: Any
-    gamma: Any
-    beta: Any
-    mean: Any
-    var: Any
-    sums: Any
-    means: Any
-    eps: float
-    relu: bool
+    a: BatchNormArrays
+    batch: int = 1
     premultiplied: bool = False
 
     @property
     def channels(self) -> int:
-        return int(self.x.shape[-1])
+        return int(self.a.x.shape[-1])
 
     @property
     def rows(self) -> int:
         """Elements of a channel that share statistics."""
-        return int(self.x.size // (self.channels * self.batch))
+        return self.a.rows // self.batch
 
     def _grid(self, *arrays: Any, per_unit: int) -> ColumnsGrid:
         return ColumnsGrid.of(self.device, self.batch, self.rows, self.channels, *arrays, per_unit=per_unit)
 
     def _launch(self, name: str, grid: ColumnsGrid, finish: bool = False, **members: Any) -> Launch:
-        vectors = {"gamma": self.gamma, "beta": self.beta, "mean": self.mean, "var": self.var}
+        a = self.a
+        vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
         given = {
-            **{name: getattr(self, name) for name in ("x", "y", "dy", "dx", "sums", "means", "eps", "relu")},
+            **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "sums", "means", "eps", "relu")},
             **vectors,
             **{f"{name}_float": is_float(v) for name, v in vectors.items()},
             **{"batch": self.batch, "rows": self.rows, "channels": self.channels, "chunks": grid.chunks},
             **{"premultiplied": self.premultiplied, "factor": 1.0},
             **members,
         }
-        program = scalar_program("norm", self.x, self.y, self.dy, self.dx)
+        program = scalar_program("norm", a.x, a.y, a.dy, a.dx)
         if finish:
             return Launch(self.device, program, name, grid.finish_grid, FINISH_BLOCK, **given)
         return Launch(self.device, program, f"{name}_{grid.suffix}", grid.grid, grid.block, **given)
 
     def _statistics(self, finish: str, *then: Launch) -> Kernel:
-        grid = self._grid(self.x, per_unit=4)
+        grid = self._grid(self.a.x, per_unit=4)
         launches = (self._launch("statistics", grid), self._launch(finish, grid, finish=True))
         return with_partial(self.scratch, grid, "norm statistics", *launches, *then)
 
     def _forward(self) -> Launch:
-        return self._launch("forward", self._grid(self.x, self.y, per_unit=8))
+        return self._launch("forward", self._grid(self.a.x, self.a.y, per_unit=8))
 
     def _gradient_sums(self, *then: Launch) -> Kernel:
-        grid = self._grid(self.x, self.y, self.dy, per_unit=4)
+        grid = self._grid(self.a.x, self.a.y, self.a.dy, per_unit=4)
         launches = (self._launch("gradient_sums", grid), self._launch("finish_sums", grid, finish=True))
         return with_partial(self.scratch, grid, "norm gradient sums", *launches, *then)
 
     def _gradient_data(self, **members: Any) -> Launch:
-        return self._launch("gradient_data", self._grid(self.x, self.y, self.dy, self.dx, per_unit=8), **members)
+        a = self.a
+        return self._launch("gradient_data", self._grid(a.x, a.y, a.dy, a.dx, per_unit=8), **members)
 
     def kernels(self) -> BatchNormKernels:
-        """Statistics and their corrections leave the process between the kernels."""
+        """All four; statistics and their corrections leave the process between them, unless they are local."""
+        if self.a.local:
+            return self._local_kernels()
         statistics = self._statistics("finish_sums")
         forward = sequence("norm", self._forward())
-        if self.dx is None:
+        if self.a.dx is None:
             return BatchNormKernels(statistics, forward, None, None)
         data = sequence("norm gradient", self._gradient_data())
         return BatchNormKernels(statistics, forward, self._gradient_sums(), data)
 
-    def local_kernels(self) -> BatchNormKernels:
+    def _local_kernels(self) -> BatchNormKernels:
         """The statistics are those of `x` alone; no sums in between."""
         forward = self._statistics("finish_moments", self._forward())
-        if self.dx is None:
+        if self.a.dx is None:
             return BatchNormKernels(idle(), forward, None, None)
-        data = self._gradient_data(means=self.sums, factor=1.0 / self.rows)
+        data = self._gradient_data(means=self.a.sums, factor=1.0 / self.rows)
         return BatchNormKernels(idle(), forward, self._gradient_sums(data), idle())
 
 

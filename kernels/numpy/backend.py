@@ -10,9 +10,9 @@ import numpy as np
 from halograd.kernels.aligned import aligned_empty
 from halograd.kernels.backend import Backend
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
 from halograd.kernels.numpy import conv, dense, elementwise, pooling
-from halograd.kernels.numpy.batch_norm import BatchNormArrays, NumpyBatchNorm
+from halograd.kernels.numpy.batch_norm import NumpyBatchNorm
 from halograd.kernels.scratch import Scratch
 from halograd.kernels.threads import BlasLimit
 

@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from halograd.kernels.kernel import BatchNormKernels, Kernel, ScratchKernel, idle
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, idle
 from halograd.kernels.numpy.moments import moments
 from halograd.kernels.numpy.rows import RowBlocks
 from halograd.kernels.scratch import Scratch, round_up
 
-__all__ = ["BatchNormArrays", "NumpyBatchNorm", "mean_and_variance"]
-
-
-@dataclass(frozen=True)
-class BatchNormArrays:
-    """The arguments of :meth:`Backend.batch_norm`."""
-
-    x: Any
-    y: Any
-    dy: Any
-    dx: Any
-    gamma: Any
-    beta: Any
-    mean: Any
-    var: Any
-    sums: Any
-    means: Any
-    eps: float
-    relu: bool
-    local: bool
-
-    @property
-    def rows(self) -> int:
-        """Elements per channel."""
-        return self.x.size // self.x.shape[-1]
+__all__ = ["NumpyBatchNorm", "mean_and_variance"]
 
 
 def mean_and_variance(a: BatchNormArrays) -> Callable[[], None]:

@@ -12,10 +12,10 @@ from halograd.kernels.aligned import aligned_empty
 from halograd.kernels.backend import Backend
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
 from halograd.kernels.numpy import elementwise as numpy_elementwise
 from halograd.kernels.numpy import pooling as numpy_pooling
-from halograd.kernels.numpy.batch_norm import BatchNormArrays, NumpyBatchNorm
+from halograd.kernels.numpy.batch_norm import NumpyBatchNorm
 from halograd.kernels.onednn import conv, elementwise, library, matmul, pooling
 from halograd.kernels.onednn.abi import Abi
 from halograd.kernels.onednn.autotune import Choice

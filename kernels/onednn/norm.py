@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.checks import same_elements
-from halograd.kernels.kernel import BatchNormKernels, Kernel, ScratchKernel, chain, fallback, idle
-from halograd.kernels.numpy.batch_norm import BatchNormArrays, mean_and_variance
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, chain, fallback, idle
+from halograd.kernels.numpy.batch_norm import mean_and_variance
 from halograd.kernels.numpy.moments import moments, moments_scratch_bytes
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.formats import flat_shape, image, vector

@@ -52,7 +52,7 @@ def test_group_norm(typed, cuda, shape, groups, relu):
     mean, var = (typed.poisoned(n, c, dtype=np.float32 if x.dtype.itemsize < 4 else None) for _ in range(2))
     sums, means = (typed.poisoned(n, 2, c, dtype=FLOAT64) for _ in range(2))
     totals = typed.poisoned(n, 2, groups, dtype=FLOAT64)
-    k = cuda.sample_norm(x, y, dy, dx, gamma, beta, mean, var, sums, means, NORM_EPS, relu, True)
+    k = cuda.sample_norm(x, y, dy, dx, gamma, beta, mean, var, sums, means, NORM_EPS, relu, premultiplied=True)
     steps = [
         k.statistics,
         cuda.group_totals(sums, totals),
@@ -178,6 +178,6 @@ def test_refused(cuda, arrays):
     x = arrays.draw(2, 5, 8)
     c, wrong = arrays.draw(8), np.zeros((2, 8))
     with pytest.raises(KernelError, match=r"expected mean of shape \(2, 8\), got \(8,\)"):
-        cuda.sample_norm(x, x, None, None, c, c, c, c, wrong, wrong, NORM_EPS, False, False)
+        cuda.sample_norm(x, x, None, None, c, c, c, c, wrong, wrong, NORM_EPS, False, premultiplied=False)
     with pytest.raises(KernelError, match="gamma and beta"):
         cuda.channel_norm(x, x, None, None, c, None, None, None, NORM_EPS, False)
