@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-
-from halograd.errors import UserError
 
 __all__ = ["LOW", "as_dtype", "is_low", "resolution", "wide"]
 
@@ -15,22 +14,8 @@ LOW = ("float16", "bfloat16")
 
 
 def as_dtype(name: Any) -> np.dtype:
-    """The dtype of this name.
-
-    Raises
-    ------
-    UserError
-        If ``bfloat16`` is asked for without ml_dtypes, which brings it to NumPy.
-    """
-    if name == "bfloat16":
-        try:
-            import ml_dtypes
-        except ImportError as error:
-            raise UserError(
-                "dtype: expected ml_dtypes for bfloat16, it cannot be imported; pip install 'halograd[gpu]'"
-            ) from error
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+    """The dtype of this name; ``bfloat16`` is that of ml_dtypes."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def is_low(dtype: Any) -> bool:

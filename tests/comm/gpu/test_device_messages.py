@@ -2,6 +2,7 @@
 
 import time
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -122,7 +123,6 @@ def test_sums_under_way_together_are_finished_in_any_order(transport, monkeypatc
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_nccl_sums_types_of_16_bits(dtype, monkeypatch):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     with gpu_ranks(monkeypatch, "nccl") as r:
         buffer = r.device.array(np.arange(50) + r.comm.rank, kind)
