@@ -39,7 +39,7 @@ def add_into(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
     if not pairs:
         return idle()
     size, dtype = np.dtype(pairs[0][1].dtype).itemsize, dtype_name(pairs[0][1])
-    if any(dtype_name(view) != dtype for pair in pairs for view in pair):
+    if any(dtype_name(target) != dtype for _, target in pairs):
         raise KernelError(f"add_into: expected arrays of one dtype, got {dtype} and others; convert them")
     word = min(joined_bytes("add_into", *pair, lanes=(16, size)).lanes for pair in pairs)
     joined = [joined_bytes("add_into", *pair, lanes=(word,)) for pair in pairs]
@@ -80,7 +80,7 @@ def _checked(what: str, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any
     for source, target in pairs:
         if tuple(source.shape) != tuple(target.shape):
             raise KernelError(f"{what}: expected pairs of one shape, got {source.shape} and {target.shape}")
-        if np.dtype(source.dtype).itemsize != np.dtype(target.dtype).itemsize:
+        if source.dtype != target.dtype:
             raise KernelError(f"{what}: expected pairs of one dtype, got {source.dtype} and {target.dtype}; use cast")
     return [pair for pair in pairs if pair[0].size]
 

@@ -170,6 +170,7 @@ def test_nothing_to_do(cuda):
     [
         ((np.zeros((2, 3)), np.zeros((3, 2))), r"expected pairs of one shape, got \(2, 3\) and \(3, 2\)"),
         ((np.zeros(2, np.float32), np.zeros(2)), "expected pairs of one dtype, got float32 and float64; use cast"),
+        ((np.zeros(2, np.int32), np.zeros(2, np.float32)), "expected pairs of one dtype, got int32 and float32"),
     ],
 )
 def test_refused_pairs(cuda, pair, message):
@@ -178,8 +179,11 @@ def test_refused_pairs(cuda, pair, message):
 
 
 def test_refused_sums_and_axes(cuda):
-    with pytest.raises(KernelError, match="arrays of one dtype"):
-        cuda.add_into([(np.zeros(2, np.int32), np.zeros(2, np.float32))])
+    single, double = np.zeros(2, np.float32), np.zeros(2)
+    with pytest.raises(KernelError, match="pairs of one dtype, got int32 and float32"):
+        cuda.add_into([(np.zeros(2, np.int32), single)])
+    with pytest.raises(KernelError, match="arrays of one dtype, got float32 and others"):
+        cuda.add_into([(single, single), (double, double)])
     wide = np.zeros((4,) * 6, np.float32)[(slice(0, 3),) * 6]
     with pytest.raises(KernelError, match="at most 5 axes that cannot be joined, got 6; copy first"):
         cuda.copy([(wide, np.zeros(wide.shape, np.float32))])
