@@ -40,7 +40,8 @@ class DeviceFeed:
         self._device, self._inputs = memory.device, (x, target)
         self._staged = [tuple(memory.keep(a.shape, dtype, "input ahead") for a in (x, target)) for _ in range(slots)]
         self._uploaded: list[Ticket | None] = [None] * slots
-        self._used: list[Ticket | None] = [None] * slots
+        # Uploads run beside the queue, which may still be zeroing their targets.
+        self._used = [self._device.mark()] * slots
 
     # -- the loader's thread --------------------------------------------------------------------
     def before_fill(self, slot: int) -> None:

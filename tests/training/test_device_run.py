@@ -8,8 +8,10 @@ import pytest
 from mpi4py import MPI
 
 from halograd.errors import UserError
+from halograd.layers.memory import Memory
 from halograd.training import session
 from halograd.training.config import parse_config
+from halograd.training.feeding import DeviceFeed
 from halograd.training.kernels import open_kernels
 from halograd.training.run import evaluate, train
 from tests.support.fake_device import FakeBackend
@@ -142,3 +144,14 @@ def test_keys_of_the_backend():
     text = CONFIG.format(edge=4, channels=1, data="d.h5", out="out")
     found = parse_config(text.replace('kernels = "numpy"', 'kernels = "cudnn"\ndevice = [1, 0]\ndeterministic = true'))
     assert (found.backend.device, found.backend.deterministic, found.backend.precision) == ([1, 0], True, "strict")
+
+
+def test_the_first_upload_comes_behind_the_zeros_of_its_target(monkeypatch):
+    kernels, after = FakeBackend(), []
+    monkeypatch.setattr(kernels.device, "upload_ahead", lambda pairs, ticket: after.append(ticket))
+    x, target = (kernels.zeros(shape, "float32") for shape in ((2, 3), (2, 1)))
+    feed = DeviceFeed(Memory(kernels), x, target, 2, np.dtype("float32"))
+    for slot in range(2):
+        feed.after_fill(slot, np.ones(x.shape, "float32"), np.ones(target.shape, "float32"))
+    assert [ticket.number for ticket in after] == [kernels.device.number] * 2
+    kernels.close()
