@@ -34,6 +34,11 @@ def check_graph(network: Network, comm: Communicator, device: Device, fused: boo
             f"backend.graph: expected one rank, got {comm.size}: messages pass through the host, which a graph cannot "
             "wait for; remove graph"
         )
+    if comm.recorder is not None and not getattr(comm.recorder, "paused", False):
+        raise UserError(
+            "backend.graph: expected no timeline, which times every layer by events that nobody may ask in a graph; "
+            "remove graph or output.timeline"
+        )
     for name, node in network.layers.items():
         if isinstance(node.layer, Dropout) and not fused:
             raise UserError(

@@ -12,6 +12,7 @@ from halograd.models import alexnet, lenet5, mesh, resnet, unet
 from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
+from halograd.training.timeline import Timeline
 from halograd.training.trainer import Diverged, Trainer
 from tests.support.fake_device import FakeBackend
 from tests.training.test_exactness import fill
@@ -148,4 +149,7 @@ def test_what_cannot_be_in_a_graph_is_refused():
             dropping = alexnet(classes=3, resolution=67, width=0.1)
             with pytest.raises(UserError, match=r"backend.graph: expected no dropout without fused kernels, got layer"):
                 Executor(dropping, comm, kernels, 4, strategy, graph=True)
+            comm.recorder = Timeline(comm.rank)
+            with pytest.raises(UserError, match=r"backend.graph: expected no timeline, which times every layer"):
+                Executor(NETWORKS["lenet"](), comm, kernels, 4, strategy, graph=True)
     kernels.close()
