@@ -95,6 +95,7 @@ class DeviceClip:
             norm = norm * store.loss_scale.inverse[0]
         if self.norm is not None and self.norm.value is None:
             self.norm.value = self._fetched.read()
-        self._fetched.fetch(norm)
+        self._fetched.put(norm)
+        self._fetched.fetch()
         self.norm = PendingLoss(self._fetched.read)
         return np.minimum(1.0, self._max_norm / (norm + 1e-6)).astype(store.dtype)

@@ -290,7 +290,7 @@ class Executor:
                 self._loss_sum[0] = self.loss.value
                 self._loss_reduction.start()
             else:
-                self._fetched.fetch(self.loss.value)
+                self._fetched.fetch()
                 self.pending = PendingLoss(self.loss_value)
             self._loss_under_way = True
 
@@ -303,6 +303,8 @@ class Executor:
                 self.reducer.require(step.name)
             self._run(step.name, "forward", operator.forward)
             self._launch(step.output)
+        if self.loss is not None and self._fetched is not None:
+            self._fetched.put(self.loss.value)  # here, as a graph writes an array and leaves `value` as it is
 
     def _launch(self, value: Value) -> None:
         for launch in self._launched_after.get(id(value), ()):

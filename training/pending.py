@@ -13,7 +13,10 @@ __all__ = ["FetchedNumber", "PendingLoss"]
 
 
 class FetchedNumber:
-    """A number on a device, copied to the host asynchronously. Local. One at a time: read it before the next fetch."""
+    """A number on a device, copied to the host asynchronously. Local. One at a time: read it before the next fetch.
+
+    `put` only enqueues a copy on the device, so it can be in a graph.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -21,9 +24,12 @@ class FetchedNumber:
         self._pinned = device.pinned((1,), np.float64)
         self._ticket: Ticket | None = None
 
-    def fetch(self, value: Any) -> None:
-        """Begin to copy `value`, an array of no axes on the device or a number. Does not wait."""
+    def put(self, value: Any) -> None:
+        """Keep `value`, an array of no axes on the device or a number, for the next fetch. Enqueued."""
         np.copyto(self._number, value)
+
+    def fetch(self) -> None:
+        """Begin to copy what was put last. Does not wait."""
         self._device.download(self._number, self._pinned)
         self._ticket = self._device.mark()
 

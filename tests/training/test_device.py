@@ -135,6 +135,38 @@ def test_graphs_repeat_what_the_steps_before_did():
         np.testing.assert_allclose(ours[key], array, rtol=0, atol=1e-12, err_msg=key)
 
 
+@pytest.mark.ranks(1)
+def test_the_loss_of_a_graph_is_its_own_also_after_a_validation(monkeypatch):
+    """A pass in between runs as it is and leaves its loss elsewhere; a graph changes memory, no attributes."""
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm, Executor(NETWORKS["lenet"](), comm, kernels, 4, graph=True) as executor:
+
+        def capture(run):
+            run()
+            recorded, fresh = executor.loss.value, [True]
+
+            def launch():
+                if not fresh:
+                    before = executor.loss.value
+                    run()
+                    np.copyto(recorded, executor.loss.value)
+                    executor.loss.value = before
+                fresh.clear()
+
+            return launch
+
+        monkeypatch.setattr(executor.device, "capture", capture)
+        trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
+        fill(executor, 0)
+        expected = [float(trainer.step()) for _ in range(4)]
+        fill(executor, 1)
+        executor.forward(training=False)
+        assert executor.loss_value() != expected[0]
+        fill(executor, 0)
+        assert float(trainer.step()) == expected[0] == expected[-1]
+    kernels.close()
+
+
 @pytest.mark.ranks(1, 2)
 def test_what_cannot_be_in_a_graph_is_refused():
     kernels = FakeBackend()
