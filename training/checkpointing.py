@@ -103,6 +103,7 @@ class Checkpoints:
             if self._session.comm.rank == 0:
                 _log.warning("step %d: %s; training goes on", self._optimizer.step, error)
         self._last = time.monotonic()
+        self._session.executor.counted[CHECKPOINT] = 0  # answered: a device counts the next one a step late
 
     def _try(self, unvalidated: bool) -> Exception | None:
         """Write on rank 0; what went wrong. Collective where parameters are cut."""

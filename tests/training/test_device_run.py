@@ -1,6 +1,8 @@
 """A run whose kernels are those of the double of a device: data ahead, logs, timeline, checkpoints there and back."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -9,10 +11,11 @@ from mpi4py import MPI
 
 from halograd.errors import UserError
 from halograd.layers.memory import Memory
-from halograd.training import session
+from halograd.training import checkpointing, session
 from halograd.training.config import parse_config
 from halograd.training.feeding import DeviceFeed
 from halograd.training.kernels import open_kernels
+from halograd.training.log import read_log
 from halograd.training.run import evaluate, train
 from tests.support.fake_device import FakeBackend
 from tests.training.runs import CONFIG, write_config
@@ -122,6 +125,19 @@ def test_log_timeline_and_evaluation(tmp_path, on_device):
     assert result["loss"] == pytest.approx(clipped["validation"]["loss"], rel=1e-12)
     with h5py.File(tmp_path / "p.h5") as file:
         assert np.isfinite(file["prediction"][...]).all()
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_one_checkpoint_per_interval(tmp_path, on_device, monkeypatch, device):
+    """Votes are counted a step later on a device; one that came before a checkpoint asks for no second one."""
+    clock = itertools.count()
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    on_device(device)
+    more = ["output.log_steps=1000", "output.checkpoint_epochs=0", f"output.checkpoint_minutes={4 / 60}"]
+    total = run(write_config(tmp_path), tmp_path / "out", 6, more=more)["steps"]
+    steps = [entry["step"] for entry in read_log(tmp_path / "out" / "log.jsonl", "checkpoint")]
+    assert len(steps) > 2 and steps[-1] == total
+    assert min(np.diff(steps[:-1])) > 2, steps
 
 
 @pytest.mark.parametrize(
