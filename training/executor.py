@@ -134,7 +134,8 @@ class Executor:
         operators = [operator for _, _, operator in self._bindings]
         check_graph(self.network, self.comm, self.device, self.memory.cuda is not None, operators)
         prepare = getattr(self.kernels, "before_capture", None)
-        return tuple(GraphedPass(self.device, run, prepare) for run in (self._compute, self._differentiate))  # type: ignore[return-value]
+        device = self.device
+        return GraphedPass(device, self._compute, prepare), GraphedPass(device, self._differentiate, prepare)
 
     def _make_store(self, seed: int) -> ParameterStore:
         blocks = parameter_blocks(self.network, self.strategy, self.comm.size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from halograd.comm import CommError, Communicator
 from halograd.device import HOST, Device, DeviceError
 from halograd.device.choice import choose_ordinal
@@ -55,12 +57,12 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
 
 
 def _open(config: BackendConfig, mine: int) -> Backend:
-    options = {"precision": config.precision, "deterministic": config.deterministic}
+    options: dict[str, Any] = {"precision": config.precision, "deterministic": config.deterministic}
     try:
         if config.kernels != "cudnn":
-            return get_backend(config.kernels, config.threads, config.autotune, **options)  # type: ignore[arg-type]
+            return get_backend(config.kernels, config.threads, config.autotune, **options)
         ordinal = choose_ordinal(config.device, mine, count_devices(import_cupy()))
-        return get_backend(config.kernels, config.threads, config.autotune, device=ordinal, **options)  # type: ignore[arg-type]
+        return get_backend(config.kernels, config.threads, config.autotune, device=ordinal, **options)
     except DeviceError:
         raise
     except KernelError as error:
