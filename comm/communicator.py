@@ -15,7 +15,7 @@ from mpi4py import MPI
 from halograd.comm.boot import end
 from halograd.comm.channel import Channel, check_counts
 from halograd.comm.counters import Counters, Instruments, Meter, Recorder
-from halograd.comm.errors import CommError
+from halograd.comm.errors import CommError, mark_agreed
 from halograd.comm.faults import describe, recreate
 from halograd.comm.gpu.base import DEVICE_METHODS, DeviceTransport
 from halograd.comm.gpu.choice import Choice
@@ -376,8 +376,7 @@ class Communicator:
         others = int(faulty.sum()) - 1
         where = f"rank {self.ranks[origin]}" + (f" (and {others} more)" if others else "")
         error = recreate(module, name, text, "" if told else f"{where}: ")
-        error.agreed = True  # type: ignore[attr-defined]
-        error.arose_here = origin == self.rank  # type: ignore[attr-defined]
+        mark_agreed(error, origin == self.rank)
         raise error from fault
 
     @contextmanager

@@ -1,6 +1,6 @@
-"""The one error of the communication layer."""
+"""The one error of the communication layer, and what is known of errors that all ranks raise."""
 
-__all__ = ["CommError"]
+__all__ = ["CommError", "mark_agreed"]
 
 
 class CommError(RuntimeError):
@@ -8,3 +8,8 @@ class CommError(RuntimeError):
 
     The text says what was expected, what came, and what to do about it.
     """
+
+
+def mark_agreed(error: Exception, arose_here: bool) -> None:
+    """Note that all ranks raise this error (``agreed``), and whether it arose on this one (``arose_here``). Local."""
+    vars(error).update(agreed=True, arose_here=arose_here)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from halograd.comm.errors import mark_agreed
 from halograd.data.errors import DataError
 from halograd.data.sampler import Sampler
 from halograd.training.checkpoint import Progress, Snapshot
@@ -136,5 +137,5 @@ class Checkpoints:
     def _with_last(self, error: Exception) -> Exception:
         """The same error, which names the checkpoint before. Collective."""
         told = DataError(f"{error}; {self.last()}")
-        told.agreed, told.arose_here = True, getattr(error, "arose_here", True)  # type: ignore[attr-defined]
+        mark_agreed(told, getattr(error, "arose_here", True))
         return told

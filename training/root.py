@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from halograd.comm.errors import mark_agreed
 from halograd.data.errors import DataError
 from halograd.errors import UserError
 from halograd.training.config import Config, load_config
@@ -52,7 +53,7 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
     if raised is not None and kind not in _MISTAKES:
         raise raised
     told = _MISTAKES.get(kind, UserError)(text)
-    told.agreed, told.arose_here = True, world.rank == 0  # type: ignore[attr-defined]
+    mark_agreed(told, world.rank == 0)
     raise told from raised
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mpi4py import MPI
 
 from halograd.comm.boot import end
-from halograd.comm.errors import CommError
+from halograd.comm.errors import CommError, mark_agreed
 from halograd.comm.gpu.base import DeviceTransport
 from halograd.comm.gpu.choice import Choice, RankFacts, check_name, choose
 from halograd.comm.gpu.facts import gpu_address, rank_facts
@@ -160,7 +160,7 @@ def _choose(comm: Ranks, wanted: str, facts: Sequence[RankFacts]) -> Choice:
         return choose(wanted, facts)
     except CommError as error:
         # The same on all ranks: they had the same facts. The first speaks for all.
-        error.agreed, error.arose_here = True, comm.rank == 0  # type: ignore[attr-defined]
+        mark_agreed(error, comm.rank == 0)
         raise
 
 
