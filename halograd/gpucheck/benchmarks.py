@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,11 @@ def run_benchmarks(
         for precision in precisions:
             for i, subject in enumerate(subjects.values()):
                 name = f"{subject.title}, {precision}"
-                arguments = (kernels, comm, subject, precision, report, torch)
-                _within(report, group, name, lambda a=arguments: contest(*a))  # type: ignore[misc]
+                _within(report, group, name, partial(contest, kernels, comm, subject, precision, report, torch))
                 torch = _freed(torch, stack, torch_device, subject is list(subjects.values())[-1])
                 if not i and precision == precisions[0]:
-                    cut = (kernels, comm, subject, precision)
-                    _within(report, group, f"cutting {name}", lambda c=cut: time_cutting(*c))  # type: ignore[misc]
+                    cutting = partial(time_cutting, kernels, comm, subject, precision)
+                    _within(report, group, f"cutting {name}", cutting)
 
 
 def _within(report: Report, group: str, name: str, run: Callable[[], Outcome]) -> None:

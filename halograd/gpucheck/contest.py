@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from halograd.gpucheck.report import Report
@@ -158,9 +159,11 @@ def _enter_torch(
         if not apart <= LIMITS[precision]:
             raise AssertionError(f"the first loss is {numbers['loss']:.5f}, torch's {made['loss']:.5f}")
         numbers[f"{name} bytes"] = made["bytes"]
-        contestants[name] = lambda count, n=name: float(  # type: ignore[misc]
-            torch.ask(STEPS_PATIENCE, do="steps", name=n, count=count)["seconds"]
-        )
+        contestants[name] = partial(_torch_seconds, torch, name)
+
+
+def _torch_seconds(torch: TorchProcess, name: str, count: int) -> float:
+    return float(torch.ask(STEPS_PATIENCE, do="steps", name=name, count=count)["seconds"])
 
 
 def _text(numbers: Mapping[str, float], notes: list[str], found: Mapping[str, list[float]]) -> str:

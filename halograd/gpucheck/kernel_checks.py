@@ -81,34 +81,32 @@ def check_kernels(backend: Backend, report: Report, precision: str, dtype: Any) 
     group = f"kernels {precision}"
     with get_backend("numpy") as reference:
 
-        def pair() -> _Pair:
-            return _Pair(backend, reference, np.dtype(dtype), BOUNDS[precision])
+        def check(name: str, run: Callable[..., Outcome], *arguments: Any) -> None:
+            def fresh() -> Outcome:
+                return run(_Pair(backend, reference, np.dtype(dtype), BOUNDS[precision]), *arguments)
+
+            report.check(group, name, fresh)
 
         for name, geometry, spatial, channels, filters in CONVOLUTIONS:
-            arguments = (geometry, spatial, channels, filters)
-            report.check(group, f"convolution {name}", lambda a=arguments: _convolution(pair(), *a))  # type: ignore[misc]
+            check(f"convolution {name}", _convolution, geometry, spatial, channels, filters)
         for name, geometry, spatial in POOLINGS:
             for kind in ("max", "average", "average of all"):
-                window = (geometry, spatial, kind)
-                report.check(group, f"{kind} pool {name}", lambda a=window: _pool(pair(), *a))  # type: ignore[misc]
+                check(f"{kind} pool {name}", _pool, geometry, spatial, kind)
         for channels in (3, 5, 64):
             for local in (True, False):
                 for relu in (False, True):
                     what = f"batch norm {channels}{' local' if local else ''}{' relu' if relu else ''}"
-                    numbers = (channels, local, relu)
-                    report.check(group, what, lambda a=numbers: _batch_norm(pair(), *a))  # type: ignore[misc]
+                    check(what, _batch_norm, channels, local, relu)
         for kind in ACTIVATIONS:
-            report.check(group, kind, lambda k=kind: _activation(pair(), k))  # type: ignore[misc]
+            check(kind, _activation, kind)
         for terms in (1, 2, 3):
-            report.check(group, f"sum of {terms}", lambda n=terms: _add(pair(), n))  # type: ignore[misc]
+            check(f"sum of {terms}", _add, terms)
         for shape in ((4, 7, 5), (64, 256, 100)):
-            report.check(group, f"dense {shape}", lambda s=shape: _dense(pair(), *s))  # type: ignore[misc]
+            check(f"dense {shape}", _dense, *shape)
         if is_low(dtype):  # as in training: gradients of parameters in float32
             for name, geometry, spatial, channels, filters in CONVOLUTIONS[::4]:
-                case = (geometry, spatial, channels, filters, "float32")
-                report.check(group, f"convolution {name}, dw float32", lambda a=case: _convolution(pair(), *a))  # type: ignore[misc]
-            mixed = (64, 256, 100, "float32")
-            report.check(group, "dense, dw float32", lambda: _dense(pair(), *mixed))
+                check(f"convolution {name}, dw float32", _convolution, geometry, spatial, channels, filters, "float32")
+            check("dense, dw float32", _dense, 64, 256, 100, "float32")
 
 
 def _convolution(

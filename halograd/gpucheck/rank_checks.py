@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,8 @@ def check_layers(kernels: Backend, comm: Communicator, report: Report, dtype: st
     with get_backend("numpy") as reference:
         for name, make in LAYERS.items():
             for parts in grids(comm.size, ("sample", "height", "width")):
-                arguments = (make, comm, parts, kernels, reference, dtype)
-                label = f"{name} {_text(parts)}"
-                agreed(report, comm, f"layers {comm.size} ranks", label, lambda a=arguments: _layer(*a))  # type: ignore[misc]
+                run = partial(_layer, make, comm, parts, kernels, reference, dtype)
+                agreed(report, comm, f"layers {comm.size} ranks", f"{name} {_text(parts)}", run)
 
 
 def _layer(make: Any, comm: Communicator, parts: dict, kernels: Backend, reference: Backend, dtype: str) -> Outcome:
@@ -76,9 +76,8 @@ def check_training(kernels: Backend, comm: Communicator, report: Report, dtype: 
             for parts in grids(comm.size, ("sample", "height", "width")):
                 if parts["sample"] > 4:
                     continue
-                arguments = (make(), comm, parts, kernels, reference, dtype)
-                label = f"{name} {_text(parts)}"
-                agreed(report, comm, group, label, lambda a=arguments: _training(*a))  # type: ignore[misc]
+                run = partial(_training, make(), comm, parts, kernels, reference, dtype)
+                agreed(report, comm, group, f"{name} {_text(parts)}", run)
 
 
 def _training(
@@ -123,7 +122,7 @@ def check_races(kernels: Backend, comm: Communicator, report: Report) -> None:
     """Copies and messages behind a producer that takes long: what they carry is what it has written. Collective."""
     group = f"races {comm.size} ranks"
     for name, run in (("download", _download), ("upload ahead", _upload_ahead), ("reused message", reused_message)):
-        agreed(report, comm, group, name, lambda r=run: r(kernels, comm))  # type: ignore[misc]
+        agreed(report, comm, group, name, partial(run, kernels, comm))
 
 
 class Slow:
