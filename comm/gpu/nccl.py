@@ -99,9 +99,17 @@ class Link:
         if fault is not None:
             raise _wrapped(fault, "to enqueue messages or sums") from fault
 
-    def started(self, passage: Passage, label: str) -> None:
-        """Let the watchdog know. Not while a graph is recorded: its events cannot be asked then."""
-        if not self.lane.cuda.compute.is_capturing():
+    def leave(self, passage: Passage, label: str) -> None:
+        """Leave the lane, and let the watchdog know.
+
+        Not while a graph is recorded: an event that was recorded in one cannot be asked from then on, so that what was
+        under way before, and is perhaps over, would count as lost in the end.
+        """
+        recording = self.lane.cuda.compute.is_capturing()
+        if recording:
+            self._watchdog.forget(passage)
+        passage.leave()
+        if not recording:
             self._watchdog.under_way(passage, label)
 
     def raise_fault(self) -> None:
@@ -227,8 +235,7 @@ class NcclChannel(Channel):
                 comm.send(address, nbytes, as_bytes, peer, stream)
             for peer, address, nbytes in self._from:
                 comm.recv(address, nbytes, as_bytes, peer, stream)
-        self._passage.leave()
-        link.started(self._passage, f"exchange {self._meter.label!r}")
+        link.leave(self._passage, f"exchange {self._meter.label!r}")
 
     def _finish(self) -> float:
         if self.peers:

@@ -42,8 +42,7 @@ class NcclReduction(Reduction):
     def _start(self) -> None:
         self._passage.enter()
         self._enqueue()
-        self._passage.leave()
-        self._link.started(self._passage, f"sum {self._meter.label!r} of {self.buffer.nbytes} bytes")
+        self._link.leave(self._passage, f"sum {self._meter.label!r} of {self.buffer.nbytes} bytes")
 
     @abstractmethod
     def _enqueue(self) -> None:

@@ -152,6 +152,29 @@ def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, monkeypatch
     assert not ended
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("begun", ["exchange", "sum"])
+def test_what_a_graph_records_is_not_watched_any_more(begun, monkeypatch):
+    """An event that was recorded in a graph is never done: to ask it is an error. The run before may be watched yet."""
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        other = 1 - r.comm.rank
+        if begun == "exchange":
+            mine = r.comm.channel({other: 4}, {other: 4}, "float32", device=r.device)
+        else:
+            mine = r.comm.reduction(r.device.zeros((4,), "float32"))
+
+        def watched_after_a_run():
+            mine.start()
+            mine.finish()
+            if begun == "exchange":
+                mine.release()
+            return id(mine._passage) in mine._link._watchdog._under_way
+
+        assert watched_after_a_run()
+        monkeypatch.setattr(type(r.device.compute), "is_capturing", lambda stream: True)
+        assert not watched_after_a_run()
+
+
 class Unfinished:
     """A passage whose lane never comes to the end."""
 
