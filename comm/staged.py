@@ -17,36 +17,31 @@ ranks may finish sums in any order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
+from halograd.comm.device_channel import DeviceChannel
 from halograd.comm.errors import CommError
 from halograd.comm.reduction import Reduction
 from halograd.device import Device, Ticket
 
-__all__ = ["StagedChannel", "StagedReduction", "check_device_buffer", "end_of", "places"]
-
-_ALIGNMENT = 64  # [B]: copies and kernels of a device want messages to begin so
+__all__ = ["StagedChannel", "StagedReduction", "check_device_buffer"]
 
 
-class StagedChannel(Channel):
+class StagedChannel(DeviceChannel):
     """A channel whose buffers are on a device, around a channel of the host.
 
     Both slots use one device buffer (what is enqueued runs in order) and two pinned ones.
     """
 
     def __init__(self, inner: Channel, device: Device, meter: Meter) -> None:
-        super().__init__(inner.send_counts, inner.recv_counts, inner.dtype, meter)
+        super().__init__(inner.send_counts, inner.recv_counts, inner.dtype, meter, device)
         self._inner, self._device = inner, device
-        self._sends, self._recvs = places(self.send_counts, self.dtype), places(self.recv_counts, self.dtype)
-        self._out = device.zeros((end_of(self._sends),), self.dtype)
-        self._in = device.zeros((end_of(self._recvs),), self.dtype)
-        self._out_pinned = device.pinned((end_of(self._sends),), self.dtype)
-        self._in_pinned = [device.pinned((end_of(self._recvs),), self.dtype) for _ in range(2)]
+        self._out_pinned = device.pinned(self._out.shape, self.dtype)
+        self._in_pinned = [device.pinned(self._in.shape, self.dtype) for _ in range(2)]
         self._uploaded: list[Ticket | None] = [None, None]
         self._downloaded: Ticket | None = None
 
@@ -54,17 +49,6 @@ class StagedChannel(Channel):
     def buffer_bytes(self) -> int:
         """Memory of the host: pinned, and of the inner channel [B]."""
         return self._out_pinned.nbytes + sum(a.nbytes for a in self._in_pinned) + self._inner.buffer_bytes
-
-    @property
-    def device_bytes(self) -> int:
-        """Memory of the device [B]."""
-        return int(self._out.nbytes + self._in.nbytes)
-
-    def _send_buffer(self, peer: int, slot: int) -> Any:
-        return self._out[self._sends[peer]]
-
-    def _recv_buffer(self, peer: int, slot: int) -> Any:
-        return self._in[self._recvs[peer]]
 
     # The hooks of the inner channel, not its public calls: the meter and the state are kept here, once.
     def _start(self) -> None:
@@ -179,22 +163,3 @@ def check_device_buffer(buffer: Any) -> None:
             f"buffer: expected a C-contiguous array, got strides {buffer.strides} for shape {buffer.shape}; "
             "reduce a packed copy"
         )
-
-
-def places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
-    """Where the message of each peer lies in one buffer for all. Local.
-
-    >>> places({1: 3, 4: 20}, np.dtype("float64"))
-    {1: slice(0, 3, None), 4: slice(8, 28, None)}
-    """
-    step = max(1, _ALIGNMENT // dtype.itemsize)
-    found, first = {}, 0
-    for peer, count in sorted(counts.items()):
-        found[peer] = slice(first, first + count)
-        first += -(-count // step) * step
-    return found
-
-
-def end_of(where: Mapping[int, slice]) -> int:
-    """Elements of a buffer that holds these. Local."""
-    return max((part.stop for part in where.values()), default=0)

@@ -19,13 +19,13 @@ from mpi4py import MPI
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
+from halograd.comm.device_channel import DeviceChannel
 from halograd.comm.gpu.adding import add_up
 from halograd.comm.gpu.base import DeviceTransport, check_dtype
 from halograd.comm.gpu.streams import Cuda, Lane, Passage
 from halograd.comm.progress import Operation
 from halograd.comm.reduction import Reduction
 from halograd.comm.shard import shards
-from halograd.comm.staged import end_of, places
 from halograd.comm.transports.base import Context, Pattern
 from halograd.device import Ticket
 
@@ -144,15 +144,12 @@ class MpiCudaTransport(DeviceTransport):
             self._mpi.Free()
 
 
-class MpiCudaChannel(Channel):
+class MpiCudaChannel(DeviceChannel):
     """One buffer per direction for both slots: `finish` waits for the sends too."""
 
     def __init__(self, cuda: Cuda, mpi: MPI.Intracomm, progress: Any, pattern: Pattern, meter: Meter, tag: int) -> None:
-        super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
+        super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter, cuda.device)
         device, self._progress = cuda.device, progress
-        self._sends, self._recvs = places(self.send_counts, self.dtype), places(self.recv_counts, self.dtype)
-        self._out = device.zeros((end_of(self._sends),), self.dtype)
-        self._in = device.zeros((end_of(self._recvs),), self.dtype)
 
         def message(array: Any, where: slice) -> tuple[Any, MPI.Datatype]:
             part = array[where]
@@ -165,22 +162,6 @@ class MpiCudaChannel(Channel):
             ]
         )
         self._operation = Stages([Computed(device), self._messages], device.use)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of the host: none [B]."""
-        return 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Memory of the device [B]."""
-        return int(self._out.nbytes + self._in.nbytes)
-
-    def _send_buffer(self, peer: int, slot: int) -> Any:
-        return self._out[self._sends[peer]]
-
-    def _recv_buffer(self, peer: int, slot: int) -> Any:
-        return self._in[self._recvs[peer]]
 
     def _start(self) -> None:
         if self.peers:

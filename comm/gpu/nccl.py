@@ -11,13 +11,13 @@ import numpy as np
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
+from halograd.comm.device_channel import DeviceChannel
 from halograd.comm.errors import CommError
 from halograd.comm.gpu.base import DeviceTransport, check_dtype
 from halograd.comm.gpu.spans import LaneMeter, LaneSpans
 from halograd.comm.gpu.streams import Lane, Passage
 from halograd.comm.gpu.watchdog import Watchdog
 from halograd.comm.reduction import Reduction
-from halograd.comm.staged import end_of, places
 from halograd.comm.transports.base import Context, Pattern
 
 __all__ = ["SUMMABLE", "Link", "NcclChannel", "NcclTransport", "load_nccl"]
@@ -185,7 +185,7 @@ class NcclTransport(DeviceTransport):
         self._links.clear()
 
 
-class NcclChannel(Channel):
+class NcclChannel(DeviceChannel):
     """One group of sends and receives on the lane.
 
     ``start``: the lane waits for what the kernels' stream was given, so for the packing; one group; ``finish``: the
@@ -194,11 +194,8 @@ class NcclChannel(Channel):
     """
 
     def __init__(self, link: Link, pattern: Pattern, meter: LaneMeter) -> None:
-        super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
-        self._link, self._passage, device = link, meter.passage(link.lane), link.lane.cuda.device
-        self._sends, self._recvs = places(self.send_counts, self.dtype), places(self.recv_counts, self.dtype)
-        self._out = device.zeros((end_of(self._sends),), self.dtype)
-        self._in = device.zeros((end_of(self._recvs),), self.dtype)
+        super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter, link.lane.cuda.device)
+        self._link, self._passage = link, meter.passage(link.lane)
         self._to = self._pointers(self._out, self._sends)
         self._from = self._pointers(self._in, self._recvs)
 
@@ -207,22 +204,6 @@ class NcclChannel(Channel):
         device, size = self._link.lane.cuda.device, self.dtype.itemsize
         first = device.address(array) if array.size else 0
         return [(peer, first + s.start * size, (s.stop - s.start) * size) for peer, s in where.items()]
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of the host: none [B]."""
-        return 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Memory of the device [B]; what NCCL keeps for itself is not counted."""
-        return int(self._out.nbytes + self._in.nbytes)
-
-    def _send_buffer(self, peer: int, slot: int) -> Any:
-        return self._out[self._sends[peer]]
-
-    def _recv_buffer(self, peer: int, slot: int) -> Any:
-        return self._in[self._recvs[peer]]
 
     def _start(self) -> None:
         if not self.peers:

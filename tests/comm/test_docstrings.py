@@ -6,7 +6,21 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["boot", "counters", "grid", "shard", "transports"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "boot",
+        "counters",
+        "device_channel",
+        "gpu.choice",
+        "gpu.link",
+        "gpu.mpi_aware",
+        "grid",
+        "shard",
+        "transports",
+        "transports.shared_sum",
+    ],
+)
 def test_examples(module):
     outcome = doctest.testmod(importlib.import_module(f"halograd.comm.{module}"))
     assert outcome.attempted > 0
