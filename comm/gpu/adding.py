@@ -7,7 +7,7 @@ from typing import Any
 
 from halograd.device import Device
 
-__all__ = ["add_up"]
+__all__ = ["add_up", "both"]
 
 
 def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], None]:
@@ -21,11 +21,13 @@ def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], 
         return device.sums([(total, other) for other in others])
     if at is None:
         copy, sums = device.copies([(total, first)]), device.sums([(total, other) for other in others])
-        return _both(copy, sums)
-    return _both(device.sums([(first, other) for other in others]), device.copies([(total, first)]))
+        return both(copy, sums)
+    return both(device.sums([(first, other) for other in others]), device.copies([(total, first)]))
 
 
-def _both(one: Callable[[], None], two: Callable[[], None]) -> Callable[[], None]:
+def both(one: Callable[[], None], two: Callable[[], None]) -> Callable[[], None]:
+    """One, then the other."""
+
     def run() -> None:
         one()
         two()

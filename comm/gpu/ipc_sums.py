@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from halograd.comm.gpu.adding import add_up
+from halograd.comm.gpu.adding import add_up, both
 from halograd.comm.gpu.ipc import Notices
 from halograd.comm.gpu.ipc_memory import ALIGNMENT, Exchanged
 from halograd.comm.gpu.spans import LaneMeter
@@ -91,7 +91,7 @@ class IpcSum(Reduction):
         add = add_up(device, summands, flat[own]) if own.stop > own.start else _nothing
         if method == "reduce_scatter":
             return [Step(None, deposit, 0), Step(0, add, 1), Step(1, _nothing, None)]
-        return [Step(None, deposit, 0), Step(0, _both(add, here), 1), Step(1, back, None)]
+        return [Step(None, deposit, 0), Step(0, both(add, here), 1), Step(1, back, None)]
 
     @property
     def buffer_bytes(self) -> int:
@@ -162,11 +162,3 @@ class IpcSum(Reduction):
     def _close(self) -> None:
         self._shared.close()
         self._notices.close()
-
-
-def _both(one: Callable[[], None], two: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        one()
-        two()
-
-    return run
