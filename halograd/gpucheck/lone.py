@@ -41,9 +41,8 @@ class LoneCommunicator:
         recv_counts: Mapping[int, int],
         dtype: Any,
         *,
-        kind: str = "halo",
-        name: str | None = None,
         device: Device = HOST,
+        **labels: Any,
     ) -> _Mirror:
         """See `Communicator.channel`."""
         self._channels.append(_Mirror(send_counts, recv_counts, np.dtype(dtype), device))
