@@ -332,7 +332,7 @@ class Communicator:
         return reduction
 
     def _device_transport(self, device: Device) -> DeviceTransport | None:
-        """What was chosen by `use_device`, on this communicator; None for the way by the host. Local."""
+        """What was chosen by `use_device`, on this communicator; None for the way by the host. Collective at first."""
         if self._over_device is None:
             context = Context(self._mpi, self._progress, self.agree, self.ranks)
             self._over_device = self._links.transport(context, device)

@@ -96,7 +96,7 @@ class DeviceLinks:
         return choice
 
     def transport(self, context: Context, device: Device) -> DeviceTransport | None:
-        """The transport of one communicator for arrays of this device; None: through the host. Local."""
+        """The transport of one communicator for arrays of this device; None: through the host. Collective over it."""
         opened = self._opened
         if opened is None:
             return None
