@@ -113,12 +113,10 @@ def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: in
     kept = _overlap(own, target.boxes(rank))
     messages = target.count(*own) - (kept > 0)
     nbytes = ((own[1] - own[0]).prod(axis=1)[:, None] - kept) * itemsize
-    packing = wires.copy(1.0) * 2 * nbytes + wires.machine.launch * messages
-    if wires.emulated:
-        largest = _largest(source, target) * itemsize
-        link = wires.machine.links["across"]
-        return packing + (messages > 0) * link.alpha + link.beta * np.minimum(nbytes, largest)
-    width = wires.machine.devices_per_node
+    packing = np.zeros(nbytes.shape)
+    if not wires.packed:
+        packing += wires.copy(1.0) * 2 * nbytes + wires.machine.launch * messages
+    width = wires.per_node
     near_messages, near_bytes = messages, nbytes
     if ranks > width:
         near_messages, near_bytes = np.zeros_like(messages), np.zeros_like(nbytes)
@@ -127,6 +125,11 @@ def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: in
             if peer != rank:
                 common = _overlap(own, target.boxes(peer))
                 near_messages, near_bytes = near_messages + (common > 0), near_bytes + common * itemsize
+    if wires.emulated:
+        largest = _largest(source, target) * itemsize
+        link = wires.machine.links["across"]
+        far_messages, far_bytes = messages - near_messages, nbytes - near_bytes
+        return packing + (far_messages > 0) * link.alpha + link.beta * np.minimum(far_bytes, largest)
     near = wires.machine.links["node"]
     far = wires.machine.links["switch" if ranks <= width * wires.machine.nodes_per_switch else "across"]
     sharing = np.minimum(width, source.parts.prod(axis=1))[:, None]

@@ -93,6 +93,11 @@ class Wires:
         # A profile notes the transport it was measured with: on one node, "auto" is shared memory.
         return self.emulated or not self.machine.links["node"].note.startswith(("shared", "auto"))
 
+    @property
+    def packed(self) -> bool:
+        """Whether packing and unpacking are in the times of links; they are not in those of the emulated network."""
+        return self.machine.runtime.packed and not self.emulated
+
     def copy(self, nbytes: float) -> float:
         """Packing or unpacking of `nbytes` [B]: read and written once [s]."""
         return 2 * nbytes / (self.machine.memory_bandwidth * self.machine.efficiency.memory)
@@ -169,8 +174,10 @@ class Wires:
         return found
 
     def _together(self, ranks: Ranks) -> bool:
-        """Whether a group is on one node, or the network makes no difference."""
-        return self.emulated or self.machine.span(ranks) in ("device", "node")
+        """Whether a group is like the one of its size that was measured: the first ranks, on one node if they fit."""
+        if self.emulated:  # the time of a ring, whichever of its links cross the network
+            return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
+        return self.machine.span(ranks) in ("device", "node")
 
     def exchange(self, move: Move) -> float:
         """From the start of an exchange until the last rank has everything [s]; packing not included."""
@@ -198,7 +205,7 @@ class Wires:
             seconds = max(self._nodewise(some) for some in sent)
         messages = [sum(len(some[rank][0]) for some in sent) * 2 / len(sent) for rank in ranks]
         nbytes = [sum(int(some[rank][1].sum()) for some in sent) * 2 / len(sent) for rank in ranks]
-        if self.machine.runtime.packed and not self.emulated:
+        if self.packed:
             return seconds, 0.0
         return seconds, self.copy(max(nbytes)) + self.machine.launch * max(messages)
 

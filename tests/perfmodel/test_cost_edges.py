@@ -14,7 +14,7 @@ from halograd.perfmodel.cost.blocks import cut
 from halograd.perfmodel.cost.edges import Grids, edge_seconds, redistributed_bytes
 from halograd.perfmodel.cost.traffic import Move
 from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
+from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine, Runtime
 from tests.perfmodel.test_cost_traffic import RANKS, parts, shapes
 
 #: One node, messages of 1 s and bytes of 1/8 s; nothing else costs anything.
@@ -57,6 +57,27 @@ def test_tables_are_single_exchanges_where_all_ranks_are_looked_at(shape, makers
             assert found[i, j] == pytest.approx(Wires(MACHINE).exchange(move))
 
 
+SAMPLES, ROWS = (4, 1, 1, 1, 1, 1), (1, 1, 4, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("node", "seconds"), [(1, 33.0), (2, 33.0), (4, 0.0)])
+def test_tables_know_the_nodes_of_an_emulated_network(node, seconds):
+    """Between nodes there is a message of 2 x 8 x 8 x 2 bytes; within one there is nothing to wait for."""
+    shape, wires = (4, 8, 8, 8), Wires(MACHINE.emulated(1.0, 0.125, node=node))
+    assert edge_seconds(shape, [SAMPLES], [ROWS], wires, 2, 4) == pytest.approx(seconds)
+    assert wires.exchange(Move(cut(shape, SAMPLES), cut(shape, ROWS), 2)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tables_pack_where_links_do_not(packed):
+    shape, runtime = (4, 8, 8, 8), Runtime(packed=packed)
+    wires = Wires(dataclasses.replace(MACHINE, memory_bandwidth=16.0, runtime=runtime))
+    move = Move(cut(shape, SAMPLES), cut(shape, ROWS), 4)
+    found = edge_seconds(shape, [SAMPLES], [ROWS], wires, 4, 4)
+    assert found == pytest.approx(wires.exchange(move) + wires.packing(move))
+    assert (wires.packing(move) == 0) is packed
+
+
 def test_nothing_is_paid_between_equal_layouts():
     some = candidates_of((8, 32, 32, 16))
     seconds = edge_seconds((8, 32, 32, 16), some, some, Wires(MACHINE), 4, 16)
@@ -94,6 +115,16 @@ def test_an_emulated_network_is_known_as_one_where_it_was_measured(level):
     """A profile of one node has the link within it; a machine of several has the one across."""
     links = {**MACHINE.links, level: Link(1.0, 0.125, "emulated:alpha=1,beta=0.125")}
     assert Wires(dataclasses.replace(MACHINE, links=links)).emulated
+
+
+def test_sums_that_were_measured_on_an_emulated_node_do_not_stand_for_sums_across():
+    """Measured are the first ranks: two of a node, which wait for nothing, and all four, which are a ring."""
+    links = {**MACHINE.links, "across": Link(1.0, 0.125, "emulated:alpha=1,beta=0.125,node=2")}
+    runtime = Runtime(sums={2: Link(0.001, 0.0), 4: Link(7.0, 0.0)}, work={2: Link(0.001, 0.0)})
+    wires = Wires(dataclasses.replace(MACHINE, devices_per_node=2, links=links, runtime=runtime))
+    assert wires.sum(64, (2, 3)) == 0.001 and wires.sum(64, range(4)) == 7.0
+    assert wires.sum(64, (0, 2)) == pytest.approx(2 * 1.0 + 64 / 8) and wires.sum_work(64, (0, 2)) == 0.0
+    assert wires.sum_by_nodes(64, range(4)).across == pytest.approx(2 * 1.0 + 64 / 8)
 
 
 def test_the_emulated_network_has_no_contention_and_rings_only():
