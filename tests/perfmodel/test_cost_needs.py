@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from halograd.dtensor import Box
@@ -102,10 +102,6 @@ def test_layers_need_what_they_say(name, some):
 def test_nasty_geometries(name, kind):
     shape, kernel, stride, padding, dilation = NASTY[name]
     layer = Conv(3, kernel, stride, padding, dilation) if kind is Conv else MaxPool(kernel, stride, padding, dilation)
-    try:
-        layer.output_shape((*shape, 2))
-    except ValueError:
-        pytest.skip("this window reads only padding somewhere")
     for some in CUTS:
         check(layer, [(2, *shape, 2)], some)
 
@@ -116,7 +112,7 @@ def test_any_window(kernel, stride, padding, dilation, blocks):
     try:
         layer.output_shape((11, 10, 2))
     except ValueError:
-        return
+        assume(False)  # it reads only padding somewhere
     check(layer, [(1, 11, 10, 2)], (1, 1, blocks, 1, 1, 1))
 
 
