@@ -44,7 +44,10 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     name
         Of the machine.
     """
-    places = Places(tuple(comm.allgather_objects(platform.node())))
+    hosts = Places(tuple(comm.allgather_objects(platform.node())))
+    nodes = Places(tuple(map(str, comm.nodes)))
+    # An emulated network between all ranks is taken for the link within their node.
+    places = nodes if nodes.has("node") else hosts
     channel, face, strided = {}, {}, {}
     for level in ("node", "across"):
         if places.has(level):
@@ -63,23 +66,38 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
         nodes_per_switch=len(set(places.nodes)),
         peak_flops=rates.peak,
         memory_bandwidth=rates.bandwidth,
-        memory=memory_size(places.fullest),
+        memory=memory_size(hosts.fullest),
         launch=rates.launch,
-        links=_links(copy, face, comm.transport),
+        links=_links(copy, _measured_links(comm.transport, face, channel, nodes.has("node"))),
         efficiency=rates.efficiency,
         device=f"{device_name(kernels)}; {kernels.name} {kernels.version}, {kernels.threads} thread(s)",
     )
     return comm.bcast(Profile(machine, comm.size, comm.transport, channel, face, strided, copy, **sums))
 
 
-def _links(copy: Fit, face: Mapping[str, Fit], transport: str) -> dict[str, Link]:
+def _measured_links(
+    transport: str, face: Mapping[str, Fit], channel: Mapping[str, Fit], memory_shared: bool
+) -> dict[str, Link]:
+    """With packing; those of an emulated network without, which the cost model adds there."""
+    found = {}
+    for level, packed in face.items():
+        if not transport.startswith("emulated"):
+            found[level] = packed.link(f"{transport}, with packing")
+        elif level == "node" and memory_shared:
+            found[level] = packed.link("shared, with packing")
+        else:
+            found[level] = channel[level].link(transport)
+    return found
+
+
+def _links(copy: Fit, found: Mapping[str, Link]) -> dict[str, Link]:
     """All levels, from those that were measured."""
     links = {"device": copy.link("copy")}
     nearest = "device"
     for level in ("node", "switch", "across"):
         measured = "across" if level == "switch" else level
-        if measured in face:
-            links[level] = face[measured].link(f"{transport}, with packing")
+        if measured in found:
+            links[level] = found[measured]
             nearest = level
         else:
             links[level] = Link(links[nearest].alpha, links[nearest].beta, _COPIED.format(nearest))

@@ -4,6 +4,7 @@ import pytest
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
+from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.perfmodel.profile import Profile, measure_machine
 from halograd.perfmodel.profile.measure import group_sizes
@@ -97,3 +98,22 @@ def test_a_machine_is_measured_and_saved(comm, tmp_path):
     found.save(tmp_path / "mine.toml")
     assert Machine.load(tmp_path / "mine.toml") == machine
     assert Profile.load(tmp_path / "mine.toml") == found
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("node", [1, 2])
+def test_a_machine_with_an_emulated_network_is_measured_node_by_node(comm, node):
+    """The network is between nodes, bare: what packing takes is added by the model. Within them is shared memory."""
+    alpha, transport = 1e-3, f"emulated:alpha=1e-3,beta=1e-8,node={node}"
+    with Communicator(comm, transport) as ranks, get_backend("numpy") as kernels:
+        found = measure_machine(ranks, kernels, "mine").with_overheads(0.0, 0.0)
+        nodes, waits = len(set(ranks.nodes)), ranks.waits_for_network
+    wires, links = Wires(found.machine), found.machine.links
+    assert (wires.emulated, wires.waits_for_network, wires.per_node) == (waits, waits, node)
+    assert found.machine.nodes_per_switch == (nodes if node > 1 else 1)
+    if waits:
+        level = "node" if node == 1 else "across"
+        assert links[level] == found.channel[level].link(transport) and links["across"].alpha > 0.9 * alpha
+        assert wires.sum(8, (0, comm.size - 1)) > 1.8 * alpha
+    if node > 1:
+        assert links["node"].note.startswith("shared, with packing") and links["node"].alpha < alpha
