@@ -159,7 +159,7 @@ class Executor:
             self.values[name].allocate(self.memory, "input")
         self._bindings = [self._bind_forward(step, trainable) for step in self.steps]
         self._moves = self._find_moves()
-        self._launched_after = {id(v): [o.launch for o in some] for v, some in self._moves}
+        self._launched_after = {id(v): some for v, some in self._moves}
         self.loss = self._find_loss()
         self._loss_sum = np.zeros(1 + VOTES)
         self._vote_sums = self._loss_sum[1:]
@@ -225,12 +225,12 @@ class Executor:
         binding.end_scratch()
         return step, binding, operator
 
-    def _find_moves(self) -> list[tuple[Value, list[Operator]]]:
+    def _find_moves(self) -> list[tuple[Value, list[tuple[str, Operator]]]]:
         """Values that are redistributed, and by whom: they travel as soon as they are there, while others compute."""
-        found: dict[int, tuple[Value, list[Operator]]] = {}
+        found: dict[int, tuple[Value, list[tuple[str, Operator]]]] = {}
         for step, _, operator in self._bindings:
             if isinstance(step.layer, Redistribute):
-                found.setdefault(id(step.inputs[0]), (step.inputs[0], []))[1].append(operator)
+                found.setdefault(id(step.inputs[0]), (step.inputs[0], []))[1].append((step.name, operator))
         return list(found.values())
 
     def _find_loss(self) -> LossOperator | None:
@@ -258,7 +258,7 @@ class Executor:
     def _close_gradient(self, name: str, value: Value) -> None:
         for other, some in self._moves:
             if other is value:
-                self._backward += [(f"{name} (moved)", o.settle) for o in some]
+                self._backward += [(f"{name} (moved)", o.settle) for _, o in some]
         total = value.close_gradient(self.memory, self.kernels)
         if total is not None:
             self._sums.append(total)
@@ -308,8 +308,8 @@ class Executor:
             self._fetched.put(self.loss.value)  # here, as a graph writes an array and leaves `value` as it is
 
     def _launch(self, value: Value) -> None:
-        for launch in self._launched_after.get(id(value), ()):
-            launch()
+        for name, operator in self._launched_after.get(id(value), ()):
+            self._run(name, "forward", operator.launch)
 
     def _settle_loss(self) -> None:
         """Wait for the loss of the last pass. On a device its sum is made here: nobody waited for it to be computed."""

@@ -81,6 +81,27 @@ def test_redistributions_travel_behind_other_branches(monkeypatch):
     assert log.index("right.backward") < start < log.index("left1.backward") < end < log.index("stem.backward")
 
 
+class Spans:
+    def __init__(self):
+        self.seen = []
+
+    def span(self, name, category, t0, t1):
+        self.seen.append((name, category))
+
+
+@pytest.mark.ranks(2)
+def test_both_parts_of_a_redistribution_are_timed():
+    strategy, spans = Strategy({"height": 2}, {"right": {"height": 1, "width": 2}}), Spans()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        comm.recorder = spans
+        with build(comm, strategy) as executor:
+            executor.forward()
+            executor.loss_value()
+        (moved,) = (step.name for step in executor.steps if step.name.startswith("stem->"))
+    stem, left = (spans.seen.index((name, "forward")) for name in ("stem", "left1"))
+    assert spans.seen.count((moved, "forward")) == 2 and stem < spans.seen.index((moved, "forward")) < left
+
+
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("transport", ["auto", "emulated:alpha=1e-4,beta=1e-9"])
 def test_the_result_is_that_of_one_process(transport):
