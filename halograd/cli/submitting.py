@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -231,7 +230,9 @@ def _start(kind: str, job: Job, dry_run: bool) -> int:
         print(f"halograd: note: data.path {job.data} is not here; the nodes must see it", file=sys.stderr)
     path = _write(Path(job.run) / f"{job.name}{Path(KINDS[kind]).suffix}", script)
     if kind == "local":
-        return subprocess.call(["bash", str(path)])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execvp("bash", ["bash", str(path)])  # signals, Ctrl-C among them, are for the script
     jobs = start_chain(path) if kind == "plan-then-train" else submit_chain(path, job.links)
     ranks, nodes = job.resources.ranks, job.resources.nodes
     several = f"jobs {', then '.join(jobs)}" if len(jobs) > 1 else f"job {jobs[0]}"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +15,7 @@ import pytest
 from mpi4py import MPI  # noqa: F401  (before `submit` asks for it not to be started)
 
 from halograd.cli.run import run
+from tests.harness.jobs import job_environment, new_mark
 from tests.jobs.runs import write_config
 from tests.jobs.stubs import Stubs
 
@@ -95,12 +101,53 @@ def test_profile_plan_and_training_wait_for_each_other(submit):
     assert '--set training.batch=8 --set \'strategy={"file" = "run/plan.json"}\'' in train
 
 
+def submit_local(*arguments: object) -> list[str]:
+    """`halograd submit` of a local job as a process of its own, which becomes the script."""
+    local = ["submit", "mesh.toml", "--kind", "local", *map(str, arguments)]
+    return [sys.executable, "-c", f"from halograd.cli.run import main; main({local})"]
+
+
 def test_a_local_job_is_run_at_once(submit):
-    code, _, err = submit("--kind", "local", "--nodes", 1, "--ranks-per-node", 4, "--mpirun", "mpirun")
-    assert code == 0, err
+    done = subprocess.run(
+        submit_local("--ranks-per-node", 4, "--mpirun", "mpirun"), cwd=submit.folder, env=job_environment(new_mark())
+    )
+    assert done.returncode == 0
     (call,) = submit.stubs.calls()
     assert call[:3] == ["mpirun", "-n", "4"] and call[-3:] == ["train", "mesh.toml", "--resume"]
     assert (submit.folder / "run" / "mesh.sh").exists()
+
+
+# A launcher that passes on what it gets: Ctrl-C ends its ranks, USR1 has them write a checkpoint.
+LAUNCHER = """\
+#!/bin/bash
+trap 'echo interrupted; exit 130' INT
+trap '[ -n "$HUNG" ] || { echo signaled; sleep 0.3; exit 75; }' USR1
+echo started
+while sleep 0.02; do :; done
+"""
+
+
+@pytest.mark.parametrize(("hung", "presses", "code", "said"), [("", 1, 75, "signaled"), ("yes", 2, 130, "interrupted")])
+def test_ctrl_c_has_a_local_job_write_a_checkpoint(hung, presses, code, said, submit):
+    """The terminal gives it to all in its foreground; the second one ends what does not stop."""
+    (submit.stubs.folder / "mpirun").write_text(LAUNCHER)
+    command = submit_local("--ranks-per-node", 4, "--mpirun", submit.stubs.folder / "mpirun")
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(submit.folder)
+        os.execve(command[0], command, {**job_environment(new_mark()), "HUNG": hung})
+    told = ""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while "started" not in told:
+            told += os.read(terminal, 1000).decode()
+        for _ in range(presses):
+            os.write(terminal, b"\x03")
+            time.sleep(0.3)
+        while more := os.read(terminal, 1000).decode():
+            told += more
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == code, told
+    assert ("signaled" in told, "interrupted" in told) == (said == "signaled", said == "interrupted")
 
 
 @pytest.mark.parametrize(
