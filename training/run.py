@@ -94,7 +94,7 @@ def train(
         plan = _plan(config, ranks, planner, training=True)
         strategy = None if plan is None else plan.strategy
         session = Session.open(config, ranks, stack, normalization=normalization, strategy=strategy)
-        with ranks.agreement():
+        with ranks.agreement(), _writing(directory):
             if ranks.rank == 0:
                 _make_folder(directory)
                 rewind_log(directory / "log.jsonl", progress.step if progress else 0)
@@ -182,12 +182,22 @@ def _make_folder(path: Path) -> None:
         raise UserError(f"output.directory: expected a folder that can be made, got {path}: {reason}") from error
 
 
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Files of a run that cannot be begun are the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        path, reason = error.filename or folder, error.strerror or error
+        raise UserError(f"output.directory: expected files that can be written, got {path}: {reason}") from error
+
+
 def _log_each_rank(ranks: Communicator, folder: Path, stack: ExitStack) -> None:
     """Begin a log on every rank, in a folder that rank 0 makes. Collective."""
     with ranks.agreement():
         if ranks.rank == 0:
             _make_folder(folder)
-    with ranks.agreement():
+    with ranks.agreement(), _writing(folder):
         stack.enter_context(RankLog(folder, ranks.rank, ranks.size))
 
 

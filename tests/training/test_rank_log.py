@@ -102,3 +102,14 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     for sets in (["output.rank_logs=true"], []):
         with pytest.raises(UserError, match=r"output\.directory: expected a folder that can be made, got .*/out"):
             train(config, sets)
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "logs/rank-0000.log", "tensorboard"])
+def test_files_that_cannot_be_written(name, tmp_path):
+    """Something else is in their place, or they are another user's."""
+    config = write_config(tmp_path)
+    place = tmp_path / "out" / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    (place.touch if name == "tensorboard" else place.mkdir)()
+    with pytest.raises(UserError, match=rf"output\.directory: expected files that can be .*, got .*{name}: "):
+        train(config, ["output.rank_logs=true", "output.tensorboard=true"])
