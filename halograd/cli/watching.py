@@ -13,7 +13,7 @@ __all__ = ["report", "status"]
 def status(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run and line, for scripts.")] = False,
-) -> None:
+) -> int:
     """Progress, speed, time left, last checkpoint and overlap ratio of a run, from its log.
 
     It may be running, on whatever machine: nothing but the directory is looked at.
@@ -24,13 +24,24 @@ def status(
       watch halograd status runs/*
     """
     import json
+    import sys
 
+    from halograd.errors import UserError
     from halograd.report.record import read_record
     from halograd.report.status import TAIL, status_of, status_text
 
-    found = [status_of(read_record(run, TAIL)) for run in runs]
-    for one in found:
-        print(json.dumps(one.as_dict()) if as_json else "\n".join(status_text(one)))
+    code = 0
+    for run in runs:
+        try:
+            one = status_of(read_record(run, TAIL))
+        except UserError as error:
+            if len(runs) == 1:
+                raise
+            print(f"halograd: error: {error}", file=sys.stderr)
+            code = 2
+        else:
+            print(json.dumps(one.as_dict()) if as_json else "\n".join(status_text(one)))
+    return code
 
 
 def report(

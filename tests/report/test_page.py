@@ -202,6 +202,8 @@ def halograd(capsys, *arguments: object) -> tuple[int, str, str]:
 def test_the_commands(begun, trained, tmp_path, capsys):
     code, out, _ = halograd(capsys, "status", trained, begun, "--json")
     assert code == 0 and [json.loads(line)["state"] for line in out.splitlines()] == ["finished", "running"]
+    code, out, complaint = halograd(capsys, "status", tmp_path, trained, "--json")  # one is queued, say
+    assert code == 2 and json.loads(out)["state"] == "finished" and len(complaint.splitlines()) == 1
     code, out, _ = halograd(capsys, "status", trained)
     assert code == 0 and out.startswith(f"{trained}: finished, step 9 of 9 (100 %), epoch 3 of 3\n")
     code, out, _ = halograd(capsys, "report", begun, "--out", tmp_path / "new" / "page.html")
