@@ -24,6 +24,8 @@ from types import TracebackType
 from typing import Any
 
 from halograd.comm import Communicator
+from halograd.data.errors import DataError
+from halograd.errors import UserError
 from halograd.training.log import read_log
 from halograd.training.peers import Line, Listener, Peers, connect
 from halograd.training.pulse import Pulse
@@ -92,7 +94,8 @@ class Watchdog:
     ) -> None:
         if error is not None and not getattr(error, "agreed", False):
             # Others find out when this process ends the job; rank 0 logs why.
-            self._last_words(f"{type(error).__name__}: {error}")
+            refused = self._pulse is None and isinstance(error, (UserError, DataError))
+            self._last_words(f"{type(error).__name__}: {error}", logged=not refused)
         self.close()
 
     # -- lines ---------------------------------------------------------------------------------
@@ -132,7 +135,8 @@ class Watchdog:
             self._report_stall()
         elif kind == "dying" and not self._over:
             self._announce_end(GRACE)
-            self._write(rank, str(message.get("cause")))
+            if message.get("logged"):
+                self._write(rank, str(message.get("cause")))
         elif kind == "ending":  # rank 0 knows of it: what ends from now on ends because of that
             self._over, self._deadline = True, time.monotonic() + float(message["within"])
 
@@ -162,14 +166,18 @@ class Watchdog:
             return "it was killed: this node ran out of memory"
         return "its process is gone; it was killed, by hand, by the batch system or for lack of memory"
 
-    def _last_words(self, cause: str) -> None:
-        """This rank is about to end the job because of a fault of its own."""
+    def _last_words(self, cause: str, logged: bool) -> None:
+        """This rank is about to end the job because of a fault of its own.
+
+        A job that was refused before it began is not `logged`: the log is that of a job before, which may be running.
+        """
         if self._comm.rank == 0:
             if not self._over:
                 self._announce_end(GRACE)
-                self._write(0, cause)
+                if logged:
+                    self._write(0, cause)
         else:
-            self._peers.send(kind="dying", cause=cause)
+            self._peers.send(kind="dying", cause=cause, logged=logged)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -247,6 +255,7 @@ class Watchdog:
         """A line in the log; one write at its end, so that it does not mix with others."""
         step = 0 if self._pulse is None else self._pulse.step
         entry = {"event": "failed", "rank": rank, "host": self._hosts[rank], "cause": cause, "at_step": step}
+        entry["time"] = round(time.time(), 3)
         try:
             descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND)
         except OSError:  # no log yet, or no disk: the message was said

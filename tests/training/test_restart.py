@@ -11,7 +11,9 @@ from pathlib import Path
 import h5py
 import pytest
 
+from halograd.errors import UserError
 from halograd.training.log import read_log
+from halograd.training.run import train
 from tests.launch import mpiexec
 from tests.training.launching import SLOW, losses, rank_processes, sets, started, wait_for_step
 from tests.training.runs import write_config
@@ -95,7 +97,7 @@ def test_one_rank_fails(tmp_path):
     assert "[rank 1 of 3] RuntimeError: a bug on one rank" in stderr
     assert f"halograd: rank 1 of 3 on {platform.node()}: RuntimeError: a bug on one rank; the job ends" in stderr
     (failed,) = read_log(tmp_path / "out" / "log.jsonl", "failed")
-    assert (failed["rank"], failed["cause"]) == (1, "RuntimeError: a bug on one rank")
+    assert (failed["rank"], failed["cause"]) == (1, "RuntimeError: a bug on one rank") and failed["time"] > 1e9
     assert "[rank 0 of 3]" not in stderr and "[rank 2 of 3]" not in stderr
 
 
@@ -112,3 +114,21 @@ def test_bad_data_on_one_rank(tmp_path):
     lines = [line for line in stderr.splitlines() if line.startswith("halograd: error: ")]
     assert len(lines) == 1 and "nan in sample" in lines[0] and lines[0].endswith(f"(rank 1 of 2 on {platform.node()})")
     assert "Traceback" not in stderr
+
+
+@pytest.mark.mpi
+def test_a_refused_start_leaves_no_trace(comm, tmp_path):
+    """The log is that of the job before, which may be under way."""
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+    comm.Barrier()
+    sets = [f"strategy.height={comm.size}", "training.epochs=1"]
+    train(folder / "run.toml", sets, comm=comm)
+    comm.Barrier()
+    before = (folder / "out" / "log.jsonl").read_text()
+    for more, resume in ((sets, False), ([*sets, f"strategy.height={comm.size + 1}"], True)):
+        with pytest.raises(UserError):
+            train(folder / "run.toml", more, resume, comm=comm)
+        comm.Barrier()
+        assert (folder / "out" / "log.jsonl").read_text() == before
