@@ -143,7 +143,7 @@ class BatchNormArrays:
     means: Any
     eps: float
     relu: bool
-    local: bool
+    local: bool = False
 
     @property
     def rows(self) -> int:

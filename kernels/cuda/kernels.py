@@ -119,7 +119,7 @@ class CudaKernels:
         `args` are those of :meth:`Backend.batch_norm` up to `relu`. With `premultiplied` the means are of
         ``gamma * dy'`` and ``gamma * dy' * xhat`` (over a group of channels).
         """
-        a = BatchNormArrays(*args, local=False)
+        a = BatchNormArrays(*args)
         vectors = {name: getattr(a, name) for name in ("gamma", "beta", "mean", "var", "sums", "means")}
         check_packed("sample_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, **vectors)
         samples, channels = a.x.shape[0], a.x.shape[-1]
