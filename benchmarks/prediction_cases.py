@@ -15,6 +15,7 @@ from halograd.perfmodel.cost.baselines import BASELINES, baseline
 from halograd.perfmodel.kernel_times import LayerKey, MeasuredTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import plan_network
+from halograd.trials import rivals, settle
 
 __all__ = ["CASES", "Case", "grids", "strategies"]
 
@@ -67,10 +68,12 @@ def strategies(
     machine: Machine,
     times: MeasuredTimes,
     again: Callable[[Iterable[LayerKey]], None],
+    tried: Callable[[dict[str, Strategy]], dict[str, float]],
 ) -> dict[str, Strategy]:
-    """What is compared, by label: every grid, or the planner's choice and the four baselines.
+    """What is compared, by label: every grid, or the choice and the four baselines.
 
-    `again` measures layers once more: those that the choice rests on, as `halograd train` does. Collective.
+    The choice is made as by `halograd train`: `again` measures layers once more that it rests on, `tried` steps of it
+    and of the baselines near it. Collective.
     """
     if kind == "grids":
         options = {"halo": "auto"}
@@ -86,7 +89,9 @@ def strategies(
         times.forget()
         plan = plan_network(network, case.batch, ranks, machine, times)
     others = {name: baseline(name, case.make(), case.batch, ranks) for name in BASELINES}
-    return {"plan": plan.strategy} | others
+    near = {name: others[name] for name in rivals(plan)}
+    best = settle(tried({"plan": plan.strategy} | near)) if near else "plan"
+    return {"plan": near.get(best, plan.strategy)} | others
 
 
 def _label(parts: dict[str, int]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -29,6 +31,7 @@ from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile import Conditions, LayerTimer, TimeCache, conditions_of, measure_machine
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
+from halograd.trials import measure_steps
 
 __all__ = ["Run", "run"]
 
@@ -142,7 +145,9 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
         for name in spec["networks"]:
             case = CASES[name]
             times = predictor.times(case)
-            chosen = strategies(case, comm.size, spec["kind"], predictor.machine, times, predictor.again)
+            opened = partial(stepping, case, comm, backend)
+            tried = partial(measure_steps, comm, opened=opened)
+            chosen = strategies(case, comm.size, spec["kind"], predictor.machine, times, predictor.again, tried)
             for strategy in chosen.values():
                 predictor.seconds(case, strategy, times)
             measured = measure(case, comm, backend, chosen, spec["seconds"], predictor.sweep)
@@ -157,6 +162,14 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
         comm.close()
     backend.close()
     return results
+
+
+@contextmanager
+def stepping(case: Case, comm: Communicator, backend: Any, strategy: Strategy) -> Iterator[Callable[[], object]]:
+    """A function that runs one step under a strategy. Collective."""
+    one = Run(case, comm, backend, strategy)
+    yield partial(one.steps, 0)
+    one.close()
 
 
 def measure(

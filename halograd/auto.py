@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from halograd.cli.plan_compare import compared, comparison
 from halograd.cli.plan_options import parse_memory, source_of
@@ -24,11 +27,12 @@ from halograd.layers import Network, Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.confirm import rests_on
 from halograd.perfmodel.cost import Training
+from halograd.perfmodel.cost.baselines import BASELINES
 from halograd.perfmodel.cost.reductions import BY_NODES
 from halograd.perfmodel.kernel_times import KernelTimes, LayerKey, MeasuredTimes, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plan_file import PlanFile, Request
-from halograd.perfmodel.predict import Plan, Planning, plan_network
+from halograd.perfmodel.predict import Alternative, Plan, Planning, plan_network
 from halograd.perfmodel.profile import (
     Conditions,
     LayerTimer,
@@ -41,11 +45,15 @@ from halograd.perfmodel.profile import (
     record_path,
 )
 from halograd.perfmodel.reduction_choice import candidate_schemes, rank_schemes
-from halograd.training.build import make_network
+from halograd.training.build import make_network, make_optimizer, with_reduction
 from halograd.training.config import AdamConfig, Config, LARSConfig, SGDConfig
+from halograd.training.executor import Executor
 from halograd.training.kernels import open_kernels
 from halograd.training.root import on_root
+from halograd.training.schedules import Constant
 from halograd.training.step_times import Measured
+from halograd.training.trainer import Trainer
+from halograd.trials import measure_steps, rivals, settle
 
 __all__ = ["PlannedRun", "plan_run", "rank_schemes_of"]
 
@@ -160,8 +168,9 @@ class _Planner:
                     break
                 self._once.update(work.key for work in works)
             made = self._confirmed(kernels, machine, made)
+            made, told = self._tried(kernels, machine, made)
         if self.comm.rank == 0 and self.training:
-            self._show(made)
+            self._show(made, told)
         return made
 
     def _confirmed(self, kernels: Any, machine: Machine, made: PlanFile) -> PlanFile:
@@ -181,6 +190,43 @@ class _Planner:
         training = Training(self.dtype, _slots(self.config))
         works = rests_on(made.plan, self.network, machine, times, training)
         return [work for key, work in works.items() if key in self._once]
+
+    def _tried(self, kernels: Any, machine: Machine, made: PlanFile) -> tuple[PlanFile, list[str]]:
+        """What takes the shortest steps of the plan and the baselines near it; and a line about them. Collective."""
+        table = self.config.strategy
+        if not self.training or table.machine or table.budget == 0 or table.planner in BASELINES:
+            return made, []
+        names = rivals(made.plan)
+        if not names:
+            return made, []
+        self._say(f"trying steps of the plan and of {', '.join(names)}")
+        times = self._times(kernels, machine)
+        files = {made.plan.planner: made}
+        for name in names:
+            files[name] = self._plan_on_root(machine, times, name)
+        strategies = {name: file.plan.strategy for name, file in files.items()}
+        seconds = measure_steps(self.comm, strategies, partial(self._opened, kernels))
+        best = settle(seconds)
+        told = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())
+        if files[best] is not made:
+            files[best] = _instead_of(made, files[best])
+        return files[best], [f"steps tried: {told}; trained by {best}"]
+
+    @contextmanager
+    def _opened(self, kernels: Any, strategy: Strategy) -> Iterator[Callable[[], object]]:
+        """A function that trains for a step under a strategy, on noise and at rate 0. Collective."""
+        config = self.config
+        if config.reduction.name != "auto":
+            strategy = with_reduction(strategy, config)
+        with Executor(self.network, self.comm, kernels, self.batch, strategy, self.dtype) as executor:
+            trainer = Trainer(executor, make_optimizer(config.optimizer, executor.store), Constant(0.0))
+            draw = np.random.default_rng(self.comm.rank)
+            for name, node in self.network.inputs.items():
+                array = executor.input(name).array
+                if node.dtype == "compute":
+                    executor.device.assign(array, draw.random(array.shape, np.float32).astype(array.dtype))
+            yield trainer.step
+            trainer.settle()
 
     def ranked(self, strategy: Strategy) -> list[Scheme]:
         """See :func:`rank_schemes_of`; rank 0 decides. Collective."""
@@ -274,12 +320,15 @@ class _Planner:
 
     # -- the plan ------------------------------------------------------------------------------
 
-    def _plan_on_root(self, machine: Machine, times: KernelTimes) -> PlanFile:
-        """What rank 0 plans, on all ranks; a mistake of the user's is raised on all alike. Collective."""
+    def _plan_on_root(self, machine: Machine, times: KernelTimes, planner: str = "") -> PlanFile:
+        """What rank 0 plans, on all ranks; a mistake of the user's is raised on all alike. Collective.
+
+        `planner` is that of the configuration if it is empty.
+        """
         made, mistake, fault = None, None, None
         if self.comm.rank == 0:
             try:
-                made = self._plan(machine, times)
+                made = self._plan(machine, times, planner or self.config.strategy.planner)
             except UserError as error:
                 mistake = str(error)
             except Exception as error:
@@ -291,12 +340,12 @@ class _Planner:
         assert made is not None
         return made
 
-    def _plan(self, machine: Machine, times: KernelTimes) -> PlanFile:
+    def _plan(self, machine: Machine, times: KernelTimes, planner: str) -> PlanFile:
         settings, table = self.config.training, self.config.strategy
         slots = _slots(self.config)
         bucket = table.bucket_bytes if "bucket_bytes" in table.model_fields_set else None
         limit = parse_memory(table.memory)
-        planning = Planning(table.planner, limit, False, Training(self.dtype, slots), bucket, _without(self.config))
+        planning = Planning(planner, limit, False, Training(self.dtype, slots), bucket, _without(self.config))
         plan = plan_network(self.network, settings.batch, self.comm.size, machine, times, planning)
         plan = self._with_statistics(plan)
         told = source_of(times, machine)
@@ -313,11 +362,12 @@ class _Planner:
         options = {**plan.strategy.options, "statistics": statistics}
         return replace(plan, strategy=replace(plan.strategy, options=options))
 
-    def _show(self, made: PlanFile) -> None:
-        """The start-up table, and the plan in the run's directory."""
+    def _show(self, made: PlanFile, told: list[str]) -> None:
+        """The start-up table, what was tried, and the plan in the run's directory."""
         plan = made.plan
         others = known_baselines(plan)
-        print("\n".join(plan_text(plan, others, made.request.kernel_times if made.request else "")), flush=True)
+        lines = plan_text(plan, others, made.request.kernel_times if made.request else "")
+        print("\n".join([*lines, *told]), flush=True)
         path = _plan_path(self.config)
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)
@@ -325,6 +375,14 @@ class _Planner:
     def _say(self, text: str) -> None:
         if self.comm.rank == 0 and self.config.output.progress:
             print(text, file=sys.stderr, flush=True)
+
+
+def _instead_of(made: PlanFile, other: PlanFile) -> PlanFile:
+    """The other plan, with this one and the rest of its alternatives beside it."""
+    plan, name = made.plan, other.plan.planner
+    beside = Alternative(plan.planner, plan.step_seconds, plan.prediction.memory_bytes, True)
+    rest = [a for a in plan.alternatives if a.name not in (name, plan.planner)]
+    return replace(other, plan=replace(other.plan, alternatives=(beside, *rest)))
 
 
 def _slots(config: Config) -> int:

@@ -89,7 +89,8 @@ class StrategyConfig(_Table):
 
     ``auto = true``, or ``strategy = "auto"`` in place of the table, has the run planned before it starts, with
     `planner` (or a baseline), at most `memory` per rank ("16GiB"; else what the machine has), on the `machine` of
-    this name or file. Without `machine` this one is measured, layers for at most `budget` seconds.
+    this name or file. Without `machine` this one is measured, layers for at most `budget` seconds, and steps of the
+    plan and of baselines near it are tried.
     """
 
     sample: Count | None = None

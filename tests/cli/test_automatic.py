@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
+from halograd import auto
+from halograd.auto import plan_run
+from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.models import build
+from halograd.perfmodel.cost.baselines import baseline
 from halograd.perfmodel.plan_file import PlanFile
-from halograd.training.build import make_strategy
+from halograd.perfmodel.predict import Alternative
+from halograd.training.build import make_network, make_strategy
 from halograd.training.config import StrategyConfig, parse_config
 from halograd.training.log import read_log
+from halograd.trials import measure_steps, rivals, settle
 from tests.launch import mpiexec
 from tests.training.runs import CONFIG, write_data
 
@@ -147,3 +157,72 @@ def test_a_plan_is_checked_against_the_network(trained):
     config = StrategyConfig(file=str(path))
     with pytest.raises(UserError, match="plan: expected network 'mesh'"):
         make_strategy(config, 2, build("lenet5"), 4)
+
+
+# -- trials -------------------------------------------------------------------------------------
+
+
+def test_a_rival_has_to_be_faster_by_more_than_noise():
+    assert settle({"elimination": 1.0, "data": 0.985, "model": 1.2}) == "elimination"
+    assert settle({"elimination": 1.0, "data": 0.97, "model": 0.96}) == "model"
+
+
+def test_rivals_are_baselines_that_fit_and_are_near(trained):
+    folder, *_ = trained
+    plan = PlanFile.load(folder / "out/plan.json").plan
+    step = plan.step_seconds
+    others = [
+        ("data", 1.2, True),
+        ("owt", 1.1, True),
+        ("model", 1.1, False),
+        ("spatial", 1.3, True),
+        ("other", 1, True),
+    ]
+    some = tuple(Alternative(name, factor * step, 1, fits) for name, factor, fits in others)
+    assert rivals(replace(plan, alternatives=some)) == ["owt", "data"]
+
+
+@pytest.mark.ranks(2)
+def test_steps_are_measured_one_strategy_at_a_time():
+    log = []
+
+    @contextmanager
+    def opened(strategy):
+        log.append(f"open {strategy}")
+        yield lambda: (log.append(strategy), time.sleep(0.02 * (1 + MPI.COMM_WORLD.rank) * strategy))
+        log.append(f"close {strategy}")
+
+    with Communicator(MPI.COMM_WORLD) as comm:
+        found = measure_steps(comm, {"slow": 4, "fast": 1}, opened)
+        assert comm.bcast(found) == found, "all ranks settle on the same"
+    assert [entry for entry in log if isinstance(entry, str)] == ["open 4", "close 4", "open 1", "close 1"] * 2
+    assert found["slow"] == pytest.approx(0.16, rel=0.2) and found["fast"] == pytest.approx(0.04, rel=0.5)
+
+
+@pytest.mark.ranks(2)
+def test_a_run_settles_on_what_was_faster(tmp_path, monkeypatch):
+    """The plan is followed, written and shown with the one that it took the place of beside it."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        folder = Path(comm.bcast(str(tmp_path)))
+        monkeypatch.setenv("HALOGRAD_CACHE", str(folder / "cache"))
+        config = parse_config(AUTO, [f"output.directory={folder / 'out'}"])
+        tried: list[list[str]] = []
+
+        def measured(comm, strategies, opened):
+            for strategy in strategies.values():
+                with opened(strategy) as step:
+                    step()
+            tried.append(list(strategies))
+            return {name: 1.0 - 0.5 * (name == tried[0][-1]) for name in strategies}
+
+        monkeypatch.setattr(auto, "measure_steps", measured)
+        monkeypatch.setattr(auto, "rivals", lambda plan: ["model" if plan.planner != "model" else "data"])
+        run = plan_run(config, comm)
+        ((favorite, rival),) = tried
+        assert run.file.plan.planner == rival != favorite
+        expected = baseline(rival, make_network(config), config.training.batch, comm.size)
+        cuts = {name: {k: n for k, n in some.items() if k != "halo"} for name, some in run.strategy.layers.items()}
+        assert cuts == {name: dict(some) for name, some in expected.layers.items()}
+        if comm.rank == 0:
+            kept = PlanFile.load(folder / "out/plan.json").plan
+            assert kept.planner == rival and kept.alternatives[0].name == favorite
