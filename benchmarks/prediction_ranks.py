@@ -145,8 +145,7 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
         for name in spec["networks"]:
             case = CASES[name]
             times = predictor.times(case)
-            opened = partial(stepping, case, comm, backend)
-            tried = partial(measure_steps, comm, opened=opened)
+            tried = partial(try_steps, case, comm, backend)
             chosen = strategies(case, comm.size, spec["kind"], predictor.machine, times, predictor.again, tried)
             for strategy in chosen.values():
                 predictor.seconds(case, strategy, times)
@@ -162,6 +161,15 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
         comm.close()
     backend.close()
     return results
+
+
+def try_steps(case: Case, comm: Communicator, backend: Any, some: dict[str, Strategy]) -> dict[str, float]:
+    """What `halograd train` measures before it settles on a strategy [s]. Collective."""
+    found = measure_steps(comm, some, partial(stepping, case, comm, backend))
+    if comm.rank == 0:
+        told = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in found.items())
+        print(f"tried: {told}", file=sys.stderr, flush=True)
+    return found
 
 
 @contextmanager
