@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -204,12 +205,12 @@ while sleep 0.02; do :; done
 """
 
 
-def start(kind: str, stubs: Stubs, **extra: str) -> subprocess.Popen[str]:
+def start(kind: str, stubs: Stubs, edit: Callable[[str], str] = str, **extra: str) -> subprocess.Popen[str]:
     """A script whose mpirun is a program that waits for USR1."""
     (stubs.folder / "mpirun").write_text(PROGRAM)
     script = render(kind, job(folder=str(stubs.folder), nodes=1, launcher="mpirun", mpirun=f"{stubs.folder}/mpirun"))
     return subprocess.Popen(
-        ["bash", "-c", script],
+        ["bash", "-c", edit(script)],
         env=stubs.environment(**extra),
         text=True,
         stdout=subprocess.PIPE,
@@ -231,6 +232,14 @@ def test_signals_to_the_script_reach_the_program(kind, stubs):
         time.sleep(0.05)
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 75 and out.splitlines()[0] == "signaled", out
+
+
+@pytest.mark.parametrize("kind", ["train", "local"])
+def test_a_signal_before_the_script_knows_its_program(kind, stubs):
+    """It is for the program all the same, which it may end before that waits for signals."""
+    process = start(kind, stubs, edit=lambda script: script.replace("program=$!", "kill -USR1 $$\nprogram=$!"))
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode in (75, 128 + signal.SIGUSR1), out
 
 
 def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):
