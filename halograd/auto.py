@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from halograd.perfmodel.reduction_choice import candidate_schemes, rank_schemes
 from halograd.training.build import make_network, make_optimizer, with_reduction
 from halograd.training.config import AdamConfig, Config, LARSConfig, SGDConfig
 from halograd.training.executor import Executor
-from halograd.training.kernels import open_kernels
+from halograd.training.kernels import connect_device, open_kernels
 from halograd.training.root import on_root
 from halograd.training.schedules import Constant
 from halograd.training.step_times import Measured
@@ -199,12 +199,17 @@ class _Planner:
         names = rivals(made.plan)
         if not names:
             return made, []
-        self._say(f"trying steps of the plan and of {', '.join(names)}")
         times = self._times(kernels, machine)
         files = {made.plan.planner: made}
         for name in names:
-            files[name] = self._plan_on_root(machine, times, name)
-        strategies = {name: file.plan.strategy for name, file in files.items()}
+            with suppress(UserError):  # on all ranks: as a plan of its own it does not fit
+                files[name] = self._plan_on_root(machine, times, name)
+        strategies = {name: self._as_run(file.plan.strategy) for name, file in files.items()}
+        strategies = {name: some for name, some in strategies.items() if files[name] is made or self._can_run(some)}
+        if len(strategies) == 1:
+            return made, []
+        connect_device(kernels, self.comm, self.config.backend.device_transport)  # as the run does, before any exchange
+        self._say(f"trying steps of {', '.join(strategies)}")
         seconds = measure_steps(self.comm, strategies, partial(self._opened, kernels))
         best = settle(seconds)
         told = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())
@@ -212,12 +217,23 @@ class _Planner:
             files[best] = _instead_of(made, files[best])
         return files[best], [f"steps tried: {told}; trained by {best}"]
 
+    def _as_run(self, strategy: Strategy) -> Strategy:
+        """With the scheme of the configuration, unless that is found while training."""
+        return strategy if self.config.reduction.name == "auto" else with_reduction(strategy, self.config)
+
+    def _can_run(self, strategy: Strategy) -> bool:
+        """Whether a strategy, made for another purpose, is one for this run. Local; alike on all ranks."""
+        try:
+            strategy.validate(self.network, self.comm.size)
+            strategy.refuse_empty_blocks(self.network)
+        except UserError:
+            return False
+        return True
+
     @contextmanager
     def _opened(self, kernels: Any, strategy: Strategy) -> Iterator[Callable[[], object]]:
         """A function that trains for a step under a strategy, on noise and at rate 0. Collective."""
         config = self.config
-        if config.reduction.name != "auto":
-            strategy = with_reduction(strategy, config)
         with Executor(self.network, self.comm, kernels, self.batch, strategy, self.dtype) as executor:
             trainer = Trainer(executor, make_optimizer(config.optimizer, executor.store), Constant(0.0))
             draw = np.random.default_rng(self.comm.rank)

@@ -226,3 +226,15 @@ def test_a_run_settles_on_what_was_faster(tmp_path, monkeypatch):
         if comm.rank == 0:
             kept = PlanFile.load(folder / "out/plan.json").plan
             assert kept.planner == rival and kept.alternatives[0].name == favorite
+
+
+@pytest.mark.ranks(2)
+def test_what_the_configuration_forbids_is_no_rival(tmp_path):
+    """A run must not end because of a strategy that nobody asked for."""
+    network = build("lenet5")
+    with Communicator(MPI.COMM_WORLD) as comm:
+        asked = ["reduction.name=bucketed", "reduction.replicated_dense=1"]
+        planner = auto._Planner(parse_config(AUTO, asked), comm, network, training=True)
+        some = {name: planner._as_run(baseline(name, network, 4, 2)) for name in ("data", "owt")}
+        assert all(strategy.reduction.replicated_dense == 1 for strategy in some.values())
+        assert {name: planner._can_run(strategy) for name, strategy in some.items()} == {"data": True, "owt": False}
