@@ -22,10 +22,17 @@ POISON = 0xA5
 
 
 class FakeTicket:
-    """A place in the queue of a :class:`FakeDevice`."""
+    """A place in the queue of a :class:`FakeDevice`, or copies beside it that have not yet been joined.
 
-    def __init__(self, device: FakeDevice, ahead: bool = False) -> None:
-        self.device, self.number, self.ahead, self._polls = device, device.number, ahead, 0
+    Attributes
+    ----------
+    copies
+        Array, pinned memory and its values, of an upload ahead; None for a place in the queue. A loader's thread
+        makes the ticket and the main thread joins it: so they stand here, not in a list both would change.
+    """
+
+    def __init__(self, device: FakeDevice, copies: list[tuple[DeviceArray, np.ndarray, np.ndarray]] | None = None):
+        self.device, self.number, self.copies, self._polls = device, device.number, copies, 0
 
     def done(self) -> bool:
         """True when asked for the third time: things take their time."""
@@ -37,7 +44,7 @@ class FakeTicket:
     def wait(self) -> None:
         device = self.device
         device.waits += 1
-        if not self.ahead and self.number == device.number:
+        if self.copies is None and self.number == device.number:
             device.idled += 1
         device.arrive(self)
 
@@ -70,7 +77,6 @@ class FakeDevice(Device):
         self.fused_sums: Any = None
         self._downloads: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._uploads: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self._ahead: list[tuple[FakeTicket, DeviceArray, np.ndarray, np.ndarray]] = []
         register(self)
 
     def close(self) -> None:
@@ -86,11 +92,10 @@ class FakeDevice(Device):
 
     def arrive(self, ticket: FakeTicket) -> None:
         """What the ticket stands behind is done."""
-        if not ticket.ahead:
+        if ticket.copies is None:
             self._deliver(ticket.number)
             return
-        for item in [i for i in self._ahead if i[0] is ticket]:
-            _, _, pinned, values = item
+        for _, pinned, values in ticket.copies:
             assert np.array_equal(_bytes(pinned), _bytes(values)), "pinned memory changed while it was copied ahead"
 
     def _deliver(self, number: int) -> None:
@@ -156,18 +161,15 @@ class FakeDevice(Device):
         return FakeTicket(self)
 
     def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Any = None) -> FakeTicket:
-        ticket = FakeTicket(self, ahead=True)
-        for pinned, array in pairs:
-            self._ahead.append((ticket, array, pinned, pinned.copy()))
+        for _, array in pairs:
             _bytes(unwrap(array)).fill(POISON)
-        return ticket
+        return FakeTicket(self, [(array, pinned, pinned.copy()) for pinned, array in pairs])
 
     def join(self, ticket: Any) -> None:
-        for item in [i for i in self._ahead if i[0] is ticket]:
-            _, array, pinned, values = item
-            assert np.array_equal(_bytes(pinned), _bytes(values)), "pinned memory changed while it was copied ahead"
+        self.arrive(ticket)
+        for array, _, values in ticket.copies:
             np.copyto(unwrap(array), values)
-        self._ahead = [i for i in self._ahead if i[0] is not ticket]
+        ticket.copies.clear()
 
     def synchronize(self) -> None:
         self.synchronized("synchronize()")
