@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,7 +39,9 @@ def trained(tmp_path_factory):
     write_data(folder / "data.h5")
     (folder / "run.toml").write_text(AUTO)
     env = {"HALOGRAD_CACHE": str(folder / "cache")}
-    return folder, env, mpiexec(2, ["-m", "halograd", "train", "run.toml"], cwd=folder, env=env)
+    done = mpiexec(2, ["-m", "halograd", "train", "run.toml"], cwd=folder, env=env)
+    shutil.copy(folder / "out" / "plan.json", folder / "plan.json")  # a run that resumes makes a plan of its own
+    return folder, env, done
 
 
 def test_it_profiles_plans_runs_and_compares(trained):
@@ -83,7 +86,7 @@ def test_evaluation_takes_the_plan_of_the_run(trained):
 
 def test_a_plan_file_is_a_strategy(trained):
     folder, env, _ = trained
-    arguments = ["--set", "output.directory=again", "--set", "strategy.file=out/plan.json"]
+    arguments = ["--set", "output.directory=again", "--set", "strategy.file=plan.json"]
     done = mpiexec(2, ["-m", "halograd", "train", "run.toml", *arguments], cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     losses = [[e["loss"] for e in read_log(folder / out / "log.jsonl", "step")][:9] for out in ("out", "again")]

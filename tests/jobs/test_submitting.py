@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import signal
 import subprocess
 import sys
 import time
@@ -134,6 +135,7 @@ def test_ctrl_c_has_a_local_job_write_a_checkpoint(hung, presses, code, said, su
     command = submit_local("--ranks-per-node", 4, "--mpirun", submit.stubs.folder / "mpirun")
     process, terminal = pty.fork()
     if not process:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, such as this suite, ignore it
         os.chdir(submit.folder)
         os.execve(command[0], command, {**job_environment(new_mark()), "HUNG": hung})
     told = ""

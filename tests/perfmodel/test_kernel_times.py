@@ -21,7 +21,7 @@ from halograd.layers import (
 )
 from halograd.perfmodel.kernel_times import LayerKey, LayerTime, LayerWork, MeasuredTimes, RooflineTimes
 from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
-from halograd.perfmodel.profile import Conditions, TimeCache
+from halograd.perfmodel.profile import Conditions, Crowd, TimeCache
 
 RATE, BANDWIDTH, LAUNCH = 1e12, 1e11, 1e-6
 HERE = Conditions("a device", "numpy", "1")
@@ -247,7 +247,7 @@ def test_conditions_say_what_matters():
     class Kernels:
         name, version, threads = "numpy", "2", 3
 
-    told = json.loads(Conditions.here(Kernels(), ranks=2, flush=8).text)
-    assert told["threads"] == 3 and told["ranks"] == 2 and told["flush"] == 8 and told["device"]
+    told = json.loads(Conditions.here(Kernels(), Crowd(2, 4), flush=8).text)
+    assert told["threads"] == 3 and (told["ranks"], told["cores"]) == (2, 4) and told["flush"] == 8 and told["device"]
     assert told["version"].startswith("2, halograd ")
     assert Conditions.here(Kernels()).text == Conditions.here(Kernels()).text

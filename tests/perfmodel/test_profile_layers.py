@@ -1,6 +1,7 @@
 """Layers on their own: bound as in an executor, timed, and kept; what is measured of a network."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from halograd.kernels import get_backend
 from halograd.layers import Input, Network
 from halograd.models import build
 from halograd.perfmodel.layer_work import LayerTime, LayerWork
-from halograd.perfmodel.profile import Conditions, LayerTimer, TimeCache, measure_layers, works_of
+from halograd.perfmodel.profile import Conditions, Crowd, LayerTimer, TimeCache, measure_layers, works_of
 from halograd.perfmodel.profile.bound import BoundLayer
 from halograd.perfmodel.profile.candidates import cuts
 from halograd.training import Executor
@@ -184,6 +185,37 @@ def test_a_budget_leaves_layers(alone):
     works = works_of(conv_net(), 4, 2)
     state = measure_layers(works.values(), FakeTimer(alone), TimeCache(None), HERE, budget=0.0)
     assert (state.measured, state.left) == (0, len(works))
+
+
+@pytest.mark.parametrize(
+    ("places", "threads", "expected"),
+    [
+        ([("a", {0, 1})] * 2, 1, Crowd(2, 0)),
+        ([("a", {0, 1})] * 4, 1, Crowd(4, 2)),
+        ([("a", {0, 1})] * 2, 2, Crowd(2, 2)),
+        ([("a", {0}), ("a", {1})], 1, Crowd(2, 0)),
+        ([("a", {0}), ("a", {0})], 1, Crowd(2, 1)),
+        ([("a", {0, 1}), ("b", {0, 1}), ("b", {0, 1}), ("b", {0, 1})], 1, Crowd(3, 2)),
+        ([("a", {0, 1, 2, 3})] * 3 + [("b", {0})], 1, Crowd(3, 0)),
+        ([("a", set())] * 4, 1, Crowd(4, 0)),
+    ],
+)
+def test_ranks_take_turns_where_they_are_more_than_the_cores(places, threads, expected):
+    assert Crowd.among([(host, frozenset(cores)) for host, cores in places], threads) == expected
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("in_turn", [False, True], ids=["a core each", "in turn"])
+def test_ranks_in_turn_are_timed_from_the_first_begin_to_the_last_end(comm, in_turn):
+    with Communicator(comm) as both, get_backend("numpy") as kernels:
+        timer = LayerTimer(kernels, both, 0)
+        timer._in_turn = in_turn
+        # Rank 1 has its turn when rank 0 is done.
+        timed = SimpleNamespace(when=(0.5 * both.rank, 0.5 * both.rank + 0.5))
+        found = timer._of_all(timed, 0.3, 0.2)
+        assert found == pytest.approx((0.6, 0.4) if in_turn else (0.3, 0.2))
+        assert timer.measure(LayerWork.of(L.Conv(6, 3), [MAP])).forward > 0
+        timer.close()
 
 
 @pytest.mark.ranks(2)

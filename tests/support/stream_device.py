@@ -82,8 +82,8 @@ class StreamTicket(FakeTicket):
 
     device: StreamDevice
 
-    def __init__(self, device: StreamDevice, ahead: bool = False) -> None:
-        super().__init__(device, ahead)
+    def __init__(self, device: StreamDevice) -> None:
+        super().__init__(device)
         self.event = device.cupy.cuda.Event(disable_timing=True)
         self.event.record(device.compute)
 
