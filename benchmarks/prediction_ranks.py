@@ -28,7 +28,7 @@ from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.kernel_times import MeasuredTimes
 from halograd.perfmodel.layer_work import LayerKey, LayerTime, LayerWork
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.profile import Conditions, LayerTimer, TimeCache, conditions_of, measure_machine
+from halograd.perfmodel.profile import Conditions, Crowd, LayerTimer, TimeCache, conditions_of, measure_machine
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.trials import measure_steps
@@ -92,8 +92,8 @@ class Predictor:
 
     def times(self, case: Case) -> MeasuredTimes:
         """Times of the layers of a network, as they pass through the cache in its steps."""
-        per_node = self.machine.devices_per_node
-        conditions = conditions_of(case.make(), case.batch, self.world.size, self.backend, per_node)
+        crowd = Crowd.of(self.world, self.backend.threads)
+        conditions = conditions_of(case.make(), case.batch, self.world.size, self.backend, crowd)
         timer = LayerTimer(self.backend, self.world, conditions.flush, repeats=6)
         return MeasuredTimes(self.cache, conditions, measure=lambda work: self._measure(timer, conditions, work))
 

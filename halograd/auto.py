@@ -35,6 +35,7 @@ from halograd.perfmodel.plan_file import PlanFile, Request
 from halograd.perfmodel.predict import Alternative, Plan, Planning, plan_network
 from halograd.perfmodel.profile import (
     Conditions,
+    Crowd,
     LayerTimer,
     Profile,
     TimeCache,
@@ -164,7 +165,7 @@ class _Planner:
                 made = self._plan_on_root(machine, times)
                 missing = times.missing.values() if isinstance(times, MeasuredTimes) else ()
                 works = self.comm.bcast(list(missing) if left else [])
-                if not works or not self._measure_layers(kernels, machine, works):
+                if not works or not self._measure_layers(kernels, works):
                     break
                 self._once.update(work.key for work in works)
             made = self._confirmed(kernels, machine, made)
@@ -177,7 +178,7 @@ class _Planner:
         """The plan that is the fastest after what it rests on was measured once more. Collective."""
         for _ in range(CONFIRMATIONS):
             works = self.comm.bcast(self._unconfirmed(machine, made, self._times(kernels, machine)))
-            if not works or not self._measure_layers(kernels, machine, works, again=True):
+            if not works or not self._measure_layers(kernels, works, again=True):
                 break
             self._once.difference_update(work.key for work in works)
             made = self._plan_on_root(machine, self._times(kernels, machine))
@@ -289,7 +290,7 @@ class _Planner:
 
         comm, backend = self.comm, self.config.backend
         nodes = sorted(comm.allgather_objects(platform.node()))
-        conditions = Conditions.here(kernels, comm.size, backend.autotune)
+        conditions = Conditions.here(kernels, self._crowd(kernels), backend.autotune)
         text = "|".join([conditions.text, comm.transport, self.dtype, *nodes])
         name = hashlib.sha256(text.encode()).hexdigest()[:12]
         return Path(comm.bcast(str(cache_path().parent / "machines" / f"{comm.size}-ranks-{name}.toml")))
@@ -305,10 +306,12 @@ class _Planner:
 
     # -- layers --------------------------------------------------------------------------------
 
-    def _conditions(self, kernels: Any, machine: Machine) -> Conditions:
-        per_node = min(self.comm.size, machine.devices_per_node)
-        autotune = self.config.backend.autotune
-        return conditions_of(self.network, self.batch, self.comm.size, kernels, per_node, self.dtype, autotune)
+    def _crowd(self, kernels: Any) -> Crowd:
+        return Crowd.of(self.comm, kernels.threads)
+
+    def _conditions(self, kernels: Any) -> Conditions:
+        crowd, autotune = self._crowd(kernels), self.config.backend.autotune
+        return conditions_of(self.network, self.batch, self.comm.size, kernels, crowd, self.dtype, autotune)
 
     def _times(self, kernels: Any, machine: Machine) -> KernelTimes:
         """Measured times as far as they are known; of another machine, its roofline."""
@@ -316,16 +319,16 @@ class _Planner:
         if self.config.strategy.machine:
             return roofline
         cache = TimeCache(cache_path() if self.comm.rank == 0 else None)
-        return MeasuredTimes(cache, self._conditions(kernels, machine), roofline)
+        return MeasuredTimes(cache, self._conditions(kernels), roofline)
 
-    def _measure_layers(self, kernels: Any, machine: Machine, works: Sequence[Any], again: bool = False) -> bool:
+    def _measure_layers(self, kernels: Any, works: Sequence[Any], again: bool = False) -> bool:
         """Measure these, as long as the budget lasts; whether there are new times. Collective."""
         budget = self.config.strategy.budget if self.training else 0.0
         if budget == 0:
             return False
         self._say(f"profiling {len(works)} shapes of layers" + (" again" if again else ""))
         cache = TimeCache(cache_path() if self.comm.rank == 0 else None, every=8)
-        conditions = self._conditions(kernels, machine)
+        conditions = self._conditions(kernels)
         timer = LayerTimer(kernels, self.comm, conditions.flush)
         with _bar(self.comm.rank == 0 and self.config.output.progress) as progress:
             state = measure_layers(works, timer, cache, conditions, budget, progress, again)

@@ -298,14 +298,14 @@ _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<thr
 
 def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
     """Times from the cache, if the machine file was measured by `halograd profile` on this machine."""
-    from halograd.perfmodel.profile import record_path
+    from halograd.perfmodel.profile import Profile, record_path
 
     match = _DEVICE.fullmatch(asked.machine.device)
     if Path(asked.machine_file).suffix != ".toml" or not record_path(asked.machine_file).exists() or match is None:
         return None
     from halograd.kernels import KernelError, get_backend
     from halograd.perfmodel.kernel_times import MeasuredTimes, RooflineTimes
-    from halograd.perfmodel.profile import TimeCache, cache_path, conditions_of
+    from halograd.perfmodel.profile import Crowd, TimeCache, cache_path, conditions_of
     from halograd.perfmodel.profile.cache import device_name
 
     try:
@@ -315,6 +315,8 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
     with backend:
         if device_name(backend) != match["device"]:
             return None
-        per_node = min(ranks, asked.machine.devices_per_node)
-        conditions = conditions_of(asked.network, batch, ranks, backend, per_node, asked.dtype)
+        # The nodes of an emulated network are one host.
+        emulated = Profile.load(asked.machine_file).transport.startswith("emulated")
+        crowd = Crowd.here(ranks if emulated else min(ranks, asked.machine.devices_per_node), backend.threads)
+        conditions = conditions_of(asked.network, batch, ranks, backend, crowd, asked.dtype)
     return MeasuredTimes(TimeCache(cache_path(asked.cache)), conditions, RooflineTimes(asked.machine))

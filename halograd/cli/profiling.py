@@ -89,6 +89,7 @@ def _measure(
 ) -> tuple[Profile, Measured]:
     """The profile of the machine, and how far the layers of the network came. Collective."""
     from halograd.perfmodel.profile import (
+        Crowd,
         LayerTimer,
         TimeCache,
         conditions_of,
@@ -105,8 +106,8 @@ def _measure(
         found = measure_machine(comm, backend)
         overheads = measure_overheads(comm, backend, dtype)
         found = found.with_overheads(overheads.update, overheads.layer_overhead)
-        per_node = found.machine.devices_per_node
-        conditions = conditions_of(network, batch, ranks, backend, per_node, dtype, autotune)
+        crowd = Crowd.of(comm, backend.threads)
+        conditions = conditions_of(network, batch, ranks, backend, crowd, dtype, autotune)
         timer = LayerTimer(backend, comm, conditions.flush)
         left = None if budget is None else max(0.0, budget - (time.perf_counter() - begin))
         # First what the planner would ask for; then the other cuts.

@@ -5,6 +5,7 @@
 
 from halograd.perfmodel.profile.cache import CACHE_VARIABLE, Conditions, TimeCache, cache_path
 from halograd.perfmodel.profile.candidates import conditions_of, passing_bytes, works_of
+from halograd.perfmodel.profile.crowd import Crowd
 from halograd.perfmodel.profile.fit import Fit, fit_line
 from halograd.perfmodel.profile.layers import LayerTimer, last_level_cache
 from halograd.perfmodel.profile.measure import Measured, measure_layers, measure_machine
@@ -13,6 +14,7 @@ from halograd.perfmodel.profile.record import Profile, record_path
 __all__ = [
     "CACHE_VARIABLE",
     "Conditions",
+    "Crowd",
     "Fit",
     "LayerTimer",
     "Measured",

@@ -19,6 +19,7 @@ from halograd import __version__
 from halograd import kernels as kernels_package
 from halograd import layers as layers_package
 from halograd.errors import UserError
+from halograd.perfmodel.profile.crowd import Crowd
 
 __all__ = ["CACHE_VARIABLE", "Conditions", "TimeCache", "cache_path", "device_name"]
 
@@ -41,7 +42,9 @@ class Conditions:
     threads
         Per rank.
     ranks
-        Ranks of a node that compute at the same time, and share its memory.
+        Ranks of a host that compute at the same time, and share its memory.
+    cores
+        Of that host, if the ranks take turns on them; else 0.
     autotune
         Whether convolutions are chosen by measurement.
     flush
@@ -53,14 +56,17 @@ class Conditions:
     version: str
     threads: int = 1
     ranks: int = 1
+    cores: int = 0
     autotune: bool = False
     flush: int = 0
 
     @classmethod
-    def here(cls, kernels: Any, ranks: int = 1, autotune: bool = False, flush: int = 0) -> Conditions:
-        """Those of this machine with a backend. Local."""
+    def here(cls, kernels: Any, crowd: Crowd | None = None, autotune: bool = False, flush: int = 0) -> Conditions:
+        """Those of this machine with a backend, for a rank alone or in a crowd. Local."""
+        crowd = crowd or Crowd()
         version = f"{kernels.version}, halograd {__version__} {_sources():08x}"
-        return cls(device_name(kernels), kernels.name, version, kernels.threads, ranks, autotune, flush)
+        device, at_once = device_name(kernels), (crowd.ranks, crowd.cores)
+        return cls(device, kernels.name, version, kernels.threads, *at_once, autotune, flush)
 
     @cached_property
     def text(self) -> str:

@@ -13,6 +13,7 @@ from halograd.dtensor import axis_names
 from halograd.layers import Input, Network, Node
 from halograd.perfmodel.layer_work import LayerKey, LayerWork
 from halograd.perfmodel.profile.cache import Conditions
+from halograd.perfmodel.profile.crowd import Crowd
 from halograd.perfmodel.profile.layers import last_level_cache
 
 __all__ = ["conditions_of", "cuts", "passing_bytes", "works_of"]
@@ -67,7 +68,7 @@ def conditions_of(
     batch: int,
     ranks: int,
     kernels: Any,
-    per_node: int | None = None,
+    crowd: Crowd,
     dtype: str = "float32",
     autotune: bool = False,
 ) -> Conditions:
@@ -79,8 +80,8 @@ def conditions_of(
         The layers.
     batch
         Global samples.
-    ranks, per_node
-        Of the run, and those on one node (default: all).
+    ranks, crowd
+        Of the run, and those on one host.
     kernels
         Backend.
     dtype
@@ -88,7 +89,7 @@ def conditions_of(
     autotune
         Whether the backend was made with it.
     """
-    return Conditions.here(kernels, per_node or ranks, autotune, passing_bytes(network, batch, ranks, dtype))
+    return Conditions.here(kernels, crowd, autotune, passing_bytes(network, batch, ranks, dtype))
 
 
 def works_of(
