@@ -92,7 +92,7 @@ class Predictor:
 
     def times(self, case: Case) -> MeasuredTimes:
         """Times of the layers of a network, as they pass through the cache in its steps."""
-        crowd = Crowd.of(self.world, self.backend.threads)
+        crowd = Crowd.of(self.world, self.backend)
         conditions = conditions_of(case.make(), case.batch, self.world.size, self.backend, crowd)
         timer = LayerTimer(self.backend, self.world, conditions.flush, repeats=6)
         return MeasuredTimes(self.cache, conditions, measure=lambda work: self._measure(timer, conditions, work))

@@ -307,7 +307,7 @@ class _Planner:
     # -- layers --------------------------------------------------------------------------------
 
     def _crowd(self, kernels: Any) -> Crowd:
-        return Crowd.of(self.comm, kernels.threads)
+        return Crowd.of(self.comm, kernels)
 
     def _conditions(self, kernels: Any) -> Conditions:
         crowd, autotune = self._crowd(kernels), self.config.backend.autotune

@@ -317,6 +317,6 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
             return None
         # The nodes of an emulated network are one host.
         emulated = Profile.load(asked.machine_file).transport.startswith("emulated")
-        crowd = Crowd.here(ranks if emulated else min(ranks, asked.machine.devices_per_node), backend.threads)
+        crowd = Crowd.here(ranks if emulated else min(ranks, asked.machine.devices_per_node), backend)
         conditions = conditions_of(asked.network, batch, ranks, backend, crowd, asked.dtype)
     return MeasuredTimes(TimeCache(cache_path(asked.cache)), conditions, RooflineTimes(asked.machine))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from halograd.comm import Communicator
     from halograd.layers import Network
     from halograd.perfmodel.layer_work import LayerKey, LayerWork
-    from halograd.perfmodel.profile import Conditions, Measured, Profile
+    from halograd.perfmodel.profile import Conditions, Crowd, Measured, Profile
 
 __all__ = ["Overheads", "measure_overheads", "open_communicator", "profile"]
 
@@ -106,7 +106,7 @@ def _measure(
         found = measure_machine(comm, backend)
         overheads = measure_overheads(comm, backend, dtype)
         found = found.with_overheads(overheads.update, overheads.layer_overhead)
-        crowd = Crowd.of(comm, backend.threads)
+        crowd = Crowd.of(comm, backend)
         conditions = conditions_of(network, batch, ranks, backend, crowd, dtype, autotune)
         timer = LayerTimer(backend, comm, conditions.flush)
         left = None if budget is None else max(0.0, budget - (time.perf_counter() - begin))
@@ -148,16 +148,19 @@ class Overheads:
 
 def measure_overheads(comm: Communicator, backend: Any, dtype: str = "float32") -> Overheads:
     """Optimizer and loop of this machine, all ranks at the same time. Collective."""
+    from halograd.perfmodel.profile import Crowd
+
     alone = comm.split(comm.rank)
     assert alone is not None
-    update = _update_rate(alone, backend, dtype)
-    step, layers, passes = _small_network(comm, alone, backend, dtype)
+    crowd = Crowd.of(comm, backend)
+    update = _update_rate(alone, backend, dtype, crowd)
+    step, layers, passes = _small_network(comm, alone, backend, dtype, crowd)
     alone.close()
     slowest = [float(comm.allreduce_scalar(t, "max")) for t in (update, max(0.0, step - layers) / passes)]
     return Overheads(*slowest)
 
 
-def _update_rate(alone: Communicator, backend: Any, dtype: str) -> float:
+def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
     """Of SGD with momentum, parameters from memory [s/B]."""
     from halograd.layers import Dense, Input, Network
     from halograd.perfmodel.profile import last_level_cache
@@ -177,11 +180,13 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str) -> float:
             backend.synchronize()
 
         nbytes = features * features * executor.dtype.itemsize
-        times = _times(run, lambda: passing.__iadd__(1))
+        times = _times(run, crowd, lambda: passing.__iadd__(1))
         return times[len(times) // 2] / nbytes
 
 
-def _small_network(comm: Communicator, alone: Communicator, backend: Any, dtype: str) -> tuple[float, float, int]:
+def _small_network(
+    comm: Communicator, alone: Communicator, backend: Any, dtype: str, crowd: Crowd
+) -> tuple[float, float, int]:
     """A network of small layers, no two alike: its step [s], the sum of its layers [s], forward and backward passes.
 
     What the step takes more is the executor's loop, and code that is colder than where a layer is timed alone.
@@ -204,17 +209,19 @@ def _small_network(comm: Communicator, alone: Communicator, backend: Any, dtype:
             executor.backward()
 
         # The best: another process takes its time from a whole step, but rarely from one layer.
-        return _times(step, repeats=60)[0], layers, 2 * len(network.layers)
+        return _times(step, crowd, repeats=60)[0], layers, 2 * len(network.layers)
 
 
-def _times(run: Callable[[], Any], before: Callable[[], Any] = lambda: None, repeats: int = 25) -> list[float]:
+def _times(
+    run: Callable[[], Any], crowd: Crowd, before: Callable[[], Any] = lambda: None, repeats: int = 25
+) -> list[float]:
     """Times of `run`, the shortest first [s], after two runs that do not count; `before` is not timed."""
     times = []
     for _ in range(repeats + 2):
         before()
-        begin = time.perf_counter()
+        begin = crowd.clock()
         run()
-        times.append(time.perf_counter() - begin)
+        times.append(crowd.clock() - begin)
     return sorted(times[2:])
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from halograd.comm import Communicator
 
@@ -15,6 +17,9 @@ __all__ = ["Crowd"]
 @dataclass(frozen=True)
 class Crowd:
     """Who computes on a host at the same time.
+
+    Ranks that take turns on the cores are timed by what they compute, times ranks per core: a clock on the wall would
+    show each of them its own turn and nothing of those of others. A core does not rest while one of them computes.
 
     Attributes
     ----------
@@ -29,14 +34,14 @@ class Crowd:
     cores: int = 0
 
     @classmethod
-    def of(cls, comm: Communicator, threads: int) -> Crowd:
-        """The fullest host of a run, for so many threads per rank. Collective over `comm`."""
-        return cls.among(comm.allgather_objects((platform.node(), _allowed())), threads)
+    def of(cls, comm: Communicator, kernels: Any) -> Crowd:
+        """The fullest host of a run with a backend. Collective over `comm`."""
+        return cls.among(comm.allgather_objects(_place(kernels)), kernels.threads)
 
     @classmethod
-    def here(cls, ranks: int, threads: int) -> Crowd:
-        """What so many ranks would be on this host. Local."""
-        return cls.among([(platform.node(), _allowed())] * ranks, threads)
+    def here(cls, ranks: int, kernels: Any) -> Crowd:
+        """What so many ranks with a backend would be on this host. Local."""
+        return cls.among([_place(kernels)] * ranks, kernels.threads)
 
     @classmethod
     def among(cls, places: Iterable[tuple[str, frozenset[int]]], threads: int) -> Crowd:
@@ -56,7 +61,12 @@ class Crowd:
             return max(in_turn, key=lambda crowd: crowd.ranks / crowd.cores)
         return cls(max(ranks for ranks, _ in counts))
 
+    def clock(self) -> float:
+        """Differences are what something takes a rank of this crowd [s]. Local."""
+        return time.process_time() * self.ranks / self.cores if self.cores else time.perf_counter()
 
-def _allowed() -> frozenset[int]:
-    """Cores this process may use; none where the system does not tell."""
-    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+def _place(kernels: Any) -> tuple[str, frozenset[int]]:
+    """Host, and cores this process computes on; none with a device, or where the system does not tell."""
+    tells = kernels.device.is_host and hasattr(os, "sched_getaffinity")
+    return platform.node(), frozenset(os.sched_getaffinity(0)) if tells else frozenset()

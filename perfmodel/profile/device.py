@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from halograd.comm import Communicator
 from halograd.kernels import Geometry
 from halograd.perfmodel.machine import Efficiency
+from halograd.perfmodel.profile.crowd import Crowd
 from halograd.perfmodel.profile.fit import fit_line
 
 __all__ = ["DeviceRates", "measure_device", "memory_size"]
@@ -59,8 +59,10 @@ def measure_device(kernels: Any, comm: Communicator) -> DeviceRates:
         All ranks that measure together.
     """
 
+    crowd = Crowd.of(comm, kernels)
+
     def clock(run: Callable[[], Any]) -> float:
-        return _best(run, kernels, comm)
+        return _best(run, kernels, comm, crowd)
 
     peak = {dtype: 2 * MATRIX**3 / clock(_product(kernels, dtype, MATRIX)) for dtype in kernels.dtypes}
     launch = clock(_product(kernels, kernels.dtypes[0], 1))
@@ -69,16 +71,16 @@ def measure_device(kernels: Any, comm: Communicator) -> DeviceRates:
     return DeviceRates(peak, bandwidth, launch, _efficiency(kernels, clock, peak[kernels.dtypes[0]], launch))
 
 
-def _best(run: Callable[[], Any], kernels: Any, comm: Communicator) -> float:
+def _best(run: Callable[[], Any], kernels: Any, comm: Communicator, crowd: Crowd) -> float:
     """The best of some rounds, each as slow as its slowest rank [s]."""
     run()
     times = []
     for _ in range(ROUNDS):
         comm.barrier()
-        begin = time.perf_counter()
+        begin = crowd.clock()
         run()
         kernels.synchronize()
-        times.append(float(comm.allreduce_scalar(time.perf_counter() - begin, "max")))
+        times.append(float(comm.allreduce_scalar(crowd.clock() - begin, "max")))
     return min(times)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,6 @@ REPEATS, FEWEST = 10, 3
 ENOUGH = 5.0
 #: What is flushed if the system does not say how large its cache is [B], and the most that makes a difference.
 CACHE, LARGEST = 32 << 20, 64 << 20
-#: How long a rank leaves its core to others that have none [s].
-NAP = 5e-5
 
 
 class LayerTimer:
@@ -33,9 +29,6 @@ class LayerTimer:
     (which warms code and threads and not the data), writes the input (or the gradient of the output) anew,
     and times one pass. On a network of 35 layers the sum of such times is within 3 % of the measured
     step, where repeating each layer on the same arrays gives 12 % less.
-
-    Ranks that take turns on the cores are timed from when the first begins to when the last is done: each alone would
-    see only its own turn.
 
     Parameters
     ----------
@@ -51,17 +44,16 @@ class LayerTimer:
 
     def __init__(self, kernels: Any, comm: Communicator, flush: int, repeats: int = REPEATS) -> None:
         self.kernels, self.comm, self.repeats = kernels, comm, repeats
-        self._in_turn = Crowd.of(comm, kernels.threads).cores > 0
-        hosts = comm.allgather_objects(platform.node())
-        alone, host = comm.split(comm.rank), comm.split(hosts.index(hosts[comm.rank]))
-        assert alone is not None and host is not None
-        self._alone, self._host = alone, host
+        self._crowd = Crowd.of(comm, kernels)
+        alone = comm.split(comm.rank)
+        assert alone is not None
+        self._alone = alone
         self._passing = kernels.zeros((flush,), "uint8")
 
     def measure(self, work: LayerWork) -> LayerTime:
         """Median times of one layer on the rank that is slowest each time; the same on all ranks. Collective."""
         with self._bind(work) as bound:
-            timed = _Timed(bound, self.kernels)
+            timed = _Timed(bound, self.kernels, self._crowd)
             rough = self._rough(timed)
             if not self._needs_twin(work, bound):
                 return self._repeat(timed, None, rough)
@@ -72,7 +64,6 @@ class LayerTimer:
     def close(self) -> None:
         """Free what was held. Collective."""
         self._alone.close()
-        self._host.close()
 
     def _bind(self, work: LayerWork) -> BoundLayer:
         return BoundLayer(
@@ -99,51 +90,35 @@ class LayerTimer:
         timed.bound.run()
         seconds = timed.forward()
         timed.bound.write_dy()
-        return _most(self.comm, seconds + sum(timed.backward()))
+        return float(self.comm.allreduce_scalar(seconds + sum(timed.backward()), "max"))
 
     def _repeat(self, timed: _Timed, twin: BoundLayer | None, rough: float) -> LayerTime:
         repeats = max(FEWEST, min(self.repeats, int(ENOUGH / max(rough, 1e-9))))
-        samples = [self._once(timed, twin) for _ in range(repeats)]
+        samples = [self._slowest(self._once(timed, twin)) for _ in range(repeats)]
         return LayerTime(*(typical(values) for values in zip(*samples)))
 
-    def _of_all(self, timed: _Timed, *seconds: float) -> tuple[float, ...]:
+    def _slowest(self, seconds: tuple[float, float, float]) -> tuple[float, ...]:
         """Of all ranks, each time: in a step they meet behind most layers, and wait for whoever was late then."""
-        self._meet()
-        slowest = tuple(_most(self.comm, value) for value in seconds)
-        if not self._in_turn:
-            return slowest
-        begin, end = timed.when  # of a clock that the ranks of a host share
-        whole = _most(self.comm, _most(self._host, end) + _most(self._host, -begin))
-        return tuple(value * whole / max(sum(slowest), 1e-12) for value in slowest)
-
-    def _meet(self) -> None:
-        """A barrier; where others have no core, this rank's is theirs while it waits."""
-        if not self._in_turn:
-            self.comm.barrier()
-            return
-        request = self.comm.mpi.Ibarrier()
-        while not request.Test():
-            time.sleep(NAP)
+        return tuple(float(self.comm.allreduce_scalar(value, "max")) for value in seconds)
 
     def _once(self, timed: _Timed, twin: BoundLayer | None) -> tuple[float, float, float]:
-        """One forward and one backward pass of all ranks: forward, data and filter gradient [s]."""
+        """One forward and one backward pass: forward, data and filter gradient [s]."""
         bound = timed.bound
         self._flush()
         if twin is not None:
             twin.operator.forward()
         if bound.input_gradient:
             bound.write_inputs()  # samples were not written just now
-        self._meet()
-        (forward,) = self._of_all(timed, timed.forward())
+        self.comm.barrier()
+        forward = timed.forward()
         if not bound.trainable:
             return forward, 0.0, 0.0
         self._flush()
         if twin is not None:
             twin.run()
         bound.write_dy()
-        self._meet()
-        of_data, of_weights = self._of_all(timed, *timed.backward())
-        return forward, of_data, of_weights
+        self.comm.barrier()
+        return (forward, *timed.backward())
 
     def _flush(self) -> None:
         """Read and write as much as passes between two uses of a layer's data."""
@@ -151,41 +126,28 @@ class LayerTimer:
 
 
 class _Timed:
-    """A bound layer whose passes are timed, the filter gradient apart.
+    """A bound layer whose passes are timed, the filter gradient apart."""
 
-    Attributes
-    ----------
-    when
-        Begin and end of the last pass [s].
-    """
-
-    def __init__(self, bound: BoundLayer, kernels: Any) -> None:
-        self.bound, self._kernels = bound, kernels
-        self.when = 0.0, 0.0
+    def __init__(self, bound: BoundLayer, kernels: Any, crowd: Crowd) -> None:
+        self.bound, self._kernels, self._crowd = bound, kernels, crowd
         if bound.trainable and hasattr(bound.operator, "filter"):
             bound.operator.filter = _Stopwatch(bound.operator.filter, self._clock)
 
     def _clock(self, run: Callable[[], None]) -> float:
-        begin = time.perf_counter()
+        begin = self._crowd.clock()
         run()
         self._kernels.synchronize()
-        return time.perf_counter() - begin
-
-    def _pass(self, run: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        seconds = self._clock(run)
-        self.when = begin, begin + seconds
-        return seconds
+        return self._crowd.clock() - begin
 
     def forward(self) -> float:
         """[s]"""
-        return self._pass(self.bound.operator.forward)
+        return self._clock(self.bound.operator.forward)
 
     def backward(self) -> tuple[float, float]:
         """Gradient of the inputs with all the rest, and of the weights [s]."""
         if not self.bound.trainable:
             return 0.0, 0.0
-        total = self._pass(self.bound.operator.backward)
+        total = self._clock(self.bound.operator.backward)
         watch = getattr(self.bound.operator, "filter", None)
         of_weights = watch.seconds if isinstance(watch, _Stopwatch) else 0.0
         return max(total - of_weights, 0.0), of_weights
@@ -203,10 +165,6 @@ class _Stopwatch:
 
     def close(self) -> None:
         self._kernel.close()
-
-
-def _most(comm: Communicator, value: float) -> float:
-    return float(comm.allreduce_scalar(value, "max"))
 
 
 def typical(seconds: Sequence[float]) -> float:

@@ -12,10 +12,13 @@ from halograd.comm import Communicator
 from halograd.perfmodel.layer_work import LayerKey, LayerWork
 from halograd.perfmodel.machine import Link, Machine
 from halograd.perfmodel.profile.cache import Conditions, TimeCache, device_name
+from halograd.perfmodel.profile.crowd import Crowd
 from halograd.perfmodel.profile.device import measure_device, memory_size
 from halograd.perfmodel.profile.fit import Fit
 from halograd.perfmodel.profile.layers import LayerTimer
 from halograd.perfmodel.profile.messages import (
+    LARGE,
+    SIZES,
     Places,
     fit_channel,
     fit_copy,
@@ -48,16 +51,17 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     nodes = Places(tuple(map(str, comm.nodes)))
     # An emulated network between all ranks is taken for the link within their node.
     places = nodes if nodes.has("node") else hosts
+    clock = time.perf_counter if comm.waits_for_network else Crowd.of(comm, kernels).clock
     channel, face, strided = {}, {}, {}
     for level in ("node", "across"):
         if places.has(level):
             partner = places.partner(comm.rank, level)
-            channel[level] = fit_channel(comm, partner)
-            face[level] = fit_face(comm, partner, strided=False)
-            strided[level] = fit_face(comm, partner, strided=True)
+            channel[level] = fit_channel(comm, partner, clock=clock)
+            face[level] = fit_face(comm, partner, strided=False, clock=clock)
+            strided[level] = fit_face(comm, partner, strided=True, clock=clock)
     comm.barrier()
-    copy = fit_copy()
-    sums = _reductions(comm)
+    copy = fit_copy(clock=clock)
+    sums = _reductions(comm, clock)
     rates = measure_device(kernels, comm)
     machine = Machine(
         name=name,
@@ -114,16 +118,20 @@ def group_sizes(ranks: int) -> list[int]:
     return sorted(sizes | ({ranks} if ranks > 1 else set()))
 
 
-def _reductions(comm: Communicator) -> dict[str, Any]:
-    """Sums over groups of ranks, all groups of a size at the same time; what the first one found."""
+def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any]:
+    """Sums over groups of ranks, all groups of a size at the same time; what the first one found.
+
+    A network's times lie on a line; those of memory do not quite, and large sums decide.
+    """
+    sizes = SIZES if comm.waits_for_network else SIZES + LARGE
     found: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
     for size in group_sizes(comm.size):
         whole = comm.rank < comm.size - comm.size % size
         group = comm.split(comm.rank // size if whole else None)
         fits = None
         if group is not None:
-            waited = fit_reduction(group)
-            fits = (waited, *fit_reduction_behind(group, waited))
+            waited = fit_reduction(group, sizes, clock=clock)
+            fits = (waited, *fit_reduction_behind(group, waited, sizes, clock=clock))
             group.close()
         for by_size, fit in zip(found.values(), comm.bcast(fits)):
             by_size[size] = fit

@@ -13,10 +13,12 @@ from halograd.comm import Communicator
 from halograd.dtensor import Box, Exchange
 from halograd.perfmodel.profile.fit import Fit, fit_line
 
-__all__ = ["SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "fit_reduction", "fit_reduction_behind"]
+__all__ = ["LARGE", "SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "fit_reduction", "fit_reduction_behind"]
 
 #: Sizes of messages [B].
 SIZES = (8, 64, 512, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20)
+#: Buffers of gradients that are summed in memory beside: they pass through all caches.
+LARGE = (8 << 20, 32 << 20)
 #: How often all sizes are measured, one after the other, so that a disturbance hits one round and not one size.
 ROUNDS = 9
 #: Exchanges in a row, of which the mean counts: they synchronize each other. One that takes longer than `LONG` [s] is
@@ -24,6 +26,9 @@ ROUNDS = 9
 IN_A_ROW, LONG = 4, 1e-3
 #: Channels of the array whose faces are exchanged; a face across the width has runs of this many float32.
 CHANNELS = 32
+
+#: Differences are times [s], as `Crowd.clock`.
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,13 @@ class Places:
         return max(self.nodes.count(node) for node in set(self.nodes))
 
 
-def fit_channel(comm: Communicator, partner: int | None, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Fit:
+def fit_channel(
+    comm: Communicator,
+    partner: int | None,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = ROUNDS,
+    clock: Clock = time.perf_counter,
+) -> Fit:
     """Messages both ways with a partner, without packing: ``comm.channel``. Collective over `comm`.
 
     Parameters
@@ -76,6 +87,8 @@ def fit_channel(comm: Communicator, partner: int | None, sizes: Sequence[int] = 
         Bytes per message [B].
     rounds
         How often each is measured.
+    clock
+        Tells what a rank takes.
     """
     peers = [partner] if partner is not None else []
     channels = [comm.channel(dict.fromkeys(peers, n), dict.fromkeys(peers, n), np.uint8, kind="profile") for n in sizes]
@@ -86,14 +99,19 @@ def fit_channel(comm: Communicator, partner: int | None, sizes: Sequence[int] = 
             channels[i].finish()
             channels[i].release()
 
-    fit = _fit(comm, sizes, run, rounds)
+    fit = _fit(comm, sizes, run, rounds, clock)
     for channel in channels:
         channel.close()
     return fit
 
 
 def fit_face(
-    comm: Communicator, partner: int | None, strided: bool, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS
+    comm: Communicator,
+    partner: int | None,
+    strided: bool,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = ROUNDS,
+    clock: Clock = time.perf_counter,
 ) -> Fit:
     """Faces both ways with a partner, packed and unpacked as halos are: `Exchange`. Collective over `comm`.
 
@@ -108,6 +126,8 @@ def fit_face(
         Bytes per message, rounded up to whole columns [B].
     rounds
         How often each is measured.
+    clock
+        Tells what a rank takes.
     """
     itemsize = np.dtype(np.float32).itemsize
     rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in sizes]
@@ -117,7 +137,7 @@ def fit_face(
         if partner is not None:
             exchanges[i].run()
 
-    fit = _fit(comm, [n * CHANNELS * itemsize for n in rows], run, rounds)
+    fit = _fit(comm, [n * CHANNELS * itemsize for n in rows], run, rounds, clock)
     for exchange in exchanges:
         exchange.close()
     return fit
@@ -150,22 +170,26 @@ def _face(comm: Communicator, partner: int | None, count: int, strided: bool) ->
     return Exchange(comm, sources, targets, array, array, source_origin=origin, target_origin=origin, kind="profile")
 
 
-def fit_copy(sizes: Sequence[int] = SIZES) -> Fit:
+def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> Fit:
     """Copies within the memory of a rank. Local, but all ranks do it at the same time."""
     sources = [np.ones(n, np.uint8) for n in sizes]
     targets = [np.ones(n, np.uint8) for n in sizes]
     seconds = np.empty((ROUNDS, len(sizes)))
     for times in seconds:
         for i in range(len(sizes)):
-            begin = time.perf_counter()
+            begin = clock()
             for _ in range(IN_A_ROW):
                 np.copyto(targets[i], sources[i])
-            times[i] = (time.perf_counter() - begin) / IN_A_ROW
+            times[i] = (clock() - begin) / IN_A_ROW
     return fit_line(sizes, seconds.min(axis=0))
 
 
 def fit_reduction(
-    comm: Communicator, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, method: str = "allreduce"
+    comm: Communicator,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = ROUNDS,
+    method: str = "allreduce",
+    clock: Clock = time.perf_counter,
 ) -> Fit:
     """Sums of float32 over all ranks of `comm` that are waited for: ``reduction.run()``. Collective.
 
@@ -177,10 +201,12 @@ def fit_reduction(
         How often each is measured.
     method
         As for `Communicator.reduction`.
+    clock
+        Tells what a rank takes.
     """
     reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile", method=method) for n in sizes]
 
-    fit = _fit(comm, sizes, lambda i: reductions[i].run(), rounds)
+    fit = _fit(comm, sizes, lambda i: reductions[i].run(), rounds, clock)
     for reduction in reductions:
         reduction.close()
     return fit
@@ -192,6 +218,7 @@ def fit_reduction_behind(
     sizes: Sequence[int] = SIZES,
     rounds: int = ROUNDS,
     method: str = "allreduce",
+    clock: Clock = time.perf_counter,
 ) -> tuple[Fit, Fit]:
     """Sums of float32 over all ranks of `comm` behind computation. Collective.
 
@@ -202,7 +229,7 @@ def fit_reduction_behind(
     ----------
     waited
         What `fit_reduction` found: computation goes on for some times as long.
-    sizes, rounds, method
+    sizes, rounds, method, clock
         As for `fit_reduction`.
 
     Returns
@@ -221,9 +248,9 @@ def fit_reduction_behind(
             reductions[i].start()
             _compute(2 * waited.at(sizes[i]) + 2e-3)
             comm.barrier()  # who is late has not summed for longer
-            before = time.perf_counter()
+            before = clock()
             reductions[i].finish()
-            left[k, i] = time.perf_counter() - before
+            left[k, i] = clock() - before
             arrival[k, i] = spans.last
     finally:
         comm.recorder = recorder
@@ -246,29 +273,29 @@ class _Spans:
 
 
 def _compute(seconds: float) -> None:
-    """Keep this core busy as a kernel does: for some 0.1 ms at a time without Python's lock."""
-    matrix = np.ones((128, 128), np.float32)
-    product = np.empty_like(matrix)
+    """Keep this core busy as a kernel does, and no other: for some 0.1 ms at a time without Python's lock."""
+    angles = np.ones(8192)
+    result = np.empty_like(angles)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        np.matmul(matrix, matrix, out=product)
+        np.cos(angles, out=result)
 
 
-def _fit(comm: Communicator, sizes: Sequence[int], run: Callable[[int], None], rounds: int = ROUNDS) -> Fit:
+def _fit(comm: Communicator, sizes: Sequence[int], run: Callable[[int], None], rounds: int, clock: Clock) -> Fit:
     """Times of ``run(i)`` for every size, after two runs that do not count. Collective."""
 
-    def clock(i: int, in_a_row: int) -> float:
+    def timed(i: int, in_a_row: int) -> float:
         comm.barrier()
-        begin = time.perf_counter()
+        begin = clock()
         for _ in range(in_a_row):
             run(i)
-        return (time.perf_counter() - begin) / in_a_row
+        return (clock() - begin) / in_a_row
 
     in_a_row = []
     for i in range(len(sizes)):
         run(i)
-        in_a_row.append(1 if comm.allreduce_scalar(clock(i, 1), "max") > LONG else IN_A_ROW)
-    seconds = np.array([[clock(i, n) for i, n in enumerate(in_a_row)] for _ in range(rounds)])
+        in_a_row.append(1 if comm.allreduce_scalar(timed(i, 1), "max") > LONG else IN_A_ROW)
+    seconds = np.array([[timed(i, n) for i, n in enumerate(in_a_row)] for _ in range(rounds)])
     return fit_line(sizes, _slowest(comm, seconds))
 
 

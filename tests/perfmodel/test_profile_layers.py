@@ -1,6 +1,8 @@
 """Layers on their own: bound as in an executor, timed, and kept; what is measured of a network."""
 
 import math
+import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -204,18 +206,28 @@ def test_ranks_take_turns_where_they_are_more_than_the_cores(places, threads, ex
     assert Crowd.among([(host, frozenset(cores)) for host, cores in places], threads) == expected
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("in_turn", [False, True], ids=["a core each", "in turn"])
-def test_ranks_in_turn_are_timed_from_the_first_begin_to_the_last_end(comm, in_turn):
-    with Communicator(comm) as both, get_backend("numpy") as kernels:
-        timer = LayerTimer(kernels, both, 0)
-        timer._in_turn = in_turn
-        # Rank 1 has its turn when rank 0 is done.
-        timed = SimpleNamespace(when=(0.5 * both.rank, 0.5 * both.rank + 0.5))
-        found = timer._of_all(timed, 0.3, 0.2)
-        assert found == pytest.approx((0.6, 0.4) if in_turn else (0.3, 0.2))
-        assert timer.measure(LayerWork.of(L.Conv(6, 3), [MAP])).forward > 0
-        timer.close()
+def test_ranks_in_turn_are_timed_by_what_they_compute():
+    def taken(crowd, run):
+        begin = crowd.clock()
+        run()
+        return crowd.clock() - begin
+
+    def compute():
+        end = time.process_time() + 0.02
+        while time.process_time() < end:
+            pass
+
+    assert taken(Crowd(2), lambda: time.sleep(0.05)) >= 0.05
+    assert taken(Crowd(4, cores=2), lambda: time.sleep(0.05)) < 0.04
+    assert 0.04 <= taken(Crowd(4, cores=2), compute) < 0.05
+    assert 0.10 <= taken(Crowd(5, cores=1), compute) < 0.12
+
+
+def test_the_host_has_cores_for_those_that_work_on_a_device():
+    on_device = SimpleNamespace(threads=1, device=SimpleNamespace(is_host=False))
+    assert Crowd.here(10_000, on_device) == Crowd(10_000)
+    on_host = SimpleNamespace(threads=1, device=SimpleNamespace(is_host=True))
+    assert Crowd.here(10_000, on_host).cores == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.ranks(2)
