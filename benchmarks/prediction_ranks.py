@@ -31,6 +31,8 @@ from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile import Conditions, Crowd, LayerTimer, TimeCache, conditions_of, measure_machine
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
 from halograd.trials import measure_steps
 
 __all__ = ["Run", "run"]
@@ -45,9 +47,7 @@ class Run:
         network = case.make()
         self.comm = comm
         self.executor = Executor(network, comm, backend, case.batch, strategy, "float32", seed=0)
-        self.optimizer = SGD(self.executor.store, momentum=0.9)
-        assert self.executor.reducer is not None
-        self.executor.reducer.update = self.optimizer.update
+        self.trainer = Trainer(self.executor, SGD(self.executor.store, momentum=0.9), Constant(1e-7))
         draw = np.random.default_rng(comm.rank)
         for name, node in network.inputs.items():
             region = self.executor.input(name)
@@ -57,23 +57,14 @@ class Run:
 
     def steps(self, count: int) -> None:
         """Run steps, timed from the beginning of one to that of the next; the slowest rank counts."""
-        self._step()
+        self.trainer.step()
         for _ in range(count):
             begin = time.perf_counter()
-            self._step()
+            self.trainer.step()
             self.seconds.append(time.perf_counter() - begin)
 
-    def _step(self) -> None:
-        executor = self.executor
-        executor.mode.step += 1
-        executor.forward()
-        executor.loss_value()
-        self.optimizer.begin_step(1e-7)
-        executor.backward()
-
     def close(self) -> None:
-        assert self.executor.reducer is not None
-        self.executor.reducer.finish()
+        self.trainer.settle()
         self.executor.close()
 
 

@@ -15,6 +15,8 @@ from halograd.kernels import BatchNormKernels, Kernel, get_backend
 from halograd.layers.strategy import Strategy
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
 
 __all__ = ["HalogradSubject", "RawSubject", "TimedBackend"]
 
@@ -31,15 +33,12 @@ class HalogradSubject:
     def __init__(self, spec: dict[str, Any]) -> None:
         problem = PROBLEMS[spec["problem"]]
         network = problem.make()
-        self.rate = problem.rate
         self.comm = Communicator(MPI.COMM_WORLD)
         self.backend = self._backend(spec)
         parts = {"height": self.comm.size}
         strategy = Strategy(parts, options=spec.get("options", {}))
         self.executor = Executor(network, self.comm, self.backend, problem.batch, strategy, "float32", seed=0)
-        assert self.executor.reducer is not None
-        self.optimizer = SGD(self.executor.store)
-        self.executor.reducer.update = self.optimizer.update
+        self.trainer = Trainer(self.executor, SGD(self.executor.store), Constant(problem.rate))
         for name, array in problem.data(network).items():
             self.executor.set_input(name, array)
         self.about = (
@@ -50,21 +49,13 @@ class HalogradSubject:
         return get_backend(spec.get("backend", "onednn"), threads=spec["threads"])
 
     def step(self) -> float:
-        executor = self.executor
-        executor.mode.step += 1
-        executor.forward()
-        loss = executor.loss_value()
-        # The updates of the last step were made in this forward, before the layers that need them.
-        self.optimizer.begin_step(self.rate)
-        executor.backward()
-        return loss
+        return float(self.trainer.step())
 
     def clock(self) -> float:
         return time.perf_counter()
 
     def settle(self) -> None:
-        assert self.executor.reducer is not None
-        self.executor.reducer.finish()
+        self.trainer.settle()
 
     def close(self) -> None:
         self.executor.close()

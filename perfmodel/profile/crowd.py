@@ -61,9 +61,14 @@ class Crowd:
             return max(in_turn, key=lambda crowd: crowd.ranks / crowd.cores)
         return cls(max(ranks for ranks, _ in counts))
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether the ranks take turns on the cores."""
+        return self.cores > 0
+
     def clock(self) -> float:
         """Differences are what something takes a rank of this crowd [s]. Local."""
-        return time.process_time() * self.ranks / self.cores if self.cores else time.perf_counter()
+        return time.process_time() * self.ranks / self.cores if self.in_turn else time.perf_counter()
 
 
 def _place(kernels: Any) -> tuple[str, frozenset[int]]:

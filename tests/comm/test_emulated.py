@@ -52,21 +52,23 @@ def test_a_message_takes_alpha_plus_beta_bytes_and_no_cpu(network):
 
 def test_a_late_sender_delays_its_message(network):
     channel, right, _ = ring(network)
-    channel.send_buffer(right, channel.slot)[:] = 1
-    network.barrier()
-    begin, cpu = time.perf_counter(), time.process_time()
-    if network.rank == 0:
-        time.sleep(0.2)
-    channel.start()
-    channel.finish()
-    seconds, used = time.perf_counter() - begin, time.process_time() - cpu
-    channel.release()
-    expected = TRAVEL + (0.2 if network.rank in (0, 1) else 0.0)
-    if network.rank == 1 % network.size:
-        assert seconds >= expected - 0.02
-        assert used / seconds < 0.1
-    slowest = network.allreduce_scalar(seconds, "max")
-    assert slowest < 0.2 + TRAVEL + 5 * SLACK
+    late, slowest, share = 0.2, [], []
+    for _ in range(3):
+        channel.send_buffer(right, channel.slot)[:] = 1
+        network.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        if network.rank == 0:
+            time.sleep(late)
+        channel.start()
+        channel.finish()
+        seconds, used = time.perf_counter() - begin, time.process_time() - cpu
+        channel.release()
+        if network.rank == 1:
+            assert seconds >= late + TRAVEL - 0.02
+        share.append(used / seconds)
+        slowest.append(network.allreduce_scalar(seconds, "max"))
+    assert best(slowest) < late + TRAVEL + 5 * SLACK
+    assert best(share) < 0.1
 
 
 def test_messages_travel_while_the_main_thread_computes(network):
@@ -126,14 +128,17 @@ def test_an_all_reduce_takes_the_time_of_a_ring_from_the_last_start(network):
 
 def test_all_reduces_travel_while_the_main_thread_computes(network):
     reductions = [network.reduction(np.ones(10_000)) for _ in range(3)]
-    for reduction in reductions:
-        reduction.start()
-    time.sleep(2 * (network.size - 1) * ALPHA + 0.3)
-    before = time.perf_counter()
-    for reduction in reductions:
-        reduction.finish()
-        assert (reduction.buffer == network.size).all()
-    assert network.allreduce_scalar(time.perf_counter() - before, "min") < 0.02
+    exposed = []
+    for step in range(3):
+        for reduction in reductions:
+            reduction.start()
+        time.sleep(2 * (network.size - 1) * ALPHA + 0.1)
+        before = time.perf_counter()
+        for reduction in reductions:
+            reduction.finish()
+            assert (reduction.buffer == float(network.size) ** (step + 1)).all()
+        exposed.append(time.perf_counter() - before)
+    assert network.allreduce_scalar(best(exposed), "min") < 0.02
 
 
 def test_without_latency_it_is_as_fast_as_messages(comm):
