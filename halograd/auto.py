@@ -307,6 +307,7 @@ class _Planner:
     # -- layers --------------------------------------------------------------------------------
 
     def _crowd(self, kernels: Any) -> Crowd:
+        """Collective, as is what asks for it."""
         return Crowd.of(self.comm, kernels)
 
     def _conditions(self, kernels: Any) -> Conditions:
@@ -314,7 +315,7 @@ class _Planner:
         return conditions_of(self.network, self.batch, self.comm.size, kernels, crowd, self.dtype, autotune)
 
     def _times(self, kernels: Any, machine: Machine) -> KernelTimes:
-        """Measured times as far as they are known; of another machine, its roofline."""
+        """Measured times as far as they are known; of another machine, its roofline. Collective."""
         roofline = RooflineTimes(machine)
         if self.config.strategy.machine:
             return roofline
