@@ -315,8 +315,9 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
     with backend:
         if device_name(backend) != match["device"]:
             return None
-        # The nodes of an emulated network are one host.
-        emulated = Profile.load(asked.machine_file).transport.startswith("emulated")
-        crowd = Crowd.here(ranks if emulated else min(ranks, asked.machine.devices_per_node), backend)
+        record = Profile.load(asked.machine_file)
+        # The nodes of an emulated network are one host, where all ranks were measured at once.
+        at_once = record.ranks if record.transport.startswith("emulated") else asked.machine.devices_per_node
+        crowd = Crowd.here(min(ranks, at_once), backend)
         conditions = conditions_of(asked.network, batch, ranks, backend, crowd, asked.dtype)
     return MeasuredTimes(TimeCache(cache_path(asked.cache)), conditions, RooflineTimes(asked.machine))

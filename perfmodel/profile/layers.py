@@ -53,7 +53,7 @@ class LayerTimer:
         self._passing = kernels.zeros((flush,), "uint8")
 
     def measure(self, work: LayerWork) -> LayerTime:
-        """Median times of one layer on the rank that is slowest each time; the same on all ranks. Collective."""
+        """Typical times of one layer on the rank that is slowest each time; the same on all ranks. Collective."""
         with self._bind(work) as bound:
             timed = _Timed(bound, self.kernels, self._crowd)
             rough = self._rough(timed)

@@ -17,7 +17,7 @@ __all__ = ["LARGE", "SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "f
 
 #: Sizes of messages [B].
 SIZES = (8, 64, 512, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20)
-#: Buffers of gradients that are summed in memory beside: they pass through all caches.
+#: Sums in memory are measured up to the size of gradients, which pass through all caches [B].
 LARGE = (8 << 20, 32 << 20)
 #: How often all sizes are measured, one after the other, so that a disturbance hits one round and not one size.
 ROUNDS = 9
