@@ -28,7 +28,7 @@ $(VENV)/.stamp-python:
 	echo "expected Python >= 3.10 with the venv module, got $$("$(PYTHON)" --version 2>&1); install one (Debian: also python3-venv) or call make PYTHON=/path/to/python3" >&2; \
 	exit 1
 
-# Installed again when the metadata or the set of folders changes; code is editable and needs nothing.
+# Installed again when the metadata changes; code is editable and needs nothing.
 $(VENV)/.stamp-base: $(VENV)/.stamp-python pyproject.toml setup.py
 	@echo "== installing halograd, MPI and the test tools (some minutes the first time)"
 	@$(PIP) install -e ".[$(EXTRAS)]"
@@ -62,15 +62,11 @@ gpu-check: venv
 lint: lint-tools
 	@$(PY) -m ruff check .
 
-# mypy finds halograd.comm only where the folders are really laid out so: in an ordinary install.
 typecheck: lint-tools
-	@rm -rf .typecheck build
-	@$(PIP) install --no-deps --target .typecheck .
-	@rm -rf build
-	@cd .typecheck && $(abspath $(PY)) -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p halograd
+	@$(PY) -m mypy -p halograd
 
 clean:
-	@rm -rf build .typecheck .mypy_cache .ruff_cache .hypothesis demo runs *.egg-info
+	@rm -rf build .mypy_cache .ruff_cache .hypothesis demo runs *.egg-info
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
