@@ -243,7 +243,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
 
 def test_documented_file_and_table() -> None:
     """The example of docs/machines.md is a machine, and its table names every shipped one."""
-    text = (FOLDER.parent.parent / "docs" / "machines.md").read_text(encoding="utf-8")
+    text = (FOLDER.resolve().parent.parent / "docs" / "machines.md").read_text(encoding="utf-8")
     machine = parse_machine(text.split("```toml\n")[1].split("```")[0])
     assert machine.rails == 2 and machine.links["across"].alpha == 5e-6
     assert all(f"| `{name}` |" in text for name in MACHINES)
