@@ -1,78 +1,78 @@
-"""A line from every rank to rank 0, beside MPI: the kernel closes it when a process dies, and tells when a node does.
+"""Connections between ranks, beside MPI: the kernel closes one when a process dies, and says when a node does.
 
-Nothing travels on it while all is well, but for the kernel's own keep-alive packets, which it answers however busy the
-process is; a node that does not is given up after `LOST` seconds. Plain sockets, no MPI: it works when MPI does not.
-
-::
-
-    rank 1 ----.
-    rank 2 ----- rank 0       messages: one JSON object per line
-    rank 3 ----'
+While all is well nothing travels on them but the kernel's own keep-alive packets, which it answers however busy the
+process is; a node that does not is given up after `LOST` seconds. Plain sockets, no MPI: they work when MPI does not.
+A message is one JSON object per line. :mod:`halograd.training.meeting` makes the connections.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import secrets
 import selectors
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LOST", "Line", "Listener", "Peers", "connect"]
+__all__ = ["LOST", "Line", "Peers"]
 
 #: After how long a node that answers nothing is given up [s].
 LOST = 6.0
-PATIENCE = 5.0  # for a connection to be made [s]
-LONGEST = 1 << 16  # of a message [B]: whoever sends more is none of us
+LONGEST = 1 << 16  # of a message [B]
+FLUSH = 1.0  # for the last messages of a rank that leaves [s]
 
 
 class Line:
-    """One end of a connection. Local.
+    """One end of a connection to another rank. Local; never blocks.
 
     Attributes
     ----------
     rank
-        At the other end; -1 as long as it has not said so.
-    closing
-        The other end has said that it is leaving.
+        At the other end.
+    leaving
+        The other end has said that it leaves.
+    unsent
+        What the kernel has not taken yet.
     """
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
-        self.socket, self.rank, self.closing = connection, rank, False
+        self.socket, self.rank, self.leaving = connection, rank, False
+        self.unsent = b""
         self._received = b""
-        connection.settimeout(PATIENCE)
+        connection.setblocking(False)
         _keep_alive(connection)
 
-    def send(self, **message: Any) -> None:
-        """Send one message; to nobody, if the other end is gone."""
-        with contextlib.suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message; it is dropped if the other end is gone."""
+        self.unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Pass to the kernel what it takes."""
+        try:
+            self.unsent = self.unsent[self.socket.send(self.unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # `receive` finds out why
+            self.unsent = b""
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What has come, None at the end; waits if nothing has.
+        """Messages that have come, None at the end.
 
         Raises
         ------
         OSError
             If the connection broke (the node does not answer).
         """
-        data = self.socket.recv(LONGEST)
+        try:
+            data = self.socket.recv(LONGEST)
+        except BlockingIOError:
+            return []
         if not data:
             return None
         *lines, self._received = (self._received + data).split(b"\n")
-        if len(self._received) > LONGEST:
-            return None
         return [json.loads(line) for line in lines]
-
-    def close(self) -> None:
-        """Say that this end is leaving, and leave; idempotent."""
-        self.send(kind="bye")
-        self.socket.close()
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -84,99 +84,18 @@ def _keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
 
 
-class Listener:
-    """Where rank 0 waits for the lines of the others.
-
-    Parameters
-    ----------
-    everywhere
-        False if all ranks are on this machine: then nobody else can reach it.
-
-    Attributes
-    ----------
-    where
-        ``(addresses, port, word)`` for :func:`connect`; who does not know the word is not let in.
-    """
-
-    def __init__(self, everywhere: bool) -> None:
-        word = secrets.token_hex(16)
-        if not everywhere:
-            self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
-            addresses = ["127.0.0.1"]
-        elif socket.has_dualstack_ipv6():
-            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-            addresses = _own_addresses()
-        else:
-            self._socket = socket.create_server(("", 0), backlog=1024)
-            addresses = _own_addresses()
-        self.where = (addresses, int(self._socket.getsockname()[1]), word)
-
-    def accept(self, ranks: set[int]) -> dict[int, Line]:
-        """The lines of these ranks, as far as they come within `PATIENCE`."""
-        lines: dict[int, Line] = {}
-        deadline = time.monotonic() + PATIENCE
-        while ranks - lines.keys() and (left := deadline - time.monotonic()) > 0:
-            self._socket.settimeout(left)
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                break
-            line = self._welcome(connection)
-            if line is not None and line.rank in ranks:
-                lines[line.rank] = line
-        return lines
-
-    def _welcome(self, connection: socket.socket) -> Line | None:
-        """The line, if the other end knows the word."""
-        line = Line(connection, -1)
-        try:
-            first = line.receive() or [{}]
-        except (OSError, ValueError):
-            first = [{}]
-        if not hmac.compare_digest(str(first[0].get("word")), self.where[2]):
-            connection.close()
-            return None
-        line.rank = int(first[0]["rank"])
-        return line
-
-    def close(self) -> None:
-        """Let nobody in any more."""
-        self._socket.close()
-
-
-def _own_addresses() -> list[str]:
-    """Names and addresses under which other nodes may reach this one, the likeliest first."""
-    names = [socket.gethostname(), socket.getfqdn()]
-    with contextlib.suppress(OSError):
-        names += [str(info[4][0]) for info in socket.getaddrinfo(names[0], None, type=socket.SOCK_STREAM)]
-    return list(dict.fromkeys(names))
-
-
-def connect(where: tuple[list[str], int, str], rank: int) -> Line | None:
-    """The line of this rank to rank 0; None if none of the addresses can be reached."""
-    addresses, port, word = where
-    for address in addresses:
-        try:
-            line = Line(socket.create_connection((address, port), PATIENCE / len(addresses)), 0)
-        except OSError:
-            continue
-        line.send(rank=rank, word=word)
-        return line
-    return None
-
-
 @dataclass
 class Peers:
-    """The lines of this rank, and who is told what happens on them. Local; `wait` is for one thread.
+    """Connections of this rank, and callbacks for what happens on them. Local; for one thread, but for `wake`.
 
     Attributes
     ----------
     lines
-        By rank: those of all others on rank 0, the one to rank 0 elsewhere.
+        By rank.
     on_message
         Called with rank and message.
     on_end
-        Called with a rank whose line ended without a word, and with how it ended: ``"ended"`` (the process is gone)
+        Called with a rank whose connection ended, and how: ``"left"`` (it said so), ``"ended"`` (the process is gone)
         or ``"lost"`` (its node does not answer).
     """
 
@@ -193,53 +112,57 @@ class Peers:
         self._selector.register(self._inner, selectors.EVENT_READ, None)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for at most `seconds`, less if something comes, and tell of that."""
-        for key, _ in self._selector.select(max(0.0, seconds)):
-            if key.data is None:
+        """Sleep for at most `seconds`, less if something comes, and call back."""
+        for line in self.lines.values():
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
+            if self._selector.get_key(line.socket).events != events:
+                self._selector.modify(line.socket, events, line)
+        for key, events in self._selector.select(max(0.0, seconds)):
+            line = key.data
+            if line is None:
                 self._inner.recv(64)
-            else:
-                self._attend(key.data)
+                continue
+            if events & selectors.EVENT_WRITE:
+                line.flush()
+            if events & selectors.EVENT_READ:
+                self._attend(line)
 
     def wake(self) -> None:
         """End the `wait` of the other thread."""
         self._outer.send(b".")
 
-    def send(self, **message: Any) -> None:
-        """Send one message on every line."""
-        for line in list(self.lines.values()):
-            line.send(**message)
+    def send(self, rank: int, message: dict[str, Any]) -> None:
+        """Send one message to a rank; it is dropped if there is no connection."""
+        if rank in self.lines:
+            self.lines[rank].send(message)
 
     def _attend(self, line: Line) -> None:
         how = "ended"
         try:
             messages = line.receive()
-        except TimeoutError:  # raised for a connection that the kernel has given up, too
-            messages, how = None, "lost"
-        except OSError as error:
-            messages = None
-            how = "ended" if isinstance(error, ConnectionError) else "lost"
-        except ValueError:
-            messages = None
+        except OSError as error:  # TimeoutError, too: the kernel has given up
+            messages, how = None, "ended" if isinstance(error, ConnectionError) else "lost"
         for message in messages or ():
-            if message.get("kind") == "bye":
-                line.closing = True
+            if message["kind"] == "bye":
+                line.leaving = True
             else:
                 self.on_message(line.rank, message)
         if messages is None:
-            self._drop(line)
-            if not line.closing:
-                self.on_end(line.rank, how)
-
-    def _drop(self, line: Line) -> None:
-        self._selector.unregister(line.socket)
-        line.socket.close()
-        self.lines.pop(line.rank, None)
+            self._selector.unregister(line.socket)
+            line.socket.close()
+            del self.lines[line.rank]
+            self.on_end(line.rank, "left" if line.leaving else how)
 
     def close(self) -> None:
-        """Take leave on every line."""
+        """Take leave on every connection."""
         self._selector.close()
         for line in self.lines.values():
-            line.close()
+            line.send({"kind": "bye"})
+            if line.unsent:
+                with contextlib.suppress(OSError):
+                    line.socket.settimeout(FLUSH)
+                    line.socket.sendall(line.unsent)
+            line.socket.close()
         self.lines.clear()
         self._inner.close()
         self._outer.close()

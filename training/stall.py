@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,24 +50,26 @@ class Place:
         return f"{where}{waits} (at {self.line})"
 
 
-def describe_stall(hosts: Sequence[str], places: Sequence[Place | None], patience: float) -> tuple[int, str]:
+def describe_stall(hosts: Sequence[str], places: Mapping[int, Place | None], patience: float) -> tuple[int, str]:
     """The rank that holds up the others, and what is the matter, in words.
 
-    It is the one that did not answer; else the one that is in no exchange; else the one that is behind.
+    It is the first one that did not answer; else the one that is in no exchange; else the one that is behind.
 
     Parameters
     ----------
-    hosts, places
-        Per rank; None for a rank that did not answer.
+    hosts
+        Per rank.
+    places
+        By rank; None for a rank that did not answer. Ranks that pass on messages stand before those that they reach.
     patience
         How long a rank may be at one place [s].
     """
-    behind = [(rank, place) for rank, place in enumerate(places) if place is not None]
-    mute = [rank for rank, place in enumerate(places) if place is None]
+    behind = [(rank, place) for rank, place in sorted(places.items()) if place is not None]
+    mute = [rank for rank, place in places.items() if place is None]
     for_how_long = f"no progress for {patience / 60:.3g} min"
     if mute:
         culprit = mute[0]
-        text = f"{for_how_long}: it does not answer (stopped, or its node hangs)"
+        text = f"{for_how_long}: it does not answer (stopped, in a call that locks the interpreter, or its node hangs)"
     else:
         culprit, place = min(behind, key=lambda item: (bool(item[1].waiting), item[1].step, -item[1].idle))
         text = f"{for_how_long}: {place.text()}"

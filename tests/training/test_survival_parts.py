@@ -1,10 +1,8 @@
-"""The parts by which runs survive, without MPI: signals, lines between ranks, who is to blame, which cuts fit."""
+"""The parts by which runs survive, without MPI: signals, who is to blame, which cuts fit."""
 
 import os
 import signal
-import socket
 import threading
-import time
 
 import pytest
 
@@ -13,7 +11,6 @@ from halograd.models import mesh
 from halograd.training.config import StrategyConfig
 from halograd.training.cuts import fitting_cuts, other_cuts
 from halograd.training.folder import CheckpointFolder
-from halograd.training.peers import Line, Listener, Peers, connect
 from halograd.training.signals import StopSignals
 from halograd.training.stall import Place, describe_stall
 from halograd.training.watchdog import oom_kills
@@ -42,99 +39,6 @@ def test_no_signals_outside_of_the_main_thread():
     assert found == [0]
 
 
-class Hub:
-    """Rank 0 with two others in this process."""
-
-    def __init__(self):
-        listener = Listener(everywhere=False)
-        made = {}
-        threads = [threading.Thread(target=lambda r=r: made.update({r: connect(listener.where, r)})) for r in (1, 2)]
-        for thread in threads:
-            thread.start()
-        lines = listener.accept({1, 2})
-        for thread in threads:
-            thread.join()
-        listener.close()
-        self.messages, self.ends = [], []
-        self.peers = Peers(lines, lambda *m: self.messages.append(m), lambda *e: self.ends.append(e))
-        self.others = made
-
-    def wait(self, until, seconds=5.0):
-        deadline = time.monotonic() + seconds
-        while not until() and time.monotonic() < deadline:
-            self.peers.wait(0.1)
-        assert until()
-
-
-@pytest.fixture
-def hub():
-    found = Hub()
-    yield found
-    found.peers.close()
-    for line in found.others.values():
-        line.socket.close()
-
-
-def test_messages_both_ways(hub):
-    hub.others[2].send(kind="place", step=3)
-    hub.others[2].send(kind="stalled")
-    hub.wait(lambda: len(hub.messages) == 2)
-    assert hub.messages == [(2, {"kind": "place", "step": 3}), (2, {"kind": "stalled"})]
-    hub.peers.send(kind="where")
-    assert [hub.others[r].receive() for r in (1, 2)] == [[{"kind": "where"}]] * 2
-
-
-def test_an_end_without_a_word(hub):
-    hub.others[1].socket.close()  # as the kernel does for a process that was killed
-    hub.wait(lambda: hub.ends)
-    assert hub.ends == [(1, "ended")] and list(hub.peers.lines) == [2]
-
-
-def test_taking_leave(hub):
-    hub.others[1].close()
-    hub.wait(lambda: 1 not in hub.peers.lines)
-    assert hub.ends == []
-
-
-@pytest.mark.parametrize(
-    ("error", "how"),
-    [(TimeoutError(110, ""), "lost"), (OSError(113, "No route to host"), "lost"), (ConnectionResetError(), "ended")],
-)
-def test_a_node_that_does_not_answer(hub, monkeypatch, error, how):
-    """What recv raises when the kernel has given up the connection."""
-
-    def fails(self):
-        raise error
-
-    hub.others[2].send(kind="anything")  # so that there is something to attend to
-    monkeypatch.setattr(Line, "receive", fails)
-    hub.wait(lambda: hub.ends)
-    assert hub.ends == [(2, how)]
-
-
-def test_keep_alive_is_on(hub):
-    line = hub.peers.lines[1].socket
-    assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    idle, every, times = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-    seconds = [line.getsockopt(socket.IPPROTO_TCP, name) for name in (idle, every, times)]
-    assert seconds[0] + seconds[1] * seconds[2] <= 8  # within ten seconds, with the end of the job
-
-
-def test_strangers_are_not_let_in(monkeypatch):
-    monkeypatch.setattr("halograd.training.peers.PATIENCE", 1.0)
-    listener = Listener(everywhere=True)
-    addresses, port, _ = listener.where
-    stranger = connect((addresses, port, "guess"), 1)
-    noise = socket.create_connection(("127.0.0.1", port))
-    noise.sendall(b"GET / HTTP/1.0\n")
-    friend = connect((["127.0.0.1"], port, listener.where[2]), 2)
-    assert list(listener.accept({1, 2})) == [2]
-    listener.close()
-    for end in (stranger.socket, noise, friend.socket):
-        end.close()
-    assert connect((["127.0.0.1"], port, "closed"), 1) is None
-
-
 def place(step=4, waiting="", idle=60.0, layer="conv1"):
     return Place(step, "forward", layer, waiting, "flags.py:88", idle)
 
@@ -152,7 +56,7 @@ STALLS = [
 def test_who_holds_up_the_others(places, culprit, text):
     import re
 
-    rank, told = describe_stall([f"n{r}" for r in range(len(places))], places, 90.0)
+    rank, told = describe_stall([f"n{r}" for r in range(len(places))], dict(enumerate(places)), 90.0)
     assert rank == culprit and told.startswith("no progress for 1.5 min: ") and re.search(text, told)
     assert Place.from_dict({**place().as_dict(), "kind": "place"}) == place()
 

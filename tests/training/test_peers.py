@@ -1,0 +1,122 @@
+"""Connections between ranks, once they are made: messages, ends, leaves."""
+
+import socket
+
+import pytest
+
+from halograd.training.peers import LONGEST, Line, Peers
+
+
+def pair():
+    """Both ends of a connection over TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    return one, other
+
+
+class Hub:
+    """Rank 0 with two others in this process."""
+
+    def __init__(self):
+        self.messages, self.ends, self.others, lines = [], [], {}, {}
+        for rank in (1, 2):
+            one, other = pair()
+            lines[rank], self.others[rank] = Line(one, rank), Line(other, 0)
+        self.peers = Peers(lines, lambda *m: self.messages.append(m), lambda *e: self.ends.append(e))
+
+    def wait(self, until):
+        while not until():
+            self.peers.wait(0.1)
+
+
+@pytest.fixture
+def hub():
+    found = Hub()
+    yield found
+    found.peers.close()
+    for line in found.others.values():
+        line.socket.close()
+
+
+def received(line, count=1):
+    line.socket.setblocking(True)
+    found = []
+    while len(found) < count:
+        found += line.receive()
+    return found
+
+
+def test_messages_both_ways(hub):
+    hub.others[2].send({"kind": "place", "step": 3})
+    hub.others[2].send({"kind": "stalled"})
+    hub.wait(lambda: len(hub.messages) == 2)
+    assert hub.messages == [(2, {"kind": "place", "step": 3}), (2, {"kind": "stalled"})]
+    hub.peers.send(1, {"kind": "where"})
+    hub.peers.send(7, {"kind": "where"})  # no connection
+    assert received(hub.others[1]) == [{"kind": "where"}]
+
+
+def test_a_rank_that_does_not_read_holds_up_no_other(hub):
+    """What the kernel does not take is sent when the other end reads again, in order."""
+    count = 0
+    while not hub.peers.lines[1].unsent:
+        hub.peers.send(1, {"kind": "place", "number": count, "text": "x" * LONGEST})
+        count += 1
+    hub.peers.send(2, {"kind": "where"})
+    assert received(hub.others[2]) == [{"kind": "where"}]
+    numbers = []
+    hub.others[1].socket.settimeout(None)
+    while len(numbers) < count:
+        hub.peers.wait(0.0)
+        hub.others[1].socket.setblocking(False)
+        numbers += [message["number"] for message in hub.others[1].receive()]
+    assert numbers == list(range(count)) and not hub.peers.lines[1].unsent
+
+
+def test_an_end_without_a_word(hub):
+    hub.others[1].socket.close()  # as the kernel does for a process that was killed
+    hub.wait(lambda: hub.ends)
+    assert hub.ends == [(1, "ended")] and list(hub.peers.lines) == [2]
+    hub.peers.send(1, {"kind": "where"})
+
+
+def test_taking_leave():
+    hub = Hub()
+    theirs = []
+    other = Peers({0: hub.others[1]}, lambda *m: None, lambda *e: theirs.append(e))
+    other.close()
+    hub.wait(lambda: 1 not in hub.peers.lines)
+    assert hub.ends == [(1, "left")]
+    hub.peers.close()
+    assert received(hub.others[2]) == [{"kind": "bye"}]
+    hub.others[2].socket.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "how"),
+    [(TimeoutError(110, ""), "lost"), (OSError(113, "No route to host"), "lost"), (ConnectionResetError(), "ended")],
+)
+def test_a_node_that_does_not_answer(hub, monkeypatch, error, how):
+    """What recv raises when the kernel has given up the connection."""
+
+    def fails(self):
+        raise error
+
+    hub.others[2].send({"kind": "anything"})  # so that there is something to attend to
+    monkeypatch.setattr(Line, "receive", fails)
+    hub.wait(lambda: hub.ends)
+    assert hub.ends == [(2, how)]
+
+
+def test_keep_alive_is_on(hub):
+    line = hub.peers.lines[1].socket
+    assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    idle, every, times = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    seconds = [line.getsockopt(socket.IPPROTO_TCP, name) for name in (idle, every, times)]
+    assert seconds[0] + seconds[1] * seconds[2] <= 8  # within ten seconds, with the end of the job
+
+
+def test_waking_up(hub):
+    hub.peers.wake()
+    hub.peers.wait(1e6)  # returns

@@ -1,0 +1,325 @@
+"""What ranks do when others are dead or do not move: all ranks of a job in this process, with a clock of their own."""
+
+from collections import deque
+
+import pytest
+
+from halograd.training.stall import Place
+from halograd.training.tree import Tree
+from halograd.training.watch import ANSWERS, GRACE, INTERVAL, TURN, Watch
+
+PATIENCE = 30.0
+TICK = 0.5  # [s]
+FANOUT = 2  # so that few ranks have a tree of several levels
+CUT_OFF = TURN * (FANOUT + 2)  # for ranks behind a frozen one to give up
+
+
+class Rank:
+    """One rank: its station, and what it has received and not looked at."""
+
+    def __init__(self, job, rank):
+        self.job, self.rank, self.inbox, self.moves, self.alive, self.frozen = job, rank, deque(), 0, True, False
+
+    def send(self, rank, message):
+        if rank in self.job.joined[self.rank] and self.job.ranks[rank].alive:
+            self.job.ranks[rank].inbox.append(("heard", self.rank, message))
+
+    def state(self):
+        return self.moves if self.job.watched else None
+
+    def place(self, idle):
+        return Place(self.moves, "forward", f"layer of {self.rank}", "loss" if self.job.waits else "", "x.py:1", idle)
+
+    def say(self, rank, cause):
+        self.job.said.append((self.rank, rank, cause))
+
+    def log(self, rank, cause):
+        self.job.logged.append((self.rank, rank, cause))
+
+    def end(self):
+        """A launcher that sees the end of a rank would end all others now; this one sees nothing."""
+        self.leave()
+
+    def leave(self):
+        self.job.kill(self.rank, "its process is gone")
+
+
+class Job:
+    """Ranks whose messages arrive at once, unless they are frozen, and whose main threads move on every tick."""
+
+    def __init__(self, size, per_node=3, fanout=FANOUT, patience=PATIENCE):
+        self.tree = Tree([f"n{rank // per_node}" for rank in range(size)], fanout)
+        self.now, self.watched, self.waits, self.moving = 1000.0, True, True, True
+        self.said, self.logged = [], []
+        self.joined = [{*self.tree.ups(rank), *self.tree.downs(rank)} for rank in range(size)]
+        self.ranks = [Rank(self, rank) for rank in range(size)]
+        self.watches = [
+            Watch(self.tree, rank, self.joined, patience, self.ranks[rank], lambda: self.now) for rank in range(size)
+        ]
+
+    @property
+    def alive(self):
+        return [rank.rank for rank in self.ranks if rank.alive]
+
+    def kill(self, rank, cause="killed"):
+        """End a process; the kernel closes its connections."""
+        self.ranks[rank].alive = False
+        for other in self.joined[rank]:
+            self.ranks[other].inbox.append(("ended", rank, cause))
+
+    def take_leave(self, rank):
+        self.kill(rank, None)
+
+    def freeze(self, *ranks):
+        """Stop processes; all others wait for them sooner or later."""
+        for rank in ranks:
+            self.ranks[rank].frozen, self.moving = True, False
+
+    def run(self, seconds):
+        end = self.now + seconds
+        while self.now < end:
+            self.now += TICK
+            for rank in self.ranks:
+                if rank.alive and not rank.frozen:
+                    rank.moves += self.moving
+                    self.watches[rank.rank].tick()
+            self.deliver()
+
+    def deliver(self):
+        while ready := [rank for rank in self.ranks if rank.inbox and rank.alive and not rank.frozen]:
+            for rank in ready:
+                event, sender, what = rank.inbox.popleft()
+                getattr(self.watches[rank.rank], event)(sender, what)
+                if rank.alive:
+                    self.watches[rank.rank].tick()
+
+    def assert_said(self, speaker, rank, cause):
+        """One rank has spoken, once, and all that are not frozen are gone."""
+        ((mouth, culprit, text),) = self.said
+        assert (mouth, culprit) == (speaker, rank) and cause in text
+        assert self.logged == self.said
+        assert [rank for rank in self.alive if not self.ranks[rank].frozen] == []
+
+
+SIZES = [2, 3, 4, 11, 40]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nothing_is_sent_while_all_is_well(size):
+    job = Job(size)
+    job.ranks[0].send = job.ranks[-1].send = None  # not to be called
+    job.run(3 * PATIENCE)
+    assert job.said == [] and job.alive == list(range(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_frozen_rank_is_named(size):
+    """Whichever it is; the first head that is not frozen says so, once, and where the others wait."""
+    for victim in range(size):
+        job = Job(size)
+        job.run(10)
+        job.freeze(victim)
+        job.run(PATIENCE + TURN * (victim == 0) + ANSWERS + 2 * INTERVAL + CUT_OFF)
+        speaker = job.tree.order[1] if victim == 0 else 0
+        job.assert_said(speaker, victim, "no progress for 0.5 min: it does not answer")
+        assert f"rank {speaker} on {job.tree.hosts[speaker]}: step 21, forward" in job.said[0][2]
+
+
+def test_when_a_frozen_rank_0_is_reported():
+    job = Job(4, per_node=4, fanout=16)
+    job.freeze(0)
+    job.run(PATIENCE)
+    assert job.said == []
+    job.run(TURN + ANSWERS + 3 * TICK)
+    assert len(job.said) == 1
+    assert all(f"rank {rank} on n0: step" in job.said[0][2] for rank in (1, 2, 3))
+
+
+def test_ranks_that_stall_one_after_the_other():
+    """Those that report later do not begin the round again."""
+    job = Job(40)
+    job.freeze(0)
+    for rank in range(1, 40):
+        job.run(TICK)
+        for late in job.ranks[rank + 1 :]:
+            late.moves += 1
+    job.run(PATIENCE - 39 * TICK)
+    assert job.said == []
+    job.run(TURN + ANSWERS + 4 * TICK)
+    assert [(speaker, rank) for speaker, rank, _ in job.said] == [(job.tree.order[1], 0)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_frozen_heads(count):
+    """The first head that is left speaks; without any, a rank cannot know of the others."""
+    job = Job(11)
+    heads = job.tree.order[:3]
+    job.freeze(*heads[:count])
+    job.run(PATIENCE + 2 * TURN + ANSWERS + 2 * INTERVAL + CUT_OFF)
+    if count == 2:
+        job.assert_said(heads[2], 0, "it does not answer")
+    else:
+        assert job.said == []
+
+
+def test_a_head_that_wakes_up_while_it_is_asked():
+    """Its own question, and that of the next head, do not lead to two messages."""
+    for after in range(int((TURN + ANSWERS) / TICK) - 1):
+        job = Job(11)
+        job.freeze(0)
+        job.run(PATIENCE + 2 * TICK + after * TICK)
+        assert job.said == []
+        job.ranks[0].frozen = False
+        job.run(2 * TURN + ANSWERS + CUT_OFF)
+        assert len(job.said) == 1 and job.alive == []
+
+
+def test_a_rank_that_waits_for_none_is_named():
+    """All answer: the one that is in no exchange holds up the others."""
+    job = Job(11)
+    job.run(5)
+    job.moving = False
+    job.ranks[7].place = lambda idle: Place(3, "data", "", "", "loader.py:103", idle)
+    job.run(PATIENCE + 2 * INTERVAL + GRACE)
+    job.assert_said(0, 7, "no progress for 0.5 min: step 4, data, not in an exchange (at loader.py:103)")
+
+
+@pytest.mark.parametrize("hours", [0.02, 1, 48])
+def test_a_suspended_job(hours):
+    """All processes are stopped, and continued later, some a little earlier: nothing is reported."""
+    job = Job(11)
+    job.run(10.1)
+    job.moving = False  # in a kernel that takes long
+    job.run(PATIENCE / 2)
+    job.now += 3600 * hours
+    job.freeze(0, 4, 9)
+    job.run(2)
+    for rank in job.ranks:
+        rank.frozen = False
+    job.run(PATIENCE / 2 - 6 * INTERVAL)
+    assert job.said == []
+    job.moving = True
+    job.run(2 * PATIENCE)
+    assert job.said == [] and job.alive == list(range(11))
+
+
+def test_a_lock_that_is_held_for_less_than_the_limit():
+    """A call that locks the interpreter of rank 0 is no fault while the others wait for less than the limit."""
+    job = Job(4)
+    job.run(10)
+    job.freeze(0)
+    job.run(PATIENCE - INTERVAL)
+    job.ranks[0].frozen, job.moving = False, True
+    job.run(2 * PATIENCE)
+    assert job.said == []
+
+
+def test_no_limit():
+    job = Job(4, patience=0.0)
+    job.freeze(0)
+    job.run(10 * PATIENCE)
+    assert job.said == []
+
+
+def test_ranks_that_are_not_watched_yet():
+    """Planning and building take as long as they take."""
+    job = Job(4)
+    job.watched = job.moving = False
+    job.run(3 * PATIENCE)
+    assert job.said == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_killed_rank_is_named(size):
+    """Whichever it is: one message at once, and no rank is left, even if the launcher ends none of them."""
+    for victim in range(size):
+        job = Job(size)
+        job.run(10)
+        job.kill(victim)
+        job.run(2 * TICK)
+        assert [(rank, cause) for _, rank, cause in job.said] == [(victim, "killed")]
+        job.run(GRACE + TURN)
+        job.assert_said(job.tree.order[1] if victim == 0 else 0, victim, "killed")
+
+
+def test_a_node_with_several_heads_is_killed():
+    """All ranks of a node at once: one message names one of them."""
+    for node in range(4):
+        job = Job(11)
+        victims = [rank for rank, host in enumerate(job.tree.hosts) if host == f"n{node}"]
+        for victim in victims:
+            job.kill(victim, "its node does not answer any more")
+        job.run(GRACE + 4 * TURN)
+        ((speaker, culprit, _),) = job.said
+        assert culprit in victims and speaker == next(rank for rank in job.tree.order if rank not in victims)
+        assert job.alive == []
+
+
+def test_a_killed_rank_while_rank_0_is_frozen():
+    job = Job(11)
+    job.freeze(0)
+    job.kill(7)
+    job.run(PATIENCE + TURN + CUT_OFF + 2)
+    job.assert_said(job.tree.order[1], 7, "killed")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3, 10])
+def test_a_rank_with_an_error_of_its_own(rank):
+    """It says why itself. The first head logs it; all ranks that are left after a while end themselves."""
+    job = Job(11)
+    job.run(10)
+    job.watches[rank].dying("ValueError: x", True)
+    job.take_leave(rank)
+    job.run(GRACE - INTERVAL)
+    assert job.said == [] and job.logged == [(0, rank, "ValueError: x")]
+    assert len(job.alive) == 10
+    job.run(2 * INTERVAL)
+    assert job.said == [] and len(job.logged) == 1 and job.alive == []
+
+
+def test_an_error_that_is_not_logged():
+    job = Job(4)
+    job.watches[2].dying("UserError: x", False)
+    job.take_leave(2)
+    job.run(GRACE + INTERVAL)
+    assert job.said == job.logged == [] and job.alive == []
+
+
+def test_ranks_that_have_left_are_not_blamed():
+    """Neither they nor those that only they could reach; a rank that stays alone blames itself."""
+    job = Job(11)
+    job.run(10)
+    for rank in range(10, 0, -1):
+        job.take_leave(rank)
+        job.run(TICK)
+    assert job.said == []
+    job.moving = job.waits = False
+    job.run(PATIENCE + ANSWERS + 2 * INTERVAL + CUT_OFF)
+    job.assert_said(0, 0, "no progress for 0.5 min: step 31")
+
+
+def test_leaving_with_some_still_there():
+    """An interior rank has left; the others hang. Rank 0 blames neither it nor those behind it (which end alone)."""
+    job = Job(40)
+    job.run(10)
+    far = [rank for rank in job.tree.order if rank and rank not in job.joined[0]]
+    parent = next(rank for rank in far if job.tree.children(rank))
+    job.take_leave(parent)
+    job.run(1)
+    job.moving = False
+    culprit = next(rank for rank in far if rank > parent and rank not in job.tree.children(parent))
+    job.ranks[culprit].place = lambda idle: Place(1, "data", "", "", "loader.py:103", idle)
+    job.run(PATIENCE + ANSWERS + 2 * INTERVAL)
+    assert [(speaker, rank) for speaker, rank, _ in job.said if speaker == 0] == [(0, culprit)]
+
+
+def test_a_rank_that_cannot_reach_any():
+    """It speaks for itself; neither side blames the other."""
+    job = Job(4)
+    for rank in range(3):
+        job.joined[rank].discard(3)
+    job.joined[3].clear()
+    job.watches = [Watch(job.tree, r, job.joined, PATIENCE, job.ranks[r], lambda: job.now) for r in range(4)]
+    job.moving = job.waits = False
+    job.run(PATIENCE + 2 * TICK)
+    assert [(speaker, rank) for speaker, rank, _ in job.said] == [(3, 3), (0, 0)]
