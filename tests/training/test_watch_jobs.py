@@ -1,0 +1,99 @@
+"""Real jobs whose rank 0 does not answer, and one that is suspended as a whole."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from halograd.training.log import read_log
+from tests.training.launching import SLOW, losses, rank_processes, sets, started, wait_for_step
+from tests.training.runs import write_config
+
+HOST = platform.node()
+LIMIT = "run.stall_minutes=0.1"  # long enough for a machine that other programs keep busy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data and configuration."""
+    found = tmp_path_factory.mktemp("watch")
+    write_config(found)
+    return found
+
+
+def assert_rank_0_is_named(size: int, stderr: str, out: Path) -> None:
+    """One line of our own says that rank 0 does not answer, and where all others wait."""
+    (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
+    assert line.startswith(f"halograd: rank 0 of {size} on {HOST}: no progress for 0.1 min: it does not answer")
+    for rank in range(1, size):
+        assert f"rank {rank} on {HOST}: step " in line
+    assert ", waiting for '" in line
+    (failed,) = read_log(out / "log.jsonl", "failed")
+    assert (failed["rank"], failed["host"]) == (0, HOST)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [4])
+def test_rank_0_is_stopped(folder, size):
+    out = folder / f"stopped{size}"
+    settings = sets("training.epochs=50", f"output.directory={out}", f"strategy.height={size}", SLOW, LIMIT)
+    with started(size, "-m", "halograd", "train", folder / "run.toml", *settings) as (process, mark):
+        wait_for_step(out, 3, process)
+        os.kill(rank_processes(mark)[0], signal.SIGSTOP)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2, 64, 75, 130)  # what a script does not start again
+    assert_rank_0_is_named(size, stderr, out)
+
+
+LOCKS = """
+import ctypes, sys
+from halograd.cli import main
+from halograd.training.executor import Executor
+
+run = Executor._run
+
+def lock(self, name, category, call):
+    if self.comm.rank == 0 and self.pulse.step == 2 and name == "conv2_1" and category == "backward":
+        def call():
+            ctypes.PyDLL(None).sleep(1000)
+    run(self, name, category, call)
+
+Executor._run = lock
+main(["train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("size", [2])
+def test_the_interpreter_of_rank_0_is_locked(folder, size):
+    """A native call that does not release the lock: its watchdog cannot run, nor can any other thread of it."""
+    out, script = folder / f"locked{size}", folder / "locks.py"
+    script.write_text(LOCKS)
+    settings = sets(f"output.directory={out}", f"strategy.height={size}", LIMIT)
+    with started(size, script, folder / "run.toml", *settings) as (process, _):
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode not in (0, 2, 64, 75, 130)
+    assert_rank_0_is_named(size, stderr, out)
+
+
+@pytest.mark.timeout(120)
+def test_a_suspended_job(folder):
+    """All ranks are stopped for longer than the limit, as a batch system does it, and continued: nothing is lost."""
+    out = folder / "suspended"
+    settings = sets("training.epochs=6", f"output.directory={out}", "strategy.height=3", SLOW, LIMIT)
+    with started(3, "-m", "halograd", "train", folder / "run.toml", *settings) as (process, mark):
+        wait_for_step(out, 3, process)
+        ranks = rank_processes(mark)
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8)
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "halograd: rank" not in stderr and max(losses(out)) == 6 * 3
