@@ -1,17 +1,16 @@
-"""Real jobs whose rank 0 does not answer, and one that is suspended as a whole."""
+"""Real jobs whose rank 0 does not answer. (Jobs that are suspended as a whole: test_watch.py, on its own clock.)"""
 
 from __future__ import annotations
 
 import os
 import platform
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from halograd.training.log import read_log
-from tests.training.launching import SLOW, losses, rank_processes, sets, started, wait_for_step
+from tests.training.launching import SLOW, rank_processes, sets, started, wait_for_step
 from tests.training.runs import write_config
 
 HOST = platform.node()
@@ -79,21 +78,3 @@ def test_the_interpreter_of_rank_0_is_locked(folder, size):
         _, stderr = process.communicate(timeout=60)
     assert process.returncode not in (0, 2, 64, 75, 130)
     assert_rank_0_is_named(size, stderr, out)
-
-
-@pytest.mark.timeout(120)
-def test_a_suspended_job(folder):
-    """All ranks are stopped for longer than the limit, as a batch system does it, and continued: nothing is lost."""
-    out = folder / "suspended"
-    settings = sets("training.epochs=6", f"output.directory={out}", "strategy.height=3", SLOW, LIMIT)
-    with started(3, "-m", "halograd", "train", folder / "run.toml", *settings) as (process, mark):
-        wait_for_step(out, 3, process)
-        ranks = rank_processes(mark)
-        for pid in ranks:
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(8)
-        for pid in ranks:
-            os.kill(pid, signal.SIGCONT)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0, stderr
-    assert "halograd: rank" not in stderr and max(losses(out)) == 6 * 3
