@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.comm.errors import is_shared
 from halograd.device import is_low
 from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers import Network, Redistribute
@@ -438,5 +439,6 @@ class Executor:
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
+        if is_shared(value):  # else the other ranks wait for this one, and this one would wait for them
+            self.close()

@@ -24,7 +24,6 @@ from types import TracebackType
 from typing import Any
 
 from halograd.comm import Communicator
-from halograd.data.errors import DataError
 from halograd.errors import UserError
 from halograd.training.log import read_log
 from halograd.training.peers import Line, Listener, Peers, connect
@@ -94,7 +93,7 @@ class Watchdog:
     ) -> None:
         if error is not None and not getattr(error, "agreed", False):
             # Others find out when this process ends the job; rank 0 logs why.
-            refused = self._pulse is None and isinstance(error, (UserError, DataError))
+            refused = self._pulse is None and isinstance(error, UserError)
             self._last_words(f"{type(error).__name__}: {error}", logged=not refused)
         self.close()
 
