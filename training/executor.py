@@ -111,6 +111,8 @@ class Executor:
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         self.strategy = strategy or Strategy({"sample": comm.size})
         self.strategy.validate(network, comm.size)
+        if comm.rank == 0:
+            self.strategy.warn_of_idle_ranks(network, batch, comm.size)
         self.dtype = check_dtype(dtype, kernels)
         self.memory = Memory(kernels)
         self.mode = Mode(training=trainable, seed=seed, valid=batch)
