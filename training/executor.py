@@ -27,6 +27,7 @@ from halograd.layers.value import Region, Value
 from halograd.training.compiler import Step, compile_steps
 from halograd.training.device_spans import DeviceSpans
 from halograd.training.graph import GraphedPass, check_graph
+from halograd.training.inputs import block_of, check_name
 from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.precision import check_dtype
 from halograd.training.pulse import Pulse
@@ -385,15 +386,31 @@ class Executor:
     # -- data ---------------------------------------------------------------------------------
 
     def input(self, name: str) -> Region:
-        """Array and global box ``(N, *spatial, C)`` of an input on this rank, halo included: fill all of it. Local."""
+        """Array and global box ``(N, *spatial, C)`` of an input on this rank, halo included: fill all of it. Local.
+
+        Nothing is checked or agreed on: this is how loaders bring batches, without a message. Raises UserError if there
+        is no such input.
+        """
+        check_name(name, self.network.inputs)
         region = self.values[name].region
         assert region is not None
         return region
 
-    def set_input(self, name: str, array: np.ndarray) -> None:
-        """Fill an input from the whole global array. Local."""
-        region = self.input(name)
-        self.device.assign(region.array, array[region.box.slices()])
+    def set_input(self, name: str, array: Any) -> None:
+        """Fill an input from the whole global array ``(N, *spatial, C)`` of real numbers. Collective: one message.
+
+        Every rank copies its block, so that elsewhere the array need not hold true values; its shape is checked.
+
+        Raises
+        ------
+        UserError
+            On all ranks, if the array of one of them does not fit (:func:`halograd.training.inputs.block_of`).
+        """
+        with self.comm.agreement():
+            region = self.input(name)
+            shape = self.values[name].layout.shape
+            block = block_of(name, array, shape, region.box, np.dtype(region.array.dtype))
+        self.device.assign(region.array, block)
 
     def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
         """The whole array of a layer on rank 0, None elsewhere. Collective; for small networks.
