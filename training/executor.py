@@ -238,7 +238,7 @@ class Executor:
         return list(found.values())
 
     def _find_loss(self) -> LossOperator | None:
-        """The operator of the output named ``"loss"``; other losses of the network are values like any other."""
+        """The operator of the output named ``"loss"``."""
         node = self.network.outputs.get("loss")
         for step, _, operator in self._bindings:
             if node is not None and step.layer is node.layer and isinstance(operator, LossOperator):
@@ -346,6 +346,7 @@ class Executor:
         self._require_loss("backward()")
         self.pulse.count += 1
         self.reducer.begin()
+        self.store.clear_untrained()
         if self._graphs is not None and self.recorder is None:
             self._graphs[1]()
             for name, _ in self._backward:
