@@ -2,21 +2,18 @@
 
 1. Launcher and MPI library must agree on the number of ranks: a mismatch gives N independent programs
    that each believe to be rank 0 of 1.
-2. A fault on one rank must end the job, or the others wait for ever in their next collective.
+2. A fault on one rank must end the job (:mod:`halograd.comm.ending`).
 3. A deliberate exit code must survive: finalize first, then exit (srun loses the code of MPI_Abort).
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import sys
-import threading
-import time
-import traceback
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
+
+from halograd.comm.errors import CommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,9 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["boot", "launched_size", "leave"]
 
 WRONG_LAUNCHER = 64  # exit code (EX_USAGE)
-# How long a rank leaves the talking to the one where an agreed fault arose, before it ends the job itself.
-PATIENCE = 5.0  # [s]
-FORWARDING = 0.2  # [s]
+
+_begun = _booted = False
 
 
 def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
@@ -49,13 +45,10 @@ def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
 
 
 def boot() -> MPI.Intracomm:
-    """Initialize MPI, check the launcher, and make a fault on any rank end the whole job.
+    """Initialize MPI, and watch over all ranks until the process ends. Collective over all that were launched.
 
-    Collective over all ranks that were launched. Replaces `sys.excepthook` and `threading.excepthook`:
-    an uncaught exception prints its traceback, each line named by rank, then rank, host and cause in one
-    line, and aborts the job with exit code 1 (130 for KeyboardInterrupt). Of an error that all ranks agreed
-    on only the rank where it arose speaks. One rank per node removes shared-memory segments that killed runs
-    have left behind, and the name of that of this job: whatever ends it, nothing stays.
+    What a :class:`~halograd.comm.Communicator` of all ranks does while it is open (:mod:`halograd.comm.ending`), boot
+    does for the whole program: an exception that nothing catches on one rank ends the job.
 
     Returns
     -------
@@ -68,18 +61,52 @@ def boot() -> MPI.Intracomm:
     """
     from mpi4py import MPI  # keep the default THREAD_MULTIPLE: MPICH yields the core at that level only
 
+    from halograd.comm.ending import Guard
+
+    global _booted
+    try:
+        begin()
+    except CommError as error:
+        sys.stderr.write(f"halograd: {error}\n")
+        sys.stderr.flush()
+        MPI.Finalize()  # removes the segments of this process, which os._exit would leave
+        os._exit(WRONG_LAUNCHER)
+    if not _booted:
+        _booted = True
+        Guard(MPI.COMM_WORLD)
+    return MPI.COMM_WORLD
+
+
+def begin() -> None:
+    """Check the launcher, and see to it that no shared memory stays. Collective over `MPI.COMM_WORLD`; once is enough.
+
+    One rank per node removes shared-memory segments that killed runs have left behind, and the name of that of this
+    job: whatever ends it, nothing stays.
+
+    Raises
+    ------
+    CommError
+        If the launcher started another number of ranks than MPI sees.
+    """
+    from mpi4py import MPI
+
     from halograd.comm.sweep import sweep, unname
 
-    world = MPI.COMM_WORLD
-    _check_launcher(world.size)
-    sys.excepthook = lambda kind, value, trace: _die(world, kind, value, trace)
-    threading.excepthook = lambda args: _die_in_thread(world, args)
+    global _begun
+    if _begun:
+        return
+    _begun, world = True, MPI.COMM_WORLD
+    launched = launched_size()
+    if launched not in (None, world.size):
+        raise CommError(
+            f"expected {launched} ranks (the launcher says so), got {world.size} from {MPI.get_vendor()[0]}; use "
+            f"the mpiexec of the same MPI, or `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI)"
+        )
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     if node.rank == 0:
         sweep()
         unname()
     node.Free()
-    return world
 
 
 def leave(code: int) -> NoReturn:
@@ -92,50 +119,3 @@ def leave(code: int) -> NoReturn:
         MPI.Finalize()
     # Not os._exit: mpiexec takes a rank that skips the destructors of the MPI library for one that failed.
     sys.exit(code)
-
-
-def _check_launcher(size: int) -> None:
-    from mpi4py import MPI
-
-    launched = launched_size()
-    if launched is None or launched == size:
-        return
-    sys.stderr.write(
-        f"halograd: expected {launched} ranks (the launcher says so), got {size} from {MPI.get_vendor()[0]}; use "
-        f"the mpiexec of the same MPI, or `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI)\n"
-    )
-    sys.stderr.flush()
-    MPI.Finalize()  # removes the segments of this process, which os._exit would leave
-    os._exit(WRONG_LAUNCHER)
-
-
-def _die_in_thread(world: MPI.Intracomm, args: threading.ExceptHookArgs) -> None:
-    if args.exc_type is not SystemExit:  # which ends just the thread, as without MPI
-        _die(world, args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
-
-
-def _die(
-    world: MPI.Intracomm, kind: type[BaseException], value: BaseException, trace: TracebackType | None
-) -> NoReturn:
-    """Print the traceback and end the job. Does not return."""
-    if not getattr(value, "arose_here", True):
-        time.sleep(PATIENCE)  # the rank where it arose aborts the job meanwhile
-    lines = "".join(traceback.format_exception(kind, value, trace)).splitlines()
-    text = "".join(f"[rank {world.rank} of {world.size}] {line}\n" for line in lines)
-    cause = lines[-1] if lines else kind.__name__
-    text += f"halograd: rank {world.rank} of {world.size} on {platform.node()}: {cause}; the job ends\n"
-    sys.stdout.flush()
-    sys.stderr.write(text)  # one write: lines of several ranks do not mix
-    sys.stderr.flush()
-    end(world, 130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-
-def end(comm: MPI.Intracomm, code: int) -> NoReturn:
-    """End all ranks of the job at once with this exit code. Local. Does not return."""
-    from mpi4py import MPI
-
-    if comm.size > 1 and not MPI.Is_finalized():
-        # Abort takes the launcher's relay of this rank with it: give it time to pass on what was printed.
-        time.sleep(FORWARDING)
-        comm.Abort(code)
-    os._exit(code)

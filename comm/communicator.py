@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,10 +11,11 @@ from typing import Any, NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.boot import end
+from halograd.comm.boot import begin
 from halograd.comm.channel import Channel, check_counts
 from halograd.comm.counters import Counters, Instruments, Meter, Recorder
-from halograd.comm.errors import CommError, mark_agreed
+from halograd.comm.ending import Guard, end
+from halograd.comm.errors import CommError, is_shared, mark_agreed
 from halograd.comm.faults import describe, recreate
 from halograd.comm.gpu.base import DEVICE_METHODS, DeviceTransport
 from halograd.comm.gpu.choice import Choice
@@ -56,12 +56,13 @@ class Communicator:
     Raises
     ------
     CommError
-        If the transport is not known, or MPI was initialized without THREAD_MULTIPLE.
+        If the transport is not known, MPI has not THREAD_MULTIPLE, or the launcher started another number of ranks.
 
     Notes
     -----
-    Only channels and reductions are counted, recorded and (by the emulated network) delayed; `bcast`, `agree`
-    and the like are control, not traffic.
+    While a communicator of several ranks is open, an exception that nothing catches on one of them, in a thread too,
+    ends the job with its traceback (:mod:`halograd.comm.ending`); not before a prompt (``python -i``, Jupyter).
+    Only channels and reductions are counted, recorded and (by the emulated network) delayed, not `bcast` and the like.
     """
 
     def __init__(self, mpi_comm: MPI.Intracomm, transport: str = "auto") -> None:
@@ -71,8 +72,11 @@ class Communicator:
                 f"leave mpi4py.rc.thread_level alone"
             )
         parse_transport(transport)
+        if mpi_comm == MPI.COMM_WORLD:
+            begin()
         self._set_up(mpi_comm.Dup(), transport, Progress(), Instruments(), tuple(range(mpi_comm.size)), DeviceLinks())
         self._is_root = True
+        self._guard = Guard(mpi_comm)
 
     def _set_up(
         self,
@@ -233,8 +237,7 @@ class Communicator:
         ----------
         buffer
             Array of the same shape and dtype on all ranks (float32, float64, int32 or int64), packed, on the host or
-            on a device.
-            Modified by each run.
+            on a device. Modified by each run.
         group
             A communicator split from this one, to sum over its ranks instead; only they call.
         kind, name
@@ -267,9 +270,8 @@ class Communicator:
         Notes
         -----
         Booked per run, on a group of several ranks: one message of this rank's contribution, which is the buffer, for
-        an all-gather its shard, for a rounded sum half the bytes. Of the last two methods the first rank of each node
-        books it under `kind` if there are several nodes, and every rank that shares its node with others books the
-        buffer under ``"node"``.
+        an all-gather its shard, for a rounded sum half the bytes. The last two methods book it under `kind` on the
+        first rank of each node if there are several, and the buffer under ``"node"`` on ranks that share a node.
         """
         if group is not None:
             return group.reduction(buffer, kind=kind, name=name, method=method)
@@ -418,8 +420,6 @@ class Communicator:
 
     def abort(self, code: int = 1) -> NoReturn:
         """End all ranks of the job at once with this exit code. Local; does not return."""
-        sys.stdout.flush()
-        sys.stderr.flush()
         end(self._mpi, code)
 
     def close(self) -> None:
@@ -438,6 +438,7 @@ class Communicator:
         if self._is_root:
             self._links.close()
             self._progress.close()
+            self._guard.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -445,10 +446,11 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if value is None or getattr(value, "agreed", False):
+        if is_shared(value):
             self.close()
-        elif self._is_root:
+        elif self._is_root and value is not None:
             # The other ranks know nothing of this fault: to free anything together would hang.
+            self._guard.leave(value)
             self._links.abort()
             self._progress.close()
 
@@ -465,8 +467,7 @@ class Communicator:
     def _next_tag(self) -> int:
         tag = self._channels_made
         self._channels_made += 1
-        # Wraps only where so many channels were made that the first of them is long gone. (MPI keeps
-        # its limits as attributes of COMM_WORLD; this sends nothing there.)
+        # Wraps only where the first channels are long gone. (MPI keeps its limits as attributes of COMM_WORLD.)
         return tag % (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 
     def _check_open(self) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from halograd.layers.layer import Input, Layer, Node, Shape
+from halograd.layers.loss import Loss
 from halograd.layers.parameter import Parameter
 
 __all__ = ["Network"]
@@ -19,10 +20,17 @@ class Network:
     outputs
         Nodes by name. A node of a loss layer named ``"loss"`` is what training minimises.
 
+    Attributes
+    ----------
+    trained
+        Layers that the loss depends on; all of them if there is none. The others are computed, but have zero gradients,
+        which are not summed, and keep their parameters.
+
     Raises
     ------
     ValueError
-        If two layers have one name, or one layer is used twice (sharing of parameters is not supported).
+        If two layers have one name, one layer is used twice (sharing of parameters is not supported), there is a loss
+        other than the output ``"loss"``, or its target has parameters.
     """
 
     def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network") -> None:
@@ -32,6 +40,30 @@ class Network:
         last = [n for k, n in self.outputs.items() if k == "loss"]
         self.nodes: list[Node] = _sorted([n for k, n in self.outputs.items() if k != "loss"] + last)
         self.names: dict[Node, str] = self._name_nodes()
+        self._check_losses()
+        loss = self.outputs.get("loss")
+        trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else _sorted([loss])
+        self.trained = frozenset(self.names[n] for n in trained if not isinstance(n, Input))
+
+    def _check_losses(self) -> None:
+        """Refuse losses whose value or gradient nothing would have."""
+        for node in self.nodes:
+            if not isinstance(node.layer, Loss):
+                continue
+            name = self.names[node]
+            if node is not self.outputs.get("loss"):
+                raise ValueError(
+                    f"network {self.name!r}: expected no loss but the output named 'loss', got {name!r} "
+                    f"({node.layer.kind}) too; one loss is trained: leave this one out, or make it the output 'loss' "
+                    "(for several predictions of one target, use AuxiliaryCrossEntropy)"
+                )
+            for other in _sorted(list(node.inputs[1:2])):
+                if other.layer.parameters(*self._shapes(other)):
+                    raise ValueError(
+                        f"network {self.name!r}: expected a target of {name!r} without parameters, got one that "
+                        f"depends on {self.names[other]!r}; a loss has no gradient with respect to its target: make it "
+                        "an Input"
+                    )
 
     @property
     def inputs(self) -> dict[str, Input]:

@@ -108,11 +108,14 @@ def decayed_first(specs: Mapping[str, Parameter]) -> list[str]:
 
 
 def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> list[GradientLayer]:
-    """The layers of a network in the order in which backward finishes them; `blocks` by ``layer/parameter``."""
+    """The layers of a network in the order in which backward finishes them; `blocks` by ``layer/parameter``.
+
+    Layers that backward does not reach have no gradients.
+    """
     result = []
     for layer, node in reversed(network.layers.items()):
         specs = node.layer.parameters(*(n.shape for n in node.inputs))
-        names = [f"{layer}/{key}" for key in decayed_first(specs)]
+        names = [f"{layer}/{key}" for key in decayed_first(specs)] if layer in network.trained else []
         gradients = tuple(Gradient(n, blocks[n].colors, blocks[n].largest) for n in names)
         result.append(GradientLayer(layer, kind_of(node.layer, bool(specs)), gradients))
     return result

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from halograd.layers.reduction_scheme import Scheme
 
 __all__ = ["AXES", "Strategy", "layout_of"]
 
+_log = logging.getLogger(__name__)
 _OPTIONS = {"halo": ("auto", "pad", "overlap"), "statistics": ("local", "sample", "global")}
 
 
@@ -73,7 +76,7 @@ class Strategy:
         Raises
         ------
         UserError
-            Unknown layers, axes or options; parts that do not fit the ranks or the samples' extent.
+            Unknown layers or options; axes that are unknown, or that a layer lacks; parts that do not fit the ranks.
         """
         unknown = set(self.layers) - set(network.layers)
         if unknown:
@@ -88,14 +91,19 @@ class Strategy:
         # A plan for every layer may do without some ranks; a grid for all layers that does is a mistake.
         planned = bool(self.layers) and not self.parts
         if self.ranks > size or (self.ranks < size and not planned):
-            most = max(("", *self.layers), key=lambda name: math.prod(self.parts_of(name).values()))
             raise UserError(
-                f"strategy: {_named(self.parts_of(most))}{f' of layer {most!r}' if most else ''} needs {self.ranks} "
-                f"ranks, the run has {size}; start {self.ranks} ranks or choose parts whose product is {size}"
+                f"strategy: {self._largest()} needs {self.ranks} ranks, the run has {size}; start {self.ranks} ranks "
+                f"or choose parts whose product is {size}"
             )
+        spatial = {axis for node in network.nodes for axis in _spatial_axes(node)}
         for name, node in network.layers.items():
-            _check_channels(name, node, self.parts_of(name))
+            _check_axes(name, node, self.parts_of(name), spatial)
         self._check_reduction(network)
+
+    def _largest(self) -> str:
+        """The cut into the most parts, in words."""
+        most = max(("", *self.layers), key=lambda name: math.prod(self.parts_of(name).values()))
+        return f"{_named(self.parts_of(most))}{f' of layer {most!r}' if most else ''}"
 
     def _check_reduction(self, network: Network) -> None:
         from halograd.layers.reduction_chunks import check_scheme  # not at the top: layers know strategies
@@ -119,18 +127,34 @@ class Strategy:
         return next(name for name, reader in network.layers.items() if node in reader.inputs)
 
     def _check_extent(self, name: str, shape: tuple[int, ...], reader: str) -> None:
-        names = axis_names(len(shape) + 1)
-        for axis, parts in self.parts_of(reader).items():
-            if axis not in ("depth", "height", "width") or parts == 1 or len(shape) < 2:
-                continue
-            if axis not in names:
-                raise UserError(f"strategy: {axis!r} is cut, but input {name!r} has only the axes {names}")
-            extent = shape[names.index(axis) - 1]
-            if parts > extent:
+        parts = self.parts_of(reader)
+        for axis, extent in zip(axis_names(len(shape) + 1)[1:-1], shape):
+            if parts[axis] > extent:
                 raise UserError(
-                    f"strategy: {parts} parts along {axis!r}, but input {name!r} has an extent of {extent} there; "
-                    f"use at most {extent} parts"
+                    f"strategy: {parts[axis]} parts along {axis!r}, but input {name!r} has an extent of {extent} "
+                    f"there; use at most {extent} parts"
                 )
+
+    def warn_of_idle_ranks(self, network: Network, batch: int, size: int) -> None:
+        """Log a warning if ranks own nothing of any layer's output: right, but a waste. Local; once in a process."""
+        idle = self._idle_ranks(network, batch, size)
+        if idle:
+            some = ", ".join(map(str, idle[:4])) + (", ..." if len(idle) > 4 else "")
+            _warn_once(
+                f"strategy: {len(idle)} of {size} ranks (rank {some}) have nothing to compute in network "
+                f"{network.name!r} with a batch of {batch} ({self._largest()}); start fewer ranks, or choose parts "
+                "that have samples and rows for all"
+            )
+
+    def _idle_ranks(self, network: Network, batch: int, size: int) -> list[int]:
+        idle = list(range(size))
+        for name, node in network.layers.items():
+            shape = node.inputs[0].shape if isinstance(node.layer, Loss) else node.shape
+            boxes = layout_of((batch, *shape), self.parts_of(name), size).boxes
+            idle = [rank for rank in idle if not boxes[rank].size]
+            if not idle:  # mostly the first layer tells
+                break
+        return idle
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
@@ -163,22 +187,39 @@ def _check_entry(where: str, entry: Mapping[str, Any]) -> None:
             raise UserError(f"strategy: {where}.{key}: expected one of {_OPTIONS[key]}, got {value!r}")
 
 
-def _check_channels(name: str, node: Node, parts: Mapping[str, int]) -> None:
-    """Refuse a cut of channels that the layer cannot have, or that leaves a rank without any."""
-    layer, cut = node.layer, {axis: parts[axis] for axis in ("channel", "input_channel") if parts[axis] > 1}
-    if not cut:
-        return
-    allowed = {"no": (), "channelwise": ("channel",), "contracts": ("channel", "input_channel")}[layer.cuts_channels]
-    refused = [axis for axis in cut if axis not in allowed]
+def _spatial_axes(node: Node) -> tuple[str, ...]:
+    """Axes in space of a node's output and of what it is made of."""
+    longest = max((n.shape for n in (node, *node.inputs)), key=len)
+    return axis_names(len(longest) + 1)[1:-1]
+
+
+def _check_axes(name: str, node: Node, parts: Mapping[str, int], of_network: Collection[str]) -> None:
+    """Refuse a cut along axes that the layer does not have, and one that leaves a rank without channels.
+
+    Vectors have no axes in space; their samples are spread over the parts along those of other layers.
+    """
+    layer = node.layer
+    channels = {"no": (), "channelwise": ("channel",), "contracts": ("channel", "input_channel")}[layer.cuts_channels]
+    space = _spatial_axes(node) or [axis for axis in AXES if axis in of_network]
+    allowed = ("sample", *space, *channels)
+    refused = [axis for axis, n in parts.items() if n > 1 and axis not in allowed]
     if refused:
-        may = " or ".join((*AXES[:4], *allowed))
-        raise UserError(f"strategy: layer {name!r} ({layer.kind}) cannot be cut along {refused[0]!r}; use {may}")
-    made, read = node.shape[-1], min(n.shape[-1] for n in node.inputs)
+        raise UserError(
+            f"strategy: layer {name!r} ({layer.kind}) cannot be cut along {refused[0]!r}; use {' or '.join(allowed)}"
+        )
     blocks = parts["channel"] * parts["input_channel"]
+    if blocks == 1:
+        return
+    made, read = node.shape[-1], min(n.shape[-1] for n in node.inputs)
     if blocks > made:
         raise UserError(f"strategy: layer {name!r}: {blocks} blocks of {made} channels; use at most {made}")
     if parts["input_channel"] > read:
         raise UserError(f"strategy: layer {name!r}: {parts['input_channel']} parts of {read} input channels")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 def _named(parts: Mapping[str, int]) -> str:

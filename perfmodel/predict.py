@@ -128,7 +128,7 @@ class Plan:
         Raises
         ------
         UserError
-            Another network, number of ranks or batch.
+            Another network, number of ranks or batch; cuts that the network cannot have.
         """
         if tuple(network.layers) != self.layers:
             raise UserError(
@@ -145,6 +145,7 @@ class Plan:
                 f"plan: expected a batch of {self.batch} samples, which it was made for, got {batch}; set that or run "
                 "`halograd plan` again"
             )
+        self.strategy.validate(network, ranks)
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""

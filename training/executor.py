@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.comm.errors import is_shared
 from halograd.device import is_low
 from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers import Network, Redistribute
@@ -26,6 +27,7 @@ from halograd.layers.value import Region, Value
 from halograd.training.compiler import Step, compile_steps
 from halograd.training.device_spans import DeviceSpans
 from halograd.training.graph import GraphedPass, check_graph
+from halograd.training.inputs import block_of, check_name
 from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.precision import check_dtype
 from halograd.training.pulse import Pulse
@@ -110,6 +112,8 @@ class Executor:
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         self.strategy = strategy or Strategy({"sample": comm.size})
         self.strategy.validate(network, comm.size)
+        if comm.rank == 0:
+            self.strategy.warn_of_idle_ranks(network, batch, comm.size)
         self.dtype = check_dtype(dtype, kernels)
         self.memory = Memory(kernels)
         self.mode = Mode(training=trainable, seed=seed, valid=batch)
@@ -234,7 +238,7 @@ class Executor:
         return list(found.values())
 
     def _find_loss(self) -> LossOperator | None:
-        """The operator of the output named ``"loss"``; other losses of the network are values like any other."""
+        """The operator of the output named ``"loss"``."""
         node = self.network.outputs.get("loss")
         for step, _, operator in self._bindings:
             if node is not None and step.layer is node.layer and isinstance(operator, LossOperator):
@@ -342,6 +346,7 @@ class Executor:
         self._require_loss("backward()")
         self.pulse.count += 1
         self.reducer.begin()
+        self.store.clear_untrained()
         if self._graphs is not None and self.recorder is None:
             self._graphs[1]()
             for name, _ in self._backward:
@@ -382,15 +387,31 @@ class Executor:
     # -- data ---------------------------------------------------------------------------------
 
     def input(self, name: str) -> Region:
-        """Array and global box ``(N, *spatial, C)`` of an input on this rank, halo included: fill all of it. Local."""
+        """Array and global box ``(N, *spatial, C)`` of an input on this rank, halo included: fill all of it. Local.
+
+        Nothing is checked or agreed on: this is how loaders bring batches, without a message. Raises UserError if there
+        is no such input.
+        """
+        check_name(name, self.network.inputs)
         region = self.values[name].region
         assert region is not None
         return region
 
-    def set_input(self, name: str, array: np.ndarray) -> None:
-        """Fill an input from the whole global array. Local."""
-        region = self.input(name)
-        self.device.assign(region.array, array[region.box.slices()])
+    def set_input(self, name: str, array: Any) -> None:
+        """Fill an input from the whole global array ``(N, *spatial, C)`` of real numbers. Collective: one message.
+
+        Every rank copies its block, so that elsewhere the array need not hold true values; its shape is checked.
+
+        Raises
+        ------
+        UserError
+            On all ranks, if the array of one of them does not fit (:func:`halograd.training.inputs.block_of`).
+        """
+        with self.comm.agreement():
+            region = self.input(name)
+            shape = self.values[name].layout.shape
+            block = block_of(name, array, shape, region.box, np.dtype(region.array.dtype))
+        self.device.assign(region.array, block)
 
     def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
         """The whole array of a layer on rank 0, None elsewhere. Collective; for small networks.
@@ -438,5 +459,6 @@ class Executor:
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
+        if is_shared(value):  # else the other ranks wait for this one, and this one would wait for them
+            self.close()

@@ -18,8 +18,8 @@ from halograd.training.config import Config, load_config
 __all__ = ["on_root", "read_config"]
 
 Result = TypeVar("Result")
-#: Errors that are the user's to mend.
-_MISTAKES: dict[str, type[Exception]] = {"user": UserError, "data": DataError}
+#: Errors that are the user's to mend, the special ones first.
+_MISTAKES: dict[str, type[Exception]] = {"data": DataError, "user": UserError}
 
 
 def on_root(world: Any, call: Callable[[], Result]) -> Result:

@@ -122,7 +122,9 @@ class ParameterStore:
     loss_scale
         With float16, the factor on the gradient of the loss; else None.
     flats
-        The arrays: one pair per way in which ranks share parameters (and one for replicated layers).
+        The arrays: one pair per way in which ranks share parameters (and one for replicated layers, one for untrained).
+    untrained
+        By ``layer/parameter`` those that the loss does not depend on (`Network.trained`): no bucket holds them.
     buckets
         In the order in which their sums are issued; changed by :meth:`rechunk` only.
     """
@@ -157,7 +159,10 @@ class ParameterStore:
         if self.apart is None:
             self.apart = replicated_layers(self._layers, self.scheme)
         self._places: dict[str, int] = {}
-        for names in self._together():
+        together = self._together()
+        trained = {name for names in together for name in names}
+        self.untrained = [name for name in specs if name not in trained]
+        for names in filter(None, [*together, self.untrained]):
             self._allocate(names, specs)
         self.buckets = self._chunked(self.scheme, self.bucket_bytes)
         for name, spec in states.items():
@@ -201,6 +206,11 @@ class ParameterStore:
             raise ValueError(f"rechunk(): expected {kinds[0]}, for which the arrays were made, got {kinds[1]}")
         self.buckets = self._chunked(scheme, bucket_bytes)
         self.scheme, self.bucket_bytes = scheme, bucket_bytes
+
+    def clear_untrained(self) -> None:
+        """Gradients that backward does not write are zero, whatever was put there."""
+        for name in self.untrained:
+            self.grads[name].fill(0)
 
     def _together(self) -> list[list[str]]:
         """Names that lie in one array each, in the order in which backward finishes them."""

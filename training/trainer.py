@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from halograd.comm.errors import mark_agreed
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.clipping import DeviceClip, clip_scale
@@ -219,4 +220,6 @@ class Trainer:
 
     def _diverged(self, what: str) -> Diverged:
         self._reducer.discard()
-        return Diverged(f"step {self.optimizer.step}: {what}")
+        error = Diverged(f"step {self.optimizer.step}: {what}")
+        mark_agreed(error, self.executor.comm.rank == 0)
+        return error

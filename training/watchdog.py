@@ -19,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 
 from halograd.comm import Communicator
-from halograd.data.errors import DataError
 from halograd.errors import UserError
 from halograd.training.meeting import join
 from halograd.training.peers import Peers
@@ -84,7 +83,7 @@ class Watchdog:
         if error is not None and not getattr(error, "agreed", False):
             # Other ranks find out when this process ends the job. What is refused before the job begins is not logged:
             # the log is that of a job before, which may be running.
-            refused = self._here.pulse is None and isinstance(error, (UserError, DataError))
+            refused = self._here.pulse is None and isinstance(error, UserError)
             self._words = f"{type(error).__name__}: {error}", not refused
         self.close()
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from halograd.comm.boot import end
+from halograd.comm.ending import end
 from halograd.comm.errors import CommError, mark_agreed
 from halograd.comm.gpu.base import DeviceTransport
 from halograd.comm.gpu.choice import Choice, RankFacts, check_name, choose

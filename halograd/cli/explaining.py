@@ -225,13 +225,14 @@ class Explainer:
 
     def text(self, layers: Sequence[str], details: bool) -> list[str]:
         """Everything that is told, in lines."""
-        from halograd.cli.tables import time_text
+        from halograd.cli.tables import idle_text, time_text
 
         plan = self.plan
         lines = [
             f"{plan.network} on {plan.ranks} ranks of {plan.machine}, batch {plan.batch}: "
             f"a step takes {time_text(plan.step_seconds)}",
             f"planner {plan.planner}; kernel times: {self.request.kernel_times}",
+            *idle_text(plan),
         ]
         now = self.chosen.step_seconds
         if abs(now - plan.step_seconds) > 0.02 * plan.step_seconds:

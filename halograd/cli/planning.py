@@ -155,7 +155,10 @@ def _as_json(made: PlanFile, others: Sequence[Alternative]) -> dict[str, Any]:
 
 def plan_text(plan: Plan, others: Sequence[Alternative], kernel_times: str) -> list[str]:
     """The plan as lines: what it is for, its layers, its totals, and the baselines beside it."""
-    return [*_headline(plan, kernel_times), "", *_layers(plan), "", *_totals(plan), "", *_comparison(plan, others)]
+    from halograd.cli.tables import idle_text
+
+    totals = [*_totals(plan), *idle_text(plan)]
+    return [*_headline(plan, kernel_times), "", *_layers(plan), "", *totals, "", *_comparison(plan, others)]
 
 
 def _headline(plan: Plan, kernel_times: str) -> list[str]:

@@ -6,12 +6,11 @@ import logging
 import os
 import platform
 import sys
-import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from halograd.comm.boot import boot, end, launched_size, leave
+from halograd.comm.boot import boot, launched_size, leave
 from halograd.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,8 +22,6 @@ __all__ = ["main", "run"]
 
 USER_MISTAKE = 2
 INTERRUPTED = 130
-# How long a rank with a user's mistake waits for the others to find the same one before it ends the job alone.
-PATIENCE = 5.0  # [s]
 
 # Typer carries a click of its own since 0.25, an installed one before.
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -40,11 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     world = _world(arguments)
     if world is None:
         sys.exit(run(arguments))
-    mine = world.Dup()  # nobody else's messages
-    if mine.rank:
+    if world.rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
-    code = run(arguments, mine)
-    leave(code)
+    leave(run(arguments, world))
 
 
 def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
@@ -60,7 +55,7 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     try:
         return int(command.main(list(arguments) or ["--help"], prog_name="halograd", standalone_mode=False) or 0)
     except _UsageError as error:
-        return _complain(_usage(error), error, comm)
+        return _complain(UserError(_usage(error)), comm)
     except (KeyboardInterrupt, typer.Abort):
         if comm is not None and comm.size > 1:
             raise  # ends the other ranks
@@ -69,10 +64,8 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     except BrokenPipeError:  # `halograd ... | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 0
-    except Exception as error:
-        if not isinstance(error, _mistakes()):
-            raise
-        return _complain(str(error), error, comm)
+    except UserError as error:
+        return _complain(error, comm)
 
 
 def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
@@ -88,34 +81,17 @@ def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
     return MPI.COMM_WORLD
 
 
-def _mistakes() -> tuple[type[Exception], ...]:
-    """Errors that are the user's to mend: the common one, and those of the folders that are loaded."""
-    names = {"halograd.data.errors": "DataError"}
-    return (UserError, *(getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules))
-
-
 def _usage(error: Any) -> str:
     command = error.ctx.command_path if getattr(error, "ctx", None) else "halograd"
     return f"{error.format_message().rstrip('.')}; see `{command} --help`"
 
 
-def _complain(text: str, error: Exception, comm: MPI.Intracomm | None) -> int:
-    """Say one line on rank 0; a rank that is alone with its mistake says it and ends the job."""
-    line = f"halograd: error: {' '.join(text.split())}"
-    if comm is not None and not getattr(error, "agreed", False) and not _everyone_is_here(comm):
-        print(f"{line} (rank {comm.rank} of {comm.size} on {platform.node()})", file=sys.stderr, flush=True)
-        end(comm, USER_MISTAKE)
-    if comm is None or comm.rank == 0:
-        print(line, file=sys.stderr, flush=True)
+def _complain(error: UserError, comm: MPI.Intracomm | None) -> int:
+    """Say one line on one rank; a rank that is alone with its mistake ends the job."""
+    if comm is None:
+        print(f"halograd: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    else:
+        from halograd.comm.ending import refuse
+
+        refuse(error)
     return USER_MISTAKE
-
-
-def _everyone_is_here(comm: MPI.Intracomm) -> bool:
-    """Whether all ranks come here within `PATIENCE`."""
-    request = comm.Ibarrier()
-    deadline = time.monotonic() + PATIENCE
-    while not request.Test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(1e-3)
-    return True

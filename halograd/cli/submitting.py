@@ -161,7 +161,9 @@ def _check(config: Path, sets: Sequence[str], settings: Sequence[Sequence[str]],
         checked.add(what)
         network = make_network(loaded)
         if not planned and not loaded.strategy.auto:
-            make_strategy(loaded.strategy, ranks, network, loaded.training.batch).validate(network, ranks)
+            strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.batch)
+            strategy.validate(network, ranks)
+            strategy.warn_of_idle_ranks(network, loaded.training.batch, ranks)
 
 
 def _job(config: Path, loaded: Config, resources: Any, software: Any, name: str | None, profile_nodes: int) -> Job:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["bytes_text", "cut_text", "mebibytes", "milliseconds", "table", "time_text"]
+if TYPE_CHECKING:
+    from halograd.perfmodel.predict import Plan
+
+__all__ = ["bytes_text", "cut_text", "idle_text", "mebibytes", "milliseconds", "table", "time_text"]
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -62,3 +66,11 @@ def cut_text(parts: Mapping[str, int]) -> str:
     ('2 sample x 4 height', 'no cut')
     """
     return " x ".join(f"{n} {axis}" for axis, n in parts.items() if n > 1) or "no cut"
+
+
+def idle_text(plan: Plan) -> list[str]:
+    """A line about ranks that no layer of a plan uses; none if there are none."""
+    idle = plan.ranks - max((record.ranks for record in plan.prediction.layers), default=0)
+    if not idle:
+        return []
+    return [f"idle        {idle} of {plan.ranks} ranks have nothing to compute: plan for fewer, or for a larger batch"]

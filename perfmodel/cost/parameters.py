@@ -123,11 +123,16 @@ def _bytes(parameter: Held, itemsize: int) -> tuple[int, ...]:
 
 def buckets_of(stages: Sequence[Stage], itemsize: int, bucket_bytes: int, scheme: Scheme | None = None) -> list[Bucket]:
     """All buckets of a network, in the order in which the store makes them; `scheme` is ``bucketed`` if None."""
-    own = {stage.name: _own(stage) for stage in reversed(stages) if stage.is_layer}
+    trained = any(stage.backward for stage in stages)
+    own = {
+        stage.name: _own(stage) if stage.backward or not trained else []
+        for stage in reversed(stages)
+        if stage.is_layer
+    }
     layers = [
         GradientLayer(
             stage.name,
-            kind_of(stage.layer, bool(own[stage.name])),
+            kind_of(stage.layer, bool(stage.layer.parameters(*stage.shapes))),
             tuple(Gradient(p.name, p.sharing, max(p.sizes)) for p in own[stage.name]),
         )
         for stage in reversed(stages)

@@ -49,6 +49,23 @@ def planned(tmp_path_factory) -> Path:
     return path
 
 
+def test_a_plan_with_ranks_that_are_idle_says_so(typed, planned):
+    line = "idle        6 of 8 ranks have nothing to compute: plan for fewer, or for a larger batch"
+    assert line in typed("plan", *SMALL, *LASSEN, "--planner", "data")[1].splitlines()
+    assert line in typed("explain", planned)[1].splitlines()
+    few = ("--machine", "lassen", "--ranks", "2", "--batch", "2", "--planner", "data")
+    assert "idle" not in typed("plan", *SMALL, *few)[1]
+
+
+def test_a_plan_along_an_axis_that_the_network_lacks_is_not_explained(typed, planned, tmp_path):
+    made = json.loads(planned.read_text())
+    made["strategy"]["layers"]["conv1_1"] = {"depth": 2}
+    (tmp_path / "edited.json").write_text(json.dumps(made))
+    code, _, err = typed("explain", tmp_path / "edited.json")
+    line = "halograd: error: strategy: layer 'conv1_1' (Conv) cannot be cut along 'depth'; use sample or height or"
+    assert code == 2 and err.startswith(line), err
+
+
 def test_plan_is_a_table_with_totals_and_baselines(typed):
     code, out, err = typed("plan", *SMALL, *LASSEN)
     assert (code, err) == (0, "")

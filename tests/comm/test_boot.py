@@ -60,36 +60,9 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback():
     assert seconds < 20
 
 
-def test_an_exception_in_a_thread_ends_the_job():
-    body = "import threading\ndef work(): raise ValueError('NaN in sample 3')\n"
-    body += "if world.rank == 2: threading.Thread(target=work).start()\nworld.Barrier(); world.Barrier()\n"
-    body += "import time; time.sleep(60)"
-    code, stderr, seconds = run(body)
-    assert code == 1
-    assert "[rank 2 of 3] ValueError: NaN in sample 3" in stderr
-    assert seconds < 20
-
-
-def test_an_interrupt_ends_the_job_with_130():
-    code, stderr, _ = run("if world.rank == 0: raise KeyboardInterrupt\nworld.Barrier()")
-    assert code == 130
-    assert "[rank 0 of 3] KeyboardInterrupt" in stderr
-
-
 def test_a_thread_may_exit_by_itself():
     body = "import threading, sys\nt = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()\nleave(0)"
     assert run(body)[0] == 0
-
-
-def test_of_an_agreed_error_only_its_rank_speaks():
-    body = "from halograd.comm import Communicator\n"
-    body += "with Communicator(world, 'mpi') as comm:\n"
-    body += "    comm.agree(ValueError('no such key') if comm.rank == 1 else None)"
-    code, stderr, seconds = run(body)
-    assert code == 1
-    assert "[rank 1 of 3] ValueError: rank 1: no such key" in stderr
-    assert "[rank 0 of 3]" not in stderr and "[rank 2 of 3]" not in stderr
-    assert seconds < 20
 
 
 @pytest.mark.parametrize("code", [0, 2, 75])

@@ -194,7 +194,7 @@ class Graphs:
         return Centre()(x)
 
     def _head(self, values):
-        """Outputs by name: the loss, and now and then a second one that no gradient comes from."""
+        """Outputs by name: the loss, and now and then a second one with parameters that no gradient reaches."""
         last = values[-1]
         kind = self.pick("field", "field", "classes of positions", "vector", "vector")
         if kind == "field":
@@ -204,7 +204,7 @@ class Graphs:
             scores = Conv(CLASSES, 1)(last)
             normalization = self.pick("count", "weights")
             loss = SoftmaxCrossEntropy(self.rng.random(CLASSES) + 0.5, normalization, name="ce")(scores, target)
-            return {"loss": loss, "aside": MeanSquaredError()(last, ReLU()(last))}
+            return {"loss": loss, "aside": Conv(2, 1)(ReLU()(last))}
         other = values[int(self.rng.integers(len(values)))]
         vectors = [self.pick(GlobalAveragePool, Flatten)()(v) for v in (last, other)]
         vector = Dense(CLASSES)(Dropout(0.2)(Concat()(*vectors)))

@@ -1,10 +1,12 @@
 """Strategies: plain data that is saved, compared, and refused where it cannot be meant."""
 
+import re
+
 import pytest
 
 from halograd.errors import UserError
-from halograd.layers import BatchNorm, Conv, Dense, Flatten, GroupNorm, Input, Network, Softmax
-from halograd.layers.strategy import AXES, Strategy, layout_of
+from halograd.layers import BatchNorm, Conv, Dense, Flatten, GlobalAveragePool, GroupNorm, Input, Network, Softmax
+from halograd.layers.strategy import AXES, Strategy, _warn_once, layout_of
 from halograd.models import mesh
 
 NETWORK = mesh(resolution=16, channels=2, widths=(4,), convs=1)
@@ -99,8 +101,69 @@ def test_layouts_of_cut_channels():
 def test_more_parts_than_rows_are_refused_for_samples():
     with pytest.raises(UserError, match="32 parts along 'height', but input 'x' has an extent of 16"):
         Strategy({"height": 32}).refuse_empty_blocks(NETWORK)
-    with pytest.raises(UserError, match="'depth' is cut, but input 'x' has only the axes"):
-        Strategy({"depth": 2}).refuse_empty_blocks(NETWORK)
+
+
+def chain(*shape):
+    """A network of arrays with so many axes in space, and vectors behind them."""
+    x = Input(shape, "x")
+    y = Conv(4, 3, padding=1, name="conv")(x) if len(shape) > 1 else x
+    y = GlobalAveragePool(name="pool")(y) if len(shape) > 1 else y
+    return Network(Dense(4, name="dense")(y))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "message"),
+    [
+        ((9, 2), "height", r"layer 'conv' \(Conv\) cannot be cut along 'height'; use sample or width or channel or "),
+        ((9, 2), "depth", "cannot be cut along 'depth'; use sample or width or"),
+        ((9, 8, 2), "depth", "cannot be cut along 'depth'; use sample or height or width or channel or input_channel$"),
+        ((2,), "height", r"layer 'dense' \(Dense\) cannot be cut along 'height'; use sample or channel or input_ch"),
+    ],
+)
+def test_axes_that_a_network_lacks_are_refused(shape, axis, message):
+    """Its ranks would be idle, or compute what all others compute."""
+    network = chain(*shape)
+    first = next(iter(network.layers))
+    for strategy in (Strategy({axis: 4}), Strategy({"sample": 4}, {first: {axis: 4}})):
+        with pytest.raises(UserError, match=message):
+            strategy.validate(network, 4)
+
+
+def test_vectors_are_cut_by_the_axes_of_the_layers_before_them():
+    Strategy({"height": 2, "width": 2}).validate(chain(9, 8, 2), 4)
+    Strategy({"width": 4}, {"dense": {"width": 4}}).validate(chain(9, 2), 4)
+    Strategy({"depth": 4}).validate(chain(9, 8, 7, 2), 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch", "size", "ranks"),
+    [
+        (Strategy({"sample": 4}), 2, 4, "2 of 4 ranks .rank 2, 3. .* a batch of 2 .4 sample."),
+        (Strategy({"sample": 8}), 1, 8, "7 of 8 ranks .rank 1, 2, 3, 4, ...."),
+        (Strategy({"height": 20}), 1, 20, "12 of 20 ranks .rank 8, 9, 10, 11, .... .* .20 height."),
+        (Strategy({}, {n: {"width": 2} for n in NETWORK.layers}), 1, 3, "1 of 3 .* .2 width of layer 'conv1_1'."),
+        (Strategy({"sample": 4}, {"predict": {"height": 4}}), 2, 4, None),
+        (Strategy({"height": 8}), 1, 8, None),
+        (Strategy({"sample": 2, "height": 2}), 2, 4, None),
+    ],
+)
+def test_ranks_that_are_idle_are_named_once(strategy, batch, size, ranks, caplog):
+    _warn_once.cache_clear()
+    strategy.validate(NETWORK, size)
+    for _ in range(2):
+        strategy.warn_of_idle_ranks(NETWORK, batch, size)
+    if ranks is None:
+        assert not caplog.records
+    else:
+        (record,) = caplog.records
+        assert re.search(f"^strategy: {ranks}", record.getMessage()), record.getMessage()
+        assert record.levelname == "WARNING"
+
+
+def test_layers_behind_a_trunk_may_leave_ranks_idle(caplog):
+    """Of one sample, one rank computes what has no space."""
+    Strategy({"height": 4}).warn_of_idle_ranks(small(), 1, 4)
+    assert not caplog.records
 
 
 def test_a_file_that_is_no_strategy_is_refused(tmp_path):

@@ -54,9 +54,11 @@ def zoo():
 
 
 def dice():
+    """With a layer that the loss does not depend on, whose gradients are not summed."""
     x = Input((8, 6, 2), name="x")
     y = Conv(2, 3, padding=1, name="conv")(x)
-    return Network({"prediction": y, "loss": Dice(name="dice")(y, Input(y.shape, name="target"))}, name="dice")
+    outputs = {"prediction": y, "aside": Conv(5, 1, name="aside")(y)}
+    return Network({**outputs, "loss": Dice(name="dice")(y, Input(y.shape, name="target"))}, name="dice")
 
 
 CASES = {**NETWORKS, "zoo": zoo, "dice": dice}

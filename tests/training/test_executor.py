@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from halograd import layers
 from halograd.comm import Communicator
+from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
@@ -92,3 +94,23 @@ def test_refusals_name_what_is_missing():
             executor.gather("x", gradient=True)
             with pytest.raises(ValueError, match=r"gradient of 'conv' is not kept; .*it has \['x'\]"):
                 executor.gather("conv", gradient=True)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_without_samples_are_told_of_on_rank_0(caplog):
+    layers.strategy._warn_once.cache_clear()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for _ in range(2):
+            with Executor(network(), comm, get_backend("numpy"), 1) as executor:
+                executor.forward()
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == (comm.rank == 0)
+        assert all(f"{comm.size - 1} of {comm.size} ranks" in text and "a batch of 1" in text for text in told)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_cut_that_the_network_cannot_have_is_refused_on_all_ranks():
+    with Communicator(MPI.COMM_WORLD) as comm:
+        strategy = Strategy({"depth": comm.size})
+        with pytest.raises(UserError, match=r"layer 'conv' \(Conv\) cannot be cut along 'depth'; use sample or height"):
+            Executor(network(), comm, get_backend("numpy"), 1, strategy)

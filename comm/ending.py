@@ -1,0 +1,283 @@
+"""How a job of several ranks ends when ranks fail.
+
+While a communicator of several ranks is open, the others wait for this rank in their next collective. So a rank that
+fails alone ends the job. Where all ranks fail alike, one of them speaks, and each ends by itself.
+
+::
+
+    an error leaves `with Communicator`, or nothing catches it
+      |
+    Guard.leave: compare with the other ranks, without a wait
+      |
+    end of the program     all ranks have left -> one of them speaks; a user's mistake finalizes MPI and exits with 2
+    (hook, or exit)        not within PATIENCE -> this rank speaks, and aborts the job
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+import zlib
+from types import TracebackType
+from typing import NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+from halograd.errors import UserError
+
+__all__ = ["TRACEBACK", "Guard", "end", "refuse"]
+
+#: Environment variable; if it is set, a user's mistake shows its traceback too.
+TRACEBACK = "HALOGRAD_TRACEBACK"
+FAULT, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
+# How long a rank that fails waits for the others to fail alike [s]. All ranks find most mistakes of the user.
+PATIENCE = {FAULT: 1.0, MISTAKE: 5.0, INTERRUPTED: 0.0}
+FORWARDING = 0.2  # [s]
+
+_guards: list[Guard] = []
+_print = sys.__excepthook__  # the hook that was there before
+_installed = False
+
+
+class Guard:
+    """Finds out whether all ranks of a communicator leave it by an error. Collective to make and to close.
+
+    Every root communicator has one. The first one replaces `sys.excepthook`, and `threading.excepthook` if that is
+    Python's own.
+
+    Attributes
+    ----------
+    error
+        By what this rank has left; None before.
+    """
+
+    def __init__(self, mpi_comm: MPI.Intracomm) -> None:
+        self._mpi = mpi_comm.Dup()  # the ranks that go on have collectives under way on the other ones
+        self._marks = np.zeros(2, np.int64)
+        self._request: MPI.Request | None = None
+        self.size, self.process = mpi_comm.size, os.getpid()
+        self.error: BaseException | None = None
+        _guards.append(self)
+        _install()
+
+    def leave(self, error: BaseException) -> None:
+        """Note that this rank leaves by an error; the first one counts. Local: does not wait."""
+        if self.error is None and self.process == os.getpid():
+            self.error = error
+            self._start(_mark(error))
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all ranks have left, within so many seconds."""
+        assert self._request is not None
+        deadline = time.monotonic() + seconds
+        while not self._request.Test():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(1e-3)
+        return True
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks have left by the same error; defined when they have left."""
+        return bool(self._marks[0] == -self._marks[1])
+
+    def close(self) -> None:
+        """Watch no more. Ranks that have left before close it too."""
+        if self._request is None:
+            self._start(0)
+        assert self._request is not None
+        self._request.Wait()
+        self._mpi.Free()
+        _guards.remove(self)
+
+    def _start(self, mark: int) -> None:
+        self._marks[:] = mark, -mark
+        self._request = self._mpi.Iallreduce(MPI.IN_PLACE, self._marks, MPI.MAX)
+
+
+def end(comm: MPI.Intracomm, code: int) -> NoReturn:
+    """End all ranks of the job at once with this exit code. Local. Does not return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if comm.size > 1 and not MPI.Is_finalized():
+        # Abort takes the launcher's relay of this rank with it: give it time to pass on what was printed.
+        time.sleep(FORWARDING)
+        comm.Abort(code)
+    os._exit(code)
+
+
+def refuse(error: UserError, where: str = "", trace: str = "") -> None:
+    """Print a user's mistake in one line, on one rank. A rank that is alone with it ends the job.
+
+    Parameters
+    ----------
+    where
+        Line of the user's code, if there is one.
+    trace
+        What to print before the line.
+    """
+    together, speaks = _meet(error)
+    places = [place for place in ("" if together else _rank(), where) if place]
+    if speaks:
+        suffix = f" ({'; '.join(places)})" if places else ""
+        _write(f"{trace}halograd: error: {_one_line(error)}{suffix}\n")
+    if not together:
+        end(MPI.COMM_WORLD, MISTAKE)
+
+
+def _meet(error: BaseException) -> tuple[bool, bool]:
+    """Whether all ranks end by an error, and whether this one speaks. Returns within `PATIENCE`.
+
+    Of an error that all ranks agreed on, the rank where it arose speaks; else the first one, or every one where the
+    errors differ.
+    """
+    deadline = time.monotonic() + PATIENCE[_code(error)]
+    guards = _open_guards()
+    for guard in guards:
+        guard.leave(error)
+    if not all(guard.wait(deadline - time.monotonic()) for guard in guards):
+        return False, True
+    if getattr(error, "agreed", False):
+        return True, bool(getattr(error, "arose_here", False))
+    alike = all(guard.alike for guard in guards if guard.error is error)
+    return True, MPI.COMM_WORLD.rank == 0 or not alike
+
+
+def _install() -> None:
+    global _print, _installed
+    if _installed:
+        return
+    _installed = True
+    _print, sys.excepthook = sys.excepthook, _on_exception
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = _on_thread_exception
+    atexit.register(_on_exit)
+
+
+def _on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    """Python's hook for an exception that nothing catches."""
+    if not _concerns(value):
+        _print(kind, value, trace)
+        return
+    if isinstance(value, UserError):
+        refuse(value, _place(trace), _numbered(value) if os.environ.get(TRACEBACK) else "")
+        sys.exit(MISTAKE)
+    together, speaks = _meet(value)
+    if speaks:
+        every = together and not getattr(value, "agreed", False)
+        _speak(value, f"all {MPI.COMM_WORLD.size} ranks" if every else _rank())
+    if together and not _open_guards():  # communicators are closed, so nothing is under way
+        sys.exit(FAULT)
+    if not speaks:
+        time.sleep(PATIENCE[MISTAKE])  # the rank that speaks ends the job meanwhile
+    end(MPI.COMM_WORLD, _code(value))
+
+
+def _concerns(error: BaseException) -> bool:
+    """Whether the end by an error is not as in any other Python program."""
+    if MPI.Is_finalized() or _is_interactive():
+        return False
+    guards, agreed = _open_guards(), getattr(error, "agreed", False)
+    if isinstance(error, UserError):
+        return bool(guards) or agreed
+    return MPI.COMM_WORLD.size > 1 and (_of_several(guards) or agreed)
+
+
+def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
+    """Python's hook for an exception that ends a thread: the main thread may wait for that thread for ever."""
+    if args.exc_type is SystemExit or _is_interactive() or not _of_several(_open_guards()):
+        threading.__excepthook__(args)
+        return
+    value = args.exc_value or args.exc_type()
+    _speak(value, _rank())
+    end(MPI.COMM_WORLD, _code(value))
+
+
+def _on_exit() -> None:
+    """End the job if this rank has left alone by an error that something caught, or by `sys.exit` with a code."""
+    for guard in [] if _is_interactive() else _open_guards():
+        if guard.error is not None and not guard.wait(PATIENCE[MISTAKE]):
+            _write(f"halograd: {_rank()}: ended after {_cause(guard.error)}, the others have not; the job ends\n")
+            end(MPI.COMM_WORLD, _code(guard.error))
+
+
+def _open_guards() -> list[Guard]:
+    """Those of this process; a process that was forked from it has no part in them."""
+    return [] if MPI.Is_finalized() else [guard for guard in _guards if guard.process == os.getpid()]
+
+
+def _of_several(guards: list[Guard]) -> bool:
+    return any(guard.size > 1 for guard in guards)
+
+
+def _is_interactive() -> bool:
+    """Whether somebody sits before a prompt, now or when the script is over: ``python -i``, IPython, Jupyter."""
+    return hasattr(sys, "ps1") or bool(sys.flags.inspect)
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return MISTAKE if isinstance(error, UserError) else FAULT
+
+
+def _mark(error: BaseException) -> int:
+    """A number that is the same for errors of one type and text; not 0."""
+    return zlib.crc32(f"{type(error).__qualname__}: {error}".encode()) + 1
+
+
+def _rank() -> str:
+    return f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on {platform.node()}"
+
+
+def _speak(error: BaseException, who: str) -> None:
+    """Print the traceback of an error, and what came of it."""
+    last = f"halograd: {who}: {_cause(error)}; the job ends\n"
+    if _print is sys.__excepthook__:
+        _write(f"{_numbered(error)}{last}")
+    else:
+        _print(type(error), error, error.__traceback__)
+        _write(last)
+
+
+def _numbered(error: BaseException) -> str:
+    """The traceback of an error; of several ranks, each line names this one."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    world = MPI.COMM_WORLD
+    if world.size == 1:
+        return text
+    return "".join(f"[rank {world.rank} of {world.size}] {line}\n" for line in text.splitlines())
+
+
+def _cause(error: BaseException) -> str:
+    text = _one_line(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _place(trace: TracebackType | None) -> str:
+    """File and line of the innermost call that is the user's code, not this package's or Python's."""
+    others = {"halograd", *sys.stdlib_module_names}
+    found = ""
+    for frame, line in traceback.walk_tb(trace):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in others:
+            found = f"{os.path.basename(frame.f_code.co_filename)}, line {line}"
+    return found
+
+
+def _write(text: str) -> None:
+    """Print on stderr, in one write: lines of several ranks do not mix."""
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()

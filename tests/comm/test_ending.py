@@ -1,0 +1,231 @@
+"""How a script ends when ranks fail: an open communicator is enough, nothing else has to be called."""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.jobs import job_environment, new_mark
+from tests.launch import mpiexec
+
+LIMIT = 240  # [s], against a deadlock: the jobs take seconds
+START = "import sys\nfrom mpi4py import MPI\nimport halograd as hg\n"
+OPEN = START + "comm = hg.Communicator(MPI.COMM_WORLD, 'mpi')\nrank = comm.rank\n"
+WITHIN = START + "with hg.Communicator(MPI.COMM_WORLD, 'mpi') as comm:\n    rank = comm.rank\n    "
+# However slow this machine is now, ranks that fail alike find out.
+PATIENT = "from halograd.comm import ending\nending.PATIENCE.update({1: 200.0, 2: 200.0})\n"
+
+
+def run(tmp_path, text, ranks=2, options=(), env=None):
+    """Exit code, stdout and stderr of a script on so many ranks; 0: without a launcher."""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    arguments = [*options, str(script)]
+    if ranks:
+        done = mpiexec(ranks, arguments, LIMIT, env)
+    else:
+        command, environment = [sys.executable, *arguments], job_environment(new_mark(), env)
+        stdin = subprocess.DEVNULL
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment, stdin=stdin)
+    return done.returncode, done.stdout, done.stderr
+
+
+def ours(stderr):
+    """The lines that the library has written; the MPI library says that a job was aborted."""
+    return [line for line in stderr.splitlines() if line.startswith("halograd: ")]
+
+
+@pytest.mark.parametrize("manager", ["with", "without"])
+def test_the_example_of_the_readme_ends_when_a_rank_fails(tmp_path, manager):
+    page = Path(__file__).parents[2] / "README.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+    head, line, body = code.partition("with hg.Communicator(MPI.COMM_WORLD) as comm:")
+    assert line
+    if manager == "without":
+        line, body = "comm = hg.Communicator(MPI.COMM_WORLD)\nif True:", body
+    step, fails = "trainer.step()", "trainer.step() if comm.rank == 0 or trainer.optimizer.step < 2 else 1 // 0"
+    assert step in body
+    code, _, stderr = run(tmp_path, head + line + body.replace(step, fails))
+    assert code == 1
+    assert "[rank 1 of 2] ZeroDivisionError: integer division or modulo by zero" in stderr
+    assert "[rank 0 of 2]" not in stderr and stderr.count("Traceback") == 1
+    (last,) = ours(stderr)
+    assert last.startswith(f"halograd: rank 1 of 2 on {platform.node()}: ZeroDivisionError: ")
+
+
+def test_a_rank_that_fails_in_a_step_does_not_wait_for_its_sums(tmp_path):
+    """They are under way when it leaves the ``with`` of its executor."""
+    text = START + "x, target = hg.Input((4, 1), name='x'), hg.Input((4, 1), name='target')\n"
+    text += "network = hg.Network({'loss': hg.MeanSquaredError()(hg.Conv(1, 1)(x), target)})\n"
+    text += "with hg.Communicator(MPI.COMM_WORLD) as comm:\n"
+    text += "    with hg.Executor(network, comm, hg.get_backend('numpy'), 2) as executor:\n"
+    text += "        if comm.rank == 0: comm.barrier()\n"
+    text += "        executor.reducer.begin()\n        executor.reducer.flush()\n"
+    text += "        raise OSError('no such sample')\n"
+    code, _, stderr = run(tmp_path, text)
+    assert code == 1
+    assert "[rank 1 of 2] OSError: no such sample" in stderr and "[rank 0 of 2]" not in stderr
+
+
+@pytest.mark.parametrize("head", [OPEN, WITHIN], ids=["open", "within"])
+def test_a_mistake_that_all_ranks_find_is_one_line(tmp_path, head):
+    code, _, stderr = run(tmp_path, PATIENT + head + "hg.Strategy({'height': 7}).validate(hg.Network({}), comm.size)")
+    assert code == 2
+    line = "halograd: error: strategy: 7 height needs 7 ranks, the run has 2; start 7 ranks or choose parts whose "
+    assert stderr == f"{line}product is 2 (script.py, line 8)\n"
+
+
+def test_a_mistake_is_one_line_on_one_process_too(tmp_path):
+    code, _, stderr = run(tmp_path, OPEN + "raise hg.UserError('expected a moon,\\ngot none')", ranks=0)
+    assert (code, stderr) == (2, "halograd: error: expected a moon, got none (script.py, line 6)\n")
+
+
+def test_the_traceback_of_a_mistake_is_there_on_demand(tmp_path):
+    env = {"HALOGRAD_TRACEBACK": "1"}
+    code, _, stderr = run(tmp_path, PATIENT + OPEN + "raise hg.UserError('expected a moon, got none')", env=env)
+    assert code == 2
+    assert stderr.count("Traceback") == 1 and "[rank 0 of 2] halograd.errors.UserError: expected a moon" in stderr
+    assert stderr.splitlines()[-1] == "halograd: error: expected a moon, got none (script.py, line 8)"
+
+
+def test_a_mistake_on_one_rank_ends_the_job(tmp_path):
+    code, _, stderr = run(tmp_path, OPEN + "if rank == 1: raise hg.UserError('expected a file')\ncomm.barrier()")
+    assert code == 2 and "Traceback" not in stderr
+    place = f"(rank 1 of 2 on {platform.node()}; script.py, line 6)"
+    assert ours(stderr) == [f"halograd: error: expected a file {place}"]
+
+
+@pytest.mark.parametrize("kind", ["UserError", "OSError"])
+def test_an_agreed_error_is_told_where_it_arose(tmp_path, kind):
+    """The ``with`` closes the communicator, all ranks together; then nothing has to be aborted."""
+    kind = "hg.UserError" if kind == "UserError" else kind
+    body = f"comm.agree({kind}('bad disk') if rank == 1 else None)"
+    code, _, stderr = run(tmp_path, PATIENT + WITHIN + body)
+    assert code == (2 if "User" in kind else 1)
+    assert "bort" not in stderr and "[rank 0 of 2]" not in stderr
+    (line,) = ours(stderr)
+    assert "rank 1: bad disk" in line
+
+
+def test_an_error_that_all_ranks_raise_has_one_traceback(tmp_path):
+    code, _, stderr = run(tmp_path, PATIENT + OPEN + "no_such_name", ranks=3)
+    assert code == 1 and stderr.count("Traceback") == 1
+    assert "[rank 0 of 3] NameError: name 'no_such_name' is not defined" in stderr
+    assert ours(stderr) == ["halograd: all 3 ranks: NameError: name 'no_such_name' is not defined; the job ends"]
+
+
+def test_of_errors_that_differ_every_one_is_told(tmp_path):
+    # Whichever speaks first would end the job.
+    body = "end = ending.end\nending.end = lambda world, code: (world.Barrier(), end(world, code))\n"
+    body += "raise ValueError(f'sample {rank} is bad')"
+    code, _, stderr = run(tmp_path, PATIENT + OPEN + body)
+    assert code == 1
+    assert all(f"[rank {rank} of 2] ValueError: sample {rank} is bad" in stderr for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "text"),
+    [
+        ("sys.exit()", 0, ""),
+        ("if rank == 1: sys.exit()", 0, ""),
+        ("sys.exit(75)", 75, ""),
+        ("if rank == 1: sys.exit(3)\n    comm.barrier()", 3, "rank 1 of 2 on .*: ended after SystemExit: 3, the"),
+    ],
+    ids=["all", "one", "all with a code", "one with a code"],
+)
+def test_exits_from_within(tmp_path, body, code, text):
+    found, _, stderr = run(tmp_path, WITHIN + body)
+    assert found == code
+    assert "Traceback" not in stderr
+    assert re.search(text, stderr) if text else stderr == ""
+
+
+def test_an_interrupt_ends_the_job_with_130(tmp_path):
+    code, _, stderr = run(tmp_path, OPEN + "if rank == 1: raise KeyboardInterrupt\ncomm.barrier()")
+    assert code == 130 and "[rank 1 of 2] KeyboardInterrupt" in stderr and "[rank 0 of 2]" not in stderr
+
+
+def test_an_exception_in_a_thread_ends_the_job(tmp_path):
+    body = "import threading\ndef work(): raise OSError('a bad sample')\n"
+    body += "if rank == 1: threading.Thread(target=work).start()\n"
+    body += "comm.mpi.recv(source=1 - rank)"
+    code, _, stderr = run(tmp_path, OPEN + body)
+    assert code == 1 and "[rank 1 of 2] OSError: a bad sample" in stderr
+
+
+def test_an_exception_that_the_script_catches_is_its_own(tmp_path):
+    body = "try:\n    if rank == 1: raise ValueError\nexcept ValueError:\n    pass\ncomm.barrier()\ncomm.close()"
+    assert run(tmp_path, OPEN + body) == (0, "", "")
+
+
+def test_ranks_that_all_leave_by_an_error_they_catch_go_on_alone(tmp_path):
+    """One of them may take its time after that: here until the other process is gone from the Python level."""
+    text = START + "try:\n    with hg.Communicator(MPI.COMM_WORLD, 'mpi') as comm: raise ValueError\n"
+    text += "except ValueError:\n    pass\n"
+    text += "from halograd.comm import ending\nending.PATIENCE.update({1: 0.0, 2: 0.0})\n"
+    text += "MPI.COMM_WORLD.Barrier()\nif comm.rank == 0: MPI.COMM_WORLD.recv(source=1)\n"
+    text += "else:\n    import atexit\n    atexit.unregister(ending._on_exit)\n"
+    text += "    atexit.register(lambda: MPI.COMM_WORLD.send(0, dest=0))\n    atexit.register(ending._on_exit)\n"
+    assert run(tmp_path, text) == (0, "", "")
+
+
+def test_a_rank_that_leaves_alone_and_ends_does_not_leave_the_others_waiting(tmp_path):
+    text = START + "try:\n    with hg.Communicator(MPI.COMM_WORLD, 'mpi') as comm:\n"
+    text += "        if comm.rank == 1: raise ValueError('no luck')\n        comm.barrier()\n"
+    text += "except ValueError:\n    pass\n"
+    code, _, stderr = run(tmp_path, text)
+    assert code == 1
+    (line,) = ours(stderr)
+    assert "rank 1 of 2 on " in line and "ended after ValueError: no luck, the others have not; the job ends" in line
+
+
+def test_before_a_prompt_nothing_ends(tmp_path):
+    """``python -i``: an error of the script, or of what is typed, is for the user to look at."""
+    body = "import os\nos.dup2(os.open(os.devnull, os.O_RDONLY), 0)\nraise hg.UserError('a typing error')"
+    code, _, stderr = run(tmp_path, OPEN + body, options=["-i"])
+    assert code == 0, stderr
+    assert stderr.count("halograd.errors.UserError: a typing error") == 2 and ours(stderr) == []
+
+
+def test_a_hook_that_was_there_before_still_prints(tmp_path):
+    hook = "import sys\nsys.excepthook = lambda kind, value, trace: sys.stderr.write(f'mine: {value}\\n')\n"
+    code, _, stderr = run(tmp_path, hook + OPEN + "if rank == 1: raise OSError('disk')\ncomm.barrier()")
+    assert code == 1 and stderr.startswith("mine: disk\nhalograd: rank 1 of 2 on ") and "Traceback" not in stderr
+
+
+def test_a_test_harness_catches_what_it_wants(tmp_path):
+    """A test that fails on all ranks, in a thread too, leaves the other tests to be run."""
+    (tmp_path / "test_it.py").write_text(
+        START + "import threading\nimport pytest\n"
+        "def test_that_fails():\n"
+        "    with hg.Communicator(MPI.COMM_WORLD, 'mpi'): raise ValueError('in a test')\n"
+        "def test_of_an_exit():\n"
+        "    with pytest.raises(SystemExit), hg.Communicator(MPI.COMM_WORLD, 'mpi'): sys.exit(2)\n"
+        "@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')\n"
+        "def test_of_a_thread():\n"
+        "    with hg.Communicator(MPI.COMM_WORLD, 'mpi') as comm:\n"
+        "        thread = threading.Thread(target=lambda: 1 / 0)\n        thread.start()\n        thread.join()\n"
+        "        comm.barrier()\n"
+    )
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path / "test_it.py")]
+    done = mpiexec(2, options, LIMIT)
+    assert done.returncode == 1 and done.stdout.count("1 failed, 2 passed") == 2, done.stdout + done.stderr
+    assert "the job ends" not in done.stderr
+
+
+def test_a_process_that_was_forked_has_no_part_in_it(tmp_path):
+    body = "import os\n    pid = os.fork()\n    if pid == 0:\n        try: raise ValueError('in the child')\n"
+    body += "        except ValueError as error: sys.excepthook(ValueError, error, None); comm._guard.leave(error)\n"
+    body += "        os._exit(0)\n    os.waitpid(pid, 0)\n    comm.barrier()\nprint('fine')"
+    code, stdout, stderr = run(tmp_path, WITHIN + body)
+    assert (code, stdout) == (0, "fine\nfine\n") and ours(stderr) == []
+
+
+def test_a_launcher_of_another_mpi_is_refused(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "SLURM", "HYDRA"))}
+    code, _, stderr = run(tmp_path, OPEN, ranks=0, env={**environment, "OMPI_COMM_WORLD_SIZE": "4"})
+    assert code == 1 and "CommError: expected 4 ranks (the launcher says so), got 1 from" in stderr
