@@ -78,6 +78,10 @@ class Watchdog:
         """From now on this has to move. Local."""
         self._pulse = pulse
 
+    def expect_end(self) -> None:
+        """Announce that this rank ends the job and has said why: no other rank reports it. Local, in any thread."""
+        self._last_words("", logged=False)
+
     def close(self) -> None:
         """Watch no more; idempotent. Local."""
         if not self._closing:
