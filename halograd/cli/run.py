@@ -14,6 +14,7 @@ import typer
 from halograd.comm.boot import boot, end, launched_size, leave
 from halograd.comm.interrupt import INTERRUPTED, end_on_interrupt
 from halograd.errors import UserError
+from halograd.training.signals import ignore_stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     end_on_interrupt(mine)
     if mine is not None and mine.rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
-    code = run(arguments, mine)
+    try:
+        code = run(arguments, mine)
+    finally:
+        ignore_stop_signals()
     if mine is None:
         sys.exit(code)
     leave(code)
