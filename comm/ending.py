@@ -108,7 +108,8 @@ def end(comm: MPI.Intracomm, code: int) -> NoReturn:
     if comm.size > 1 and not MPI.Is_finalized():
         # Abort takes the launcher's relay of this rank with it: give it time to pass on what was printed.
         time.sleep(FORWARDING)
-        comm.Abort(code)
+        # Of MPICH, only an abort of COMM_WORLD reaches mpiexec as one, with its code; else it may pass on SIGKILL.
+        (MPI.COMM_WORLD if comm.size == MPI.COMM_WORLD.size else comm).Abort(code)
     os._exit(code)
 
 

@@ -118,7 +118,8 @@ class Run:
 
     def _begin(self) -> None:
         """Stop at once if a signal came while everything was built; else do what the run before was kept from."""
-        if self.session.comm.allreduce_scalar(self.signals.vote, "max"):
+        asked = self.session.comm.allreduce_scalar(self.signals.vote, "max")
+        if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # else there is nothing left to do
             self._stop(self._unvalidated)
         elif self._unvalidated:
             self._end_epoch(self.sampler.epoch - 1, None)
@@ -136,7 +137,8 @@ class Run:
             self._tell(epoch, batch, loss, rate, end - begin)
             begin = end
             ended = self.sampler.epoch != epoch
-            if self._asked_to_stop:
+            through = ended and self.sampler.epoch == self.epochs and not self._held_out
+            if self._asked_to_stop and not through:
                 self._stop(ended and bool(self._held_out))
                 return float(loss)
             if self.checkpoints.due and not ended:  # at the end of an epoch it is written after the validation

@@ -20,6 +20,7 @@ from halograd.training.checkpoint import Progress, read_checkpoint, read_header
 from halograd.training.config import Config, check_config, load_config
 from halograd.training.epochs import Run, describe, evaluate_batches
 from halograd.training.folder import CheckpointFolder
+from halograd.training.interruption import Interruption
 from halograd.training.log import RunLog, rewind_log
 from halograd.training.metrics import Evaluation
 from halograd.training.predictions import write_predictions
@@ -89,6 +90,7 @@ def train(
         if config.output.rank_logs:
             _log_each_rank(ranks, directory / "logs", stack)
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
+        interruption = stack.enter_context(Interruption(ranks, directory / "log.jsonl", folder, watchdog))
         found, progress = _start_from(ranks, folder, resume)
         normalization = None if progress is None else progress.normalization
         plan = _plan(config, ranks, planner, training=True)
@@ -110,6 +112,7 @@ def train(
             log.say(f"resumed at step {run.optimizer.step}, epoch {run.sampler.epoch + 1}, from {found.resolve()}")
         log.write("begin", **begin_entry(session, run))
         watchdog.follow(session.executor.pulse)
+        interruption.follow(session.executor.pulse)
         result = run.train()
         if result["stopped"] is None:  # otherwise whoever sent the signal does not wait long
             report_times(session, log, run.steps, directory)

@@ -3,6 +3,9 @@
 Slurm sends SIGUSR1 some time before the limit (``--signal=USR1@120``) and SIGTERM before preemption; the launcher
 passes them to every rank, or to some. No rank may act on its own: what arrived travels with the loss of the step
 (`Executor.votes`), so that all ranks stop after the same one.
+
+The command line notes them from its first line on (:func:`note_stop_signals`) and ignores them from its exit code on
+(:func:`ignore_stop_signals`): at no time does a signal replace the exit code by its own.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["CHECKPOINTED", "StopSignals", "ignore_stop_signals"]
+__all__ = ["CHECKPOINTED", "StopSignals", "ignore_stop_signals", "note_stop_signals"]
 
 #: Exit code (EX_TEMPFAIL) of a run that was asked to stop and can go on: start it again with ``--resume``.
 CHECKPOINTED = 75
@@ -21,11 +24,11 @@ _ASKING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopSignals:
-    """Notes SIGUSR1 and SIGTERM while a ``with`` lasts. Local.
+    """Notes SIGUSR1 and SIGTERM while a ``with`` lasts; what an outer one has noted counts too. Local.
 
     A further signal changes nothing: launchers deliver one wish several times (Slurm to the batch script and to the
     ranks, and SIGTERM once more before SIGKILL), and a checkpoint under way must not be lost by that. SIGINT
-    (Ctrl-C) is left alone; it ends the job at once.
+    (Ctrl-C) is left alone; it ends the job at once (:mod:`halograd.comm.interrupt`).
 
     Attributes
     ----------
@@ -53,7 +56,10 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in _ASKING:
-                self._before[number] = signal.signal(number, self._note)
+                before = self._before[number] = signal.signal(number, self._note)
+                outer = getattr(before, "__self__", None)
+                if isinstance(outer, StopSignals) and outer.received is not None:
+                    self._note(outer.received, None)
         return self
 
     def __exit__(
@@ -64,7 +70,15 @@ class StopSignals:
         self._before.clear()
 
 
+def note_stop_signals() -> None:
+    """Note SIGUSR1 and SIGTERM from here on, for a :class:`StopSignals` to come. Local, in the main thread."""
+    StopSignals().__enter__()
+
+
 def ignore_stop_signals() -> None:
-    """From here on only SIGINT and SIGKILL disturb this process: it has a checkpoint, and is about to leave. Local."""
+    """Ignore SIGUSR1 and SIGTERM from here on: the exit code is decided, and the process ends. Local.
+
+    Python gives its own handlers up before it ends, but leaves ignored signals ignored.
+    """
     for number in _ASKING:
         signal.signal(number, signal.SIG_IGN)

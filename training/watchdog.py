@@ -66,6 +66,12 @@ class Watchdog:
         """From now on this has to move. Local."""
         self._here.pulse = pulse
 
+    def expect_end(self) -> None:
+        """Announce that this rank ends the job and has said why: no other rank reports it. Local, in any thread."""
+        self._words = "", False
+        if not self._closing:
+            self._peers.wake()
+
     def close(self) -> None:
         """Watch no more; idempotent. Local."""
         if not self._closing:
@@ -88,7 +94,7 @@ class Watchdog:
         self.close()
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._closing and self._words is None:
             self._peers.wait(self._watch.tick())
         if self._words is not None:
             self._watch.dying(*self._words)

@@ -117,11 +117,10 @@ def train(
     """
     from halograd.auto import plan_run, rank_schemes_of
     from halograd.training.run import train as run
-    from halograd.training.signals import CHECKPOINTED, ignore_stop_signals
+    from halograd.training.signals import CHECKPOINTED
 
     result = run(config, _overrides(sets, threads), resume, planner=plan_run, ranker=rank_schemes_of)
     if result["stopped"] is not None:
-        ignore_stop_signals()
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)
         return CHECKPOINTED
     print(f"trained to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints")

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from halograd.comm.boot import boot, launched_size, leave
+from halograd.comm.interrupt import INTERRUPTED, end_on_interrupt
 from halograd.errors import UserError
+from halograd.training.signals import ignore_stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["main", "run"]
 
 USER_MISTAKE = 2
-INTERRUPTED = 130
 
 # Typer carries a click of its own since 0.25, an installed one before.
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -30,36 +31,45 @@ _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kin
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process. Collective over the ranks that were launched.
 
-    Exit code 0, 2 for a user's mistake (one line on stderr, no traceback), 1 for any other fault. Of several
-    ranks only rank 0 prints; a fault on any rank ends the job at once with that rank's traceback.
+    Exit code 0, 2 for a user's mistake (one line on stderr, no traceback), 130 for SIGINT, 1 for any other fault. Of
+    several ranks only rank 0 prints; a fault on any rank ends the job at once with that rank's traceback.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     world = _world(arguments)
-    if world is None:
-        sys.exit(run(arguments))
-    if world.rank:
+    end_on_interrupt(world)
+    if world is not None and world.rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
-    leave(run(arguments, world))
+    try:
+        code = run(arguments, world)
+    finally:
+        ignore_stop_signals()
+    if world is None:
+        sys.exit(code)
+    leave(code)
 
 
 def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     """Run one command and return the exit code. Collective over `comm`; without it this process is alone."""
-    from halograd.cli.commands import app
-
     speaks = comm is None or comm.rank == 0
     who = "" if speaks or comm is None else f"rank {comm.rank} of {comm.size} on {platform.node()}: "
     form = f"halograd: {who.replace('%', '%%')}%(message)s"
     logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, format=form)
-    # Calling `app` itself would replace the hook by which `boot` ends the job on a fault.
-    command = typer.main.get_command(app)
     try:
-        return int(command.main(list(arguments) or ["--help"], prog_name="halograd", standalone_mode=False) or 0)
+        from halograd.cli.commands import app
+
+        # Neither `app`, which would replace the hook by which `boot` ends the job on a fault, nor `command.main`, which
+        # makes an exit like any other of KeyboardInterrupt.
+        command = typer.main.get_command(app)
+        with command.make_context("halograd", list(arguments) or ["--help"]) as context:
+            return int(command.invoke(context) or 0)
+    except typer.Exit as ended:  # of --help
+        return ended.exit_code
     except _UsageError as error:
         return _complain(UserError(_usage(error)), comm)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt as error:
         if comm is not None and comm.size > 1:
             raise  # ends the other ranks
-        print("halograd: interrupted", file=sys.stderr)
+        print(f"halograd: {error.args[0] if error.args else 'interrupted'}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `halograd ... | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -24,7 +24,7 @@ from halograd.report.status import duration_text, status_of
 __all__ = ["write_page"]
 
 #: What the table of events shows, oldest first.
-SHOWN = ("begin", "stopped", "failed", "checkpoint_failed", "finished")
+SHOWN = ("begin", "stopped", "interrupted", "failed", "checkpoint_failed", "finished")
 
 
 def write_page(record: Record, path: Path, predictions: Path | None = None) -> list[str]:

@@ -24,8 +24,8 @@ class Status:
     Attributes
     ----------
     state
-        ``"running"``, ``"quiet"`` (nothing was heard of it for long), ``"finished"``, ``"stopped"`` (goes on with
-        --resume), ``"failed"``.
+        ``"running"``, ``"quiet"`` (nothing was heard of it for long), ``"finished"``, ``"stopped"`` (behind a
+        checkpoint), ``"interrupted"`` (by Ctrl-C; both go on with --resume), ``"failed"``.
     detail
         Why.
     step, steps, epoch, epochs
@@ -115,6 +115,9 @@ def status_of(record: Record, now: float | None = None) -> Status:
 
 def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
     """State, and why."""
+    for entry in record.since_begin:  # other ranks may have reported the end of this one
+        if entry["event"] == "interrupted":
+            return "interrupted", f"{entry['reason']} on {entry['host']}; go on with --resume"
     for entry in reversed(record.since_begin):
         if entry["event"] == "finished":
             return "finished", ""

@@ -69,6 +69,14 @@ def test_mistake_of_the_user_is_one_line(arguments, message):
     assert message in done.stderr
 
 
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    from halograd.cli import generating, run
+
+    monkeypatch.setattr(generating, "generate_mesh_tangling", lambda *arguments: exec("raise KeyboardInterrupt"))
+    assert run.run(["generate", "mesh-tangling", "x.h5"]) == 130
+    assert capsys.readouterr().err == "halograd: interrupted\n"
+
+
 def test_generate_writes_what_was_asked_for(tmp_path):
     out = tmp_path / "mesh.h5"
     done = halograd("generate", "mesh-tangling", out, "--resolution", 64, "--samples", 2, "--seed", 5)

@@ -60,6 +60,14 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback():
     assert seconds < 20
 
 
+@pytest.mark.parametrize("attempt", range(4))
+def test_the_code_of_an_abort_reaches_the_launcher(attempt):
+    """Also from a clone of the communicator, where MPICH's mpiexec may see the kills that follow first."""
+    body = "import time; from halograd.comm.ending import end\nmine = world.Dup()\n"
+    body += "if mine.rank == 1: end(mine, 130)\ntime.sleep(60)"
+    assert run(body)[0] == 130
+
+
 def test_a_thread_may_exit_by_itself():
     body = "import threading, sys\nt = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()\nleave(0)"
     assert run(body)[0] == 0

@@ -119,7 +119,8 @@ def test_ranks_are_started_by_name(stubs):
     (srun,), (mpirun,) = stubs.calls("srun"), stubs.calls("mpirun")
     assert srun[1:3] == ["--mpi=pmix", "--cpus-per-task=3"]
     assert srun[-6:] == ["python", "-m", "halograd", "train", "mesh.toml", "--resume"]
-    assert mpirun == ["mpirun", "-n", "4", "python", "-m", "halograd", "train", "mesh.toml", "--resume"]
+    ignoring = ["sh", "-c", 'trap "" USR1; exec "$@"', "rank"]
+    assert mpirun == ["mpirun", "-n", "4", *ignoring, "python", "-m", "halograd", "train", "mesh.toml", "--resume"]
 
 
 @pytest.mark.parametrize("local_rank", ["SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"])
@@ -240,6 +241,42 @@ def test_a_signal_before_the_script_knows_its_program(kind, stubs):
     process = start(kind, stubs, edit=lambda script: script.replace("program=$!", "kill -USR1 $$\nprogram=$!"))
     out, _ = process.communicate(timeout=20)
     assert process.returncode in (75, 128 + signal.SIGUSR1), out
+
+
+@pytest.mark.parametrize("kind", ["train", "local"])
+def test_a_signal_in_the_first_line_of_a_script(kind, stubs):
+    """While modules are loaded and data are staged: training is begun, and stops before its first step."""
+
+    def edit(script: str) -> str:
+        script = script.replace("\ncd -- ", "\nkill -USR1 $$\ncd -- ", 1)
+        return script.replace('\nexit "$code"\n', '\necho "at its end: $code"\nexit "$code"\n')
+
+    process = start(kind, stubs, edit)
+    out, _ = process.communicate(timeout=20)
+    code = process.returncode
+    # The second one is that of a program which gets the signal before it can wait for it.
+    assert code in (75, 128 + signal.SIGUSR1) and f"at its end: {code}" in out, out
+
+
+@pytest.mark.parametrize("kind", ["train", "local"])
+def test_a_signal_to_a_rank_that_cannot_note_it_yet(kind, stubs):
+    """Such a rank would end the job with 138, which stands for no code of ours."""
+    (stubs.folder / "launcher").write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
+    (stubs.folder / "program").write_text("#!/bin/bash\nkill -USR1 $$\nexit 75\n")
+    for name in ("launcher", "program"):
+        (stubs.folder / name).chmod(0o755)
+    paths = {"mpirun": f"{stubs.folder}/launcher", "python": f"{stubs.folder}/program"}
+    done = stubs.run(render(kind, job(folder=str(stubs.folder), nodes=1, launcher="mpirun", **paths)))
+    assert done.returncode == 75, done.stderr
+
+
+def test_a_signal_when_training_has_ended(stubs):
+    """It does not bring a job back that has crashed where it crashed before."""
+    script = render("train", job(folder=str(stubs.folder), run=str(stubs.folder / "run")))
+    assert script.count("\ncase $code in\n") == 1
+    done = stubs.run(script.replace("\ncase $code in\n", "\nkill -USR1 $$\ncase $code in\n"), STUB_CODE="1")
+    assert done.returncode == 1 and "training ended with code 1; go on: no" in done.stdout
+    assert stubs.calls("scontrol") == []
 
 
 def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):

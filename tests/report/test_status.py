@@ -95,6 +95,14 @@ ENDS = [
         "failed",
         "rank 2 on n17: its process is gone",
     ),
+    (
+        [
+            {"event": "interrupted", "reason": "SIGINT to rank 2 of 4", "host": "n17", "at_step": 35},
+            {"event": "failed", "rank": 2, "host": "n17", "cause": "its process is gone", "at_step": 35},
+        ],
+        "interrupted",
+        "SIGINT to rank 2 of 4 on n17; go on with --resume",
+    ),
     ([{"event": "checkpoint_failed", "step": 35, "reason": "the disk is full"}], "running", ""),
 ]
 

@@ -26,6 +26,16 @@ def test_the_first_signal_counts_and_handlers_come_back():
     assert [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)] == before
 
 
+def test_what_came_before_counts_too():
+    with StopSignals():
+        signal.raise_signal(signal.SIGTERM)
+        with StopSignals() as signals:
+            assert signals.received == signal.SIGTERM
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals.received == signal.SIGTERM
+        signal.raise_signal(signal.SIGUSR1)  # does not end this process
+
+
 def test_no_signals_outside_of_the_main_thread():
     found = []
 

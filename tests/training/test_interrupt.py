@@ -1,0 +1,214 @@
+"""SIGINT to a run: it ends at once, with one line that says what it goes on from, and its log says so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import pty
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from mpi4py import MPI
+
+from halograd.report.record import read_record
+from halograd.report.status import status_of
+from halograd.training.epochs import Run
+from halograd.training.folder import CheckpointFolder
+from halograd.training.interruption import Interruption, append
+from halograd.training.log import read_log
+from halograd.training.pulse import Pulse
+from halograd.training.run import train
+from halograd.training.session import Session
+from tests.harness import jobs
+from tests.launch import find_mpiexec
+from tests.training.launching import SLOW, rank_processes, sets, started, wait_for_step
+from tests.training.runs import write_config
+
+HOST = platform.node()
+#: Epochs of six steps.
+COMMON = ["training.batch=2", "training.epochs=40", "output.checkpoint_epochs=1", "strategy.height=3"]
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Programs begin with the default action, also where this suite, in a shell's background, ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def assert_told(told: str, out: Path, rank: int) -> None:
+    """One line, and a log that agrees with it."""
+    (line,) = [line for line in told.splitlines() if line.startswith("halograd: ")]
+    who = f"rank {rank} of 3 on {HOST}: " if rank else ""
+    rest = r"interrupted at step \d+; the newest checkpoint is (\S+/step-\d+\.h5); go on with --resume"
+    found = re.fullmatch(f"halograd: {who}{rest}", line)
+    assert found and Path(found[1]).parent == out / "checkpoints" and Path(found[1]).exists(), told
+    (entry,) = read_log(out / "log.jsonl", "interrupted")
+    assert entry["reason"] == f"SIGINT to rank {rank} of 3" and not read_log(out / "log.jsonl", "failed")
+    status = status_of(read_record(out))
+    assert (status.state, status.seconds_left) == ("interrupted", None)
+    assert status.detail == f"SIGINT to rank {rank} of 3 on {HOST}; go on with --resume"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.timeout(120)
+def test_one_rank(tmp_path, victim):
+    out = tmp_path / "out"
+    train = ["-m", "halograd", "train", write_config(tmp_path), *sets(*COMMON, SLOW)]
+    with started(3, *train) as (process, mark):
+        wait_for_step(out, 8, process)
+        os.kill(rank_processes(mark)[victim], signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stdout + stderr
+    assert_told(stdout + stderr, out, victim)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_waits_for_one_that_hangs(tmp_path):
+    """It waits in MPI, where Python raises no KeyboardInterrupt."""
+    out = tmp_path / "out"
+    train = ["-m", "halograd", "train", write_config(tmp_path), *sets(*COMMON, "backend.transport=mpi")]
+    with started(3, *train) as (process, mark):
+        wait_for_step(out, 8, process)
+        ranks = rank_processes(mark)
+        os.kill(ranks[2], signal.SIGSTOP)
+        os.kill(ranks[1], signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stdout + stderr
+    assert_told(stdout + stderr, out, 1)
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_in_the_terminal_of_mpiexec(tmp_path):
+    out, mark = tmp_path / "out", jobs.new_mark()
+    config = write_config(tmp_path)
+    command = [find_mpiexec(), "-n", "3", sys.executable, "-m", "halograd", "train", str(config)]
+    process, terminal = pty.fork()
+    if not process:
+        os.execve(command[0], [*command, *sets(*COMMON, SLOW)], jobs.job_environment(mark))
+    told = ""
+    try:
+        wait_for_step(out, 8, SimpleNamespace(poll=lambda: None))
+        os.write(terminal, b"\x03")
+        with contextlib.suppress(OSError):  # the other end is closed
+            while more := os.read(terminal, 1000).decode():
+                told += more
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    finally:
+        jobs.end(mark)
+        os.close(terminal)
+    assert code == 130, told
+    assert_told(told, out, 0)
+
+
+WAITS_FOR_A_RANK = """
+import os, sys, time
+from pathlib import Path
+
+class Late:
+    def find_spec(self, name, *rest):
+        if name == "mpi4py.MPI":
+            if os.environ["PMI_RANK"] == "1":
+                time.sleep(1000)
+            Path(sys.argv.pop()).touch()
+
+sys.meta_path.insert(0, Late())
+from halograd.__main__ import main
+main()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_starts_mpi_when_another_has_not(tmp_path):
+    """No rank knows another one yet: the launcher, which sees a process die, ends the rest."""
+    script, mark = tmp_path / "late.py", tmp_path / "there"
+    script.write_text(WAITS_FOR_A_RANK)
+    with started(2, script, "train", write_config(tmp_path), mark) as (process, job):
+        deadline = time.monotonic() + 60
+        while not mark.exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        os.kill(rank_processes(job)[0], signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode and "Traceback" not in stderr, stdout + stderr
+
+
+# -- one process alone --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path):
+    return write_config(tmp_path)
+
+
+def interrupting(monkeypatch, owner: type, name: str, calls: int) -> None:
+    """Have a method raise KeyboardInterrupt when it is called for this many times."""
+    call, made = getattr(owner, name), []
+
+    def method(self, *args, **kwargs):
+        made.append(name)
+        if len(made) == calls:
+            raise KeyboardInterrupt
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, method)
+
+
+def test_a_run_of_one_process(config, tmp_path, monkeypatch):
+    """It cleans up and ends with the same words; then it goes on."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        interrupting(patch, Run, "_tell", 4)
+        words = rf"interrupted at step 4; the newest checkpoint is {out}/checkpoints/step-00000003\.h5; go on with --re"
+        with pytest.raises(KeyboardInterrupt, match=words):
+            train(config, comm=MPI.COMM_SELF)
+    status = status_of(read_record(out))
+    assert (status.state, status.detail) == ("interrupted", f"SIGINT to rank 0 of 1 on {HOST}; go on with --resume")
+    assert read_log(out / "log.jsonl", "failed") == []
+    train(config, [], True, comm=MPI.COMM_SELF)
+    assert status_of(read_record(out)).state == "finished"
+
+
+def test_a_run_that_has_not_begun(config, tmp_path, monkeypatch):
+    """The log is that of the run before, and stays so."""
+    out = tmp_path / "out"
+    train(config, comm=MPI.COMM_SELF)
+    before = (out / "log.jsonl").read_text()
+    monkeypatch.setattr(Session, "sampler", lambda session: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted before the first step; the newest checkpoint is .*09\."):
+        train(config, [], True, comm=MPI.COMM_SELF)
+    assert (out / "log.jsonl").read_text() == before
+
+
+# -- who speaks ---------------------------------------------------------------------------------
+
+
+def test_of_ranks_that_are_interrupted_together_one_speaks(tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.touch()
+    watchdog = SimpleNamespace(expect_end=lambda: None)
+
+    def words() -> list[str | None]:
+        told = []
+        for rank in (2, 0, 1):
+            ranks = SimpleNamespace(rank=rank, size=3)
+            one = Interruption(ranks, log, CheckpointFolder(tmp_path), watchdog)
+            one.follow(Pulse())
+            told.append(one.words())
+        return told
+
+    first = "interrupted at step 1; there is no checkpoint to go on from"
+    assert words() == [first, None, None]
+    assert [entry["reason"] for entry in read_log(log)] == ["SIGINT to rank 2 of 3"]
+    append(log, {"event": "begin"})  # the next job of the run
+    assert words() == [first, None, None]
+    log.unlink()
+    assert words() == [first] * 3

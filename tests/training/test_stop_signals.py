@@ -1,0 +1,163 @@
+"""SIGUSR1 and SIGTERM at every stage of a program's life: its exit code stays its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from halograd.training.epochs import Run
+from halograd.training.log import read_log
+from halograd.training.run import train
+from halograd.training.session import Session
+from halograd.training.signals import CHECKPOINTED
+from tests.launch import mpiexec
+from tests.training.launching import sets
+from tests.training.runs import write_config
+
+#: Three epochs of four steps, nothing held out: the last step is the last that is done.
+COMMON = ["data.validation=0", "training.epochs=3", "strategy.height=2"]
+
+# `python late.py train ...`: signals itself at the named stages, at those of 'all' on every rank.
+SIGNALS = """
+import os, signal, sys
+
+wanted, numbers = os.environ["STAGES"].split(","), (signal.SIGUSR1, signal.SIGTERM)
+rank = os.environ["PMI_RANK"]
+
+# Whatever it needs is kept in its defaults: at the end of Python there are no globals.
+def stage(name, wanted=wanted, numbers=numbers, rank=rank, kill=os.kill, pid=os.getpid(), write=os.write):
+    if name in wanted:
+        for number in numbers:
+            kill(pid, number)
+        write(2, f"{name} on {rank}\\n".encode())
+
+def before(owner, attribute, name):
+    call = getattr(owner, attribute)
+    def wrapped(*args, **kwargs):
+        stage(name)
+        return call(*args, **kwargs)
+    setattr(owner, attribute, wrapped)
+
+class Importing:
+    def find_spec(self, name, *rest):
+        if name == "mpi4py.MPI":
+            stage("MPI")
+        if name == "halograd.cli":
+            stage("import")
+
+class AtTheEnd:
+    def __del__(self, stage=stage):
+        stage("teardown")  # Python has given up its signal handlers
+
+def patch():
+    import halograd.cli.run, halograd.training.run
+    from halograd.training.epochs import Run
+    from halograd.training.folder import CheckpointFolder
+    from mpi4py import MPI
+    end = Run._end_epoch
+    def last(run, epoch, loss):
+        if epoch == 2:
+            stage("last step")
+            before(CheckpointFolder, "write", "last checkpoint")
+        end(run, epoch, loss)
+    Run._end_epoch = last
+    before(halograd.training.run, "report_times", "report")
+    before(halograd.training.run.StopSignals, "__exit__", "handlers")
+    before(halograd.cli.run, "leave", "leave")
+    before(MPI, "Finalize", "finalize")
+
+sys.meta_path.insert(0, Importing())
+if not {"MPI", "import"} & set(wanted):
+    patch()
+kept = AtTheEnd()
+from halograd.__main__ import main
+main()
+"""
+
+
+def run(folder: Path, *stages: str, change: str = "") -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """``halograd train`` on two ranks that get signals at these stages, and which of them it came through."""
+    script = folder / "signals.py"
+    script.write_text(SIGNALS)
+    words = [script, "train", write_config(folder), "--resume", *sets(*COMMON, *filter(None, [change]))]
+    done = mpiexec(2, words, env={"STAGES": ",".join(stages)})
+    return done, {line for line in done.stderr.splitlines() if line.endswith((" on 0", " on 1"))}
+
+
+@pytest.mark.parametrize("name", ["import", "MPI"])
+def test_while_the_program_starts(tmp_path, name):
+    """It is noted, and the run stops before its first step."""
+    done, passed = run(tmp_path, name)
+    assert done.returncode == CHECKPOINTED, done.stderr
+    assert passed == {f"{name} on 0", f"{name} on 1"}
+    assert done.stdout.splitlines()[-1] == "stopped after step 0 (SIGUSR1 to rank 0 of 2); go on with --resume"
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_when_all_is_trained(tmp_path):
+    """From the last step to the end of the process: the run is through, so its code is 0."""
+    stages = ["last step", "last checkpoint", "report", "handlers", "leave", "finalize", "teardown"]
+    done, passed = run(tmp_path, *stages)
+    assert done.returncode == 0, done.stderr
+    expected = {f"{stage} on {rank}" for stage in stages for rank in (0, 1)}
+    assert passed == expected - {"last checkpoint on 1"}, done.stderr
+    (finished,) = read_log(tmp_path / "out" / "log.jsonl", "finished")
+    assert finished["step"] == 12 and not read_log(tmp_path / "out" / "log.jsonl", "stopped")
+
+
+def test_while_a_mistake_is_told(tmp_path):
+    """The code is that of the mistake: a batch script must not take it for a run that goes on."""
+    stages = ["handlers", "leave", "finalize", "teardown"]
+    done, passed = run(tmp_path, *stages, change="data.path=nowhere.h5")
+    assert done.returncode == 2, done.stderr
+    assert passed == {f"{stage} on {rank}" for stage in stages for rank in (0, 1)}
+
+
+# -- in this process ----------------------------------------------------------------------------
+
+ALONE = ["data.validation=0"]
+
+
+def signaled(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Callable[[Any], bool]) -> None:
+    """Have a method get SIGTERM before it does anything."""
+    call = getattr(owner, name)
+
+    def method(self, *args, **kwargs):
+        if when(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, method)
+
+
+def test_in_the_last_step(tmp_path, monkeypatch):
+    """All ranks see it after that step; then there is nothing left to go on with."""
+    signaled(monkeypatch, Run, "_step", lambda run: run.optimizer.step == 11)
+    done = train(write_config(tmp_path), ALONE, comm=MPI.COMM_SELF)
+    assert (done["steps"], done["stopped"]) == (12, None)
+    assert (tmp_path / "out" / "checkpoints" / "step-00000012.h5").exists()
+
+
+def test_in_the_last_step_before_a_validation(tmp_path, monkeypatch):
+    """The validation is left to the next job."""
+    with monkeypatch.context() as patch:
+        signaled(patch, Run, "_step", lambda run: run.optimizer.step == 8)
+        done = train(write_config(tmp_path), comm=MPI.COMM_SELF)
+    assert (done["steps"], done["stopped"]) == (9, "SIGTERM to rank 0 of 1")
+    done = train(tmp_path / "run.toml", [], True, comm=MPI.COMM_SELF)
+    assert (done["steps"], done["stopped"]) == (9, None)
+    assert [e["epoch"] for e in read_log(tmp_path / "out" / "log.jsonl", "validation")] == [0, 1, 2]
+
+
+def test_while_a_run_that_is_through_begins_again(tmp_path, monkeypatch):
+    train(write_config(tmp_path), ALONE, comm=MPI.COMM_SELF)
+    signaled(monkeypatch, Session, "sampler", lambda session: True)
+    done = train(tmp_path / "run.toml", ALONE, True, comm=MPI.COMM_SELF)
+    assert (done["steps"], done["stopped"]) == (12, None)
