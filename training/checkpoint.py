@@ -2,55 +2,57 @@
 
 ::
 
-    /                    attributes: format, dtype; texts: network, config, progress
+    /                    attribute: dtype; texts: network, config, progress
     /params/LAYER/NAME   parameters; float32 where activations have 16 bits
     /state/LAYER/NAME    running statistics
-    /optimizer           attributes: kind, step; one group like /params per state array
+    /optimizer           attribute: settings (kind, step); one group like /params per state array
     /errors/LAYER/NAME   what rounding of gradients took away and is still to be added, if they are rounded
 
-Every array carries its CRC-32. A file appears under its name only when it is complete and on the disk.
+HDF5 is for other programs. A run finds its arrays by an index behind it (:mod:`halograd.training.chunk_file`), makes
+nothing of a byte that it has not verified, and reads each once per node. A file appears under its name only when it is
+complete and on the disk.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
 
 from halograd.comm import Communicator
 from halograd.data.atomic import atomic_path
-from halograd.data.reading import BeingWritten, open_to_read
 from halograd.device import device_of
 from halograd.errors import UserError
-from halograd.layers import Network
-from halograd.training.hdf5 import FaultHolder
+from halograd.training.chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
+from halograd.training.node_readers import NodeReaders
 from halograd.training.optimizers import Optimizer
+from halograd.training.snapshot import Progress, Snapshot, fingerprint
 from halograd.training.store import ParameterStore
 
 __all__ = [
+    "CheckpointReader",
     "DamagedCheckpoint",
+    "OtherCheckpoint",
     "Progress",
     "Snapshot",
-    "fingerprint",
+    "UnusableCheckpoint",
     "read_checkpoint",
     "read_header",
-    "verify_checkpoint",
     "write_checkpoint",
 ]
 
-FORMAT = 1
-# Not their subclasses: UserError is one too.
-_UNREADABLE = (ValueError, TypeError, json.JSONDecodeError, UnicodeDecodeError)
+Result = TypeVar("Result")
 
 
-class DamagedCheckpoint(UserError):
-    """A checkpoint cannot be read to its end, or its checksums are wrong.
+class UnusableCheckpoint(UserError):
+    """There is a file, but no run can go on from it.
 
     Attributes
     ----------
@@ -63,96 +65,12 @@ class DamagedCheckpoint(UserError):
         self.reason = text.partition(";")[0]
 
 
-@dataclass
-class Progress:
-    """Where a run stands.
-
-    Attributes
-    ----------
-    step
-        Updates done; the schedule and all random numbers are functions of it and of `seed`.
-    seed
-        Of the run.
-    sampler
-        Position in the data, as :meth:`Sampler.state_dict` gives it.
-    normalization
-        Statistics of the inputs, as :meth:`ChannelStatistics.state_dict` gives them; None without.
-    unvalidated
-        The run was stopped when an epoch was over and its validation was not.
-    reduction
-        Which schemes of gradient reduction were tried, as :meth:`AutoReduction.state_dict` gives it; None where none
-        are.
-    loss_scale
-        With float16, as :meth:`LossScale.state_dict` gives it; None otherwise.
-    """
-
-    step: int = 0
-    seed: int = 0
-    sampler: dict[str, Any] = field(default_factory=dict)
-    normalization: dict[str, Any] | None = None
-    unvalidated: bool = False
-    reduction: dict[str, Any] | None = None
-    loss_scale: dict[str, float] | None = None
+class DamagedCheckpoint(UnusableCheckpoint):
+    """The bytes of a checkpoint are not those that were written, or cannot be read."""
 
 
-def fingerprint(network: Network) -> list[str]:
-    """What makes two networks the same: layers in order with kind and shape, and their arrays."""
-    lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
-    lines += [f"{name}: parameter {_by(p.shape)}" for name, p in network.parameters().items()]
-    return lines + [f"{name}: state {_by(p.shape)}" for name, p in network.state().items()]
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a checkpoint holds of the parameters, whole, on the host: views of arrays that are so on this rank.
-
-    Attributes
-    ----------
-    network, dtype
-        Fingerprint and dtype.
-    params, state, optimizer
-        Arrays by ``layer/parameter``; those of the optimizer by the name of its state before.
-    settings
-        Scalars of the optimizer; None without one.
-    errors
-        What rounding of gradients took away, by ``layer/parameter``; empty if they are not rounded.
-    """
-
-    network: list[str]
-    dtype: str
-    params: Mapping[str, Any]
-    state: Mapping[str, Any]
-    optimizer: Mapping[str, Mapping[str, Any]]
-    settings: Mapping[str, Any] | None
-    errors: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
-    ) -> Snapshot | None:
-        """The present state, on rank 0; None elsewhere. Collective over `comm` where parameters are cut, else local."""
-        states = optimizer.named_state(comm) if optimizer is not None else {}
-        parts: list[Any] = [store.params, store.state, store.errors, *states.values()]
-        if comm is not None:
-            parts = [store.gather(comm, arrays) for arrays in parts]
-            if comm.rank:
-                return None
-        elif not store.whole:
-            raise ValueError("Snapshot.of(): expected the communicator of the ranks that share the parameters")
-        params, state, errors, *rest = [_on_host(arrays) for arrays in parts]
-        settings = None if optimizer is None else optimizer.settings()
-        named = dict(zip(states, rest))
-        return cls(fingerprint(store.network), store.dtype.name, params, state, named, settings, errors)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the parameters, of the optimizer's state, and of what was rounded away [B]."""
-        groups = (self.params, self.errors, *self.optimizer.values())
-        return sum(array.nbytes for arrays in groups for array in arrays.values())
+class OtherCheckpoint(UnusableCheckpoint):
+    """A file of another format or kind; it may be whole."""
 
 
 def write_checkpoint(path: str | Path, snapshot: Snapshot, progress: Progress | None = None, config: str = "") -> None:
@@ -164,176 +82,270 @@ def write_checkpoint(path: str | Path, snapshot: Snapshot, progress: Progress | 
         If the file cannot be written (disk full, no folder, no permission). Nothing is left behind.
     """
     needed = snapshot.nbytes
-    with atomic_path(path, needed=needed) as partial, FaultHolder(partial) as raw, h5py.File(raw, "w") as file:
-        file.attrs["format"] = FORMAT
-        file.attrs["dtype"] = snapshot.dtype
-        file.create_dataset("network", data=json.dumps(snapshot.network))
-        file.create_dataset("config", data=config)
-        file.create_dataset("progress", data=json.dumps(asdict(progress or Progress())))
-        _write_arrays(file.create_group("params"), snapshot.params)
-        _write_arrays(file.create_group("state"), snapshot.state)
-        if snapshot.errors:
-            _write_arrays(file.create_group("errors"), snapshot.errors)
-        if snapshot.settings is not None:
-            group = file.create_group("optimizer")
-            group.attrs["settings"] = json.dumps(dict(snapshot.settings))
+    progress = progress or Progress()
+    with atomic_path(path, needed=needed) as partial, ChunkWriter(partial) as raw:
+        with h5py.File(raw, "w", userblock_size=HEADER) as file:
+            file.attrs["dtype"] = snapshot.dtype
+            file.create_dataset("network", data=json.dumps(snapshot.network))
+            file.create_dataset("config", data=config)
+            file.create_dataset("progress", data=json.dumps(asdict(progress)))
+            if snapshot.settings is not None:
+                file.create_group("optimizer").attrs["settings"] = json.dumps(dict(snapshot.settings))
+            places = _write_arrays(file, "params", snapshot.params) | _write_arrays(file, "state", snapshot.state)
+            if snapshot.errors:
+                places |= _write_arrays(file, "errors", snapshot.errors)
             for key, arrays in snapshot.optimizer.items():
-                _write_arrays(group.create_group(key), arrays)
+                places |= _write_arrays(file, f"optimizer/{key}", arrays)
+        index = {
+            "network": snapshot.network,
+            "dtype": snapshot.dtype,
+            "config": config,
+            "progress": asdict(progress),
+            "settings": snapshot.settings,
+            "states": sorted(snapshot.optimizer),
+            "arrays": places,
+        }
+        raw.finish(json.dumps(index).encode())
 
 
-def _on_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, those of a device copied."""
-    return {name: device_of(array).to_host(array) for name, array in arrays.items()}
-
-
-def _write_arrays(group: h5py.Group, arrays: Mapping[str, Any]) -> None:
-    for name, array in arrays.items():
-        dataset = group.create_dataset(name, data=array)
-        dataset.attrs["crc32"] = _crc(array)
-
-
-def _crc(array: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+def _write_arrays(file: h5py.File, name: str, arrays: Mapping[str, Any]) -> dict[str, tuple[int, tuple[int, ...], str]]:
+    """Write a group of arrays. By path: offset in the file [B], shape and dtype."""
+    group, places = file.create_group(name), {}
+    for key, array in arrays.items():
+        dataset = group.create_dataset(key, data=array)
+        offset = dataset.id.get_offset() if dataset.size else HEADER
+        places[f"{name}/{key}"] = offset, dataset.shape, dataset.dtype.str
+    return places
 
 
 def read_header(path: str | Path) -> tuple[Progress, str]:
-    """Progress and configuration text of a checkpoint. Local."""
-    with _Opened(path) as file:
-        return _progress(file), _text(file, "config")
+    """Progress and configuration text of a checkpoint. Local; reads the chunks that hold them."""
+    with CheckpointReader(path) as reader:
+        return reader.header()
 
 
-def verify_checkpoint(path: str | Path) -> None:
-    """Read a whole checkpoint and compare all checksums. Local.
+def read_checkpoint(
+    path: str | Path, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
+) -> Progress:
+    """Fill this rank's parameters, states and, if given, the optimizer from a checkpoint.
+
+    Collective over `comm`, local without one. Errors are those of :class:`CheckpointReader`.
+    """
+    with CheckpointReader(path, comm) as reader:
+        return reader.restore(store, optimizer)
+
+
+class CheckpointReader:
+    """A checkpoint, open to be read. Collective over `comm` to make and to use, local without one.
+
+    The first rank of every node reads, each byte at most once, and passes arrays on to the ranks of its node. What it
+    has read stays in its memory until `close`: at most the size of the file.
+
+    Parameters
+    ----------
+    path
+        The file, or a link to it.
+    comm
+        Ranks that call this together.
+    whole
+        Read and verify all of it now; otherwise what is needed, when it is.
 
     Raises
     ------
     DamagedCheckpoint
-        If it is truncated or damaged.
+        If a byte that is read is not the one that was written; on all ranks, as all errors here.
+    OtherCheckpoint
+        If it is a file of another format or kind.
     UserError
-        If it is missing, or not a checkpoint of this format.
+        If there is none, or it cannot be opened.
     """
-    with _Opened(path) as file:
-        _progress(file)
-        _text(file, "network"), _text(file, "config")
-        file.visititems(_verify)
 
-
-def _verify(path: str, item: Any) -> None:
-    if isinstance(item, h5py.Dataset) and "crc32" in item.attrs:
-        _verified(path, item)
-
-
-def read_checkpoint(path: str | Path, store: ParameterStore, optimizer: Optimizer | None = None) -> Progress:
-    """Fill this rank's parameters, states and, if given, the optimizer from a checkpoint. Local.
-
-    Nothing is changed unless the whole file was read and fits.
-
-    Raises
-    ------
-    UserError
-        If the file is missing, truncated or damaged, of another network, optimizer or dtype.
-    """
-    with _Opened(path) as file:
-        _check_network(path, json.loads(_text(file, "network")), fingerprint(store.network))
-        if file.attrs["dtype"] != store.dtype.name:
-            raise UserError(
-                f"checkpoint {path}: expected {store.dtype.name} parameters, got {file.attrs['dtype']}; "
-                f'set training.dtype = "{file.attrs["dtype"]}"'
-            )
-        found: list[tuple[Any, Any]] = [(a, _read(file, f"params/{n}", store, n)) for n, a in store.params.items()]
-        found += [(a, _read(file, f"state/{n}", store, n)) for n, a in store.state.items()]
-        found += [(a, _error(file, store, n)) for n, a in store.errors.items()]
-        settings = None
-        if optimizer is not None:
-            settings = _optimizer_settings(path, file, optimizer)
-            for key, kept in optimizer.kept_state().items():
-                found += [(a, _part(file, f"optimizer/{key}/{n}", store, n, part)) for n, (part, a) in kept.items()]
-        progress = _progress(file)
-    for array, values in found:
-        device_of(array).assign(array, values)
-    store.refresh()
-    if store.loss_scale is not None and progress.loss_scale is not None:
-        store.loss_scale.load_state_dict(progress.loss_scale)
-    if optimizer is not None and settings is not None:
-        optimizer.step = int(settings["step"])
-    return progress
-
-
-def _error(file: h5py.File, store: ParameterStore, name: str) -> np.ndarray | float:
-    """What the first rank that holds a block is to add to its gradient; zero for the others, and in a run before
-    which nothing was rounded."""
-    assert store.blocks is not None
-    colors = store.blocks[name].colors
-    first = colors.index(colors[store.rank]) == store.rank
-    return _read(file, f"errors/{name}", store, name) if "errors" in file and first else 0.0
-
-
-class _Opened:
-    """The file, open for reading; everything that can go wrong in reading it becomes one UserError."""
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-
-    def __enter__(self) -> h5py.File:
-        if not self._path.exists():
-            raise UserError(f"checkpoint {self._path}: expected a file, there is none")
+    def __init__(self, path: str | Path, comm: Communicator | None = None, whole: bool = False) -> None:
+        self.path = Path(path)
+        self._readers = NodeReaders(comm)
+        self._raw: VerifiedFile | None = None
+        self._index: dict[str, Any] = {}
         try:
-            self._file = open_to_read(self._path)
-        except BeingWritten as error:
-            raise UserError(f"checkpoint {self._path}: expected a file that nobody writes to; {error}") from error
-        except OSError as error:
+            identity = self._read(self._open)
+            first = self._readers.from_first(identity)
+            self._read(lambda: self._begin(first, whole))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def bytes_read(self) -> int:
+        """From the file system, by this rank, so far [B]. Local."""
+        return 0 if self._raw is None else self._raw.bytes_read
+
+    def header(self) -> tuple[Progress, str]:
+        """Progress and configuration text, on all ranks."""
+        found = self._read(lambda: (self._progress(), self._index["config"]))
+        return self._readers.from_first(found)
+
+    def restore(self, store: ParameterStore, optimizer: Optimizer | None = None) -> Progress:
+        """Fill this rank's parameters, states and, if given, the optimizer.
+
+        Nothing is changed unless all that is needed was read and fits.
+
+        Raises
+        ------
+        UserError
+            If the checkpoint is of another network, optimizer or dtype.
+        """
+        wanted = _wanted(store, optimizer)
+        found = self._read(lambda: self._fitting(wanted, store, optimizer))
+        progress, settings, paths = self._readers.from_first(None if found is None else found[:3])
+        shapes = [(path, store.shapes[wanted[path].name]) for path in paths]
+        arrays = {} if found is None else found[3]
+        for path, whole in zip(paths, self._readers.pass_on(shapes, arrays, store.dtype), strict=True):
+            wanted[path].fill(whole, store)
+        for path in wanted.keys() - set(paths):  # a run that rounds gradients goes on from one that did not
+            wanted[path].target.fill(0)
+        store.refresh()
+        if store.loss_scale is not None and progress.loss_scale is not None:
+            store.loss_scale.load_state_dict(progress.loss_scale)
+        if optimizer is not None:
+            optimizer.step = int(settings["step"])
+        return progress
+
+    # -- on ranks that read --------------------------------------------------------------------
+
+    def _open(self) -> int:
+        self._raw = VerifiedFile(self.path)
+        return self._raw.identity
+
+    def _begin(self, identity: int, whole: bool) -> None:
+        assert self._raw is not None
+        if self._raw.identity != identity:
+            raise UserError(
+                f"checkpoint {self.path}: expected the same file on all nodes, got another one than rank 0 has; wait "
+                "until no run writes to it, or name a file on a file system that the nodes share"
+            )
+        if whole:
+            self._raw.load()
+        self._index = json.loads(self._raw.index())
+
+    def _progress(self) -> Progress:
+        return Progress(**self._index["progress"])
+
+    def _fitting(
+        self, wanted: dict[str, _Wanted], store: ParameterStore, optimizer: Optimizer | None
+    ) -> tuple[Progress, dict[str, Any], list[str], dict[str, np.ndarray]]:
+        """Progress, settings of the optimizer, names and whole arrays of what is wanted, if all of it fits."""
+        index = self._index
+        _check_network(self.path, index["network"], fingerprint(store.network))
+        if index["dtype"] != store.dtype.name:
+            raise UserError(
+                f"checkpoint {self.path}: expected {store.dtype.name} parameters, got {index['dtype']}; "
+                f'set training.dtype = "{index["dtype"]}"'
+            )
+        settings = {} if optimizer is None else self._settings(optimizer)
+        rounded = any(path.startswith("errors/") for path in index["arrays"])
+        paths = sorted(path for path in wanted if rounded or not path.startswith("errors/"))
+        arrays = {path: self._array(path, store.shapes[wanted[path].name], store.dtype) for path in paths}
+        return self._progress(), settings, paths, arrays
+
+    def _settings(self, optimizer: Optimizer) -> dict[str, Any]:
+        settings, states = self._index["settings"], self._index["states"]
+        if settings is None:
+            raise UserError(f"checkpoint {self.path}: expected the state of an optimizer, got parameters only")
+        there, here = (settings["kind"], states), (type(optimizer).__name__, sorted(optimizer.state_names))
+        if there != here:
+            raise UserError(
+                f"checkpoint {self.path}: expected the optimizer {here[0]} with {here[1]}, got {there[0]} with "
+                f"{there[1]}; resume with the optimizer of the run"
+            )
+        return settings
+
+    def _array(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """A whole array: a view of what was read."""
+        assert self._raw is not None
+        offset, found, kind = self._index["arrays"][path]
+        if tuple(found) != shape or np.dtype(kind) != dtype:
+            raise KeyError(f"{path} of shape {found} and type {kind}")
+        return self._raw.view(offset, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+    # -- faults --------------------------------------------------------------------------------
+
+    def _read(self, call: Callable[[], Result]) -> Result | None:
+        """What `call` returns on ranks that read; what goes wrong becomes one UserError on all ranks. Collective."""
+        return self._readers.run(lambda: self._told(call))
+
+    def _told(self, call: Callable[[], Result]) -> Result:
+        try:
+            return call()
+        except UserError:
+            raise
+        except DamagedFile as error:
             raise self._damaged(error) from error
-        if "format" not in self._file.attrs:
-            self._file.close()
-            raise UserError(f"checkpoint {self._path}: expected a checkpoint of halograd, got another HDF5 file")
-        if self._file.attrs["format"] != FORMAT:
-            found = self._file.attrs["format"]
-            self._file.close()
-            raise UserError(f"checkpoint {self._path}: expected format {FORMAT}, got {found}; use that halograd")
-        return self._file
+        except OtherFile as error:
+            raise OtherCheckpoint(f"checkpoint {self.path}: expected a checkpoint of format 2, got {error}") from error
+        except FileNotFoundError as error:
+            raise UserError(f"checkpoint {self.path}: expected a file, there is none{self._remedy()}") from error
+        except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or str(error).strip("'\"") or type(error).__name__
+            raise UserError(f"checkpoint {self.path}: expected one that can be read, got {reason}") from error
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._file.close()
-        # A flipped bit may also hit a text (ValueError: not JSON, not UTF-8) or a link within the file.
-        if error is not None and (isinstance(error, (OSError, KeyError, RuntimeError)) or type(error) in _UNREADABLE):
-            raise self._damaged(error) from error
+    def _damaged(self, error: DamagedFile) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"checkpoint {self.path}: it is truncated or damaged ({error}){self._remedy()}")
 
-    def _damaged(self, error: BaseException) -> DamagedCheckpoint:
-        reason = (str(error) or type(error).__name__).strip("'\"").splitlines()[0]
-        others = sorted(p.name for p in self._path.parent.glob("step-*.h5") if p.name != self._path.resolve().name)
-        remedy = f"; use an older one: {others[-1]}" if others else ""
-        return DamagedCheckpoint(f"checkpoint {self._path}: it is truncated or damaged ({reason}){remedy}")
+    def _remedy(self) -> str:
+        others = sorted(p.name for p in self.path.parent.glob("step-*.h5") if p.name != self.path.resolve().name)
+        return f"; use another one: {others[-1]}" if others else ""
 
+    def close(self) -> None:
+        """Give back file and memory; idempotent. Local."""
+        if self._raw is not None:
+            self._raw.close()
 
-def _read(file: h5py.File, path: str, store: ParameterStore, name: str) -> np.ndarray:
-    """This rank's block of an array of the file, whose checksum is that of the whole."""
-    dataset = file[path]
-    if dataset.shape != store.shapes[name] or dataset.dtype != store.dtype:
-        raise KeyError(f"{path} is {dataset.shape} {dataset.dtype}")
-    array = _verified(path, dataset)
-    block = array[store.box(name).slices()]
-    return block if block.size == array.size else block.copy()
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-def _part(file: h5py.File, path: str, store: ParameterStore, name: str, part: slice) -> np.ndarray:
-    """Some elements of this rank's block, flat."""
-    block = _read(file, path, store, name).reshape(-1)
-    return block if part == slice(0, block.size) else block[part].copy()
+@dataclass(frozen=True)
+class _Wanted:
+    """What this rank takes of an array of the file.
+
+    Attributes
+    ----------
+    name
+        Of the parameter or state that has its shape.
+    target
+        Array to fill: this rank's block, or `part` of it, flat.
+    taken
+        False: what was written goes to another rank, this one begins with zeros.
+    """
+
+    name: str
+    target: Any
+    part: slice | None = None
+    taken: bool = True
+
+    def fill(self, whole: np.ndarray, store: ParameterStore) -> None:
+        """Take this rank's part of the array. Local."""
+        block = whole[store.box(self.name).slices()]
+        values = block if self.part is None else block.reshape(-1)[self.part]
+        device_of(self.target).assign(self.target, values if self.taken else np.zeros_like(values))
 
 
-def _verified(path: str, dataset: h5py.Dataset) -> np.ndarray:
-    array = dataset[...]
-    if _crc(array) != int(dataset.attrs["crc32"]):
-        raise OSError(f"the checksum of {path} is wrong")
-    return array
-
-
-def _text(file: h5py.File, name: str) -> str:
-    return file[name][()].decode()
-
-
-def _progress(file: h5py.File) -> Progress:
-    return Progress(**json.loads(_text(file, "progress")))
+def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wanted]:
+    """By path in the file; the same paths on all ranks."""
+    assert store.blocks is not None
+    found = {f"params/{name}": _Wanted(name, array) for name, array in store.params.items()}
+    found |= {f"state/{name}": _Wanted(name, array) for name, array in store.state.items()}
+    for name, array in store.errors.items():
+        colors = store.blocks[name].colors
+        first = colors.index(colors[store.rank]) == store.rank  # so that it is added once
+        found[f"errors/{name}"] = _Wanted(name, array, taken=first)
+    for key, kept in ({} if optimizer is None else optimizer.kept_state()).items():
+        found |= {f"optimizer/{key}/{name}": _Wanted(name, array, part) for name, (part, array) in kept.items()}
+    return found
 
 
 def _check_network(path: str | Path, there: list[str], here: list[str]) -> None:
@@ -342,17 +354,3 @@ def _check_network(path: str | Path, there: list[str], here: list[str]) -> None:
         b = here[i] if i < len(here) else "nothing"
         if a != b:
             raise UserError(f"checkpoint {path} is of another network: expected {b!r}, got {a!r}")
-
-
-def _optimizer_settings(path: str | Path, file: h5py.File, optimizer: Optimizer) -> dict[str, Any]:
-    if "optimizer" not in file:
-        raise UserError(f"checkpoint {path}: expected the state of an optimizer, got parameters only")
-    group = file["optimizer"]
-    settings = json.loads(group.attrs["settings"])
-    there, here = (settings["kind"], sorted(group)), (type(optimizer).__name__, sorted(optimizer.state_names))
-    if there != here:
-        raise UserError(
-            f"checkpoint {path}: expected the optimizer {here[0]} with {here[1]}, got {there[0]} with {there[1]}; "
-            "resume with the optimizer of the run"
-        )
-    return settings

@@ -8,7 +8,6 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, SupportsFloat
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from halograd.data import Batch
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.build import make_optimizer, make_schedule
-from halograd.training.checkpoint import read_checkpoint
+from halograd.training.checkpoint import CheckpointReader
 from halograd.training.checkpointing import Checkpoints
 from halograd.training.executor import STOP
 from halograd.training.folder import CheckpointFolder
@@ -76,11 +75,10 @@ class Run:
         self.steps = 0
         self.validation: dict[str, Any] = {}
 
-    def resume(self, path: Path) -> None:
-        """Continue from a checkpoint, of whatever decomposition. Collective; every rank reads the file."""
-        comm = self.session.comm
-        with comm.agreement():
-            progress = read_checkpoint(path, self.session.executor.store, self.optimizer)
+    def resume(self, checkpoint: CheckpointReader) -> None:
+        """Continue from a checkpoint, of whatever decomposition, open on the ranks of the run. Collective."""
+        progress = checkpoint.restore(self.session.executor.store, self.optimizer)
+        with self.session.comm.agreement():
             self.sampler.load_state_dict(progress.sampler)
         if self.trainer.auto is not None and progress.reduction is not None:
             self.trainer.auto.load_state_dict(progress.reduction)

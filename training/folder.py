@@ -7,12 +7,27 @@ A file that turns out to be damaged when a run wants to continue from it is set 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+from halograd.comm import Communicator
 from halograd.errors import UserError
-from halograd.training.checkpoint import DamagedCheckpoint, Progress, Snapshot, verify_checkpoint, write_checkpoint
+from halograd.training.checkpoint import (
+    CheckpointReader,
+    DamagedCheckpoint,
+    Progress,
+    Snapshot,
+    UnusableCheckpoint,
+    write_checkpoint,
+)
+from halograd.training.root import on_root
 
 __all__ = ["CheckpointFolder"]
+
+Result = TypeVar("Result")
 
 
 class CheckpointFolder:
@@ -24,10 +39,12 @@ class CheckpointFolder:
         Folder; made with the first checkpoint.
     keep
         Number of files kept up to the newest written; older ones are removed after it is complete.
+    check
+        Called before anything is written; raises if the folder is not this run's any more.
     """
 
-    def __init__(self, path: str | Path, keep: int = 3) -> None:
-        self.path, self.keep = Path(path), keep
+    def __init__(self, path: str | Path, keep: int = 3, check: Callable[[], None] | None = None) -> None:
+        self.path, self.keep, self._check = Path(path), keep, check
 
     @property
     def latest(self) -> Path | None:
@@ -38,30 +55,36 @@ class CheckpointFolder:
         files = self._files()
         return files[-1] if files else None
 
-    def newest_whole(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that can be read to its end, and what there is to tell of newer ones.
+    def newest_whole(self, comm: Communicator | None = None) -> tuple[CheckpointReader | None, list[str]]:
+        """The newest checkpoint whose bytes are those that were written, and what there is to tell of newer ones.
 
-        Reads whole files. Damaged ones are set aside.
+        Collective over `comm`, local without one. All of it was read; the caller closes it. Damaged files are set aside
+        by rank 0.
 
         Raises
         ------
         UserError
-            If there are checkpoints, but all are damaged; or one of another format.
+            If there are checkpoints, but no run can go on from any.
         """
         told: list[str] = []
-        for path in self._candidates():
+        damaged = True
+        for path in _on_first(comm, self._candidates):
             try:
-                verify_checkpoint(path)
-            except DamagedCheckpoint as error:
-                told.append(f"{error.reason}; set aside as {self._set_aside(path).name}")
+                found = CheckpointReader(path, comm, whole=True)
+            except UnusableCheckpoint as error:
+                told.append(error.reason)
+                damaged = damaged and isinstance(error, DamagedCheckpoint)
+                if isinstance(error, DamagedCheckpoint):
+                    told[-1] += _on_first(comm, partial(self._set_aside, path))
                 continue
             if told:
-                self._point_to(path)
+                _on_first(comm, partial(self._point_back, path))
                 told.append(f"{path.name} is taken instead")
-            return path, told
+            return found, told
         if told:
+            none = "all are damaged" if damaged else "there is none"
             raise UserError(
-                f"--resume: expected a checkpoint in {self.path} that can be read, all are damaged: {'; '.join(told)}; "
+                f"--resume: expected a checkpoint in {self.path} that can be read, {none}: {'; '.join(told)}; "
                 "bring back a copy, or remove them to begin anew"
             )
         return None, told
@@ -72,13 +95,18 @@ class CheckpointFolder:
         target = link.resolve().name if link.exists() else ""
         return [f for f in files if not target or f.name <= target] or files
 
-    def _set_aside(self, path: Path) -> Path:
+    def _set_aside(self, path: Path) -> str:
         aside = path.with_suffix(".damaged")
-        os.replace(path, aside)
-        return aside
+        try:
+            os.replace(path, aside)
+        except OSError as error:
+            return f", cannot be set aside ({error.strerror})"
+        return f", set aside as {aside.name}"
 
     def write(self, snapshot: Snapshot, progress: Progress, config: str) -> Path:
         """Write one checkpoint, point ``latest.h5`` to it, and remove the oldest."""
+        if self._check is not None:
+            self._check()
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / f"step-{progress.step:08d}.h5"
         write_checkpoint(path, snapshot, progress, config)
@@ -96,5 +124,14 @@ class CheckpointFolder:
         link.symlink_to(path.name)
         os.replace(link, self.path / "latest.h5")
 
+    def _point_back(self, path: Path) -> None:
+        with suppress(OSError):  # whoever cannot write here finds it by its name
+            self._point_to(path)
+
     def _files(self) -> list[Path]:
-        return sorted(self.path.glob("step-*.h5"))
+        return sorted(path for path in self.path.glob("step-*.h5") if path.is_file())
+
+
+def _on_first(comm: Communicator | None, call: Callable[[], Result]) -> Result:
+    """What `call` returns on rank 0, on all ranks. Collective over `comm`, local without one."""
+    return call() if comm is None else on_root(comm.mpi, call)

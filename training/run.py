@@ -16,7 +16,7 @@ from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.training.account import begin_entry, headline, report_plan, report_times
-from halograd.training.checkpoint import Progress, read_checkpoint, read_header
+from halograd.training.checkpoint import CheckpointReader, Progress, read_header
 from halograd.training.config import Config, check_config, load_config
 from halograd.training.epochs import Run, describe, evaluate_batches
 from halograd.training.folder import CheckpointFolder
@@ -91,7 +91,7 @@ def train(
             _log_each_rank(ranks, directory / "logs", stack)
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
         interruption = stack.enter_context(Interruption(ranks, directory / "log.jsonl", folder, watchdog))
-        found, progress = _start_from(ranks, folder, resume)
+        found, progress = _start_from(ranks, folder, resume, stack)
         normalization = None if progress is None else progress.normalization
         plan = _plan(config, ranks, planner, training=True)
         strategy = None if plan is None else plan.strategy
@@ -109,7 +109,8 @@ def train(
         log.say(headline(session))
         if found is not None:
             run.resume(found)
-            log.say(f"resumed at step {run.optimizer.step}, epoch {run.sampler.epoch + 1}, from {found.resolve()}")
+            found.close()
+            log.say(f"resumed at step {run.optimizer.step}, epoch {run.sampler.epoch + 1}, from {found.path.resolve()}")
         log.write("begin", **begin_entry(session, run))
         watchdog.follow(session.executor.pulse)
         interruption.follow(session.executor.pulse)
@@ -149,11 +150,12 @@ def evaluate(
     world = boot() if comm is None else comm
     config, checkpoint, progress = on_root(world, lambda: _trained(Path(target), overrides))
     with _communicator(config, world) as ranks, ExitStack() as stack:
+        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now: a run that goes on may remove it
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
         session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
-        with ranks.agreement():
-            read_checkpoint(checkpoint, session.executor.store)
+        reader.restore(session.executor.store)
+        reader.close()
         batches = session.in_order(_chosen(session, samples))
         result = evaluate_batches(session, Evaluation(session.executor), batches)
         assert result is not None, "nobody interrupts it"
@@ -219,8 +221,10 @@ def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
     return ranker(session.config, session.comm, strategy)
 
 
-def _start_from(ranks: Communicator, folder: CheckpointFolder, resume: bool) -> tuple[Path | None, Progress | None]:
-    """The checkpoint to continue from, None for the beginning. Collective: rank 0 looks for all."""
+def _start_from(
+    ranks: Communicator, folder: CheckpointFolder, resume: bool, stack: ExitStack
+) -> tuple[CheckpointReader | None, Progress | None]:
+    """The checkpoint to continue from, open and verified; None for the beginning. Collective."""
     if not resume:
         if ranks.bcast(folder.latest) is not None:
             raise UserError(
@@ -228,14 +232,14 @@ def _start_from(ranks: Communicator, folder: CheckpointFolder, resume: bool) -> 
                 "continue it with --resume, or choose another directory"
             )
         return None, None
-    found, progress = None, None
-    with ranks.agreement():
-        if ranks.rank == 0:
-            found, told = folder.newest_whole()
-            progress = None if found is None else read_header(found)[0]
-            for line in told or ([] if found else [f"no checkpoint in {folder.path} yet: starting from the beginning"]):
-                _log.warning(line)
-    return ranks.bcast((found, progress))
+    found, told = folder.newest_whole(ranks)
+    if found is None:
+        told = [f"no checkpoint in {folder.path} yet: starting from the beginning"]
+    if told and ranks.rank == 0:
+        _log.warning("; ".join(told))
+    if found is None:
+        return None, None
+    return stack.enter_context(found), found.header()[0]
 
 
 def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, Progress]:
@@ -248,6 +252,7 @@ def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, Prog
         checkpoint = target if target.is_file() else CheckpointFolder(target / "checkpoints").latest
     if checkpoint is None:
         raise UserError(f"{target}: expected a trained run (its configuration, directory or a checkpoint), got none")
+    checkpoint = checkpoint.resolve()  # latest.h5 may soon mean another one
     progress, text = read_header(checkpoint)
     if config is None:
         config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zlib
 
 import h5py
 import numpy as np
@@ -10,7 +11,15 @@ import pytest
 
 from halograd.data.errors import DataError
 from halograd.errors import UserError
-from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint, read_header, write_checkpoint
+from halograd.training.checkpoint import (
+    CheckpointReader,
+    DamagedCheckpoint,
+    Progress,
+    Snapshot,
+    read_checkpoint,
+    read_header,
+    write_checkpoint,
+)
 from halograd.training.folder import CheckpointFolder
 from halograd.training.optimizers import SGD, Adam
 
@@ -105,11 +114,13 @@ def test_truncated(saved, make_store, part):
     refused(path, make_store(), "it is truncated or damaged")
 
 
-def test_names_an_older_one(saved, make_store):
+def test_names_another_one(saved, make_store):
     path, store, _ = saved
     write_checkpoint(path.with_name("step-00000050.h5"), Snapshot.of(store))
     os.truncate(path, 100)
-    refused(path, make_store(), "; use an older one: step-00000050.h5")
+    refused(path, make_store(), "; use another one: step-00000050.h5")
+    path.unlink()
+    refused(path, make_store(), "expected a file, there is none; use another one: step-00000050.h5")
 
 
 @pytest.mark.parametrize("name", ["params/scale1/w", "state/scale3/mean", "optimizer/first_moment/scale2/b"])
@@ -117,25 +128,63 @@ def test_one_bit(saved, make_store, name):
     path = saved[0]
     with h5py.File(path, "r") as file:
         at = file[name].id.get_offset()
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
+    flip(path, at)
     store = make_store()
-    refused(path, store, f"it is truncated or damaged (the checksum of {name} is wrong)", Adam(store))
+    size = path.stat().st_size
+    refused(path, store, f"it is truncated or damaged (the checksum of its bytes 4096 to {size - 4} is wrong)")
 
 
-def test_other_file(make_store, tmp_path):
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["x"] = 1
-    refused(tmp_path / "a.h5", make_store(), "expected a checkpoint of halograd, got another HDF5 file")
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_every_byte_of_a_file_counts(saved, make_store):
+    """One flip in the header, the table and every structure between them: never another error, never accepted."""
+    path, whole = saved[0], saved[0].read_bytes()
+    for at in (*range(0, 4096, 97), *range(4096, len(whole), 211), *range(len(whole) - 4, len(whole))):
+        flip(path, at)
+        with pytest.raises(DamagedCheckpoint, match="it is truncated or damaged"):
+            CheckpointReader(path, whole=True)
+        path.write_bytes(whole)
+    CheckpointReader(path, whole=True).close()
+
+
+def test_other_tools_can_read_it(saved):
+    path, store, _ = saved
+    with h5py.File(path) as file:
+        assert file.userblock_size == 4096 and file["config"][()] == b"a = 1\n"
+        np.testing.assert_array_equal(file["params/scale3/w"], store.params["scale3/w"])
+
+
+def test_format_1(make_store, tmp_path):
+    """Without checksums of its texts and attributes it is refused, and left where it is."""
+    with h5py.File(tmp_path / "step-00000005.h5", "w") as file:
+        file.attrs["format"] = 1
+    want = "expected a checkpoint of format 2, got an HDF5 file without checksums (format 1, or no checkpoint at all)"
+    refused(tmp_path / "step-00000005.h5", make_store(), want)
+    with pytest.raises(UserError, match=r"can be read, there is none: .* format 2, got an HDF5 file"):
+        CheckpointFolder(tmp_path).newest_whole()
+    assert (tmp_path / "step-00000005.h5").exists()
 
 
 def test_other_format(saved, make_store):
-    with h5py.File(saved[0], "r+") as file:
-        file.attrs["format"] = 99
-    refused(saved[0], make_store(), "expected format 1, got 99")
+    path, whole = saved[0], bytearray(saved[0].read_bytes())
+    whole[16:20] = (99).to_bytes(4, "little")
+    whole[4092:4096] = zlib.crc32(whole[:4092]).to_bytes(4, "little")
+    path.write_bytes(whole)
+    refused(path, make_store(), "expected a checkpoint of format 2, got format 99; use the halograd that wrote it")
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_file(make_store, tmp_path):
+    """A pipe is not opened: that would wait for somebody to write to it."""
+    os.mkfifo(tmp_path / "step-00000005.h5")
+    (tmp_path / "step-00000006.h5").mkdir()
+    for name in ("step-00000005.h5", "step-00000006.h5"):
+        refused(tmp_path / name, make_store(), "got a folder, a pipe or a device; name a file")
+    assert CheckpointFolder(tmp_path).newest_whole() == (None, [])
 
 
 SAVE_IN_LITTLE_SPACE = """

@@ -157,7 +157,7 @@ def test_full_disk(comm, config, monkeypatch):
     """All ranks stop with one line; the checkpoint before is whole."""
     from halograd.training import checkpoint as module
 
-    def full(group, arrays):
+    def full(file, name, arrays):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     train(config, ["training.epochs=1"], comm=comm)

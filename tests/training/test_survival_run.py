@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from halograd.data.errors import DataError
 from halograd.errors import UserError
-from halograd.training import checkpoint
+from halograd.training import checkpoint, chunk_file
 from halograd.training.log import read_log
 from halograd.training.metrics import Evaluation
 from halograd.training.run import train
@@ -56,11 +56,32 @@ def test_damaged_checkpoints_are_skipped(comm, folder, caplog):
     damaged = ["step-00000008.damaged", "step-00000009.damaged"]
     assert files(folder) == ["latest.h5", "step-00000006.h5", damaged[0], damaged[1], "step-00000009.h5"]
     if comm.rank == 0:
-        assert "is truncated or damaged" in caplog.messages[0] and caplog.messages[0].endswith(damaged[1])
-        assert "checksum" in caplog.messages[1] and caplog.messages[1].endswith(damaged[0])
-        assert caplog.messages[2] == "step-00000006.h5 is taken instead"
+        (told,) = caplog.messages
+        first, second, taken = told.split("; ")
+        assert first.startswith("checkpoint ") and "is truncated or damaged" in first and first.endswith(damaged[1])
+        assert "checksum" in second and second.endswith(damaged[0])
+        assert taken == "step-00000006.h5 is taken instead"
     else:
         assert caplog.messages == []
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("transport, nodes", [("auto", 1), ("emulated:alpha=0,beta=0,node=2", 2)])
+def test_resumption_reads_each_byte_once_per_node(comm, folder, monkeypatch, transport, nodes):
+    """Looking for the newest, verifying it, and filling parameters, moments and position of all ranks."""
+    train(folder / "run.toml", ["training.epochs=1"], comm=comm)
+    size = (folder / "out" / "checkpoints" / "step-00000003.h5").stat().st_size
+    read_all, read = chunk_file._read_all, []
+
+    def counted(file, data):
+        read.append(read_all(file, data))
+        return read[-1]
+
+    monkeypatch.setattr(chunk_file, "_read_all", counted)
+    comm.Barrier()
+    train(folder / "run.toml", ["training.epochs=1", f"backend.transport={transport}"], True, comm=comm)
+    per_rank = [size if rank == 0 or (nodes == 2 and rank % 2 == 0) else 0 for rank in range(comm.size)]
+    assert comm.allgather(sum(read)) == per_rank
 
 
 @pytest.mark.ranks(2)
@@ -80,11 +101,11 @@ def test_full_disk_in_the_middle(comm, folder, monkeypatch, caplog):
 
     write, begun = checkpoint._write_arrays, []
 
-    def full(group, arrays):
-        begun.append(group.name)
-        if begun.count("/params") > 1:
+    def full(file, name, arrays):
+        begun.append(name)
+        if begun.count("params") > 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(group, arrays)
+        return write(file, name, arrays)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_write_arrays", full)

@@ -1,0 +1,157 @@
+"""Reading a checkpoint on several ranks and nodes: how often each byte is read, and that all ranks find the same."""
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.errors import UserError
+from halograd.kernels import get_backend
+from halograd.layers.strategy import Strategy
+from halograd.training import chunk_file
+from halograd.training.checkpoint import (
+    CheckpointReader,
+    DamagedCheckpoint,
+    Progress,
+    Snapshot,
+    read_checkpoint,
+    write_checkpoint,
+)
+from halograd.training.executor import Executor
+from halograd.training.folder import CheckpointFolder
+from tests.training.test_cut_parameters import cut, network, steps, trainer_of
+
+SMALL = 4096  # bytes under a checksum, so that a small file has many
+
+
+@pytest.fixture
+def path(tmp_path_factory, monkeypatch):
+    """A checkpoint after a step, in a folder that all ranks see."""
+    comm = MPI.COMM_WORLD
+    folder = comm.bcast(tmp_path_factory.mktemp("restore") if comm.rank == 0 else None)
+    found = folder / "step-00000001.h5"
+    if comm.rank == 0:
+        with monkeypatch.context() as patch, Communicator(MPI.COMM_SELF) as alone:
+            patch.setattr(chunk_file, "CHUNK", SMALL)
+            with Executor(network(), alone, get_backend("numpy"), 4, dtype="float64", seed=2) as executor:
+                trainer = trainer_of(executor)
+                steps(trainer, [0])
+                write_checkpoint(found, Snapshot.of(executor.store, trainer.optimizer, alone), Progress(step=1))
+    comm.barrier()
+    yield found
+    comm.barrier()
+
+
+def whole(comm, path):
+    """Parameters and moments of the file, read by this rank alone."""
+    with Executor(network(), comm, get_backend("numpy"), 4, dtype="float64") as executor:
+        trainer = trainer_of(executor)
+        read_checkpoint(path, executor.store, trainer.optimizer)
+        named = trainer.optimizer.named_state()
+        return {n: a.copy() for n, a in executor.store.params.items()}, named["first_moment"]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+@pytest.mark.parametrize("strategy", [lambda size: Strategy({"sample": size}), cut])
+def test_each_byte_is_read_once_per_node(path, strategy, per_node):
+    """Parameters, moments, running statistics and position: all of the file by one rank of each node."""
+    size, total = MPI.COMM_WORLD.size, path.stat().st_size
+    with Communicator(MPI.COMM_SELF) as alone:
+        params, moment = whole(alone, path)
+    with (
+        Communicator(MPI.COMM_WORLD, f"emulated:alpha=0,beta=0,node={per_node}") as comm,
+        Executor(network(), comm, get_backend("numpy"), 4, strategy(size), "float64") as executor,
+    ):
+        trainer = trainer_of(executor)
+        with CheckpointReader(path, comm, whole=True) as reader:
+            assert reader.restore(executor.store, trainer.optimizer).step == 1
+            read = comm.allgather_objects(reader.bytes_read)
+        assert read == [total if rank % per_node == 0 else 0 for rank in range(size)]
+        for name, array in executor.store.params.items():
+            np.testing.assert_array_equal(array, params[name][executor.store.box(name).slices()])
+        gathered = Snapshot.of(executor.store, trainer.optimizer, comm)
+        if gathered is not None:
+            for name, array in gathered.optimizer["first_moment"].items():
+                np.testing.assert_array_equal(array, moment[name])
+
+
+@pytest.mark.ranks(1, 2)
+def test_parameters_alone_need_a_part_of_the_file(path):
+    """Evaluation reads no moments, but for what lies in the same chunks; and no chunk twice."""
+    with (
+        Communicator(MPI.COMM_WORLD, "mpi") as comm,
+        Executor(network(), comm, get_backend("numpy"), 4, dtype="float64") as executor,
+        CheckpointReader(path, comm) as reader,
+    ):
+        reader.header()
+        reader.restore(executor.store)
+        read = reader.bytes_read
+        reader.restore(executor.store)
+        assert reader.bytes_read == read
+        assert (0 < read < 0.8 * path.stat().st_size) if comm.rank == 0 else read == 0
+
+
+@pytest.mark.ranks(2, 4)
+def test_damage_that_one_node_sees_is_found_by_all(path, monkeypatch):
+    """All ranks take the file before; the message names the rank that saw it."""
+    comm = MPI.COMM_WORLD
+    if comm.rank == 0:
+        path.with_name("step-00000000.h5").write_bytes(path.read_bytes())
+    comm.barrier()
+    read_all, last = chunk_file._read_all, comm.size - 1
+
+    def flipped(file, data):
+        count = read_all(file, data)
+        if comm.rank == last and str(file.name) == str(path) and count == SMALL:
+            data[count // 2] ^= 16
+        return count
+
+    monkeypatch.setattr(chunk_file, "_read_all", flipped)
+    with Communicator(comm, "emulated:alpha=0,beta=0") as ranks:
+        with pytest.raises(DamagedCheckpoint, match=f"^rank {last}: checkpoint .* is truncated or damaged"):
+            CheckpointReader(path, ranks, whole=True)
+        found, told = CheckpointFolder(path.parent).newest_whole(ranks)
+        assert found.path.name == "step-00000000.h5" and found.header()[0].step == 1
+        assert told[0].endswith("set aside as step-00000001.damaged")
+        found.close()
+
+
+@pytest.mark.ranks(2)
+def test_nodes_that_see_different_files(path, tmp_path_factory):
+    comm = MPI.COMM_WORLD
+    mine = tmp_path_factory.mktemp("own") / "step-00000001.h5"
+    write_checkpoint(mine, _snapshot(comm.rank), Progress(step=1))
+    want = r"^rank 1: .*expected the same file on all nodes, got another one than rank 0 has"
+    with Communicator(comm, "emulated:alpha=0,beta=0") as ranks, pytest.raises(UserError, match=want):
+        CheckpointReader(mine, ranks)
+
+
+def _snapshot(seed):
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        Executor(network(), alone, get_backend("numpy"), 4, dtype="float64", seed=seed) as executor,
+    ):
+        return Snapshot.of(executor.store)
+
+
+@pytest.mark.ranks(1, 2)
+def test_damage_that_is_met_when_arrays_are_read(path):
+    """Where not all is verified at once, what is read is, and nothing was changed before."""
+    if MPI.COMM_WORLD.rank == 0:
+        data = bytearray(path.read_bytes())
+        with h5py.File(path) as file:
+            data[file["params/dense2/b"].id.get_offset()] ^= 1
+        path.write_bytes(data)
+    MPI.COMM_WORLD.barrier()
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        Executor(network(), comm, get_backend("numpy"), 4, dtype="float64") as executor,
+        CheckpointReader(path, comm) as reader,
+    ):
+        before = {name: array.copy() for name, array in executor.store.params.items()}
+        assert reader.header()[0].step == 1
+        with pytest.raises(DamagedCheckpoint, match=r"damaged \(the checksum of its bytes \d+ to \d+ is wrong\)$"):
+            reader.restore(executor.store)
+        assert all(np.array_equal(array, before[name]) for name, array in executor.store.params.items())

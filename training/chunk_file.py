@@ -1,0 +1,280 @@
+"""Files whose bytes are all covered by checksums: nothing is made of a byte that was not compared first.
+
+::
+
+    0       header: signature, format, where the index begins and ends, CRC-32 of the table; zeros; CRC-32 of the header
+    4096    body: an HDF5 file, to which the header is a user block: h5py and h5dump open it as any other
+    index   what a reader needs to know: where each array lies in the body, and what else there is to read
+    end     table: CRC-32 of every MiB of body and index
+
+Reading does without HDF5. It trusts its metadata: after one flipped bit the library may return other numbers, crash or
+loop; and a fault of the file beneath it leaves it in a state that crashes when the process ends.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+
+__all__ = ["CHUNK", "HEADER", "ChunkWriter", "DamagedFile", "OtherFile", "VerifiedFile"]
+
+FORMAT = 2
+#: Size of the header [B]: a user block of HDF5 is a power of 2; whole pages keep the body aligned.
+HEADER = 4096
+#: Bytes of the body under one checksum [B].
+CHUNK = 1 << 20
+
+_SIGNATURE = b"\x89halograd\r\n\x1a\n\0\0\0"
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_FIELDS = struct.Struct("<16sIIQQI")  # signature, format, CHUNK, begin and end of the index, CRC-32 of the table
+_SUM = struct.Struct("<I")
+_REMEDY = "use the halograd that wrote it, or train anew"
+
+Result = TypeVar("Result")
+
+
+class DamagedFile(Exception):
+    """The bytes of a file are not those that were written."""
+
+
+class OtherFile(Exception):
+    """A file of another kind or format; its bytes were not compared with anything."""
+
+
+class ChunkWriter(io.RawIOBase):
+    """A new file, for ``h5py.File(writer, "w", userblock_size=HEADER)``. Local. Call `finish` when that is closed.
+
+    A write that fails inside HDF5 (disk full) leaves a file that can neither be closed nor forgotten: the library
+    complains again when the process ends. Here HDF5 never sees the fault: it is kept, the rest is swallowed, and the
+    fault is raised when everything is closed.
+
+    Raises
+    ------
+    OSError
+        On leaving the ``with``, the first fault (such as ENOSPC). The file is worthless then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w+b", buffering=0)
+        self._fault: OSError | None = None
+        self._sums: dict[int, int] = {}
+
+    def _try(self, call: Callable[[], Result], otherwise: Result) -> Result:
+        if self._fault is not None:
+            return otherwise
+        try:
+            return call()
+        except OSError as error:
+            self._fault = error
+            return otherwise
+
+    def write(self, data) -> int:
+        """Write all of `data`."""
+        view = memoryview(data).cast("B")
+        return self._try(lambda: self._write_all(view), len(view))
+
+    def _write_all(self, view: memoryview) -> int:
+        start, done = self._file.tell(), 0
+        while done < len(view):
+            done += self._file.write(view[done:])
+        self._note(start, view)
+        return done
+
+    def _note(self, start: int, view: memoryview) -> None:
+        """Sum the chunks that `view` fills, from memory; those that it fills in part are read again at the end."""
+        for chunk in range((start - HEADER) // CHUNK, -(-(start + len(view) - HEADER) // CHUNK)):
+            begin = HEADER + chunk * CHUNK - start
+            if begin >= 0 and begin + CHUNK <= len(view):
+                self._sums[chunk] = zlib.crc32(view[begin : begin + CHUNK])
+            else:
+                self._sums.pop(chunk, None)
+
+    def finish(self, index: bytes) -> None:
+        """Write index, table and header behind and before what HDF5 has written."""
+        self._try(lambda: self._finish(index), None)
+
+    def _finish(self, index: bytes) -> None:
+        begin = self._file.seek(0, os.SEEK_END)
+        end = begin + self._write_all(memoryview(index))
+        table = b"".join(_SUM.pack(self._sum(chunk, end)) for chunk in range(_chunks(end, CHUNK)))
+        header = _FIELDS.pack(_SIGNATURE, FORMAT, CHUNK, begin, end, zlib.crc32(table))
+        header = header.ljust(HEADER - _SUM.size, b"\0")
+        for start, data in ((end, table), (0, header + _SUM.pack(zlib.crc32(header)))):
+            self._file.seek(start)
+            self._write_all(memoryview(data))
+
+    def _sum(self, chunk: int, end: int) -> int:
+        if chunk not in self._sums:
+            start = HEADER + chunk * CHUNK
+            data = memoryview(bytearray(min(CHUNK, end - start)))
+            self._file.seek(start)
+            _read_all(self._file, data)
+            return zlib.crc32(data)
+        return self._sums[chunk]
+
+    def readinto(self, buffer) -> int:
+        """Read what HDF5 wrote before."""
+        return self._file.readinto(buffer)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def truncate(self, size: int | None = None) -> int:
+        end = self.tell() if size is None else size
+        self._sums = {chunk: known for chunk, known in self._sums.items() if HEADER + (chunk + 1) * CHUNK <= end}
+        return self._try(lambda: self._file.truncate(end), end)
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def __enter__(self) -> ChunkWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._fault is not None:
+            raise self._fault
+
+
+class VerifiedFile:
+    """What a :class:`ChunkWriter` wrote. Local.
+
+    Chunks are read when something of them is needed, compared with their checksums, and kept in memory: no byte is read
+    twice, and none is given out that was not compared.
+
+    Parameters
+    ----------
+    path
+        A regular file; anything else (a pipe, a folder, a device) is refused without being opened.
+
+    Attributes
+    ----------
+    bytes_read
+        From the file system so far [B].
+    identity
+        Checksum of the header, and so of all bytes.
+
+    Raises
+    ------
+    DamagedFile
+        Here and by every method that reads: the bytes are not those that were written, or cannot be read.
+    OtherFile
+        If it does not begin as such a file of this format.
+    OSError
+        If it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OtherFile("a folder, a pipe or a device; name a file")
+        self._file = path.open("rb", buffering=0)
+        self.bytes_read = 0
+        try:
+            self._begin()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _begin(self) -> None:
+        """Read header and table, and make room for the rest."""
+        size = os.fstat(self._file.fileno()).st_size
+        header = bytes(self._read(0, min(HEADER, size)))
+        if header.startswith(_HDF5_SIGNATURE):
+            raise OtherFile(f"an HDF5 file without checksums (format 1, or no checkpoint at all); {_REMEDY}")
+        if not header.startswith(_SIGNATURE):
+            raise DamagedFile("it does not begin as a checkpoint")
+        if len(header) < HEADER or zlib.crc32(header[: -_SUM.size]) != _SUM.unpack(header[-_SUM.size :])[0]:
+            raise DamagedFile("the checksum of its header is wrong")
+        _, found, self._chunk, self._index, self._end, table_sum = _FIELDS.unpack_from(header)
+        if found != FORMAT:
+            raise OtherFile(f"format {found}; {_REMEDY}")
+        count = _chunks(self._end, self._chunk)
+        if size != self._end + _SUM.size * count:
+            raise DamagedFile(f"expected {self._end + _SUM.size * count} bytes, got {size}")
+        table = self._read(self._end, _SUM.size * count)
+        if zlib.crc32(table) != table_sum:
+            raise DamagedFile("the checksum of its table of checksums is wrong")
+        self.identity = _SUM.unpack(header[-_SUM.size :])[0]
+        self._sums = np.frombuffer(table, "<u4").tolist()
+        self._known = [False] * count
+        self._memory = np.empty(self._end, np.uint8)  # pages are taken when they are filled
+        self._memory[:HEADER] = np.frombuffer(header, np.uint8)
+
+    def load(self, start: int = 0, stop: int | None = None) -> None:
+        """Read and verify what was not yet of the bytes from `start` to `stop`, by default all."""
+        stop = self._end if stop is None else min(stop, self._end)
+        first = max(0, (start - HEADER) // self._chunk)
+        for chunk in range(first, -(-(stop - HEADER) // self._chunk)):
+            if not self._known[chunk]:
+                begin = HEADER + chunk * self._chunk
+                end = min(begin + self._chunk, self._end)
+                data = self._read(begin, end - begin, self._memory.data[begin:end])
+                if zlib.crc32(data) != self._sums[chunk]:
+                    raise DamagedFile(f"the checksum of its bytes {begin} to {end} is wrong")
+                self._known[chunk] = True
+
+    def index(self) -> bytes:
+        """The index, verified."""
+        return self.view(self._index, self._end - self._index).tobytes()
+
+    def view(self, start: int, nbytes: int) -> np.ndarray:
+        """Verified bytes: ``(nbytes,)`` uint8, not a copy, not to be written to."""
+        self.load(start, start + nbytes)
+        view = self._memory[start : start + nbytes]
+        view.flags.writeable = False
+        return view
+
+    def _read(self, start: int, nbytes: int, into: memoryview | None = None) -> memoryview:
+        data = memoryview(bytearray(nbytes)) if into is None else into
+        try:
+            self._file.seek(start)
+            found = _read_all(self._file, data)
+        except OSError as error:
+            raise DamagedFile(f"its bytes {start} to {start + nbytes} cannot be read: {error.strerror}") from error
+        self.bytes_read += found
+        if found < nbytes:
+            raise DamagedFile(f"it ends at byte {start + found}")
+        return data
+
+    def close(self) -> None:
+        """Close the file and give back its memory, but for views that are still in use; idempotent."""
+        self._file.close()
+        self._memory = np.empty(0, np.uint8)
+
+
+def _chunks(end: int, chunk: int) -> int:
+    return max(0, -(-(end - HEADER) // chunk))
+
+
+def _read_all(file: io.RawIOBase | io.FileIO, data: memoryview) -> int:
+    """Fill `data`, or as much of it as the file has; how much [B]."""
+    done = 0
+    while done < len(data):
+        count = file.readinto(data[done:])
+        if not count:
+            break
+        done += count
+    return done

@@ -1,0 +1,112 @@
+"""What a checkpoint holds: where a run stands, and its parameters with all that belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from halograd.comm import Communicator
+from halograd.device import device_of
+from halograd.layers import Network
+from halograd.training.optimizers import Optimizer
+from halograd.training.store import ParameterStore
+
+__all__ = ["Progress", "Snapshot", "fingerprint"]
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes
+    ----------
+    step
+        Updates done; the schedule and all random numbers are functions of it and of `seed`.
+    seed
+        Of the run.
+    sampler
+        Position in the data, as :meth:`Sampler.state_dict` gives it.
+    normalization
+        Statistics of the inputs, as :meth:`ChannelStatistics.state_dict` gives them; None without.
+    unvalidated
+        The run was stopped when an epoch was over and its validation was not.
+    reduction
+        Which schemes of gradient reduction were tried, as :meth:`AutoReduction.state_dict` gives it; None where none
+        are.
+    loss_scale
+        With float16, as :meth:`LossScale.state_dict` gives it; None otherwise.
+    """
+
+    step: int = 0
+    seed: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    normalization: dict[str, Any] | None = None
+    unvalidated: bool = False
+    reduction: dict[str, Any] | None = None
+    loss_scale: dict[str, float] | None = None
+
+
+def fingerprint(network: Network) -> list[str]:
+    """What makes two networks the same: layers in order with kind and shape, and their arrays."""
+    lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
+    lines += [f"{name}: parameter {_by(p.shape)}" for name, p in network.parameters().items()]
+    return lines + [f"{name}: state {_by(p.shape)}" for name, p in network.state().items()]
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds of the parameters, whole, on the host: views of arrays that are so on this rank.
+
+    Attributes
+    ----------
+    network, dtype
+        Fingerprint and dtype.
+    params, state, optimizer
+        Arrays by ``layer/parameter``; those of the optimizer by the name of its state before.
+    settings
+        Scalars of the optimizer; None without one.
+    errors
+        What rounding of gradients took away, by ``layer/parameter``; empty if they are not rounded.
+    """
+
+    network: list[str]
+    dtype: str
+    params: Mapping[str, Any]
+    state: Mapping[str, Any]
+    optimizer: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any] | None
+    errors: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
+    ) -> Snapshot | None:
+        """The present state, on rank 0; None elsewhere. Collective over `comm` where parameters are cut, else local."""
+        states = optimizer.named_state(comm) if optimizer is not None else {}
+        parts: list[Any] = [store.params, store.state, store.errors, *states.values()]
+        if comm is not None:
+            parts = [store.gather(comm, arrays) for arrays in parts]
+            if comm.rank:
+                return None
+        elif not store.whole:
+            raise ValueError("Snapshot.of(): expected the communicator of the ranks that share the parameters")
+        params, state, errors, *rest = [_on_host(arrays) for arrays in parts]
+        settings = None if optimizer is None else optimizer.settings()
+        named = dict(zip(states, rest))
+        return cls(fingerprint(store.network), store.dtype.name, params, state, named, settings, errors)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the parameters, of the optimizer's state, and of what was rounded away [B]."""
+        groups = (self.params, self.errors, *self.optimizer.values())
+        return sum(array.nbytes for arrays in groups for array in arrays.values())
+
+
+def _on_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, those of a device copied."""
+    return {name: device_of(array).to_host(array) for name, array in arrays.items()}
