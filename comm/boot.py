@@ -8,9 +8,14 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
+import fcntl
 import os
 import platform
+import stat
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -24,7 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["boot", "launched_size", "leave"]
 
 WRONG_LAUNCHER = 64  # exit code (EX_USAGE)
-# How long a rank leaves the talking to the one where an agreed fault arose, before it ends the job itself.
+# How long a rank leaves the talking to the one where an agreed fault arose, or waits for the launcher to read what it
+# has printed, before it ends the job itself.
 PATIENCE = 5.0  # [s]
 FORWARDING = 0.2  # [s]
 
@@ -135,7 +141,25 @@ def end(comm: MPI.Intracomm, code: int) -> NoReturn:
     from mpi4py import MPI
 
     if comm.size > 1 and not MPI.Is_finalized():
-        # Abort takes the launcher's relay of this rank with it: give it time to pass on what was printed.
+        # Abort takes the launcher's relay of this rank with it: let it read what was printed, and pass it on.
+        await_reader(1, 2)
         time.sleep(FORWARDING)
         comm.Abort(code)
     os._exit(code)
+
+
+def await_reader(*files: int) -> None:
+    """Return when those of the files (descriptors) that are pipes have been read empty, or after `PATIENCE`. Local."""
+    deadline = time.monotonic() + PATIENCE
+    for file in files:
+        while _unread(file) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+
+
+def _unread(file: int) -> int:
+    """Bytes that wait in a pipe; 0 for anything else."""
+    count = array.array("i", [0])
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(file).st_mode):
+            fcntl.ioctl(file, termios.FIONREAD, count)
+    return count[0]
