@@ -1,10 +1,8 @@
 """A communicator per transport."""
 
-import importlib
-
 import pytest
 
-from tests.support.clock import DrivenClock
+from tests.support import clock
 
 EMULATED = "emulated:alpha=1e-4,beta=1e-10"
 
@@ -20,6 +18,5 @@ def communicator(request, comm):
 
 @pytest.fixture
 def network_clock(monkeypatch):
-    """The clock of this rank by which emulated messages and sums travel; it moves when a rank waits for them."""
-    names = ("channel", "reduction", "transports.node_sum", "transports.timing")
-    return DrivenClock().drive(monkeypatch, *(importlib.import_module(f"halograd.comm.{name}") for name in names))
+    """The clock of this rank by which emulated messages and sums travel."""
+    return clock.network_clock(monkeypatch)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from time import strftime
 from types import ModuleType
 
 import pytest
 
-__all__ = ["TICK", "DrivenClock"]
+__all__ = ["TICK", "DrivenClock", "network_clock"]
 
 TICK = 2.0**-20  # [s], about 1 us: sums of it are exact
 
@@ -42,7 +44,27 @@ class DrivenClock:
         return self.seconds
 
     monotonic = time = process_time = perf_counter
+    strftime = staticmethod(strftime)
 
     def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
         self.seconds += seconds
+
+
+def network_clock(monkeypatch: pytest.MonkeyPatch) -> DrivenClock:
+    """The clock of this rank by which emulated messages and sums travel; it moves when the rank waits for them.
+
+    Ranks leave a barrier at the time of the last of them.
+    """
+    from halograd.comm import Communicator
+
+    names = ("channel", "reduction", "transports.node_sum", "transports.timing")
+    modules = [importlib.import_module(f"halograd.comm.{name}") for name in names]
+    clock, barrier = DrivenClock().drive(monkeypatch, *modules), Communicator.barrier
+
+    def meet(comm: Communicator) -> None:
+        barrier(comm)
+        clock.seconds = comm.allreduce_scalar(clock.seconds, "max")
+
+    monkeypatch.setattr(Communicator, "barrier", meet)
+    return clock
