@@ -15,10 +15,15 @@ fails alone ends the job. Where all ranks fail alike, one of them speaks, and ea
 
 from __future__ import annotations
 
+import array
 import atexit
+import contextlib
+import fcntl
 import os
 import platform
+import stat
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -38,7 +43,9 @@ TRACEBACK = "HALOGRAD_TRACEBACK"
 FAULT, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 # How long a rank that fails waits for the others to fail alike [s]. All ranks find most mistakes of the user.
 PATIENCE = {FAULT: 1.0, MISTAKE: 5.0, INTERRUPTED: 0.0}
-FORWARDING = 0.2  # [s]
+AGREED = 30.0  # where the others are known to fail, too, unless they catch the error [s]
+READING = 5.0  # for the launcher to read what was printed [s]
+FORWARDING = 0.2  # and to pass it on [s]
 
 _guards: list[Guard] = []
 _print = sys.__excepthook__  # the hook that was there before
@@ -106,11 +113,29 @@ def end(comm: MPI.Intracomm, code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if comm.size > 1 and not MPI.Is_finalized():
-        # Abort takes the launcher's relay of this rank with it: give it time to pass on what was printed.
+        # Abort takes the launcher's relay of this rank with it: let it read what was printed, and pass it on.
+        await_reader(1, 2)
         time.sleep(FORWARDING)
         # Of MPICH, only an abort of COMM_WORLD reaches mpiexec as one, with its code; else it may pass on SIGKILL.
         (MPI.COMM_WORLD if comm.size == MPI.COMM_WORLD.size else comm).Abort(code)
     os._exit(code)
+
+
+def await_reader(*files: int) -> None:
+    """Return when those of the files (descriptors) that are pipes have been read empty, or after `READING`. Local."""
+    deadline = time.monotonic() + READING
+    for file in files:
+        while _unread(file) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+
+
+def _unread(file: int) -> int:
+    """Bytes that wait in a pipe; 0 for anything else."""
+    count = array.array("i", [0])
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(file).st_mode):
+            fcntl.ioctl(file, termios.FIONREAD, count)
+    return count[0]
 
 
 def refuse(error: UserError, where: str = "", trace: str = "") -> None:
@@ -138,13 +163,14 @@ def _meet(error: BaseException) -> tuple[bool, bool]:
     Of an error that all ranks agreed on, the rank where it arose speaks; else the first one, or every one where the
     errors differ.
     """
-    deadline = time.monotonic() + PATIENCE[_code(error)]
+    agreed = getattr(error, "agreed", False)
+    deadline = time.monotonic() + (AGREED if agreed else PATIENCE[_code(error)])
     guards = _open_guards()
     for guard in guards:
         guard.leave(error)
     if not all(guard.wait(deadline - time.monotonic()) for guard in guards):
         return False, True
-    if getattr(error, "agreed", False):
+    if agreed:
         return True, bool(getattr(error, "arose_here", False))
     alike = all(guard.alike for guard in guards if guard.error is error)
     return True, MPI.COMM_WORLD.rank == 0 or not alike

@@ -3,7 +3,7 @@
 ``@pytest.mark.mpi``              run under 1, 2, 3 and 4 ranks
 ``@pytest.mark.many_ranks``       run under 1, 2, 3, 4, 6 and 8 ranks
 ``@pytest.mark.ranks(2, 6)``      run under exactly these numbers of ranks
-``@pytest.mark.timeout(seconds)`` a limit other than the default
+``@pytest.mark.timeout(seconds)`` a limit other than the default; on a slow or busy machine all of them are longer
 
 A test with one of the first three is not run serially. Under MPI a fault on one rank fails the test on all.
 """
@@ -19,7 +19,8 @@ import pytest
 from hypothesis import settings
 
 from tests.harness.jobs import TEST_ENVIRONMENT
-from tests.harness.plugin import RankPlugin, quiet
+from tests.harness.limits import TEST_LIMIT, scaled
+from tests.harness.plugin import RankPlugin, limit_of, quiet
 from tests.harness.record import HALF, Record
 from tests.harness.watchdog import Watchdog
 
@@ -74,9 +75,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Make ``-m mpi`` find the tests of the other two markers too."""
+    """Make ``-m mpi`` find the tests of the other two markers too; give every test a limit for this machine."""
     if sizes(item) and item.get_closest_marker("mpi") is None:
         item.add_marker("mpi")
+    own, common = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    limit = own.args[0] if own else TEST_LIMIT if common is None else common
+    item.add_marker(pytest.mark.timeout(scaled(limit)), append=False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -102,10 +106,7 @@ class SerialLimit:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        marker = item.get_closest_marker("timeout")
-        given = marker.args[0] if marker and marker.args else None
-        limit = given or item.config.getoption("timeout") or item.config.getini("timeout") or 300
-        self.watchdog.start(float(limit), None)
+        self.watchdog.start(limit_of(item), None)
         try:
             return (yield)
         finally:

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 
 from tests.harness import jobs
+from tests.harness.limits import LIMIT, scaled
 
 __all__ = ["find_mpiexec", "mpiexec"]
 
@@ -28,18 +29,18 @@ def find_mpiexec() -> str:
 def mpiexec(
     n: int,
     args: Sequence[str | PathLike[str]],
-    timeout: float = 120.0,
+    timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     cwd: str | PathLike[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mpiexec -n N python ARGS`` and return its exit code, stdout and stderr as text.
 
-    ``mpiexec(4, ["-m", "halograd", "doctor"])``. After `timeout` [s] the whole job is killed and
-    `subprocess.TimeoutExpired` raised, with what was printed so far. A job that ends by itself with code 0 must
-    leave neither a process nor a shared-memory segment: `AssertionError` otherwise. What a failing job leaves is
-    swept (MPICH leaves a segment after every abort).
+    ``mpiexec(4, ["-m", "halograd", "doctor"])``. After `timeout` (on an idle machine [s]; by default `LIMIT`) the whole
+    job is killed and `subprocess.TimeoutExpired` raised, with what was printed so far. A job that ends by itself with
+    code 0 must leave neither a process nor a shared-memory segment: `AssertionError` otherwise. What a failing job
+    leaves is swept (MPICH leaves a segment after every abort).
     """
-    mark = jobs.new_mark()
+    mark, limit = jobs.new_mark(), LIMIT if timeout is None else scaled(timeout)
     command = [find_mpiexec(), "-n", str(n), sys.executable, *map(str, args)]
     with subprocess.Popen(
         command,
@@ -55,14 +56,14 @@ def mpiexec(
         watcher = threading.Thread(target=_watch, args=(process, mark, seen), daemon=True)
         watcher.start()
         try:
-            stdout, stderr = process.communicate(timeout=timeout)
+            stdout, stderr = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired as expired:
             jobs.end(mark)
             stdout, stderr = process.communicate()
             jobs.remove(seen)
-            raise subprocess.TimeoutExpired(command, timeout, stdout, stderr) from expired
+            raise subprocess.TimeoutExpired(command, limit, stdout, stderr) from expired
         finally:
-            left = jobs.await_end(mark)
+            left = jobs.await_end(mark) if process.returncode == 0 else []
             jobs.end(mark)
             watcher.join()
     _judge(process.returncode, left, seen, stderr)
@@ -81,6 +82,6 @@ def _judge(code: int, left: list[int], seen: set[str], stderr: str) -> None:
         jobs.remove(seen)
         return
     kept = jobs.await_removal(seen)
-    jobs.remove(kept)
+    jobs.remove(seen)
     assert not left, f"expected no process to outlive the job, got {left}\n{stderr}"
     assert not kept, f"expected no shared memory to outlive the job, got {kept}\n{stderr}"

@@ -2,8 +2,9 @@
 
 The serial tests run in two halves at the same time: those that start programs, which wait a lot, and the rest.
 
-Every run has a wall-clock limit, every test one of its own. A run that hangs is killed with all its ranks and
-counts as failed, with the tracebacks of every rank. The last line is ``N passed, N failed, N skipped``.
+Every run has a wall-clock limit, every test one of its own, which grow on a machine that is slow or busy. A run that
+hangs is killed with all its ranks and counts as failed, with the tracebacks of every rank. The last line is
+``N passed, N failed, N skipped``.
 
     python tests/run_suite.py                         everything
     python tests/run_suite.py --runs 2,4 tests/comm   these tests, under 2 and 4 ranks only
@@ -31,11 +32,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.harness import jobs, record  # noqa: E402  (needs the line above)
+from tests.harness.limits import LIMIT, TEST_LIMIT, scaled, slowness  # noqa: E402
+from tests.harness.watchdog import ask_for_stacks  # noqa: E402
 from tests.launch import find_mpiexec  # noqa: E402
 
 RUNS = ("serial", "1", "2", "3", "4", "6", "8")
 HALVES = ("programs", "rest")
-NO_TESTS = 5  # exit code of pytest when nothing was selected
+ENDED_WELL = (0, 5)  # exit codes of pytest: all passed, nothing was selected
 
 
 @dataclass
@@ -80,14 +83,15 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
     tail: deque[str] = deque(maxlen=40)
     reader = threading.Thread(target=_pass_on, args=(process, tail), daemon=True)
     reader.start()
-    late = _wait(process, mark, options.limit, records)
-    left = jobs.await_end(mark)
+    late = _wait(process, mark, begin + scaled(options.limit), records)
+    # What an aborted job leaves is being killed; MPICH leaves its segment too.
+    left = jobs.await_end(mark) if process.returncode in ENDED_WELL else []
     immortal = jobs.end(mark)
-    reader.join(5)
-    ended = f"the run exceeded its limit of {options.limit:g} s" if late else f"exit code {process.returncode}"
+    reader.join(LIMIT)
+    ended = f"the run exceeded its limit of {scaled(options.limit):g} s" if late else f"exit code {process.returncode}"
     run = _judge(name, process.returncode, ended, record.read(records), tail)
     run.seconds = time.monotonic() - begin
-    if left and not late:
+    if left:
         run.failures.append((name, f"expected no process to outlive the run, got {left}"))
     if immortal:
         run.failures.append((name, f"expected killed processes to end, got {immortal}"))
@@ -116,20 +120,17 @@ def _pass_on(process: subprocess.Popen[bytes], tail: deque[str]) -> None:
         tail.extend(text.splitlines())
 
 
-def _wait(process: subprocess.Popen[bytes], mark: str, limit: float, records: Path) -> bool:
-    """Wait for the run, or kill it after its limit; return whether it had to be killed."""
-    try:
-        process.wait(limit)
-    except subprocess.TimeoutExpired:
-        for pid in record.read(records).pids:
+def _wait(process: subprocess.Popen[bytes], mark: str, deadline: float, records: Path) -> bool:
+    """Wait for the run, or kill it at its deadline (`time.monotonic` [s]); return whether it had to be killed."""
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            ask_for_stacks(records, record.read(records).pids)
+            jobs.end(mark)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)  # for the tracebacks
-        jobs.end(mark)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # where there is no /proc to find members by
-        process.wait()
-        return True
+                os.killpg(process.pid, signal.SIGKILL)  # where there is no /proc to find members by
+            process.wait()
+            return True
+        time.sleep(0.05)
     return False
 
 
@@ -137,7 +138,7 @@ def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: de
     run = Run(name, outcomes.count("passed"), outcomes.count("skipped"))
     run.skips = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "skipped"]
     run.failures = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "failed"]
-    ended_well = code in (0, NO_TESTS)
+    ended_well = code in ENDED_WELL
     if not ended_well and not run.failures:
         run.failures.append((name, "last output:\n" + "\n".join(tail) + f"\n{ended}, without a failed test"))
     elif code < 0:
@@ -146,9 +147,9 @@ def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: de
         print(f"\n== where the ranks of run '{name}' were", flush=True)
         for rank, stack in outcomes.stacks.items():
             print("\n".join(f"[rank {rank}] {line}" for line in stack.splitlines()[-60:]), flush=True)
-    kept = jobs.await_removal(outcomes.segments)
-    jobs.remove(kept)
-    if kept and ended_well:  # MPICH leaves its segment whenever a job is aborted
+    kept = jobs.await_removal(outcomes.segments) if ended_well else []
+    jobs.remove(outcomes.segments)
+    if kept:
         run.failures.append((name, f"expected no shared memory to outlive the run, got {kept}"))
     missing = (outcomes.collected or 0) - len(outcomes.verdicts)
     if missing > 0 and not ended_well:
@@ -186,8 +187,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Options of this script; what it does not know is for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated list of 'serial' and rank counts")
-    parser.add_argument("--limit", type=float, default=900, help="wall-clock limit of a run [s] (default %(default)g)")
-    parser.add_argument("--test-limit", type=float, default=180, help="limit of a test [s] (default %(default)g)")
+    limits = "on an idle machine [s] (default %(default)g)"
+    parser.add_argument("--limit", type=float, default=3600, help=f"wall-clock limit of a run {limits}")
+    parser.add_argument("--test-limit", type=float, default=TEST_LIMIT, help=f"limit of a test {limits}")
     parser.add_argument("--directory", type=Path, default=ROOT, help="where to run pytest (default: the repository)")
     options, options.arguments = parser.parse_known_args(arguments)
     options.runs = options.runs.split(",")
@@ -205,6 +207,7 @@ def main() -> int:
     """Run what the command line asks for."""
     options = parse()
     runs = []
+    print(f"limits are {slowness():g} times those of an idle machine", flush=True)
     with tempfile.TemporaryDirectory(prefix="halograd-suite-", ignore_cleanup_errors=True) as folder:
         for name in options.runs:
             print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from tests.harness import jobs
+from tests.harness.limits import GRACE_VARIABLE, wait_until
 from tests.launch import mpiexec
 
 
@@ -24,30 +25,58 @@ def test_result_of_a_job(tmp_path):
     assert sorted(done.stdout.splitlines()) == [f"rank {r} of 2 moon {tmp_path}" for r in (0, 1)]
 
 
-def test_job_that_hangs_is_killed_with_all_its_ranks(tmp_path):
-    body = "os.write(1, f'{os.getpid()}\\n'.encode())\nif world.rank: time.sleep(1000)\nworld.Barrier()\n"
+def test_job_that_hangs_is_killed_with_all_its_ranks(tmp_path, monkeypatch):
+    """Its limit is over when all ranks have said who they are."""
+    communicate = subprocess.Popen.communicate
+
+    def until_they_hang(process, timeout=None):
+        def all_have_printed():
+            try:
+                communicate(process, timeout=0.02)
+            except subprocess.TimeoutExpired as expired:
+                return len((expired.output or b"").splitlines()) == 3
+
+        if timeout is None:
+            return communicate(process)
+        wait_until(all_have_printed, "three ranks")
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", until_they_hang)
+    body = "os.write(1, f'{os.getpid()}\\n'.encode())\nif world.rank: time.sleep(10**6)\nworld.Barrier()\n"
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        mpiexec(3, script(tmp_path, body), timeout=4)
+        mpiexec(3, script(tmp_path, body))
     pids = [int(line) for line in caught.value.output.split()]
     assert len(pids) == 3
     assert not [pid for pid in pids if jobs.alive(pid)]
 
 
-def test_segments_of_an_aborted_job_are_swept(tmp_path):
+def test_segments_of_an_aborted_job_are_swept(tmp_path, monkeypatch):
+    """Those that the watcher has seen, once they are."""
+    name, segments = "halograd-test-launch", jobs.segments
+
+    def seen(pids):
+        found = segments(pids)
+        if name in found:
+            (tmp_path / "seen").touch()
+        return found
+
+    monkeypatch.setattr(jobs, "segments", seen)
     body = """
 with open("/dev/shm/halograd-test-launch", "w+b") as file:
     import mmap
     file.truncate(4096)
     kept = mmap.mmap(file.fileno(), 4096)
-time.sleep(0.5)
+while not os.path.exists("seen"):
+    time.sleep(0.01)
 world.Abort(5)
 """
-    done = mpiexec(1, script(tmp_path, body))
+    done = mpiexec(1, script(tmp_path, body), cwd=tmp_path)
     assert done.returncode == 5
     assert not (jobs.SHARED_MEMORY / "halograd-test-launch").exists()
 
 
-def test_process_that_outlives_a_good_job_is_an_error(tmp_path):
-    body = "import subprocess as s\ns.Popen(['sleep', '300'], stdout=s.DEVNULL, stderr=s.DEVNULL, stdin=s.DEVNULL)\n"
+def test_process_that_outlives_a_good_job_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv(GRACE_VARIABLE, "0.5")
+    body = "import subprocess as s\ns.Popen(['sleep', '99999'], stdout=s.DEVNULL, stderr=s.DEVNULL, stdin=s.DEVNULL)\n"
     with pytest.raises(AssertionError, match="expected no process to outlive the job"):
         mpiexec(1, script(tmp_path, body))

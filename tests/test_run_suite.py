@@ -9,12 +9,14 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests import run_suite as runner
 from tests.harness import jobs
+from tests.harness.limits import GRACE_VARIABLE, LIMIT, SLOWNESS_VARIABLE, scaled
 from tests.harness.record import VARIABLE
-from tests.harness.watchdog import GRACE_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """
@@ -25,25 +27,24 @@ world = MPI.COMM_WORLD
 """
 
 
-def run_suite(folder: Path, body: str, runs: str, *options: str) -> tuple[int, str, tuple[int, int, int], float]:
-    """Run the runner on one test file; return exit code, output, (passed, failed, skipped) and seconds."""
+def run_suite(folder: Path, body: str, runs: str, grace: float = 100) -> tuple[int, str, tuple[int, int, int]]:
+    """Run the runner on one test file; return exit code, output and (passed, failed, skipped)."""
     (folder / "test_fake.py").write_text(HEAD + textwrap.dedent(body))
-    arguments = ["--runs", runs, "--directory", str(folder), "--test-limit", "60", *options]
+    arguments = ["--runs", runs, "--directory", str(folder), "-p", "tests.conftest", "test_fake.py"]
     inherited = {k: v for k, v in os.environ.items() if k != VARIABLE}
-    begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "run_suite.py", *arguments, "-p", "tests.conftest", "test_fake.py"],
+        [sys.executable, ROOT / "tests" / "run_suite.py", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
-        env={**inherited, GRACE_VARIABLE: "1", "PYTHONPATH": str(ROOT)},
+        timeout=LIMIT,
+        env={**inherited, GRACE_VARIABLE: f"{grace}", SLOWNESS_VARIABLE: "2", "PYTHONPATH": str(ROOT)},
     )
     output = done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     match = re.fullmatch(r"(\d+) passed, (\d+) failed, (\d+) skipped", last)
     assert match, output
     passed, failed, skipped = map(int, match.groups())
-    return done.returncode, output, (passed, failed, skipped), time.monotonic() - begin
+    return done.returncode, output, (passed, failed, skipped)
 
 
 def test_markers_choose_the_runs(tmp_path):
@@ -60,7 +61,7 @@ def test_markers_choose_the_runs(tmp_path):
     @pytest.mark.mpi
     def test_skipped(): pytest.skip("needs a moon")
     """
-    code, output, counts, _ = run_suite(tmp_path, body, "serial,1,2,6")
+    code, output, counts = run_suite(tmp_path, body, "serial,1,2,6")
     assert (code, counts) == (0, (1 + 2 + 4 + 2, 0, 2)), output
     assert "skipped 2: Skipped: needs a moon" in output
     assert "MPI Information" not in output
@@ -74,7 +75,7 @@ def test_fault_on_one_rank_fails_the_test_and_the_next_one_runs(tmp_path):
     @pytest.mark.mpi
     def test_next(): world.Barrier()
     """
-    code, output, counts, _ = run_suite(tmp_path, body, "3")
+    code, output, counts = run_suite(tmp_path, body, "3")
     assert code == 1 and counts == (1, 1, 0), output
     assert "[rank 1 of 3]" in output and "rank one is broken" in output and "[rank 0 of 3]" not in output
 
@@ -87,48 +88,67 @@ def test_fault_in_set_up_of_one_rank_skips_the_body_on_all(tmp_path):
     @pytest.mark.mpi
     def test_fault(broken): world.Barrier()
     """
-    code, output, counts, _ = run_suite(tmp_path, body, "2")
+    code, output, counts = run_suite(tmp_path, body, "2")
     assert code == 1 and counts == (0, 1, 0), output
     assert "no fixture on rank zero" in output
 
 
 def test_fault_while_the_others_wait_ends_the_run(tmp_path):
-    body = """
+    body = f"""
+    here = {str(tmp_path / "here")!r}
     @pytest.mark.mpi
     def test_fault():
+        if world.rank == 0: open(here, "w").close()
+        while not os.path.exists(here): time.sleep(0.01)
         if world.rank == 1: raise ValueError("rank one left")
         world.Barrier()
     @pytest.mark.mpi
     def test_never(): pass
     """
-    code, output, counts, seconds = run_suite(tmp_path, body, "2")
-    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
+    code, output, counts = run_suite(tmp_path, body, "2", grace=0.1)
+    assert code == 1 and counts == (0, 1, 0), output
     assert "rank one left" in output and "1 tests of run '2' were not reached" in output
     assert re.search(r"\[rank 0\] .*in test_fault", output), output  # where the other one waited
 
 
 def test_hang_on_one_rank_is_ended_by_the_limit_of_the_test(tmp_path):
+    """Its limit is over when it hangs."""
     body = """
-    @pytest.mark.timeout(2)
+    import threading
+    hangs = threading.Event()
+    class Timer(threading.Timer):
+        def run(self):
+            hangs.wait()
+            self.function(*self.args)
+    threading.Timer = Timer
+    @pytest.mark.timeout(1000)
     @pytest.mark.mpi
     def test_hang():
-        if world.rank == 1: world.Recv(bytearray(1), source=0)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as a training run leaves it
+        if world.rank == 1:
+            hangs.set()
+            world.Recv(bytearray(1), source=0)
     """
-    code, output, counts, seconds = run_suite(tmp_path, body, "2")
-    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
-    assert "test exceeded its limit of 2 s" in output
+    code, output, counts = run_suite(tmp_path, body, "2")
+    assert code == 1 and counts == (0, 1, 0), output
+    assert "test exceeded its limit of 2000 s" in output
     assert re.search(r"\[rank 1\] .*in test_hang", output), output
 
 
-def test_hang_outside_a_test_is_ended_by_the_limit_of_the_run(tmp_path):
-    body = """
-    @pytest.mark.mpi
-    def test_good(): pass
-    if world.rank == 1: time.sleep(1000)
-    """
-    code, output, counts, seconds = run_suite(tmp_path, body, "2", "--limit", "15")
-    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
-    assert "the run exceeded its limit of 15 s, without a failed test" in output
+def test_hang_outside_a_test_is_ended_by_the_limit_of_the_run(tmp_path, monkeypatch, capsys):
+    """Its limit is over when it hangs."""
+    hangs, records = tmp_path / "hangs", tmp_path / "records"
+    records.mkdir()
+    body = f"@pytest.mark.mpi\ndef test_good(): pass\nif world.rank == 1: open({str(hangs)!r}, 'w'); time.sleep(10**6)"
+    (tmp_path / "test_fake.py").write_text(HEAD + body)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: 1e6 * hangs.exists(), sleep=time.sleep))
+    arguments = ["--directory", str(tmp_path), "-p", "tests.conftest", "test_fake.py"]
+    run = runner.execute("2", runner.parse(arguments), records)
+    assert not runner.summarize([run])
+    output = capsys.readouterr().out
+    limit = f"the run exceeded its limit of {scaled(3600):g} s, without a failed test"
+    assert output.splitlines()[-1] == "0 passed, 1 failed, 0 skipped" and limit in output
     assert re.search(r"\[rank 1\] .*test_fake.py", output), output
 
 
@@ -140,8 +160,8 @@ def test_death_of_a_rank_is_a_failure(tmp_path, death):
         if world.rank == 1: {death}
         world.Barrier()
     """
-    code, output, counts, seconds = run_suite(tmp_path, body, "2")
-    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
+    code, output, counts = run_suite(tmp_path, body, "2")
+    assert code == 1 and counts == (0, 1, 0), output
 
 
 def test_skip_on_one_rank_only_is_a_failure(tmp_path):
@@ -150,7 +170,7 @@ def test_skip_on_one_rank_only_is_a_failure(tmp_path):
     def test_skip():
         if world.rank == 1: pytest.skip("I am special")
     """
-    code, output, counts, _ = run_suite(tmp_path, body, "2")
+    code, output, counts = run_suite(tmp_path, body, "2")
     assert code == 1 and counts == (0, 1, 0), output
     assert "expected a test to be skipped on all ranks or none, got ranks [1] of 2" in output
 
@@ -161,23 +181,33 @@ def test_ranks_that_collect_different_tests_are_a_failure(tmp_path):
     @pytest.mark.mpi
     def test_good(): pass
     """
-    code, output, counts, seconds = run_suite(tmp_path, body, "2")
-    assert code == 1 and counts == (0, 1, 0) and seconds < 30, output
+    code, output, counts = run_suite(tmp_path, body, "2")
+    assert code == 1 and counts == (0, 1, 0), output
     assert "ranks [1] collect other tests than rank 0" in output and "not here" in output
 
 
 def test_serial_hangs_are_failures_too(tmp_path):
+    """Their limits are over when they hang; the second test does not let itself be interrupted."""
     body = """
-    @pytest.mark.timeout(1)
-    def test_interruptible(): time.sleep(1000)
-    def test_between(): pass
-    @pytest.mark.timeout(1)
+    import faulthandler
+    limits, end_later = {}, faulthandler.dump_traceback_later
+    signal.setitimer = lambda which, seconds: limits.update(signal=seconds)
+    faulthandler.dump_traceback_later = lambda seconds, **options: limits.update(options, end=seconds)
+    @pytest.mark.timeout(1000)
+    def test_interruptible():
+        assert limits["signal"] == 2000
+        os.kill(os.getpid(), signal.SIGALRM)
+        time.sleep(10**6)
+    def test_between(): assert limits["signal"] == 1200, "the default, on a machine of half the speed"
+    @pytest.mark.timeout(1000)
     def test_deaf():
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-        time.sleep(1000)
+        assert limits["end"] == 2000 + 100
+        end_later(0.1, exit=limits["exit"], file=limits["file"])
+        time.sleep(10**6)
     """
-    code, output, counts, seconds = run_suite(tmp_path, body, "serial")
-    assert code == 1 and counts == (1, 2, 0) and seconds < 30, output
+    code, output, counts = run_suite(tmp_path, body, "serial")
+    assert code == 1 and counts == (1, 2, 0), output
+    assert "Timeout (>2000.0s) from pytest-timeout" in output
     assert re.search(r"\[rank 0\] .*in test_deaf", output), output
 
 
@@ -187,9 +217,9 @@ def test_process_left_behind_is_a_failure_and_killed(tmp_path):
     def test_leaves():
         if world.rank == 0:
             nothing = subprocess.DEVNULL
-            subprocess.Popen(["sleep", "317"], start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
+            subprocess.Popen(["sleep", "99999"], start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
     """
-    code, output, counts, _ = run_suite(tmp_path, body, "1")
+    code, output, counts = run_suite(tmp_path, body, "1", grace=0.5)
     assert code == 1 and counts == (1, 1, 0), output
     left = re.search(r"expected no process to outlive the run, got \[(\d+)\]", output)
     assert left and not jobs.alive(int(left[1])), output
@@ -206,13 +236,13 @@ def test_shared_memory_left_behind_is_a_failure_and_removed(tmp_path):
         file.truncate(4096)
         kept.append(mmap.mmap(file.fileno(), 4096))
     """
-    code, output, counts, _ = run_suite(tmp_path, body, "1")
+    code, output, counts = run_suite(tmp_path, body, "1", grace=0.5)
     assert code == 1 and counts == (1, 1, 0), output
     assert f"expected no shared memory to outlive the run, got ['{name}']" in output
     assert not (jobs.SHARED_MEMORY / name).exists()
 
 
 def test_no_tests_at_all_is_a_failure(tmp_path):
-    code, output, counts, _ = run_suite(tmp_path, "", "serial")
+    code, output, counts = run_suite(tmp_path, "", "serial")
     assert code == 1 and counts == (0, 1, 0)
     assert "expected at least one test, got none" in output

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.support import clock
+
 EMULATED = "emulated:alpha=1e-4,beta=1e-10"
 
 
@@ -12,3 +14,9 @@ def communicator(request, comm):
 
     with Communicator(comm, request.param) as made:
         yield made
+
+
+@pytest.fixture
+def network_clock(monkeypatch):
+    """The clock of this rank by which emulated messages and sums travel."""
+    return clock.network_clock(monkeypatch)

@@ -5,9 +5,12 @@ import pytest
 
 from halograd.comm.counters import Instruments, Meter
 from halograd.comm.errors import CommError
-from halograd.comm.transports.accumulator import PIECE, TALLIES, Accumulator, Pieces, Team
+from halograd.comm.transports import accumulator as module
+from halograd.comm.transports import node_sum
+from halograd.comm.transports.accumulator import PIECE, TALLIES, Accumulator, Pieces, Tally, Team
 from halograd.comm.transports.base import ALIGNMENT
 from halograd.comm.transports.node_sum import Across, EmulatedAcross, NodeSum, Room
+from tests.support.clock import DrivenClock
 
 BYTES = 8 * PIECE
 
@@ -138,14 +141,65 @@ def test_nothing_is_done_until_all_have_started():
     assert accumulators[1].idle
 
 
-def test_the_network_takes_its_time_from_the_last_node():
+def test_the_network_takes_its_time_from_the_last_node(monkeypatch):
+    clock = DrivenClock(tick=0.0).drive(monkeypatch, node_sum)
     accumulators, sums = make((0, 1), (3,), seconds=1000.0)
-    for own in sums:
-        own[0].start()
-    for _ in range(20):
-        for accumulator in accumulators:
-            accumulator.advance()
-    assert not any(own[0].done for own in sums)
+
+    def advance():
+        for _ in range(20):
+            for accumulator in accumulators:
+                accumulator.advance()
+        return any(own[0].done for own in sums)
+
+    clock.seconds = 100.0
+    sums[0][0].start()
+    advance()
+    assert not sums[0][0].done
+    clock.seconds = 300.0
+    sums[1][0].start()
+    assert not advance()
+    clock.seconds = 1299.0
+    assert not advance()
+    clock.seconds = 1300.0
+    assert advance() and all(own[0].done for own in sums)
+
+
+class Late(DrivenClock):
+    """Begins something in a nap of the rank that waits for it."""
+
+    def __init__(self, seconds, begin):
+        super().__init__(tick=0.0)
+        self.due, self.begin = seconds, begin
+
+    def sleep(self, seconds):
+        super().sleep(seconds)
+        if self.seconds >= self.due:
+            self.due = float("inf")
+            self.begin()
+
+
+def test_waiting_for_a_late_rank_costs_little(monkeypatch):
+    """However many sums wait for it, a poll looks at one per stage; and polls become rare."""
+    accumulators, sums = make((0, 0), (3,) * 20)
+    looks, reached = [], Tally.reached
+    monkeypatch.setattr(Tally, "reached", lambda self, count: (looks.append(count), reached(self, count))[1])
+
+    def begin():
+        looked.extend(looks)
+        for total in sums[1]:
+            total.start()
+        while not (accumulators[0].idle and accumulators[1].idle):
+            for accumulator in accumulators:
+                accumulator.advance()
+
+    looked, clock = [], Late(0.3, begin).drive(monkeypatch, module)
+    monkeypatch.setattr(module.os, "sched_yield", lambda: None)
+    for total in sums[0]:
+        total.start()
+    sums[0][0].finish()
+    assert len(clock.naps) <= module.NAPS + 0.3 / module.LONG_NAP + 1
+    polls = module.OFFERS + len(clock.naps) + 20  # the last to deposit the summands
+    assert 0 < len(looked) <= 5 * polls
 
 
 def test_a_fault_is_raised_by_finish_and_others_go_on():

@@ -1,12 +1,11 @@
 """Sums in the order of the ranks, plain and rounded on their way: the same bits by every transport."""
 
-import time
-
 import numpy as np
 import pytest
 
 from halograd.comm import CommError, Communicator
 from halograd.comm.rounding import Rounding
+from tests.harness.limits import wait_until
 
 pytestmark = pytest.mark.mpi
 SIZES = (1, 15, 16_391, 150_003)  # fewer than ranks, no multiple of anything, several pieces
@@ -117,10 +116,7 @@ def test_the_progress_thread_adds_up_piece_by_piece(communicator, method, monkey
     count = 20_003
     total = communicator.reduction(summand(communicator.rank, count), method=method)
     total.start()
-    deadline = time.perf_counter() + 20
-    while communicator._progress._pending and time.perf_counter() < deadline:
-        time.sleep(1e-3)
-    assert not communicator._progress._pending, "the progress thread brought it to its end"
+    wait_until(lambda: not communicator._progress._pending, "the thread to bring it to its end")
     total.finish()
     plain = added([summand(rank, count) for rank in range(communicator.size)])
     expected = plain if method == "ordered" else rounded_twice(communicator.size, count)

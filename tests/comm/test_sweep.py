@@ -13,6 +13,7 @@ import pytest
 from halograd.comm import sweep as module
 from halograd.comm.sweep import sweep
 from tests.harness import jobs
+from tests.harness.limits import LIMIT
 from tests.launch import find_mpiexec, mpiexec
 
 PROGRAM = """
@@ -27,7 +28,7 @@ for _ in range(3):
 pids = comm.gather_objects(os.getpid())
 if comm.rank == 0:
     print(*pids, flush=True)
-time.sleep(120)
+time.sleep(10**6)
 """
 
 
@@ -70,10 +71,10 @@ def test_a_killed_job_leaves_no_shared_memory(tmp_path):
         assert len(mapped) > len(named), "the windows of the transport have no name any more"
         assert not swept(named), "what a live process has mapped stays"
         os.kill(pids[1], signal.SIGKILL)
-        assert process.wait(60) != 0
+        assert process.wait(LIMIT) != 0
     finally:
         jobs.end(mark)
-        process.wait(60)
+        process.wait(LIMIT)
         process.stdout.close()
     assert not jobs.await_end(mark)
     swept(named)
@@ -109,7 +110,7 @@ def test_where_there_is_no_shared_memory(monkeypatch, tmp_path):
 
 
 def test_by_hand():
-    done = subprocess.run([sys.executable, "-m", "halograd.comm.sweep"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "halograd.comm.sweep"], capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import time
 import zlib
-from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from tests.harness.record import Record
+from tests.harness.watchdog import ask_for_stacks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,7 +42,8 @@ class Agreement:
         self.grace = grace
         self.stderr = stderr
         host = socket.gethostname()
-        self._peers = [pid for where, pid in self.gather_objects([host, os.getpid()]) if where == host]
+        everyone = enumerate(self.gather_objects([host, os.getpid()]))
+        self._peers = {rank: pid for rank, (where, pid) in everyone if where == host}
 
     def outcomes(self, key: str, outcome: str, text: str, patience: float) -> list[int]:
         """Outcome of every rank for the phase `key`; ends the job if that cannot be had. Collective.
@@ -82,9 +82,6 @@ class Agreement:
         rank, size = self.comm.rank, self.comm.size
         self.record.write(fatal=key.partition(" ")[0], text=f"[rank {rank} of {size}] {text}")
         os.write(self.stderr, f"\n[rank {rank} of {size}] ends the job: {key}\n{text}\n".encode())
-        for pid in self._peers:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        ask_for_stacks(self.record.folder, self._peers)
         self.comm.Abort(1)
         os._exit(1)

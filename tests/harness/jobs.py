@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from tests.harness.limits import grace
+
 MARK = "HALOGRAD_TEST_JOB"
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
@@ -79,9 +81,9 @@ def segments(pids: Iterable[int]) -> set[str]:
     return found
 
 
-def end(mark: str, patience: float = 5.0) -> list[int]:
-    """Kill every process of the job; return the ids of those that are still there after `patience` [s]."""
-    deadline = time.monotonic() + patience
+def end(mark: str) -> list[int]:
+    """Kill every process of the job; return the ids of those that are still there after the grace time."""
+    deadline = time.monotonic() + grace()
     while pids := members(mark):
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -92,17 +94,17 @@ def end(mark: str, patience: float = 5.0) -> list[int]:
     return []
 
 
-def await_end(mark: str, patience: float = 2.0) -> list[int]:
-    """Process ids of the job that are alive after at most `patience` [s]; nothing is killed."""
-    deadline = time.monotonic() + patience
+def await_end(mark: str) -> list[int]:
+    """Process ids of the job that are alive after at most the grace time; nothing is killed."""
+    deadline = time.monotonic() + grace()
     while (pids := members(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return pids
 
 
-def await_removal(names: Iterable[str], patience: float = 2.0) -> list[str]:
-    """Those of the shared-memory files that exist after at most `patience` [s]."""
-    deadline = time.monotonic() + patience
+def await_removal(names: Iterable[str]) -> list[str]:
+    """Those of the shared-memory files that exist after at most the grace time."""
+    deadline = time.monotonic() + grace()
     while (left := [n for n in names if (SHARED_MEMORY / n).exists()]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return sorted(left)

@@ -16,8 +16,9 @@ from _pytest._io import TerminalWriter
 
 from tests.harness.agreement import FAILED, SKIPPED, Agreement
 from tests.harness.jobs import segments
+from tests.harness.limits import grace
 from tests.harness.record import Record
-from tests.harness.watchdog import Watchdog, grace
+from tests.harness.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,7 +31,6 @@ class RankPlugin:
         self.config = config
         self.comm = comm
         self.watchdog = watchdog
-        self.limit = float(config.getoption("timeout") or config.getini("timeout") or 300)
         self.record = record
         self.agreement = Agreement(comm, record, grace(), os.dup(2))
         self.errors: list[str] = []
@@ -60,7 +60,7 @@ class RankPlugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         key = f"{item.nodeid} ({report.when})"
-        codes = self.agreement.outcomes(key, report.outcome, _text(report), self.limit + 30)
+        codes = self.agreement.outcomes(key, report.outcome, _text(report), limit_of(item) + grace())
         if FAILED in codes or len(set(codes)) > 1:
             texts = self.agreement.gather_objects(_text(report))
             report.outcome = "failed"
@@ -88,6 +88,13 @@ class RankPlugin:
     def pytest_timeout_cancel_timer(self, item: pytest.Item) -> bool:
         self.watchdog.stop()
         return True
+
+
+def limit_of(item: pytest.Item) -> float:
+    """The limit of a test [s], which the suite has set on every one."""
+    marker = item.get_closest_marker("timeout")
+    assert marker is not None
+    return float(marker.args[0])
 
 
 def quiet(config: pytest.Config, rank: int) -> None:

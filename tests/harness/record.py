@@ -34,7 +34,12 @@ class Record:
 
     def stack_file(self) -> Path | None:
         """Where this rank's tracebacks go when it hangs."""
-        return self.folder / f"stack-{self._rank}.txt" if self.folder else None
+        return stack_path(self.folder, self._rank) if self.folder else None
+
+
+def stack_path(folder: Path, rank: int) -> Path:
+    """Where the tracebacks of a rank go."""
+    return folder / f"stack-{rank}.txt"
 
 
 @dataclass
@@ -56,15 +61,17 @@ class Outcomes:
         One per test that was begun; a test that never ended counts as failed.
     collected
         Number of tests the run set out to do, None if it did not come so far.
-    pids, segments
-        Process ids of the ranks and names of the shared-memory files they mapped.
+    pids
+        Rank to its process id.
+    segments
+        Names of the shared-memory files that the ranks mapped.
     stacks
         Rank to the tracebacks it left.
     """
 
     verdicts: list[Verdict] = field(default_factory=list)
     collected: int | None = None
-    pids: list[int] = field(default_factory=list)
+    pids: dict[int, int] = field(default_factory=dict)
     segments: set[str] = field(default_factory=set)
     stacks: dict[int, str] = field(default_factory=dict)
 
@@ -80,7 +87,7 @@ def read(folder: Path) -> Outcomes:
     for path in sorted(folder.glob("events-*.jsonl")):
         for event in _events(path):
             if "pid" in event:
-                found.pids.append(event["pid"])
+                found.pids[int(path.stem.removeprefix("events-"))] = event["pid"]
             found.segments |= set(event.get("segments", ()))
             found.collected = event.get("collected", found.collected)
             if "begin" in event:

@@ -1,14 +1,15 @@
 """Messages and sums of arrays on a device, over every transport: the same numbers, and everything ordered."""
 
-import time
-
 import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
+from halograd.comm.gpu import spans
 from halograd.comm.shard import shards
+from tests.support import fake_cuda
+from tests.support.clock import TICK, DrivenClock
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_ranks import gpu_ranks
 
@@ -206,12 +207,13 @@ class Recorder:
 
 @pytest.mark.ranks(2)
 def test_a_recorder_is_told_the_times_of_the_device(monkeypatch):
+    clock = DrivenClock().drive(monkeypatch, spans, fake_cuda)
     with gpu_ranks(monkeypatch, "nccl") as r:
         comm, other, recorder = r.comm, 1 - r.comm.rank, Recorder()
         comm.recorder = recorder
         channel = comm.channel({other: 10}, {other: 10}, "float32", device=r.device, name="conv1")
         total = comm.reduction(r.device.zeros((4,), "float32"), name="loss")
-        waits, begin = r.device.host_waits, time.perf_counter()
+        waits, begin = r.device.host_waits, clock.seconds
         for run in range(9):
             recorder.paused = run == 8
             channel.start()
@@ -219,14 +221,13 @@ def test_a_recorder_is_told_the_times_of_the_device(monkeypatch):
             total.finish()
             channel.finish()
             channel.release()
-        end = time.perf_counter()
         assert r.device.host_waits == waits, "nobody waited for a time"
         names = {name for name, *_ in recorder.spans}
         assert names == {"halo: conv1", "allreduce: loss"}
         told = [s for s in recorder.spans if s[0] == "halo: conv1"]
         assert [category for _, category, *_ in told] == ["communication", "wait"] * (len(told) // 2) and len(told) > 3
         for _, _, first, last in recorder.spans:
-            assert begin - 0.1 <= first <= last <= end + 0.1
+            assert begin - 10 * TICK <= first <= last <= clock.seconds
 
 
 @pytest.mark.ranks(2)

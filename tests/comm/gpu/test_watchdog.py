@@ -1,6 +1,6 @@
 """The watchdog: faults of communicators, things that take too long, a peer that is gone."""
 
-import time
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +8,10 @@ from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
 from halograd.comm.gpu import link
+from halograd.comm.gpu import watchdog as module
 from halograd.comm.gpu.watchdog import Watchdog
+from tests.harness.limits import LIMIT, wait_until
+from tests.support.clock import DrivenClock
 from tests.support.gpu_ranks import gpu_ranks
 
 
@@ -22,6 +25,11 @@ class Watched:
 
     def abort(self):
         self.aborted += 1
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return DrivenClock(tick=0.0).drive(monkeypatch, module)
 
 
 def passage(done):
@@ -71,59 +79,82 @@ def test_a_communicator_that_is_being_made_is_no_fault():
     dog.close()
 
 
-def test_something_that_takes_too_long():
-    dog, ended = still(timeout=0.01)
+def test_something_that_takes_too_long(clock):
+    dog, ended = still()
     done, late = passage(True), passage(False)
     dog.under_way(done, "exchange 'halo: conv1'")
     dog.under_way(late, "sum 'allreduce' of 400 bytes")
-    time.sleep(0.02)
+    clock.seconds = 60.0
     dog.look()
-    message = r"rank 1 of 4: sum 'allreduce' of 400 bytes has been under way for 0 s, expected less than 0.01: .* stuck"
+    dog.raise_fault()
+    clock.seconds = 61.0
+    dog.look()
+    message = r"rank 1 of 4: sum 'allreduce' of 400 bytes has been under way for 61 s, expected less than 60: .* stuck"
     with pytest.raises(CommError, match=message):
         dog.raise_fault()
     assert "HALOGRAD_GPU_TIMEOUT" in ended[0]
     dog.close()
 
 
-def test_what_is_over_or_forgotten_is_not_late():
-    dog, _ = still(timeout=0.01)
+def test_what_is_over_or_forgotten_is_not_late(clock):
+    dog, _ = still()
     over, forgotten = passage(True), passage(False)
     dog.under_way(over, "a")
     dog.under_way(forgotten, "b")
     dog.forget(forgotten)
     dog.forget(forgotten)
-    time.sleep(0.02)
+    clock.seconds = 61.0
     dog.look()
     dog.raise_fault()
     dog.close()
 
 
 def test_a_fault_that_is_raised_in_time_does_not_end_the_job():
-    ended, watched = [], Watched(RuntimeError("gone"))
-    dog = Watchdog("rank 0 of 2", interval=0.01, end=ended.append, grace=0.3)
+    ended, watched, was_raised = [], Watched(RuntimeError("gone")), threading.Event()
+    dog = Watchdog("rank 0 of 2", interval=0.01, end=ended.append, grace=1000)
+
+    class Stop(threading.Event):
+        """Its grace time is over as soon as the fault was raised."""
+
+        def wait(self, timeout=None):
+            return not was_raised.wait(LIMIT) if timeout == 1000 else super().wait(timeout)
+
+    dog._stop = Stop()
     dog.add(watched)
-    limit = time.monotonic() + 20
-    while time.monotonic() < limit:
-        try:
-            dog.raise_fault()
-        except CommError:
-            break
-        time.sleep(0.005)
+    wait_until(lambda: fault_of(dog), "the thread to look")
     assert watched.aborted == 1
-    dog._thread.join(20)
-    assert not ended
+    was_raised.set()
+    dog._thread.join(LIMIT)
+    assert not dog._thread.is_alive() and not ended
     dog.close()
 
 
-def test_a_start_that_blocks_ends_the_job():
-    dog, ended = still(timeout=0.02)
+def fault_of(dog):
+    """What it raises, if anything."""
+    try:
+        dog.raise_fault()
+    except CommError as fault:
+        return fault
+
+
+def test_a_start_that_blocks_ends_the_job(monkeypatch):
+    timers = []
+
+    class Timer:
+        """Its time is over when the test says so."""
+
+        def __init__(self, interval, function):
+            self.interval, self.function = interval, function
+            self.start, self.cancel = lambda: timers.append(self), lambda: timers.remove(self)
+
+    monkeypatch.setattr(module.threading, "Timer", Timer)
+    dog, ended = still()
     with dog.watching("the start of NCCL"):
-        time.sleep(0.3)
-    assert ended[0].startswith("nccl: rank 1 of 4: the start of NCCL has been under way")
-    with dog.watching("the start of NCCL"):
-        pass
-    time.sleep(0.05)
-    assert len(ended) == 1
+        (timer,) = timers
+        assert timer.interval == 60
+        timer.function()
+    assert ended[0].startswith("nccl: rank 1 of 4: the start of NCCL has been under way for 60 s")
+    assert not timers, "what has begun in time does not end the job later"
 
 
 def test_a_timeout_must_be_positive():
@@ -133,21 +164,23 @@ def test_a_timeout_must_be_positive():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("begun", ["exchange", "sum"])
-def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, monkeypatch):
+def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, clock, monkeypatch):
     """The other rank never starts its part."""
     ended = []
     monkeypatch.setattr(link, "end", lambda mpi, code: ended.append(code))
     with pytest.raises(CommError, match=f"^nccl: rank 0 of 2: {begun} '.*' .*has been under way"):  # noqa: SIM117
-        with gpu_ranks(monkeypatch, "nccl", timeout=0.2) as r:
+        with gpu_ranks(monkeypatch, "nccl", timeout=1000) as r:
             other = 1 - r.comm.rank
             channel = r.comm.channel({other: 4}, {other: 4}, "float32", device=r.device, name="conv1")
             total = r.comm.reduction(r.device.zeros((4,), "float32"), name="loss")
             mine = {"exchange": channel, "sum": total}[begun]
             fault = None
             if r.comm.rank == 0:
-                mine._passage = Unfinished(mine._passage)
+                mine._passage, dog = Unfinished(mine._passage), mine._link._watchdog
+                dog._interval, dog._grace = 0.01, LIMIT
                 mine.start()
-                fault = str(raised(mine))
+                clock.seconds += 1001
+                fault = str(wait_until(lambda: fault_of(dog), "the thread to notice"))
             raise CommError(r.comm.bcast(fault))  # the other rank would find out by itself, later
     assert not ended
 
@@ -183,17 +216,6 @@ class Unfinished:
 
     def join(self):
         raise AssertionError("nobody joins what was lost")
-
-
-def raised(item):
-    limit = time.monotonic() + 20
-    while time.monotonic() < limit:
-        try:
-            item._link.raise_fault()
-        except CommError as error:
-            return error
-        time.sleep(0.01)
-    return AssertionError("nothing was noticed")
 
 
 @pytest.mark.ranks(2)
