@@ -142,12 +142,13 @@ def test_every_task_of_a_sweep_trains(undisturbed, site):
 
 
 def seeing_gpus(site: Site) -> list[object]:
-    """Options for a job that asks for GPUs, and whose ranks tell which they see."""
+    """Options for a job that asks for GPUs, and whose ranks tell which they see; they compute on CPUs."""
     python = site.folder / "python"
-    told = 'echo "rank ${PMI_RANK} sees GPU $CUDA_VISIBLE_DEVICES"'
+    told = 'echo "rank ${PMI_RANK} sees GPU $CUDA_VISIBLE_DEVICES"; set -- "$@" --set backend.kernels=auto'
     python.write_text(f'#!/bin/bash\ncase $* in *train*) {told} ;; esac\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    return ["--gpus-per-node", 2, "--python", python, "--mpi", "pmi2", "--mpirun", find_mpiexec()]
+    gpus = ["--gpus-per-node", 2, "--set", "backend.kernels=cudnn"]
+    return [*gpus, "--python", python, "--mpi", "pmi2", "--mpirun", find_mpiexec()]
 
 
 def gpus_seen(log: str) -> dict[int, str]:
