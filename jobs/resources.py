@@ -31,6 +31,8 @@ OWN = {
 }
 _TIME = re.compile(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", re.ASCII)
 _KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
+#: By these, too, a job gets GPUs: at sites that reserve them by another name, or whole nodes.
+GPU_DIRECTIVES = {"constraint", "exclusive", "gpus", "gpus-per-socket", "gres", "tres-per-node", "tres-per-task"}
 #: Slurm sends the signal before the limit up to this much earlier than told [s].
 EARLY = 60
 _CONTINUOUS = ("infinite", "unlimited")
@@ -75,10 +77,10 @@ class Resources:
             if getattr(self, name) < smallest:
                 option = name.replace("_", "-")
                 raise UserError(f"--{option}: expected a whole number >= {smallest}, got {getattr(self, name)}")
-        if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
+        if self.gpus_per_node and self.ranks_per_node != self.gpus_per_node:
             raise UserError(
-                f"--ranks-per-node: expected at most one rank per GPU, got {self.ranks_per_node} ranks for "
-                f"{self.gpus_per_node} GPUs of a node; ask for more GPUs or fewer ranks"
+                f"--ranks-per-node: expected one rank per GPU, got {self.ranks_per_node} ranks for "
+                f"{self.gpus_per_node} GPUs of a node; ask for as many GPUs as ranks"
             )
         if self.warning > 65535:
             raise UserError(f"--warning: expected at most 65535 seconds, got {self.warning}")
@@ -101,6 +103,30 @@ class Resources:
     def ranks(self) -> int:
         """Ranks of the whole job."""
         return self.nodes * self.ranks_per_node
+
+    def check_backend(self, kernels: str, threads: int) -> None:
+        """Refuse what the backend of a configuration would leave idle, lacks, or shares. Local.
+
+        Parameters
+        ----------
+        kernels, threads
+            ``backend.kernels`` and ``backend.threads``.
+        """
+        if self.gpus_per_node and kernels != "cudnn":
+            raise UserError(
+                f'--gpus-per-node: expected backend.kernels = "cudnn" with it, got "{kernels}", which computes on '
+                "CPUs; add --set backend.kernels=cudnn, or leave --gpus-per-node out"
+            )
+        if kernels == "cudnn" and not self.gpus_per_node and not GPU_DIRECTIVES & {key for key, _ in self.directives}:
+            raise UserError(
+                '--gpus-per-node: expected GPUs for backend.kernels = "cudnn", got none; add --gpus-per-node N, or '
+                "what reserves them at this site, such as --sbatch gres=gpu:N, or --set backend.kernels=auto"
+            )
+        if threads > self.cpus_per_rank:
+            raise UserError(
+                f"--cpus-per-rank: expected a core for each of the {threads} threads of a rank (backend.threads), got "
+                f"{self.cpus_per_rank}; reserve more, or leave one of the two out"
+            )
 
 
 def _seconds(time: str) -> int | None:

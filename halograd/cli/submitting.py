@@ -15,8 +15,8 @@ from halograd.errors import UserError
 from halograd.files import write_whole
 
 if TYPE_CHECKING:
-    from halograd.jobs import Job, Profiling
-    from halograd.training.config import Config
+    from halograd.jobs import Job, Profiling, Resources
+    from halograd.training.config import BackendConfig, Config
 
 __all__ = ["submit"]
 
@@ -31,11 +31,13 @@ def submit(
         typer.Option(help="train, profile, plan-then-train, sweep or local; train, or sweep if --sweep is given."),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of every node; one rank each. 0: CPUs only.")] = 0,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of every node, for kernels = cudnn; one rank each.")] = 0,
     ranks_per_node: Annotated[
         int | None, typer.Option(help="Ranks on every node; one per GPU if left out, or one without GPUs.")
     ] = None,
-    cpus_per_rank: Annotated[int | None, typer.Option(help="Cores of a rank; backend.threads if left out.")] = None,
+    cpus_per_rank: Annotated[
+        int | None, typer.Option(help="Cores of a rank, and its threads unless backend.threads says how many it uses.")
+    ] = None,
     time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Minutes, HH:MM:SS or D-HH:MM:SS.")] = None,
     partition: Annotated[str | None, typer.Option(help="Where to queue.")] = None,
     account: Annotated[str | None, typer.Option(help="Who pays.")] = None,
@@ -85,10 +87,10 @@ def submit(
 
     \b
     Examples:
-      halograd submit mesh.toml --nodes 4 --gpus-per-node 4 --time 04:00:00 --partition gpu --dry-run
-      halograd submit mesh.toml --nodes 2 --ranks-per-node 8 --module gcc/12 --module openmpi/5 --launcher mpirun
-      halograd submit mesh.toml --nodes 16 --gpus-per-node 4 --kind plan-then-train --profile-nodes 2
-      halograd submit mesh.toml --sweep schedule.learning_rate=1e-3,1e-2 --sweep training.batch=2,4 --at-most 2
+      halograd submit mesh.toml --nodes 4 --gpus-per-node 4 --set backend.kernels=cudnn --partition gpu --dry-run
+      halograd submit mesh.toml --nodes 2 --ranks-per-node 8 --cpus-per-rank 8 --module openmpi/5 --launcher mpirun
+      halograd submit mesh.toml --nodes 16 --ranks-per-node 4 --cpus-per-rank 16 --kind plan-then-train
+      halograd submit mesh.toml --ranks-per-node 4 --cpus-per-rank 4 --sweep training.batch=2,4 --at-most 1
       halograd submit mesh.toml --kind local --ranks-per-node 4
     """
     from halograd.comm.boot import launched_size
@@ -99,7 +101,8 @@ def submit(
     chosen = _kind(kind, sweep, chain, at_most)
     loaded = _load(config, sets or [])
     per_node = ranks_per_node if ranks_per_node is not None else max(1, gpus_per_node)
-    threads = loaded.backend.threads
+    threads = _threads(loaded.backend, cpus_per_rank)
+    overrides = [*(sets or []), *([] if threads == loaded.backend.threads else [f"backend.threads={threads}"])]
     cpus = threads if cpus_per_rank is None else cpus_per_rank
     directives = parse_directives(sbatch or [])
     resources = Resources(nodes, per_node, cpus, gpus_per_node, time, partition, account, warning, directives)
@@ -115,9 +118,11 @@ def submit(
         container_runtime,
     )
     settings = parse_sweep(sweep or [])
-    _check(config, sets or [], settings, resources.ranks, planned=chosen in ("profile", "plan-then-train"))
+    _check(config, overrides, settings, resources, chosen)
+    if cpus_per_rank is None and chosen != "local":
+        _note_single_cores(loaded.backend)
     job = _job(config, loaded, resources, software, job_name, profile_nodes)
-    job = _replace(job, threads=threads, overrides=sets or (), stage=stage, after_crash=after_crash)
+    job = _replace(job, threads=threads, overrides=overrides, stage=stage, after_crash=after_crash)
     return _start(chosen, _replace(job, links=chain, settings=settings, at_most=at_most), dry_run)
 
 
@@ -148,19 +153,35 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
     return load_config(path, overrides)
 
 
-def _check(config: Path, sets: Sequence[str], settings: Sequence[Sequence[str]], ranks: int, planned: bool) -> None:
-    """Refuse now what the job would refuse when it has waited in the queue."""
+def _threads(backend: BackendConfig, cpus_per_rank: int | None) -> int:
+    """Threads of a rank: on CPUs all of its cores, unless the configuration says how many."""
+    stated = "threads" in backend.model_fields_set or backend.kernels == "cudnn"
+    return backend.threads if stated or cpus_per_rank is None else cpus_per_rank
+
+
+def _note_single_cores(backend: BackendConfig) -> None:
+    if backend.kernels != "cudnn" and "threads" not in backend.model_fields_set:
+        note = "every rank has one core; --cpus-per-rank N reserves N, and its kernels then use N threads"
+        print(f"halograd: note: {note}", file=sys.stderr)
+
+
+def _check(
+    config: Path, sets: Sequence[str], settings: Sequence[Sequence[str]], resources: Resources, kind: str
+) -> None:
+    """Refuse now what the job would refuse when it has waited in the queue, and what it would reserve for nothing."""
     from halograd.training.build import make_network, make_strategy
 
-    checked: set[str] = set()
+    checked, ranks = set[str](), resources.ranks
     for changes in settings or [[]]:
         loaded = _load(config, [*sets, *changes])
+        if kind != "local" or resources.gpus_per_node:
+            resources.check_backend(loaded.backend.kernels, loaded.backend.threads)
         what = repr((loaded.model, loaded.strategy, loaded.training.batch))
         if what in checked:
             continue
         checked.add(what)
         network = make_network(loaded)
-        if not planned and not loaded.strategy.auto:
+        if kind not in ("profile", "plan-then-train") and not loaded.strategy.auto:
             strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.batch)
             strategy.validate(network, ranks)
             strategy.warn_of_idle_ranks(network, loaded.training.batch, ranks)
@@ -238,7 +259,8 @@ def _start(kind: str, job: Job, dry_run: bool) -> int:
     jobs = start_chain(path) if kind == "plan-then-train" else submit_chain(path, job.links)
     ranks, nodes = job.resources.ranks, job.resources.nodes
     several = f"jobs {', then '.join(jobs)}" if len(jobs) > 1 else f"job {jobs[0]}"
-    print(f"submitted {several}: {ranks} rank(s) on {nodes} node(s); script {path}")
+    each = "one GPU" if job.resources.gpus_per_node else f"{job.resources.cpus_per_rank} core(s)"
+    print(f"submitted {several}: {ranks} rank(s) with {each} each on {nodes} node(s); script {path}")
     return 0
 
 

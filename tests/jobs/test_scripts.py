@@ -296,7 +296,7 @@ def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):
     ("changes", "message"),
     [
         ({"nodes": 0}, "--nodes: expected a whole number >= 1, got 0"),
-        ({"gpus_per_node": 1}, "--ranks-per-node: expected at most one rank per GPU, got 2 ranks for 1 GPUs of a node"),
+        ({"gpus_per_node": 1}, "--ranks-per-node: expected one rank per GPU, got 2 ranks for 1 GPUs of a node"),
         ({"warning": 70000}, "--warning: expected at most 65535 seconds, got 70000"),
         ({"time": "soon"}, "--time: expected minutes, HH:MM:SS or D-HH:MM:SS, got 'soon'"),
         ({"time": "1:2:3:4"}, "--time: expected minutes"),

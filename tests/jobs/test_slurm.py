@@ -23,7 +23,7 @@ from tests.jobs.private_slurm import PrivateSlurm
 from tests.jobs.runs import losses, write_config
 from tests.launch import find_mpiexec
 
-PACE = Path(__file__).parent / "pace"
+PACE, ROOT = Path(__file__).parent / "pace", Path(__file__).parent.parent.parent
 STEPS = 12
 LONG = 90.0  # [s]; most of it is for machines that do something else too
 
@@ -41,7 +41,7 @@ class Site:
         """Number of the (last) job of ``halograd submit``, on `nodes` x 2 ranks, into this directory."""
         (self.folder / f"{run}.pace").write_text(str(pace))
         command = ["submit", "mesh.toml", "--nodes", nodes, "--ranks-per-node", 2, "--set", f"output.directory={run}"]
-        environment = ["--env", f"PYTHONPATH={PACE}", "--env", f"HALOGRAD_TEST_PACE={self.folder}/{run}.pace"]
+        environment = ["--env", f"PYTHONPATH={PACE}:{ROOT}", "--env", f"HALOGRAD_TEST_PACE={self.folder}/{run}.pace"]
         out, err = StringIO(), StringIO()
         here = mock.patch.dict(os.environ, {**self.slurm.environment, "PWD": str(self.folder)}, clear=True)
         with here, redirect_stdout(out), redirect_stderr(err):
@@ -142,12 +142,13 @@ def test_every_task_of_a_sweep_trains(undisturbed, site):
 
 
 def seeing_gpus(site: Site) -> list[object]:
-    """Options for a job that asks for GPUs, and whose ranks tell which they see."""
+    """Options for a job that asks for GPUs, and whose ranks tell which they see; they compute on CPUs."""
     python = site.folder / "python"
-    told = 'echo "rank ${PMI_RANK} sees GPU $CUDA_VISIBLE_DEVICES"'
+    told = 'echo "rank ${PMI_RANK} sees GPU $CUDA_VISIBLE_DEVICES"; set -- "$@" --set backend.kernels=auto'
     python.write_text(f'#!/bin/bash\ncase $* in *train*) {told} ;; esac\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    return ["--gpus-per-node", 2, "--python", python, "--mpi", "pmi2", "--mpirun", find_mpiexec()]
+    gpus = ["--gpus-per-node", 2, "--set", "backend.kernels=cudnn"]
+    return [*gpus, "--python", python, "--mpi", "pmi2", "--mpirun", find_mpiexec()]
 
 
 def gpus_seen(log: str) -> dict[int, str]:
@@ -262,6 +263,12 @@ def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(limited, und
     site.slurm.wait(limited, "COMPLETED", timeout=LONG)
     assert "training ended with code 75; go on: yes" in site.slurm.log(limited)
     assert site.losses("limited") == undisturbed
+
+
+def test_a_signal_when_all_is_trained_does_not_bring_a_job_back(undisturbed, site):
+    log = site.complete(site.submit("late", "--env", "HALOGRAD_TEST_LATE=1"), 0)
+    assert f"trained to step {STEPS}" in log and "training ended with code 0; go on: no" in log, log
+    assert site.losses("late") == undisturbed
 
 
 @pytest.mark.parametrize("disturb", [preempt, fail_node])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def submit(tmp_path, monkeypatch, capsys):
 def test_a_job_is_written_and_submitted(submit):
     code, out, err = submit("--time", "10")
     assert code == 0, err
-    assert out == "submitted job 101: 4 rank(s) on 2 node(s); script run/mesh.sbatch\n"
+    assert out == "submitted job 101: 4 rank(s) with 1 core(s) each on 2 node(s); script run/mesh.sbatch\n"
     assert "data.path mesh.h5 is not here" in err
     (script,) = submit.scripts()
     kept = submit.folder / "run" / "mesh.sbatch"
@@ -67,10 +68,74 @@ def test_a_job_is_written_and_submitted(submit):
 
 def test_a_dry_run_prints_the_script_and_nothing_else(submit, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    code, out, err = submit("--dry-run", "--partition", "gpu", "--job-name", "it's")
+    code, out, err = submit("--dry-run", "--partition", "gpu", "--job-name", "it's", "--cpus-per-rank", 2)
     assert (code, err) == (0, "")
     assert out.startswith('#!/bin/bash\n#SBATCH --job-name="it\'s"\n') and "--partition=gpu\n" in out
     assert submit.stubs.calls() == [] and not (submit.folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "threads", "noted"),
+    [
+        ([], 1, 1, True),
+        (["--cpus-per-rank", 8], 8, 8, False),
+        (["--set", "backend.threads=3"], 3, 3, False),
+        (["--set", "backend.threads=1"], 1, 1, False),
+        (["--set", "backend.threads=3", "--cpus-per-rank", 4], 4, 3, False),
+        (["--set", "backend.kernels=cudnn", "--gpus-per-node", 2, "--cpus-per-rank", 4], 4, 1, False),
+    ],
+)
+def test_cores_that_are_reserved_are_used(options, cores, threads, noted, submit):
+    """One number for both, unless the configuration says how many threads; GPUs need few."""
+    code, script, err = submit("--dry-run", *options)
+    assert code == 0, err
+    assert f"#SBATCH --cpus-per-task={cores}\n" in script and f" OMP_NUM_THREADS={threads} " in script
+    assert ("rank(s), one per GPU." if "--gpus-per-node" in options else f"rank(s) of {cores} core(s) each.") in script
+    (train,) = [line for line in script.splitlines() if line.startswith("train=(")]
+    stated = [word for word in train.strip(")").split() if "threads" in word]
+    assert stated[-1:] in ([], [f"backend.threads={threads}"]) and bool(stated or threads == 1)
+    assert ("halograd: note: every rank has one core; --cpus-per-rank N" in err) == noted
+
+
+def test_a_profile_uses_the_cores_of_its_ranks(submit):
+    code, script, err = submit("--dry-run", "--kind", "profile", "--cpus-per-rank", 8)
+    assert code == 0 and " --threads 8 " in script, err
+
+
+@pytest.mark.parametrize("directive", ["gres=gpu:2", "gpus=4", "exclusive", "constraint=a100"])
+def test_gpus_by_another_name(directive, submit):
+    code, script, err = submit("--dry-run", "--set", "backend.kernels=cudnn", "--sbatch", directive)
+    assert code == 0 and f"#SBATCH --{directive}\n" in script, err
+
+
+def test_a_local_job_finds_its_gpus_itself(submit):
+    local = ["--kind", "local", "--nodes", 1, "--ranks-per-node", 4]
+    code, _, err = submit(*local, "--dry-run", "--set", "backend.kernels=cudnn")
+    assert (code, err) == (0, "")
+
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "docs" / "clusters.md", ROOT / "halograd" / "cli" / "submitting.py"]
+
+
+def examples(page: Path) -> list[str]:
+    """The lines of a page that submit a job."""
+    text = page.read_text().replace("\\\n", " ")
+    return [line.strip() for line in text.splitlines() if line.strip().startswith("halograd submit ")]
+
+
+def test_pages_with_examples():
+    assert {page for page in [*PAGES, *(ROOT / "docs").glob("*.md")] if examples(page)} == set(PAGES)
+
+
+@pytest.mark.parametrize("line", [line for page in PAGES for line in examples(page)])
+def test_examples_reserve_what_they_use(line, monkeypatch, capsys, caplog):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(line, comments=True)[1:]
+    if words[1] == "mesh.toml":  # the reader's
+        words[1:2] = ["examples/mesh.toml", "--set", "training.batch=32"]
+    assert run([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().err == "" and caplog.messages == []  # such as that ranks are idle
 
 
 def test_a_chain_waits_for_all_before_it(submit):
@@ -156,6 +221,13 @@ def test_ctrl_c_has_a_local_job_write_a_checkpoint(hung, presses, code, said, su
     ("arguments", "message"),
     [
         (["--nodes", 3], "strategy: 2 height x 2 sample needs 4 ranks, the run has 6"),
+        (["--gpus-per-node", 2], 'expected backend.kernels = "cudnn" with it, got "auto", which computes on CPUs; a'),
+        (["--gpus-per-node", 2, "--set", "backend.kernels=onednn"], 'got "onednn", which computes on CPUs'),
+        (["--set", "backend.kernels=cudnn"], 'expected GPUs for backend.kernels = "cudnn", got none; add --gpus'),
+        (["--sweep", "backend.kernels=cudnn,auto", "--gpus-per-node", 2], 'got "auto", which computes on CPUs'),
+        (["--gpus-per-node", 4, "--set", "backend.kernels=cudnn"], "expected one rank per GPU, got 2 ranks for 4 GPUs"),
+        (["--set", "backend.threads=4", "--cpus-per-rank", 2], "expected a core for each of the 4 threads of a rank"),
+        (["--sweep", "backend.threads=1,2"], "expected a core for each of the 2 threads of a rank (backend.threads)"),
         (["--set", "training.batch=0"], "training.batch"),
         (["--set", "model.name=moon"], "moon"),
         (["--sweep", "training.batch=2,0"], "training.batch"),
