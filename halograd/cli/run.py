@@ -6,12 +6,13 @@ import logging
 import os
 import platform
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from halograd.comm.boot import boot, launched_size, leave
-from halograd.errors import UserError
+from halograd.errors import TRACEBACK, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,6 +90,8 @@ def _usage(error: Any) -> str:
 def _complain(error: UserError, comm: MPI.Intracomm | None) -> int:
     """Say one line on one rank; a rank that is alone with its mistake ends the job."""
     if comm is None:
+        if os.environ.get(TRACEBACK):
+            traceback.print_exception(error)
         print(f"halograd: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     else:
         from halograd.comm.ending import refuse

@@ -69,6 +69,14 @@ def test_mistake_of_the_user_is_one_line(arguments, message):
     assert message in done.stderr
 
 
+def test_the_traceback_of_a_mistake_is_there_on_demand():
+    command = [sys.executable, "-m", "halograd", "status", "no/such/run"]
+    environment = job_environment(new_mark(), {"HALOGRAD_TRACEBACK": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Traceback") and done.stderr.splitlines()[-1].startswith("halograd: error: ")
+
+
 def test_generate_writes_what_was_asked_for(tmp_path):
     out = tmp_path / "mesh.h5"
     done = halograd("generate", "mesh-tangling", out, "--resolution", 64, "--samples", 2, "--seed", 5)
