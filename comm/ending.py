@@ -34,12 +34,10 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from halograd.errors import UserError
+from halograd.errors import TRACEBACK, UserError
 
-__all__ = ["TRACEBACK", "Guard", "end", "refuse"]
+__all__ = ["Guard", "end", "refuse"]
 
-#: Environment variable; if it is set, a user's mistake shows its traceback too.
-TRACEBACK = "HALOGRAD_TRACEBACK"
 FAULT, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
 # How long a rank that fails waits for the others to fail alike [s]. All ranks find most mistakes of the user.
 PATIENCE = {FAULT: 1.0, MISTAKE: 5.0, INTERRUPTED: 0.0}
@@ -138,20 +136,19 @@ def _unread(file: int) -> int:
     return count[0]
 
 
-def refuse(error: UserError, where: str = "", trace: str = "") -> None:
+def refuse(error: UserError, where: str = "") -> None:
     """Print a user's mistake in one line, on one rank. A rank that is alone with it ends the job.
 
     Parameters
     ----------
     where
         Line of the user's code, if there is one.
-    trace
-        What to print before the line.
     """
     together, speaks = _meet(error)
     places = [place for place in ("" if together else _rank(), where) if place]
     if speaks:
         suffix = f" ({'; '.join(places)})" if places else ""
+        trace = _numbered(error) if os.environ.get(TRACEBACK) else ""
         _write(f"{trace}halograd: error: {_one_line(error)}{suffix}\n")
     if not together:
         end(MPI.COMM_WORLD, MISTAKE)
@@ -193,7 +190,7 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Traceb
         _print(kind, value, trace)
         return
     if isinstance(value, UserError):
-        refuse(value, _place(trace), _numbered(value) if os.environ.get(TRACEBACK) else "")
+        refuse(value, _place(trace))
         sys.exit(MISTAKE)
     together, speaks = _meet(value)
     if speaks:

@@ -6,13 +6,14 @@ import logging
 import os
 import platform
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from halograd.comm.boot import boot, launched_size, leave
 from halograd.comm.interrupt import INTERRUPTED, end_on_interrupt
-from halograd.errors import UserError
+from halograd.errors import TRACEBACK, UserError
 from halograd.training.signals import ignore_stop_signals
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def _usage(error: Any) -> str:
 def _complain(error: UserError, comm: MPI.Intracomm | None) -> int:
     """Say one line on one rank; a rank that is alone with its mistake ends the job."""
     if comm is None:
+        if os.environ.get(TRACEBACK):
+            traceback.print_exception(error)
         print(f"halograd: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     else:
         from halograd.comm.ending import refuse

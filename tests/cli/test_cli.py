@@ -14,6 +14,7 @@ import pytest
 from halograd import __version__
 from halograd.cli.commands import app
 from tests.harness.jobs import job_environment, new_mark
+from tests.harness.limits import LIMIT
 from tests.launch import mpiexec
 
 
@@ -75,6 +76,14 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(generating, "generate_mesh_tangling", lambda *arguments: exec("raise KeyboardInterrupt"))
     assert run.run(["generate", "mesh-tangling", "x.h5"]) == 130
     assert capsys.readouterr().err == "halograd: interrupted\n"
+
+
+def test_the_traceback_of_a_mistake_is_there_on_demand():
+    command = [sys.executable, "-m", "halograd", "status", "no/such/run"]
+    environment = job_environment(new_mark(), {"HALOGRAD_TRACEBACK": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Traceback") and done.stderr.splitlines()[-1].startswith("halograd: error: ")
 
 
 def test_generate_writes_what_was_asked_for(tmp_path):
