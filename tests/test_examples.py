@@ -11,7 +11,7 @@ from tests.launch import mpiexec
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_heat_equation_is_that_of_one_process(ranks):
-    done = mpiexec(ranks, ["-m", "examples.heat_equation"], timeout=120)
+    done = mpiexec(ranks, ["-m", "examples.heat_equation"])
     assert done.returncode == 0, done.stderr
     assert f"{ranks} ranks, 100 steps: largest difference from one process 0" in done.stdout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from halograd import auto
+from halograd import auto, trials
 from halograd.auto import plan_run
 from halograd.comm import Communicator
 from halograd.errors import UserError
@@ -26,6 +25,7 @@ from halograd.training.config import StrategyConfig, parse_config
 from halograd.training.log import read_log
 from halograd.trials import measure_steps, rivals, settle
 from tests.launch import mpiexec
+from tests.support.clock import DrivenClock
 from tests.training.runs import CONFIG, write_data
 
 PLAIN = CONFIG.format(edge=16, channels=3, data="data.h5", out="out").replace("[strategy]\nbucket_bytes = 512\n", "")
@@ -186,20 +186,22 @@ def test_rivals_are_baselines_that_fit_and_are_near(trained):
 
 
 @pytest.mark.ranks(2)
-def test_steps_are_measured_one_strategy_at_a_time():
-    log = []
+def test_steps_are_measured_one_strategy_at_a_time(monkeypatch):
+    log, clock = [], DrivenClock().drive(monkeypatch, trials)
 
     @contextmanager
     def opened(strategy):
         log.append(f"open {strategy}")
-        yield lambda: (log.append(strategy), time.sleep(0.02 * (1 + MPI.COMM_WORLD.rank) * strategy))
+        yield lambda: (log.append(strategy), clock.sleep(0.02 * (1 + MPI.COMM_WORLD.rank) * strategy))
         log.append(f"close {strategy}")
 
     with Communicator(MPI.COMM_WORLD) as comm:
         found = measure_steps(comm, {"slow": 4, "fast": 1}, opened)
         assert comm.bcast(found) == found, "all ranks settle on the same"
     assert [entry for entry in log if isinstance(entry, str)] == ["open 4", "close 4", "open 1", "close 1"] * 2
-    assert found["slow"] == pytest.approx(0.16, rel=0.2) and found["fast"] == pytest.approx(0.04, rel=0.5)
+    assert found["slow"] == pytest.approx(0.16, abs=1e-5) and found["fast"] == pytest.approx(0.04, abs=1e-5)
+    counts = [log.count(strategy) for strategy in (4, 1)]
+    assert counts == [2 * (2 + 3), 2 * (2 + 12)], "half a second each, two and at least three steps"
 
 
 @pytest.mark.ranks(2)

@@ -12,6 +12,7 @@ import pytest
 from halograd.cli.doctor.finding import Finding, careful
 from halograd.cli.doctor.report import merge, show
 from tests.harness.jobs import job_environment, new_mark
+from tests.harness.limits import LIMIT
 from tests.launch import mpiexec
 
 
@@ -21,7 +22,7 @@ def doctor(**variables: str) -> tuple[int, dict[str, str], str]:
         [sys.executable, "-m", "halograd", "doctor"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         env=job_environment(new_mark(), variables),
     )
     return done.returncode, lines_of(done.stdout), done.stdout.splitlines()[-1]

@@ -20,6 +20,7 @@ from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plan_file import PlanFile
 from tests.harness.jobs import job_environment, new_mark
+from tests.harness.limits import LIMIT
 
 SMALL = ("mesh", "--option", "resolution=[128, 64]", "--option", "widths=[8, 16]", "--option", "convs=1")
 LASSEN = ("--machine", "lassen", "--ranks", "8", "--batch", "2")
@@ -43,7 +44,7 @@ def planned(tmp_path_factory) -> Path:
     """A plan, written by a process of its own."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     command = [sys.executable, "-m", "halograd", "plan", *SMALL, *LASSEN, "-o", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=job_environment(new_mark()))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=job_environment(new_mark()))
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" and f"{path}: written" in done.stdout
     return path

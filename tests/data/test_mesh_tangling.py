@@ -15,6 +15,7 @@ from halograd.data import mesh_tangling
 from halograd.data.errors import DataError
 from halograd.data.lagrangian import CHANNELS
 from halograd.data.mesh_tangling import Settings, Simulation, generate
+from tests.harness.limits import LIMIT
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +182,7 @@ def test_disk_full_while_writing(tmp_path: Path) -> None:
     )
     path = tmp_path / "out.h5"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert f"refused: cannot write {path}: the file system does not allow a file of this size" in done.stdout, done
     assert not list(tmp_path.iterdir())

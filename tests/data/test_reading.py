@@ -16,6 +16,7 @@ from halograd.data import structure
 from halograd.data.dataset import Hdf5Dataset
 from halograd.data.errors import DataError
 from halograd.dtensor.box import Box
+from tests.harness.limits import LIMIT
 
 N, EDGE = 3, 4
 
@@ -73,7 +74,7 @@ def no_locks(tmp_path_factory) -> Path:
 def test_no_locks_to_be_had(path, no_locks, answer, told):
     environment = {**os.environ, "LD_PRELOAD": str(no_locks), "FLOCK_SAYS": str(answer)}
     done = subprocess.run(
-        [sys.executable, "-c", READS, path], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", READS, path], env=environment, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0 and done.stdout == "(4, 4, 2) (4, 4, 2)\n", done.stderr
     lines = done.stderr.splitlines()

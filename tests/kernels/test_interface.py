@@ -15,6 +15,7 @@ import pytest
 import halograd.kernels.choice as choice
 from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, Kernel, KernelError, get_backend
 from halograd.kernels.scratch import Scratch
+from tests.harness.limits import LIMIT
 
 from .conftest import Arrays, assert_close
 
@@ -424,7 +425,7 @@ def test_missing_onednn_warns_once(monkeypatch, caplog):
 def test_the_warning_is_one_line_on_stderr(monkeypatch):
     monkeypatch.setenv("DNNL_LIB", "/nowhere/libdnnl.so.3")
     code = "from halograd.kernels import get_backend; get_backend(); print(get_backend().name)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True)
     assert done.stdout == "numpy\n" and len(done.stderr.splitlines()) == 1
 
 

@@ -10,6 +10,7 @@ import pytest
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile import Profile
 from tests.harness.jobs import job_environment, new_mark
+from tests.harness.limits import LIMIT
 from tests.launch import mpiexec
 
 SMALL = ("profile", "mesh", "--option", "resolution=16", "--option", "widths=[4, 4]", "--kernels", "numpy")
@@ -18,7 +19,7 @@ SMALL = ("profile", "mesh", "--option", "resolution=16", "--option", "widths=[4,
 def halograd(*arguments, **environment):
     command = [sys.executable, "-m", "halograd", *map(str, arguments)]
     env = job_environment(new_mark(), environment)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env)
 
 
 def test_alone_it_measures_resumes_and_writes(tmp_path):

@@ -24,6 +24,7 @@ from halograd.report.predicted import read_masks
 from halograd.report.record import read_record
 from halograd.training.metrics import Confusion
 from halograd.training.run import evaluate, train
+from tests.harness.limits import LIMIT
 from tests.training.runs import write_config
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -221,5 +222,5 @@ def test_status_needs_no_mpi(trained):
         "from halograd.cli.run import run\n"
         "assert run(sys.argv[1:]) == 0 and not {'mpi4py', 'h5py', 'matplotlib'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, trained], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, trained], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr

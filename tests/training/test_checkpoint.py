@@ -22,6 +22,7 @@ from halograd.training.checkpoint import (
 )
 from halograd.training.folder import CheckpointFolder
 from halograd.training.optimizers import SGD, Adam
+from tests.harness.limits import LIMIT
 
 PROGRESS = Progress(77, 5, {"epoch": 3, "position": 12, "shuffle": "epoch"}, {"mean": [0.1, 1 / 3]})
 
@@ -208,7 +209,7 @@ def test_no_space(saved, make_store, limit):
     path, store, _ = saved
     assert path.stat().st_size > 6000
     command = [sys.executable, "-c", SAVE_IN_LITTLE_SPACE, path, os.path.dirname(__file__), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0 and done.stderr == ""
     want = f"cannot write {path}: the file system does not allow a file of this size; nothing was left behind\n"
     assert done.stdout == want
