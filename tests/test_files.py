@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 
@@ -17,18 +18,21 @@ def test_whoever_reads_meanwhile_sees_one_text_or_the_other(tmp_path):
     over = threading.Event()
 
     def write() -> None:
-        for k in range(60):
-            write_whole(path, texts[k % 2])
-        over.set()
+        for text in itertools.cycle(texts):
+            write_whole(path, text)
+            if over.is_set():
+                return
 
     writer = threading.Thread(target=write)
     writer.start()
-    reads = 0
-    while not over.is_set():
-        assert path.read_text() in texts
-        reads += 1
-    writer.join()
-    assert reads and os.listdir(tmp_path) == ["plan.json"]
+    seen = []
+    try:
+        while len(seen) < 60 or len(set(seen)) < 2:
+            seen.append(path.read_text())
+    finally:
+        over.set()
+        writer.join()
+    assert set(seen) == set(texts) and os.listdir(tmp_path) == ["plan.json"]
 
 
 @pytest.mark.parametrize("fails", ["replace", "fsync"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import h5py
@@ -17,6 +16,7 @@ from halograd.data.normalize import channel_statistics
 from halograd.data.sampler import Sampler
 from halograd.data.targets import TargetReduction
 from halograd.dtensor.box import Box
+from tests.harness.limits import wait_until
 
 INPUT = Box((0, -1, 0, 0), (2, 5, 8, 2))
 TARGET = Box((0, 0, 0, 0), (2, 4, 8, 1))
@@ -70,7 +70,8 @@ def test_a_batch_in_use_is_not_overwritten(path: Path) -> None:
     x, _ = arrays(path)
     with Hdf5Dataset(path) as data, Loader(data, INPUT) as loader:
         for item in loader.iterate([[k, k + 1] for k in range(6)]):
-            time.sleep(0.01)  # time enough for the thread to run ahead
+            ready = loader._running.ready
+            wait_until(lambda ready=ready: not ready.empty(), "the thread to run ahead, or to end")
             np.testing.assert_array_equal(item.x[:, 1:], x[list(item.batch.indices), :5])
             assert item.y is None
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from halograd.errors import UserError
+from halograd.report import status as module
 from halograd.report.record import read_record
 from halograd.report.status import duration_text, status_of, status_text
+from tests.support.clock import DrivenClock
 
+NOW = 2e9  # [s], later than anything that has no age of its own
 PER_EPOCH, EPOCHS, BATCH = 10, 4, 8
 BEGIN = {
     "event": "begin",
@@ -26,6 +28,12 @@ BEGIN = {
     "job": "4711",
     "config": {"output": {"log_steps": 1}},
 }
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch):
+    """The state of a run depends on the time, which stands still here."""
+    DrivenClock(tick=0.0).drive(monkeypatch, module).seconds = NOW
 
 
 def log_of(steps: int, seconds: float = 0.5, validation: float = 5.0, begin: int = 0, at: float = 1000.0) -> list[dict]:
@@ -44,9 +52,13 @@ def log_of(steps: int, seconds: float = 0.5, validation: float = 5.0, begin: int
 
 def write(folder: Path, lines: list[dict], tail: str = "", age: float = 0.0) -> Path:
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
-    then = time.time() - age
-    os.utime(folder / "log.jsonl", (then, then))
+    written(folder / "log.jsonl", age)
     return folder
+
+
+def written(path: Path, age: float = 0.0) -> None:
+    """As if a file had been written so long ago [s]."""
+    os.utime(path, (NOW - age, NOW - age))
 
 
 def test_a_run_under_way(tmp_path):
@@ -58,6 +70,8 @@ def test_a_run_under_way(tmp_path):
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "step-00000030.h5").write_bytes(bytes(2048))
     (folder / "checkpoints" / "latest.h5").symlink_to("step-00000030.h5")
+    written(folder / "log.jsonl")
+    written(folder / "checkpoints" / "step-00000030.h5", 7.0)
     status = status_of(read_record(folder))
     assert (status.state, status.step, status.steps, status.epoch, status.epochs) == ("running", 35, 40, 4, 4)
     assert status.loss == pytest.approx(1 / 35) and status.validation["iou"] == 0.75
@@ -72,7 +86,7 @@ def test_a_run_under_way(tmp_path):
         "loss        0.028571; validation after epoch 3: loss 0.25, iou 0.75",
         "speed       1 s/step, 8 samples/s",
         "time left   5 s, until ",
-        "checkpoint  step 30, 0 s ago, 2 KiB: ",
+        "checkpoint  step 30, 7 s ago, 2 KiB: ",
         "hidden      halo 75.0 %",
         "ranks       4 on n17, n18, 2 sample x 2 height; job 4711",
     ):
@@ -81,8 +95,7 @@ def test_a_run_under_way(tmp_path):
 
 def test_the_end_of_a_long_log_says_the_same(tmp_path):
     folder = write(tmp_path, log_of(35))
-    now = time.time()
-    assert status_of(read_record(folder, 25), now) == status_of(read_record(folder), now)
+    assert status_of(read_record(folder, 25)) == status_of(read_record(folder))
     assert len(read_record(folder, 25).steps) == 25
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from time import strftime
+from time import localtime, strftime
 from types import ModuleType
 
 import pytest
@@ -44,7 +44,7 @@ class DrivenClock:
         return self.seconds
 
     monotonic = time = process_time = perf_counter
-    strftime = staticmethod(strftime)
+    localtime, strftime = staticmethod(localtime), staticmethod(strftime)
 
     def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
