@@ -1,6 +1,8 @@
 """The benchmarks of a GPU on the double of one: what they run is what they say; torch on the CPU beside it."""
 
 import math
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -9,12 +11,15 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.gpucheck import benchmarks
 from halograd.gpucheck import contest as contests
+from halograd.gpucheck import report as reports
 from halograd.gpucheck.benchmarks import run_benchmarks, time_copies, time_cutting, time_halo
 from halograd.gpucheck.contest import Ours, contest, rounds
 from halograd.gpucheck.lone import LoneCommunicator
 from halograd.gpucheck.report import Report
 from halograd.gpucheck.subjects import SUBJECTS, Subject
 from halograd.gpucheck.torch_process import TorchError, TorchProcess, find_torch
+from tests.harness.limits import LIMIT
+from tests.support.clock import DrivenClock
 from tests.support.fake_device import FakeBackend
 
 MESH = Subject("small mesh", "mesh", 1, {"resolution": 64, "channels": 3, "widths": [4, 6], "convs": 1})
@@ -36,8 +41,11 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Few steps: the double's clock counts what is enqueued."""
+    """Few steps: the double's clock counts what is enqueued. torch has time, but none to compile a network."""
     monkeypatch.setattr(contests, "MOST_STEPS", 3)
+    monkeypatch.setattr(contests, "EAGER_PATIENCE", LIMIT)
+    monkeypatch.setattr(contests, "STEPS_PATIENCE", LIMIT)
+    monkeypatch.setattr(contests, "COMPILE_NEEDS", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +103,8 @@ def test_rounds_take_turns():
 def test_torch_trains_the_same_network(kernels, torch, name):
     """`contest` refuses to compare if the first losses differ; beside it our graphs and torch's eager mode."""
     with Communicator(MPI.COMM_SELF) as comm:
-        text, numbers = contest(kernels, comm, SMALL[name], "tf32", quiet(budget=60.0), torch)
-    torch.ask(30.0, do="free")
+        text, numbers = contest(kernels, comm, SMALL[name], "tf32", quiet(budget=1e6), torch)
+    torch.ask(LIMIT, do="free")
     assert {"ours", "ours, graph", "eager", "predicted_bytes"} <= set(numbers), text
     assert "compiled" not in numbers and "not compiled: " in text
 
@@ -104,24 +112,25 @@ def test_torch_trains_the_same_network(kernels, torch, name):
 @needs_torch
 def test_bfloat16_beside_autocast_and_another_network_is_found(kernels, torch, monkeypatch):
     with Communicator(MPI.COMM_SELF) as comm:
-        _, numbers = contest(kernels, comm, MESH, "bf16", quiet(budget=60.0), torch)
+        _, numbers = contest(kernels, comm, MESH, "bf16", quiet(budget=1e6), torch)
         assert numbers["eager"] > 0
         unet = SMALL["unet"]
         zero = {k: 0 * v for k, v in unet.data(unet.network()).items()}
         monkeypatch.setattr(Subject, "data", lambda self, network: zero)
         with pytest.raises(AssertionError, match=r"the first loss is .*, torch's"):
-            contest(kernels, comm, unet, "tf32", quiet(budget=60.0), torch)
+            contest(kernels, comm, unet, "tf32", quiet(budget=1e6), torch)
 
 
 @needs_torch
 def test_torch_that_fails_or_takes_too_long_is_told():
     with TorchProcess("cpu") as process:
         with pytest.raises(TorchError, match="KeyError"):
-            process.ask(60.0, do="steps", name="none", count=1)
+            process.ask(LIMIT, do="steps", name="none", count=1)
+        os.kill(process._process.pid, signal.SIGSTOP)
         with pytest.raises(TorchError, match="torch did not answer within 0 s to 'free'"):
             process.ask(0.0, do="free")
         with pytest.raises(TorchError, match="torch has ended"):
-            process.ask(1.0, do="free")
+            process.ask(LIMIT, do="free")
 
 
 def test_what_is_missing_or_late_is_skipped_with_the_reason(kernels, monkeypatch):
@@ -147,14 +156,16 @@ def test_without_torch_ours_is_measured(kernels, monkeypatch):
     assert "small mesh, bf16: ms/step: ours" in report.table()
 
 
-def test_parts_have_a_budget_of_their_own():
+def test_parts_have_a_budget_of_their_own(monkeypatch):
+    clock = DrivenClock().drive(monkeypatch, reports)
     report = quiet(100.0)
     with report.part(0.0):
         report.check("a", "late", lambda: ("", {}))
+    clock.seconds += 90.0
     report.check("a", "in time", lambda: ("", {}))
     assert [r.status for r in report.results] == ["skipped", "ok"]
     with report.part(1000.0):
-        assert report.seconds_left <= 100.0
+        assert report.seconds_left == pytest.approx(10.0, abs=1e-4)
 
 
 def test_subjects_are_networks_that_can_be_built():
