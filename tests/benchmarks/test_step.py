@@ -2,46 +2,61 @@
 
 import math
 import os
-import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import contestants, report
 from benchmarks.contest import Outcome, Settings, Times, check_losses, run
 from benchmarks.contestants import CONTESTANTS, Contestant, EntryError
 from benchmarks.machine import Usage
 from benchmarks.step import UsageError, select, split
+from tests.harness.limits import LIMIT, wait_until
 
 OURS = [replace(e, threads=1) for e in CONTESTANTS if not e.peer]
 NUMPY = {"backend": "numpy"}
 
 
-@pytest.mark.timeout(240)
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr(contestants, "PATIENCE", LIMIT)
+
+
 def test_contestants_are_timed_in_turn_on_the_same_network():
     outcome = run("mesh-tiny", OURS, Settings(0.02, 2, 1.0), lambda line: None, NUMPY)
     assert [len(t.seconds) > 0 and t.best > 0 for t in outcome.times.values()] == [True] * len(OURS)
     assert len(outcome.usage) == 2 * 2 * len(OURS)  # two rounds, there and back
     assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(outcome.losses["halograd-2x1"], outcome.losses["raw"]))
-    assert outcome.times["raw"].median < outcome.times["halograd-1x2"].median * 3
     assert "ratio to raw sum" in report.ratios(outcome)
 
 
-@pytest.mark.timeout(240)
+def activity(contestant):
+    """CPU time, and how often each of its threads was given a core; None while one of them wants a core."""
+    found = {}
+    for path in [path for pid in contestant.pids for path in Path(f"/proc/{pid}/task").glob("*/status")]:
+        fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+        if fields["State"].split()[0] == "R":
+            return None
+        found[path] = int(fields["voluntary_ctxt_switches"]), int(fields["nonvoluntary_ctxt_switches"])
+    return contestant.cpu_seconds(), found
+
+
 def test_waiting_contestants_use_no_cpu_and_end_with_their_parent():
+    """Once they wait, none of their threads runs, be it for a moment."""
     (entry,) = [e for e in OURS if e.ranks == 2]
     with Contestant(entry, "mesh-tiny", NUMPY) as contestant:
         contestant.ready()
         contestant.ask("measure", 2)
-        time.sleep(0.3)
-        used = []
-        for _ in range(3):
-            before = contestant.cpu_seconds()
-            time.sleep(0.5)
-            used.append(contestant.cpu_seconds() - before)
-        assert min(used) <= 0.02
+        looks = []
+
+        def quiet():
+            looks.append(activity(contestant))
+            return len(looks) > 50 and looks[-1] is not None and looks[-1] == looks[-50]
+
+        wait_until(quiet, "that for 50 looks none of their threads was given a core")
         pids = contestant.pids
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    wait_until(lambda: not [pid for pid in pids if os.path.exists(f"/proc/{pid}")], "none of them to be left")
 
 
 def test_a_contestant_that_fails_is_reported_with_its_output():
