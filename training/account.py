@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections import Counter
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from halograd import __version__
 from halograd.comm import Communicator
+from halograd.training.directory import job_id
 from halograd.training.epochs import Run
 from halograd.training.log import RunLog
 from halograd.training.session import Session
@@ -17,9 +17,6 @@ from halograd.training.step_times import RunPlan
 from halograd.training.trace import write_trace
 
 __all__ = ["begin_entry", "headline", "report_plan", "report_times"]
-
-#: What batch systems call a job.
-_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 
 def headline(session: Session) -> str:
@@ -51,7 +48,7 @@ def begin_entry(session: Session, run: Run) -> dict[str, Any]:
         "kernels": session.executor.kernels.describe(),
         "transport": comm.transport,
         "device_transport": None if comm.device_choice is None else comm.device_choice.describe(),
-        "job": next((os.environ[name] for name in _JOBS if name in os.environ), None),
+        "job": job_id(),
         "version": __version__,
         "config": config.model_dump(mode="json", exclude_unset=True),
     }

@@ -18,6 +18,7 @@ from halograd.layers.strategy import Strategy
 from halograd.training.account import begin_entry, headline, report_plan, report_times
 from halograd.training.checkpoint import CheckpointReader, Progress, read_header
 from halograd.training.config import Config, check_config, load_config
+from halograd.training.directory import RunLock, make_folder
 from halograd.training.epochs import Run, describe, evaluate_batches
 from halograd.training.folder import CheckpointFolder
 from halograd.training.interruption import Interruption
@@ -85,8 +86,10 @@ def train(
     world = boot() if comm is None else comm
     config = read_config(world, config_path, overrides)
     directory = Path(config.output.directory)
-    folder = CheckpointFolder(directory / "checkpoints", config.output.keep)
     with StopSignals() as signals, _communicator(config, world) as ranks, ExitStack() as stack:
+        lock = stack.enter_context(RunLock(directory))
+        on_root(ranks.mpi, lambda: _acquire(lock, directory))
+        folder = CheckpointFolder(directory / "checkpoints", config.output.keep, lock.check)
         if config.output.rank_logs:
             _log_each_rank(ranks, directory / "logs", stack)
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
@@ -98,7 +101,6 @@ def train(
         session = Session.open(config, ranks, stack, normalization=normalization, strategy=strategy)
         with ranks.agreement(), _writing(directory):
             if ranks.rank == 0:
-                _make_folder(directory)
                 rewind_log(directory / "log.jsonl", progress.step if progress else 0)
             log = stack.enter_context(RunLog(directory / "log.jsonl", ranks.rank == 0, config.output.progress))
             if config.output.tensorboard and ranks.rank == 0:
@@ -179,12 +181,9 @@ def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
         yield ranks
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror
-        raise UserError(f"output.directory: expected a folder that can be made, got {path}: {reason}") from error
+def _acquire(lock: RunLock, directory: Path) -> None:
+    with _writing(directory):
+        lock.acquire()
 
 
 @contextmanager
@@ -201,7 +200,7 @@ def _log_each_rank(ranks: Communicator, folder: Path, stack: ExitStack) -> None:
     """Begin a log on every rank, in a folder that rank 0 makes. Collective."""
     with ranks.agreement():
         if ranks.rank == 0:
-            _make_folder(folder)
+            make_folder(folder)
     with ranks.agreement(), _writing(folder):
         stack.enter_context(RankLog(folder, ranks.rank, ranks.size))
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halograd.errors import UserError
+from halograd.training.directory import RunLock
 
 __all__ = ["Files", "clear_run", "prepare", "replace_run"]
 
 #: What a training run writes, and nothing else.
 RUN_FILES = (
     "log.jsonl",
+    "run.lock",
+    "run.lock.*",
     "timeline.json",
     "timeline.json.new",
     "timeline.json.rank*",
@@ -67,7 +70,7 @@ def prepare(files: Files) -> None:
     Raises
     ------
     UserError
-        If `out` is no folder or cannot be written to.
+        If `out` is no folder or cannot be written to, or another demonstration trains there.
     """
     try:
         files.out.mkdir(parents=True, exist_ok=True)
@@ -75,7 +78,10 @@ def prepare(files: Files) -> None:
         raise UserError(f"--out: expected a folder that can be made, got {files.out}: {error.strerror}") from error
     if not os.access(files.out, os.W_OK):
         raise UserError(f"--out: expected a folder that can be written to, got {files.out}; choose another one")
-    clear_run(files.new_run)
+    if files.new_run.exists():
+        with RunLock(files.new_run) as lock:
+            lock.acquire()
+            clear_run(files.new_run)
 
 
 def clear_run(folder: Path) -> None:

@@ -39,8 +39,11 @@ def test_killed_and_resumed(tmp_path):
     assert process.returncode != 0
     assert KILL_AFTER <= max(losses(tmp_path / "out")) < STEPS
 
+    assert (tmp_path / "out" / "run.lock").exists()
     resumed = mpiexec(2, [*train, *sets("strategy.sample=2"), "--resume"])
     assert resumed.returncode == 0, resumed.stderr
+    assert "run.lock: taken over from process" in resumed.stderr and "its process is gone" in resumed.stderr
+    assert not (tmp_path / "out" / "run.lock").exists()
     found, wanted = losses(tmp_path / "out"), losses(tmp_path / "whole")
     assert list(found) == list(wanted) == list(range(1, STEPS + 1))
     assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-9)
@@ -63,6 +66,25 @@ def test_diverged(tmp_path):
     named = Path(line.rpartition("the last good checkpoint is ")[2])
     with h5py.File(named) as file:
         assert "params" in file
+
+
+@pytest.mark.timeout(240)
+def test_two_runs_in_one_directory(tmp_path):
+    """The second one ends in one line, and does no harm to the first, which then goes on to its end."""
+    config = write_config(tmp_path)
+    train = ["-m", "halograd", "train", config, *sets(*COMMON, "training.epochs=1000")]
+    with started(2, *train, *sets(SLOW, "strategy.height=2")) as (process, mark):
+        wait_for_step(tmp_path / "out", 5, process)
+        for more in ([], ["--resume"]):
+            second = mpiexec(1, [*train, *more])
+            assert second.returncode == 2 and len(second.stderr.splitlines()) == 1
+            assert "expected one that no other run writes to" in second.stderr and "held by process" in second.stderr
+        os.kill(rank_processes(mark)[0], signal.SIGUSR1)
+        _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 75, stderr
+    steps = list(losses(tmp_path / "out"))
+    assert steps == list(range(1, len(steps) + 1))
+    assert (tmp_path / "out" / "checkpoints" / "latest.h5").resolve().name == f"step-{steps[-1]:08d}.h5"
 
 
 FAILS = """

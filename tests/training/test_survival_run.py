@@ -1,8 +1,10 @@
 """Runs in this process that are disturbed: damaged and unwritable checkpoints, signals at awkward moments."""
 
 import errno
+import json
 import os
 import signal
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import h5py
@@ -11,10 +13,15 @@ from mpi4py import MPI
 
 from halograd.data.errors import DataError
 from halograd.errors import UserError
+from halograd.report.record import read_record
+from halograd.report.status import status_of
 from halograd.training import checkpoint, chunk_file
+from halograd.training import directory as directory_of_run
+from halograd.training.directory import Owner
 from halograd.training.log import read_log
 from halograd.training.metrics import Evaluation
-from halograd.training.run import train
+from halograd.training.run import evaluate, train
+from halograd.training.trainer import Trainer
 from tests.training.runs import write_config
 from tests.training.test_run import assert_same, curve
 
@@ -168,6 +175,56 @@ def test_checkpoints_by_time(comm, folder):
     train(folder / "run.toml", settings, comm=comm)
     assert [e["step"] for e in read_log(folder / "out" / "log.jsonl", "checkpoint")] == [1, 2, 3, 4, 5, 6]
     assert files(folder) == ["latest.h5", "step-00000005.h5", "step-00000006.h5"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_another_run_in_the_directory(comm, folder, monkeypatch, caplog):
+    """A second run is refused on all ranks and leaves everything as it is; readers are not; a requeued job goes on."""
+    for name in directory_of_run._JOBS:
+        monkeypatch.delenv(name, raising=False)
+    train(folder / "run.toml", ["training.epochs=1"], comm=comm)
+    out = folder / "out"
+    other = replace(Owner.this(), key="other", job="4711")
+    if comm.rank == 0:
+        (out / "run.lock").write_text(json.dumps(asdict(other)))
+        (out / "checkpoints" / ".step-00000004.h5.99.partial").write_text("half")
+    comm.Barrier()
+    before = (files(folder), (out / "log.jsonl").read_text())
+    monkeypatch.setattr(directory_of_run, "ENDING", 0.0)
+    for resume in (False, True):
+        with pytest.raises(UserError, match=rf"got {out}, held by process \d+ on \S+ \(job 4711\); wait until"):
+            train(folder / "run.toml", [], resume, comm=comm)
+    comm.Barrier()
+    assert (files(folder), (out / "log.jsonl").read_text()) == before
+    assert evaluate(out, comm=comm)["step"] == 3
+    assert status_of(read_record(out)).step == 3
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    comm.Barrier()
+    train(folder / "run.toml", [], True, comm=comm)
+    comm.Barrier()
+    assert list(curve(out)[0]) == list(range(1, 10))
+    assert sum("the job was requeued" in text for text in caplog.messages) == (comm.rank == 0)
+    assert not (out / "run.lock").exists() and not any(name.endswith("partial") for name in files(folder))
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_that_was_taken_over_ends(comm, folder, monkeypatch):
+    """It finds out before it writes its next checkpoint; that of the other run stays as it is."""
+    step = Trainer.step
+
+    def taken(self):
+        if self.optimizer.step == 4 and comm.rank == 0:
+            other = replace(Owner.this(), key="other", host="n17", place="another kernel")
+            (folder / "out" / "run.lock").write_text(json.dumps(asdict(other)))
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", taken)
+    with pytest.raises(UserError, match=r"out was taken over by process \d+ on n17, to which this run looked dead"):
+        train(folder / "run.toml", ["output.checkpoint_steps=2"], comm=comm)
+    comm.Barrier()
+    assert files(folder) == ["latest.h5", "step-00000002.h5", "step-00000003.h5", "step-00000004.h5"]
+    assert (folder / "out" / "run.lock").exists()
 
 
 @pytest.mark.ranks(3)

@@ -1,0 +1,310 @@
+"""The directory of a run: made, and held by one run at a time through ``run.lock``, which has the name of its owner.
+
+Rank 0 makes the lock before anything else is written, touches it every few seconds, and removes it at the end. What a
+killed run has left is taken over:
+
+| the owner was | taken over |
+|---|---|
+| the same batch job, before it was requeued | at once |
+| a process of this machine (and of this container) | if it is gone |
+| anything else, such as a process of another node | if it does not touch the lock any more |
+
+Nothing but creating, renaming and touching a file is needed: shared file systems often have no other locks. An owner
+that was taken for dead (stopped, cut off) finds its name replaced before it writes the next checkpoint, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+import zlib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+
+from halograd.errors import UserError
+
+__all__ = ["Owner", "RunLock", "job_id", "make_folder"]
+
+BEAT = 10.0  # between two touches of an owner [s]
+POLL = 0.5  # between two looks at the lock of another [s]
+ENDING = 5.0  # how long a process of this machine is given to end [s]
+SILENCE = 60.0  # an owner elsewhere that has not touched the lock for so long, while we looked, is gone [s]
+OLD = 900.0  # a lock that was last touched so long ago needs no looking: clocks of nodes differ less [s]
+
+#: What batch systems call a job.
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
+
+_log = logging.getLogger(__name__)
+
+
+def job_id() -> str | None:
+    """Number of the batch job that this process belongs to, None without one. Local."""
+    return next((os.environ[name] for name in _JOBS if name in os.environ), None)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder of a run. Local. Raises UserError where that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror
+        raise UserError(f"output.directory: expected a folder that can be made, got {path}: {reason}") from error
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a directory; an empty one for a lock that cannot be read.
+
+    Attributes
+    ----------
+    key
+        Random, different for every run.
+    place
+        Where process numbers mean the same: boot of the kernel, and namespace.
+    started
+        When the process began, as the kernel counts; empty where that is not known.
+    job, restarts
+        Of the batch system; how often it has requeued the job.
+    """
+
+    key: str = ""
+    host: str = ""
+    place: str = ""
+    process: int = 0
+    started: str = ""
+    job: str = ""
+    restarts: int = 0
+
+    @classmethod
+    def this(cls) -> Owner:
+        """This process."""
+        pid = os.getpid()
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "")
+        requeued = int(restarts) if restarts.isdecimal() else 0
+        return cls(uuid.uuid4().hex, platform.node(), _place(), pid, _started(pid) or "", job_id() or "", requeued)
+
+    @classmethod
+    def parse(cls, text: str) -> Owner:
+        """The owner that a lock names."""
+        try:
+            found = json.loads(text)
+            owner = cls(**{field.name: found[field.name] for field in fields(cls)})
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return cls()
+        typed = all(type(getattr(owner, field.name)) is type(field.default) for field in fields(cls))
+        return owner if typed and 0 < owner.process < 1 << 31 else cls()
+
+    def here(self, other: Owner) -> bool:
+        """Whether its process can be looked for from where `other` is."""
+        return bool(self.place) and (self.place, self.host) == (other.place, other.host)
+
+    def gone(self, me: Owner) -> str | None:
+        """Why it cannot be at work any more; None if it is, or that cannot be known here."""
+        if self.job and self.job == me.job and self.restarts < me.restarts:
+            return "the job was requeued"
+        if self.here(me) and not _alive(self.process, self.started):
+            return "its process is gone"
+        return None
+
+    def __str__(self) -> str:
+        if not self.key:
+            return "an unknown process"
+        return f"process {self.process} on {self.host}" + (f" (job {self.job})" if self.job else "")
+
+
+class RunLock:
+    """The right to write to the directory of a run, from `acquire` on, while a ``with`` lasts. Local; rank 0 acquires.
+
+    Parameters
+    ----------
+    directory
+        Of the run; made by `acquire`, and removed again if nothing is in it at the end.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "run.lock"
+        self._me = Owner.this()
+        self._made = self._held = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
+
+    def acquire(self) -> None:
+        """Wait until it is known whether the directory is free, or its owner gone, and take it.
+
+        Raises
+        ------
+        UserError
+            If another run is at work in it, or it cannot be made.
+        OSError
+            If no file can be made in it.
+        """
+        self._made = not self.path.parent.exists()
+        make_folder(self.path.parent)
+        begun, first = time.monotonic(), None
+        while not self._create(self.path):
+            seen = self._look()
+            if seen is None:
+                continue  # it was just given back
+            owner = Owner.parse(seen[0])
+            reason = self._judge(owner, seen, first or seen, time.monotonic() - begun)
+            if reason is not None and self._replace(seen[0]):
+                _log.warning("%s: taken over from %s: %s", self.path, owner, reason)
+                break
+            if first is None and reason is None and not owner.here(self._me):
+                _log.warning("%s: held by %s; looking for up to %g s whether it is at work", self.path, owner, SILENCE)
+            first = first or seen
+            time.sleep(POLL)
+        self._held = True
+        self._thread.start()
+
+    def _judge(self, owner: Owner, seen: tuple[str, float], first: tuple[str, float], waited: float) -> str | None:
+        """Why to take the lock over, None to look again. Raises UserError if its owner is at work."""
+        reason = owner.gone(self._me)
+        if reason is not None:
+            return reason
+        if owner.here(self._me):
+            if waited >= ENDING:
+                raise self._in_use(owner)
+        elif seen != first:
+            raise self._in_use(owner)
+        elif time.time() - seen[1] >= OLD or waited >= SILENCE:
+            return "it does not touch the lock any more"
+        return None
+
+    def _in_use(self, owner: Owner) -> UserError:
+        return UserError(
+            f"output.directory: expected one that no other run writes to, got {self.path.parent}, held by {owner}; "
+            f"wait until that ends, choose another directory, or, if you know that it is gone, remove {self.path}"
+        )
+
+    def check(self) -> None:
+        """Before something is written that another run would miss. Local; does nothing where it was not acquired.
+
+        Raises
+        ------
+        UserError
+            If another run has taken the directory over.
+        """
+        if not self._held:
+            return
+        with contextlib.suppress(OSError):  # what is written next says what is wrong with the disk
+            seen = self._look()
+            if seen is None:  # removed by hand
+                self._create(self.path)
+                seen = self._look()
+            owner = self._me if seen is None else Owner.parse(seen[0])
+            if owner != self._me:
+                raise UserError(
+                    f"output.directory: {self.path.parent} was taken over by {owner}, to which this run looked dead; "
+                    "this one ends here"
+                )
+
+    def _create(self, path: Path) -> bool:
+        """Make a file that names this run, if there is none under this name."""
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(self._me), file)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _replace(self, text: str) -> bool:
+        """Make the lock that says `text` this run's; False if another run is about to, or was faster.
+
+        The run that makes the claim to this very lock is the only one to replace it. One that is killed at this moment
+        leaves its claim, which is removed after a while.
+        """
+        claim = self.path.with_name(f"run.lock.{zlib.crc32(text.encode()):08x}")
+        if not self._create(claim):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - claim.stat().st_mtime >= SILENCE:
+                    claim.unlink()
+            return False
+        seen = self._look()
+        if seen is None or seen[0] != text:
+            claim.unlink()
+            return False
+        os.replace(claim, self.path)
+        return True
+
+    def _look(self) -> tuple[str, float] | None:
+        """What the lock says, and when it was last touched; None if there is none."""
+        try:
+            # Opened, because NFS asks the server then; without waiting, as for somebody to write to a pipe.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        with open(descriptor, "rb") as file:
+            return file.read(1 << 16).decode(errors="replace"), os.fstat(descriptor).st_mtime
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT):
+            with contextlib.suppress(OSError):
+                if self._is_mine():
+                    os.utime(self.path)
+
+    def _is_mine(self) -> bool:
+        seen = self._look()
+        return seen is not None and Owner.parse(seen[0]) == self._me
+
+    def release(self) -> None:
+        """Give the directory back; idempotent."""
+        if self._held:
+            self._held = False
+            self._ended.set()
+            self._thread.join(BEAT)
+            with contextlib.suppress(OSError):
+                if self._is_mine():
+                    self.path.unlink()
+        if self._made:
+            with contextlib.suppress(OSError):  # something is in it
+                self.path.parent.rmdir()
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _place() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, "" if it has ended and was not waited for; None if that is not to be seen."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return "" if state in "ZX" else rest[18]
+
+
+def _alive(pid: int, started: str) -> bool:
+    """Whether the process that began then still runs."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    found = _started(pid)
+    return found is None or found == started
