@@ -76,7 +76,7 @@ def patch():
 sys.meta_path.insert(0, Importing())
 if not {"MPI", "import"} & set(wanted):
     patch()
-kept = AtTheEnd()
+sys.kept = AtTheEnd()
 from halograd.__main__ import main
 main()
 """
