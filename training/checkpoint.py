@@ -283,7 +283,7 @@ class CheckpointReader:
             raise OtherCheckpoint(f"checkpoint {self.path}: expected a checkpoint of format 2, got {error}") from error
         except FileNotFoundError as error:
             raise UserError(f"checkpoint {self.path}: expected a file, there is none{self._remedy()}") from error
-        except (OSError, KeyError, RuntimeError, ValueError, TypeError) as error:
+        except (OSError, KeyError, ValueError, TypeError, RecursionError, MemoryError) as error:
             reason = getattr(error, "strerror", None) or str(error).strip("'\"") or type(error).__name__
             raise UserError(f"checkpoint {self.path}: expected one that can be read, got {reason}") from error
 

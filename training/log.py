@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from halograd.errors import UserError
 from halograd.files import write_whole
+from halograd.training.log_lines import Entry, lines_of, parse_lines, warn_of_lines
 
 __all__ = ["RunLog", "read_log", "rewind_log"]
 
@@ -106,21 +107,22 @@ class RunLog:
         self.close()
 
 
-def read_log(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a log, or those of one event; a last line that was cut off is left out."""
-    entries = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if event is None or entry["event"] == event:
-            entries.append(entry)
-    return entries
+def read_log(path: str | Path, event: str | None = None) -> list[Entry]:
+    """The lines of a log, or those of one event; lines that cannot be read are left out, with a warning. Local."""
+    return [entry for _, entry in _good(Path(path)) if event is None or entry["event"] == event]
+
+
+def _good(path: Path) -> list[tuple[bytes, Entry]]:
+    good, bad = parse_lines(lines_of(path))
+    if bad:
+        warn_of_lines(path, bad)
+    return good
 
 
 def rewind_log(path: Path, step: int) -> None:
-    """Drop what was logged after update number `step`: a run that resumes there writes it again.
+    """Drop what was logged after update number `step`: a run that resumes there writes it again. Local.
+
+    Lines that cannot be read go too, with a warning.
 
     Raises
     ------
@@ -129,8 +131,8 @@ def rewind_log(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = [entry for entry in read_log(path) if entry.get("step", 0) <= step]
+    kept = [line.rstrip(b"\n") for line, entry in _good(path) if entry.get("step", 0) <= step]
     try:
-        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+        write_whole(path, b"".join(line + b"\n" for line in kept).decode())
     except OSError as error:
         raise UserError(f"{path}: expected a log that can be continued, got an error: {error.strerror}") from error

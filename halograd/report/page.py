@@ -25,6 +25,11 @@ __all__ = ["write_page"]
 
 #: What the table of events shows, oldest first.
 SHOWN = ("begin", "stopped", "interrupted", "failed", "checkpoint_failed", "finished")
+#: What is shown of a line ``begin``, if it is all there.
+ABOUT = {
+    *("network", "parameters", "samples", "held_out", "batch", "ranks"),
+    *("hosts", "cut", "kernels", "transport", "version"),
+}
 
 
 def write_page(record: Record, path: Path, predictions: Path | None = None) -> list[str]:
@@ -74,13 +79,13 @@ def _summary(record: Record) -> Iterator[Block]:
         rows.append(("samples per second", f"{status.samples_per_second:.4g}"))
     if status.seconds_left is not None:
         rows.append(("time left", duration_text(status.seconds_left)))
-    if begin:
+    if begin.keys() >= ABOUT:
         rows += [
             ("network", f"{begin['network']}, {begin['parameters']:,} parameters"),
             ("samples", f"{begin['samples']:,}, and {begin['held_out']:,} held out; batches of {begin['batch']}"),
             ("ranks", f"{begin['ranks']} on {', '.join(begin['hosts'])}; {begin['cut']}"),
             ("kernels, transport", f"{begin['kernels']}; {begin['transport']}"),
-            ("halograd", begin["version"] + (f", job {begin['job']}" if begin["job"] else "")),
+            ("halograd", begin["version"] + (f", job {begin['job']}" if begin.get("job") else "")),
         ]
     if status.checkpoint:
         rows.append(("newest checkpoint", Path(status.checkpoint).name))
@@ -175,8 +180,8 @@ def _when(entry: dict[str, Any]) -> str:
 
 def _what(entry: dict[str, Any]) -> str:
     if entry["event"] == "begin":
-        job = f", job {entry['job']}" if entry["job"] else ""
-        return f"begins on {entry['ranks']} rank(s), {entry['cut']}{job}"
+        job = f", job {entry['job']}" if entry.get("job") else ""
+        return f"begins on {entry.get('ranks', '?')} rank(s), {entry.get('cut', '?')}{job}"
     if entry["event"] == "failed":
         return f"failed: rank {entry['rank']} on {entry['host']}: {entry['cause']}"
     reason = f": {entry['reason']}" if "reason" in entry else ""

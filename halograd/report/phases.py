@@ -24,10 +24,11 @@ def about_timeline(file: str) -> Text:
 
 def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
     """Tables of a line ``phases`` of a log."""
-    phases, steps = entry["phases"], entry["steps"]
+    phases, steps = entry["phases"], max(1, entry["steps"])
     spent = [(c, phases[c]["seconds"]) for c in ("forward", "backward", "update") if c in phases]
     blocked = sum(p.get("blocked") or 0.0 for p in phases.values())
-    spent += [("of these, blocked in communication", blocked), ("reading, beside", phases["io"]["seconds"])]
+    reading = phases.get("io", {}).get("seconds", 0.0)
+    spent += [("of these, blocked in communication", blocked), ("reading, beside", reading)]
     yield Table([("phase (rank 0)", "ms/step"), *((name, f"{1e3 * s / steps:.1f}") for name, s in spent)])
     rows = [
         (

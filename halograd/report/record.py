@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from halograd.errors import UserError
+from halograd.training.log_lines import Entry, lines_of, parse_lines, warn_of_lines
 
-__all__ = ["Record", "read_record"]
+__all__ = ["Checkpoint", "Record", "read_record"]
 
-Entry = dict[str, Any]
+
+class Checkpoint(NamedTuple):
+    """A file: its step, None if the name does not tell; when it was written [s], as `time.time`; its size [B]."""
+
+    path: Path
+    step: int | None
+    modified: float
+    size: int
 
 
 @dataclass(frozen=True)
@@ -69,18 +76,20 @@ class Record:
         return int(known or (first["step"] // (first["epoch"] + 1) if first else 1) or 1)
 
     @property
-    def checkpoint(self) -> Path | None:
-        """The newest one, None if there is none."""
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest one, None if there is none. The run may be under way, and remove it meanwhile."""
         folder = self.directory / "checkpoints"
-        link = folder / "latest.h5"
-        files = sorted(folder.glob("step-*.h5"))
-        return link.resolve() if link.exists() else files[-1] if files else None
+        for path in ((folder / "latest.h5").resolve(), *sorted(folder.glob("step-*.h5"), reverse=True)):
+            with suppress(OSError):
+                found, step = path.stat(), path.stem.rpartition("-")[2]
+                return Checkpoint(path, int(step) if step.isdecimal() else None, found.st_mtime, found.st_size)
+        return None
 
 
 def read_record(directory: Path, tail: int | None = None) -> Record:
-    """Read the log of a run; of steps the last `tail` ones, if that is given. Local.
+    """Read the log of a run; of its lines `step` the last `tail` ones, if that is given. Local.
 
-    A last line that is being written is left out.
+    Lines that cannot be read are left out, with a warning; a last line that is being written without one.
 
     Raises
     ------
@@ -89,8 +98,7 @@ def read_record(directory: Path, tail: int | None = None) -> Record:
     """
     path = directory / "log.jsonl"
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            steps, events = _sorted(file, tail)
+        steps, events = _sorted(path, tail)
         return Record(directory, steps, events, path.stat().st_mtime)
     except OSError as error:
         reason = "there is none" if isinstance(error, FileNotFoundError) else error.strerror
@@ -100,24 +108,17 @@ def read_record(directory: Path, tail: int | None = None) -> Record:
         ) from error
 
 
-def _sorted(lines: Iterable[str], tail: int | None) -> tuple[list[Entry], list[Entry]]:
-    steps: deque[str] = deque(maxlen=tail)
-    events: list[Entry] = []
-    for line in lines:
-        if line.startswith('{"event": "step"'):
-            steps.append(line)
-        else:
-            events += _parsed([line])
-    return _parsed(steps), events
-
-
-def _parsed(lines: Iterable[str]) -> list[Entry]:
-    found = []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(entry, dict) and "event" in entry:
-            found.append(entry)
-    return found
+def _sorted(path: Path, tail: int | None) -> tuple[list[Entry], list[Entry]]:
+    """Steps, of which only the last ones are parsed, and all else."""
+    steps: deque[bytes] = deque(maxlen=tail)
+    others: list[bytes] = []
+    for line in lines_of(path):
+        (steps if line.startswith(b'{"event": "step"') else others).append(line)
+    found, bad = [], 0
+    for lines in (steps, others):
+        good, more = parse_lines(lines)
+        found.append([entry for _, entry in good])
+        bad += more
+    if bad:
+        warn_of_lines(path, bad)
+    return [entry for entry in found[0] if entry["event"] == "step"], found[1]

@@ -86,7 +86,6 @@ def status_of(record: Record, now: float | None = None) -> Status:
     validation = record.last("validation") or {}
     phases: dict[str, Any] = next((e["phases"] for e in reversed(record.since_begin) if e["event"] == "phases"), {})
     checkpoint = record.checkpoint
-    stat = None if checkpoint is None else checkpoint.stat()
     return Status(
         str(record.directory),
         state,
@@ -100,10 +99,10 @@ def status_of(record: Record, now: float | None = None) -> Status:
         pace,
         begin["batch"] / pace if pace and "batch" in begin else None,
         pace * (total - step) if pace and total and going else None,
-        None if checkpoint is None else str(checkpoint),
-        None if checkpoint is None else int(checkpoint.stem.rpartition("-")[2]),
-        None if stat is None else max(0.0, now - stat.st_mtime),
-        None if stat is None else stat.st_size,
+        None if checkpoint is None else str(checkpoint.path),
+        None if checkpoint is None else checkpoint.step,
+        None if checkpoint is None else max(0.0, now - checkpoint.modified),
+        None if checkpoint is None else checkpoint.size,
         {kind: p["overlap"] for kind, p in phases.items() if "overlap" in p},
         begin.get("ranks"),
         list(begin.get("hosts", ())),
@@ -135,7 +134,7 @@ def _pace(record: Record) -> float | None:
     """Seconds per step of the latest job, over its last two epochs at most, with all that lies between steps [s]."""
     begun = record.begin.get("step", 0)
     window = [s for s in record.steps if s["step"] > begun and "time" in s][-2 * record.steps_per_epoch - 1 :]
-    if len(window) > 2:
+    if len(window) > 2 and window[-1]["step"] > window[0]["step"]:
         return (window[-1]["time"] - window[0]["time"]) / (window[-1]["step"] - window[0]["step"])
     return float(record.steps[-1]["seconds"]) if record.steps else None
 
@@ -155,8 +154,7 @@ def status_text(status: Status) -> list[str]:
         speed = "" if status.samples_per_second is None else f", {status.samples_per_second:.4g} samples/s"
         lines.append(_line("speed", f"{status.seconds_per_step:.4g} s/step{speed}"))
     if status.seconds_left is not None:
-        end = time.strftime("%a %H:%M", time.localtime(time.time() + status.seconds_left))
-        lines.append(_line("time left", f"{duration_text(status.seconds_left)}, until {end}"))
+        lines.append(_line("time left", f"{duration_text(status.seconds_left)}{_until(status.seconds_left)}"))
     lines.append(_line("checkpoint", _checkpoint_text(status)))
     lines.append(_line("hidden", _overlap_text(status.overlap)))
     if status.ranks is not None:
@@ -175,12 +173,21 @@ def _validation_text(validation: dict[str, Any]) -> str:
     return f"; validation after epoch {validation['epoch'] + 1}: {', '.join(numbers)}" if numbers else ""
 
 
+def _until(seconds: float) -> str:
+    """When so many seconds are over, if that has a date."""
+    try:
+        return time.strftime(", until %a %H:%M", time.localtime(time.time() + seconds))
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
 def _checkpoint_text(status: Status) -> str:
     if status.checkpoint is None or status.checkpoint_age is None:
         return "none yet"
     size = bytes_text(status.checkpoint_bytes or 0)
     age = duration_text(status.checkpoint_age)
-    return f"step {status.checkpoint_step:,}, {age} ago, {size}: {status.checkpoint}"
+    step = "" if status.checkpoint_step is None else f"step {status.checkpoint_step:,}, "
+    return f"{step}{age} ago, {size}: {status.checkpoint}"
 
 
 def _overlap_text(overlap: dict[str, float | None]) -> str:

@@ -155,6 +155,21 @@ def test_a_log_of_an_old_version(tmp_path):
     assert status_text(status)[0].endswith(": running, step 20")
 
 
+def test_a_checkpoint_that_has_just_been_removed(tmp_path):
+    """By the run, which goes on: the next newest is told of; or that there is none."""
+    folder = write(tmp_path, log_of(35)) / "checkpoints"
+    folder.mkdir()
+    (folder / "latest.h5").symlink_to("step-00000030.h5")
+    assert status_of(read_record(tmp_path)).checkpoint is None
+    (folder / "step-00000020.h5").write_bytes(bytes(100))
+    assert status_of(read_record(tmp_path)).checkpoint_step == 20
+    (folder / "step-00000030.h5").symlink_to("best.h5")
+    (folder / "best.h5").write_bytes(bytes(100))
+    status = status_of(read_record(tmp_path))
+    assert (status.checkpoint, status.checkpoint_step) == (str(folder / "best.h5"), None)
+    assert any(line.startswith("  checkpoint  0 s ago, 100 B: ") for line in status_text(status))
+
+
 def test_what_is_no_run(tmp_path):
     with pytest.raises(UserError, match=r"expected the directory of a run, which has a log\.jsonl: there is none"):
         read_record(tmp_path)

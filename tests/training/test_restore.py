@@ -9,7 +9,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
-from halograd.training import chunk_file
+from halograd.training import chunk_file, node_readers
 from halograd.training.checkpoint import (
     CheckpointReader,
     DamagedCheckpoint,
@@ -55,8 +55,9 @@ def whole(comm, path):
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 @pytest.mark.parametrize("strategy", [lambda size: Strategy({"sample": size}), cut])
-def test_each_byte_is_read_once_per_node(path, strategy, per_node):
+def test_each_byte_is_read_once_per_node(path, monkeypatch, strategy, per_node):
     """Parameters, moments, running statistics and position: all of the file by one rank of each node."""
+    monkeypatch.setattr(node_readers, "PART", 1000)
     size, total = MPI.COMM_WORLD.size, path.stat().st_size
     with Communicator(MPI.COMM_SELF) as alone:
         params, moment = whole(alone, path)

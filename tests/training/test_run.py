@@ -244,7 +244,8 @@ def test_nothing_to_evaluate(comm, config):
 def test_rewinding_a_log(tmp_path):
     path = tmp_path / "log.jsonl"
     rewind_log(path, 3)
-    entries = [{"event": "step", "step": s} for s in range(1, 6)]
+    values = {"loss": 0.5, "learning_rate": 0.1, "seconds": 0.2, "samples_per_second": 20.0}
+    entries = [{"event": "step", "step": s, **values} for s in range(1, 6)]
     path.write_text("".join(json.dumps(e) + "\n" for e in entries) + '{"event": "st')
     rewind_log(path, 3)
     assert read_log(path) == entries[:3]

@@ -21,6 +21,7 @@ from halograd.training.directory import Owner
 from halograd.training.log import read_log
 from halograd.training.metrics import Evaluation
 from halograd.training.run import evaluate, train
+from halograd.training.session import Session
 from halograd.training.trainer import Trainer
 from tests.training.runs import write_config
 from tests.training.test_run import assert_same, curve
@@ -150,8 +151,6 @@ def test_signal_while_validating(comm, folder, monkeypatch):
 @pytest.mark.ranks(2)
 def test_signal_before_the_first_step(comm, folder, monkeypatch):
     """Nothing is done yet, nothing is written; the next run begins at the beginning."""
-    from halograd.training.session import Session
-
     make = Session.open.__func__
 
     def late(cls, *args, **kwargs):
@@ -206,6 +205,29 @@ def test_another_run_in_the_directory(comm, folder, monkeypatch, caplog):
     assert list(curve(out)[0]) == list(range(1, 10))
     assert sum("the job was requeued" in text for text in caplog.messages) == (comm.rank == 0)
     assert not (out / "run.lock").exists() and not any(name.endswith("partial") for name in files(folder))
+
+
+@pytest.mark.ranks(1, 2)
+def test_evaluation_of_a_run_that_goes_on(comm, folder, monkeypatch):
+    """The run removes the checkpoint, and latest.h5 means another one, while the evaluation is being built."""
+    train(folder / "run.toml", ["training.epochs=1"], comm=comm)
+    wanted = evaluate(folder / "out", comm=comm)
+    make = Session.open.__func__
+
+    def later(cls, *args, **kwargs):
+        if comm.rank == 0:
+            checkpoints = folder / "out" / "checkpoints"
+            (checkpoints / "step-00000003.h5").unlink()
+            os.replace(folder / "whole" / "checkpoints" / "step-00000009.h5", checkpoints / "step-00000009.h5")
+            (checkpoints / "latest.h5").unlink()
+            (checkpoints / "latest.h5").symlink_to("step-00000009.h5")
+        comm.Barrier()
+        return make(cls, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "open", classmethod(later))
+        assert evaluate(folder / "out", comm=comm) == wanted
+    assert evaluate(folder / "out", comm=comm)["step"] == 9
 
 
 @pytest.mark.ranks(1, 2)

@@ -1,0 +1,190 @@
+"""Damaged logs: bad lines are left out and counted, whoever reads; no reader fails."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from halograd.cli.run import run
+from halograd.errors import UserError
+from halograd.report.page import write_page
+from halograd.report.record import read_record
+from halograd.report.status import status_of, status_text
+from halograd.training import log_lines
+from halograd.training.log import read_log, rewind_log
+from halograd.training.log_lines import parse_line, parse_lines
+from halograd.training.run import train
+from tests.training.runs import write_config
+
+STEP = {"event": "step", "epoch": 0, "step": 1, "loss": 0.5, "learning_rate": 0.1, "seconds": 0.2}
+STEP |= {"samples_per_second": 20.0, "time": 1e9}
+VALIDATION = {"event": "validation", "epoch": 0, "step": 3, "loss": 0.25, "iou": None, "f1": 0.5, "time": 1e9}
+PHASES = {"event": "phases", "step": 3, "steps": 3, "overlap": None, "phases": {"forward": {"seconds": 1.0}}}
+PHASES["phases"] |= {"halo": {"communication": 2.0, "blocked": 0.5, "overlap": None}}
+BEGIN = {"event": "begin", "step": 0, "epochs": 2, "steps_per_epoch": 3, "batch": 4, "hosts": {"n17": 2}, "job": None}
+BEGIN |= {"config": {"output": {"log_steps": 1}, "model": {"widths": [4, 6]}}}
+PREDICTION = {"event": "prediction", "steps": 2, "predicted_step_seconds": 0.1, "measured_step_seconds": 0.2}
+PREDICTION |= {"data_seconds": 0.0, "waits": {"halo": 0.1}, "layers": {"a": {"predicted": 0.1, "measured": 0.0}}}
+FAILED = {"event": "failed", "rank": 1, "host": "n17", "cause": "gone", "at_step": 2}
+GOOD = [STEP, VALIDATION, PHASES, BEGIN, PREDICTION, FAILED, {"event": "stopped", "reason": "SIGTERM", "code": 75}]
+GOOD += [{"event": "finished"}, {"event": "of another version", "what": [1, {"deep": 2}]}, {**STEP, "loss": np.nan}]
+
+DEEP = b'{"event": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+NOT_LINES = [b"[1,2]", b"12", b'"step"', b"null", b"{}", b'{"event": 3}', b'{"event": "step"', DEEP, b"\0" * 512]
+NOT_LINES += [b'{"event": "x", "a": ' + b"[" * 20 + b"]" * 20 + b"}", b'{"event": "x", "step": 1' + b"0" * 5000 + b"}"]
+NOT_LINES += [json.dumps(STEP).encode().replace(b'"epoch"', b'"ep\xffch"'), b"\xef\xbb\xbf" + json.dumps(STEP).encode()]
+
+
+def changed(entry, **values):
+    return json.dumps({**entry, **values}).encode()
+
+
+def without(entry, key):
+    return json.dumps({k: v for k, v in entry.items() if k != key}).encode()
+
+
+BAD = [*NOT_LINES]
+BAD += [changed(STEP, step=v) for v in ("1", 1.5, True, None, -1, 10**30, [1], float("nan"))]
+BAD += [changed(STEP, time=v) for v in ("now", None, float("inf"), float("nan"), 1e30, -1.0)]
+BAD += [changed(STEP, seconds=float("nan")), changed(STEP, loss="0.5"), changed(STEP, learning_rate=None)]
+BAD += [without(STEP, key) for key in ("step", "loss", "learning_rate", "seconds", "samples_per_second")]
+BAD += [without(VALIDATION, "epoch"), changed(VALIDATION, iou="good"), changed(VALIDATION, f1=[1])]
+BAD += [changed(PHASES, phases=v) for v in (None, [1], {"halo": 1}, {"halo": {"overlap": 1.0}}, {"forward": {}})]
+BAD += [changed(BEGIN, config=v) for v in (1, {"output": 1}, {"output": {"log_steps": "1"}})]
+BAD += [changed(BEGIN, hosts=["n17"]), changed(BEGIN, job=4711), changed(BEGIN, epochs="2"), without(FAILED, "host")]
+BAD += [changed(PREDICTION, waits=[]), changed(PREDICTION, layers={"a": {"predicted": 1.0}}), b'{"event": "stopped"}']
+
+
+@pytest.mark.parametrize("entry", GOOD, ids=lambda entry: entry["event"])
+def test_good_lines(entry):
+    assert repr(parse_line(json.dumps(entry).encode())) == repr(entry)  # NaN is not equal to itself
+
+
+@pytest.mark.parametrize("line", BAD, ids=lambda line: line[:50].decode(errors="replace"))
+def test_bad_lines(line):
+    assert parse_line(line) is None
+    assert parse_lines([line + b"\n", b"\n"]) == ([], 1)
+    assert parse_lines([line]) == ([], 0), "it is being written"
+
+
+def damaged(path, lines=BAD):
+    """A whole run of two epochs whose log has a bad line behind each good one, and a half one at the end."""
+    good = [{**BEGIN, "time": 1e9}]
+    good += [{**STEP, "step": k, "epoch": (k - 1) // 3, "time": 1e9 + k} for k in range(1, 7)]
+    good += [{**VALIDATION, "step": 3}, PHASES, PREDICTION, {"event": "finished", "step": 6}]
+    bad = iter(lines)
+    text = b"".join(json.dumps(entry).encode() + b"\n" + next(bad, b"") + b"\n" for entry in good)
+    path.write_bytes(text + b"".join(line + b"\n" for line in bad) + b'{"event": "st')
+    return good
+
+
+def told(caplog, path, count):
+    (message,) = caplog.messages
+    caplog.clear()
+    return message == f"{path}: {count} line(s) cannot be read and are left out"
+
+
+def test_every_reader(tmp_path, caplog, capsys):
+    path = tmp_path / "log.jsonl"
+    good = damaged(path)
+    assert read_log(path) == good and told(caplog, path, len(BAD))
+    assert read_log(path, "step") == good[1:7] and not caplog.messages, "said once for all that read it"
+    log_lines._told.clear()
+    record = read_record(tmp_path)
+    assert (record.steps, record.events) == (good[1:7], [good[0], *good[7:]]) and told(caplog, path, len(BAD))
+    assert status_text(status_of(record))[0].endswith("finished, step 6 of 6 (100 %), epoch 2 of 2")
+    path.write_bytes(path.read_bytes() + "".join(json.dumps(entry) + "\n" for entry in good[1:7]).encode())
+    assert read_record(tmp_path, 2).steps == good[5:7]
+    write_page(record, tmp_path / "page.html")
+    assert run(["status", str(tmp_path)]) == 0 and "finished, step 6 of 6" in capsys.readouterr().out
+    assert run(["report", str(tmp_path)]) == 0
+
+
+def test_rewinding_leaves_good_lines_as_they_are(tmp_path, caplog):
+    path = tmp_path / "log.jsonl"
+    good = damaged(path)
+    kept = [entry for entry in good if entry.get("step", 0) <= 3]
+    rewind_log(path, 3)
+    assert told(caplog, path, len(BAD))
+    assert path.read_text() == "".join(json.dumps(entry) + "\n" for entry in kept)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_log(tmp_path):
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(UserError, match=r"expected the directory of a run, .*: not a regular file"):
+        read_record(tmp_path)
+    with pytest.raises(OSError, match="not a regular file"):
+        rewind_log(tmp_path / "log.jsonl", 3)
+    with pytest.raises(UserError, match=r"files that can be written, got .*log\.jsonl: not a regular file"):
+        train(write_config(tmp_path, out="."))
+
+
+ODD = [None, True, -1, 0, 1.5, 10**30, float("nan"), float("inf"), "", "text", [], [1], {}, {"a": 1}]
+
+
+def flipped(data, rng):
+    """Some bits are others."""
+    data = bytearray(data)
+    for at in rng.integers(8 * len(data), size=int(rng.integers(1, 30))).tolist():
+        data[at // 8] ^= 1 << at % 8
+    return bytes(data)
+
+
+def exchanged(data, rng):
+    """Some values, at any depth, are of another kind or gone; all lines are JSON."""
+    entries = [json.loads(line) for line in data.splitlines()]
+    for _ in range(int(rng.integers(1, 6))):
+        place = entries[int(rng.integers(len(entries)))]
+        while True:
+            key = list(place)[int(rng.integers(len(place)))]
+            if not isinstance(place[key], dict) or not place[key] or rng.random() < 0.3:
+                break
+            place = place[key]
+        if rng.random() < 0.2 and len(place) > 1:
+            del place[key]
+        else:
+            place[key] = ODD[int(rng.integers(len(ODD)))]
+    return "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+
+
+def test_any_damage(tmp_path):
+    """To a real log: all readers read on. HALOGRAD_LOG_CASES: how often, with a page each time."""
+    train(write_config(tmp_path), ["output.timeline=true"])
+    path = tmp_path / "out" / "log.jsonl"
+    extra = [FAILED, PREDICTION, {"event": "stopped", "step": 9, "reason": "SIGTERM", "code": 75}]
+    whole = path.read_bytes() + b"".join(json.dumps(entry).encode() + b"\n" for entry in extra)
+    count = int(os.environ.get("HALOGRAD_LOG_CASES", "0"))
+    for case in range(count or 300):
+        rng = np.random.default_rng([3, case])
+        path.write_bytes((flipped, exchanged)[case % 2](whole, rng))
+        record = read_record(path.parent)
+        status_text(status_of(record))
+        if count or case in (100, 201):
+            write_page(record, tmp_path / "page.html")
+        rewind_log(path, int(rng.integers(12)))
+        read_log(path)
+
+
+@pytest.mark.mpi
+def test_a_run_goes_on(comm, tmp_path, caplog):
+    """It resumes, says how many lines are left out, and its log is whole from then on."""
+    folder = comm.bcast(tmp_path)
+    config = write_config(folder) if comm.rank == 0 else folder / "run.toml"
+    comm.Barrier()
+    train(config, ["training.epochs=1"], comm=comm)
+    path = folder / "out" / "log.jsonl"
+    if comm.rank == 0:
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([lines[0], *[line + b"\n" for line in BAD], *lines[1:], b'{"event": "st']))
+    comm.Barrier()
+    caplog.clear()
+    train(config, ["training.epochs=2"], True, comm=comm)
+    if comm.rank == 0:
+        assert told(caplog, path, len(BAD))
+        assert [entry["step"] for entry in read_log(path, "step")] == [1, 2, 3, 4, 5, 6]
+        assert not caplog.messages
+    comm.Barrier()
