@@ -25,7 +25,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.data.atomic import atomic_path
-from halograd.data.reading import BeingWritten, open_to_read
+from halograd.data.reading import BeingWritten, NotRegular, open_to_read
 from halograd.device import device_of
 from halograd.errors import UserError
 from halograd.layers import Network
@@ -281,6 +281,8 @@ class _Opened:
             self._file = open_to_read(self._path)
         except BeingWritten as error:
             raise UserError(f"checkpoint {self._path}: expected a file that nobody writes to; {error}") from error
+        except NotRegular as error:
+            raise UserError(f"checkpoint {self._path}: {error.strerror}; name another one") from error
         except OSError as error:
             raise self._damaged(error) from error
         if "format" not in self._file.attrs:

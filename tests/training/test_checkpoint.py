@@ -132,6 +132,20 @@ def test_other_file(make_store, tmp_path):
     refused(tmp_path / "a.h5", make_store(), "expected a checkpoint of halograd, got another HDF5 file")
 
 
+@pytest.mark.timeout(60)
+def test_what_is_no_file(make_store, tmp_path):
+    """To open a pipe would wait for a process that writes to it."""
+    os.mkfifo(tmp_path / "step-00000077.h5")
+    (tmp_path / "step-00000078.h5").mkdir()
+    for path, kind in zip(sorted(tmp_path.iterdir()), ("a named pipe", "a folder")):
+        with pytest.raises(
+            UserError, match=rf"^checkpoint {path}: expected a regular file, got {kind}; name another one$"
+        ):
+            read_header(path)
+    with pytest.raises(UserError, match="got a folder"):
+        CheckpointFolder(tmp_path).newest_whole()
+
+
 def test_other_format(saved, make_store):
     with h5py.File(saved[0], "r+") as file:
         file.attrs["format"] = 99
