@@ -124,7 +124,8 @@ def train(
         ignore_stop_signals()
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)
         return CHECKPOINTED
-    print(f"trained to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints")
+    done = "trained" if result["diverged"] is None else "diverged, not trained,"
+    print(f"{done} to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints")
     return 0
 
 
