@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import DataError
+from .reading import reason_of
 
-__all__ = ["atomic_path"]
+__all__ = ["atomic_path", "check_writable"]
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -39,16 +40,7 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]
         When the folder is missing or not writable, or the disk is or becomes full.
     """
     final = Path(path)
-    if final.is_dir():
-        raise DataError(f"cannot write {final}: it is a folder; give the name of a file in it")
-    if not final.parent.is_dir():
-        raise DataError(f"cannot write {final}: the folder {final.parent} does not exist; make it first")
-    free = shutil.disk_usage(final.parent).free
-    if needed > free:
-        raise DataError(
-            f"cannot write {final}: expected {needed / 1e6:,.1f} MB of free disk, got {free / 1e6:,.1f} MB; "
-            "free some space, or ask for fewer or smaller samples"
-        )
+    _check_place(final, needed)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -61,6 +53,45 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]
         raise DataError(f"cannot write {final}: {reason}; nothing was left behind") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Make the folder of `path`, and see that a file can be written there, long before it is. Leaves no file.
+
+    Parameters
+    ----------
+    path : path
+        What :func:`atomic_path` will be given.
+
+    Raises
+    ------
+    DataError
+        When that will not work.
+    """
+    final = Path(path)
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _check_place(final, 0)
+        partial.touch()
+        partial.unlink()
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"cannot write {final}: {reason_of(error)}; give another path") from error
+
+
+def _check_place(final: Path, needed: int) -> None:
+    if final.is_dir():
+        raise DataError(f"cannot write {final}: it is a folder; give the name of a file in it")
+    if not final.parent.is_dir():
+        raise DataError(f"cannot write {final}: the folder {final.parent} does not exist; make it first")
+    free = shutil.disk_usage(final.parent).free
+    if needed > free:
+        raise DataError(
+            f"cannot write {final}: expected {needed / 1e6:,.1f} MB of free disk, got {free / 1e6:,.1f} MB; "
+            "free some space, or ask for fewer or smaller samples"
+        )
 
 
 def _to_disk(path: Path) -> None:

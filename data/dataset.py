@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .errors import DataError
-from .structure import Kind, Structure, examine, find, one_line, open_file, shape_of
+from .reading import one_line, open_file
+from .storage import check_files
+from .structure import HDF5_FAULTS, Kind, Structure, examine, find, looking_into, shape_of
 
 __all__ = ["Hdf5Dataset"]
 
@@ -43,6 +45,9 @@ class Hdf5Dataset:
     structure : Structure, optional
         What another rank found in this file (:attr:`structure`); it is then not looked at before it is first read, and
         `inputs`, `targets` and `layout` do not count.
+    allow_external : bool
+        Whether virtual datasets, external links and external files may take numbers from outside the folder of the
+        file (:class:`Storage`).
 
     Attributes
     ----------
@@ -60,8 +65,9 @@ class Hdf5Dataset:
     Raises
     ------
     DataError
-        File missing, not HDF5 or truncated; dataset missing, of wrong rank or type; inputs and targets that do not
-        fit each other. Reading raises it for NaN or infinity, and for targets out of range.
+        File missing, not HDF5 or truncated; dataset missing, of wrong rank or type, or never written; inputs and
+        targets that do not fit each other; a source of a virtual dataset that is missing or may not be used. Reading
+        raises it for NaN or infinity, and for targets out of range.
     """
 
     def __init__(
@@ -72,13 +78,16 @@ class Hdf5Dataset:
         layout: str | None = None,
         target_range: tuple[float, float] | None = None,
         structure: Structure | None = None,
+        allow_external: bool = False,
     ) -> None:
         self.path = Path(path)
         self.bytes_read = 0
         self.target_range = target_range
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
         self._opened: tuple[h5py.File, h5py.Dataset, h5py.Dataset | None] | None = None
-        self.structure = self._examine(inputs, targets, layout) if structure is None else structure
+        if structure is None:
+            structure = self._examine(inputs, targets, layout, allow_external)
+        self.structure = structure
         self.sample_shape, self.target_shape = self.structure.sample_shape, self.structure.target_shape
         self.channel_names, self.groups = self.structure.channel_names, self.structure.groups
 
@@ -137,10 +146,10 @@ class Hdf5Dataset:
         self._check_targets(indices, box, out, filled)
         return filled
 
-    def _examine(self, inputs: str, targets: str | None, layout: str | None) -> Structure:
+    def _examine(self, inputs: str, targets: str | None, layout: str | None, allow_external: bool) -> Structure:
         file = open_file(self.path)
         try:
-            found = examine(file, self.path, inputs, targets, layout)
+            found = examine(file, self.path, inputs, targets, layout, allow_external)
             self._opened = file, file[inputs], None if targets is None else file[targets]
         except BaseException:
             file.close()
@@ -152,7 +161,9 @@ class Hdf5Dataset:
         if self._opened is None:
             file = open_file(self.path)
             try:
-                self._opened = file, *self._find_again(file)
+                check_files(self.path, self.structure.files)
+                with looking_into(self.path):
+                    self._opened = file, *self._find_again(file)
             except BaseException:
                 file.close()
                 raise
@@ -205,7 +216,7 @@ class Hdf5Dataset:
                 return
             scratch = self._scratch_array(source, out, extent)
             source.read_direct(scratch, where)
-        except (OSError, RuntimeError) as error:
+        except HDF5_FAULTS as error:
             raise DataError(
                 f"{self.path}: cannot read sample {where[0]} of {source.name!r} ({one_line(error)}); the "
                 "file is damaged or was changed while it was open: write it again"

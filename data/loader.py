@@ -132,13 +132,13 @@ class Loader:
         self.close()
 
     def iterate(self, batches: Iterable[Batch | Sequence[int]]) -> Iterator[LoadedBatch]:
-        """Load these batches in order. An error of the thread is raised here, when its batch is due.
+        """Load these batches in order, which the thread asks for one by one. An error of it is raised when due.
 
         Ends its thread when the loop ends, breaks or fails. One loop at a time.
         """
         if self._running is not None:
             raise DataError("this loader is already in a loop; end that one first, or make another loader")
-        worker = self._running = _Worker(self, [_as_batch(b, k) for k, b in enumerate(batches)])
+        worker = self._running = _Worker(self, batches)
         worker.thread.start()
         try:
             while True:
@@ -189,7 +189,7 @@ class Loader:
 class _Worker:
     """The thread of one loop and its two queues of slots: `free` to fill, `ready` to use."""
 
-    def __init__(self, loader: Loader, batches: list[Batch]) -> None:
+    def __init__(self, loader: Loader, batches: Iterable[Batch | Sequence[int]]) -> None:
         self._loader, self._batches = loader, batches
         self._stopped = threading.Event()
         self.free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -209,7 +209,8 @@ class _Worker:
 
     def _run(self) -> None:
         try:
-            for batch in self._batches:
+            for position, wanted in enumerate(self._batches):
+                batch = _as_batch(wanted, position)
                 slot = self.free.get()
                 if slot is None or self._stopped.is_set():
                     return

@@ -7,6 +7,8 @@ of such numbers say nothing, so heavy-tailed channels take ``log`` by default.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,8 @@ __all__ = ["HEAVY_TAILED", "TRANSFORMS", "ChannelStatistics", "channel_statistic
 Array = NDArray[np.float64]
 AllReduce = Callable[[Array], Array]
 
+_logger = logging.getLogger(__name__)
+
 HEAVY_TAILED = frozenset({"Density", "Pressure", "aspectRatio", "conditionNumber", "oddy", "taper", "stretch"})
 """Channels that take ``log`` unless told otherwise."""
 
@@ -32,6 +36,7 @@ CLIP = 5.0
 """Standard deviations at which ``clip`` cuts."""
 _ROWS = 64
 _CACHED_ROWS = 16
+_LONG = 8e9  # bytes that one rank reads in ten seconds or more
 
 
 def _log(x: NDArray[Any]) -> None:
@@ -118,6 +123,11 @@ class ChannelStatistics:
         return cls(mean, std, tuple(state["transforms"]), int(state["count"]))
 
 
+def _raise(fault: Exception | None) -> None:
+    if fault is not None:
+        raise fault
+
+
 def channel_statistics(
     dataset: Hdf5Dataset,
     indices: Sequence[int] | NDArray[np.int64],
@@ -125,6 +135,7 @@ def channel_statistics(
     rank: int = 0,
     size: int = 1,
     allreduce: AllReduce = lambda a: a,
+    agree: Callable[[Exception | None], None] = _raise,
     transforms: Mapping[str, str] | None = None,
 ) -> ChannelStatistics:
     """Mean and standard deviation per channel over these samples.
@@ -141,27 +152,29 @@ def channel_statistics(
     rank, size : int
     allreduce : callable
         ``allreduce(a)`` returns the sum over the ranks of the float64 array `a`.
+    agree : callable
+        ``agree(fault)`` raises on all ranks if a rank passes a fault of reading instead of None, before sums are taken.
     transforms : dict, optional
         Rule per channel name, in place of the default (``log`` for :data:`HEAVY_TAILED`, else ``none``).
 
     Raises
     ------
     DataError
-        No samples; unknown channel or rule; NaN in the data. A fault of one rank alone must be agreed on by the
-        caller, as with any read.
+        No samples; unknown channel or rule; NaN in the data.
     """
     if len(indices) == 0:
         raise DataError(f"{dataset.path}: expected samples to compute the normalisation from, got none")
     rules = _rules(dataset.channel_names, transforms or {})
-    buffer = _Blocks(dataset, rules)
-    shift = buffer.first(int(indices[0])).reshape(-1, len(rules)).mean(axis=0, dtype=np.float64)
-    total = np.zeros(2 * len(rules) + 1)
-    for index in indices[rank::size]:
-        for block in buffer.of_sample(int(index)):
-            shifted = block.reshape(-1, len(rules)).astype(np.float64) - shift
-            total[0] += len(shifted)
-            total[1 : len(rules) + 1] += shifted.sum(axis=0)
-            total[len(rules) + 1 :] += np.einsum("nc,nc->c", shifted, shifted)
+    if rank == 0:
+        _announce(dataset, len(indices), size)
+    shift, total, fault = np.zeros(len(rules)), np.zeros(2 * len(rules) + 1), None
+    try:
+        buffer = _Blocks(dataset, rules)
+        shift = buffer.first(int(indices[0])).reshape(-1, len(rules)).mean(axis=0, dtype=np.float64)
+        _add_up(buffer, indices[rank::size], shift, total)
+    except Exception as error:
+        fault = error
+    agree(fault)
     total = np.asarray(allreduce(total), dtype=np.float64)
     count, sums, squares = total[0], total[1 : len(rules) + 1], total[len(rules) + 1 :]
     mean = sums / count
@@ -170,6 +183,27 @@ def channel_statistics(
     scale = np.maximum(np.abs(shift + mean), 1e-300)
     variance[np.sqrt(variance) < 1e-7 * scale] = 0.0
     return ChannelStatistics(shift + mean, np.sqrt(variance), rules, int(count))
+
+
+def _announce(dataset: Hdf5Dataset, samples: int, size: int) -> None:
+    """Say what takes long before it does."""
+    nbytes = samples * math.prod(dataset.sample_shape) * np.dtype(np.float32).itemsize
+    if nbytes > _LONG * size:
+        _logger.warning(
+            "%s: reading all %s training samples (%.0f GB) for the normalisation; data.normalize = false leaves it out",
+            dataset.path, f"{samples:,}", nbytes / 1e9,
+        )  # fmt: skip
+
+
+def _add_up(buffer: _Blocks, indices: Sequence[int] | NDArray[np.int64], shift: Array, total: Array) -> None:
+    """total ``(2 C + 1,)`` += cells, sums and sums of squares of the shifted channels of these samples. Local."""
+    channels = len(shift)
+    for index in indices:
+        for block in buffer.of_sample(int(index)):
+            shifted = block.reshape(-1, channels).astype(np.float64) - shift
+            total[0] += len(shifted)
+            total[1 : channels + 1] += shifted.sum(axis=0)
+            total[channels + 1 :] += np.einsum("nc,nc->c", shifted, shifted)
 
 
 class _Blocks:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
+import stat
 from pathlib import Path
 
 import h5py
 
-__all__ = ["BeingWritten", "open_to_read"]
+from .errors import DataError
+
+__all__ = ["BeingWritten", "NotRegular", "one_line", "open_file", "open_to_read", "reason_of", "regular_size"]
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +29,60 @@ class BeingWritten(OSError):
     """Another process has the file open to write."""
 
 
+class NotRegular(OSError):
+    """A folder, a pipe, a device: to open a pipe waits for another process, to read a device may never end."""
+
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+
+
+def regular_size(path: Path | str) -> int:
+    """The size of a regular file [B]; symbolic links are followed. Local; opens nothing.
+
+    Raises
+    ------
+    NotRegular
+        It is something else.
+    OSError
+        There is none, or it cannot be looked up.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+        raise NotRegular(errno.EINVAL, f"expected a regular file, got {kind}")
+    return found.st_size
+
+
+def open_file(path: Path) -> h5py.File:
+    """Open to read.
+
+    Raises
+    ------
+    DataError
+        File missing, not a regular one, not HDF5, truncated, being written.
+    """
+    try:
+        size = regular_size(path)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file; generate it (halograd generate) or correct the path") from error
+    except (OSError, ValueError) as error:  # a null character in the name is a ValueError
+        raise DataError(f"{path}: {reason_of(error)}; correct the path") from error
+    try:
+        return open_to_read(path)
+    except BeingWritten as error:
+        raise DataError(
+            f"{path}: cannot be opened, another process is writing to it; wait until it is complete, or end that one"
+        ) from error
+    except PermissionError as error:
+        raise DataError(f"{path}: cannot be opened, permission denied; have it made readable") from error
+    except OSError as error:
+        if size == 0 or not h5py.is_hdf5(path):
+            raise DataError(f"{path}: expected an HDF5 file, got something else; check the path") from error
+        raise DataError(
+            f"{path}: cannot be opened ({one_line(error)}); the file is truncated or damaged: write it again"
+        ) from error
+
+
 def open_to_read(path: Path) -> h5py.File:
     """Open a file to read, with a lock where the file system has locks, else without one and with a message. Local.
 
@@ -36,9 +94,12 @@ def open_to_read(path: Path) -> h5py.File:
     ------
     BeingWritten
         Another process has it open to write.
+    NotRegular
+        It is no regular file.
     OSError
         Whatever else h5py says.
     """
+    regular_size(path)
     try:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
@@ -63,3 +124,13 @@ def _tell(path: Path, number: int) -> None:
             errno.errorcode.get(number, number),
         )
     _told = True
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a file cannot be used, without a capital."""
+    return (getattr(error, "strerror", None) or one_line(error)).lower()
+
+
+def one_line(said: object) -> str:
+    """The message of an error, or another text, without its line breaks."""
+    return " ".join(str(said).split())

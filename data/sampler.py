@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .errors import DataError
 
-__all__ = ["Batch", "Sampler", "split"]
+__all__ = ["Batch", "Batches", "Sampler", "split"]
+
+_log = logging.getLogger(__name__)
 
 # Keeps the random streams of split and shuffle apart.
 _SPLIT, _SHUFFLE = 1, 2
+_MANY = 5 * 10**7  # samples whose order takes seconds to draw
 
 
 @dataclass(frozen=True)
@@ -60,16 +64,71 @@ def split(
     """
     if not 0 <= fraction < 1:
         raise DataError(f"validation fraction: expected 0 or more and less than 1, got {fraction}")
-    labels = np.arange(samples) if groups is None else np.asarray(groups)
-    if labels.shape != (samples,):
+    labels = None if groups is None else np.asarray(groups)
+    if labels is not None and labels.shape != (samples,):
         raise DataError(f"groups: expected one per sample, shape ({samples},), got {labels.shape}")
-    names = np.unique(labels)
-    held = 0 if fraction == 0 else min(max(1, round(fraction * len(names))), len(names) - 1)
+    _announce(samples)
+    names = None if labels is None else _distinct(labels)
+    count = samples if names is None else len(names)
+    held = 0 if fraction == 0 else min(max(1, round(fraction * count)), count - 1)
     if fraction > 0 and held < 1:
-        raise DataError(f"cannot hold out a part of {len(names)} group of samples; expected two simulations or more")
-    chosen = np.random.default_rng([seed, _SPLIT]).permutation(names)[:held]
-    out = np.isin(labels, chosen)
+        raise DataError(f"cannot hold out a part of {count} group of samples; expected two simulations or more")
+    chosen = np.random.default_rng([seed, _SPLIT]).permutation(samples if names is None else names)[:held].copy()
+    if labels is None:
+        out = np.zeros(samples, bool)
+        out[chosen] = True
+    else:
+        out = np.isin(labels, chosen)
     return np.flatnonzero(~out), np.flatnonzero(out)
+
+
+def _distinct(labels: NDArray[Any]) -> NDArray[Any]:
+    """Sorted, each once. ``np.unique`` takes a hash table, which is slow where most are different."""
+    names = np.sort(labels)
+    return names[np.concatenate(([True], names[1:] != names[:-1]))] if len(names) else names
+
+
+def _announce(samples: int) -> None:
+    """Say what takes long before it does."""
+    if samples >= _MANY:
+        _log.warning("drawing the order of %s samples, %.1f GB on every rank", f"{samples:,}", 16e-9 * samples)
+
+
+class Batches(Sequence[Batch]):
+    """Batches of samples in a given order, each made when it is asked for.
+
+    Parameters
+    ----------
+    order : int64 array
+        Dataset indices.
+    size : int
+        Samples per batch; the last one is filled up with copies of its last sample that do not count.
+    epoch, first, last : int
+        The batches at the positions `first` to `last` - 1 of that epoch.
+    """
+
+    def __init__(self, order: NDArray[np.int64], size: int, epoch: int, first: int, last: int) -> None:
+        self._order, self._size, self._epoch = order, size, epoch
+        self._positions = range(first, last)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, key: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[Batch]: ...
+
+    def __getitem__(self, key: int | slice) -> Batch | list[Batch]:
+        if isinstance(key, slice):
+            return [self._cut(position) for position in self._positions[key]]
+        return self._cut(self._positions[key])
+
+    def _cut(self, position: int) -> Batch:
+        part = [int(i) for i in self._order[position * self._size : (position + 1) * self._size]]
+        filled = part + [part[-1]] * (self._size - len(part))
+        return Batch(tuple(filled), len(part), self._epoch, position)
 
 
 class Sampler:
@@ -120,12 +179,12 @@ class Sampler:
         """All samples in the order of this epoch."""
         if self.shuffle == "never":
             return self._indices
+        _announce(len(self._indices))
         return np.random.default_rng([self.seed, _SHUFFLE, epoch]).permutation(self._indices)
 
-    def rest_of_epoch(self) -> list[Batch]:
+    def rest_of_epoch(self) -> Batches:
         """The batches of the current epoch that have not been taken. Does not move the position."""
-        order = self.order(self.epoch)
-        return [self._cut(order, k) for k in range(self.position, len(self))]
+        return Batches(self.order(self.epoch), self.batch, self.epoch, self.position, len(self))
 
     def advance(self) -> None:
         """Record that the next batch was used; after the last one, the next epoch begins."""
@@ -165,8 +224,3 @@ class Sampler:
         if epoch < 0 or not 0 <= position < len(self):
             raise DataError(f"expected an epoch >= 0 and a position in 0 .. {len(self) - 1}, got {epoch}, {position}")
         self.epoch, self.position = epoch, position
-
-    def _cut(self, order: NDArray[np.int64], position: int) -> Batch:
-        part = [int(i) for i in order[position * self.batch : (position + 1) * self.batch]]
-        filled = part + [part[-1]] * (self.batch - len(part))
-        return Batch(tuple(filled), len(part), self.epoch, position)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DataError
-from .reading import BeingWritten, open_to_read
+from .reading import one_line
+from .storage import Storage, check_files
 
-__all__ = ["Kind", "Structure", "examine", "find", "one_line", "open_file"]
+__all__ = ["HDF5_FAULTS", "Kind", "Structure", "examine", "find", "looking_into"]
+
+_log = logging.getLogger(__name__)
+
+HDF5_FAULTS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, MemoryError)
+"""What h5py raises for files that are damaged, or hold what NumPy has not."""
+_LISTED = 20  # datasets named where one is missing
 
 Kind = Literal["channels last", "channels first", "no channels", "vector"]
 """How a dataset is stored: ``(N, *spatial, C)``, ``(N, C, *spatial)``, ``(N, *spatial)`` or ``(N, K)``."""
@@ -40,6 +49,8 @@ class Structure:
         ``(*spatial, C)`` of one sample.
     channel_names : list of str
     groups : int64 array ``(N,)`` or None
+    files : dict
+        Other files that the numbers come from, with their sizes [B].
     """
 
     inputs: str
@@ -51,63 +62,71 @@ class Structure:
     target_shape: tuple[int, ...]
     channel_names: list[str]
     groups: NDArray[np.int64] | None
+    files: dict[str, int]
 
 
-def examine(file: h5py.File, path: Path, inputs: str, targets: str | None, layout: str | None) -> Structure:
-    """Look at an open file: which axes its datasets have, and whether they fit each other. Local.
-
-    Raises
-    ------
-    DataError
-        Dataset missing, of wrong rank or type; inputs and targets that do not fit each other.
-    """
-    x = find(file, path, inputs)
-    kind = input_kind(x, path, layout)
-    sample_shape = shape_of(x, kind)
-    wanted: tuple[Kind, tuple[int, ...]] = ("vector", ())
-    if targets is not None:
-        y = find(file, path, targets)
-        found = target_kind(y, path, x, kind)
-        wanted = found, shape_of(y, found)
-    names = channel_names(x, sample_shape[-1])
-    return Structure(inputs, targets, x.shape, kind, wanted[0], sample_shape, wanted[1], names, groups(file, len(x)))
-
-
-def open_file(path: Path) -> h5py.File:
-    """Open to read.
+def examine(
+    file: h5py.File, path: Path, inputs: str, targets: str | None, layout: str | None, allow_external: bool = False
+) -> Structure:
+    """Look at an open file: which axes its datasets have, whether they fit each other, and where they lie. Local.
 
     Raises
     ------
     DataError
-        File missing, not HDF5, truncated, being written.
+        Dataset missing, of wrong rank or type; inputs and targets that do not fit each other; numbers that are not
+        there, or outside the folder of the file though that is not allowed (:class:`Storage`); a damaged file.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; generate it (halograd generate) or correct the path")
+    storage = Storage(path, allow_external)
+    with looking_into(path):
+        x = find(file, path, inputs, storage)
+        kind = input_kind(x, path, layout)
+        sample_shape = shape_of(x, kind)
+        wanted: tuple[Kind, tuple[int, ...]] = ("vector", ())
+        if targets is not None:
+            y = find(file, path, targets, storage)
+            found = target_kind(y, path, x, kind)
+            wanted = found, shape_of(y, found)
+        names = channel_names(x, path, sample_shape[-1])
+        together = groups(file, path, len(x), storage)
+        check_files(path, storage.files)
+    return Structure(inputs, targets, x.shape, kind, wanted[0], sample_shape, wanted[1], names, together, storage.files)
+
+
+@contextmanager
+def looking_into(path: Path) -> Iterator[None]:
+    """Every error of HDF5 as a DataError of one line."""
     try:
-        return open_to_read(path)
-    except BeingWritten as error:
+        yield
+    except DataError:
+        raise
+    except HDF5_FAULTS as error:
         raise DataError(
-            f"{path}: cannot be opened, another process is writing to it; wait until it is complete, or end that one"
-        ) from error
-    except OSError as error:
-        if path.stat().st_size == 0 or not h5py.is_hdf5(path):
-            raise DataError(f"{path}: expected an HDF5 file, got something else; check the path") from error
-        raise DataError(
-            f"{path}: cannot be opened ({one_line(error)}); the file is truncated or damaged: write it again"
+            f"{path}: cannot be examined ({one_line(error) or type(error).__name__}); the file is damaged, or of types "
+            "that NumPy has not: write it again"
         ) from error
 
 
-def find(file: h5py.File, path: Path, name: str) -> h5py.Dataset:
-    """The dataset of this name, of numbers."""
-    found = file.get(name)
-    if not isinstance(found, h5py.Dataset):
-        names: list[str] = []
-        file.visititems(lambda n, o: names.append(n) if isinstance(o, h5py.Dataset) else None)
-        there = ", ".join(f"{n} {file[n].shape}" for n in names) or "none"
-        raise DataError(f"{path}: expected a dataset {name!r}, got {there}; name one of these")
-    if found.dtype.kind not in "fiub":
-        raise DataError(f"{path}: dataset {name!r}: expected numbers, got {found.dtype}")
-    return found
+def find(file: h5py.File, path: Path, name: str, storage: Storage | None = None) -> h5py.Dataset:
+    """The dataset of this name, an array; `storage` checks that it is of numbers, and where they lie."""
+    there = file.get(name) if storage is None else file[name] if storage.check(file, name) else None
+    if not isinstance(there, h5py.Dataset):
+        raise DataError(f"{path}: expected a dataset {name!r}, got {_listed(file)}; name one of these")
+    if there.shape is None:
+        raise DataError(f"{path}: dataset {name!r}: expected an array, got a null dataspace; write it again")
+    return there
+
+
+def _listed(file: h5py.File) -> str:
+    """The datasets that there are."""
+    found: list[str] = []
+
+    def note(name: str, item: Any) -> bool | None:
+        if isinstance(item, h5py.Dataset):
+            found.append(f"{name} {item.shape}")
+        return True if len(found) > _LISTED else None
+
+    file.visititems(note)
+    return ", ".join(found[:_LISTED] + ["..."] * (len(found) > _LISTED)) or "none"
 
 
 def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
@@ -120,14 +139,14 @@ def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
         )
     if 0 in shape:
         raise DataError(f"{path}: {inputs.name!r} is empty: expected samples, got shape {shape}; generate some")
-    name = layout if layout is not None else inputs.attrs.get("layout")
+    name = layout if layout is not None else _text(inputs.attrs.get("layout"))
     if name is None:
         raise DataError(
             f"{path}: {inputs.name!r} has no attribute 'layout'; pass layout='NHWC' or 'NCHW', as its shape {shape} "
             "is meant"
         )
-    if name not in _LAYOUTS:
-        raise DataError(f"{path}: expected layout 'NHWC' or 'NCHW', got {name!r}")
+    if not isinstance(name, str) or name not in _LAYOUTS:
+        raise DataError(f"{path}: {inputs.name!r}: expected layout 'NHWC' or 'NCHW', got {name!r}; correct it")
     return _LAYOUTS[name]
 
 
@@ -161,24 +180,44 @@ def shape_of(dataset: h5py.Dataset, kind: Kind) -> tuple[int, ...]:
     return (*shape[1:], 1) if kind == "no channels" else shape[1:]
 
 
-def channel_names(inputs: h5py.Dataset, channels: int) -> list[str]:
-    """From the attribute of that name, if it fits."""
-    names = [n.decode() if isinstance(n, bytes) else str(n) for n in inputs.attrs.get("channel_names", ())]
-    return names if len(names) == channels else [f"channel {k}" for k in range(channels)]
+def channel_names(inputs: h5py.Dataset, path: Path, channels: int) -> list[str]:
+    """From the attribute of that name, where there is one."""
+    found = inputs.attrs.get("channel_names")
+    if found is None:
+        return [f"channel {k}" for k in range(channels)]
+    names = [_text(n) for n in found] if isinstance(found, np.ndarray) and found.ndim == 1 else []
+    if len(names) != channels or not all(isinstance(n, str) for n in names):
+        raise DataError(
+            f"{path}: {inputs.name!r}: expected {channels} texts as attribute 'channel_names', one per channel, got "
+            f"{one_line(repr(found))}; correct or remove it"
+        )
+    return names
 
 
-def groups(file: h5py.File, samples: int) -> NDArray[np.int64] | None:
+def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArray[np.int64] | None:
     """The dataset ``simulation``, if there is one: samples of one simulation belong together."""
-    found = file.get("simulation")
-    if not isinstance(found, h5py.Dataset) or found.shape != (samples,):
+    if not storage.check(file, "simulation"):
         return None
-    return np.asarray(found[()], dtype=np.int64)
+    found = file["simulation"]
+    if found.shape != (samples,):
+        _log.warning(
+            "%s: dataset 'simulation' is not used, its shape is %s and not (%d,); samples are split one by one",
+            path, found.shape, samples,
+        )  # fmt: skip
+        return None
+    numbers = found[()]
+    if numbers.dtype.kind == "f" and not np.all((numbers % 1 == 0) & (np.abs(numbers) < 2.0**53)):
+        raise DataError(
+            f"{path}: dataset 'simulation': expected a whole number per sample, got others; correct them, or give it "
+            "another name"
+        )
+    return np.asarray(numbers, dtype=np.int64)
+
+
+def _text(value: Any) -> Any:
+    """A text of an attribute as a str; anything else as it is."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _is_coarser(grid: Sequence[int], fine: Sequence[int]) -> bool:
     return all(0 < g <= f and f % g == 0 for g, f in zip(grid, fine))
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an error without its line breaks."""
-    return " ".join(str(error).split())

@@ -66,7 +66,8 @@ class DataConfig(_Table):
 
     `layout` is that on disk where the file does not say; `rule` reduces targets per cell to the patches that
     the network predicts; `transforms` are rules by channel name, in place of the default ones; `prefetch` is the
-    number of batches read ahead.
+    number of batches read ahead. `allow_external`: numbers may lie in files outside the folder of the file, to which
+    its virtual datasets, external links and external datasets refer.
     """
 
     path: str
@@ -79,6 +80,7 @@ class DataConfig(_Table):
     transforms: dict[str, str] = Field(default_factory=dict)
     shuffle: bool = True
     prefetch: Count = 1
+    allow_external: bool = False
 
 
 class StrategyConfig(_Table):

@@ -19,8 +19,9 @@ from halograd.training.checkpoint import CheckpointReader
 from halograd.training.checkpointing import Checkpoints
 from halograd.training.executor import STOP
 from halograd.training.folder import CheckpointFolder
-from halograd.training.log import RunLog
-from halograd.training.metrics import Evaluation
+from halograd.training.log import RunLog, read_log
+from halograd.training.loss_watch import LossWatch
+from halograd.training.metrics import Errors, Evaluation
 from halograd.training.reduction.auto import Tuning
 from halograd.training.reduction.report import report_to
 from halograd.training.session import Session
@@ -68,7 +69,8 @@ class Run:
         if self.trainer.auto is not None:
             report_to(log, self.trainer.auto, lambda: self.optimizer.step)
         self.evaluation = Evaluation(executor)
-        self._held_out = session.in_order(session.validation) if len(session.validation) else []
+        self.watch = LossWatch(session.target_scale if isinstance(self.evaluation.counted, Errors) else 0.0)
+        self._held_out: Sequence[Batch] = session.in_order(session.validation) if len(session.validation) else []
         self._unvalidated = False
         self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler, self.trainer.auto)
         self.step_times: StepTimes | None = None
@@ -77,13 +79,23 @@ class Run:
 
     def resume(self, checkpoint: CheckpointReader) -> None:
         """Continue from a checkpoint, of whatever decomposition, open on the ranks of the run. Collective."""
+        comm = self.session.comm
         progress = checkpoint.restore(self.session.executor.store, self.optimizer)
-        with self.session.comm.agreement():
+        with comm.agreement():
             self.sampler.load_state_dict(progress.sampler)
+            judged = self._judged_before() if comm.rank == 0 else None
+        self.watch.first, self.watch.diverged = comm.bcast(judged)
         if self.trainer.auto is not None and progress.reduction is not None:
             self.trainer.auto.load_state_dict(progress.reduction)
         self._unvalidated = progress.unvalidated
         self.checkpoints.resumed(progress.unvalidated)
+
+    def _judged_before(self) -> tuple[float, str | None]:
+        """The first loss that was logged, and how the run had diverged when its checkpoint was written."""
+        entries = read_log(self.log.path)
+        first = next((entry["loss"] for entry in entries if entry["event"] == "step"), math.nan)
+        last = {entry["step"]: entry["reason"] for entry in entries if entry["event"] == "diverged"}
+        return first, last.get(self.optimizer.step)
 
     def train(self) -> dict[str, Any]:
         """Train to the last epoch, or until a signal asks to stop.
@@ -91,7 +103,8 @@ class Run:
         Returns
         -------
         dict
-            ``steps`` done, last ``loss``, ``validation``; ``stopped``: why before the end, None otherwise.
+            ``steps`` done, last ``loss``, ``validation``; ``stopped``: why before the end, None otherwise;
+            ``diverged``: how, if a loss of the last epoch was far above the first one (:class:`LossWatch`), else None.
 
         Raises
         ------
@@ -112,7 +125,8 @@ class Run:
             raise self._diverged(error) from None
         if self.stopped_by is not None:
             self.log.write("stopped", step=self.optimizer.step, reason=self.stopped_by, code=CHECKPOINTED)
-        return {**result, "steps": self.optimizer.step, "validation": self.validation, "stopped": self.stopped_by}
+        result |= {"steps": self.optimizer.step, "validation": self.validation}
+        return {**result, "stopped": self.stopped_by, "diverged": self.watch.diverged}
 
     def _begin(self) -> None:
         """Stop at once if a signal came while everything was built; else do what the run before was kept from."""
@@ -129,6 +143,7 @@ class Run:
         for batch in self.session.feed(self.sampler.rest_of_epoch()):
             rate = self.trainer.learning_rate
             loss = self._step(begin)
+            self.watch.add(self.trainer.known_loss)
             self.steps += 1
             self.sampler.advance()
             end = time.perf_counter()
@@ -161,7 +176,7 @@ class Run:
         step, every = self.optimizer.step, self.session.config.output.log_steps
         total = self.epochs * len(self.sampler)
         self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  loss {self.trainer.known_loss:.4f}")
-        if step % every and step != total:
+        if step % every and step not in (1, total):  # the first one is what later ones are compared with
             return
         values: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": rate}
         if self.trainer.gradient_norm is not None:
@@ -207,11 +222,23 @@ class Run:
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += ", validation " + describe(self.validation)
         self.log.say(text)
+        self._judge(epoch)
         self._tell_phases()
         last = epoch + 1 == self.epochs
         if self._unvalidated or last or due or self.checkpoints.due_after(epoch):
             self._checkpoint(needed=last)
         self._unvalidated = False
+
+    def _judge(self, epoch: int) -> None:
+        """Say that the loss has diverged, once until it comes back; log it after every such epoch. Local."""
+        before = self.watch.diverged
+        found = self.watch.judge(self.validation.get("loss"))
+        if found is None:
+            return
+        reason = f"the loss has diverged: {found}; lower schedule.learning_rate, or set training.clip_norm"
+        self.log.write("diverged", epoch=epoch, step=self.optimizer.step, reason=found)
+        if before is None:
+            _log.warning("epoch %d: %s", epoch + 1, reason)
 
     def _tell_phases(self) -> None:
         """What the steps so far were spent on, and what was hidden, where that is measured; and what this rank saw."""
@@ -261,7 +288,7 @@ class Run:
 
 
 def evaluate_batches(
-    session: Session, evaluation: Evaluation, batches: list[Batch], interrupted: Callable[[], bool] | None = None
+    session: Session, evaluation: Evaluation, batches: Sequence[Batch], interrupted: Callable[[], bool] | None = None
 ) -> dict[str, Any] | None:
     """Loss and metrics of these batches. Collective.
 

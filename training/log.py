@@ -36,6 +36,7 @@ class RunLog:
     """
 
     def __init__(self, path: Path, speaks: bool, bar: bool = True) -> None:
+        self.path = path
         self._file = None
         self._followers: list[Callable[[dict[str, Any]], None]] = []
         self._failing = False

@@ -167,5 +167,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "phases": ("steps", "phases"),
     "failed": ("rank", "host", "cause"),
     "stopped": ("reason",),
+    "diverged": ("step", "reason"),
     "prediction": ("steps", "predicted_step_seconds", "measured_step_seconds", "data_seconds", "waits", "layers"),
 }

@@ -18,18 +18,17 @@ def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
     Raises
     ------
     UserError
-        A dtype of 16 bits on a CPU, or one that this GPU does not compute with.
+        A dtype of 16 bits on a CPU, or one that these kernels do not compute with.
     """
     found = as_dtype(dtype)
-    if not is_low(found):
-        return found
-    if kernels.device.is_host:
+    if is_low(found) and kernels.device.is_host:
         raise UserError(
             f'training.dtype: expected "float32" or "float64" with kernels = "{kernels.name}", got "{found.name}", '
             'which needs a GPU; set backend.kernels = "cudnn" or another dtype'
         )
     if found.name not in kernels.dtypes:
         raise UserError(
-            f"training.dtype: expected one of {', '.join(kernels.dtypes)} on this device, got {found.name}; choose one"
+            f'training.dtype: expected {" or ".join(kernels.dtypes)} with kernels = "{kernels.name}", '
+            f"got {found.name}; {kernels.dtype_remedy}"
         )
     return found

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
 
-from halograd.data import Batch
-from halograd.data.atomic import atomic_path
+from halograd.data import Batch, DataError
+from halograd.data.atomic import atomic_path, check_writable
+from halograd.data.reading import open_to_read, regular_size
 from halograd.device import is_low
 from halograd.training.session import Session
 
-__all__ = ["write_predictions"]
+__all__ = ["check_predictions", "write_predictions"]
 
 
-def write_predictions(session: Session, batches: list[Batch], path: Path) -> None:
+def check_predictions(path: Path) -> None:
+    """See that predictions can be written to `path`, before they are computed; makes its folder. Local.
+
+    Raises
+    ------
+    DataError
+        If they cannot be, or if a file is there that no evaluation has written: it is not replaced.
+    """
+    check_writable(path)
+    try:
+        if regular_size(path) == 0:
+            return
+        with open_to_read(path) as file:
+            if set(file) == {"prediction", "target", "sample"}:
+                return
+    except FileNotFoundError:
+        return
+    except OSError:
+        pass
+    raise DataError(
+        f"cannot write {path}: expected no file there, or older predictions, got another; give another path"
+    )
+
+
+def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:
     """Datasets ``prediction``, ``target`` ``(n, *spatial, C)`` and ``sample`` ``(n,)``. Collective; rank 0 writes.
 
     Predictions are what the loss reads (logits). Rank 0 holds all of them at once: for pictures and small sets.
@@ -23,12 +49,6 @@ def write_predictions(session: Session, batches: list[Batch], path: Path) -> Non
     executor, comm = session.executor, session.comm
     name = session.network.names[session.network.outputs["prediction"]]
     fault: Exception | None = None
-    try:
-        if comm.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fault = error
-    comm.agree(fault)
     parts: list[tuple[np.ndarray, np.ndarray, list[int]]] = []
     for batch in session.feed(batches):
         executor.forward(training=False)

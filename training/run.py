@@ -24,7 +24,7 @@ from halograd.training.folder import CheckpointFolder
 from halograd.training.interruption import Interruption
 from halograd.training.log import RunLog, rewind_log
 from halograd.training.metrics import Evaluation
-from halograd.training.predictions import write_predictions
+from halograd.training.predictions import check_predictions, write_predictions
 from halograd.training.rank_log import RankLog
 from halograd.training.root import on_root, read_config
 from halograd.training.session import Session
@@ -76,7 +76,8 @@ def train(
     -------
     dict
         ``steps``, ``loss`` of the last step, ``validation`` metrics, ``directory``; ``stopped``: by what, if SIGUSR1
-        or SIGTERM came to a rank and the run was stopped with a checkpoint, else None.
+        or SIGTERM came to a rank and the run was stopped with a checkpoint, else None; ``diverged``: how, if the loss
+        of the last epoch is finite but far above the first one, else None.
 
     Raises
     ------
@@ -151,6 +152,8 @@ def evaluate(
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
     world = boot() if comm is None else comm
     config, checkpoint, progress = on_root(world, lambda: _trained(Path(target), overrides))
+    if predictions is not None:
+        on_root(world, lambda: check_predictions(Path(predictions)))
     with _communicator(config, world) as ranks, ExitStack() as stack:
         reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now: a run that goes on may remove it
         plan = _plan(config, ranks, planner, training=False)
@@ -158,13 +161,14 @@ def evaluate(
         session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
         reader.restore(session.executor.store)
         reader.close()
-        batches = session.in_order(_chosen(session, samples))
+        chosen = _chosen(session, samples)
+        batches = session.in_order(chosen)
         result = evaluate_batches(session, Evaluation(session.executor), batches)
         assert result is not None, "nobody interrupts it"
         if predictions is not None:
             write_predictions(session, batches, Path(predictions))
         if ranks.rank == 0:
-            print(f"{samples}: {sum(b.valid for b in batches)} samples, step {progress.step}: {describe(result)}")
+            print(f"{samples}: {len(chosen)} samples, step {progress.step}: {describe(result)}")
     return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
 
 

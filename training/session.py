@@ -20,6 +20,8 @@ from halograd.data import (
     channel_statistics,
     split,
 )
+from halograd.data.look import LOOKS, look_at_data
+from halograd.data.sampler import Batches
 from halograd.data.structure import Structure
 from halograd.errors import UserError
 from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy, Strategy
@@ -48,6 +50,8 @@ class Session:
         None unless ``output.timeline`` is set, or the run follows a plan; then it is paused but for some steps.
     ahead
         Who brings batches to a device; None on the host.
+    target_scale
+        What the loss of a regression is, in order of magnitude, if zero is predicted.
     """
 
     config: Config
@@ -61,6 +65,7 @@ class Session:
     loader: Loader
     timeline: Timeline | None
     ahead: DeviceFeed | None = None
+    target_scale: float = 0.0
 
     @classmethod
     def open(
@@ -89,11 +94,13 @@ class Session:
             _check_shape(data, dataset, network)
             reduction = _reduction(data, dataset, network)
         training, validation = split(len(dataset), data.validation, settings.seed, dataset.groups)
-        statistics = None
+        statistics = computed = None
         if data.normalize and normalization is not None:
             statistics = ChannelStatistics.from_state_dict(normalization)
         elif data.normalize:
-            statistics = _statistics(data, dataset, training, comm)
+            statistics = computed = _statistics(data, dataset, training, comm)
+        least = LOOKS if _target_range(network) is None else 1
+        scale = on_root(comm.mpi, lambda: look_at_data(dataset, computed, int(training[0]), least))
         timeline = None
         if config.output.timeline or planned:
             timeline = comm.recorder = Timeline(comm.rank)
@@ -131,14 +138,15 @@ class Session:
                 ahead=ahead,
             )
         )
-        return cls(config, comm, network, executor, dataset, training, validation, statistics, loader, timeline, ahead)
+        found = (dataset, training, validation, statistics)
+        return cls(config, comm, network, executor, *found, loader, timeline, ahead, scale)
 
     def sampler(self) -> Sampler:
         """Of the training samples, in the order of the run's seed."""
         shuffle: Literal["epoch", "never"] = "epoch" if self.config.data.shuffle else "never"
         return Sampler(self.training, self.config.training.batch, self.config.training.seed, shuffle)
 
-    def in_order(self, indices: np.ndarray) -> list[Batch]:
+    def in_order(self, indices: np.ndarray) -> Batches:
         """Batches of these samples, each once; the last one is filled up."""
         batch = self.config.training.batch
         return Sampler(indices, batch, shuffle="never", remainder="fill").rest_of_epoch()
@@ -175,7 +183,9 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator) -> Hdf
     opened: list[Hdf5Dataset] = []
 
     def open_(structure: Structure | None = None) -> Structure:
-        found = Hdf5Dataset(data.path, data.inputs, data.targets, data.layout, _target_range(network), structure)
+        found = Hdf5Dataset(
+            data.path, data.inputs, data.targets, data.layout, _target_range(network), structure, data.allow_external
+        )
         opened.append(found)
         return found.structure
 
@@ -227,5 +237,11 @@ def _statistics(data: DataConfig, dataset: Hdf5Dataset, training: np.ndarray, co
         return array
 
     return channel_statistics(
-        dataset, training, rank=comm.rank, size=comm.size, allreduce=total, transforms=data.transforms
+        dataset,
+        training,
+        rank=comm.rank,
+        size=comm.size,
+        allreduce=total,
+        agree=comm.agree,
+        transforms=data.transforms,
     )

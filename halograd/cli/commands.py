@@ -123,7 +123,8 @@ def train(
     if result["stopped"] is not None:
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)
         return CHECKPOINTED
-    print(f"trained to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints")
+    done = "trained" if result["diverged"] is None else "diverged, not trained,"
+    print(f"{done} to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints")
     return 0
 
 

@@ -9,7 +9,9 @@ import h5py
 import numpy as np
 
 from halograd.data import DataError, Hdf5Dataset
-from halograd.data.reading import open_to_read
+from halograd.data.reading import open_file
+from halograd.data.storage import Storage
+from halograd.data.structure import find, looking_into
 from halograd.dtensor.box import Box
 from halograd.errors import UserError
 from halograd.report.masks import Masks, best_to_worst, iou
@@ -35,17 +37,20 @@ def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
         If it is no such file.
     """
     try:
-        with open_to_read(path) as file:
+        with open_file(path) as file, looking_into(path):
             missing = {"prediction", "target", "sample"} - set(file)
             if missing:
-                raise UserError(f"{path}: expected predictions of `halograd evaluate --predictions`, got no {missing}")
-            return _masks(file, data)
-    except OSError as error:
-        raise UserError(f"{path}: expected predictions of `halograd evaluate`: {error}") from error
+                raise DataError(f"{path}: got no {missing}")
+            prediction, target, sample = (
+                find(file, path, name, Storage(path)) for name in ("prediction", "target", "sample")
+            )
+            return _masks(prediction, target, sample, data)
+    except DataError as error:
+        raise UserError(f"expected predictions of `halograd evaluate`: {error}") from error
 
 
-def _masks(file: h5py.File, data: dict[str, Any]) -> Masks | None:
-    prediction, target, samples = file["prediction"], file["target"], file["sample"][...]
+def _masks(prediction: h5py.Dataset, target: h5py.Dataset, sample: h5py.Dataset, data: dict[str, Any]) -> Masks | None:
+    samples = sample[...]
     channels = prediction.shape[-1]
     if prediction.ndim not in (4, 5) or target.shape[:-1] != prediction.shape[:-1] or target.shape[-1] != 1:
         return None
@@ -84,7 +89,9 @@ def _slice(values: np.ndarray) -> np.ndarray:
 def _image(samples: np.ndarray, data: dict[str, Any]) -> tuple[np.ndarray | None, str]:
     """One channel of the inputs and its name: the density of a mesh, else the first."""
     try:
-        with Hdf5Dataset(data["path"], data.get("inputs", "inputs"), None, data.get("layout")) as dataset:
+        outside = bool(data.get("allow_external", False))
+        name, layout = data.get("inputs", "inputs"), data.get("layout")
+        with Hdf5Dataset(data["path"], name, None, layout, allow_external=outside) as dataset:
             names = dataset.channel_names
             channel = names.index("Density") if "Density" in names else 0
             whole = Box.of_shape((len(samples), *dataset.sample_shape))

@@ -119,7 +119,8 @@ def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
             return "interrupted", f"{entry['reason']} on {entry['host']}; go on with --resume"
     for entry in reversed(record.since_begin):
         if entry["event"] == "finished":
-            return "finished", ""
+            diverged = record.last("diverged") or {"step": None}
+            return "finished", f"but diverged: {diverged['reason']}" if diverged["step"] == entry["step"] else ""
         if entry["event"] == "failed":
             return "failed", f"rank {entry['rank']} on {entry['host']}: {entry['cause']}"
         if entry["event"] == "stopped":  # with a code if a signal came, without if the loss is not finite any more

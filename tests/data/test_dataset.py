@@ -204,7 +204,7 @@ def test_wrong_ranks_shapes_and_types(path: Path) -> None:
          few=np.zeros((4, 6, 8)), off=np.zeros((5, 6, 7)), scalar=np.float32(1))  # fmt: skip
     cases = [
         ({"inputs": "flat", "layout": "NHWC"}, r"expected \(N, \*spatial, C\) .* got shape \(5, 6\)"),
-        ({"inputs": "text", "layout": "NHWC"}, "dataset 'text': expected numbers, got "),
+        ({"inputs": "text", "layout": "NHWC"}, "'/text': expected numbers, got .*; write numbers, or name others"),
         ({"inputs": "empty", "layout": "NHWC"}, r"is empty: expected samples, got shape \(0, 6, 8, 3\)"),
         ({"targets": "few"}, r"inputs have 5 samples, targets '/few' have shape \(4, 6, 8\)"),
         ({"targets": "scalar"}, r"inputs have 5 samples, targets '/scalar' have shape \(\)"),

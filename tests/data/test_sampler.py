@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from halograd.data import sampler as module
 from halograd.data.errors import DataError
-from halograd.data.sampler import Sampler, split
+from halograd.data.sampler import Batch, Sampler, split
 
 
 def taken(sampler: Sampler, batches: int) -> list[tuple[int, ...]]:
@@ -82,6 +83,55 @@ def test_split_extremes() -> None:
     assert len(split(5, 0.0)[1]) == 0
     assert [len(part) for part in split(5, 0.01)] == [4, 1]
     assert [len(part) for part in split(5, 0.99)] == [1, 4]
+
+
+@pytest.mark.parametrize("groups", [None, [3, 1, 1, 2, 3, 0, 2, 2, 5, 7]])
+def test_split_is_that_of_earlier_versions(groups: list[int] | None) -> None:
+    """Of the distinct names in order a permutation is drawn: a run that is resumed holds out the same samples."""
+    for seed in range(5):
+        labels = np.arange(10) if groups is None else np.array(groups)
+        names = np.unique(labels)
+        chosen = np.random.default_rng([seed, 1]).permutation(names)[: max(1, round(0.3 * len(names)))]
+        training, validation = split(10, 0.3, seed, groups)
+        np.testing.assert_array_equal(validation, np.flatnonzero(np.isin(labels, chosen)))
+        np.testing.assert_array_equal(training, np.flatnonzero(~np.isin(labels, chosen)))
+
+
+def test_many_samples_are_not_looked_for_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes NumPy 50 s for ten million numbers that are all different."""
+    for name in ("unique", "isin"):
+        monkeypatch.setattr(np, name, lambda *_, **__: pytest.fail("expected no search"))
+    assert [len(part) for part in split(1000, 0.1)] == [900, 100]
+
+
+def test_batches_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch of a thousand million samples must not be a list of objects."""
+    made: list[int] = []
+
+    def counted(indices: tuple[int, ...], valid: int, epoch: int, position: int) -> Batch:
+        made.append(position)
+        return Batch(indices, valid, epoch, position)
+
+    monkeypatch.setattr(module, "Batch", counted)
+    batches = Sampler(range(10**5), 3, shuffle="never", remainder="fill").rest_of_epoch()
+    assert len(batches) == 33334 and not made
+    assert batches[-1] == Batch((99999, 99999, 99999), 1, 0, 33333)
+    assert [b.indices for b in batches[1:3]] == [(3, 4, 5), (6, 7, 8)]
+    assert made == [33333, 1, 2]
+    with pytest.raises(IndexError):
+        batches[33334]
+
+
+def test_what_takes_long_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MANY", 1000)
+    training, _ = split(999, 0.1)
+    assert not caplog.messages
+    split(1000, 0.1)
+    assert caplog.messages == ["drawing the order of 1,000 samples, 0.0 GB on every rank"]
+    Sampler(np.arange(2000), 4).rest_of_epoch()
+    assert "drawing the order of 2,000 samples" in caplog.messages[1]
+    Sampler(training, 4).rest_of_epoch()
+    assert len(caplog.messages) == 2
 
 
 def test_wrong_arguments() -> None:

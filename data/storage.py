@@ -1,0 +1,358 @@
+"""Where the numbers of an HDF5 dataset lie: followed and checked before they are trusted.
+
+HDF5 reads the fill value, as a rule zero, without an error where the source of a virtual dataset cannot be opened,
+where a chunk was never written, and behind the end of an external file. It crashes on a virtual dataset of itself,
+waits for ever for a named pipe, and reads any file of the machine that a dataset names. So all of this is looked up
+first, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import resource
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import h5py
+from h5py import h5d, h5l, h5s, h5t, h5z
+
+from .errors import DataError
+from .hyperslab import Hyperslab, hyperslabs
+from .reading import open_file, reason_of, regular_size
+
+__all__ = ["Storage", "check_files"]
+
+_log = logging.getLogger(__name__)
+
+LINKS = 16
+"""Soft and external links that are followed to one dataset, as many as HDF5 follows."""
+DEEPEST = 16
+"""Virtual datasets of virtual datasets."""
+_SPARE = 64  # files that a process may open beside those of its data
+_SLOW = 10**7  # chunks that take seconds to count
+
+
+def check_files(path: Path, files: dict[str, int]) -> None:
+    """Check that the other files that `path` takes numbers from are there, with these sizes [B]. Local.
+
+    Raises
+    ------
+    DataError
+        If one is not, or if this process may not have so many files open: HDF5 keeps each open that it has read from,
+        and reads zeros in place of those that it cannot open.
+    """
+    for name, size in files.items():
+        try:
+            found: int | str = regular_size(name)
+        except OSError as error:
+            found = reason_of(error)
+        if found != size:
+            raise DataError(
+                f"{path}: takes numbers from {name}, expected {size} B as when the run began, got {found}; it was "
+                "written anew, or this node sees other files"
+            )
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and len(files) + _SPARE > limit:
+        raise DataError(
+            f"{path}: takes numbers from {len(files)} files, this process may open {limit}; raise that limit "
+            f"(ulimit -n {len(files) + 2 * _SPARE}), or copy the data into fewer files"
+        )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A part of a virtual dataset, `filled` by what is `taken` of a dataset of another file.
+
+    `taken` is None for all of that dataset, which then has this many `elements`.
+    """
+
+    file: str
+    dataset: str
+    filled: Hyperslab
+    taken: list[Hyperslab] | None
+    elements: int
+
+
+class Storage:
+    """Follows datasets of one open file to everything that their numbers come from. Local.
+
+    What is legal but hardly meant (some chunks never written) is logged as a warning.
+
+    Parameters
+    ----------
+    path : Path
+        That file.
+    allow_external : bool
+        Whether numbers may come from outside the folder of that file.
+
+    Attributes
+    ----------
+    files : dict
+        Other files that numbers come from, ``{absolute path: size [B]}``.
+    """
+
+    def __init__(self, path: Path, allow_external: bool = False) -> None:
+        self._path, self._allow_external = path, allow_external
+        # A path may be a symbolic link into another folder, in which the rest lies.
+        self._folders = {Path(os.path.realpath(path)).parent, Path(os.path.realpath(path.parent))}
+        self.files: dict[str, int] = {}
+        self._under_way: list[tuple[str, int]] = []
+        self._checked: set[tuple[str, int]] = set()
+
+    def check(self, file: h5py.File, name: str) -> bool:
+        """Check where the numbers of a dataset come from; False if there is no dataset of this name.
+
+        Raises
+        ------
+        DataError
+            A loop of links or of virtual datasets; a source that is missing, too small, no regular file, or outside
+            the folder though this is not allowed; nothing was ever written.
+        """
+        with ExitStack() as stack:
+            found = self._follow(file, name, stack)
+            if isinstance(found, h5py.Dataset):
+                self._check_storage(found)
+            return isinstance(found, h5py.Dataset)
+
+    def _follow(self, file: h5py.File, name: str, stack: ExitStack) -> h5py.HLObject | None:
+        """What is at the end of the links; files of external links stay open as long as `stack`."""
+        ahead, found, links = deque(name.split("/")), file["/"], 0
+        while ahead:
+            word = ahead.popleft()
+            if word in ("", "."):
+                continue
+            link = _link(found, word) if isinstance(found, h5py.Group) else None
+            if link is None:
+                return None
+            if isinstance(link, h5py.HardLink):
+                found = found[word]
+                continue
+            links += 1
+            if links > LINKS:
+                raise DataError(
+                    f"{self._path}: {name!r} is a loop of links, or more than {LINKS}; name the dataset itself"
+                )
+            if isinstance(link, h5py.ExternalLink):
+                what = f"{name!r} is a link into"
+                found = stack.enter_context(self._open(found.file, link.filename, "HDF5_EXT_PREFIX", what))["/"]
+            elif link.path.startswith("/"):
+                found = found.file["/"]
+            ahead.extendleft(reversed(link.path.split("/")))
+        return found
+
+    def _check_storage(self, dataset: h5py.Dataset) -> None:
+        """Check one dataset, and those that it consists of, each once."""
+        key = os.path.realpath(dataset.file.filename), h5py.h5o.get_info(dataset.id).addr
+        if key in self._checked:
+            return
+        if not _is_of_numbers(dataset):
+            found = _type_of(dataset)
+            raise DataError(f"{self._where(dataset)}: expected numbers, got {found}; write numbers, or name others")
+        if not dataset.size:  # no elements, or no dataspace
+            return
+        if key in self._under_way or len(self._under_way) == DEEPEST:
+            raise DataError(
+                f"{self._where(dataset)} is a virtual dataset of itself, or of more than {DEEPEST} others in a row; "
+                "write the numbers themselves"
+            )
+        self._under_way.append(key)
+        if dataset.is_virtual:
+            self._check_virtual(dataset)
+        elif dataset.external:
+            self._check_external(dataset)
+        else:
+            self._check_written(dataset)
+        self._under_way.pop()
+        self._checked.add(key)
+
+    def _check_written(self, dataset: h5py.Dataset) -> None:
+        self._check_filters(dataset)
+        if dataset.chunks is None:
+            self._report_gap(dataset, dataset.id.get_storage_size() == 0, True, "it was never written")
+            return
+        chunks = math.prod(-(-n // c) for n, c in zip(dataset.shape, dataset.chunks))
+        if chunks > _SLOW and os.path.getsize(dataset.file.filename) > _SLOW:
+            _log.warning("%s: counting which of its %s chunks were written", self._where(dataset), f"{chunks:,}")
+        missing = chunks - dataset.id.get_num_chunks()
+        gap = f"{missing:,} of its {chunks:,} chunks were never written"
+        self._report_gap(dataset, missing, missing == chunks, gap)
+
+    def _check_filters(self, dataset: h5py.Dataset) -> None:
+        properties = dataset.id.get_create_plist()
+        for number, _, _, name in (properties.get_filter(k) for k in range(properties.get_nfilters())):
+            if not h5z.filter_avail(number):
+                raise DataError(
+                    f"{self._where(dataset)} is stored with the filter {number} ({name.decode(errors='replace')}), "
+                    "which is not installed; install its plugin (HDF5_PLUGIN_PATH), or write the data with gzip"
+                )
+
+    def _report_gap(self, dataset: h5py.Dataset, missing: int, all_of_it: bool, gap: str) -> None:
+        """Refuse a dataset of which nothing is there, unless a fill value was chosen for it; warn of gaps in it."""
+        if missing <= 0:
+            return
+        chosen = dataset.id.get_create_plist().fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED
+        if all_of_it and not chosen:
+            raise DataError(f"{self._where(dataset)}: expected numbers, but {gap}; it reads as zero: write the numbers")
+        value = f"its fill value {dataset.fillvalue}" if chosen else "zero"
+        where = self._where(dataset)
+        _log.warning("%s: %s; what is missing reads as %s: write it, unless this is meant", where, gap, value)
+
+    def _check_virtual(self, dataset: h5py.Dataset) -> None:
+        mapped = h5s.create_simple(dataset.shape)
+        mapped.select_none()
+        for name, parts in groupby(self._sources(dataset), key=lambda source: source.file):
+            with self._source_file(dataset, name) as other:
+                for part in parts:
+                    self._check_source(dataset, other, part)
+                    if part.filled.size(dataset.shape):
+                        inside = part.filled.within(dataset.shape)
+                        mapped.select_hyperslab(inside.start, inside.count, inside.stride, inside.block, h5s.SELECT_OR)
+        # A block that reaches beyond the end of the dataset counts no further.
+        ones = (1,) * dataset.ndim
+        mapped.select_hyperslab((0,) * dataset.ndim, ones, ones, dataset.shape, h5s.SELECT_AND)
+        size = math.prod(dataset.shape)
+        missing = size - mapped.get_select_npoints()
+        self._report_gap(dataset, missing, missing == size, f"{missing:,} of its {size:,} elements have no source")
+
+    def _sources(self, dataset: h5py.Dataset) -> Iterator[_Source]:
+        """The parts of a virtual dataset; a pattern like ``part-%b.h5`` gives one for each block that is there."""
+        for entry in dataset.virtual_sources():
+            whole = entry.src_space.get_select_type() == h5s.SEL_ALL
+            taken = None if whole else hyperslabs(entry.src_space, ())
+            filled = hyperslabs(entry.vspace, dataset.shape)
+            elements = sum(slab.block_size for slab in filled)
+            for slab in filled:
+                axis, names = slab.growing, (entry.file_name, entry.dset_name)
+                if axis is None or not any("%b" in name.replace("%%", "") for name in names):
+                    yield _Source(_numbered(names[0]), _numbered(names[1]), slab, taken, elements)
+                    continue
+                for k in range(slab.within(dataset.shape).count[axis]):
+                    yield _Source(_numbered(names[0], k), _numbered(names[1], k), slab.part(axis, k), taken, elements)
+
+    @contextmanager
+    def _source_file(self, dataset: h5py.Dataset, name: str) -> Iterator[h5py.File]:
+        if name == ".":
+            yield dataset.file
+        else:
+            with self._open(dataset.file, name, "HDF5_VDS_PREFIX", f"{dataset.name!r} takes numbers from") as other:
+                yield other
+
+    def _check_source(self, dataset: h5py.Dataset, other: h5py.File, part: _Source) -> None:
+        """Whether the dataset is there with as many numbers as the virtual one takes from it."""
+        what = f"{self._where(dataset)}: its source {part.dataset!r} in {other.filename}"
+        with ExitStack() as stack:
+            found = self._follow(other, part.dataset, stack)
+            if not isinstance(found, h5py.Dataset) or found.shape is None:
+                raise DataError(f"{what} is not there, HDF5 would read zeros; bring it back, or write the data anew")
+            shape = tuple(found.shape)
+            if part.taken is None:
+                fits = math.prod(shape) == part.elements
+            else:
+                fits = all(_holds(shape, slab, part.filled, dataset.shape) for slab in part.taken)
+            if not fits:
+                raise DataError(
+                    f"{what} has the shape {shape}, which is not what it takes from there; write the data anew"
+                )
+            self._check_storage(found)
+
+    def _check_external(self, dataset: h5py.Dataset) -> None:
+        """External files, which are as long as the numbers in them: HDF5 reads zeros behind their end."""
+        needed = dataset.size * dataset.id.get_type().get_size()
+        for name, offset, size in dataset.external:
+            own = os.path.dirname(os.path.abspath(dataset.file.filename))
+            prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", own)
+            path = os.path.abspath(os.path.join(prefix, name))  # without a prefix it is relative to the working folder
+            held = self._admit(path, f"{self._where(dataset)} takes numbers from {name}, which")
+            here = min(size, needed)
+            if held < offset + here:
+                raise DataError(
+                    f"{self._where(dataset)}: expected {offset + here} B in its external file {path}, got {held} B; "
+                    "behind them HDF5 would read zeros: bring back the whole file"
+                )
+            needed -= here
+
+    def _open(self, file: h5py.File, name: str, variable: str, what: str) -> h5py.File:
+        """Another file that `file` refers to, as HDF5 finds it."""
+        places = list(_places(file.filename, name, variable))
+        path = next((place for place in places if os.path.exists(place)), places[0])
+        self._admit(path, f"{file.filename}: {what} {name}, which")
+        return open_file(Path(path))
+
+    def _admit(self, path: str, what: str) -> int:
+        """The size of another file that numbers come from [B], if it may be used."""
+        try:
+            size = regular_size(path)
+        except OSError as error:
+            raise DataError(
+                f"{what} cannot be read at {path} ({reason_of(error)}); bring it back, or write the data anew"
+            ) from error
+        real = Path(os.path.realpath(path))
+        if not self._allow_external and not any(real.is_relative_to(folder) for folder in self._folders):
+            remedy = "if this is meant, set data.allow_external = true"
+            raise DataError(f"{what} lies at {real}, outside the folder of {self._path}; {remedy}")
+        self.files[str(real)] = size
+        return size
+
+    def _where(self, dataset: h5py.Dataset) -> str:
+        return f"{dataset.file.filename}: {dataset.name!r}"
+
+
+def _link(group: h5py.Group, word: str) -> h5py.HardLink | h5py.SoftLink | h5py.ExternalLink | None:
+    """What a name in a group is, None if there is none. ``group.get(word, getlink=True)`` would open external files."""
+    links, key = group.id.links, word.encode("utf-8", "surrogateescape")
+    if not links.exists(key):
+        return None
+    kind = links.get_info(key).type
+    if kind == h5l.TYPE_SOFT:
+        return h5py.SoftLink(links.get_val(key).decode("utf-8", "surrogateescape"))
+    if kind == h5l.TYPE_EXTERNAL:
+        file, name = links.get_val(key)
+        return h5py.ExternalLink(os.fsdecode(file), name.decode("utf-8", "surrogateescape"))
+    return h5py.HardLink() if kind == h5l.TYPE_HARD else None
+
+
+def _holds(shape: tuple[int, ...], slab: Hyperslab, filled: Hyperslab, whole: tuple[int, ...]) -> bool:
+    """Whether a source of this shape holds what is taken from it to fill a part of the dataset `whole`."""
+    if len(shape) != len(slab.start):
+        return False
+    axis, grows = slab.growing, filled.growing
+    if axis is not None and grows is not None and slab.selected(shape)[axis] < filled.selected(whole)[grows]:
+        return False
+    return all(end is None or end <= n for end, n in zip(slab.stop, shape))
+
+
+def _is_of_numbers(dataset: h5py.Dataset) -> bool:
+    numbers = (h5t.INTEGER, h5t.FLOAT, h5t.ENUM)
+    return dataset.id.get_type().get_class() in numbers and dataset.dtype.kind in "fiub"
+
+
+def _type_of(dataset: h5py.Dataset) -> str:
+    try:
+        return str(dataset.dtype)
+    except TypeError:
+        return "a type that NumPy has not"
+
+
+def _numbered(pattern: str, block: int | None = None) -> str:
+    """A name of a source, in which ``%b`` is the number of a block and ``%%`` a percent sign."""
+    number = "%b" if block is None else str(block)
+    return "%".join(part.replace("%b", number) for part in pattern.split("%%"))
+
+
+def _places(own: str, name: str, variable: str) -> Iterator[str]:
+    """Where HDF5 looks for a file that another one names, in this order; `variable` may add folders."""
+    if os.path.isabs(name):
+        yield name
+        name = os.path.basename(name)
+    folder = os.path.dirname(os.path.abspath(own))
+    for prefix in filter(None, os.environ.get(variable, "").split(":")):
+        yield os.path.join(prefix.replace("${ORIGIN}", folder), name)
+    yield os.path.join(folder, name)
+    yield os.path.abspath(name)
+    yield os.path.join(os.path.dirname(os.path.realpath(own)), name)

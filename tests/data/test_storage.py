@@ -1,0 +1,348 @@
+"""Numbers that HDF5 would read as zeros, or from places that were not meant: refused, or named in a warning.
+
+The whole runs of ``tests/training/test_hdf5_files.py`` go through many more files.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from h5py import h5p, h5s
+
+from halograd.data import storage
+from halograd.data.dataset import Hdf5Dataset
+from halograd.data.errors import DataError
+from halograd.dtensor.box import Box
+
+N, SHAPE = 6, (4, 4, 2)
+VALUES = np.arange(1.0, 1 + N * 32, dtype=np.float32).reshape(N, *SHAPE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def write(folder: Path, inputs: h5py.VirtualLayout | np.ndarray | None = None) -> Path:
+    """The data set; inputs that are None are those of the caller."""
+    with h5py.File(folder / "data.h5", "w") as file:
+        if isinstance(inputs, h5py.VirtualLayout):
+            file.create_virtual_dataset("inputs", inputs)
+        elif inputs is not None:
+            file["inputs"] = inputs
+    return folder / "data.h5"
+
+
+def part(path: Path, values: np.ndarray = VALUES, name: str = "x") -> Path:
+    with h5py.File(path, "a") as file:
+        file[name] = values
+    return path
+
+
+def virtual(*sources: tuple[slice, h5py.VirtualSource]) -> h5py.VirtualLayout:
+    layout = h5py.VirtualLayout(VALUES.shape, np.float32)
+    for rows, source in sources:
+        layout[rows] = source
+    return layout
+
+
+def source(name: str, samples: int = N, dataset: str = "x") -> h5py.VirtualSource:
+    return h5py.VirtualSource(name, dataset, (samples, *SHAPE))
+
+
+def open_(path: Path, **options: object) -> Hdf5Dataset:
+    return Hdf5Dataset(path, targets=None, layout="NHWC", **options)  # type: ignore[arg-type]
+
+
+def assert_reads(path: Path, expected: np.ndarray = VALUES, **options: object) -> None:
+    out = np.empty(VALUES.shape, np.float32)
+    with open_(path, **options) as data:
+        data.read(range(N), Box.of_shape(out.shape), out)
+    np.testing.assert_array_equal(out, expected)
+
+
+def assert_refused(path: Path, message: str, **options: object) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        open_(path, **options)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+# Virtual datasets
+
+
+def test_a_virtual_dataset_of_slices(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Strided in the source and in the dataset, and the files in a folder below."""
+    (folder / "parts").mkdir()
+    part(folder / "parts" / "even.h5", np.repeat(VALUES[::2], 2, axis=0))
+    part(folder / "parts" / "odd.h5", VALUES[1::2])
+    even, odd = source("parts/even.h5"), source("parts/odd.h5", 3)
+    path = write(folder, virtual((slice(0, N, 2), even[::2]), (slice(1, N, 2), odd)))
+    assert_reads(path)
+    assert not caplog.records
+
+
+def test_a_missing_source(folder: Path) -> None:
+    part(folder / "a.h5", VALUES[:3])
+    layout = virtual((slice(0, 3), source("a.h5", 3)), (slice(3, 6), source("b.h5", 3)))
+    path = write(folder, layout)
+    assert_refused(path, r"'/inputs' takes numbers from b\.h5, which cannot be read at .*/b\.h5 \(no such file")
+    part(folder / "b.h5", VALUES[3:], "y")
+    assert_refused(path, r"'/inputs': its source 'x' in .*/b\.h5 is not there, HDF5 would read zeros; bring it back")
+    with h5py.File(folder / "b.h5", "w") as file:
+        file["x"] = h5py.SoftLink("/nowhere")
+    assert_refused(path, r"its source 'x' in .*/b\.h5 is not there")
+    (folder / "b.h5").write_text("not HDF5")
+    with pytest.raises(DataError, match=r"b\.h5: expected an HDF5 file, got something else"):
+        open_(path)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_source_of_another_shape(folder: Path, whole: bool) -> None:
+    part(folder / "a.h5", VALUES[:5])
+    path = write(folder, virtual((slice(0, N), source("a.h5") if whole else source("a.h5")[0:N])))
+    assert_refused(path, r"'x' in .*/a\.h5 has the shape \(5, 4, 4, 2\), which is not what it takes from there")
+
+
+def test_virtual_datasets_of_virtual_datasets(folder: Path) -> None:
+    """A source that is missing two files further on."""
+    with h5py.File(folder / "middle.h5", "w") as file:
+        file.create_virtual_dataset("x", virtual((slice(0, N), source("a.h5"))))
+    path = write(folder, virtual((slice(0, N), source("middle.h5"))))
+    part(folder / "a.h5")
+    assert_reads(path)
+    (folder / "a.h5").unlink()
+    with pytest.raises(DataError, match=r"middle\.h5: '/x' takes numbers from a\.h5, which cannot be read"):
+        open_(path)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_circle_of_virtual_datasets(folder: Path, length: int) -> None:
+    """HDF5 itself overflows its stack."""
+    names = ["data.h5", *(f"{k}.h5" for k in range(1, length))]
+    path = write(folder, virtual((slice(0, N), source(names[1 % length], N, "inputs"))))
+    for k in range(1, length):
+        with h5py.File(folder / names[k], "w") as file:
+            file.create_virtual_dataset("inputs", virtual((slice(0, N), source(names[(k + 1) % length], N, "inputs"))))
+    assert_refused(path, "'/inputs' is a virtual dataset of itself, or of more than 16 others in a row")
+
+
+def test_gaps_are_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Parts that overlap do not make up for a gap."""
+    part(folder / "a.h5")
+    layout = virtual((slice(0, 4), source("a.h5")[0:4]), (slice(2, 5), source("a.h5")[2:5]))
+    expected = VALUES.copy()
+    expected[5] = 0
+    assert_reads(write(folder, layout), expected)
+    (message,) = caplog.messages
+    assert "'/inputs': 32 of its 192 elements have no source; what is missing reads as zero" in message
+    assert_refused(
+        write(folder, virtual()), "expected numbers, but 192 of its 192 elements have no source; it reads as"
+    )
+
+
+def growing(folder: Path, name: bytes, rows: int) -> Path:
+    """A virtual dataset without a last sample, over blocks of `rows` samples; of 0 rows: over one growing source."""
+    path, unlimited = folder / "data.h5", (h5s.UNLIMITED, *SHAPE)
+    space = h5s.create_simple((0, *SHAPE), unlimited)
+    space.select_hyperslab((0, 0, 0, 0), (h5s.UNLIMITED, 1, 1, 1), (max(1, rows), *SHAPE), (max(1, rows), *SHAPE))
+    other = h5s.create_simple((rows, *SHAPE), None if rows else unlimited)
+    if not rows:
+        other.select_hyperslab((0, 0, 0, 0), (h5s.UNLIMITED, 1, 1, 1), (1, *SHAPE), (1, *SHAPE))
+    properties = h5p.create(h5p.DATASET_CREATE)
+    properties.set_virtual(space, name, b"x", other)
+    with h5py.File(path, "w") as file:
+        whole = h5s.create_simple((0, *SHAPE), unlimited)
+        h5py.h5d.create(file.id, b"inputs", h5py.h5t.NATIVE_FLOAT, whole, properties)
+    return path
+
+
+def test_a_pattern_of_sources(folder: Path) -> None:
+    path = growing(folder, b"part-%b-100%%.h5", 2)
+    for k in range(3):
+        part(folder / f"part-{k}-100%.h5", VALUES[2 * k : 2 * k + 2])
+    with open_(path) as data:
+        assert sorted(Path(p).name for p in data.structure.files) == [f"part-{k}-100%.h5" for k in range(3)]
+    assert_reads(path)
+    (folder / "part-2-100%.h5").unlink()
+    with open_(path) as data:
+        assert len(data) == 4
+    (folder / "part-0-100%.h5").unlink()
+    assert_refused(path, "is empty: expected samples, got shape")
+
+
+def test_a_source_that_grows(folder: Path) -> None:
+    with h5py.File(folder / "a.h5", "w") as file:
+        file.create_dataset("x", data=VALUES, maxshape=(None, *SHAPE))
+    assert_reads(growing(folder, b"a.h5", 0))
+
+
+def test_more_sources_than_files_may_be_open(folder: Path) -> None:
+    """HDF5 keeps sources open, and reads zeros in place of those that it cannot open."""
+    layout = virtual(*((slice(k, k + 1), source(f"{k}.h5", 1)) for k in range(N)))
+    for k in range(N):
+        part(folder / f"{k}.h5", VALUES[k : k + 1])
+    path = write(folder, layout)
+    assert_reads(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (N + 60, hard))
+    try:
+        assert_refused(
+            path, r"takes numbers from 6 files, this process may open 66; raise that limit \(ulimit -n 134\)"
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_prefix_for_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 looks there first: so it is that file which is checked."""
+    part(folder / "a.h5")
+    path = write(folder, virtual((slice(0, N), source("a.h5"))))
+    other = folder.parent / "other"
+    other.mkdir()
+    part(other / "a.h5")
+    monkeypatch.setenv("HDF5_VDS_PREFIX", str(other))
+    assert_refused(path, rf"takes numbers from a\.h5, which lies at {other}/a\.h5, outside the folder of")
+    monkeypatch.setenv("HDF5_VDS_PREFIX", "${ORIGIN}")
+    assert_reads(path)
+
+
+# Other files
+
+
+def outside(folder: Path) -> Path:
+    (folder.parent / "outside").mkdir()
+    return folder.parent / "outside"
+
+
+@pytest.mark.parametrize("how", ["virtual", "link", "external", "symbolic link"])
+def test_numbers_from_outside_the_folder(folder: Path, how: str) -> None:
+    there = outside(folder)
+    if how == "external":
+        (there / "raw").write_bytes(VALUES.tobytes())
+        path = write(folder)
+        with h5py.File(path, "a") as file:
+            file.create_dataset("inputs", VALUES.shape, "f4", external=[(str(there / "raw"), 0, VALUES.nbytes)])
+    else:
+        part(there / "a.h5")
+        name = "../outside/a.h5"
+        if how == "symbolic link":
+            (folder / "a.h5").symlink_to(there / "a.h5")
+            name = "a.h5"
+        path = write(folder, None if how == "link" else virtual((slice(0, N), source(name))))
+        if how == "link":
+            with h5py.File(path, "a") as file:
+                file["inputs"] = h5py.ExternalLink(name, "/x")
+    assert_refused(path, rf"which lies at {there}/.*, outside the folder of .*set data\.allow_external = true")
+    assert_reads(path, allow_external=True)
+
+
+def test_a_link_to_the_data_set(folder: Path) -> None:
+    """Sources lie beside the file itself."""
+    part(folder / "a.h5")
+    path = write(folder, virtual((slice(0, N), source("a.h5"))))
+    link = outside(folder) / "link.h5"
+    link.symlink_to(path)
+    assert_reads(link)
+
+
+def test_an_external_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 looks for it in the working folder, and reads zeros behind its end."""
+    path = write(folder)
+    with h5py.File(path, "a") as file:
+        file.create_dataset("inputs", VALUES.shape, "f4", external=[("raw", 16, 100), ("raw", 116, h5py.h5f.UNLIMITED)])
+    monkeypatch.chdir(folder)
+    (folder / "raw").write_bytes(b"x" * 16 + VALUES.tobytes())
+    assert_reads(path)
+    (folder / "raw").write_bytes(b"x" * 16 + VALUES.tobytes()[:-1])
+    assert_refused(path, r"expected 784 B in its external file .*/raw, got 783 B; behind them HDF5 would read zeros")
+    (folder / "raw").unlink()
+    os.mkfifo(folder / "raw")
+    assert_refused(
+        path, r"takes numbers from raw, which cannot be read at .* \(expected a regular file, got a named pipe\)"
+    )
+
+
+def test_other_ranks_see_the_same_files(folder: Path) -> None:
+    """They do not follow the datasets again, and read no zeros where a file is not on their node."""
+    part(folder / "a.h5")
+    path = write(folder, virtual((slice(0, N), source("a.h5"))))
+    with open_(path) as first:
+        found = first.structure
+    assert found.files == {os.path.realpath(folder / "a.h5"): (folder / "a.h5").stat().st_size}
+    (folder / "a.h5").unlink()
+    data, out = open_(path, structure=found), np.empty((1, *SHAPE), np.float32)
+    with pytest.raises(DataError, match=r"data\.h5: takes numbers from .*a\.h5, expected \d+ B .*got no such file"):
+        data.read([0], Box.of_shape(out.shape), out)
+
+
+def test_links(folder: Path) -> None:
+    path = write(folder)
+    with h5py.File(path, "a") as file:
+        file["a/b/x"] = VALUES
+        file["a/c"] = h5py.SoftLink("b")
+        file["inputs"] = h5py.SoftLink("/a/./c/x")
+        for k in range(20):
+            file[f"link{k}"] = h5py.SoftLink(f"link{k + 1}")
+        file["loop"] = h5py.SoftLink("loop/x")
+        file["broken"] = h5py.SoftLink("a/b/x/y")
+    assert_reads(path)
+    for name in ("link0", "loop"):
+        assert_refused(path, f"'{name}' is a loop of links, or more than 16; name the dataset itself", inputs=name)
+    for name in ("broken", "a", "", "/", "a/b/x/y", "nothing"):
+        assert_refused(path, rf"expected a dataset '{name}', got a/b/x \(6, 4, 4, 2\); name one of these", inputs=name)
+
+
+# Numbers that were never written
+
+
+@pytest.mark.parametrize("chunks", [None, (1, *SHAPE)])
+def test_a_dataset_that_was_never_written(folder: Path, chunks: tuple | None, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(folder)
+    with h5py.File(path, "a") as file:
+        file.create_dataset("inputs", VALUES.shape, "f4", chunks=chunks)
+        file.create_dataset("filled", VALUES.shape, "f4", chunks=chunks, fillvalue=3.5)
+    assert_refused(path, "'/inputs': expected numbers, but .* never written; it reads as zero: write the numbers")
+    assert not caplog.records
+    with open_(path, inputs="filled"):
+        (message,) = caplog.messages
+    assert "'/filled': " in message and "never written; what is missing reads as its fill value 3.5" in message
+
+
+def test_chunks_that_were_never_written(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(folder)
+    with h5py.File(path, "a") as file:
+        file.create_dataset("inputs", VALUES.shape, "f4", chunks=(1, 2, 4, 2))[:4] = VALUES[:4]
+    with open_(path):
+        (message,) = caplog.messages
+    assert (
+        "'/inputs': 4 of its 12 chunks were never written; what is missing reads as zero: write it, unless" in message
+    )
+
+
+def test_a_slow_count_is_announced(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(folder)
+    with h5py.File(path, "a") as file:
+        file.create_dataset("inputs", data=VALUES, chunks=(1, 1, 1, 1))
+    monkeypatch.setattr(storage, "_SLOW", 100)
+    with open_(path):
+        assert [m for m in caplog.messages if "counting which of its 192 chunks were written" in m]
+
+
+def test_a_filter_that_is_not_installed(folder: Path) -> None:
+    path = write(folder)
+    with h5py.File(path, "a") as file:
+        file.create_dataset("inputs", data=VALUES, chunks=(1, *SHAPE), compression="gzip")
+    content = path.read_bytes()
+    at = content.index(b"deflate\0")  # its number stands 8 bytes before the name
+    path.write_bytes(content[: at - 8] + (31999).to_bytes(2, "little") + content[at - 6 :])
+    assert_refused(
+        path, r"'/inputs' is stored with the filter 31999 \(deflate\), which is not installed; install its plugin"
+    )

@@ -1,0 +1,90 @@
+"""Damaged and odd HDF5 files: every run of ``tests/training/fuzz_hdf5.py`` ends as it should."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import h5py
+import pytest
+
+from halograd.data.errors import DataError
+from halograd.errors import UserError
+from halograd.kernels import KernelError, get_backend
+from halograd.training.run import train
+from tests.training import hdf5_storage_mutations  # noqa: F401  (adds to MUTATIONS)
+from tests.training.fuzz_hdf5 import prepare
+from tests.training.hdf5_mutations import MUTATIONS
+from tests.training.runs import write_config
+
+
+def fuzz(*arguments: str) -> str:
+    """What the program says last; it has to find nothing wrong."""
+    command = [sys.executable, "-m", "tests.training.fuzz_hdf5", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_every_mutation():
+    """But for those of the mask that are done to the inputs too: the program without options does all."""
+    wanted = [name for name in MUTATIONS if name.replace("mask", "inputs") == name or "mask_of" in name]
+    assert f"{len(wanted)} cases on 1 rank(s)" in fuzz("--only", "^(?!mask_(?!of)|virtual_mask)")
+
+
+@pytest.mark.timeout(900)
+def test_on_two_ranks():
+    """Of each kind of fault one: of names, attributes, storage, of all ranks while reading, and of one of them."""
+    names = ["links_in_a_circle", "names_scalar", "virtual_mask_source_missing", "inputs_some_chunks", "nan"]
+    assert f"{len(names)} cases on 2 rank(s)" in fuzz("--ranks", "2", "--only", f"^({'|'.join(names)})$")
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["external_outside", "simulation_texts", "virtual_inputs_source_short"])
+def test_all_ranks_raise_the_same(comm, tmp_path, name):
+    folder = tmp_path / "data"
+    if comm.rank == 0:
+        folder.mkdir()
+        prepare(folder, name, 0)
+    folder = type(folder)(comm.bcast(str(folder)))
+    with pytest.raises(DataError) as caught:
+        train(folder / "run.toml", [f"strategy.height={comm.size}"], comm=comm)
+    assert len({*comm.allgather(str(caught.value))}) == 1 and "\n" not in str(caught.value)
+    comm.Barrier()
+
+
+@pytest.mark.ranks(1)
+def test_numbers_from_outside_if_it_is_allowed(comm, tmp_path):
+    """``data.allow_external`` reaches the data set, in training and evaluation."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    prepare(folder, "virtual_outside", 0)
+    with pytest.raises(DataError, match=r"set data\.allow_external = true"):
+        train(folder / "run.toml", comm=comm)
+    assert train(folder / "run.toml", ["data.allow_external=true"], comm=comm)["steps"] == 3
+
+
+@pytest.fixture
+def onednn():
+    try:
+        get_backend("onednn")
+    except KernelError:
+        pytest.skip("needs oneDNN")
+
+
+@pytest.mark.ranks(1)
+def test_doubles_and_kernels_that_have_none(comm, tmp_path, onednn):
+    """Doubles of a file are converted; to compute with them is refused in one line."""
+    config = write_config(tmp_path)
+    with h5py.File(tmp_path / "data.h5", "r+") as file:
+        values = file["inputs"][()]
+        del file["inputs"]
+        file.create_dataset("inputs", data=values, dtype=">f8").attrs["layout"] = "NHWC"
+    wanted = ["backend.kernels=onednn", "training.epochs=1"]
+    message = (
+        r'training\.dtype: expected float32 with kernels = "onednn", got float64; use float32, or the backend numpy'
+    )
+    with pytest.raises(UserError, match=message):
+        train(config, wanted, comm=comm)
+    assert train(config, [*wanted, "training.dtype=float32"], comm=comm)["steps"] == 3

@@ -1,0 +1,138 @@
+"""Losses that diverge and stay finite are said to have diverged; no others are."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from halograd.cli.run import run as command
+from halograd.layers import MeanSquaredError
+from halograd.report.record import read_record
+from halograd.report.status import status_of, status_text
+from halograd.training.log import read_log
+from halograd.training.loss_watch import LossWatch
+from halograd.training.run import train
+from tests.training.runs import SAMPLES, write_config
+
+WILD = ["optimizer={kind='sgd'}", "schedule.kind=constant", "schedule.warmup_epochs=0", "schedule.learning_rate=1e8"]
+
+
+def judged(losses: list[float], validation: float | None = None, scale: float = 0.0) -> str | None:
+    watch = LossWatch(scale)
+    for loss in losses:
+        watch.add(loss)
+    return watch.judge(validation)
+
+
+SOUND = [[0.7] * 10, [0.7, 600, 500], [0.7, 0.1, 1e-9], [0.0, 0.0], [1e-9, 9e-7], [-3.0, -9.0, 2.0]]
+
+
+@pytest.mark.parametrize("losses", SOUND)
+def test_sound_losses(losses):
+    assert judged(losses) is None and judged(losses, 900 * abs(losses[0])) is None
+
+
+@pytest.mark.parametrize("losses", [[0.7, 1e5, 1e4], [2e-6, 2e-1], [0.7, 1e200, 1e200], [-1.0, 5e3, 5e3]])
+def test_diverged_losses(losses):
+    found = judged(losses)
+    assert found is not None and f"the mean loss is {np.mean(losses):.3g}, expected less than 1000 times" in found
+
+
+def test_a_validation_loss():
+    assert judged([0.5, 0.4], 499.0) is None
+    found = judged([0.5, 0.4], 501.0)
+    assert found == "the validation loss is 501, expected less than 1000 times 0.5, its first size"
+    assert "validation loss is 1.1e+18" in str(judged([0.7, 7.5e13], 1.1e18))
+
+
+def test_a_regression_of_rare_large_numbers():
+    """Rain: the first batch is dry, so that its loss is no measure of the others."""
+    rain = [1.0, 1.0, 1e6, 1.0, 3e6, 2e5]
+    assert judged(rain) is not None  # of classes there is no such loss
+    assert judged(rain, 1e6, scale=1e6) is None
+    assert judged([1.0, 1e10, 1e12], scale=1e6) is not None
+
+
+def test_losses_that_are_not_known_yet_and_losses_that_come_back():
+    watch = LossWatch()
+    assert watch.judge(1e9) is None  # nothing to compare with
+    for loss in (math.nan, 2.0, 1e6):  # on a device the first one is known a step later
+        watch.add(loss)
+    assert watch.first == 2.0 and watch.judge(None) is not None and watch.diverged is not None
+    watch.add(1.0)
+    assert watch.judge(None) is None and watch.diverged is None
+
+
+@pytest.fixture
+def config(comm, tmp_path):
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+    comm.Barrier()
+    yield folder / "run.toml"
+    comm.Barrier()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_that_diverges(comm, config, caplog):
+    """One warning, a line of the log per epoch, the same on all ranks, and a resumed run knows of it."""
+    cut = [f"strategy.sample={comm.size}"]
+    result = train(config, [*cut, *WILD], comm=comm)
+    assert math.isfinite(result["loss"]) and "its first size" in result["diverged"]
+    assert len({*comm.allgather(result["diverged"])}) == 1
+    told = [r for r in caplog.records if "the loss has diverged" in r.message]
+    assert len(told) == 1 and "epoch 1: " in told[0].message and "lower schedule.learning_rate" in told[0].message
+    comm.Barrier()
+    log = config.parent / "out" / "log.jsonl"
+    assert [e["epoch"] for e in read_log(log, "diverged")] == [0, 1, 2]
+    again = train(config, [*cut, *WILD], resume=True, comm=comm)
+    assert again["loss"] is None and again["diverged"] == result["diverged"]
+    comm.Barrier()
+    longer = train(config, [*cut, *WILD[:-1], "schedule.learning_rate=1e-9", "training.epochs=4"], True, comm=comm)
+    assert longer["diverged"] is not None  # its own first loss is not what it is compared with
+
+
+@pytest.mark.ranks(1, 2)
+def test_runs_that_do_not_diverge(comm, config, caplog):
+    cut = [f"strategy.sample={comm.size}", "output.log_steps=2"]
+    assert train(config, cut, comm=comm)["diverged"] is None
+    assert train(config, [*cut, "training.epochs=4"], resume=True, comm=comm)["diverged"] is None
+    assert not [r for r in caplog.records if "diverged" in r.message]
+    comm.Barrier()
+    steps = [e["step"] for e in read_log(config.parent / "out" / "log.jsonl", "step")]
+    assert steps == [1, 2, 4, 6, 8, 9, 10, 12]  # the first one is what later ones are compared with
+
+
+@pytest.mark.ranks(1)
+def test_a_regression_of_rain(comm, config, caplog):
+    """Targets of most samples are zero, and of some a thousand; the first batches have none."""
+    with h5py.File(config.parent / "data.h5", "r+") as file:
+        mask = file["mask"][()].astype(np.float32)
+        del file["mask"]
+        mask[: SAMPLES - 2], mask[SAMPLES - 2 :] = 1e-3 * mask[: SAMPLES - 2], 1e3
+        file["mask"] = mask
+    mesh = importlib.import_module("halograd.models.mesh")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "BinaryCrossEntropyWithLogits", lambda pos_weight, name: MeanSquaredError(name=name))
+        sets = ["model.pos_weight=1.0", "training.seed=1", "training.batch=1", "data.validation=0"]
+        result = train(config, sets, comm=comm)
+    assert result["diverged"] is None and not [r for r in caplog.records if "diverged" in r.message]
+    losses = [e["loss"] for e in read_log(config.parent / "out" / "log.jsonl", "step")]
+    assert np.mean(losses[:19]) > 1e3 * losses[0]
+
+
+@pytest.mark.ranks(1)
+def test_what_the_command_line_says_last(comm, config, capsys):
+    sets = [word for s in WILD for word in ("--set", s)]
+    assert command(["train", str(config), *sets]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("diverged, not trained, to step 9; ")
+    lines = status_text(status_of(read_record(config.parent / "out")))
+    assert any("but diverged: the validation loss is" in line for line in lines)
+    assert command(["train", str(config), "--set", f"output.directory={config.parent / 'other'}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("trained to step 9; ")

@@ -1,0 +1,82 @@
+"""A place where predictions cannot be written is found before they are computed, and no other file is replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from halograd.data.errors import DataError
+from halograd.training import run
+from halograd.training.predictions import check_predictions, write_predictions
+from halograd.training.run import evaluate, train
+from tests.training.runs import write_config
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
+
+
+def test_where_predictions_may_be_written(tmp_path):
+    check_predictions(tmp_path / "new" / "folder" / "p.h5")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "empty.h5").touch()
+    check_predictions(tmp_path / "empty.h5")
+    with h5py.File(tmp_path / "old.h5", "w") as file:
+        for name in ("prediction", "target", "sample"):
+            file[name] = np.zeros(3)
+    check_predictions(tmp_path / "old.h5")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("folder", "it is a folder; give the name of a file in it"),
+        ("text", "expected no file there, or older predictions, got another"),
+        ("data.h5", "expected no file there, or older predictions, got another"),
+        ("pipe", "expected no file there, or older predictions, got another"),
+        ("device", "expected no file there, or older predictions, got another"),
+        ("text/p.h5", "file exists"),
+        ("/proc/none/p.h5", "no such file or directory"),
+        ("p" * 300, "file name too long"),
+        ("nul\0", "embedded null byte"),
+    ],
+)
+def test_where_they_may_not(tmp_path, name, message):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["inputs"] = np.zeros(3)
+    before = listing(tmp_path)
+    with pytest.raises(DataError, match=message) as caught:
+        check_predictions(tmp_path / name)
+    assert str(caught.value).startswith(f"cannot write {tmp_path / name}: ") and "\n" not in str(caught.value)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.ranks(1, 2)
+def test_found_before_the_evaluation(comm, tmp_path, monkeypatch):
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+        (folder / "mine.h5").write_text("mine")
+    comm.Barrier()
+    cut = [f"strategy.sample={comm.size}"]
+    train(folder / "run.toml", [*cut, "training.epochs=1"], comm=comm)
+    for name in ("evaluate_batches", "write_predictions"):
+        monkeypatch.setattr(run, name, lambda *_: pytest.fail("expected no evaluation"))
+    with pytest.raises(DataError, match=r"mine\.h5: expected no file there, or older predictions, got another"):
+        evaluate(folder / "out", cut, predictions=folder / "mine.h5", comm=comm)
+    comm.Barrier()
+    monkeypatch.undo()
+    assert (folder / "mine.h5").read_text() == "mine" and run.write_predictions is write_predictions
+    for _ in range(2):  # the second time in place of the first
+        evaluate(folder / "out", cut, predictions=folder / "new" / "p.h5", comm=comm)
+        comm.Barrier()
+        assert [p.name for p in (folder / "new").iterdir()] == ["p.h5"]
+    comm.Barrier()
