@@ -1,6 +1,6 @@
 """The one error of the communication layer, and what is known of errors that all ranks raise."""
 
-__all__ = ["CommError", "mark_agreed"]
+__all__ = ["CommError", "is_agreed", "mark_agreed"]
 
 
 class CommError(RuntimeError):
@@ -10,6 +10,11 @@ class CommError(RuntimeError):
     """
 
 
-def mark_agreed(error: Exception, arose_here: bool) -> None:
-    """Note that all ranks raise this error (``agreed``), and whether it arose on this one (``arose_here``). Local."""
-    vars(error).update(agreed=True, arose_here=arose_here)
+def mark_agreed(error: Exception, arose_here: bool, ranks: int) -> None:
+    """Note how many ranks raise this error (``agreed``), and whether it arose on this one (``arose_here``). Local."""
+    vars(error).update(agreed=ranks, arose_here=arose_here)
+
+
+def is_agreed(error: BaseException, ranks: int) -> bool:
+    """Whether all of so many ranks raise this error, not only those of a smaller group. Local."""
+    return int(getattr(error, "agreed", 0)) >= ranks

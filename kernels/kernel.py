@@ -9,7 +9,7 @@ from typing import Any
 from halograd.kernels.errors import KernelError
 from halograd.kernels.scratch import Scratch
 
-__all__ = ["BatchNormArrays", "BatchNormKernels", "Kernel", "ScratchKernel", "chain", "fallback", "idle"]
+__all__ = ["BatchNormArrays", "BatchNormKernels", "Kernel", "ScratchKernel", "Substitute", "chain", "fallback", "idle"]
 
 
 class Kernel:
@@ -125,6 +125,25 @@ def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kerne
     whole = Kernel(run, first.impl, both.workspace_bytes, both.close)
     whole.scratch_bytes = both.scratch_bytes
     return whole
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """A kernel that another library makes, because the backend's own has no fast one.
+
+    Attributes
+    ----------
+    what
+        Factory of the kernel, such as ``"conv_forward"``.
+    by
+        The other library.
+    reason
+        Why, in one line.
+    """
+
+    what: str
+    by: str
+    reason: str
 
 
 @dataclass(frozen=True)

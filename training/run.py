@@ -103,7 +103,8 @@ def train(
                 step = progress.step if progress else 0
                 log.follow(stack.enter_context(TensorBoard(directory / "tensorboard", step)))
         ranked = _ranked(ranker, session)
-        run = Run(session, folder, log, plan is not None, signals, ranked)
+        with ranks.agreement():
+            run = Run(session, folder, log, plan is not None, signals, ranked)
         log.say(headline(session))
         if found is not None:
             run.resume(found)
@@ -151,8 +152,9 @@ def evaluate(
         session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
         with ranks.agreement():
             read_checkpoint(checkpoint, session.executor.store)
-        batches = session.in_order(_chosen(session, samples))
-        result = evaluate_batches(session, Evaluation(session.executor), batches)
+            batches = session.in_order(_chosen(session, samples))
+            evaluation = Evaluation(session.executor)
+        result = evaluate_batches(session, evaluation, batches)
         assert result is not None, "nobody interrupts it"
         if predictions is not None:
             write_predictions(session, batches, Path(predictions))

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from halograd.comm import Communicator
+from halograd.comm.errors import is_agreed
 from halograd.data.errors import DataError
 from halograd.errors import UserError
 from halograd.training.log import read_log
@@ -92,7 +93,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not getattr(error, "agreed", False):
+        if error is not None and not is_agreed(error, self._comm.size):
             # Others find out when this process ends the job; rank 0 logs why.
             refused = self._pulse is None and isinstance(error, (UserError, DataError))
             self._last_words(f"{type(error).__name__}: {error}", logged=not refused)
