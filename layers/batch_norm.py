@@ -146,12 +146,10 @@ class BatchNormOperator(Operator):
     def bind_backward(self) -> None:
         b = self.b
         dx = b.gradient(0) if b.needs_gradient(0) else b.scratch(b.box.shape)
-        shared = self.train is self.apply
-        self.train.close()
-        # Forward and backward of a fused kernel share a workspace, so they are made together.
+        if self.train is not self.apply:
+            self.train.close()
+        # Forward and backward share a workspace, so they are made together.
         self.train = self._kernels(b.output.dy, dx, local=self.fused)
-        if shared:
-            self.apply = self.train
         b.end_scratch()
 
     def forward(self) -> None:

@@ -179,7 +179,7 @@ class OnednnBackend(Backend):
 
     def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
         return self._or_numpy(
-            lambda: pooling.pool(self._engine, pooling.MAX, x, y, dy, dx, geometry),
+            lambda: pooling.max_pool(self._engine, x, y, dy, dx, geometry),
             lambda: numpy_pooling.max_pool(x, y, dy, dx, geometry, self._engine.scratch),
         )
 
