@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
+from mpi4py import MPI
 
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 
-__all__ = ["Channel", "check_counts"]
+__all__ = ["Channel", "check_counts", "check_matching"]
 
 IDLE, STARTED, FINISHED = "idle", "started", "finished"
 
@@ -172,3 +173,20 @@ def check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) -> 
             raise CommError(f"{name}: expected peers other than {rank} in 0 <= peer < {size}, got {peer}")
         if count < 0:
             raise CommError(f"{name}: expected a number of elements >= 0 for peer {peer}, got {count}")
+
+
+def check_matching(
+    mpi_comm: MPI.Intracomm, sends: Mapping[int, int], recvs: Mapping[int, int], itemsize: int
+) -> None:
+    """Raise CommError where this rank does not expect [B] what a peer sends. Collective, to be agreed on."""
+    announced = np.zeros(mpi_comm.size, np.int64)
+    for peer, count in sends.items():
+        announced[peer] = count * itemsize
+    expected = np.empty(mpi_comm.size, np.int64)
+    mpi_comm.Alltoall(announced, expected)
+    for peer, nbytes in enumerate(expected.tolist()):
+        if nbytes != recvs.get(peer, 0) * itemsize:
+            raise CommError(
+                f"recv_counts: expected {nbytes // itemsize} elements from rank {peer} (it sends {nbytes} "
+                f"bytes), got {recvs.get(peer, 0)} of {itemsize} bytes; give both ranks the same counts"
+            )

@@ -12,16 +12,16 @@ import numpy as np
 from mpi4py import MPI
 
 from halograd.comm.boot import begin
-from halograd.comm.channel import Channel, check_counts
+from halograd.comm.channel import Channel, check_counts, check_matching
 from halograd.comm.counters import Counters, Instruments, Meter, Recorder
 from halograd.comm.ending import Guard, end
-from halograd.comm.errors import CommError, is_shared, mark_agreed
-from halograd.comm.faults import describe, recreate
+from halograd.comm.errors import CommError, is_agreed, is_shared
+from halograd.comm.faults import agree
 from halograd.comm.gpu.base import DEVICE_METHODS, DeviceTransport
 from halograd.comm.gpu.choice import Choice
 from halograd.comm.gpu.link import DeviceLinks
 from halograd.comm.progress import Progress
-from halograd.comm.reduction import Reduction, check_buffer, check_method
+from halograd.comm.reduction import Reduction, check_alike, check_buffer, check_method
 from halograd.comm.shard import shards
 from halograd.comm.staged import StagedChannel, StagedReduction, check_device_buffer
 from halograd.comm.transports import Context, Transport, make_transport, parse_transport
@@ -118,6 +118,7 @@ class Communicator:
 
         Then there is time to compute meanwhile; ranks that read each other's memory copy a halo without a message.
         """
+        self.agree(None)
         return self._transport.waits_for_network()
 
     @cached_property
@@ -126,6 +127,7 @@ class Communicator:
 
         Ranks of one node share memory.
         """
+        self.agree(None)
         return self._transport.nodes()
 
     @property
@@ -206,21 +208,24 @@ class Communicator:
             check_counts(send_counts, "send_counts", self.rank, self.size)
             check_counts(recv_counts, "recv_counts", self.rank, self.size)
             element = np.dtype(dtype)
-        sends = {peer: int(count) for peer, count in sorted(send_counts.items()) if count}
-        recvs = {peer: int(count) for peer, count in sorted(recv_counts.items()) if count}
-        self._agree_on_counts(sends, recvs, element.itemsize)
+            sends = {peer: int(count) for peer, count in sorted(send_counts.items()) if count}
+            recvs = {peer: int(count) for peer, count in sorted(recv_counts.items()) if count}
+        with self.agreement():
+            check_matching(self._mpi, sends, recvs, element.itemsize)
         pattern = Pattern(sends, recvs, element, self._next_tag())
         nbytes = sum(sends.values()) * element.itemsize
         meter = Meter(self._instruments, kind, name or kind, len(sends), nbytes)
-        over = None if device.is_host else self._device_transport(device)
-        if over is not None:
-            channel = over.channel(pattern, meter)
-        else:
-            channel = self._transport.channel(pattern, meter)
-            if not device.is_host:
-                channel = StagedChannel(channel, device, meter)
+        with self.agreement():
+            channel = self._make_channel(pattern, meter, device)
         self._keep(channel)
         return channel
+
+    def _make_channel(self, pattern: Pattern, meter: Meter, device: Device) -> Channel:
+        over = None if device.is_host else self._device_transport(device)
+        if over is not None:
+            return over.channel(pattern, meter)
+        channel = self._transport.channel(pattern, meter)
+        return channel if device.is_host else StagedChannel(channel, device, meter)
 
     def reduction(
         self,
@@ -284,20 +289,22 @@ class Communicator:
             check_buffer(buffer, any_dtype=method == "all_gather")
             if method == "rounded" and buffer.dtype != np.float32:
                 raise CommError(f"buffer: expected float32 to be rounded to bfloat16, got {buffer.dtype}")
-        self._agree_on_buffer(buffer)
-        several = self.size > 1 and buffer.size > 0
-        if several and method in ("hierarchical", "accumulate"):
-            reduction = self._sum_by_nodes(buffer, kind, name or kind, method)
-        else:
-            meter = self._meter(buffer, kind, name or kind, method)
-            make = {"reduce_scatter": self._transport.scatter, "all_gather": self._transport.gather}
-            in_order = {"ordered": self._transport.ordered, "rounded": self._transport.rounded}
-            if method in in_order:
-                reduction = in_order[method](buffer, meter, (self._next_tag(), self._next_tag()))
-            else:
-                reduction = make.get(method, self._transport.reduction)(buffer, meter)
+        with self.agreement():
+            check_alike(self._mpi, self.ranks[0], buffer)
+        with self.agreement():
+            reduction = self._make_reduction(buffer, kind, name or kind, method)
         self._keep(reduction)
         return reduction
+
+    def _make_reduction(self, buffer: np.ndarray, kind: str, name: str, method: str) -> Reduction:
+        if self.size > 1 and buffer.size > 0 and method in ("hierarchical", "accumulate"):
+            return self._sum_by_nodes(buffer, kind, name, method)
+        meter = self._meter(buffer, kind, name, method)
+        in_order = {"ordered": self._transport.ordered, "rounded": self._transport.rounded}
+        if method in in_order:
+            return in_order[method](buffer, meter, (self._next_tag(), self._next_tag()))
+        make = {"reduce_scatter": self._transport.scatter, "all_gather": self._transport.gather}
+        return make.get(method, self._transport.reduction)(buffer, meter)
 
     def _sum_by_nodes(self, buffer: np.ndarray, kind: str, name: str, method: str) -> Reduction:
         here = self.nodes[self.rank]
@@ -317,19 +324,23 @@ class Communicator:
     def _device_reduction(self, buffer: Any, device: Device, kind: str, name: str, method: str) -> Reduction:
         """The sum of an array on a device: by the device's transport, or by way of the host."""
         self._check_open()
+        self.agree(None)
         over = self._device_transport(device) if method in DEVICE_METHODS else None
         with self.agreement():
             check_device_buffer(buffer)
             if over is not None and method != "all_gather":
                 over.check(buffer.dtype)
-        self._agree_on_buffer(buffer)
+        with self.agreement():
+            check_alike(self._mpi, self.ranks[0], buffer)
         idle = self.size == 1 or not buffer.size
         if over is None or idle:
-            pinned = device.pinned(buffer.shape, buffer.dtype)
+            with self.agreement():
+                pinned = device.pinned(buffer.shape, buffer.dtype)
             inner = self.reduction(pinned, kind=kind, name=name, method=method)
             return StagedReduction(inner, device, buffer, pinned, idle=idle)
         tags = (self._next_tag(), self._next_tag())
-        reduction = over.reduction(buffer, self._meter(buffer, kind, name, method), method, tags)
+        with self.agreement():
+            reduction = over.reduction(buffer, self._meter(buffer, kind, name, method), method, tags)
         self._keep(reduction)
         return reduction
 
@@ -347,6 +358,7 @@ class Communicator:
         communicator closes those split from it.
         """
         self._check_open()
+        self.agree(None)
         part = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
         if part == MPI.COMM_NULL:
             return None
@@ -361,33 +373,36 @@ class Communicator:
         """Raise on all ranks if any rank has a fault. Collective.
 
         Each rank passes its own fault or None. All ranks raise an error of the same type and text, that of
-        the lowest rank with a fault; its text names that rank (by its number in the root communicator).
-        The error has attributes ``agreed = True`` and ``arose_here``.
+        the lowest rank with a fault; its text names that rank (by its number in the root communicator). A fault that
+        is the same on all ranks is raised as it is. The error has attributes ``agreed``, how many ranks raise it, and
+        ``arose_here``.
 
         Raises
         ------
         Exception
             Of the type of the fault; a CommError if that type cannot be made from a text alone.
         """
-        faulty = np.zeros(self.size, np.uint8)
-        self._mpi.Allgather(np.array([fault is not None], np.uint8), faulty)
-        if not faulty.any():
-            return
-        origin = int(np.argmax(faulty))
-        module, name, text, told = self._mpi.bcast(None if fault is None else describe(fault), root=origin)
-        others = int(faulty.sum()) - 1
-        where = f"rank {self.ranks[origin]}" + (f" (and {others} more)" if others else "")
-        error = recreate(module, name, text, "" if told else f"{where}: ")
-        mark_agreed(error, origin == self.rank)
-        raise error from fault
+        agree(self._mpi, self.ranks, fault)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Run the body, which must not communicate, and :meth:`agree` on its fault. Collective."""
+        """Run the body, and raise on all ranks if it raises on any. Collective.
+
+        The body may make channels, reductions, groups and agreements of this communicator, and nothing else that
+        communicates: each of these begins with :meth:`agree`. So a rank whose body raises, which goes to the agreement
+        at the end, meets there those that go on to the next of these. ::
+
+            rank 0   | compute | channel: agree, ...                 raises what rank 1 raised
+            rank 1   | compute: a fault -> agree                     raises it
+
+        Agreements within agreements are one: an error that all ranks have is raised on.
+        """
         fault: Exception | None = None
         try:
             yield
         except Exception as raised:
+            if is_agreed(raised, self.size):
+                raise
             fault = raised
         self.agree(fault)
 
@@ -446,7 +461,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if is_shared(value):
+        if is_shared(value, self.size):
             self.close()
         elif self._is_root and value is not None:
             # The other ranks know nothing of this fault: to free anything together would hang.
@@ -473,28 +488,3 @@ class Communicator:
     def _check_open(self) -> None:
         if self._closed:
             raise CommError("expected an open communicator, got a closed one")
-
-    def _agree_on_counts(self, sends: Mapping[int, int], recvs: Mapping[int, int], itemsize: int) -> None:
-        """Raise on all ranks unless each expects [B] what the other sends."""
-        announced = np.zeros(self.size, np.int64)
-        for peer, count in sends.items():
-            announced[peer] = count * itemsize
-        expected = np.empty(self.size, np.int64)
-        self._mpi.Alltoall(announced, expected)
-        with self.agreement():
-            for peer, nbytes in enumerate(expected.tolist()):
-                if nbytes != recvs.get(peer, 0) * itemsize:
-                    raise CommError(
-                        f"recv_counts: expected {nbytes // itemsize} elements from rank {peer} (it sends {nbytes} "
-                        f"bytes), got {recvs.get(peer, 0)} of {itemsize} bytes; give both ranks the same counts"
-                    )
-
-    def _agree_on_buffer(self, buffer: np.ndarray) -> None:
-        mine = (buffer.shape, buffer.dtype.name)
-        first = self._mpi.bcast(mine, root=0)
-        with self.agreement():
-            if mine != first:
-                raise CommError(
-                    f"buffer: expected shape {first[0]} and {first[1]} as on rank {self.ranks[0]}, "
-                    f"got {mine[0]} and {mine[1]}"
-                )

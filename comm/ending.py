@@ -34,6 +34,7 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
+from halograd.comm.errors import is_agreed
 from halograd.errors import TRACEBACK, UserError
 
 __all__ = ["Guard", "end", "refuse"]
@@ -160,7 +161,7 @@ def _meet(error: BaseException) -> tuple[bool, bool]:
     Of an error that all ranks agreed on, the rank where it arose speaks; else the first one, or every one where the
     errors differ.
     """
-    agreed = getattr(error, "agreed", False)
+    agreed = _is_agreed(error)
     deadline = time.monotonic() + (AGREED if agreed else PATIENCE[_code(error)])
     guards = _open_guards()
     for guard in guards:
@@ -194,7 +195,7 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Traceb
         sys.exit(MISTAKE)
     together, speaks = _meet(value)
     if speaks:
-        every = together and not getattr(value, "agreed", False)
+        every = together and not _is_agreed(value)
         _speak(value, f"all {MPI.COMM_WORLD.size} ranks" if every else _rank())
     if together and not _open_guards():  # communicators are closed, so nothing is under way
         sys.exit(FAULT)
@@ -207,7 +208,7 @@ def _concerns(error: BaseException) -> bool:
     """Whether the end by an error is not as in any other Python program."""
     if MPI.Is_finalized() or _is_interactive():
         return False
-    guards, agreed = _open_guards(), getattr(error, "agreed", False)
+    guards, agreed = _open_guards(), _is_agreed(error)
     if isinstance(error, UserError):
         return bool(guards) or agreed
     return MPI.COMM_WORLD.size > 1 and (_of_several(guards) or agreed)
@@ -234,6 +235,11 @@ def _on_exit() -> None:
 def _open_guards() -> list[Guard]:
     """Those of this process; a process that was forked from it has no part in them."""
     return [] if MPI.Is_finalized() else [guard for guard in _guards if guard.process == os.getpid()]
+
+
+def _is_agreed(error: BaseException) -> bool:
+    """Whether all ranks of all communicators that are open raise this error."""
+    return is_agreed(error, max((guard.size for guard in _open_guards()), default=1))
 
 
 def _of_several(guards: list[Guard]) -> bool:

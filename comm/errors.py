@@ -1,6 +1,6 @@
 """The one error of the communication layer, and what is known of errors that all ranks raise."""
 
-__all__ = ["CommError", "is_shared", "mark_agreed"]
+__all__ = ["CommError", "is_agreed", "is_shared", "mark_agreed"]
 
 
 class CommError(RuntimeError):
@@ -10,16 +10,21 @@ class CommError(RuntimeError):
     """
 
 
-def mark_agreed(error: Exception, arose_here: bool) -> None:
-    """Note that all ranks raise this error (``agreed``), and whether it arose on this one (``arose_here``). Local."""
-    vars(error).update(agreed=True, arose_here=arose_here)
+def mark_agreed(error: BaseException, arose_here: bool, ranks: int) -> None:
+    """Note how many ranks raise this error (``agreed``), and whether it arose on this one (``arose_here``). Local."""
+    vars(error).update(agreed=ranks, arose_here=arose_here)
 
 
-def is_shared(leaving: BaseException | None) -> bool:
-    """Whether the other ranks leave a ``with`` by this too, so that its end may be collective. Local.
+def is_agreed(error: BaseException, ranks: int) -> bool:
+    """Whether all of so many ranks raise this error, not only those of a smaller group. Local."""
+    return int(getattr(error, "agreed", 0)) >= ranks
+
+
+def is_shared(leaving: BaseException | None, ranks: int) -> bool:
+    """Whether all of so many ranks leave a ``with`` by this, so that its end may be collective. Local.
 
     No error, an agreed one, `sys.exit` without a code.
     """
     if isinstance(leaving, SystemExit):
         return not leaving.code
-    return leaving is None or getattr(leaving, "agreed", False)
+    return leaving is None or is_agreed(leaving, ranks)

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
-from halograd.comm.errors import CommError
+import numpy as np
+from mpi4py import MPI
 
-__all__ = ["describe", "recreate"]
+from halograd.comm.errors import CommError, mark_agreed
+
+__all__ = ["agree", "describe", "recreate"]
+
+
+def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None) -> None:
+    """Raise on all ranks if any rank has a fault; see `Communicator.agree`. Collective over `mpi_comm`.
+
+    `ranks` are their numbers in messages.
+    """
+    faulty = np.zeros(mpi_comm.size, np.uint8)
+    mpi_comm.Allgather(np.array([fault is not None], np.uint8), faulty)
+    if not faulty.any():
+        return
+    if fault is not None and faulty.all() and len(set(mpi_comm.allgather(describe(fault)))) == 1:
+        mark_agreed(fault, mpi_comm.rank == 0, mpi_comm.size)
+        raise fault
+    origin = int(np.argmax(faulty))
+    module, name, text, told = mpi_comm.bcast(None if fault is None else describe(fault), root=origin)
+    others = int(faulty.sum()) - 1
+    where = f"rank {ranks[origin]}" + (f" (and {others} more)" if others else "")
+    error = recreate(module, name, text, "" if told else f"{where}: ")
+    mark_agreed(error, origin == mpi_comm.rank, mpi_comm.size)
+    raise error from fault
 
 
 def describe(fault: Exception) -> tuple[str, str, str, bool]:
     """Module and name of the type of a fault, its text, and whether that names a rank already. Local."""
     kind = type(fault)
     text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
-    return kind.__module__, kind.__qualname__, text, getattr(fault, "agreed", False)
+    return kind.__module__, kind.__qualname__, text, bool(getattr(fault, "agreed", False))
 
 
 def recreate(module: str, name: str, text: str, where: str) -> Exception:

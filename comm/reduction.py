@@ -13,7 +13,7 @@ from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Operation, Progress
 
-__all__ = ["METHODS", "DirectReduction", "MpiReduction", "Reduction", "check_buffer", "check_method"]
+__all__ = ["METHODS", "DirectReduction", "MpiReduction", "Reduction", "check_alike", "check_buffer", "check_method"]
 
 REDUCIBLE = ("float32", "float64", "int32", "int64")
 #: What `Communicator.reduction` can make of a buffer.
@@ -169,6 +169,17 @@ def check_buffer(buffer: np.ndarray, any_dtype: bool = False) -> None:
         raise CommError(
             f"buffer: expected a writeable C-contiguous array, got strides {buffer.strides} for shape "
             f"{buffer.shape}; reduce a packed copy"
+        )
+
+
+def check_alike(mpi_comm: MPI.Intracomm, first: int, buffer: np.ndarray) -> None:
+    """Raise CommError unless the buffer is like that of the first rank, which is called `first`. Collective, to be
+    agreed on."""
+    mine = (buffer.shape, buffer.dtype.name)
+    wanted = mpi_comm.bcast(mine, root=0)
+    if mine != wanted:
+        raise CommError(
+            f"buffer: expected shape {wanted[0]} and {wanted[1]} as on rank {first}, got {mine[0]} and {mine[1]}"
         )
 
 

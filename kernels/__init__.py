@@ -4,7 +4,7 @@ from halograd.kernels.backend import ACTIVATIONS, Backend
 from halograd.kernels.choice import get_backend
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormKernels, Kernel, Substitute
 
 __all__ = [
     "ACTIVATIONS",
@@ -13,5 +13,6 @@ __all__ = [
     "Geometry",
     "Kernel",
     "KernelError",
+    "Substitute",
     "get_backend",
 ]

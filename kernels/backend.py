@@ -15,7 +15,7 @@ from halograd.device import HOST, Device
 from halograd.kernels import checks, empty
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormKernels, Kernel, Substitute
 
 __all__ = ["ACTIVATIONS", "Backend"]
 
@@ -77,6 +77,10 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what the backend holds; its kernels must be closed before. May be called twice."""
+
+    def take_substitutes(self) -> list[Substitute]:
+        """Kernels that another library makes for want of a fast one, of those built since the last call."""
+        return []
 
     def describe(self) -> str:
         """One line for the log: what runs, and where it came from."""

@@ -9,7 +9,10 @@ from typing import Any
 from halograd.kernels.errors import KernelError
 from halograd.kernels.scratch import Scratch
 
-__all__ = ["BatchNormArrays", "BatchNormKernels", "Kernel", "ScratchKernel", "chain", "fallback", "idle"]
+__all__ = [
+    "BatchNormArrays", "BatchNormKernels", "Kernel", "ScratchKernel", "Substitute", "chain", "deferred", "either",
+    "fallback", "idle",
+]  # fmt: skip
 
 
 class Kernel:
@@ -125,6 +128,49 @@ def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kerne
     whole = Kernel(run, first.impl, both.workspace_bytes, both.close)
     whole.scratch_bytes = both.scratch_bytes
     return whole
+
+
+def either(first: Kernel, otherwise: Callable[[], bool], second: Kernel, *asked: Kernel) -> Kernel:
+    """`first`, or `second` in its place where `otherwise` says so; it closes both, and the kernels `asked` by it."""
+    both = chain(first, second, *asked)
+    whole = Kernel(lambda: second() if otherwise() else first(), first.impl, both.workspace_bytes, both.close)
+    whole.scratch_bytes = both.scratch_bytes
+    return whole
+
+
+def deferred(make: Callable[[], Kernel]) -> Kernel:
+    """A kernel that is made when it first runs. What hardly ever runs takes no memory before."""
+    made: list[Kernel] = []
+
+    def run() -> None:
+        if not made:
+            made.append(make())
+        made[0]()
+
+    def close() -> None:
+        for kernel in made:
+            kernel.close()
+
+    return Kernel(run, "deferred", 0, close)
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """A kernel that another library makes, because the backend's own has no fast one.
+
+    Attributes
+    ----------
+    what
+        Factory of the kernel, such as ``"conv_forward"``.
+    by
+        The other library.
+    reason
+        Why, in one line.
+    """
+
+    what: str
+    by: str
+    reason: str
 
 
 @dataclass(frozen=True)

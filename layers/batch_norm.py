@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from halograd.comm import Communicator
+from halograd.comm import Reduction
 from halograd.layers.binding import Binding
 from halograd.layers.chunks import Work
-from halograd.layers.groups import group_of
+from halograd.layers.groups import in_group
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
-from halograd.layers.sample_group import sample_colors, sample_group
+from halograd.layers.sample_group import sample_colors, shares
 
 __all__ = ["STATISTICS", "BatchNorm"]
 
@@ -120,21 +120,20 @@ class BatchNormOperator(Operator):
         )
         statistics = b.options.get("statistics", layer.statistics)
         counts, colors = _elements(b), _channel_colors(b)
-        everyone = group_of(b.comm, colors)
-        group, members = _group(b, statistics, everyone, colors)
-        self.count = max(1, sum(counts[r] for r in members))
-        self.share = counts[b.rank] / max(1, sum(n for n, c in zip(counts, colors) if c == colors[b.rank]))
-        self.reduction = None if group is None else group.reduction(self.sums, kind="statistics", name=b.name)
+        grouped = _statistics_colors(b, statistics, colors)
+        self.count = max(1, _elements_of(b.rank, grouped, counts))
+        self.share = counts[b.rank] / max(1, _elements_of(b.rank, colors, counts))
+        self.reduction = _sum(b, grouped, self.sums, "statistics", b.name)
         self.running = None
-        if everyone is not None and everyone.size > 1 and group is not everyone:
-            self.running = everyone.reduction(self.moments, kind="running statistics", name=f"{b.name} (running)")
+        if grouped != colors:
+            self.running = _sum(b, colors, self.moments, "running statistics", f"{b.name} (running)")
         self.limit = cancellation_limit(b.wide)
         self.rows = self.x.array.reshape(counts[b.rank], channels)
         self._work = Work(b.kernels.device)
         self._pending = self._trained = False
         # With running statistics, and around the sums; where there are no sums, training has a kernel of its own.
         # In float64, which is for proofs, that one's variance would not be accurate enough.
-        self.fused = group is None and b.dtype != np.float64
+        self.fused = self.reduction is None and b.dtype != np.float64
         self.apply = self._kernels(None, None, local=False)
         self.train = self._kernels(None, None, local=True) if self.fused else self.apply
 
@@ -147,12 +146,10 @@ class BatchNormOperator(Operator):
     def bind_backward(self) -> None:
         b = self.b
         dx = b.gradient(0) if b.needs_gradient(0) else b.scratch(b.box.shape)
-        shared = self.train is self.apply
-        self.train.close()
-        # Forward and backward of a fused kernel share a workspace, so they are made together.
+        if self.train is not self.apply:
+            self.train.close()
+        # Forward and backward share a workspace, so they are made together.
         self.train = self._kernels(b.output.dy, dx, local=self.fused)
-        if shared:
-            self.apply = self.train
         b.end_scratch()
 
     def forward(self) -> None:
@@ -258,19 +255,23 @@ def _channel_colors(b: Binding) -> tuple[int | None, ...]:
     return tuple(rank % channel if rank < used else None for rank in range(b.comm.size))
 
 
-def _group(
-    b: Binding, statistics: str, everyone: Communicator | None, colors: tuple[int | None, ...]
-) -> tuple[Communicator | None, list[int]]:
-    """The ranks whose elements make the statistics (no communicator: this rank alone), and their numbers."""
+def _statistics_colors(b: Binding, statistics: str, channels: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Color per rank: the elements of ranks of one color make the statistics. `channels`: what "global" means."""
     if statistics == "global":
-        members = [r for r, c in enumerate(colors) if c == colors[b.rank]]
-        return (everyone if everyone is not None and everyone.size > 1 else None), members
-    boxes = b.output.layout.boxes
-    group = sample_group(b.comm, boxes) if statistics == "sample" else None
-    if group is None:
-        return None, [b.rank]
-    blocks = sample_colors(boxes)
-    return group, [r for r, c in enumerate(blocks) if c == blocks[b.rank]]
+        return tuple(channels)
+    return sample_colors(b.output.layout.boxes) if statistics == "sample" else tuple(range(b.comm.size))
+
+
+def _elements_of(rank: int, colors: Sequence[int | None], counts: Sequence[int]) -> int:
+    """Elements per channel of all ranks with the color of this one."""
+    return sum(n for n, color in zip(counts, colors) if color == colors[rank])
+
+
+def _sum(b: Binding, colors: Sequence[int | None], buffer: Any, kind: str, name: str) -> Reduction | None:
+    """The sum over the ranks of one color; None where every rank is alone, and on ranks with nothing."""
+    if not shares(colors):
+        return None
+    return in_group(b.comm, colors, lambda group: group.reduction(buffer, kind=kind, name=name))
 
 
 def block(array: Any, channels: int) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from halograd.layers.batch_norm import affine_arrays
 from halograd.layers.binding import Binding
 from halograd.layers.operator import Operator
-from halograd.layers.sample_group import sample_group
+from halograd.layers.sample_group import sample_sum
 
 __all__ = ["FusedGroupNormOperator"]
 
@@ -49,8 +49,7 @@ class FusedGroupNormOperator(Operator):
         self.mean, self.var = (keep((samples, channels), b.wide, "statistics") for _ in range(2))
         self.sums, self.means = (keep((samples, 2, channels), float64, "statistics") for _ in range(2))
         self.totals = keep((samples, 2, groups), float64, "statistics")
-        group = sample_group(b.comm, b.output.layout.boxes)
-        self.reduction = None if group is None else group.reduction(self.totals, kind="statistics", name=b.name)
+        self.reduction = sample_sum(b.comm, b.output.layout.boxes, self.totals, b.name)
         self.norm: Any = None
         self.before: list[Any] = []
         self.between: list[Any] = []

@@ -17,7 +17,7 @@ from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
-from halograd.layers.sample_group import sample_group
+from halograd.layers.sample_group import sample_sum
 
 __all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
 
@@ -157,8 +157,7 @@ class GroupNormOperator(Operator):
         self._work = Work(b.kernels.device)
         self.gradient = keep((channels,), float64, "statistics")
         self._grouped = (self.samples, 2, groups, channels // groups)
-        group = sample_group(b.comm, b.output.layout.boxes)
-        self.reduction = None if group is None else group.reduction(self.totals, kind="statistics", name=b.name)
+        self.reduction = sample_sum(b.comm, b.output.layout.boxes, self.totals, b.name)
         self.kernels = self._kernels(None, None)
 
     def _kernels(self, dy: Any, dx: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 from halograd.layers.binding import Binding
-from halograd.layers.groups import group_of
+from halograd.layers.groups import in_group
 from halograd.layers.operator import Operator
 from halograd.layers.row_gather import RowGather, padded_rows
 
@@ -71,15 +71,18 @@ class ReplicatedDenseOperator(Operator):
         b = self.b
         dy, dw, db = b.output.dy, b.grads["w"], b.grads.get("b")
         self.filter = b.kernels.dense_backward_filter(self.x.array, dy, dw, db)
-        group = group_of(b.comm, self._colors)
         self.whole: Any = None
-        if group is not None:
-            boxes, (features,), units = b.output.layout.boxes, b.shapes[0], b.output.layout.shape[1]
-            rows = padded_rows(boxes, (features, units), b.dtype.itemsize)
-            self.rows = RowGather(group, b.memory, rows, self.x.array, f"{b.name} x")
-            self.errors = RowGather(group, b.memory, rows, dy, f"{b.name} dy")
+        self.rows, self.errors = self._gather(self.x.array, f"{b.name} x"), self._gather(dy, f"{b.name} dy")
+        if self.rows is not None and self.errors is not None:
             self.whole = b.kernels.dense_backward_filter(self.rows.array, self.errors.array, dw, db)
         self.data = b.kernels.dense_backward_data(dy, b.params["w"], b.gradient(0)) if b.needs_gradient(0) else None
+
+    def _gather(self, own: Any, name: str) -> RowGather | None:
+        """Of these rows of all ranks that hold the weights; None on the others."""
+        b = self.b
+        boxes, (features,), units = b.output.layout.boxes, b.shapes[0], b.output.layout.shape[1]
+        rows = padded_rows(boxes, (features, units), b.dtype.itemsize)
+        return in_group(b.comm, self._colors, lambda group: RowGather(group, b.memory, rows, own, name))
 
     @property
     def _colors(self) -> list[int | None]:

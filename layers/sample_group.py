@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from halograd.comm import Communicator
+from halograd.comm import Communicator, Reduction
 from halograd.dtensor import Box
-from halograd.layers.groups import group_of
+from halograd.layers.groups import in_group
 
-__all__ = ["sample_colors", "sample_group"]
+__all__ = ["sample_colors", "sample_sum", "shares"]
 
 
 def sample_colors(boxes: Sequence[Box]) -> tuple[int | None, ...]:
@@ -22,21 +23,33 @@ def sample_colors(boxes: Sequence[Box]) -> tuple[int | None, ...]:
     return tuple(blocks.index((box.ranges[0], box.ranges[-1])) if box.size else None for box in boxes)
 
 
-def sample_group(comm: Communicator, boxes: Sequence[Box]) -> Communicator | None:
-    """The ranks that hold parts of the same samples as this one. Collective over `comm`.
+def shares(colors: Sequence[int | None]) -> bool:
+    """Whether any two ranks have the same color. Pure arithmetic.
+
+    >>> shares((0, 1, None, None)), shares((0, 1, 1, None))
+    (False, True)
+    """
+    full = [c for c in colors if c is not None]
+    return len(set(full)) < len(full)
+
+
+def sample_sum(comm: Communicator, boxes: Sequence[Box], buffer: Any, name: str) -> Reduction | None:
+    """A sum over the ranks that hold parts of the same samples as this one. Collective over `comm`.
 
     Parameters
     ----------
     boxes
         Box ``(N, *spatial, C)`` per rank; blocks of samples, and of channels, are equal or disjoint.
+    buffer
+        What is summed in place.
+    name
+        For the recorder.
 
     Returns
     -------
-    None where no rank shares its samples, and on ranks with nothing; `comm` itself if all ranks share them.
-    Made once per communicator and cut: layers cut alike use the same one. `comm` closes it.
+    None where no rank shares its samples, and on ranks with nothing.
     """
     colors = sample_colors(boxes)
-    full = [c for c in colors if c is not None]
-    if len(set(full)) == len(full):
+    if not shares(colors):
         return None
-    return group_of(comm, colors)
+    return in_group(comm, colors, lambda group: group.reduction(buffer, kind="statistics", name=name))

@@ -13,6 +13,7 @@ from halograd.comm import Communicator
 from halograd.comm.errors import is_shared
 from halograd.device import is_low
 from halograd.dtensor import Box, Exchange, Layout
+from halograd.kernels import Substitute
 from halograd.layers import Network, Redistribute
 from halograd.layers.binding import Binding
 from halograd.layers.loss import LossOperator
@@ -28,6 +29,7 @@ from halograd.training.compiler import Step, compile_steps
 from halograd.training.device_spans import DeviceSpans
 from halograd.training.graph import GraphedPass, check_graph
 from halograd.training.inputs import block_of, check_name
+from halograd.training.kernels import report_substitutes
 from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.precision import check_dtype
 from halograd.training.pulse import Pulse
@@ -91,7 +93,9 @@ class Executor:
     Raises
     ------
     UserError
-        If strategy, network and communicator do not fit; on all ranks.
+        If strategy, network and communicator do not fit.
+    Exception
+        Whatever else goes wrong on any rank: all ranks raise the same error.
     """
 
     def __init__(
@@ -109,29 +113,33 @@ class Executor:
         graph: bool = False,
     ) -> None:
         self._probed = frozenset(probed)
+        self._substitutes: list[tuple[str, Substitute]] = []
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
-        self.strategy = strategy or Strategy({"sample": comm.size})
-        self.strategy.validate(network, comm.size)
-        if comm.rank == 0:
-            self.strategy.warn_of_idle_ranks(network, batch, comm.size)
-        self.dtype = check_dtype(dtype, kernels)
-        self.memory = Memory(kernels)
-        self.mode = Mode(training=trainable, seed=seed, valid=batch)
-        self._made_store = store is None
-        self.store = store or self._make_store(seed)
-        if self.store.low != (self.dtype if is_low(self.dtype) else None):
-            raise ValueError(f"store: expected one for {self.dtype}, got one for {self.store.low or self.store.dtype}")
-        if self.store.loss_scale is not None:
-            self.mode.loss_scale = self.store.loss_scale.factor
-        self.recorder, self.device = comm.recorder, self.memory.device
-        timed = self.recorder is not None and not self.device.is_host
-        self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
-        if not self.device.is_host:
-            self.mode.state = self.device.array([seed, 0], np.uint64)
-        self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
-        self.pulse = Pulse()
-        self._bind(trainable)
-        self._graphs = self._make_graphs() if graph and trainable else None
+        with comm.agreement():
+            self.strategy = strategy or Strategy({"sample": comm.size})
+            self.strategy.validate(network, comm.size)
+            if comm.rank == 0:
+                self.strategy.warn_of_idle_ranks(network, batch, comm.size)
+            self.dtype = check_dtype(dtype, kernels)
+            self.memory = Memory(kernels)
+            self.mode = Mode(training=trainable, seed=seed, valid=batch)
+            self._made_store = store is None
+            self.store = store or self._make_store(seed)
+            if self.store.low != (self.dtype if is_low(self.dtype) else None):
+                found = self.store.low or self.store.dtype
+                raise ValueError(f"store: expected one for {self.dtype}, got one for {found}")
+            if self.store.loss_scale is not None:
+                self.mode.loss_scale = self.store.loss_scale.factor
+            self.recorder, self.device = comm.recorder, self.memory.device
+            timed = self.recorder is not None and not self.device.is_host
+            self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
+            if not self.device.is_host:
+                self.mode.state = self.device.array([seed, 0], np.uint64)
+            self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
+            self.pulse = Pulse()
+            self._bind(trainable)
+            self._graphs = self._make_graphs() if graph and trainable else None
+        report_substitutes(comm, self._substitutes)
 
     def _make_graphs(self) -> tuple[GraphedPass, GraphedPass]:
         """Forward and backward, to be recorded."""
@@ -159,6 +167,7 @@ class Executor:
         self.steps, self.values = compile_steps(
             self.network, self.strategy, self.batch, self.comm.size, self.comm.rank, self.dtype, self._probed
         )
+        self.kernels.take_substitutes()  # those of others are not ours to report
         for name in self.network.inputs:
             self.values[name].allocate(self.memory, "input")
         self._bindings = [self._bind_forward(step, trainable) for step in self.steps]
@@ -201,8 +210,9 @@ class Executor:
         self.reducer.settle()
         update = self.reducer.update
         self.reducer.close()
-        self.store.rechunk(scheme, self.store.bucket_bytes if bucket_bytes is None else bucket_bytes)
-        self.reducer = self._make_reducer()
+        with self.comm.agreement():
+            self.store.rechunk(scheme, self.store.bucket_bytes if bucket_bytes is None else bucket_bytes)
+            self.reducer = self._make_reducer()
         self.reducer.update = update
 
     def _bind_forward(self, step: Step, trainable: bool) -> tuple[Step, Binding, Operator]:
@@ -227,7 +237,11 @@ class Executor:
         )
         operator = step.layer.bind(binding)
         binding.end_scratch()
+        self._note_substitutes(step.name)
         return step, binding, operator
+
+    def _note_substitutes(self, layer: str) -> None:
+        self._substitutes += [(layer, substitute) for substitute in self.kernels.take_substitutes()]
 
     def _find_moves(self) -> list[tuple[Value, list[tuple[str, Operator]]]]:
         """Values that are redistributed, and by whom: they travel as soon as they are there, while others compute."""
@@ -254,6 +268,7 @@ class Executor:
             self._close_gradient(step.name, value)
             operator.bind_backward()
             binding.end_scratch()
+            self._note_substitutes(step.name)
             value.end_gradient(self.memory)
             self._backward.append((step.name, operator.backward))
         for name in sorted(self._probed):
@@ -460,5 +475,5 @@ class Executor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        if is_shared(value):  # else the other ranks wait for this one, and this one would wait for them
+        if is_shared(value, self.comm.size):  # else the other ranks wait for this one, and this one would wait for them
             self.close()

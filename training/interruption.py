@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from halograd.comm import Communicator
+from halograd.comm.errors import mark_agreed
 from halograd.comm.interrupt import on_interrupt
 from halograd.training.folder import CheckpointFolder
 from halograd.training.pulse import Pulse
@@ -83,7 +84,7 @@ class Interruption:
         self._words.__exit__(None, None, None)
         if isinstance(error, KeyboardInterrupt):
             told = KeyboardInterrupt(self.words() or "interrupted")
-            vars(told).update(agreed=True)  # the watchdog has been told
+            mark_agreed(told, True, self._comm.size)  # the watchdog has been told
             raise told from error
 
 

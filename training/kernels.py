@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from halograd.comm import CommError, Communicator
@@ -9,10 +11,12 @@ from halograd.device import HOST, Device, DeviceError
 from halograd.device.choice import choose_ordinal
 from halograd.device.cupy import count_devices, import_cupy
 from halograd.errors import UserError
-from halograd.kernels import Backend, KernelError, get_backend
+from halograd.kernels import Backend, KernelError, Substitute, get_backend
 from halograd.training.config import BackendConfig
 
-__all__ = ["connect_device", "local_rank", "open_kernels"]
+__all__ = ["connect_device", "local_rank", "open_kernels", "report_substitutes"]
+
+_log = logging.getLogger("halograd.kernels")
 
 
 def local_rank(comm: Communicator) -> int:
@@ -54,6 +58,38 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
         refusal = UserError(f"backend.device_transport: {error}")
         refusal.__dict__.update(error.__dict__)  # agreed, and where it arose
         raise refusal from error
+
+
+def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute]]) -> None:
+    """Warn once, on rank 0, of kernels that another library makes. Collective over `comm`.
+
+    Parameters
+    ----------
+    found
+        Of this rank: a layer's name, and a kernel of it.
+    """
+    ranks: dict[tuple[str, Substitute], list[int]] = {}
+    for rank, some in enumerate(comm.allgather_objects(list(dict.fromkeys(found)))):
+        for one in some:
+            ranks.setdefault(one, []).append(rank)
+    if not ranks or comm.rank:
+        return
+    places = "; ".join(
+        f"{substitute.what} of {layer} by {substitute.by} on {_ranks(where, comm.size)} ({substitute.reason})"
+        for (layer, substitute), where in ranks.items()
+    )
+    _log.warning("kernels: a fast kernel is missing, another takes 2-3 times as long: %s", places)
+
+
+def _ranks(some: Sequence[int], size: int) -> str:
+    """Numbers of ranks in words.
+
+    >>> _ranks([0, 2], 4), _ranks([1], 4), _ranks([0, 1], 2), _ranks([0], 1)
+    ('ranks 0, 2 of 4', 'rank 1 of 4', 'all 2 ranks', 'the only rank')
+    """
+    if len(some) == size:
+        return f"all {size} ranks" if size > 1 else "the only rank"
+    return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))} of {size}"
 
 
 def _open(config: BackendConfig, mine: int) -> Backend:

@@ -57,7 +57,7 @@ class NodeReaders:
             return call()
         except Exception as error:
             if self._comm.rank == 0:
-                mark_agreed(error, True)  # what rank 0 finds needs no mention of the rank
+                mark_agreed(error, True, self._comm.size)  # what rank 0 finds needs no mention of the rank
             raise
 
     def from_first(self, value: Result | None) -> Result:

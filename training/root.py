@@ -51,9 +51,10 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
         return found
     kind, text = mistake
     if raised is not None and kind not in _MISTAKES:
+        mark_agreed(raised, True, world.size)
         raise raised
     told = _MISTAKES.get(kind, UserError)(text)
-    mark_agreed(told, world.rank == 0)
+    mark_agreed(told, world.rank == 0, world.size)
     raise told from raised
 
 

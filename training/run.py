@@ -108,7 +108,8 @@ def train(
                 step = progress.step if progress else 0
                 log.follow(stack.enter_context(TensorBoard(directory / "tensorboard", step)))
         ranked = _ranked(ranker, session)
-        run = Run(session, folder, log, plan is not None, signals, ranked)
+        with ranks.agreement():
+            run = Run(session, folder, log, plan is not None, signals, ranked)
         log.say(headline(session))
         if found is not None:
             run.resume(found)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from halograd.training.root import on_root
 from halograd.training.timeline import Timeline
 
 __all__ = ["Session"]
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -77,11 +79,24 @@ class Session:
         normalization: dict[str, Any] | None = None,
         strategy: Strategy | None = None,
     ) -> Session:
-        """Build everything.
+        """Build everything. Collective over `comm`: what fails on one rank is raised on all.
 
         `normalization` is that of a checkpoint, computed from the data otherwise; `strategy` one that was planned,
         that of the configuration otherwise.
         """
+        with comm.agreement():
+            return cls._build(config, comm, stack, trainable, normalization, strategy)
+
+    @classmethod
+    def _build(
+        cls,
+        config: Config,
+        comm: Communicator,
+        stack: ExitStack,
+        trainable: bool,
+        normalization: dict[str, Any] | None,
+        strategy: Strategy | None,
+    ) -> Session:
         data, settings = config.data, config.training
         network = make_network(config)
         planned = strategy is not None
@@ -175,7 +190,13 @@ def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:
     def make() -> Strategy:
         return make_strategy(config.strategy, comm.size, network, config.training.batch)
 
-    return make() if config.strategy.file is None else on_root(comm.mpi, make)  # arithmetic is alike on all ranks
+    return make() if config.strategy.file is None else _on_root(comm, make)  # arithmetic is alike on all ranks
+
+
+def _on_root(comm: Communicator, call: Callable[[], Result]) -> Result:
+    """:func:`on_root`, within an agreement. Collective."""
+    comm.agree(None)
+    return on_root(comm.mpi, call)
 
 
 def _open_dataset(data: DataConfig, network: Network, comm: Communicator) -> Hdf5Dataset:
@@ -189,7 +210,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator) -> Hdf
         opened.append(found)
         return found.structure
 
-    structure = on_root(comm.mpi, open_)
+    structure = _on_root(comm, open_)
     if comm.rank:
         open_(structure)
     return opened[0]

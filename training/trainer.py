@@ -78,17 +78,23 @@ class Trainer:
         self.gradient_norm: float | PendingLoss | None = None
         self._last: PendingLoss | None = None
         self._clip: DeviceClip | None = None
-        if clip_norm is not None and not executor.device.is_host:
-            self._clip = DeviceClip(executor.store, executor.comm, clip_norm)
         self._reducer = executor.reducer
         self._scaling = executor.store.loss_scale
+        self._recorder = executor.recorder
+        self.auto: AutoReduction | None = None
+        with executor.comm.agreement():
+            self._bind(ranked, tuning)
+
+    def _bind(self, ranked: Sequence[Scheme], tuning: Tuning | None) -> None:
+        """Make what the steps need. Collective."""
+        executor, optimizer = self.executor, self.optimizer
+        if self.clip_norm is not None and not executor.device.is_host:
+            self._clip = DeviceClip(executor.store, executor.comm, self.clip_norm)
         if self._scaling is not None:
             store = executor.store
             shared = store.whole and store.scheme.name != "sharded"  # then all ranks see the same sums
             self._scaling.watch([flat.grads for flat in store.flats], None if shared else executor.comm)
-        self._recorder = executor.recorder
         self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
-        self.auto: AutoReduction | None = None
         if executor.strategy.reduction.name == "auto":
             self.auto = AutoReduction(executor, self.reduce_by, ranked, tuning)
 
@@ -221,5 +227,5 @@ class Trainer:
     def _diverged(self, what: str) -> Diverged:
         self._reducer.discard()
         error = Diverged(f"step {self.optimizer.step}: {what}")
-        mark_agreed(error, self.executor.comm.rank == 0)
+        mark_agreed(error, self.executor.comm.rank == 0, self.executor.comm.size)
         return error

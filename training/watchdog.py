@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from halograd.comm import Communicator
+from halograd.comm.errors import is_agreed
 from halograd.errors import UserError
 from halograd.training.meeting import join
 from halograd.training.peers import Peers
@@ -52,6 +53,7 @@ class Watchdog:
     def __init__(self, comm: Communicator, stall_minutes: float, log: Path) -> None:
         tree = Tree(comm.allgather_objects(platform.node()))
         lines, joined = join(comm, tree)
+        self._comm = comm
         self._peers = Peers(lines, self._heard, self._ended)
         self._here = Here(comm, tree.hosts, log, self._peers)
         self._watch = Watch(tree, comm.rank, joined, 60 * stall_minutes, self._here)
@@ -86,7 +88,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not getattr(error, "agreed", False):
+        if error is not None and not is_agreed(error, self._comm.size):
             # Other ranks find out when this process ends the job. What is refused before the job begins is not logged:
             # the log is that of a job before, which may be running.
             refused = self._here.pulse is None and isinstance(error, UserError)

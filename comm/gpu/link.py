@@ -160,7 +160,7 @@ def _choose(comm: Ranks, wanted: str, facts: Sequence[RankFacts]) -> Choice:
         return choose(wanted, facts)
     except CommError as error:
         # The same on all ranks: they had the same facts. The first speaks for all.
-        mark_agreed(error, comm.rank == 0)
+        mark_agreed(error, comm.rank == 0, comm.size)
         raise
 
 

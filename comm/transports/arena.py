@@ -105,6 +105,7 @@ class Arena:
         CommError
             On all ranks, if a node has not enough shared memory.
         """
+        self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
         room = np.array([chunk.fits(nbytes) for chunk in self._chunks] + [True], np.int32)
         self.node.Allreduce(MPI.IN_PLACE, room, MPI.MIN)
         index = int(np.argmax(room))

@@ -20,10 +20,13 @@ TYPES = {"bfloat16": 2, "float32": 3, "uint8": 6}
 FORWARD_TRAINING, FORWARD_INFERENCE, BACKWARD, BACKWARD_DATA = 64, 96, 128, 160
 # Algorithms (dnnl_alg_kind_t).
 CONVOLUTION_DIRECT = 0x1
-RELU, TANH, LOGISTIC, GELU_ERF = 0x20, 0x21, 0x29, 0x31
+RELU, TANH, LOGISTIC, GELU_ERF, HARDSWISH = 0x20, 0x21, 0x29, 0x31, 0x34
+# ReLU by which NaN stays NaN (see `finite.py`): algorithm and its two parameters.
+KEEPING_RELU = (HARDSWISH, 3.4028234663852886e38, 0.0)
 RELU_BY_OUTPUT, TANH_BY_OUTPUT, LOGISTIC_BY_OUTPUT = 0x100, 0x101, 0x104
 POOLING_MAX, POOLING_AVERAGE_INCLUDE, POOLING_AVERAGE_EXCLUDE = 0x1FF, 0x2FF, 0x3FF
 BINARY_ADD, BINARY_MULTIPLY, BINARY_SUBTRACT = 0x1FFF0, 0x1FFF1, 0x1FFF5
+REDUCTION_SUM = 0x2FFF4
 # Flags of batch normalization (dnnl_normalization_flags_t).
 GLOBAL_STATISTICS, SCALE, SHIFT, FUSE_RELU = 1, 2, 4, 8
 # Arguments of primitives (DNNL_ARG_*).
@@ -98,6 +101,7 @@ _DESCRIPTORS: dict[str, tuple[Any, ...]] = {
     "eltwise_backward": (c_int, c_void_p, c_void_p, c_void_p, c_float, c_float, c_void_p),
     "batch_normalization_forward": (c_int, c_void_p, c_void_p, c_float, c_uint),
     "batch_normalization_backward": (c_int, c_void_p, c_void_p, c_void_p, c_float, c_uint, c_void_p),
+    "reduction": (c_int, c_void_p, c_void_p, c_float, c_float),
     "pooling_forward": (c_int, c_int, c_void_p, c_void_p, *(_Dims,) * 5),
     "pooling_backward": (c_int, c_void_p, c_void_p, *(_Dims,) * 5, c_void_p),
 }

@@ -12,9 +12,12 @@ from halograd.kernels.aligned import aligned_empty
 from halograd.kernels.backend import Backend
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, Substitute
+from halograd.kernels.numpy import conv as numpy_conv
+from halograd.kernels.numpy import dense as numpy_dense
 from halograd.kernels.numpy import elementwise as numpy_elementwise
 from halograd.kernels.numpy import pooling as numpy_pooling
+from halograd.kernels.numpy.backend import COLUMN_BYTES
 from halograd.kernels.numpy.batch_norm import NumpyBatchNorm
 from halograd.kernels.onednn import conv, elementwise, library, matmul, pooling
 from halograd.kernels.onednn.abi import Abi
@@ -25,9 +28,12 @@ from halograd.kernels.threads import BlasLimit
 
 __all__ = ["DELEGATED", "OnednnBackend"]
 
-# What NumPy does by design, because oneDNN has nothing but its reference implementation for it, hundreds of times
-# slower than its other ones. Such kernels say so in their `impl`. Anything else is refused.
+# What NumPy does, because oneDNN has nothing but its reference implementation for it, hundreds of times slower than its
+# other ones. Such kernels say so in their `impl`. Convolutions and dense layers are substitutes too, worth a warning:
+# whether oneDNN has one depends on the block of a rank, and a layer that one process can compute must not depend on it.
 DELEGATED = {
+    "convolution": "few channels and padding that is wide against the block, in part; whatever else has no kernel",
+    "dense": "whatever has no kernel; nothing is known",
     "max_pool": "windows that are dilated, or padding as wide as the window",
     "average_pool": "windows that are dilated, or padding as wide as the window",
     "batch_norm": "one element per channel, or channels and rows that do not join to multiples of 16",
@@ -65,6 +71,7 @@ class OnednnBackend(Backend):
         self.dtypes = ("float32",)
         self.conv_dtypes = ("float32", "bfloat16")
         self.dtype_remedy = "use float32, or the backend numpy for float64"
+        self._substitutes: list[Substitute] = []
         self._engine = Engine(abi, threads)
         self._choice = Choice(autotune, threads)
         # One pool of threads per process: NumPy's own would fight oneDNN's for the same cores.
@@ -83,6 +90,10 @@ class OnednnBackend(Backend):
 
     def describe(self) -> str:
         return f"{super().describe()}, {self.path}"
+
+    def take_substitutes(self) -> list[Substitute]:
+        taken, self._substitutes = self._substitutes, []
+        return taken
 
     def autotuned(self) -> dict[Any, dict[str, float]]:
         """Per convolution the times of the algorithms compared [s], the chosen one first."""
@@ -107,7 +118,12 @@ class OnednnBackend(Backend):
             "packed": lambda: conv.forward(*args),
             "blocked": lambda: conv.forward(*args, blocked=True),
         }
-        return self._convolution("conv_forward", key, candidates)
+        return self._convolution(
+            "conv_forward",
+            key,
+            candidates,
+            lambda: numpy_conv.conv_forward(x, w, b, y, geometry, relu, self._engine.scratch, COLUMN_BYTES),
+        )
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
         args = (self._engine, dy, w, dx, geometry)
@@ -116,7 +132,12 @@ class OnednnBackend(Backend):
             "packed": lambda: conv.backward_data(*args),
             "blocked": lambda: conv.backward_data(*args, blocked=True),
         }
-        return self._convolution("conv_backward_data", key, candidates)
+        return self._convolution(
+            "conv_backward_data",
+            key,
+            candidates,
+            lambda: numpy_conv.conv_backward_data(dy, w, dx, geometry, self._engine.scratch, COLUMN_BYTES),
+        )
 
     def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
         args = (self._engine, x, dy, dw, db, geometry)
@@ -127,28 +148,38 @@ class OnednnBackend(Backend):
         }
         if x.dtype == np.float32:
             candidates["taps"] = lambda: matmul.backward_filter_by_taps(*args)
-        return self._convolution("conv_backward_filter", key, candidates)
+        return self._convolution(
+            "conv_backward_filter",
+            key,
+            candidates,
+            lambda: numpy_conv.conv_backward_filter(x, dy, dw, db, geometry, self._engine.scratch, COLUMN_BYTES),
+        )
 
-    def _convolution(self, what: str, key: Any, candidates: Any) -> Kernel:
+    def _convolution(self, what: str, key: Any, candidates: Any, plain: Callable[[], Kernel]) -> Kernel:
+        """The chosen candidate; the kernel of NumPy, which knows no bfloat16, where oneDNN has no fast one."""
+        if "bfloat16" not in key:
+            return self._or_numpy(lambda: self._choice.kernel(key, candidates), plain, what)
         try:
             return self._choice.kernel(key, candidates)
         except ReferenceOnly as error:
             raise KernelError(
-                f"{what}: expected a convolution that oneDNN has a fast implementation of, got {key[1:]}: {error}; "
-                "use float32, or the backend numpy"
+                f"{what}: expected a bfloat16 convolution that oneDNN has a fast implementation of, got {key[1:]}: "
+                f"{error}; use float32"
             ) from None
 
     # ------------------------------------------------------------------ the rest
-    def _or_numpy(self, fast: Callable[[], T], plain: Callable[[], T]) -> T:
-        """What oneDNN has, or by name (see DELEGATED) what NumPy has."""
+    def _or_numpy(self, fast: Callable[[], T], plain: Callable[[], T], what: str | None = None) -> T:
+        """What oneDNN has, or by name (see DELEGATED) what NumPy has; noted as a substitute for `what`, if given."""
         try:
             return fast()
-        except ReferenceOnly:
+        except ReferenceOnly as error:
+            if what is not None:
+                self._substitutes.append(Substitute(what, "numpy", str(error)))
             return plain()
 
     def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
         return self._or_numpy(
-            lambda: pooling.pool(self._engine, pooling.MAX, x, y, dy, dx, geometry),
+            lambda: pooling.max_pool(self._engine, x, y, dy, dx, geometry),
             lambda: numpy_pooling.max_pool(x, y, dy, dx, geometry, self._engine.scratch),
         )
 
@@ -180,10 +211,22 @@ class OnednnBackend(Backend):
         )
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
-        return matmul.dense_forward(self._engine, x, w, b, y).kernel()
+        return self._or_numpy(
+            lambda: matmul.dense_forward(self._engine, x, w, b, y).kernel(),
+            lambda: numpy_dense.dense_forward(x, w, b, y),
+            "dense_forward",
+        )
 
     def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
-        return matmul.dense_backward_data(self._engine, dy, w, dx).kernel()
+        return self._or_numpy(
+            lambda: matmul.dense_backward_data(self._engine, dy, w, dx).kernel(),
+            lambda: numpy_dense.dense_backward_data(dy, w, dx),
+            "dense_backward_data",
+        )
 
     def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-        return matmul.dense_backward_filter(self._engine, x, dy, dw, db).kernel()
+        return self._or_numpy(
+            lambda: matmul.dense_backward_filter(self._engine, x, dy, dw, db).kernel(),
+            lambda: numpy_dense.dense_backward_filter(x, dy, dw, db),
+            "dense_backward_filter",
+        )

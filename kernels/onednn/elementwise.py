@@ -48,7 +48,8 @@ def activation(
     from_output = by_output is not None and slope >= 0
     p = Program(engine)
     source, target = _flat(p, x), _flat(p, y)
-    pd = p.descriptor("eltwise_forward", c.FORWARD_TRAINING, algorithm, source.desc, target.desc, slope, 0.0)
+    forward = c.KEEPING_RELU if algorithm == c.RELU and slope == 0 else (algorithm, slope, 0.0)
+    pd = p.descriptor("eltwise_forward", c.FORWARD_TRAINING, forward[0], source.desc, target.desc, *forward[1:])
     p.step(pd, {c.SRC: source, c.DST: target})
     if dx is None:
         return p.kernel(), None

@@ -12,6 +12,7 @@ with the per-channel vectors repeated eight times; the statistics are then alway
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,21 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.checks import same_elements
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, chain, fallback, idle
-from halograd.kernels.numpy.batch_norm import mean_and_variance
+from halograd.kernels.kernel import (
+    BatchNormArrays,
+    BatchNormKernels,
+    Kernel,
+    ScratchKernel,
+    chain,
+    deferred,
+    either,
+    fallback,
+    idle,
+)
+from halograd.kernels.numpy.batch_norm import NumpyBatchNorm, mean_and_variance
 from halograd.kernels.numpy.moments import moments, moments_scratch_bytes
 from halograd.kernels.onednn import abi as c
+from halograd.kernels.onednn.finite import Finite
 from halograd.kernels.onednn.formats import flat_shape, image, vector
 from halograd.kernels.onednn.program import Engine, Memory, Program, ReferenceOnly
 
@@ -86,7 +98,7 @@ class OnednnBatchNorm:
         """All four kernels."""
         a = self.a
         program, descriptor = self._forward()
-        forward, statistics = program.kernel(), idle()
+        forward, statistics = self._keeping_nan(program.kernel()), idle()
         if a.local and not self.own:
             forward = chain(self._statistics(), Kernel(mean_and_variance(a), "numpy:mean and variance"), forward)
         elif not a.local:
@@ -101,6 +113,27 @@ class OnednnBatchNorm:
             divide = Kernel(lambda: np.divide(a.sums, a.rows, out=means), "numpy:means")
             sums = chain(sums, divide, self._correction(means))
         return BatchNormKernels(statistics, forward, sums, idle())
+
+    def _keeping_nan(self, forward: Kernel) -> Kernel:
+        """The forward kernel, whose ReLU makes 0 of NaN; or NumPy's where there is one.
+
+        Statistics of `x` are NaN where it is. Those given to a kernel without gradient may be of other data: there `x`
+        is looked at.
+        """
+        a = self.a
+        if not a.relu:
+            return forward
+        given = dataclasses.replace(a, dy=None, dx=None, local=False)
+        plain = deferred(lambda: NumpyBatchNorm(given, self.engine.scratch).kernels().forward)
+        if a.dx is not None or a.local:
+            return fallback(forward, self._vectors_fail, plain)
+        finite = Finite(self.engine, a.x)
+        return either(forward, lambda: self._vectors_fail() or finite.fails(), plain, *finite.kernels)
+
+    def _vectors_fail(self) -> bool:
+        """Whether a number of a channel is not finite (or their products are not)."""
+        a = self.a
+        return not math.isfinite(float(np.dot(a.mean, a.var)) + float(np.dot(a.gamma, a.beta)))
 
     def _statistics(self) -> Kernel:
         """Mean and variance of this block by the primitive, about its own mean, as sums in float64.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import Kernel
+from halograd.kernels.kernel import Kernel, deferred, either
+from halograd.kernels.numpy.pooling import max_pool as numpy_max_pool
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.abi import dims
+from halograd.kernels.onednn.finite import Finite
 from halograd.kernels.onednn.formats import geometry_dims, image, image_desc, read_part, zero_rest
 from halograd.kernels.onednn.program import Engine, Program, ReferenceOnly
 
-__all__ = ["MAX", "average", "pool"]
+__all__ = ["MAX", "average", "max_pool", "pool"]
 
 MAX = c.POOLING_MAX
 
@@ -19,6 +22,31 @@ MAX = c.POOLING_MAX
 def average(count_include_pad: bool) -> int:
     """The algorithm of an average pooling."""
     return c.POOLING_AVERAGE_INCLUDE if count_include_pad else c.POOLING_AVERAGE_EXCLUDE
+
+
+def max_pool(engine: Engine, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
+    """Maxima and their gradient: by oneDNN, or by NumPy where an element of `x` is not finite.
+
+    Of a window oneDNN takes the largest number and drops NaN, and -inf is -3e38 to it.
+
+    Raises
+    ------
+    ReferenceOnly
+        As :func:`pool`.
+    """
+    forward, backward = pool(engine, MAX, x, y, dy, dx, geometry)
+    finite = Finite(engine, x)
+    plain = functools.cache(lambda: numpy_max_pool(x, y, dy, dx, geometry, engine.scratch))
+    safe = either(forward, finite.fails, deferred(lambda: plain()[0]), *finite.kernels)
+    if backward is None:
+        return safe, None
+
+    def gradient() -> Kernel:
+        made = plain()[1]
+        assert made is not None
+        return made
+
+    return safe, either(backward, finite.failed, deferred(gradient))
 
 
 def pool(

@@ -147,14 +147,14 @@ class Program:
     def attributes(self, *operations: tuple[Any, ...]) -> int:
         """Attributes with these operations fused behind the primitive.
 
-        Each is ``("relu",)``, ``("sum",)`` or ``("binary", algorithm, descriptor)``.
+        Each is ``("relu",)``, by which NaN stays NaN, ``("sum",)`` or ``("binary", algorithm, descriptor)``.
         """
         attr = self.own("primitive_attr", self.abi.attributes())
         if operations:
             post = self.own("post_ops", self.abi.post_operations())
             for kind, *values in operations:
                 if kind == "relu":
-                    self.abi.append_eltwise(post, c.RELU, 0.0, 0.0)
+                    self.abi.append_eltwise(post, *c.KEEPING_RELU)
                 elif kind == "sum":
                     self.abi.append_sum(post, 1.0, 0, 0)
                 else:

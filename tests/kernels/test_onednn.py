@@ -149,8 +149,26 @@ def test_autotune_takes_the_fastest(onednn, monkeypatch):
 
 
 # ---------------------------------------------------------------------- refused and delegated
-def test_slow_convolutions_are_refused(onednn, monkeypatch):
+def test_slow_convolutions_are_numpys(onednn, monkeypatch):
+    """And are noted, for a warning."""
     a = Arrays(onednn, np.float32)
+    x, w, y = a.draw(1, 4, 4, 8), a.draw(8, 3, 3, 8), a.draw(1, 4, 4, 8)
+    refuse(monkeypatch)
+    onednn.take_substitutes()
+    kernels = [
+        onednn.conv_forward(x, w, None, y, G),
+        onednn.conv_backward_data(y, w, x, G),
+        onednn.conv_backward_filter(x, y, w, None, G),
+    ]
+    assert [k.impl for k in kernels] == ["numpy:im2col"] * 3
+    found = onednn.take_substitutes()
+    assert [s.what for s in found] == ["conv_forward", "conv_backward_data", "conv_backward_filter"]
+    assert all(s.by == "numpy" and "has only the slow ref:any of convolution_" in s.reason for s in found)
+    assert onednn.take_substitutes() == []
+
+
+def test_slow_convolutions_in_bfloat16_are_refused(onednn, monkeypatch):
+    a = Arrays(onednn, ml_dtypes.bfloat16)
     x, w, y = a.draw(1, 4, 4, 8), a.draw(8, 3, 3, 8), a.draw(1, 4, 4, 8)
     refuse(monkeypatch)
     for call in (
@@ -159,20 +177,26 @@ def test_slow_convolutions_are_refused(onednn, monkeypatch):
         lambda: onednn.conv_backward_filter(x, y, w, None, G),
     ):
         text = text_of(call)
-        assert "expected a convolution that oneDNN has a fast implementation of" in text
-        assert "has only the slow ref:any of convolution_" in text and "or the backend numpy" in text
+        assert "expected a bfloat16 convolution that oneDNN has a fast implementation of" in text
+        assert "has " in text and "convolution_" in text and text.endswith("; use float32")
 
 
-def test_slow_dense_layers_are_refused(onednn, monkeypatch):
+def test_slow_dense_layers_are_numpys(onednn, monkeypatch):
     a = Arrays(onednn, np.float32)
+    x, w, y = a.draw(2, 3), a.draw(4, 3), a.draw(2, 4)
     refuse(monkeypatch)
-    assert "only the slow ref:any of matmul" in text_of(
-        lambda: onednn.dense_forward(a.draw(2, 3), a.draw(4, 3), None, a.draw(2, 4))
-    )
+    onednn.take_substitutes()
+    kernels = [
+        onednn.dense_forward(x, w, None, y),
+        onednn.dense_backward_data(y, w, x),
+        onednn.dense_backward_filter(x, y, w, a.draw(4)),
+    ]
+    assert all(k.impl.startswith("numpy:") for k in kernels)
+    assert ["only the slow ref:any of matmul" in s.reason for s in onednn.take_substitutes()] == [True] * 3
 
 
 def test_delegation_is_named(onednn):
-    """Exactly what the table lists goes to NumPy, and the kernels say so."""
+    """Exactly what the table lists goes to NumPy, and the kernels say so; of convolutions the library decides."""
     a, b = Arrays(onednn, np.float32), onednn
     x, y = a.draw(2, 8, 8, 16), a.draw(2, 6, 6, 16)
     dilated = Geometry.of((2, 2), 1, 0, dilation=2)
@@ -183,7 +207,7 @@ def test_delegation_is_named(onednn):
         "activation": b.activation("relu", x[:, 1:], x[:, 1:], None, None)[0],
         "add": b.add([x], a.draw(2, 8, 8, 16)),
     }
-    assert set(delegated) == set(DELEGATED)
+    assert set(delegated) | {"convolution", "dense"} == set(DELEGATED)
     for kernel in delegated.values():
         assert kernel.impl.startswith("numpy:")
     assert b.batch_norm(**norm(a, (1, 3, 5, 18))).forward.impl.startswith("numpy:")

@@ -9,7 +9,8 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.layers import BatchNorm, Input
-from halograd.layers.sample_group import sample_colors, sample_group
+from halograd.layers.groups import group_of
+from halograd.layers.sample_group import sample_colors, sample_sum
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import check_layer, grids, random_array, run_layer
 from tests.layers.geometries import skew
@@ -325,15 +326,18 @@ def test_smaller_groups_sum_among_themselves(ranks, statistics):
 @pytest.mark.mpi
 def test_layers_cut_alike_share_one_group(ranks):
     boxes = layout_of((2, 8, 4, 1), {"sample": 2, "height": max(1, ranks.size // 2)}, max(2, ranks.size)).boxes
-    boxes = boxes[: ranks.size]
-    first = sample_group(ranks, boxes)
-    assert sample_group(ranks, boxes) is first
-    colors = sample_colors(boxes)
+    colors = sample_colors(boxes[: ranks.size])
     members = [r for r, c in enumerate(colors) if c is not None and c == colors[ranks.rank]]
-    if first is None:
+    first = group_of(ranks, colors)
+    assert group_of(ranks, sample_colors(boxes[: ranks.size])) is first
+    assert [] if first is None else list(first.ranks) == members
+    total = np.array([float(ranks.rank)])
+    reduction = sample_sum(ranks, boxes[: ranks.size], total, "sum")
+    if reduction is None:
         assert len(members) <= 1
     else:
-        assert list(first.ranks) == members
+        reduction.run()
+        assert total[0] == sum(members)
 
 
 @pytest.mark.ranks(1, 2)

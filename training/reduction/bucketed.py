@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from halograd.comm import Communicator, Reduction
-from halograd.layers.groups import group_of
+from halograd.layers.groups import group_of, in_group
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.reduction.base import Reducer
 from halograd.training.store import Bucket, ParameterStore
@@ -47,14 +47,14 @@ class BucketedReducer(Reducer):
 
     def _sum(self, bucket: Bucket) -> Reduction | None:
         """The sum over the ranks that hold the same blocks; None where this one holds nothing."""
-        group = group_of(self.comm, bucket.colors)
-        if group is None:
-            return None
         method = "ordered" if self.scheme.deterministic else "allreduce"
         if self.scheme.payload == "bfloat16":
             method = "rounded"  # which has a fixed order too
-        total = group.reduction(bucket.grads, kind="allreduce", method=method)
-        if bucket.errors is not None:
+        total = in_group(
+            self.comm, bucket.colors, lambda group: group.reduction(bucket.grads, kind="allreduce", method=method)
+        )
+        group = group_of(self.comm, bucket.colors)
+        if total is not None and group is not None and bucket.errors is not None:
             rounded: Any = total.on_host
             rounded.compensate(bucket.errors)
             self._rounded.append((bucket, group, rounded))

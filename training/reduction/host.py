@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from halograd.comm import Communicator, Reduction
 from halograd.errors import UserError
-from halograd.layers.groups import group_of
+from halograd.layers.groups import in_group
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.reduction.bucketed import BucketedReducer
 from halograd.training.store import Bucket, ParameterStore
@@ -56,7 +56,7 @@ class NodeReducer(BucketedReducer):
         super().__init__(store, comm, layers, scheme)
 
     def _sum(self, bucket: Bucket) -> Reduction | None:
-        group = group_of(self.comm, bucket.colors)
-        if group is None:
-            return None
-        return group.reduction(bucket.grads, kind="allreduce", method=_METHODS[self.scheme.name])
+        method = _METHODS[self.scheme.name]
+        return in_group(
+            self.comm, bucket.colors, lambda group: group.reduction(bucket.grads, kind="allreduce", method=method)
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halograd.comm import Communicator, Reduction
-from halograd.layers.groups import group_of
+from halograd.layers.groups import in_group
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.reduction.bucketed import BucketedReducer
 from halograd.training.store import Bucket, ParameterStore
@@ -43,14 +43,18 @@ class ShardedReducer(BucketedReducer):
         self._gathering = [False] * len(self.buckets)
 
     def _sum(self, bucket: Bucket) -> Reduction | None:
-        group = group_of(self.comm, bucket.colors)
-        if group is None:
-            return None
-        return group.reduction(bucket.grads, kind="reduce_scatter", method="reduce_scatter")
+        return in_group(
+            self.comm,
+            bucket.colors,
+            lambda group: group.reduction(bucket.grads, kind="reduce_scatter", method="reduce_scatter"),
+        )
 
     def _gather(self, bucket: Bucket) -> Reduction | None:
-        group = group_of(self.comm, bucket.colors)
-        return None if group is None else group.reduction(bucket.params, kind="all_gather", method="all_gather")
+        return in_group(
+            self.comm,
+            bucket.colors,
+            lambda group: group.reduction(bucket.params, kind="all_gather", method="all_gather"),
+        )
 
     def require(self, layer: str) -> None:
         self._update_shards()

@@ -1,0 +1,179 @@
+"""NaN reaches the output of every kernel that reads it, on every backend: a run must notice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from halograd.kernels import Geometry
+
+from .test_interface import norm
+
+POOLS = {
+    "2/2/0": Geometry.of((2, 2), 2),
+    "3/1/1": Geometry.of((3, 3), 1, 1),
+    "dropped rows": Geometry.of((3, 3), 2, ((1, -1), (0, -2))),
+}
+SHAPE = (2, 8, 9)
+#: Samples, rows and columns that hold no number; the channel is the last.
+PLACES = ((0, 2, 3), (1, 7, 8))
+CHANNELS = pytest.mark.parametrize("channels", [5, 16, 18])
+
+
+def with_nan(arrays, *shape, value=np.nan):
+    x = arrays.draw(*shape)
+    x[(*zip(*PLACES), -1)] = value
+    return x
+
+
+def windows_with(x, geometry):
+    """Where windows of a pooling hold NaN."""
+    torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
+    (lo_h, hi_h), (lo_w, hi_w) = geometry.padding
+    padded = torch.nn.functional.pad(
+        torch.tensor(np.isnan(x).astype(np.float32)).movedim(-1, 1), (lo_w, hi_w, lo_h, hi_h)
+    )
+    return (torch.nn.functional.max_pool2d(padded, geometry.kernel, geometry.stride) > 0).movedim(1, -1).numpy()
+
+
+@CHANNELS
+@pytest.mark.parametrize("kind", ["relu", "leaky_relu", "sigmoid", "tanh", "gelu"])
+def test_activations(arrays, kind, channels):
+    x = with_nan(arrays, *SHAPE, channels)
+    y, dy, dx = arrays.poisoned(*x.shape), arrays.draw(*x.shape), arrays.poisoned(*x.shape)
+    forward, backward = arrays.backend.activation(kind, x, y, dy, dx, 0.1)
+    forward()
+    assert np.array_equal(np.isnan(y), np.isnan(x))
+    backward()
+
+
+@CHANNELS
+def test_leaky_relu_without_slope(arrays, channels):
+    x = with_nan(arrays, *SHAPE, channels)
+    y = arrays.poisoned(*x.shape)
+    arrays.backend.activation("leaky_relu", x, y, None, None, 0.0)[0]()
+    assert np.array_equal(np.isnan(y), np.isnan(x)) and np.array_equal(y[y == y], np.maximum(x, 0)[x == x])
+
+
+@CHANNELS
+@pytest.mark.parametrize("relu", [False, True], ids=["sum", "relu"])
+def test_sums(arrays, relu, channels):
+    x = with_nan(arrays, *SHAPE, channels)
+    y = arrays.draw(*x.shape)
+    arrays.backend.add([arrays.draw(*x.shape), x, y], y, relu)()
+    assert np.array_equal(np.isnan(y), np.isnan(x))
+
+
+@pytest.mark.parametrize("where", ["image", "weights", "bias"])
+@pytest.mark.parametrize("geometry", [Geometry.of((1, 1)), Geometry.of((3, 3), 1, 1)], ids=["1x1", "3x3"])
+@CHANNELS
+@pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
+def test_convolutions(arrays, relu, channels, geometry, where):
+    x = with_nan(arrays, *SHAPE, channels) if where == "image" else arrays.draw(*SHAPE, channels)
+    w, b, y = arrays.draw(16, *geometry.kernel, channels), arrays.draw(16), arrays.poisoned(*SHAPE, 16)
+    if where == "weights":
+        w[3, 0, 0, 0] = np.nan
+    if where == "bias":
+        b[3] = np.nan
+    arrays.backend.conv_forward(x, w, b, y, geometry, relu=relu)()
+    found = np.isnan(y)
+    if where == "image":
+        reach = geometry.kernel[0] // 2
+        for n, i, j in PLACES:
+            assert found[n, max(0, i - reach) : i + reach + 1, max(0, j - reach) : j + reach + 1].all()
+    else:
+        assert found[..., 3].any() and (where == "weights" or found[..., 3].all())
+        assert not found[..., :3].any() and not found[..., 4:].any()
+
+
+@CHANNELS
+@pytest.mark.parametrize("trainable", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", POOLS)
+def test_maxima(arrays, name, trainable, channels):
+    """A NaN is the maximum of its windows, and gets their gradient; the next batch is none the worse for it."""
+    geometry = POOLS[name]
+    x = with_nan(arrays, *SHAPE, channels)
+    numbers = arrays.draw(*x.shape)
+    shape = (SHAPE[0], *geometry.output_shape(SHAPE[1:]), channels)
+    y, dy, dx = arrays.poisoned(*shape), arrays.draw(*shape), arrays.poisoned(*x.shape)
+    poisoned, want = x.copy(), windows_with(x, geometry)
+    forward, backward = arrays.backend.max_pool(x, y, *((dy, dx) if trainable else (None, None)), geometry)
+    for image in (numbers, poisoned, numbers):
+        x[...] = image
+        forward()
+        assert np.array_equal(np.isnan(y), want if image is poisoned else np.zeros_like(want))
+        if backward is None:
+            continue
+        backward()
+        for n, i, j in PLACES if image is poisoned else ():
+            rows, columns = (
+                [o for o in range(shape[1 + axis]) if 0 <= at + lo - o * s < k]
+                for axis, (at, (lo, _), s, k) in enumerate(
+                    zip((i, j), geometry.padding, geometry.stride, geometry.kernel)
+                )
+            )
+            readers = [float(dy[n, row, column, -1]) for row in rows for column in columns]
+            assert abs(dx[n, i, j, -1] - sum(readers)) <= 1e-5
+    forward.close()
+
+
+@CHANNELS
+def test_maxima_of_no_numbers(arrays, channels):
+    """The maximum of nothing but -inf is -inf."""
+    x = arrays.draw(*SHAPE, channels)
+    x[0, :2, :2] = -np.inf
+    y = arrays.poisoned(2, 4, 4, channels)
+    arrays.backend.max_pool(x, y, None, None, POOLS["2/2/0"])[0]()
+    assert np.isneginf(y[0, 0, 0]).all() and np.isfinite(y[1]).all()
+
+
+@CHANNELS
+@pytest.mark.parametrize("name", POOLS)
+def test_means(arrays, name, channels):
+    geometry = POOLS[name]
+    x = with_nan(arrays, *SHAPE, channels)
+    y = arrays.poisoned(SHAPE[0], *geometry.output_shape(SHAPE[1:]), channels)
+    arrays.backend.average_pool(x, y, None, None, geometry, True)[0]()
+    assert np.array_equal(np.isnan(y), windows_with(x, geometry))
+
+
+@CHANNELS
+@pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
+@pytest.mark.parametrize("local", [False, True], ids=["given", "own"])
+def test_batch_norm_in_training(arrays, local, relu, channels):
+    """One NaN makes the channel's statistics NaN, and all of the channel."""
+    given = norm(arrays, (*SHAPE, channels), local=local, relu=relu)
+    given["x"][(*zip(*PLACES), -1)] = np.nan
+    kernels = arrays.backend.batch_norm(**given)
+    kernels.statistics()
+    if not local:
+        mean, square = given["sums"] / (given["x"].size // channels)
+        given["mean"][...], given["var"][...] = mean, square - mean**2
+    kernels.forward()
+    assert np.isnan(given["y"][..., -1]).all() and np.isfinite(given["y"][..., :-1]).all()
+    kernels.close()
+
+
+@CHANNELS
+@pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
+@pytest.mark.parametrize("where", ["x", "mean", "var", "gamma", "beta"])
+def test_batch_norm_in_evaluation(arrays, where, relu, channels):
+    given = norm(arrays, (*SHAPE, channels), local=False, relu=relu)
+    given |= {"dy": None, "dx": None}
+    given["var"][...] = 1
+    want = np.zeros(given["x"].shape, bool)
+    if where == "x":
+        given["x"][(*zip(*PLACES), -1)] = np.nan
+        want[(*zip(*PLACES), -1)] = True
+    else:
+        given[where][-1] = np.nan
+        want[..., -1] = True
+    arrays.backend.batch_norm(**given).forward()
+    assert np.array_equal(np.isnan(given["y"]), want)
+
+
+def test_dense(arrays):
+    x, w, y = arrays.draw(4, 16), arrays.draw(6, 16), arrays.poisoned(4, 6)
+    x[2, 3] = np.nan
+    arrays.backend.dense_forward(x, w, None, y)()
+    assert np.isnan(y[2]).all() and np.isfinite(y[[0, 1, 3]]).all()

@@ -1,0 +1,109 @@
+"""Faults of one rank: at a call of a given function, or at the n-th call of any function of the library."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import halograd
+
+__all__ = ["AtCall", "Injected", "raising"]
+
+ROOT = Path(halograd.__file__).parent
+#: Code that raises nothing by itself: the agreement, and arithmetic on a few numbers between two calls of MPI.
+ATOMIC: dict[str, set[str] | None] = {
+    "comm/faults.py": None,
+    "comm/errors.py": None,
+    "comm/transports/arena.py": None,
+    "comm/communicator.py": {"agree", "agreement"},
+    "comm/channel.py": {"check_matching"},
+    "comm/reduction.py": {"check_alike"},
+    "comm/transports/base.py": {"split_node"},
+    "comm/transports/shared.py": {"_open"},
+}
+#: What Python calls while it frees objects: an exception goes nowhere there.
+FREEING = {"__del__", "close", "__exit__"}
+
+
+class Injected(RuntimeError):
+    """A fault made by a test."""
+
+
+@contextmanager
+def raising(owner: Any, name: str, number: int = 1) -> Iterator[None]:
+    """Let the `number`-th call of ``owner.name`` raise :class:`Injected`, once."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def call(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise Injected(f"{name} failed")
+        return original(*args, **options)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+    assert calls >= number, f"{name} was called {calls} times only"
+
+
+class AtCall:
+    """Raises :class:`Injected` at the n-th call of a function of the library, on this thread; counts them without `n`.
+
+    Attributes
+    ----------
+    count
+        Calls so far.
+    where
+        File, line and name of the function that raised.
+    """
+
+    def __init__(self, n: int | None = None) -> None:
+        self._n, self.count, self.where = n, 0, ""
+
+    def __enter__(self) -> AtCall:
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or not _counts(frame):
+            return
+        self.count += 1
+        if self.count == self._n:
+            sys.setprofile(None)
+            self.where = f"{frame.f_code.co_filename}:{frame.f_code.co_firstlineno} {frame.f_code.co_name}"
+            raise Injected("a call failed")
+
+
+def _counts(frame: FrameType) -> bool:
+    if not _may_fail(frame.f_code):
+        return False
+    caller: FrameType | None = frame
+    for _ in range(4):
+        if caller is None:
+            break
+        if caller.f_code.co_name in FREEING:
+            return False
+        caller = caller.f_back
+    return True
+
+
+@functools.cache
+def _may_fail(code: CodeType) -> bool:
+    path = Path(code.co_filename)
+    if ROOT not in path.parents:
+        return False
+    file = path.relative_to(ROOT).as_posix()
+    names = ATOMIC.get(file, set())
+    return names is not None and code.co_name not in names

@@ -1,0 +1,225 @@
+"""A fault of one rank while everything is built is raised on all ranks, wherever it arises."""
+
+import os
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.dtensor import Exchange
+from halograd.kernels import get_backend
+from halograd.kernels.onednn import OnednnBackend
+from halograd.layers import (
+    BatchNorm,
+    Conv,
+    ConvTranspose,
+    Dense,
+    GlobalAveragePool,
+    GroupNorm,
+    Input,
+    MaxPool,
+    MeanSquaredError,
+    Network,
+)
+from halograd.layers import strips as strips_module
+from halograd.layers.memory import Memory
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.layers.value import Value
+from halograd.training import executor as executor_module
+from halograd.training import train as train_run
+from halograd.training.executor import Executor
+from halograd.training.metrics import Evaluation
+from halograd.training.optimizers import SGD
+from halograd.training.reduction.bucketed import BucketedReducer
+from halograd.training.schedules import Constant
+from halograd.training.store import ParameterStore
+from halograd.training.trainer import Trainer
+from tests.support.inject import AtCall, Injected, raising
+from tests.training.runs import write_config
+from tests.training.test_exactness import fill
+
+#: Faults per case of `test_a_fault_anywhere`, of some 12000 calls of a build: for a campaign set it to thousands.
+ANYWHERE = int(os.environ.get("HALOGRAD_TEST_FAULTS", "4"))
+EMULATED = "emulated:alpha=1e-6,beta=1e-10,node=2"
+LIMIT = 120  # [s], against deadlock: a build takes some 0.2 s
+
+
+def network() -> Network:
+    """Halos both ways, groups of ranks that share samples, redistribution, gradients that are returned and summed."""
+    x = Input((12, 10, 3), "x")
+    y = Conv(4, 3, padding=1, activation="relu", name="conv1")(x)
+    y = BatchNorm(statistics="sample", name="batch_norm")(y)
+    y = MaxPool(3, 2, padding=1, name="pool")(y)
+    y = GroupNorm(2, name="group_norm")(y)
+    y = Conv(4, 5, padding=2, name="conv2")(y)
+    y = ConvTranspose(3, 2, 2, name="up")(y)
+    y = GlobalAveragePool(name="average")(y)
+    y = Dense(4, name="dense2")(Dense(8, name="dense1")(y))
+    return Network({"loss": MeanSquaredError(name="loss")(y, Input((4,), "target"))}, name="net")
+
+
+def strategy(size: int, kind: str) -> Strategy:
+    """A scheme of gradient reduction, or a cut of channels."""
+    schemes = {
+        "channels": Scheme("bucketed"),
+        "replicated": Scheme("bucketed", replicated_dense=1),
+        "rounded": Scheme("bucketed", payload="bfloat16"),
+    }
+    layers = {
+        "conv2": {"channel": 2, "height": size // 2},
+        "dense1": {"channel": 2, "sample": size // 2},
+        "dense2": {"sample": 1},
+    }
+    return Strategy(
+        {"height": 2, "sample": size // 2},
+        layers if kind == "channels" else {},
+        {"halo": "overlap"},
+        256,
+        schemes.get(kind) or Scheme(kind),
+    )
+
+
+def build_and_step(comm, kind="bucketed", steps=1) -> float:
+    """The loss of the last step. Collective."""
+    with (
+        get_backend("onednn") as kernels,
+        Executor(network(), comm, kernels, 4, strategy(comm.size, kind), seed=1) as executor,
+    ):
+        trainer = Trainer(executor, SGD(executor.store, momentum=0.5), Constant(0.01), clip_norm=1.0)
+        Evaluation(executor)
+        loss = float("nan")
+        for _ in range(steps):
+            fill(executor, 0)
+            loss = trainer.step()
+        return loss
+
+
+def errors(comm, call) -> list[str]:
+    """What `call` raises, of all ranks; empty texts for nothing. Collective."""
+    try:
+        call()
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        assert error.agreed == comm.size, told
+    else:
+        told = ""
+    return comm.allgather_objects(told)
+
+
+STAGES = {
+    "validation": (Strategy, "validate", 1),
+    "precision": (executor_module, "check_dtype", 1),
+    "store": (ParameterStore, "__post_init__", 1),
+    "compilation": (executor_module, "compile_steps", 1),
+    "storage": (Value, "allocate", 5),
+    "memory": (Memory, "keep", 30),
+    "transient memory": (Memory, "acquire", 6),
+    "forward kernel": (OnednnBackend, "_conv_forward", 2),
+    "kernel of a boundary strip": (OnednnBackend, "_conv_forward", 4),
+    "pooling kernel": (OnednnBackend, "_max_pool", 1),
+    "norm kernel": (OnednnBackend, "_batch_norm", 2),
+    "dense kernel": (OnednnBackend, "_dense_forward", 1),
+    "filter gradient": (OnednnBackend, "_conv_backward_filter", 1),
+    "data gradient": (OnednnBackend, "_conv_backward_data", 2),
+    "strips": (strips_module, "boundary_boxes", 1),
+    "exchange": (Exchange, "__init__", 2),
+    "views of an exchange": (Exchange, "_bind", 3),
+    "channel": (Communicator, "channel", 1),
+    "channel of the transport": (Communicator, "_make_channel", 2),
+    "group": (Communicator, "split", 1),
+    "reduction": (Communicator, "reduction", 1),
+    "reduction of the transport": (Communicator, "_make_reduction", 3),
+    "backward": (Executor, "_bind_backward", 1),
+    "sum of gradients": (Value, "close_gradient", 3),
+    "reducer": (executor_module, "make_reducer", 1),
+    "sum of a bucket": (BucketedReducer, "_sum", 2),
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fault_of_one_rank_is_raised_on_all(comm, stage):
+    """The communicator is as good as new afterwards."""
+    culprit = comm.size - 1
+    owner, name, number = STAGES[stage]
+    kind = "channels" if stage == "group" else "bucketed"  # two ranks that share no filters
+    with Communicator(comm) as ranks:
+
+        def call():
+            if ranks.rank == culprit:
+                with raising(owner, name, number):
+                    build_and_step(ranks, kind)
+            else:
+                build_and_step(ranks, kind)
+
+        assert errors(ranks, call) == [f"Injected: rank {culprit}: {name} failed"] * comm.size
+        assert np.isfinite(build_and_step(ranks, steps=2))
+
+
+CASES = [
+    ("bucketed", "mpi"),
+    ("bucketed", EMULATED),
+    ("sharded", "auto"),
+    ("host_accumulate", EMULATED),
+    ("replicated", "auto"),
+    ("rounded", "auto"),
+    ("channels", "auto"),
+    ("channels", "mpi"),
+]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(LIMIT + ANYWHERE)
+@pytest.mark.parametrize(("kind", "transport"), CASES, ids=lambda text: text.partition(":")[0])
+def test_a_fault_anywhere(comm, kind, transport):
+    """At calls of functions of the library drawn at random while everything is built."""
+    rng = np.random.default_rng([comm.size, CASES.index((kind, transport))])
+    with Communicator(comm, transport) as ranks, AtCall() as counted:
+        build_and_step(ranks, kind, steps=0)
+    calls = min(comm.allgather(counted.count))
+    for number in sorted(rng.choice(calls, min(ANYWHERE, calls), replace=False) + 1):
+        culprit = int(rng.integers(comm.size))
+        with Communicator(comm, transport) as ranks:
+
+            def call(number=number, culprit=culprit, ranks=ranks):
+                with ranks.agreement():
+                    if ranks.rank == culprit:
+                        with AtCall(int(number)):
+                            build_and_step(ranks, kind, steps=0)
+                    else:
+                        build_and_step(ranks, kind, steps=0)
+
+            assert errors(ranks, call) == [f"Injected: rank {culprit}: a call failed"] * comm.size, number
+
+
+WHOLE_RUNS = {
+    "network": ("halograd.training.session", "make_network"),
+    "strategy": ("halograd.training.session", "make_strategy"),
+    "data set": ("halograd.training.session", "split"),
+    "executor": ("halograd.training.session", "Executor"),
+    "loader": ("halograd.training.session", "Loader"),
+    "optimizer": ("halograd.training.epochs", "make_optimizer"),
+    "trainer": ("halograd.training.epochs", "Trainer"),
+    "evaluation": ("halograd.training.epochs", "Evaluation"),
+    "checkpoints": ("halograd.training.epochs", "Checkpoints"),
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize("stage", WHOLE_RUNS)
+def test_a_run_that_cannot_begin_on_one_rank_ends_on_all(comm, stage, tmp_path, monkeypatch):
+    module, name = WHOLE_RUNS[stage]
+    config = comm.bcast(write_config(tmp_path) if comm.rank == 0 else None)
+    culprit = comm.size - 1
+    if comm.rank == culprit:
+
+        def fail(*args, **options):
+            raise Injected(f"{name} failed")
+
+        monkeypatch.setattr(f"{module}.{name}", fail)
+    with pytest.raises(Injected, match=f"^rank {culprit}: {name} failed$"):
+        train_run(config, comm=MPI.COMM_WORLD)
