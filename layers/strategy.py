@@ -89,8 +89,7 @@ class Strategy:
         for where, entry in (("parts", self.parts), ("options", self.options), *self.layers.items()):
             _check_entry(where, entry)
         # A plan for every layer may do without some ranks; a grid for all layers that does is a mistake.
-        planned = bool(self.layers) and not self.parts
-        if self.ranks > size or (self.ranks < size and not planned):
+        if self.ranks > size or (self.ranks < size and not self._is_plan):
             raise UserError(
                 f"strategy: {self._largest()} needs {self.ranks} ranks, the run has {size}; start {self.ranks} ranks "
                 f"or choose parts whose product is {size}"
@@ -136,8 +135,11 @@ class Strategy:
                 )
 
     def warn_of_idle_ranks(self, network: Network, batch: int, size: int) -> None:
-        """Log a warning if ranks own nothing of any layer's output: right, but a waste. Local; once in a process."""
-        idle = self._idle_ranks(network, batch, size)
+        """Log a warning if ranks own nothing of any layer's output: right, but a waste. Local; once in a process.
+
+        A plan for every layer leaves ranks idle on purpose.
+        """
+        idle = [] if self._is_plan else self._idle_ranks(network, batch, size)
         if idle:
             some = ", ".join(map(str, idle[:4])) + (", ..." if len(idle) > 4 else "")
             _warn_once(
@@ -145,6 +147,11 @@ class Strategy:
                 f"{network.name!r} with a batch of {batch} ({self._largest()}); start fewer ranks, or choose parts "
                 "that have samples and rows for all"
             )
+
+    @property
+    def _is_plan(self) -> bool:
+        """Whether every layer has parts of its own."""
+        return bool(self.layers) and not self.parts
 
     def _idle_ranks(self, network: Network, batch: int, size: int) -> list[int]:
         idle = list(range(size))
