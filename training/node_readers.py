@@ -45,20 +45,16 @@ class NodeReaders:
         """
         if self._comm is None:
             return call()
-        result = None
-        with self._comm.agreement():
-            if self.reads:
-                result = self._call(call)
+        result, fault = None, None
+        if self.reads:
+            try:
+                result = call()
+            except Exception as error:
+                if self._comm.rank == 0:
+                    mark_agreed(error, True, self._comm.size)  # what rank 0 finds needs no mention of the rank
+                fault = error
+        self._comm.agree(fault)
         return result
-
-    def _call(self, call: Callable[[], Result]) -> Result:
-        assert self._comm is not None
-        try:
-            return call()
-        except Exception as error:
-            if self._comm.rank == 0:
-                mark_agreed(error, True, self._comm.size)  # what rank 0 finds needs no mention of the rank
-            raise
 
     def from_first(self, value: Result | None) -> Result:
         """The small object that rank 0, which reads, passes."""

@@ -364,24 +364,6 @@ def test_a_prediction_that_others_read_too_is_not_packed(ranks):
             assert abs(executor.loss_value() - want) <= 1e-13 * want
 
 
-@pytest.mark.mpi
-def test_another_loss_beside_the_one_that_is_minimised(ranks):
-    """What is named "loss" counts, wherever another loss stands in the graph."""
-    x, t = Input(SHAPE, name="x"), Input(SHAPE, name="t")
-    network = Network({"error": MeanSquaredError()(x, t), "loss": BinaryCrossEntropyWithLogits()(x, t)})
-    data, mask = random_array((BATCH, *SHAPE), "x"), target("mask", SHAPE)
-    parts = {"height": ranks.size}
-    with Executor(network, ranks, get_backend("numpy"), BATCH, Strategy(parts), "float64", probed=["x"]) as executor:
-        executor.set_input("x", data)
-        executor.set_input("t", mask)
-        executor.forward()
-        assert executor.loss_value() == pytest.approx(binary_cross_entropy(data, mask), rel=1e-13)
-        executor.backward()
-        dx = executor.gather("x", gradient=True)
-    if dx is not None:
-        assert np.abs(dx - numeric_gradient(binary_cross_entropy, data, mask)).max() <= 2e-9
-
-
 # -- refusals ---------------------------------------------------------------------------------------
 
 X, CLASSES = Input(SHAPE, name="x"), Input((*SHAPE[:-1], 1), name="t", dtype="int32")
