@@ -59,8 +59,9 @@ class Guard:
 
     Attributes
     ----------
-    error
-        By what this rank has left; None before.
+    left
+        Mark, exit code and text of the error by which this rank has left; None before. Not the error itself: what its
+        traceback holds is to be freed before the process ends (HDF5 crashes then if a file is open).
     """
 
     def __init__(self, mpi_comm: MPI.Intracomm) -> None:
@@ -68,15 +69,15 @@ class Guard:
         self._marks = np.zeros(2, np.int64)
         self._request: MPI.Request | None = None
         self.size, self.process = mpi_comm.size, os.getpid()
-        self.error: BaseException | None = None
+        self.left: tuple[int, int, str] | None = None
         _guards.append(self)
         _install()
 
     def leave(self, error: BaseException) -> None:
         """Note that this rank leaves by an error; the first one counts. Local: does not wait."""
-        if self.error is None and self.process == os.getpid():
-            self.error = error
-            self._start(_mark(error))
+        if self.left is None and self.process == os.getpid():
+            self.left = _mark(error), _code(error), _cause(error)
+            self._start(self.left[0])
 
     def wait(self, seconds: float) -> bool:
         """Whether all ranks have left, within so many seconds."""
@@ -170,7 +171,7 @@ def _meet(error: BaseException) -> tuple[bool, bool]:
         return False, True
     if agreed:
         return True, bool(getattr(error, "arose_here", False))
-    alike = all(guard.alike for guard in guards if guard.error is error)
+    alike = all(guard.alike for guard in guards if guard.left is not None and guard.left[0] == _mark(error))
     return True, MPI.COMM_WORLD.rank == 0 or not alike
 
 
@@ -227,9 +228,10 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
 def _on_exit() -> None:
     """End the job if this rank has left alone by an error that something caught, or by `sys.exit` with a code."""
     for guard in [] if _is_interactive() else _open_guards():
-        if guard.error is not None and not guard.wait(PATIENCE[MISTAKE]):
-            _write(f"halograd: {_rank()}: ended after {_cause(guard.error)}, the others have not; the job ends\n")
-            end(MPI.COMM_WORLD, _code(guard.error))
+        if guard.left is not None and not guard.wait(PATIENCE[MISTAKE]):
+            _, code, cause = guard.left
+            _write(f"halograd: {_rank()}: ended after {cause}, the others have not; the job ends\n")
+            end(MPI.COMM_WORLD, code)
 
 
 def _open_guards() -> list[Guard]:
