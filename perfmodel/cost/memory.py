@@ -30,7 +30,7 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost.blocks import Blocks
 from halograd.perfmodel.cost.moves import Read, contraction_blocks, contracts, moves_of, reads_of
 from halograd.perfmodel.cost.needs import clipped, gradient_blocks
-from halograd.perfmodel.cost.parameters import Bucket, held
+from halograd.perfmodel.cost.parameters import Bucket, held, untrained_bytes
 from halograd.perfmodel.cost.reductions import kept
 from halograd.perfmodel.cost.replicated import rows_of
 from halograd.perfmodel.cost.stages import Array, Stage
@@ -358,7 +358,8 @@ class _Rank:
             for part in held(stage.layer.state(*stage.shapes), stage.parts):
                 block = part.sharing.block(self.rank)
                 state += 0 if block is None else part.sizes[block] * self.itemsize
-        found |= {"parameter": sum(own) + state, "parameter gradient": sum(own), "transient": self.arena.made}
+        arrays = sum(own) + untrained_bytes(self.steps, self.itemsize, self.rank)
+        found |= {"parameter": arrays + state, "parameter gradient": arrays, "transient": self.arena.made}
         found["messages"] = self._messages()
         for bucket in buckets:
             for use, nbytes in kept(bucket, scheme, self.rank, per_node, slots).items():

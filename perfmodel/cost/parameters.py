@@ -18,7 +18,7 @@ from halograd.perfmodel.cost.blocks import Parts, intervals
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.sums import Sum
 
-__all__ = ["ALIGN", "Bucket", "Held", "Sharing", "buckets_of", "held"]
+__all__ = ["ALIGN", "Bucket", "Held", "Sharing", "buckets_of", "held", "untrained_bytes"]
 
 #: Parameters begin at multiples of this [B].
 ALIGN = 64
@@ -145,6 +145,16 @@ def buckets_of(stages: Sequence[Stage], itemsize: int, bucket_bytes: int, scheme
         nbytes = tuple(sum(column) for column in zip(*(_bytes(p, itemsize) for p in members)))
         buckets.append(Bucket(chunk.layers, chunk.sharing, nbytes, chunk.replicated))
     return buckets
+
+
+def untrained_bytes(stages: Sequence[Stage], itemsize: int, rank: int) -> int:
+    """Parameters that the loss does not depend on, on a rank: no bucket holds them [B]."""
+    left = [s for s in stages if s.is_layer and not s.backward] if any(s.backward for s in stages) else []
+    total = 0
+    for parameter in (p for stage in left for p in _own(stage)):
+        block = parameter.sharing.block(rank)
+        total += 0 if block is None else _bytes(parameter, itemsize)[block]
+    return total
 
 
 def _own(stage: Stage) -> list[Held]:

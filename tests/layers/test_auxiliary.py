@@ -5,6 +5,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.dtensor import axis_names
 from halograd.kernels import get_backend
 from halograd.layers import AuxiliaryCrossEntropy, Input, Network, SoftmaxCrossEntropy
 from halograd.layers.strategy import Strategy
@@ -72,7 +73,7 @@ def test_exact_on_every_grid(shape, normalization):
     with Communicator(MPI.COMM_SELF) as alone:
         want, gradients = run(make(), shape, (0, 1, 2), alone)
     with Communicator(MPI.COMM_WORLD) as comm:
-        for parts in grids(comm.size, ("sample", "height", "width")):
+        for parts in grids(comm.size, ("sample", *axis_names(len(shape) + 1)[1:-1])):
             value, found = run(make(), shape, (0, 1, 2), comm, parts)
             assert value == pytest.approx(want, rel=1e-14)
             if comm.rank == 0:
