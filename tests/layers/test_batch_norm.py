@@ -330,7 +330,7 @@ def test_layers_cut_alike_share_one_group(ranks):
     members = [r for r, c in enumerate(colors) if c is not None and c == colors[ranks.rank]]
     first = group_of(ranks, colors)
     assert group_of(ranks, sample_colors(boxes[: ranks.size])) is first
-    assert [] if first is None else list(first.ranks) == members
+    assert (list(first.ranks) if first is not None else []) == members
     total = np.array([float(ranks.rank)])
     reduction = sample_sum(ranks, boxes[: ranks.size], total, "sum")
     if reduction is None:
