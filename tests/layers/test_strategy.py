@@ -141,7 +141,7 @@ def test_vectors_are_cut_by_the_axes_of_the_layers_before_them():
         (Strategy({"sample": 4}), 2, 4, "2 of 4 ranks .rank 2, 3. .* a batch of 2 .4 sample."),
         (Strategy({"sample": 8}), 1, 8, "7 of 8 ranks .rank 1, 2, 3, 4, ...."),
         (Strategy({"height": 20}), 1, 20, "12 of 20 ranks .rank 8, 9, 10, 11, .... .* .20 height."),
-        (Strategy({}, {n: {"width": 2} for n in NETWORK.layers}), 1, 3, "1 of 3 .* .2 width of layer 'conv1_1'."),
+        (Strategy({}, {n: {"width": 2} for n in NETWORK.layers}), 1, 3, None),
         (Strategy({"sample": 4}, {"predict": {"height": 4}}), 2, 4, None),
         (Strategy({"height": 8}), 1, 8, None),
         (Strategy({"sample": 2, "height": 2}), 2, 4, None),
