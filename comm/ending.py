@@ -68,7 +68,7 @@ class Guard:
         self._mpi = mpi_comm.Dup()  # the ranks that go on have collectives under way on the other ones
         self._marks = np.zeros(2, np.int64)
         self._request: MPI.Request | None = None
-        self.size, self.process = mpi_comm.size, os.getpid()
+        self.rank, self.size, self.process = mpi_comm.rank, mpi_comm.size, os.getpid()
         self.left: tuple[int, int, str] | None = None
         _guards.append(self)
         _install()
@@ -172,7 +172,7 @@ def _meet(error: BaseException) -> tuple[bool, bool]:
     if agreed:
         return True, bool(getattr(error, "arose_here", False))
     alike = all(guard.alike for guard in guards if guard.left is not None and guard.left[0] == _mark(error))
-    return True, MPI.COMM_WORLD.rank == 0 or not alike
+    return True, _widest(guards).rank == 0 or not alike
 
 
 def _install() -> None:
@@ -197,7 +197,7 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Traceb
     together, speaks = _meet(value)
     if speaks:
         every = together and not _is_agreed(value)
-        _speak(value, f"all {MPI.COMM_WORLD.size} ranks" if every else _rank())
+        _speak(value, f"all {_widest(_open_guards()).size} ranks" if every else _rank())
     if together and not _open_guards():  # communicators are closed, so nothing is under way
         sys.exit(FAULT)
     if not speaks:
@@ -242,6 +242,11 @@ def _open_guards() -> list[Guard]:
 def _is_agreed(error: BaseException) -> bool:
     """Whether all ranks of all communicators that are open raise this error."""
     return is_agreed(error, max((guard.size for guard in _open_guards()), default=1))
+
+
+def _widest(guards: list[Guard]) -> Guard | MPI.Intracomm:
+    """That of the most ranks; all ranks that were launched if there is none."""
+    return max(guards, key=lambda guard: guard.size, default=MPI.COMM_WORLD)
 
 
 def _of_several(guards: list[Guard]) -> bool:
