@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from halograd.training.log import read_log
 from tests.harness import jobs
+from tests.harness.limits import LIMIT, wait_until
 from tests.launch import find_mpiexec
 
-# Messages take their time, so that there is time to kill.
-SLOW = "backend.transport=emulated:alpha=2e-3,beta=0"
+ROOT = Path(__file__).parents[2]
 
 # With it mpiexec does not find out that a rank has ended (like srun without --kill-on-bad-exit), nor ends others.
 UNSEEN = ("sh", "-c", '"$@"; while :; do sleep 0.2; done', "sh")
@@ -24,19 +24,52 @@ def sets(*overrides: str) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
+class Gate:
+    """Lets ranks of a job make so many steps, and no more until they get a signal; `ranks`: these only.
+
+    The others wait for them in the next step. `tests/support/gate` says what holds besides: no rank is taken for one
+    that hangs before the test says so, and ranks give each other time to answer.
+    """
+
+    def __init__(self, folder: Path, steps: int | None = None, *ranks: int) -> None:
+        self._file, self._steps = folder / f"gate-{os.urandom(4).hex()}", steps
+        if steps is not None:
+            self._file.write_text(" ".join(map(str, (steps, *ranks))))
+        path = [str(ROOT / "tests" / "support" / "gate"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        self.environment = {"HALOGRAD_TEST_GATE": str(self._file), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+    def await_signal(self) -> None:
+        """Return when a rank has noted a signal that asks it to stop."""
+        wait_until(self._beside("noted").exists, "a rank to note a signal")
+
+    def await_waiting(self, *ranks: int, updates: int | None = None) -> None:
+        """Return when these ranks wait for another one after so many updates, by default at the gate."""
+        files = [self._beside(f"waits.{rank}") for rank in ranks]
+        wanted = str(self._steps if updates is None else updates)
+        wait_until(lambda: all(f.exists() and f.read_text() == wanted for f in files), f"ranks {ranks} to wait")
+
+    def let_hang(self) -> None:
+        """From now on a rank that does not move is one that hangs."""
+        self._beside("hangs").touch()
+
+    def _beside(self, what: str) -> Path:
+        return self._file.with_name(f"{self._file.name}.{what}")
+
+
 @contextmanager
-def started(n: int, *args: object, wrapper: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(
+    n: int, *args: object, wrapper: Sequence[str] = (), gate: Gate | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A job and its mark, every rank started by `wrapper`; afterwards nothing of it must be alive."""
     mark = jobs.new_mark()
     command = [find_mpiexec(), "-n", str(n), *wrapper, sys.executable, *map(str, args)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=jobs.job_environment(mark)
-    )
+    environment = jobs.job_environment(mark, gate.environment if gate else None)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     segments: set[str] = set()
     try:
         yield process, mark
         segments = jobs.segments(jobs.members(mark))
-        process.communicate(timeout=30)
+        process.communicate(timeout=LIMIT)
         assert jobs.await_end(mark) == [], "expected no process to outlive the job"
     finally:
         jobs.end(mark)
@@ -64,8 +97,10 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not (folder / "log.jsonl").exists() or max(losses(folder), default=0) < step:
+    """Return when a job has logged this step."""
+
+    def logged() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "expected the job to make steps"
-        time.sleep(0.005)
+        return (folder / "log.jsonl").exists() and max(losses(folder), default=0) >= step
+
+    wait_until(logged, f"step {step} of a job")

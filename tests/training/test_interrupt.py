@@ -9,7 +9,6 @@ import pty
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +26,9 @@ from halograd.training.pulse import Pulse
 from halograd.training.run import train
 from halograd.training.session import Session
 from tests.harness import jobs
+from tests.harness.limits import LIMIT, wait_until
 from tests.launch import find_mpiexec
-from tests.training.launching import SLOW, rank_processes, sets, started, wait_for_step
+from tests.training.launching import Gate, rank_processes, sets, started, wait_for_step
 from tests.training.runs import write_config
 
 HOST = platform.node()
@@ -59,41 +59,51 @@ def assert_told(told: str, out: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.timeout(120)
 def test_one_rank(tmp_path, victim):
     out = tmp_path / "out"
-    train = ["-m", "halograd", "train", write_config(tmp_path), *sets(*COMMON, SLOW)]
-    with started(3, *train) as (process, mark):
+    train = ["-m", "halograd", "train", write_config(tmp_path), *sets(*COMMON)]
+    with started(3, *train, gate=Gate(tmp_path, 8)) as (process, mark):
         wait_for_step(out, 8, process)
         os.kill(rank_processes(mark)[victim], signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, stdout + stderr
     assert_told(stdout + stderr, out, victim)
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_that_waits_for_one_that_hangs(tmp_path):
     """It waits in MPI, where Python raises no KeyboardInterrupt."""
     out = tmp_path / "out"
     train = ["-m", "halograd", "train", write_config(tmp_path), *sets(*COMMON, "backend.transport=mpi")]
-    with started(3, *train) as (process, mark):
+    gate = Gate(tmp_path, 8, 2)
+    with started(3, *train, gate=gate) as (process, mark):
         wait_for_step(out, 8, process)
+        gate.await_waiting(1)
         ranks = rank_processes(mark)
         os.kill(ranks[2], signal.SIGSTOP)
         os.kill(ranks[1], signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 130, stdout + stderr
     assert_told(stdout + stderr, out, 1)
 
 
-@pytest.mark.timeout(120)
+PATIENT = """
+from halograd.cli import main
+from halograd.comm import interrupt
+
+interrupt.TURN = 1e6
+main()
+"""
+
+
 def test_ctrl_c_in_the_terminal_of_mpiexec(tmp_path):
-    out, mark = tmp_path / "out", jobs.new_mark()
-    config = write_config(tmp_path)
-    command = [find_mpiexec(), "-n", "3", sys.executable, "-m", "halograd", "train", str(config)]
+    """The other ranks leave it to rank 0 to speak: for half a second, here for as long as it takes."""
+    out, mark, script = tmp_path / "out", jobs.new_mark(), tmp_path / "patient.py"
+    script.write_text(PATIENT)
+    command = [find_mpiexec(), "-n", "3", sys.executable, str(script), "train", str(write_config(tmp_path))]
+    environment = jobs.job_environment(mark, Gate(tmp_path, 8).environment)
     process, terminal = pty.fork()
     if not process:
-        os.execve(command[0], [*command, *sets(*COMMON, SLOW)], jobs.job_environment(mark))
+        os.execve(command[0], [*command, *sets(*COMMON)], environment)
     told = ""
     try:
         wait_for_step(out, 8, SimpleNamespace(poll=lambda: None))
@@ -117,7 +127,7 @@ class Late:
     def find_spec(self, name, *rest):
         if name == "mpi4py.MPI":
             if os.environ["PMI_RANK"] == "1":
-                time.sleep(1000)
+                time.sleep(10**6)
             Path(sys.argv.pop()).touch()
 
 sys.meta_path.insert(0, Late())
@@ -126,18 +136,14 @@ main()
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_that_starts_mpi_when_another_has_not(tmp_path):
     """No rank knows another one yet: the launcher, which sees a process die, ends the rest."""
     script, mark = tmp_path / "late.py", tmp_path / "there"
     script.write_text(WAITS_FOR_A_RANK)
     with started(2, script, "train", write_config(tmp_path), mark) as (process, job):
-        deadline = time.monotonic() + 60
-        while not mark.exists():
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
+        wait_until(mark.exists, "a rank to start MPI")
         os.kill(rank_processes(job)[0], signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode and "Traceback" not in stderr, stdout + stderr
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from halograd.training.log import read_log
-from tests.training.launching import SLOW, rank_processes, sets, started, wait_for_step
+from tests.harness.limits import LIMIT
+from tests.training.launching import Gate, rank_processes, sets, started, wait_for_step
 from tests.training.runs import write_config
 
 HOST = platform.node()
-LIMIT = "run.stall_minutes=0.1"  # long enough for a machine that other programs keep busy
+STALL = "run.stall_minutes=0.03"  # from when the test says so
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_rank_0_is_named(size: int, stderr: str, out: Path) -> None:
     """One line of our own says that rank 0 does not answer, and where all others wait."""
     (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
-    assert line.startswith(f"halograd: rank 0 of {size} on {HOST}: no progress for 0.1 min: it does not answer")
+    assert line.startswith(f"halograd: rank 0 of {size} on {HOST}: no progress for 0.03 min: it does not answer")
     for rank in range(1, size):
         assert f"rank {rank} on {HOST}: step " in line
     assert ", waiting for '" in line
@@ -36,15 +37,16 @@ def assert_rank_0_is_named(size: int, stderr: str, out: Path) -> None:
     assert (failed["rank"], failed["host"]) == (0, HOST)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [4])
 def test_rank_0_is_stopped(folder, size):
     out = folder / f"stopped{size}"
-    settings = sets("training.epochs=50", f"output.directory={out}", f"strategy.height={size}", SLOW, LIMIT)
-    with started(size, "-m", "halograd", "train", folder / "run.toml", *settings) as (process, mark):
+    settings, gate = sets(f"output.directory={out}", f"strategy.height={size}", STALL), Gate(folder, 3, 0)
+    with started(size, "-m", "halograd", "train", folder / "run.toml", *settings, gate=gate) as (process, mark):
         wait_for_step(out, 3, process)
+        gate.await_waiting(*range(1, size))
         os.kill(rank_processes(mark)[0], signal.SIGSTOP)
-        _, stderr = process.communicate(timeout=60)
+        gate.let_hang()
+        _, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode not in (0, 2, 64, 75, 130)  # what a script does not start again
     assert_rank_0_is_named(size, stderr, out)
 
@@ -59,7 +61,7 @@ run = Executor._run
 def lock(self, name, category, call):
     if self.comm.rank == 0 and self.pulse.step == 2 and name == "conv2_1" and category == "backward":
         def call():
-            ctypes.PyDLL(None).sleep(1000)
+            ctypes.PyDLL(None).sleep(1000000)
     run(self, name, category, call)
 
 Executor._run = lock
@@ -67,14 +69,15 @@ main(["train", *sys.argv[1:]])
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [2])
 def test_the_interpreter_of_rank_0_is_locked(folder, size):
     """A native call that does not release the lock: its watchdog cannot run, nor can any other thread of it."""
     out, script = folder / f"locked{size}", folder / "locks.py"
     script.write_text(LOCKS)
-    settings = sets(f"output.directory={out}", f"strategy.height={size}", LIMIT)
-    with started(size, script, folder / "run.toml", *settings) as (process, _):
-        _, stderr = process.communicate(timeout=60)
+    settings, gate = sets(f"output.directory={out}", f"strategy.height={size}", STALL), Gate(folder)
+    with started(size, script, folder / "run.toml", *settings, gate=gate) as (process, _):
+        gate.await_waiting(1, updates=2)
+        gate.let_hang()
+        _, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode not in (0, 2, 64, 75, 130)
     assert_rank_0_is_named(size, stderr, out)

@@ -1,0 +1,59 @@
+"""Training jobs that wait for the test that disturbs them. Python loads this where PYTHONPATH holds this folder.
+
+HALOGRAD_TEST_GATE names a file: how many steps may be made, then the ranks for which that holds (none: for all). A rank
+that may make no more waits before its next step; it goes on when the file is gone, or when it has got a signal that
+asks it to stop, of which ``FILE.noted`` has a line each.
+
+No rank is taken for one that hangs until ``FILE.hangs`` exists; ``FILE.waits.RANK`` names the number of updates after
+which a rank waits for another, and does so for a second.
+The times that ranks give each other to answer are longer on a slow or busy machine.
+"""
+
+import os
+import time
+from pathlib import Path
+
+RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # not the launcher, where it is a Python program
+
+if "HALOGRAD_TEST_GATE" in os.environ and any(name in os.environ for name in RANK):
+    from mpi4py import MPI
+
+    from halograd.training import watch, watchdog
+    from halograd.training.signals import StopSignals
+    from halograd.training.trainer import Trainer
+
+    FILE = Path(os.environ["HALOGRAD_TEST_GATE"])
+    HANGS, NOTED = (FILE.with_name(f"{FILE.name}.{what}") for what in ("hangs", "noted"))
+    signals = []
+
+    def may_step(step):
+        try:
+            steps, *ranks = map(int, FILE.read_text().split())
+        except FileNotFoundError:
+            return True
+        return bool(signals) or step < steps or bool(ranks and MPI.COMM_WORLD.rank not in ranks)
+
+    def gated(trainer, *arguments, step=Trainer.step, **options):
+        while not may_step(trainer.optimizer.step):
+            time.sleep(0.01)
+        return step(trainer, *arguments, **options)
+
+    def noting(noted, number, frame, note=StopSignals._note):
+        note(noted, number, frame)
+        signals.append(number)
+        with NOTED.open("a") as file:
+            file.write(f"{number}\n")
+
+    def looking(one, now, look=watch.Watch._look):
+        state = one._station.state()
+        if state and state[-1] and state == one._before:
+            FILE.with_name(f"{FILE.name}.waits.{one._rank}").write_text(str(state[0]))
+        if not HANGS.exists():
+            one._before, one._since, one._complained = state, now, now
+        look(one, now)
+
+    Trainer.step, StopSignals._note, watch.Watch._look = gated, noting, looking
+    slowness = min(4.0, float(os.environ.get("HALOGRAD_TEST_SLOWNESS", 1)))
+    for name in ("ANSWERS", "TURN", "LAST", "GRACE"):
+        setattr(watch, name, getattr(watch, name) * slowness)
+    watchdog.LAST = watch.LAST
