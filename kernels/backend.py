@@ -184,9 +184,9 @@ class Backend(ABC):
         local
             False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (two passes over blocks, combined in
             float64, or no less accurately than the local statistics) and may use `y` as it likes; ``forward()``
-            takes `mean` and `var` as they are; ``backward_sums()`` writes ``sums = [sum dy', sum dy' * xhat]`` with
-            ``dy' = dy`` where ``y > 0`` (everywhere without relu), and may use `dx` as it likes;
-            ``backward_data()``, to be called after it, writes
+            takes `mean` and `var` as they are, and with `dx` these are statistics of `x`; ``backward_sums()`` writes
+            ``sums = [sum dy', sum dy' * xhat]`` with ``dy' = dy`` where ``y > 0`` (everywhere without relu), and may
+            use `dx` as it likes; ``backward_data()``, to be called after it, writes
             ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat * means[1])``.
             True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
             other two do nothing.

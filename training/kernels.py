@@ -75,10 +75,10 @@ def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute
     if not ranks or comm.rank:
         return
     places = "; ".join(
-        f"{substitute.what} of {layer} by {substitute.by} on {_ranks(where, comm.size)} ({substitute.reason})"
+        f"{substitute.what} of layer {layer!r} by {substitute.by} on {_ranks(where, comm.size)} ({substitute.reason})"
         for (layer, substitute), where in ranks.items()
     )
-    _log.warning("kernels: a fast kernel is missing, another takes 2-3 times as long: %s", places)
+    _log.warning("kernels: 2-3 times slower than others, for want of a fast kernel: %s", places)
 
 
 def _ranks(some: Sequence[int], size: int) -> str:

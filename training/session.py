@@ -115,7 +115,7 @@ class Session:
         elif data.normalize:
             statistics = computed = _statistics(data, dataset, training, comm)
         least = LOOKS if _target_range(network) is None else 1
-        scale = on_root(comm.mpi, lambda: look_at_data(dataset, computed, int(training[0]), least))
+        scale = _on_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), least))
         timeline = None
         if config.output.timeline or planned:
             timeline = comm.recorder = Timeline(comm.rank)

@@ -212,6 +212,32 @@ def test_a_prefix_for_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert_reads(path)
 
 
+@pytest.mark.parametrize("name", ["a.h5", "/nowhere/a.h5"])
+@pytest.mark.parametrize("link", [False, True])
+def test_the_file_that_is_checked_is_the_one_that_hdf5_reads(
+    folder: Path, name: str, link: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks beside the path, then in the working folder, then where a symbolic link points to."""
+    path = write(folder, virtual((slice(0, N), source(name))))
+    with h5py.File(path, "a") as file:
+        file["linked"] = h5py.ExternalLink(name, "/x")
+    places = [folder.parent / "links", folder.parent / "work", folder] if link else [folder, folder.parent / "work"]
+    if link:
+        places[0].mkdir()
+        (places[0] / "data.h5").symlink_to(path)
+    (folder.parent / "work").mkdir()
+    monkeypatch.chdir(folder.parent / "work")
+    for k, place in enumerate(places):
+        part(place / "a.h5", VALUES + k)
+    for k, place in enumerate(places):
+        for inputs in ("inputs", "linked"):
+            with open_(places[0] / "data.h5", inputs=inputs, allow_external=True) as data:
+                assert list(data.structure.files) == [str(place / "a.h5")]
+            assert_reads(places[0] / "data.h5", VALUES + k, inputs=inputs, allow_external=True)
+        (place / "a.h5").unlink()
+    assert_refused(places[0] / "data.h5", r"takes numbers from .*a\.h5, which cannot be read at")
+
+
 # Other files
 
 

@@ -4,6 +4,7 @@ oneDNN has no fast kernel for some blocks of few channels whose padding is wide 
 whole sample, or for the blocks of other ranks.
 """
 
+import doctest
 import itertools
 import logging
 import math
@@ -20,6 +21,7 @@ from halograd.kernels.onednn.program import ReferenceOnly
 from halograd.layers import Conv, ConvTranspose, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
 from halograd.testing import random_array, run_layer
+from halograd.training import kernels as kernels_module
 from halograd.training.executor import Executor
 from tests.layers.blocks import computed_in_blocks
 
@@ -164,5 +166,9 @@ def test_ranks_without_a_kernel_are_named_once(comm, monkeypatch, caplog):
     assert len(texts) == (comm.rank == 0)
     for text in texts:
         for what in ("conv_forward", "conv_backward_data", "conv_backward_filter"):
-            assert f"{what} of second by numpy on {where} (there is none)" in text
+            assert f"{what} of layer 'second' by numpy on {where} (there is none)" in text
         assert "first" not in text
+
+
+def test_examples():
+    assert doctest.testmod(kernels_module).failed == 0

@@ -1,16 +1,23 @@
 """Groups of ranks by color: made once, the communicator itself where all are of one color."""
 
+import doctest
+
 import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.layers.groups import group_of
+from halograd.layers import sample_group
+from halograd.layers.groups import group_of, in_group
 
 
 @pytest.fixture
 def ranks():
     with Communicator(MPI.COMM_WORLD) as comm:
         yield comm
+
+
+def test_examples():
+    assert doctest.testmod(sample_group).failed == 0
 
 
 @pytest.mark.mpi
@@ -47,3 +54,28 @@ def test_closed_with_the_communicator():
         group = group_of(comm, [0] + [1] * (comm.size - 1))
         assert not group.closed
     assert group.closed
+
+
+@pytest.mark.many_ranks
+def test_what_groups_make(ranks):
+    colors = [rank % 2 if rank < 5 else None for rank in range(ranks.size)]
+    made = in_group(ranks, colors, lambda group: group.size)
+    assert made == (None if colors[ranks.rank] is None else colors.count(colors[ranks.rank]))
+
+
+@pytest.mark.many_ranks
+def test_a_fault_within_a_group_is_raised_on_all(ranks):
+    """On the ranks of other groups, and of none, too."""
+    colors = [rank % 2 if rank < 5 else None for rank in range(ranks.size)]
+    last = max(rank for rank, color in enumerate(colors) if color is not None)
+
+    def make(group):
+        if ranks.rank == last:
+            raise ValueError("no room")
+        return group.split(0)  # begins with an agreement, where the others of the group meet the fault
+
+    where = f"rank {last}: " if ranks.size > 1 else ""
+    with pytest.raises(ValueError, match=f"^{where}no room$") as caught:
+        in_group(ranks, colors, make)
+    assert caught.value.agreed == ranks.size
+    assert in_group(ranks, colors, lambda group: 7) == (None if colors[ranks.rank] is None else 7)
