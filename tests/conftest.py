@@ -3,7 +3,7 @@
 ``@pytest.mark.mpi``              run under 1, 2, 3 and 4 ranks
 ``@pytest.mark.many_ranks``       run under 1, 2, 3, 4, 6 and 8 ranks
 ``@pytest.mark.ranks(2, 6)``      run under exactly these numbers of ranks
-``@pytest.mark.timeout(seconds)`` a limit other than the default; on a slow or busy machine all of them are longer
+``@pytest.mark.timeout(seconds)`` a limit longer than the default; on a slow or busy machine all of them are longer
 
 A test with one of the first three is not run serially. Under MPI a fault on one rank fails the test on all.
 """
@@ -79,7 +79,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if sizes(item) and item.get_closest_marker("mpi") is None:
         item.add_marker("mpi")
     own, common = item.get_closest_marker("timeout"), item.config.getoption("timeout")
-    limit = own.args[0] if own else TEST_LIMIT if common is None else common
+    limit = max(own.args[0] if own else 0, TEST_LIMIT if common is None else common)
     item.add_marker(pytest.mark.timeout(scaled(limit)), append=False)
 
 

@@ -36,6 +36,25 @@ MAY_IMPORT = {
 }
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
+# What a test says of time it says by a clock that it drives (tests/support/clock.py), by counted calls, or by an order
+# of events; limits against deadlock come from tests/harness/limits.py. These files may read or sleep on a clock:
+CLOCKS = {"monotonic", "perf_counter", "process_time", "sleep", "thread_time", "time"}
+MAY_READ_CLOCKS = {
+    "tests/harness/": "limits, and polling up to them",
+    "tests/launch.py": "looks for shared memory now and then",
+    "tests/run_suite.py": "limits of runs, and what they took",
+    "tests/test_run_suite.py": "hands out a clock that the test drives",
+    "tests/support/": "clocks to be driven, doubles that poll another process",
+    "tests/comm/test_channel.py": "ranks fall out of step; spans lie between two readings, however far apart",
+    "tests/comm/test_progress.py": "a sleep is never too short",
+    "tests/comm/test_sweep.py": "ages of files",
+    "tests/benchmarks/test_gradient_reduction.py": "a host that sleeps too long",
+    "tests/jobs/private_slurm.py": "polls Slurm up to a limit",
+    "tests/training/fuzz_hdf5.py": "a program with a limit for each case",
+    "tests/training/test_directory.py": "ages of files",
+    "tests/training/test_peers.py": "waits of the library",
+}
+
 # The brackets keep these lines from matching themselves.
 MACHINE_PATH = re.compile(r"/(wor[k]|far[m]|roo[t]|hom[e]/[a-z]+|User[s]/[a-z]+)/")
 INDEX_HOST = re.compile(r"pyp[i]\.org|pythonhoste[d]\.org|download\.pytorc[h]\.org|anacond[a]\.org")
@@ -132,6 +151,46 @@ def test_no_pickle():
         if "allow_pickle=True" in path.read_text(encoding="utf-8"):
             found.append(name(path))
     assert not found, f"expected no pickle anywhere, got {found}"
+
+
+def clock_readings(path: Path, text: str | None = None) -> list[str]:
+    """Where a file reads a clock of the machine, sleeps on it, or has a limit of its own."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8") if text is None else text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
+            if node.attr in CLOCKS:
+                found.append(f"{name(path)}:{node.lineno} time.{node.attr}")
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            found += [f"{name(path)}:{node.lineno} {a.name}" for a in node.names if a.name in CLOCKS]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            limits = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
+            limits += node.args[:1] if node.func.attr in ("wait", "join") else []
+            numbers = [limit for limit in limits if isinstance(limit, ast.Constant) and type(limit.value) in (int, float)]
+            found += [f"{name(path)}:{node.lineno} a limit of {number.value} s" for number in numbers]
+    return found
+
+
+def test_no_verdict_of_a_test_hangs_on_a_clock():
+    tests = [path for path in sources("tests") if not name(path).startswith(tuple(MAY_READ_CLOCKS))]
+    found = [line for path in tests for line in clock_readings(path)]
+    assert not found, "expected driven clocks, and limits of tests.harness.limits, got\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [
+        ("begin = time.perf_counter()", True),
+        ("from time import monotonic", True),
+        ("process.communicate(timeout=30)", True),
+        ("process.wait(30)", True),
+        ("thread.join(5.0)", True),
+        ("process.communicate(timeout=LIMIT)", False),
+        ("clock.sleep(3)", False),
+        ("'/'.join(parts)", False),
+    ],
+)
+def test_the_check_of_clocks_sees_all_forms(text, bad):
+    assert bool(clock_readings(ROOT / "tests" / "test_it.py", text)) is bad
 
 
 def test_no_file_over_500_lines():

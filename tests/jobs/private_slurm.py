@@ -20,6 +20,7 @@ from getpass import getuser
 from pathlib import Path
 
 from tests.harness import jobs
+from tests.harness.limits import LIMIT, grace, scaled, wait_until
 
 SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 #: Marks everything that a node's daemon starts.
@@ -33,7 +34,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire={expire}
 SlurmctldPort={port}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
@@ -56,7 +57,7 @@ SelectTypeParameters=CR_CPU
 MinJobAge=3600
 # MPICH names shared memory after the job: no two Slurms of this machine may give the same numbers.
 FirstJobId={first}
-KillWait=5
+KillWait=60
 CompleteWait=0
 SchedulerType=sched/backfill
 SchedulerParameters=sched_min_interval=0,bf_interval=1,batch_sched_delay=0,sched_interval=1
@@ -65,7 +66,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}] CPUs=8 RealMemory=4000 Gres=gpu:{gpus}
-PartitionName=main Nodes=ALL Default=YES DefaultTime=10 PriorityTier=1 GraceTime=5
+PartitionName=main Nodes=ALL Default=YES DefaultTime=10 PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL DefaultTime=10 PriorityTier=10 PreemptMode=OFF
 """
 
@@ -111,6 +112,7 @@ class PrivateSlurm:
             first=secrets.randbelow(60_000_000) + 1,
             nodes=self.nodes,
             gpus=gpus,
+            expire=min(60, round(scaled(5))),  # a job that is requeued waits for so long [s]
         )
         (self.folder / "slurm.conf").write_text(text)
         for i in range(gpus):
@@ -127,7 +129,7 @@ class PrivateSlurm:
         munge = ["--foreground", "--force", "--num-threads=2", f"--key-file={folder}/munge.key"]
         munge += [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file")]
         self._start("munged", *munge, f"--seed-file={folder}/munge.seed")
-        _wait_for(lambda: (folder / "munge.socket").exists(), "the socket of munged")
+        wait_until((folder / "munge.socket").exists, "the socket of munged")
         self._start("slurmctld", "-D", "-c")
         for node in range(1, self.nodes + 1):
             self.start_node(f"n{node}")
@@ -137,7 +139,7 @@ class PrivateSlurm:
         """Start the daemon of a node, and wait until jobs can run there."""
         (self.folder / "spool" / node).mkdir(exist_ok=True)
         self._start("slurmd", "-D", "-N", node, name=node, extra={NODE: node})
-        _wait_for(lambda: self.call("sinfo", "-hNn", node, "-o%t", check=False).split()[:1] == ["idle"], node)
+        wait_until(lambda: self.call("sinfo", "-hNn", node, "-o%t", check=False).split()[:1] == ["idle"], node)
 
     def _start(self, program: str, *options: str, name: str = "", extra: Mapping[str, str] | None = None) -> None:
         path = shutil.which(program, path=SBIN)
@@ -179,9 +181,7 @@ class PrivateSlurm:
 
     # -- commands of a user --------------------------------------------------------------------
 
-    def call(
-        self, *command: object, check: bool = True, timeout: float = 60, cwd: Path | None = None, **extra: str
-    ) -> str:
+    def call(self, *command: object, check: bool = True, cwd: Path | None = None, **extra: str) -> str:
         """What a command prints, errors included."""
         done = subprocess.run(
             list(map(str, command)),
@@ -189,7 +189,7 @@ class PrivateSlurm:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            timeout=timeout,
+            timeout=LIMIT,
             cwd=cwd,
             env={**self.environment, **extra},
         )
@@ -201,18 +201,19 @@ class PrivateSlurm:
         text = self.call("scontrol", "--oneliner", "show", "job", job).splitlines()[0]
         return dict(field.split("=", 1) for field in text.split() if "=" in field)
 
-    def wait(self, job: str, *states: str, timeout: float = 60, **wanted: str) -> dict[str, str]:
+    def wait(self, job: str, *states: str, **wanted: str) -> None:
         """Until the job is in one of these states, any final one by default, and its other fields are as wanted."""
-        deadline = time.monotonic() + timeout
-        while True:
+
+        def reached() -> bool:
             found = self.fields(job)
-            if found["JobState"] in (states or ENDED) and all(found.get(k) == v for k, v in wanted.items()):
-                return found
-            assert time.monotonic() < deadline, (
-                f"job {job}: expected {states or ENDED} {wanted} within {timeout:g} s, got {found['JobState']}, "
-                f"{found['Reason']}, {found['Restarts']} restarts; {self.log(job)}"
-            )
-            time.sleep(0.1)
+            return found["JobState"] in (states or ENDED) and all(found.get(k) == v for k, v in wanted.items())
+
+        def what() -> str:
+            found = self.fields(job)
+            here = f"{found['JobState']}, {found['Reason']}, {found['Restarts']} restarts; {self.log(job)}"
+            return f"job {job} to be {states or ENDED} {wanted}, got {here}"
+
+        wait_until(reached, what)
 
     def log(self, job: str) -> str:
         """What a job has printed."""
@@ -221,9 +222,9 @@ class PrivateSlurm:
 
     # -- what is left --------------------------------------------------------------------------
 
-    def leftovers(self, patience: float = 10) -> list[str]:
-        """Processes and shared memory of jobs that are still there after at most `patience` [s]."""
-        deadline = time.monotonic() + patience
+    def leftovers(self) -> list[str]:
+        """Processes and shared memory of jobs that are still there after at most the grace time."""
+        deadline = time.monotonic() + grace()
         while (found := self.job_processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return found + jobs.await_removal(self._segments)
@@ -265,10 +266,3 @@ def _free_ports(count: int) -> int:
             for s in sockets:
                 s.close()
     raise RuntimeError("expected free ports below 32000")
-
-
-def _wait_for(condition, what: str, timeout: float = 20) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"expected {what} within {timeout:g} s"
-        time.sleep(0.05)

@@ -7,6 +7,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
+from tests.harness.limits import LIMIT
+
 NAMES = ("srun", "mpirun", "scontrol", "squeue", "sbatch", "scancel", "module")
 #: A call is its words, each ended by NUL, and a line feed. The program ends as STUB_CODE says; `sbatch` keeps scripts.
 STUB = """\
@@ -67,7 +69,7 @@ class Stubs:
             text=True,
             env=self.environment(**extra),
             cwd=cwd or self.folder,
-            timeout=60,
+            timeout=LIMIT,
         )
 
     def calls(self, name: str | None = None) -> list[list[str]]:

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from halograd.errors import UserError
 from halograd.jobs import parse_directives, parse_environment, parse_sweep, quoting, render, resources, scripts, sweeps
+from tests.harness.limits import LIMIT, wait_until
 from tests.jobs.examples import PROFILING, job
 from tests.jobs.stubs import Stubs
 
@@ -138,13 +138,11 @@ def test_nodes_may_stage_in_one_folder(stubs, tmp_path):
 
     first = node(0, slow)
     with open(slow, "wb") as feed:
-        deadline = time.monotonic() + 30
-        while not any(stage.iterdir()) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: any(stage.iterdir()), "half a copy")
         assert [path.name for path in stage.iterdir()] == ["data.h5.0"]
-        assert node(1, data).wait(30) == 0 and (stage / "data.h5").read_bytes() == b"whole"
+        assert node(1, data).wait(LIMIT) == 0 and (stage / "data.h5").read_bytes() == b"whole"
         feed.write(b"whole")
-    assert first.wait(30) == 0
+    assert first.wait(LIMIT) == 0
     assert [path.read_bytes() for path in stage.iterdir()] == [b"whole"]
 
 

@@ -7,13 +7,13 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 
 import pytest
 
 from halograd.errors import UserError
 from halograd.jobs import KINDS, Resources, Software, parse_directives, parse_sweep, render
+from tests.harness.limits import LIMIT
 from tests.jobs.examples import job
 from tests.jobs.stubs import Stubs
 
@@ -199,11 +199,20 @@ def test_jobs_of_a_chain_do_not_requeue_themselves(stubs):
 
 PROGRAM = """\
 #!/bin/bash
-[ -z "$EARLY" ] || sleep 0.5
+[ -z "$EARLY" ] || { echo early; exec sleep 99999; }
 trap 'echo signaled; sleep 0.3; exit 75' USR1
 echo started
 while sleep 0.02; do :; done
 """
+
+
+def await_line(process: subprocess.Popen[str], wanted: str) -> None:
+    """Return when the script has printed this line."""
+    assert process.stdout is not None
+    line = ""
+    while line != f"{wanted}\n":
+        line = process.stdout.readline()
+        assert line, f"expected the line {wanted!r}"
 
 
 def start(kind: str, stubs: Stubs, edit: Callable[[str], str] = str, **extra: str) -> subprocess.Popen[str]:
@@ -223,15 +232,10 @@ def start(kind: str, stubs: Stubs, edit: Callable[[str], str] = str, **extra: st
 def test_signals_to_the_script_reach_the_program(kind, stubs):
     """And the script waits for how it ends, however many come."""
     process = start(kind, stubs)
-    assert process.stdout is not None
-    line = ""
-    while line != "started\n":
-        line = process.stdout.readline()
-        assert line, "expected the program to start"
+    await_line(process, "started")
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
         process.send_signal(number)
-        time.sleep(0.05)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 75 and out.splitlines()[0] == "signaled", out
 
 
@@ -239,7 +243,7 @@ def test_signals_to_the_script_reach_the_program(kind, stubs):
 def test_a_signal_before_the_script_knows_its_program(kind, stubs):
     """It is for the program all the same, which it may end before that waits for signals."""
     process = start(kind, stubs, edit=lambda script: script.replace("program=$!", "kill -USR1 $$\nprogram=$!"))
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode in (75, 128 + signal.SIGUSR1), out
 
 
@@ -252,7 +256,7 @@ def test_a_signal_in_the_first_line_of_a_script(kind, stubs):
         return script.replace('\nexit "$code"\n', '\necho "at its end: $code"\nexit "$code"\n')
 
     process = start(kind, stubs, edit)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=LIMIT)
     code = process.returncode
     # The second one is that of a program which gets the signal before it can wait for it.
     assert code in (75, 128 + signal.SIGUSR1) and f"at its end: {code}" in out, out
@@ -282,9 +286,9 @@ def test_a_signal_when_training_has_ended(stubs):
 def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):
     """The signal ends the program that does not wait for it yet."""
     process = start("train", stubs, EARLY="1")
-    time.sleep(0.3)
+    await_line(process, "early")
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 138 and "training ended with code 138; go on: yes" in out, out
     assert stubs.calls("scontrol") == [["scontrol", "requeue", "7"]]
 

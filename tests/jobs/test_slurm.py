@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -19,15 +18,14 @@ from mpi4py import MPI  # noqa: F401  (before `submit` asks for it not to be sta
 
 from halograd.cli.run import run as halograd
 from halograd.data import generate
+from tests.harness.limits import wait_until
 from tests.jobs.private_slurm import PrivateSlurm
 from tests.jobs.runs import losses, write_config
 from tests.launch import find_mpiexec
 
-PACE, ROOT = Path(__file__).parent / "pace", Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
+GATE = ROOT / "tests" / "support" / "gate"
 STEPS = 12
-LONG = 90.0  # [s]; most of it is for machines that do something else too
-
-pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass
@@ -37,11 +35,16 @@ class Site:
     folder: Path
     slurm: PrivateSlurm
 
-    def submit(self, run: str, *options: object, pace: float = 0.0, nodes: int = 2) -> str:
-        """Number of the (last) job of ``halograd submit``, on `nodes` x 2 ranks, into this directory."""
-        (self.folder / f"{run}.pace").write_text(str(pace))
+    def submit(self, run: str, *options: object, until: int | None = None, nodes: int = 2) -> str:
+        """Number of the (last) job of ``halograd submit``, on `nodes` x 2 ranks, into this directory.
+
+        It makes `until` steps, and no more before it is signaled or let go on.
+        """
+        self.gate(run).unlink(missing_ok=True)
+        if until is not None:
+            self.gate(run).write_text(str(until))
         command = ["submit", "mesh.toml", "--nodes", nodes, "--ranks-per-node", 2, "--set", f"output.directory={run}"]
-        environment = ["--env", f"PYTHONPATH={PACE}:{ROOT}", "--env", f"HALOGRAD_TEST_PACE={self.folder}/{run}.pace"]
+        environment = ["--env", f"PYTHONPATH={GATE}:{ROOT}", "--env", f"HALOGRAD_TEST_GATE={self.gate(run)}"]
         out, err = StringIO(), StringIO()
         here = mock.patch.dict(os.environ, {**self.slurm.environment, "PWD": str(self.folder)}, clear=True)
         with here, redirect_stdout(out), redirect_stderr(err):
@@ -59,18 +62,23 @@ class Site:
 
     def reach(self, run: str, job: str, step: int) -> None:
         """Wait until a run has made this many steps."""
-        deadline = time.monotonic() + LONG
-        while max(self.losses(run), default=0) < step:
-            assert time.monotonic() < deadline, f"expected step {step}, got {self.losses(run)}; {self.slurm.log(job)}"
-            time.sleep(0.05)
+        what = f"step {step}"
+        wait_until(
+            lambda: max(self.losses(run), default=0) >= step,
+            lambda: f"{what}, got {self.losses(run)}; {self.slurm.log(job)}",
+        )
 
-    def hurry(self, run: str) -> None:
-        """From here on steps take no longer than they need."""
-        (self.folder / f"{run}.pace").write_text("0")
+    def gate(self, run: str) -> Path:
+        """Where a job finds how many steps it may make."""
+        return self.folder / f"{run}.gate"
+
+    def let_go_on(self, run: str) -> None:
+        """From here on a job may make all its steps."""
+        self.gate(run).unlink()
 
     def complete(self, job: str, restarts: int) -> str:
         """Wait until a job is through, and give its log."""
-        self.slurm.wait(job, "COMPLETED", timeout=LONG, Restarts=str(restarts))
+        self.slurm.wait(job, "COMPLETED", Restarts=str(restarts))
         return self.slurm.log(job)
 
 
@@ -108,7 +116,7 @@ def undisturbed(site: Site) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def limited(site: Site) -> str:
     """A job that is signaled 30 to 60 s after it began, because Slurm looks at limits twice a minute."""
-    return site.submit("limited", "--time", 2, "--warning", 60, pace=8)
+    return site.submit("limited", "--time", 2, "--warning", 60, until=3)
 
 
 @pytest.fixture(scope="module")
@@ -186,15 +194,13 @@ def signal_ranks(site: Site, job: str) -> None:
 def kill_rank(site: Site, job: str) -> None:
     ranks = [pid for pid in site.slurm.processes(f"SLURM_JOB_ID={job}") if is_rank(pid, 3)]
     os.kill(ranks[0], signal.SIGKILL)
-    began = time.monotonic()
-    while [pid for rank in range(4) for pid in site.slurm.processes(f"SLURM_JOB_ID={job}") if is_rank(pid, rank)]:
-        assert time.monotonic() < began + 10, "expected all ranks to end within ten seconds of the first"
-        time.sleep(0.1)
+    pids = lambda: site.slurm.processes(f"SLURM_JOB_ID={job}")  # noqa: E731
+    wait_until(lambda: not [pid for rank in range(4) for pid in pids() if is_rank(pid, rank)], "all ranks to end")
 
 
 def fail_node(site: Site, job: str) -> None:
     site.slurm.fail_node("n2")
-    site.slurm.wait(job, "PENDING", timeout=LONG)
+    site.slurm.wait(job, "PENDING")
     site.slurm.start_node("n2")
 
 
@@ -203,7 +209,7 @@ def preempt(site: Site, job: str) -> None:
     urgent = site.slurm.call(
         "sbatch", "--parsable", "-purgent", "-N2", "--ntasks-per-node=8", "--wrap=srun true", cwd=site.folder
     )
-    site.slurm.wait(urgent.strip(), "COMPLETED", timeout=LONG)
+    site.slurm.wait(urgent.strip(), "COMPLETED")
 
 
 def is_rank(pid: int, rank: int) -> bool:
@@ -220,21 +226,18 @@ TOGETHER = {"script": signal_script, "ranks": signal_ranks, "killed": kill_rank}
 
 @pytest.fixture(scope="module")
 def together(site: Site) -> dict[str, str]:
-    """Jobs that are disturbed at their third step, at the same time: most of what they do is wait for Slurm."""
-    found = {run: site.submit(run, pace=1) for run in TOGETHER}
-    waiting, deadline = dict(TOGETHER), time.monotonic() + LONG
-    while waiting:
-        for run in [run for run in waiting if max(site.losses(run), default=0) >= 3]:
-            waiting.pop(run)(site, found[run])
-        assert time.monotonic() < deadline, f"expected the third step of {sorted(waiting)} within {LONG:g} s"
-        time.sleep(0.05)
+    """Jobs that are disturbed at their third step, one after the other: most of what they do is wait for Slurm."""
+    found = {run: site.submit(run, until=3) for run in TOGETHER}
+    for run, disturb in TOGETHER.items():
+        site.reach(run, found[run], 3)
+        disturb(site, found[run])
     return found
 
 
 def survive(site: Site, undisturbed: dict[int, float], run: str, job: str) -> str:
     """A disturbed job goes back into the queue once, and gets the losses of the undisturbed run; the log."""
-    site.slurm.wait(job, "PENDING", "RUNNING", "COMPLETED", timeout=LONG, Restarts="1")
-    site.hurry(run)
+    site.slurm.wait(job, "PENDING", "RUNNING", "COMPLETED", Restarts="1")
+    site.let_go_on(run)
     log = site.complete(job, 1)
     assert site.losses(run) == undisturbed, log
     assert log.count("starting from the beginning") == 1
@@ -255,12 +258,9 @@ def test_a_killed_rank_ends_the_job_which_goes_on_from_its_checkpoint(undisturbe
 
 def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(limited, undisturbed, site):
     """The only test in which Slurm itself sends the signal."""
-    deadline = time.monotonic() + LONG
-    while site.slurm.fields(limited)["Restarts"] == "0":
-        assert time.monotonic() < deadline, site.slurm.log(limited)
-        time.sleep(0.2)
-    site.hurry("limited")
-    site.slurm.wait(limited, "COMPLETED", timeout=LONG)
+    wait_until(lambda: site.slurm.fields(limited)["Restarts"] != "0", lambda: site.slurm.log(limited))
+    site.let_go_on("limited")
+    site.slurm.wait(limited, "COMPLETED")
     assert "training ended with code 75; go on: yes" in site.slurm.log(limited)
     assert site.losses("limited") == undisturbed
 
@@ -275,7 +275,7 @@ def test_a_signal_when_all_is_trained_does_not_bring_a_job_back(undisturbed, sit
 def test_slurm_itself_brings_a_job_back_into_the_queue(disturb, undisturbed, site):
     """Preemption by a higher partition; a node that fails."""
     run = disturb.__name__
-    job = site.submit(run, pace=0.5)
+    job = site.submit(run, until=3)
     site.reach(run, job, 3)
     disturb(site, job)
     survive(site, undisturbed, run, job)
@@ -283,10 +283,10 @@ def test_slurm_itself_brings_a_job_back_into_the_queue(disturb, undisturbed, sit
 
 def test_a_cancelled_job_stays_so_and_goes_on_elsewhere(undisturbed, site):
     """Ranks write a checkpoint when they are told to end. Then: one node, samples cut instead of rows."""
-    job = site.submit("elsewhere", pace=0.5)
+    job = site.submit("elsewhere", until=3)
     site.reach("elsewhere", job, 3)
     site.slurm.call("scancel", job)
-    site.slurm.wait(job, "CANCELLED", timeout=LONG, Restarts="0")
+    site.slurm.wait(job, "CANCELLED", Restarts="0")
     stopped = len(site.losses("elsewhere"))
     assert 3 <= stopped < STEPS
     cut = ["--set", "strategy.sample=2", "--set", "strategy.height=1"]
@@ -298,12 +298,12 @@ def test_a_cancelled_job_stays_so_and_goes_on_elsewhere(undisturbed, site):
 
 
 def test_a_chain_goes_on_until_a_job_is_through(undisturbed, site):
-    last = site.submit("chain", "--chain", 3, pace=0.5)
+    last = site.submit("chain", "--chain", 3, until=3)
     first, second = (str(int(last) - k) for k in (2, 1))
     site.reach("chain", first, 3)
     signal_script(site, first)
-    site.slurm.wait(first, "FAILED", timeout=LONG, Restarts="0")
-    site.hurry("chain")
+    site.slurm.wait(first, "FAILED", Restarts="0")
+    site.let_go_on("chain")
     site.complete(second, 0)
-    site.slurm.wait(last, "CANCELLED", timeout=LONG)
+    site.slurm.wait(last, "CANCELLED")
     assert site.losses("chain") == undisturbed

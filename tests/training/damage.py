@@ -36,12 +36,13 @@ from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint, re
 from halograd.training.folder import CheckpointFolder
 from halograd.training.optimizers import Adam
 from halograd.training.store import ParameterStore
+from tests.harness.limits import scaled
 from tests.training.conftest import Host, small_network
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECTOR = 512
 GOOD = {"detected", "without effect"}
-LIMIT = 120.0  # for one case, against a hang [s]
+LIMIT = scaled(120.0)  # for one case, against a hang [s]
 
 
 def make(seed: int) -> tuple[ParameterStore, Adam]:

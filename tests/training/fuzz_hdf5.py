@@ -23,11 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.harness.limits import scaled
 from tests.launch import find_mpiexec
 from tests.training import hdf5_storage_mutations  # noqa: F401  (adds to MUTATIONS)
 from tests.training.hdf5_mutations import MUTATIONS, write
 
-LIMIT = 60.0  # [s]: whatever takes longer hangs
+LIMIT = scaled(60.0)  # [s]: whatever takes longer hangs
 CONFIG = """
 [model]
 name = "mesh"

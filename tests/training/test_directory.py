@@ -19,6 +19,7 @@ from halograd.training import directory
 from halograd.training.checkpoint import Progress, Snapshot
 from halograd.training.directory import Owner, RunLock
 from halograd.training.folder import CheckpointFolder
+from tests.harness.limits import wait_until
 
 LONG = 3600.0  # [s]; no test waits for so long
 
@@ -230,13 +231,14 @@ def test_an_owner_touches_its_lock(tmp_path, monkeypatch):
     with RunLock(tmp_path) as lock:
         lock.acquire()
         os.utime(path, (0, 0))
-        deadline = time.monotonic() + 60
-        while path.stat().st_mtime == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert path.stat().st_mtime > 0
+        wait_until(lambda: path.stat().st_mtime > 0, "the lock to be touched")
+        looks, is_mine = [], lock._is_mine
+        monkeypatch.setattr(lock, "_is_mine", lambda: (looks.append(is_mine()), looks[-1])[1])
         hold(tmp_path, ELSEWHERE)  # taken over: not touched any more, nor removed at the end
+        wait_until(lambda: looks[-2:] == [False] * 2, "what was under way to be over")
         os.utime(path, (0, 0))
-        time.sleep(0.2)
+        before = len(looks)
+        wait_until(lambda: len(looks) >= before + 2, "two more looks")
         assert path.stat().st_mtime == 0
     assert path.exists()
 

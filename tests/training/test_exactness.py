@@ -103,7 +103,6 @@ def test_onednn_gives_the_losses_of_one_process(name):
 
 
 @pytest.mark.ranks(6)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", ["mesh", "resnet", "unet"])
 def test_losses_on_every_grid_of_six_ranks(name, dtype):

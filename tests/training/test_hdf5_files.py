@@ -14,6 +14,7 @@ from halograd.data.errors import DataError
 from halograd.errors import UserError
 from halograd.kernels import KernelError, get_backend
 from halograd.training.run import train
+from tests.harness.limits import scaled
 from tests.training import hdf5_storage_mutations  # noqa: F401  (adds to MUTATIONS)
 from tests.training.fuzz_hdf5 import prepare
 from tests.training.hdf5_mutations import MUTATIONS
@@ -23,7 +24,7 @@ from tests.training.runs import SAMPLES, write_config
 def fuzz(*arguments: str) -> str:
     """What the program says last; it has to find nothing wrong."""
     command = [sys.executable, "-m", "tests.training.fuzz_hdf5", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(850))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -17,6 +17,7 @@ from halograd.training.stall import Place
 from halograd.training.tree import FANOUT, Tree
 from halograd.training.watch import ANSWERS, INTERVAL, TURN, Watch
 from halograd.training.watchdog import Watchdog, unwatched
+from tests.harness.limits import LIMIT
 
 #: Byte strings that are sent to a listener; HALOGRAD_FUZZ=100000 for more of them.
 STRINGS = int(os.environ.get("HALOGRAD_FUZZ", "2000"))
@@ -358,6 +359,7 @@ def above(tree, rank):
 def test_ranks_of_a_job(comm, hosts, monkeypatch):
     with Communicator(comm) as ranks:
         tree = Tree(["n"] * ranks.size if hosts == "one" else [f"n{rank}" for rank in range(ranks.size)])
+        monkeypatch.setattr(module, "PATIENCE", LIMIT)
         if hosts == "many":  # which all have one address
             monkeypatch.setattr(module, "_own_addresses", lambda: ("127.0.0.1",))
         lines, joined = join(ranks, tree)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.launch import mpiexec
+from tests.launch import PATIENT, mpiexec
 from tests.training.launching import losses, sets
 from tests.training.runs import write_config
 
@@ -10,7 +10,6 @@ STEPS = 18  # six per epoch
 CONSTANT = "schedule={kind = 'step', learning_rate = 0.01, milestones = [1], factor = 0.5}"
 
 
-@pytest.mark.timeout(240)
 def test_resumed_with_another_scheme_on_another_number_of_ranks(tmp_path):
     config = write_config(tmp_path)
 
@@ -37,11 +36,11 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path):
         "optimizer={kind = 'lars'}": 'optimizer.kind: expected sgd, adam or adamw with reduction.name = "sharded"',
         "reduction.payload=bfloat16": "reduction.payload: expected",
     }.items():
-        done = mpiexec(2, ["-m", "halograd", "train", config, *sets("reduction.name=sharded", wrong)])
+        done = mpiexec(2, [*PATIENT, "train", config, *sets("reduction.name=sharded", wrong)])
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert told in line
     settings = sets("reduction.name=hierarchical", "backend.transport=mpi")
-    done = mpiexec(2, ["-m", "halograd", "train", config, *settings])
+    done = mpiexec(2, [*PATIENT, "train", config, *settings])
     assert done.returncode == 2
     assert 'by which ranks share memory with "hierarchical", got "mpi"; choose backend.transport' in done.stderr

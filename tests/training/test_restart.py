@@ -98,7 +98,7 @@ def fail(self):
     return step(self)
 
 Trainer.step = fail
-main(["train", sys.argv[1], "--set", "strategy.height=3"])
+main(sys.argv[1:])
 """
 
 
@@ -107,7 +107,7 @@ def test_one_rank_fails(tmp_path):
     config = write_config(tmp_path)
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
-    with started(3, script, config, gate=Gate(tmp_path)) as (process, _):
+    with started(3, script, "train", config, *sets("strategy.height=3"), gate=Gate(tmp_path)) as (process, _):
         _, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode != 0
     assert "[rank 1 of 3] RuntimeError: a bug on one rank" in stderr

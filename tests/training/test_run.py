@@ -55,7 +55,6 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(300)
 def test_the_same_curve_on_every_grid(comm, config):
     folder = config.parent
     if comm.rank == 0:
@@ -70,7 +69,6 @@ def test_the_same_curve_on_every_grid(comm, config):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(300)
 def test_resume_on_another_grid(comm, config):
     """Stopped after 5 of 9 steps on one rank, continued on all of them."""
     folder = config.parent
@@ -92,7 +90,6 @@ def test_resume_on_another_grid(comm, config):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(300)
 def test_evaluate(comm, config):
     """The last validation of training, on any grid; the predictions agree with the metrics."""
     folder = config.parent
@@ -113,7 +110,6 @@ def test_evaluate(comm, config):
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(300)
 def test_timeline(comm, config):
     train(config, ["output.timeline=true", f"strategy.height={comm.size}", "training.epochs=1"], comm=comm)
     events = json.loads((config.parent / "out" / "timeline.json").read_text())["traceEvents"]

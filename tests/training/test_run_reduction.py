@@ -11,20 +11,23 @@ from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.reduction_choice import candidate_schemes
+from halograd.training import trainer
 from halograd.training.build import make_network
 from halograd.training.checkpoint import read_header
 from halograd.training.config import load_config
 from halograd.training.log import read_log
 from halograd.training.reduction.report import pinned
 from halograd.training.run import train
+from tests.support.clock import DrivenClock
 from tests.training.runs import write_config
 
 AUTO = ["reduction={name='auto', interval=2, step=1, range=1}", "training.epochs=4"]
 
 
 @pytest.fixture
-def config(comm, tmp_path):
-    """The same configuration for all ranks, in the folder of rank 0."""
+def config(comm, tmp_path, monkeypatch):
+    """The same configuration for all ranks, in the folder of rank 0; by the clock all steps take the same time."""
+    DrivenClock().drive(monkeypatch, trainer)
     folder = Path(comm.bcast(str(tmp_path)))
     if comm.rank == 0:
         write_config(folder)
@@ -42,7 +45,6 @@ def trials(folder):
 
 
 @pytest.mark.ranks(1, 3)
-@pytest.mark.timeout(300)
 def test_a_run_tries_chooses_and_goes_on(comm, config):
     folder = config.parent
     if comm.rank == 0:
@@ -63,7 +65,6 @@ def test_a_run_tries_chooses_and_goes_on(comm, config):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.timeout(300)
 def test_a_resumed_run_does_not_try_again(comm, config):
     """Stopped after two epochs, in the midst of the trials; the rest of the log is that of one run."""
     folder = config.parent
@@ -77,7 +78,6 @@ def test_a_resumed_run_does_not_try_again(comm, config):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.timeout(300)
 def test_schemes_are_tried_in_the_order_of_who_ranks_them(comm, config):
     ranked = [Scheme("per_layer"), Scheme("blocking")]
     asked = []

@@ -138,7 +138,7 @@ def hang(self, name, category, call):
     run(self, name, category, call)
 
 Executor._run = hang
-main(["train", *sys.argv[1:]])
+main(sys.argv[1:])
 """
 
 
@@ -148,7 +148,7 @@ def test_stalled_layer(whole):
     script.write_text(HANGS)
     settings = sets(*COMMON, f"output.directory={out}", "strategy.height=3", "run.stall_minutes=0.03")
     gate = Gate(whole)
-    with started(3, script, whole / "run.toml", *settings, gate=gate) as (process, _):
+    with started(3, script, "train", whole / "run.toml", *settings, gate=gate) as (process, _):
         gate.await_waiting(0, 2, updates=2)
         gate.let_hang()
         _, stderr = process.communicate(timeout=LIMIT)

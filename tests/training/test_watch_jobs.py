@@ -65,7 +65,7 @@ def lock(self, name, category, call):
     run(self, name, category, call)
 
 Executor._run = lock
-main(["train", *sys.argv[1:]])
+main(sys.argv[1:])
 """
 
 
@@ -75,7 +75,7 @@ def test_the_interpreter_of_rank_0_is_locked(folder, size):
     out, script = folder / f"locked{size}", folder / "locks.py"
     script.write_text(LOCKS)
     settings, gate = sets(f"output.directory={out}", f"strategy.height={size}", STALL), Gate(folder)
-    with started(size, script, folder / "run.toml", *settings, gate=gate) as (process, _):
+    with started(size, script, "train", folder / "run.toml", *settings, gate=gate) as (process, _):
         gate.await_waiting(1, updates=2)
         gate.let_hang()
         _, stderr = process.communicate(timeout=LIMIT)

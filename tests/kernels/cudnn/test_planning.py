@@ -41,7 +41,6 @@ def driver_double(folder: Path) -> None:
     )
 
 
-@pytest.mark.timeout(300)
 def test_cudnn_has_a_plan_for_every_geometry(tmp_path):
     for module in ("cudnn", "nvidia.cudnn"):
         if importlib.util.find_spec(module.split(".")[0]) is None or importlib.util.find_spec(module) is None:
