@@ -165,8 +165,8 @@ def clock_readings(path: Path, text: str | None = None) -> list[str]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             limits = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
             limits += node.args[:1] if node.func.attr in ("wait", "join") else []
-            numbers = [limit for limit in limits if isinstance(limit, ast.Constant) and type(limit.value) in (int, float)]
-            found += [f"{name(path)}:{node.lineno} a limit of {number.value} s" for number in numbers]
+            numbers = [limit.value for limit in limits if isinstance(limit, ast.Constant)]
+            found += [f"{name(path)}:{node.lineno} a limit of {n} s" for n in numbers if type(n) in (int, float)]
     return found
 
 
