@@ -25,7 +25,7 @@ BELOW: dict[str, set[str]] = {
     "training": {"device", "comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel"},
     "jobs": {"perfmodel", "models"},
 }
-FOR_ALL = {"errors", "files", "__version__"}  # names of `halograd/` that stand below everything
+FOR_ALL = {"documents", "errors", "files", "schema", "__version__"}  # names of `halograd/` that stand below everything
 
 # Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
 MAY_IMPORT = {

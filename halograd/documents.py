@@ -1,0 +1,240 @@
+"""TOML and JSON files that people write and edit, read as plain data: bounded, complete, without surprises.
+
+The one way in for configurations, strategies, plans, machines, records of profiles and values of the command line.
+What a parser would let through and no reader of ours expects (a key twice, NaN, numbers of a thousand digits, tables
+in tables without end, dates, lone surrogates) is refused here. :mod:`halograd.schema` then makes objects of the data.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from halograd.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "dotted",
+    "is_one_line",
+    "parse_json",
+    "parse_option",
+    "parse_toml",
+    "read_json",
+    "read_toml",
+    "shown",
+    "shown_path",
+]
+
+#: The largest file that is read, by kind [B]: the plan of a network of 500 layers has 1 MB, a machine 4 kB.
+LARGEST = {"TOML": 256 << 10, "JSON": 16 << 20}
+#: The longest line of TOML: the parser takes the square of a dotted key's length, and of a number's.
+LONGEST = 4096
+#: Tables and lists within one another.
+DEEPEST = 32
+#: Whole numbers have at most this many bits, with the sign.
+BITS = 64
+
+
+def read_toml(path: str | Path, what: str) -> dict[str, Any]:
+    """The tables of a TOML file. Local.
+
+    Parameters
+    ----------
+    what
+        The file's purpose, such as "configuration", for the message.
+
+    Raises
+    ------
+    UserError
+        In one line: it cannot be read, is too large, is not UTF-8 or not TOML, or holds what `parse_toml` refuses.
+    """
+    return parse_toml(_read(path, what, "TOML"), f"{what} {shown_path(path)}")
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """The data of a JSON file. Local; parameters and errors are those of :func:`read_toml`."""
+    return parse_json(_read(path, what, "JSON"), f"{what} {shown_path(path)}")
+
+
+def parse_toml(text: str, source: str) -> dict[str, Any]:
+    """Tables of a TOML text.
+
+    Raises
+    ------
+    UserError
+        `source` and one line: no TOML, or lines, numbers or nesting beyond all measure, infinity, NaN or dates.
+    """
+    _check_size(len(text), source, "TOML")
+    longest = max(map(len, text.splitlines()), default=0)
+    if longest > LONGEST:
+        raise UserError(f"{source}: expected lines of at most {LONGEST} characters, got one of {longest}")
+    return _parsed(tomllib.loads, text, source, "TOML")
+
+
+def parse_json(text: str, source: str) -> Any:
+    """Data of a JSON text; errors as of :func:`parse_toml`, and keys that come twice."""
+    _check_size(len(text), source, "JSON")
+    return _parsed(_loads_json, text, source, "JSON")
+
+
+def parse_option(option: str, key: str, text: str) -> Any:
+    """The value of ``KEY=VALUE`` on the command line: TOML; a bare word or path is a text.
+
+    A shell takes the quotes of a text away, so what does not begin like a quoted text, a list or a table may be one.
+
+    >>> parse_option("--set", "model.widths", "[8, 16]"), parse_option("--set", "data.path", "a/b.h5")
+    ([8, 16], 'a/b.h5')
+
+    Raises
+    ------
+    UserError
+        ``OPTION KEY: ...`` in one line.
+    """
+    source = f"{option} {shown_path(key)}"
+    try:
+        found = tomllib.loads(f"value = {text}") if len(text) < LONGEST else {}
+    except (ValueError, RecursionError) as error:
+        bare = isinstance(error, tomllib.TOMLDecodeError) and text and text[0] not in "\"'[{" and "\n" not in text
+        found = {"value": text} if bare else {}
+    if set(found) != {"value"}:
+        several = "one TOML value" if len(found) > 1 else "a TOML value"
+        raise UserError(f"{source}: expected {several}, got {shown(text)}")
+    _check_plain(found["value"], source)
+    return found["value"]
+
+
+def dotted(path: Iterable[str | int], before: str = "") -> str:
+    """A place in a document: ``layers.conv1.height``, ``milestones[2]``; keys of other signs are in quotes."""
+    text = before
+    for step in path:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            plain = len(step) <= 60 and re.fullmatch(r"[\w+>,=:/ -]+", step)
+            text += ("." if text else "") + (step if plain else shown(step))
+    return text
+
+
+def shown(value: object) -> str:
+    """A value in a message: one line, as short as one.
+
+    >>> shown(True), shown("a\\nb")
+    ('true', "'a\\\\nb'")
+    """
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def shown_path(path: str | Path) -> str:
+    """A path as it is where a line can hold it, else with escapes."""
+    text = str(path)
+    return text if text and text.isprintable() else repr(text)
+
+
+def is_one_line(text: str) -> bool:
+    """Whether a text has neither control characters nor line separators nor lone surrogates."""
+    return not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text)
+
+
+def _read(path: str | Path, what: str, kind: str) -> str:
+    """The text of a file that is not too large; a few bytes more are read to know it."""
+    source = f"{what} {shown_path(path)}"
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(LARGEST[kind] + 1)
+        _check_size(len(data), source, kind)
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        reason = f"got an error ({error.strerror})"
+    except UnicodeDecodeError as error:
+        reason = f"got one that is not UTF-8 text (byte {error.start})"
+    except UserError:
+        raise
+    except ValueError:
+        reason = "got a path with a NUL character"
+    raise UserError(f"{source}: expected a {kind} file to read, {reason}; check the path") from None
+
+
+def _check_size(size: int, source: str, kind: str) -> None:
+    if size > LARGEST[kind]:
+        raise UserError(f"{source}: expected at most {LARGEST[kind] >> 10} KiB of {kind}, got more; check the path")
+
+
+def _parsed(loads: Any, text: str, source: str, kind: str) -> Any:
+    try:
+        data = loads(text)
+    except RecursionError:
+        reason = f"tables or lists within one another more than {DEEPEST} deep"
+    except ValueError as error:
+        reason = f"an error: {' '.join(str(error).split())[:200]}"
+    else:
+        _check_plain(data, source)
+        return data
+    raise UserError(f"{source}: expected valid {kind}, got {reason}")
+
+
+def _loads_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_without_twins, parse_constant=_refuse_constant, parse_int=_whole)
+
+
+def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twin = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"expected every key once, got {shown(twin)} twice")
+    return found
+
+
+def _whole(text: str) -> int:
+    if len(text) > BITS:  # millions of digits would take hours
+        raise ValueError(f"expected whole numbers of at most {BITS} bits, got one of {len(text)} digits")
+    return int(text)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"expected finite numbers, got {name}")
+
+
+def _check_plain(data: Any, source: str) -> None:
+    """Refuse what may be well-formed and yet in no document of ours. Without recursion: `data` may be deep."""
+    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), data)]
+    _check_value(source, (), data)
+    while waiting:
+        path, table = waiting.pop()
+        if len(path) >= DEEPEST:
+            raise UserError(
+                f"{source}: expected tables and lists at most {DEEPEST} deep, got more in {dotted(path[:1])}"
+            )
+        entries: Any = table.items() if isinstance(table, dict) else enumerate(table if isinstance(table, list) else ())
+        for step, value in entries:
+            _check_value(source, (*path, step), value)
+            if isinstance(value, dict | list):
+                waiting.append(((*path, step), value))
+
+
+def _check_value(source: str, path: Sequence[str | int], value: Any) -> None:
+    fault = _fault(value) or (_fault(path[-1]) if path else "")
+    if fault:
+        raise UserError(": ".join(filter(None, (source, dotted(path), f"expected {fault}"))))
+
+
+def _fault(value: Any) -> str:
+    """What was expected in place of one value that no document has, and what came; empty if there is nothing."""
+    if isinstance(value, float):
+        return "" if abs(value) < float("inf") else f"a finite number, got {value}"
+    if isinstance(value, int):
+        return "" if value.bit_length() < BITS else f"a whole number of at most {BITS} bits, got one of more"
+    if isinstance(value, str):
+        return "text of Unicode characters, got half a surrogate pair" if re.search("[\ud800-\udfff]", value) else ""
+    plain = value is None or isinstance(value, dict | list)
+    return "" if plain else f"a text, a number, true or false, a list or a table, got the date or time {value}"

@@ -1,0 +1,309 @@
+"""Objects made of plain data, checked by the annotations of their class; what is wrong is said in one line.
+
+A class is a :class:`Table` (pydantic), or a dataclass with ``__pydantic_config__ = STRICT``. Nothing is converted
+silently: a text is no number, true is no 1, an unknown key is no default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import create_model as make_table
+from pydantic_core import core_schema
+
+from halograd.documents import dotted, is_one_line, shown
+from halograd.errors import UserError
+
+__all__ = [
+    "LARGEST",
+    "MOST",
+    "STRICT",
+    "As",
+    "Below1",
+    "Bytes",
+    "Count",
+    "FilePath",
+    "NotNegative",
+    "Positive",
+    "Size",
+    "Table",
+    "Text",
+    "Threads",
+    "Whole",
+    "build",
+    "check_fields",
+    "table_of",
+]
+
+Made = TypeVar("Made")
+
+#: Of every class that a file is read into.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+#: Where 32 bits end: no count of ours is larger, and MPI's are not either.
+MOST = 2**31 - 1
+#: Times, rates and factors beyond are mistakes; products of a few still are finite numbers.
+LARGEST = 1e30
+#: Of files [B]: file systems have no longer names, and a run adds names of its own to its directory.
+LONGEST_PATH, LONGEST_NAME = 2048, 255
+
+
+def _one_line(text: str) -> str:
+    if not text.strip() or not is_one_line(text) or len(text) > LONGEST_NAME:
+        raise ValueError(f"expected a text of one line of at most {LONGEST_NAME} characters, got {shown(text)}")
+    return text
+
+
+def _path(text: str) -> str:
+    if not text.strip() or not is_one_line(text):
+        raise ValueError(f"expected a path that is not empty and has no control characters, got {shown(text)}")
+    if len(text.encode()) > LONGEST_PATH or any(len(name.encode()) > LONGEST_NAME for name in text.split("/")):
+        raise ValueError(
+            f"expected a path of at most {LONGEST_PATH} bytes and {LONGEST_NAME} per name, got {shown(text)}"
+        )
+    return text
+
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Whole = Annotated[int, Field(ge=0, le=MOST)]
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+Size = Annotated[int, Field(ge=1, lt=2**63)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+#: OpenMP's runtime ends the process, without a word, when the system cannot start as many.
+Threads = Annotated[int, Field(ge=1, le=4096)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, AfterValidator(_one_line)]
+FilePath = Annotated[str, AfterValidator(_path)]
+
+
+class Table(BaseModel):
+    """A table of a file: its keys are the attributes, and no others."""
+
+    model_config = ConfigDict(**STRICT, frozen=True)
+
+
+class As:
+    """``Annotated[Mapping[...], As(table)]``: a mapping with the keys and values that `table` allows.
+
+    The object has those that were given, without defaults.
+    """
+
+    def __init__(self, table: type[Table]) -> None:
+        self.table = table
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(_given, handler.generate_schema(self.table))
+
+
+def _given(table: BaseModel) -> dict[str, Any]:
+    return {key: getattr(table, key) for key in type(table).model_fields if key in table.model_fields_set}
+
+
+def build(kind: type[Made], data: object, source: str = "", at: str = "") -> Made:
+    """The object of a class that plain data describe. Local.
+
+    Parameters
+    ----------
+    kind
+        A :class:`Table`, or a dataclass with `STRICT`.
+    data
+        What a file or the command line gave. Objects of NumPy and mappings count as what they hold.
+    source
+        File, for the message.
+    at
+        Place of the data in it.
+
+    Raises
+    ------
+    UserError
+        ``source: at.key: expected ..., got ...`` in one line.
+    """
+    try:
+        # As JSON, because there a list may become a tuple and a table an object, and a text still is no number.
+        return _adapter(kind).validate_json(json.dumps(data, default=_plain))
+    except ValidationError as error:
+        raise UserError(": ".join(filter(None, (source, _describe(error, kind, at))))) from None
+
+
+def check_fields(record: Any, at: str, source: str = "") -> None:
+    """Refuse a dataclass, made in Python, with fields that its annotations do not allow. Local.
+
+    Raises
+    ------
+    UserError
+        See :func:`build`.
+    """
+    made: Any = type(record)
+    build(table_of(made), {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}, source, at)
+
+
+@lru_cache
+def table_of(*callables: Callable[..., Any]) -> type[Table]:
+    """The table of what functions, or the constructor of a dataclass, take by name; every key may be left out.
+
+    Of a parameter of several functions the first counts, as for ``unet2d(resolution, **options)`` and ``unet``.
+    """
+    fields: dict[str, Any] = {}
+    for call in callables:
+        hints = typing.get_type_hints(call, include_extras=True)
+        for name, parameter in inspect.signature(call).parameters.items():
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                fields.setdefault(name, (hints[name], None))
+    return make_table(callables[0].__name__, __base__=Table, **fields)
+
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for; what is no data at all becomes a text, which is refused where a number is expected."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
+# -- messages -----------------------------------------------------------------------------------
+
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a text in quotes",
+    "string_too_short": "a text that is not empty",
+    "bool_type": "true or false",
+    "none_required": "nothing",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "dataclass_type": "a table",
+    "model_attributes_type": "a table",
+    "too_short": "{min_length} or more entries",
+    "too_long": "{max_length} or fewer entries",
+    "greater_than_equal": "{a_number} >= {ge}",
+    "greater_than": "{a_number} > {gt}",
+    "less_than_equal": "{a_number} <= {le}",
+    "less_than": "{a_number} < {lt}",
+    "literal_error": "one of {expected}",
+    "union_tag_invalid": "one of {expected_tags}",
+}
+
+
+def _describe(error: ValidationError, kind: Any, at: str) -> str:
+    """One fault; an unknown key first, as it is often why another is missing."""
+    places = [(fault, *_follow(kind, fault["loc"])) for fault in error.errors(include_url=False)]
+    fault, tables, steps = next((p for p in places if p[0]["type"] in _UNKNOWN), places[0])
+    # Of the alternatives for one value, that which came furthest.
+    fault, tables, steps = max((p for p in places if p[2][: len(steps)] == steps), key=lambda p: len(p[2]))
+    path, name, got, context = dotted(steps, at), fault["type"], fault["input"], fault.get("ctx", {})
+    if name in _UNKNOWN:
+        return f"{path}: unknown key; {_known(steps[-1], tables)}"
+    if name == "missing":
+        what = "table" if any(map(_is_table, tables)) else "key"
+        return f"{path}: expected a value, got nothing; this {what} is required"
+    if name == "union_tag_not_found":
+        return f"{path}.kind: expected a value, got nothing; this key is required"
+    if name == "union_tag_invalid":
+        path, got = f"{path}.kind", context["tag"]
+    if "error" in context:
+        return _of_validator(context["error"], path)
+    expected = " or ".join(dict.fromkeys(_expected(other) for other, _, place in places if place == steps))
+    return f"{path}: expected {expected}, got {shown(got)}" if path else f"expected {expected}, got {shown(got)}"
+
+
+def _of_validator(error: Exception, path: str) -> str:
+    """What a validator of ours said: of the value, of a key in it, or a whole message."""
+    text = str(error)
+    if isinstance(error, UserError) or not path:
+        return text
+    return f"{path}: {text}" if text.startswith("expected") else f"{path}.{text}"
+
+
+def _expected(fault: Mapping[str, Any]) -> str:
+    given = fault.get("ctx", {})
+    whole = any(isinstance(bound, int) for bound in given.values())
+    context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in given.items()}
+    context["a_number"] = "a whole number" if whole else "a number"
+    return _EXPECTED[fault["type"]].format(**context) if fault["type"] in _EXPECTED else fault["msg"]
+
+
+def _known(key: str | int, tables: Iterable[Any]) -> str:
+    """The keys there are, and that which is meant."""
+    keys = list(dict.fromkeys(name for table in tables for name in _fields(table)))
+    near = difflib.get_close_matches(str(key), keys, n=1)
+    return f"expected one of {', '.join(keys)}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int | str]]:
+    """The types that may be at a place, or of the table of an unknown key; the place without names of alternatives."""
+    found, steps = _alternatives(kind), list[int | str]()
+    for i, step in enumerate(where):
+        tagged = [t for t in found if len(found) > 1 and _is_table(t) and step in _tags(t)]
+        inner = [a for t in found for a in _inside(t, step)]
+        if tagged:
+            found = tagged
+        elif inner:
+            found, steps = inner, [*steps, step]
+        elif i + 1 == len(where) and any(map(_is_table, found)):
+            steps.append(step)
+    return found, steps
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The types that an annotation allows."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        given = next((part.table for part in parts[1:] if isinstance(part, As)), None)
+        return [given] if given else _alternatives(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return [found for part in parts for found in _alternatives(part)]
+    return [annotation]
+
+
+def _inside(kind: Any, step: int | str) -> list[Any]:
+    """The types of an entry, none where there is no such key."""
+    if _is_table(kind):
+        fields = _fields(kind)
+        return _alternatives(fields[step]) if step in fields else []
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if not isinstance(origin, type) or not parts or step == "[key]":
+        return []
+    if issubclass(origin, Mapping):
+        return _alternatives(parts[1])
+    if not isinstance(step, int):
+        return []
+    return _alternatives(parts[0] if len(parts) < 2 or parts[1] is ... else parts[min(step, len(parts) - 1)])
+
+
+def _is_table(kind: Any) -> bool:
+    return isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind))
+
+
+def _fields(kind: Any) -> dict[Any, Any]:
+    """Annotations by key."""
+    if not _is_table(kind):
+        return {}
+    if issubclass(kind, BaseModel):
+        given = {name: [m.table for m in f.metadata if isinstance(m, As)] for name, f in kind.model_fields.items()}
+        return {name: given[name][0] if given[name] else f.annotation for name, f in kind.model_fields.items()}
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def _tags(kind: Any) -> Sequence[str]:
+    return typing.get_args(_fields(kind).get("kind"))
