@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from halograd.errors import UserError
+from halograd.schema import STRICT, Count, Whole, build, check_fields
 
-__all__ = ["NAMES", "PAYLOADS", "Scheme"]
+__all__ = ["NAMES", "Name", "Payload", "Scheme"]
 
 #: Schemes: when which gradients are summed over which ranks.
-NAMES = (
-    "blocking",
-    "per_layer",
-    "bucketed",
-    "two_chunks",
-    "host_accumulate",
-    "hierarchical",
-    "sharded",
-    "auto",
-)
+Name = Literal["blocking", "per_layer", "bucketed", "two_chunks", "host_accumulate", "hierarchical", "sharded", "auto"]
 #: What gradients travel as.
-PAYLOADS = ("float32", "bfloat16")
+Payload = Literal["float32", "bfloat16"]
+
+NAMES: tuple[Name, ...] = get_args(Name)
 
 _CHUNKED = ("blocking", "per_layer", "bucketed", "two_chunks")
 
@@ -73,22 +67,18 @@ class Scheme:
         Unknown names, counts that cannot be meant, settings that the scheme does not have.
     """
 
-    name: str = "bucketed"
-    first_layers: int = 0
-    chunk: int = 1
-    replicated_dense: int = 0
-    payload: str = "float32"
+    __pydantic_config__ = STRICT
+
+    name: Name = "bucketed"
+    first_layers: Whole = 0
+    chunk: Count = 1
+    replicated_dense: Whole = 0
+    payload: Payload = "float32"
     error_feedback: bool = True
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("name", self.name, NAMES)
-        _check_choice("payload", self.payload, PAYLOADS)
-        for key, least in (("first_layers", 0), ("chunk", 1), ("replicated_dense", 0)):
-            _check_count(key, getattr(self, key), least)
-        for key in ("error_feedback", "deterministic"):
-            if not isinstance(getattr(self, key), bool):
-                raise UserError(f"reduction.{key}: expected true or false, got {getattr(self, key)!r}")
+        check_fields(self, "reduction")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -132,13 +122,7 @@ class Scheme:
         """
         if isinstance(data, Scheme):
             return data
-        known = [f.name for f in fields(cls)]
-        if not isinstance(data, Mapping):
-            raise UserError(f"reduction: expected a table with {', '.join(known)}, got {data!r}")
-        unknown = sorted(set(data) - set(known))
-        if unknown:
-            raise UserError(f"reduction: unknown key {unknown[0]!r}; known are {', '.join(known)}")
-        return cls(**data)
+        return build(cls, data, at="reduction")
 
     def __str__(self) -> str:
         """In words, for headlines and logs: ``two_chunks(9) + replicated_dense(2), bfloat16``."""
@@ -149,13 +133,3 @@ class Scheme:
         if self.payload != "float32":
             text += f", {self.payload}" + ("" if self.error_feedback else " without error feedback")
         return text + (", deterministic" if self.deterministic else "")
-
-
-def _check_choice(key: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError(f"reduction.{key}: expected one of {', '.join(known)}, got {value!r}")
-
-
-def _check_count(key: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"reduction.{key}: expected a whole number >= {least}, got {value!r}")

@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from halograd.documents import read_json, shown_path
 from halograd.dtensor import Layout, axis_names
 from halograd.errors import UserError
 from halograd.files import write_whole
@@ -19,11 +20,33 @@ from halograd.layers.layer import Node
 from halograd.layers.loss import Loss
 from halograd.layers.network import Network
 from halograd.layers.reduction_scheme import Scheme
+from halograd.schema import STRICT, As, Count, Size, Table, build, check_fields
 
 __all__ = ["AXES", "Strategy", "layout_of"]
 
 _log = logging.getLogger(__name__)
-_OPTIONS = {"halo": ("auto", "pad", "overlap"), "statistics": ("local", "sample", "global")}
+
+
+class PartsTable(Table):
+    """Parts per axis."""
+
+    sample: Count = 1
+    depth: Count = 1
+    height: Count = 1
+    width: Count = 1
+    channel: Count = 1
+    input_channel: Count = 1
+
+
+class OptionsTable(Table):
+    """Choices of a layer, or of every layer."""
+
+    halo: Literal["auto", "pad", "overlap"] = "auto"
+    statistics: Literal["local", "sample", "global"] = "global"
+
+
+class LayerTable(OptionsTable, PartsTable):
+    """What differs in a layer."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +68,12 @@ class Strategy:
         How they are summed: a :class:`Scheme`, or its fields as a mapping.
     """
 
-    parts: Mapping[str, int] = field(default_factory=dict)
-    layers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    bucket_bytes: int = 4 << 20
+    __pydantic_config__ = STRICT
+
+    parts: Annotated[Mapping[str, int], As(PartsTable)] = field(default_factory=dict)
+    layers: Mapping[str, Annotated[Mapping[str, Any], As(LayerTable)]] = field(default_factory=dict)
+    options: Annotated[Mapping[str, Any], As(OptionsTable)] = field(default_factory=dict)
+    bucket_bytes: Size = 4 << 20
     reduction: Scheme = field(default_factory=Scheme)
 
     def __post_init__(self) -> None:
@@ -78,6 +103,7 @@ class Strategy:
         UserError
             Unknown layers or options; axes that are unknown, or that a layer lacks; parts that do not fit the ranks.
         """
+        check_fields(self, "", "strategy")
         unknown = set(self.layers) - set(network.layers)
         if unknown:
             some = ", ".join(list(network.layers)[:6])
@@ -85,9 +111,6 @@ class Strategy:
                 f"strategy: layer {sorted(unknown)[0]!r} is not in network {network.name!r} (it has {some}, ...); "
                 "is this the strategy of another network?"
             )
-        # Pairs, not a dictionary: a layer may be called "parts".
-        for where, entry in (("parts", self.parts), ("options", self.options), *self.layers.items()):
-            _check_entry(where, entry)
         # A plan for every layer may do without some ranks; a grid for all layers that does is a mistake.
         if self.ranks > size or (self.ranks < size and not self._is_plan):
             raise UserError(
@@ -171,27 +194,14 @@ class Strategy:
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
-        """Read what `save` wrote."""
-        try:
-            return cls(**json.loads(Path(path).read_text()))
-        except UserError as error:
-            raise UserError(f"strategy {path}: {error}") from error
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(
-                f"strategy {path}: cannot be read ({error}); expected JSON as Strategy.save writes"
-            ) from error
+        """Read what `save` wrote.
 
-
-def _check_entry(where: str, entry: Mapping[str, Any]) -> None:
-    for key, value in entry.items():
-        if key in AXES:
-            if not isinstance(value, int) or value < 1:
-                raise UserError(f"strategy: {where}.{key}: expected a whole number >= 1, got {value!r}")
-        elif key not in _OPTIONS:
-            known = ", ".join((*AXES, *_OPTIONS))
-            raise UserError(f"strategy: {where}: unknown key {key!r}; known are {known}")
-        elif value not in _OPTIONS[key]:
-            raise UserError(f"strategy: {where}.{key}: expected one of {_OPTIONS[key]}, got {value!r}")
+        Raises
+        ------
+        UserError
+            In one line: the file cannot be read, or is no strategy; the key, what was expected, what came.
+        """
+        return build(cls, read_json(path, "strategy"), f"strategy {shown_path(path)}")
 
 
 def _spatial_axes(node: Node) -> tuple[str, ...]:
