@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from halograd.documents import parse_toml, read_toml, shown, shown_path
 from halograd.errors import UserError
 from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Runtime
 from halograd.perfmodel.units import format_quantity, parse_quantity
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from halograd.schema import LARGEST, MOST, Count, Table, build
 
 __all__ = ["load_machine", "machine_to_toml", "parse_machine"]
 
@@ -26,34 +22,18 @@ def _read_as(unit: str) -> BeforeValidator:
     return BeforeValidator(lambda text: parse_quantity(text, unit))
 
 
-Seconds = Annotated[float, _read_as("s")]
-SecondsPerByte = Annotated[float, _read_as("s/B")]
-Bytes = Annotated[float, Field(gt=0), _read_as("B")]
-BytesPerSecond = Annotated[float, Field(gt=0), _read_as("B/s")]
-Flops = Annotated[float, _read_as("flop")]
-FlopsPerSecond = Annotated[float, Field(gt=0), _read_as("flop/s")]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-
-_EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "string_type": "a text in quotes",
-    "string_too_short": "a text that is not empty",
-    "too_short": "at least one entry",
-    "dict_type": "a table",
-    "model_type": "a table",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than_equal": "at most {le:g}",
-}
+# Bounds far beyond any machine: within them no cost overflows, or is the quotient of a number and 0.
+Seconds = Annotated[float, Field(le=LARGEST), _read_as("s")]
+SecondsPerByte = Annotated[float, Field(le=LARGEST), _read_as("s/B")]
+Bytes = Annotated[float, Field(ge=1, le=LARGEST), _read_as("B")]
+BytesPerSecond = Annotated[float, Field(ge=1 / LARGEST, le=LARGEST), _read_as("B/s")]
+Flops = Annotated[float, Field(le=LARGEST), _read_as("flop")]
+FlopsPerSecond = Annotated[float, Field(ge=1 / LARGEST, le=LARGEST), _read_as("flop/s")]
+Fraction = Annotated[float, Field(ge=1e-6, le=1)]
+Ranks = Annotated[int, Field(ge=2, le=MOST)]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class LinkTable(_Table):
+class LinkTable(Table):
     """``[links.LEVEL]``: `alpha`, and one of `beta` and `bandwidth`."""
 
     alpha: Seconds
@@ -75,7 +55,7 @@ class LinkTable(_Table):
         return Link(self.alpha, self.beta or 0.0, self.note)
 
 
-class EfficiencyTable(_Table):
+class EfficiencyTable(Table):
     """``[device.efficiency]``: see `halograd.perfmodel.Efficiency`."""
 
     compute: Fraction
@@ -85,7 +65,7 @@ class EfficiencyTable(_Table):
     memory: Fraction
 
 
-class DeviceTable(_Table):
+class DeviceTable(Table):
     """``[device]``: one device, that is one rank."""
 
     name: str = ""
@@ -96,7 +76,7 @@ class DeviceTable(_Table):
     efficiency: EfficiencyTable
 
 
-class RuntimeTable(_Table):
+class RuntimeTable(Table):
     """``[runtime]``: see `halograd.perfmodel.machine.Runtime`; written by ``halograd profile``."""
 
     update: SecondsPerByte = 0.0
@@ -104,24 +84,16 @@ class RuntimeTable(_Table):
     step: Seconds = 0.0
     synchronize: Seconds = 0.0
     packed: bool = False
-    sums: dict[str, LinkTable] = {}
-    work: dict[str, LinkTable] = {}
+    sums: dict[Ranks, LinkTable] = Field(default_factory=dict)
+    work: dict[Ranks, LinkTable] = Field(default_factory=dict)
 
     def runtime(self) -> Runtime:
         """As the model uses it."""
-        sums, work = ({int(n): table.link() for n, table in found.items()} for found in (self.sums, self.work))
+        sums, work = ({n: table.link() for n, table in found.items()} for found in (self.sums, self.work))
         return Runtime(self.update, self.layer, self.step, self.packed, sums, work, self.synchronize)
 
-    @field_validator("sums", "work")
-    @classmethod
-    def _by_ranks(cls, sums: dict[str, LinkTable]) -> dict[str, LinkTable]:
-        for ranks in sums:
-            if not ranks.isdecimal() or int(ranks) < 2:
-                raise ValueError(f"expected numbers of ranks from 2 on as keys, got {ranks!r}; change it")
-        return sums
 
-
-class LinksTable(_Table):
+class LinksTable(Table):
     """``[links]``: a table for every one of `LEVELS`."""
 
     device: LinkTable
@@ -130,7 +102,7 @@ class LinksTable(_Table):
     across: LinkTable
 
 
-class MachineTable(_Table):
+class MachineTable(Table):
     """A whole machine file."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -169,12 +141,7 @@ def load_machine(name_or_path: str | Path) -> Machine:
         if str(name_or_path) not in MACHINES:
             raise UserError(_unknown(str(name_or_path)))
         path = FOLDER / f"{name_or_path}.toml"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"machine: expected a readable TOML file, got {path} ({reason}); check the path") from None
-    return parse_machine(text, str(path))
+    return _machine(read_toml(path, "machine"), f"machine {shown_path(path)}")
 
 
 def parse_machine(text: str, where: str = "machine file") -> Machine:
@@ -185,52 +152,17 @@ def parse_machine(text: str, where: str = "machine file") -> Machine:
     UserError
         One line with the key's path, what was expected and what came.
     """
-    try:
-        return MachineTable.model_validate(tomllib.loads(text)).machine()
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{where}: expected TOML, got an error: {error}; mend that line") from None
-    except ValidationError as error:
-        raise UserError(f"{where}: {_describe(error)}") from None
+    return _machine(parse_toml(text, where), where)
+
+
+def _machine(tables: dict[str, Any], where: str) -> Machine:
+    return build(MachineTable, tables, where).machine()
 
 
 def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name, MACHINES, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else "write the path of your own machine file"
-    return f"machine: expected one of {', '.join(MACHINES)} or the path of a .toml file, got {name!r}; {hint}"
-
-
-def _describe(error: ValidationError) -> str:
-    """One fault in one line, with the remedy; an unknown key first, as it is often why another is missing."""
-    faults = error.errors(include_url=False)
-    fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-    path = ".".join(str(step) for step in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        known = _keys(fault["loc"][:-1])
-        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else "remove it"
-        return f"{path}: unknown key, expected one of {', '.join(known)}; {remedy}"
-    if fault["type"] == "missing":
-        return f"{path}: expected a value, got nothing; add {_missing(path)} (see docs/machines.md)"
-    context = fault.get("ctx", {})
-    if "error" in context:
-        return f"{path}: {context['error']}"
-    expected = _EXPECTED.get(fault["type"], fault["msg"]).format(**context)
-    return f"{path}: expected {expected}, got {fault['input']!r}; change it"
-
-
-def _missing(path: str) -> str:
-    table, _, key = path.rpartition(".")
-    if table == "links":
-        return f"a table [{path}] with alpha and bandwidth; every one of {', '.join(LEVELS)} is required"
-    return f"the key {key}" + (f" to [{table}]" if table else "")
-
-
-def _keys(where: tuple[int | str, ...]) -> list[str]:
-    """The keys of the table at `where`."""
-    model: Any = MachineTable
-    for step in where:
-        model = model.model_fields[step].annotation
-    return list(model.model_fields)
+    return f"machine: expected one of {', '.join(MACHINES)} or the path of a .toml file, got {shown(name)}; {hint}"
 
 
 def machine_to_toml(machine: Machine) -> str:

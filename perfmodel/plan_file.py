@@ -6,19 +6,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from halograd.documents import read_json, shown, shown_path
 from halograd.errors import UserError
 from halograd.files import write_whole
-from halograd.layers import Strategy
-from halograd.perfmodel.cost import Prediction
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.predict import Alternative, Plan
+from halograd.perfmodel.predict import Plan
+from halograd.schema import STRICT, build
 
 __all__ = ["PlanFile", "Request", "is_plan"]
 
 _MARK = "halograd_plan"
 _VERSION = 1
+#: What `Prediction.as_dict`, and `halograd plan --json`, say beside what they know.
+_DERIVED = ("units", "memory_bytes")
+_PRINTED = ("step_seconds", "baselines")
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,15 @@ class Request:
         Arrays of the parameters' size that the optimizer keeps.
     """
 
+    __pydantic_config__ = STRICT
+
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
     machine: str = ""
     machine_file: str = ""
     kernel_times: str = ""
     full: bool = False
-    slots: int = 1
+    slots: Annotated[int, Field(ge=0, le=8)] = 1
 
     def load_machine(self) -> Machine:
         """The machine that was planned for, as it was then."""
@@ -106,34 +113,21 @@ class PlanFile:
         UserError
             The file cannot be read, or is no plan.
         """
-        data = _read(path)
-        if not is_plan(data):
-            raise UserError(
-                f"plan {path}: expected what `halograd plan -o` writes, got {_what(data)}; run "
-                f"`halograd plan MODEL --machine NAME --ranks P --batch N -o {path}`"
-            )
-        try:
-            return cls.from_dict(data)
-        except UserError as error:
-            raise UserError(f"plan {path}: {error}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"plan {path}: expected what `halograd plan -o` writes, it is damaged ({error}); run "
-                "`halograd plan` again"
-            ) from error
+        return cls.from_dict(read_json(path, "plan"), f"plan {shown_path(path)}")
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PlanFile:
-        """What `as_dict` gave; other keys are left alone."""
-        if data[_MARK] != _VERSION:
-            raise ValueError(f"version {data[_MARK]}, expected {_VERSION}")
-        own = {k: v for k, v in data.items() if k in Plan.__dataclass_fields__}
-        own["layers"] = tuple(data["layers"])
-        own["strategy"] = Strategy(**data["strategy"])
-        own["prediction"] = Prediction.from_dict(data["prediction"])
-        own["alternatives"] = tuple(Alternative(**a) for a in data["alternatives"])
-        request = data.get("request")
-        return cls(Plan(**own), None if request is None else Request(**request))
+    def from_dict(cls, data: object, source: str = "plan") -> PlanFile:
+        """What `as_dict` gave, and `halograd plan --json` printed; `source` is named in errors, as of `load`."""
+        if not isinstance(data, dict) or not is_plan(data):
+            raise UserError(f"{source}: expected what `halograd plan -o` writes, got {_what(data)}; run that first")
+        version = data[_MARK]
+        if version is True or version != _VERSION:
+            raise UserError(f"{source}: expected version {_VERSION}, got {shown(version)}; run `halograd plan` again")
+        own = {k: v for k, v in data.items() if k not in (_MARK, "request", *_PRINTED)}
+        if isinstance(own.get("prediction"), dict):
+            own["prediction"] = {k: v for k, v in own["prediction"].items() if k not in _DERIVED}
+        plan, request = build(Plan, own, source), data.get("request")
+        return cls(plan, None if request is None else build(Request, request, source, "request"))
 
 
 def is_plan(data: object) -> bool:
@@ -141,22 +135,7 @@ def is_plan(data: object) -> bool:
     return isinstance(data, Mapping) and _MARK in data
 
 
-def _read(path: str | Path) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"plan {path}: expected a file to read, got an error ({error.strerror}); check the path"
-        ) from error
-    except ValueError as error:
-        raise UserError(
-            f"plan {path}: expected JSON as `halograd plan -o` writes, it cannot be read ({error}); check the path"
-        ) from error
-
-
 def _what(data: object) -> str:
     if isinstance(data, Mapping) and set(data) & {"parts", "layers"}:
         return "a strategy without a plan"
-    return (
-        f"JSON with {', '.join(map(repr, list(data)[:4])) or 'nothing'}" if isinstance(data, Mapping) else "other JSON"
-    )
+    return f"JSON with {', '.join(map(shown, list(data)[:4])) or 'nothing'}" if isinstance(data, dict) else "other JSON"

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from halograd.errors import UserError
-from halograd.files import write_whole
 from halograd.layers import Network, Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost.baselines import BASELINES, baseline
 from halograd.perfmodel.cost.layer_cost import Pricing
-from halograd.perfmodel.cost.prediction import Prediction
+from halograd.perfmodel.cost.prediction import Prediction, Ranks
 from halograd.perfmodel.cost.problem import NetworkCosts, network_costs
 from halograd.perfmodel.cost.simulate import Simulation, Training
 from halograd.perfmodel.cost.wires import Wires
@@ -24,6 +22,7 @@ from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS, Choice, NoneFits, bytes_text
 from halograd.perfmodel.reduction_choice import planned_schemes
+from halograd.schema import STRICT, Bytes, Count, NotNegative, Positive, Text, build
 
 __all__ = ["EXPOSED", "Alternative", "Plan", "Planning", "plan_network"]
 
@@ -71,9 +70,11 @@ class Planning:
 class Alternative:
     """A strategy that was not chosen: what a step would take [s], and memory of the fullest rank [B]."""
 
+    __pydantic_config__ = STRICT
+
     name: str
-    step_seconds: float
-    memory_bytes: int
+    step_seconds: NotNegative
+    memory_bytes: Bytes
     fits: bool
 
 
@@ -103,19 +104,21 @@ class Plan:
         Wall time of the search: pricing, planners, simulation of what they and the baselines chose [s].
     """
 
+    __pydantic_config__ = STRICT
+
     network: str
     layers: tuple[str, ...]
-    batch: int
-    ranks: int
-    dtype: str
+    batch: Count
+    ranks: Ranks
+    dtype: Text
     machine: str
-    planner: str
+    planner: Text
     strategy: Strategy
     prediction: Prediction
     alternatives: tuple[Alternative, ...] = ()
-    limit: float | None = None
+    limit: Positive | None = None
     optimal: bool = False
-    planning_seconds: float = 0.0
+    planning_seconds: NotNegative = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -128,7 +131,7 @@ class Plan:
         Raises
         ------
         UserError
-            Another network, number of ranks or batch; cuts that the network cannot have.
+            Another network, number of ranks or batch; a strategy that the network cannot have.
         """
         if tuple(network.layers) != self.layers:
             raise UserError(
@@ -148,45 +151,23 @@ class Plan:
         self.strategy.validate(network, ranks)
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
-        data = {k: v for k, v in vars(self).items() if k not in ("strategy", "prediction", "alternatives")}
-        data["strategy"] = _plain(self.strategy)
-        data["prediction"] = self.prediction.as_dict()
-        data["alternatives"] = [asdict(a) for a in self.alternatives]
-        write_whole(path, json.dumps({"halograd_plan": 1, **data}, indent=2) + "\n")
+        """Write as JSON; see :class:`halograd.perfmodel.plan_file.PlanFile`, which can keep what was asked for too."""
+        from halograd.perfmodel.plan_file import PlanFile  # not at the top: it knows plans
+
+        PlanFile(self).save(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what `save` wrote.
+        """Read what `save`, or ``halograd plan -o``, wrote.
 
         Raises
         ------
         UserError
             The file is not there or is no plan.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            if data.pop("halograd_plan") != 1:
-                raise ValueError("it is of another version")
-            data["layers"] = tuple(data["layers"])
-            data["strategy"] = Strategy(**data["strategy"])
-            data["prediction"] = Prediction.from_dict(data["prediction"])
-            data["alternatives"] = tuple(Alternative(**a) for a in data["alternatives"])
-            return cls(**data)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"plan {path}: cannot be read ({error!r}); expected what `halograd plan -o` writes"
-            ) from error
+        from halograd.perfmodel.plan_file import PlanFile
 
-
-def _plain(strategy: Strategy) -> dict[str, Any]:
-    return {
-        "parts": dict(strategy.parts),
-        "layers": {name: dict(entry) for name, entry in strategy.layers.items()},
-        "options": dict(strategy.options),
-        "bucket_bytes": strategy.bucket_bytes,
-        "reduction": asdict(strategy.reduction),
-    }
+        return PlanFile.load(path).plan
 
 
 def plan_network(
@@ -242,6 +223,7 @@ class _Search:
     found: list[_Found] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        build(Ranks, self.ranks, at="ranks")
         known = (*PLANNERS, *BASELINES)
         if self.planning.planner not in known:
             raise UserError(f"planner: expected one of {', '.join(known)}, got {self.planning.planner!r}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from halograd.documents import shown
+
 __all__ = ["UNITS", "format_quantity", "parse_quantity"]
 
 #: What each unit measures, and how one would write it.
@@ -27,7 +29,8 @@ _PREFIXES = {
     "flop": _LARGE,
     "flop/s": _LARGE,
 }
-_QUANTITY = re.compile(r"\s*(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>\S*)\s*")
+_QUANTITY = re.compile(r"\s*(?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>\S*)\s*", re.ASCII)
+_LONGEST = 100  # characters
 
 
 def parse_quantity(text: object, unit: str) -> float:
@@ -59,17 +62,17 @@ def parse_quantity(text: object, unit: str) -> float:
     15700000000000.0
     """
     kind, example = UNITS[unit]
-    expected = f'expected {kind} with its unit, such as "{example}", got {text!r}'
-    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    expected = f'expected {kind} with its unit, such as "{example}", got {shown(text)}'
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST else None
     if match is None:
         raise ValueError(f"{expected}; write a number and a unit in quotes")
     scales = {prefix + unit: scale for prefix, scale in _PREFIXES[unit].items()}
     if match["unit"] not in scales:
         raise ValueError(f"{expected}; the unit must be one of {', '.join(dict.fromkeys(scales))}")
-    value = float(match["number"])
+    value = _scaled(float(match["number"]), scales[match["unit"]])
     if value < 0 or not math.isfinite(value):
         raise ValueError(f"{expected}; it must be finite and not negative")
-    return _scaled(value, scales[match["unit"]])
+    return value
 
 
 def _scaled(value: float, scale: float) -> float:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-__all__ = ["LayerRecord", "Prediction"]
+from pydantic import Field
+
+from halograd.schema import STRICT, Bytes, Count, NotNegative, Whole
+
+__all__ = ["LayerRecord", "Prediction", "Ranks"]
+
+#: A plan looks at every pair of ranks: of more it would take hours, and all memory.
+Ranks = Annotated[Count, Field(le=8192)]
 
 
 @dataclass(frozen=True)
@@ -43,24 +50,26 @@ class LayerRecord:
         Parameters, gradients, optimizer state, activations and halo copies of the layer [B].
     """
 
+    __pydantic_config__ = STRICT
+
     name: str
     kind: str
-    parts: Mapping[str, int]
-    ranks: int
-    forward: float = 0.0
-    backward: float = 0.0
-    halo: float = 0.0
-    halo_exposed: float = 0.0
-    channel: float = 0.0
-    statistics: float = 0.0
-    redistribution: float = 0.0
-    packing: float = 0.0
-    allreduce: float = 0.0
-    allreduce_exposed: float = 0.0
-    halo_algorithm: str = ""
-    messages: int = 0
-    sent: int = 0
-    memory: int = 0
+    parts: Mapping[str, Count]
+    ranks: Whole
+    forward: NotNegative = 0.0
+    backward: NotNegative = 0.0
+    halo: NotNegative = 0.0
+    halo_exposed: NotNegative = 0.0
+    channel: NotNegative = 0.0
+    statistics: NotNegative = 0.0
+    redistribution: NotNegative = 0.0
+    packing: NotNegative = 0.0
+    allreduce: NotNegative = 0.0
+    allreduce_exposed: NotNegative = 0.0
+    halo_algorithm: Literal["", "pad", "overlap"] = ""
+    messages: Bytes = 0
+    sent: Bytes = 0
+    memory: Bytes = 0
 
     @property
     def seconds(self) -> float:
@@ -95,20 +104,22 @@ class Prediction:
         Per kind of communication, messages and bytes [B] of the rank that sends most.
     """
 
+    __pydantic_config__ = STRICT
+
     network: str
     machine: str
-    batch: int
-    ranks: int
+    batch: Count
+    ranks: Ranks
     dtype: str
     layers: tuple[LayerRecord, ...]
-    step_seconds: float
-    forward_seconds: float
-    backward_seconds: float
-    allreduce_seconds: float
-    allreduce_exposed: float
-    update_seconds: float
-    memory: Mapping[str, int] = field(default_factory=dict)
-    traffic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    step_seconds: NotNegative
+    forward_seconds: NotNegative
+    backward_seconds: NotNegative
+    allreduce_seconds: NotNegative
+    allreduce_exposed: NotNegative
+    update_seconds: NotNegative
+    memory: Mapping[str, Bytes] = field(default_factory=dict)
+    traffic: Mapping[str, tuple[Bytes, Bytes]] = field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> int:
@@ -130,11 +141,3 @@ class Prediction:
         data["units"] = {"seconds": "s", "memory": "B", "sent": "B", "traffic": "[messages, B]"}
         data["memory_bytes"] = self.memory_bytes
         return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
-        """What `as_dict` gave."""
-        known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-        known["layers"] = tuple(LayerRecord(**record) for record in data["layers"])
-        known["traffic"] = {kind: tuple(pair) for kind, pair in data["traffic"].items()}
-        return cls(**known)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import math
 import os
 import platform
 import zlib
@@ -15,16 +14,21 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from halograd import __version__
 from halograd import kernels as kernels_package
 from halograd import layers as layers_package
 from halograd.errors import UserError
 from halograd.perfmodel.profile.crowd import Crowd
+from halograd.schema import NotNegative
 
 __all__ = ["CACHE_VARIABLE", "Conditions", "TimeCache", "cache_path", "device_name"]
 
 #: Environment variable with the folder of the cache.
 CACHE_VARIABLE = "HALOGRAD_CACHE"
+#: Conditions, key and three times [s] of a line.
+_ENTRY = TypeAdapter(tuple[str, str, tuple[NotNegative, NotNegative, NotNegative]])
 _log = logging.getLogger("halograd.perfmodel")
 
 
@@ -137,10 +141,12 @@ class TimeCache:
 
     def read(self) -> None:
         """Take in what is in the file, also of other runs."""
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return
         try:
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except (FileNotFoundError, NotADirectoryError):
+            return  # that it cannot be made is said when it is written
         except OSError as error:
             raise UserError(
                 f"cache {self.path}: expected a file that can be read, got an error ({error.strerror}); remove it, or "
@@ -200,12 +206,9 @@ def _line(conditions: str, key: str, times: Sequence[float]) -> str:
 def _entry(line: str) -> tuple[str, str, tuple[float, ...]] | None:
     """What `_line` wrote, None if it did not."""
     try:
-        conditions, key, times = json.loads(line)
-        numbers = tuple(float(t) for t in times)
-    except (ValueError, TypeError):
+        return _ENTRY.validate_json(line, strict=True)
+    except ValidationError:
         return None
-    sound = isinstance(conditions, str) and isinstance(key, str) and len(numbers) == 3
-    return (conditions, key, numbers) if sound and all(math.isfinite(t) and t >= 0 for t in numbers) else None
 
 
 def _append(path: Path, text: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from halograd.perfmodel.machine import Link
+from halograd.schema import STRICT, NotNegative
 
 __all__ = ["Fit", "fit_line"]
 
@@ -31,11 +33,13 @@ class Fit:
         What was measured: sizes [B] and times [s].
     """
 
-    alpha: float
-    beta: float
-    error: float
-    nbytes: tuple[float, ...] = field(default=(), repr=False)
-    seconds: tuple[float, ...] = field(default=(), repr=False)
+    __pydantic_config__ = STRICT
+
+    alpha: NotNegative
+    beta: NotNegative
+    error: NotNegative
+    nbytes: Annotated[tuple[NotNegative, ...], Field(alias="bytes")] = field(default=(), repr=False)
+    seconds: tuple[NotNegative, ...] = field(default=(), repr=False)
 
     def at(self, nbytes: float) -> float:
         """Time of so many bytes [s]."""
@@ -49,12 +53,6 @@ class Fit:
         """As JSON has it."""
         values = {"alpha": self.alpha, "beta": self.beta, "error": self.error}
         return {**values, "bytes": list(self.nbytes), "seconds": list(self.seconds)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Fit:
-        """What `to_dict` gave."""
-        lists = (tuple(map(float, data[k])) for k in ("bytes", "seconds"))
-        return cls(float(data["alpha"]), float(data["beta"]), float(data["error"]), *lists)
 
 
 def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> Fit:

@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from halograd.documents import read_json, shown_path
 from halograd.errors import UserError
 from halograd.files import write_whole
 from halograd.perfmodel.machine import Machine, Runtime
 from halograd.perfmodel.profile.fit import Fit
+from halograd.schema import STRICT, Count, NotNegative, build
 
 __all__ = ["Profile", "record_path"]
 
@@ -115,13 +117,7 @@ class Profile:
             If there is no machine file or no record beside it, or one of them is damaged.
         """
         machine, path = Machine.load(machine_file), record_path(machine_file)
-        try:
-            return cls.from_dict(machine, json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"profile {path}: expected what `halograd profile` writes beside {machine_file}, it cannot be read "
-                f"({error}); run `halograd profile` again"
-            ) from error
+        return cls.from_dict(machine, read_json(path, "profile"), f"profile {shown_path(path)}")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without the machine."""
@@ -130,20 +126,34 @@ class Profile:
         return {"version": _VERSION, **numbers, "copy": self.copy and self.copy.to_dict(), **fits}
 
     @classmethod
-    def from_dict(cls, machine: Machine, data: Mapping[str, Any]) -> Profile:
-        """What `to_dict` gave."""
-        if data["version"] != _VERSION:
-            raise ValueError(f"version {data['version']}, expected {_VERSION}")
-        values: dict[str, Any] = {k: float(data[k]) for k in ("update", "layer_overhead")}
-        values |= {k: _in(data[k], str) for k in _BY_LEVEL}
-        values |= {k: _in(data[k], int) for k in _BY_RANKS}
-        copy = Fit.from_dict(data["copy"]) if data["copy"] else None
-        return cls(machine, int(data["ranks"]), str(data["transport"]), copy=copy, **values)
+    def from_dict(cls, machine: Machine, data: object, source: str = "profile") -> Profile:
+        """What `to_dict` gave; `source` is named in errors, as of `load`."""
+        try:
+            record = build(_Record, data, source)
+        except UserError as error:
+            raise UserError(f"{error}; run `halograd profile` again") from None
+        return cls(machine, **{key: value for key, value in vars(record).items() if key != "version"})
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a file has of a profile."""
+
+    __pydantic_config__ = STRICT
+
+    version: Literal[1]
+    ranks: Count
+    transport: str
+    update: NotNegative
+    layer_overhead: NotNegative
+    copy: Fit | None
+    channel: dict[str, Fit]
+    face: dict[str, Fit]
+    strided: dict[str, Fit]
+    reduction: dict[Count, Fit]
+    reduction_behind: dict[Count, Fit]
+    reduction_exposed: dict[Count, Fit]
 
 
 def _out(fits: Mapping[Any, Fit]) -> dict[str, Any]:
     return {str(key): fit.to_dict() for key, fit in fits.items()}
-
-
-def _in(fits: Mapping[str, Any], kind: Any) -> dict[Any, Fit]:
-    return {kind(key): Fit.from_dict(fit) for key, fit in fits.items()}

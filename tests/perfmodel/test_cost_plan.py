@@ -134,7 +134,9 @@ def test_plans_are_files_for_one_network_batch_and_number_of_ranks(tmp_path):
     with pytest.raises(UserError, match="plan: expected a batch of 4 samples, which it was made for, got 5"):
         again.check(network, 4, 5)
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(UserError, match=r"plan .*plan.json: cannot be read .* expected what `halograd plan -o` writes"):
+    with pytest.raises(
+        UserError, match=r"plan.json: expected what `halograd plan -o` writes, got JSON with nothing; run"
+    ):
         Plan.load(tmp_path / "plan.json")
 
 

@@ -50,10 +50,10 @@ def test_published_numbers() -> None:
 
 
 names = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
-positive = st.floats(min_value=1e-300, max_value=1e300)
+positive = st.floats(min_value=1e-29, max_value=1e30)
 
 
-@given(names, positive, positive, st.integers(1, 2**50), st.floats(0, 1e300), st.floats(0.01, 1), names)
+@given(names, positive, positive, st.integers(1, 2**50), st.floats(0, 1e30), st.floats(0.01, 1), names)
 def test_round_trip(
     text: str, alpha: float, beta: float, memory: int, half: float, fraction: float, dtype: str
 ) -> None:
@@ -171,23 +171,27 @@ def test_unknown_data_type() -> None:
     [
         ('"900 GB/s"', '"900 Gb/s"', "device.memory_bandwidth: expected a bandwidth with its unit"),
         ('"16 GiB"', '"16"', "device.memory: expected a size with its unit"),
-        ('"16 GiB"', '"0 B"', "device.memory: expected more than 0"),
+        ('"16 GiB"', '"0 B"', "device.memory: expected a number >= 1, got 0"),
         ('alpha = "8 us"', "alpha = 8e-6", "links.node.alpha: expected a time with its unit"),
         ('float32 = "15.7 Tflop/s"', 'float32 = "15.7 TFLOPS"', "device.peak_flops.float32: expected a rate of"),
-        ("[links.across]", "[links.acros]", "links.acros: unknown key, expected one of device, node, switch, across;"),
+        (
+            "[links.across]",
+            "[links.acros]",
+            "links.acros: unknown key; expected one of device, node, switch, across; did you",
+        ),
         ("nodes_per_switch", "nodes_per_swich", "nodes_per_swich: unknown key"),
-        ('alpha = "8 us"', 'latency = "8 us"', "links.node.latency: unknown key, expected one of alpha, beta,"),
-        ("[device.efficiency]", "efficiency = 1\n[else]", "else: unknown key, expected one of name, source,"),
-        ('memory = "16 GiB"', 'memroy = "16 GiB"', "device.memroy: unknown key, expected one of name, memory,"),
-        ('alpha = "8 us"', "", "links.node.alpha: expected a value, got nothing; add the key alpha to [links.node]"),
+        ('alpha = "8 us"', 'latency = "8 us"', "links.node.latency: unknown key; expected one of alpha, beta,"),
+        ("[device.efficiency]", "efficiency = 1\n[else]", "else: unknown key; expected one of name, source,"),
+        ('memory = "16 GiB"', 'memroy = "16 GiB"', "device.memroy: unknown key; expected one of name, memory,"),
+        ('alpha = "8 us"', "", "links.node.alpha: expected a value, got nothing; this key is required"),
         ('alpha = "8 us"', 'alpha = "8 us"\nbandwidth = "1 B/s"', "links.node: expected one of beta"),
         ('beta = "26.61 ps/B"', "", "links.node: expected one of beta"),
-        ("devices_per_node = 4", "devices_per_node = 0", "devices_per_node: expected at least 1, got 0"),
+        ("devices_per_node = 4", "devices_per_node = 0", "devices_per_node: expected a whole number >= 1, got 0"),
         ("devices_per_node = 4", "devices_per_node = 4.5", "devices_per_node: expected a whole number, got 4.5"),
-        ("compute = 0.75", "compute = 75", "device.efficiency.compute: expected at most 1, got 75"),
+        ("compute = 0.75", "compute = 75", "device.efficiency.compute: expected a number <= 1, got 75"),
         ("compute = 0.75", 'compute = "75 %"', "device.efficiency.compute: expected a number, got '75 %'"),
         ('name = "lassen"', 'name = ""', "name: expected a text that is not empty"),
-        ('name = "lassen"', "name = lassen", "expected TOML, got an error"),
+        ('name = "lassen"', "name = lassen", "expected valid TOML, got an error"),
     ],
 )
 def test_wrong_file(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -209,13 +213,13 @@ def without(text: str, table: str) -> str:
 @pytest.mark.parametrize("level", LEVELS)
 def test_missing_level(level: str) -> None:
     text = without(LASSEN, f"links.{level}")
-    with pytest.raises(UserError, match=rf"links\.{level}: expected a value, got nothing; add a table"):
+    with pytest.raises(UserError, match=rf"links\.{level}: expected a value, got nothing; this table is required"):
         parse_machine(text)
 
 
 def test_no_links_at_all() -> None:
     text = LASSEN[: LASSEN.index("[links.device]")]
-    with pytest.raises(UserError, match="links: expected a value, got nothing; add"):
+    with pytest.raises(UserError, match="links: expected a value, got nothing; this table is required"):
         parse_machine(text)
 
 
@@ -234,10 +238,10 @@ def test_unknown_name(name: str, hint: str) -> None:
 
 
 def test_unreadable_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"expected a readable TOML file, got .*none\.toml \(No such file"):
+    with pytest.raises(UserError, match=r"none\.toml: expected a TOML file to read, got an error \(No such file"):
         Machine.load(tmp_path / "none.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="it is not UTF-8 text"):
+    with pytest.raises(UserError, match="got one that is not UTF-8 text"):
         Machine.load(tmp_path / "binary.toml")
 
 

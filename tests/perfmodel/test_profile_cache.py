@@ -56,6 +56,10 @@ DAMAGE = [
     '{"c": 1}',
     "null",
     "[[], [], [1.0, 1.0, 1.0]]",
+    '["c", "k", [1.0, "1.0", 2.0]]',
+    '["c", "k", [1.0, true, 2.0]]',
+    "[" * 100_000,
+    f'["c", "k", [{"9" * 5000}, 1.0, 1.0]]',
 ]
 
 
@@ -105,6 +109,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     cache = TimeCache(tmp_path / "file" / "t.jsonl")
     with pytest.raises(UserError, match=r"expected a file that can be written.*HALOGRAD_CACHE"):
         cache.put(HERE, "a", (1.0, 0.0, 0.0))
+
+
+def test_a_path_that_cannot_be_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"expected a file that can be read.*File name too long.*HALOGRAD_CACHE"):
+        TimeCache(tmp_path / ("x" * 300) / "t.jsonl")
 
 
 def test_a_cache_that_cannot_be_read_is_named(tmp_path):

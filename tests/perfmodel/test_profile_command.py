@@ -71,8 +71,8 @@ def test_plans_for_more_ranks_use_what_these_have_measured(tmp_path, transport):
     [
         (("profile", "mash"), "model.name: expected one of"),
         ((*SMALL, "--option", "depth"), "--option: expected KEY=VALUE, such as resolution=512, got 'depth'"),
-        ((*SMALL, "--option", "colour=3"), "model: mesh was not made"),
-        ((*SMALL, "--batch", "0"), "--batch: expected a number >= 1, got 0"),
+        ((*SMALL, "--option", "colour=3"), "model.colour: unknown key; expected one of"),
+        ((*SMALL, "--batch", "0"), "--batch: expected a whole number >= 1, got 0"),
         ((*SMALL, "--budget", "-1"), "--budget: expected a number >= 0, got -1"),
         ((*SMALL, "--transport", "pigeon"), "transport: expected 'auto', 'mpi'"),
         ((*SMALL, "--kernels", "abacus"), "--kernels: expected a backend out of"),
@@ -92,5 +92,7 @@ def test_a_record_that_is_damaged_is_named(tmp_path):
     out = tmp_path / "m.toml"
     assert halograd(*SMALL, "--out", out, "--cache", tmp_path, "--budget", 0).returncode == 0
     (tmp_path / "m.profile.json").write_text("{}")
-    with pytest.raises(UserError, match=r"expected what `halograd profile` writes .* run `halograd profile` again"):
+    with pytest.raises(
+        UserError, match=r"m.profile.json: version: expected a value, got nothing; .*; run `halograd pro"
+    ):
         Profile.load(out)

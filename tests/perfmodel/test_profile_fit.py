@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from halograd.perfmodel.profile import Fit, fit_line
 from halograd.perfmodel.profile.messages import SIZES
+from halograd.schema import build
 
 ALPHAS, BETAS = st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7)
 
@@ -60,7 +61,7 @@ def test_what_makes_no_line_is_refused(sizes, times):
 
 def test_a_fit_is_read_back_and_becomes_a_link():
     fit = fit_line(SIZES, [1e-6 + 1e-9 * n for n in SIZES])
-    assert Fit.from_dict(fit.to_dict()) == fit
+    assert build(Fit, fit.to_dict()) == fit
     link = fit.link("auto")
     assert (link.alpha, link.beta) == (fit.alpha, fit.beta)
     assert link.note == "auto; fit within 0%"
