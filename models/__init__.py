@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
+from halograd import schema
+from halograd.documents import shown
 from halograd.errors import UserError
 from halograd.layers import Network
 from halograd.models.alexnet import alexnet
@@ -60,32 +61,36 @@ _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
 }
 
 
+def _table(name: str) -> type[schema.Table]:
+    """The options of a model, with their types and ranges: the annotations of the functions that make it."""
+    model = MODELS[name]
+    return schema.table_of(*dict.fromkeys((model, _GENERAL.get(model, model))))
+
+
 def options_of(name: str) -> tuple[str, ...]:
     """Names of the options that the model called `name` takes.
 
     >>> options_of("resnet50")
     ('depths', 'classes', 'channels', 'resolution', 'width', 'statistics', 'name')
     """
-    model = MODELS[name]
-    return tuple(inspect.signature(_GENERAL.get(model, model)).parameters)
+    return tuple(_table(name).model_fields)
 
 
-def build(name: str, **given: Any) -> Network:
+def build(name: str, /, **given: Any) -> Network:
     """The network called `name`, with its options.
 
     Raises
     ------
     UserError
-        If there is no such model, or it does not take one of the options, or refuses its value.
+        If there is no such model, or it does not take one of the options, or not of this type or size; or no network
+        can be made of them.
     """
     if name not in MODELS:
         near = difflib.get_close_matches(name.lower().replace("-", "_"), MODELS, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(f"model.name: expected one of {', '.join(sorted(MODELS))}, got {name!r}{hint}")
+        raise UserError(f"model.name: expected one of {', '.join(sorted(MODELS))}, got {shown(name)}{hint}")
+    checked = schema.build(_table(name), given, at="model")
     try:
-        return MODELS[name](**given)
-    except TypeError as error:
-        known = ", ".join(options_of(name))
-        raise UserError(f"model: {name} was not made: {error}; its options are {known}") from error
+        return MODELS[name](**{option: getattr(checked, option) for option in given})
     except ValueError as error:
         raise UserError(f"model: {name} was not made: {error}") from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from halograd.layers import Conv, Dense, Flatten, Input, LocalResponseNorm, MaxPool, Network, Node
 from halograd.models.classifier import classifier, dense_relu_dropout, scaled
+from halograd.models.options import Extent, Factor, Filters, Rate
 
 __all__ = ["alexnet"]
 
@@ -12,12 +15,12 @@ _VARIANTS = {"one_tower": ((64, 192, 384, 256, 256), 1), "grouped": ((96, 256, 3
 
 
 def alexnet(
-    classes: int = 1000,
-    channels: int = 3,
-    resolution: int = 224,
-    width: float = 1.0,
-    dropout: float = 0.5,
-    variant: str = "one_tower",
+    classes: Filters = 1000,
+    channels: Filters = 3,
+    resolution: Extent = 224,
+    width: Factor = 1.0,
+    dropout: Rate = 0.5,
+    variant: Literal["one_tower", "grouped"] = "one_tower",
 ) -> Network:
     """Five convolutions, three dense layers.
 
@@ -48,8 +51,6 @@ def alexnet(
     -----
     Both variants pad the first convolution by 2, so that 224 x 224 gives 55 x 55 as 227 x 227 does without.
     """
-    if variant not in _VARIANTS:
-        raise ValueError(f"variant: expected one of {', '.join(_VARIANTS)}, got {variant!r}")
     filters, groups = _VARIANTS[variant]
     f1, f2, f3, f4, f5 = (scaled(f, width, groups) for f in filters)
     normalized = variant == "grouped"

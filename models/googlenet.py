@@ -17,6 +17,7 @@ from halograd.layers import (
     Node,
 )
 from halograd.models.classifier import classifier, dense_relu_dropout, scaled
+from halograd.models.options import Extent, Factor, Filters, Rate
 
 __all__ = ["googlenet"]
 
@@ -35,11 +36,11 @@ MODULES = {
 
 
 def googlenet(
-    classes: int = 1000,
-    channels: int = 3,
-    resolution: int = 224,
-    width: float = 1.0,
-    dropout: float = 0.4,
+    classes: Filters = 1000,
+    channels: Filters = 3,
+    resolution: Extent = 224,
+    width: Factor = 1.0,
+    dropout: Rate = 0.4,
     auxiliary: bool = False,
 ) -> Network:
     """Nine modules of four branches. 6,998,552 parameters; 13,378,280 with the auxiliary classifiers.

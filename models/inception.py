@@ -19,6 +19,7 @@ from halograd.layers import (
     Node,
 )
 from halograd.models.classifier import classifier, scaled
+from halograd.models.options import Extent, Factor, Filters, Rate, Statistics
 
 __all__ = ["inception_v3"]
 
@@ -26,14 +27,14 @@ _Kernel = int | tuple[int, int]
 
 
 def inception_v3(
-    classes: int = 1000,
-    channels: int = 3,
-    resolution: int = 299,
-    width: float = 1.0,
-    dropout: float = 0.5,
+    classes: Filters = 1000,
+    channels: Filters = 3,
+    resolution: Extent = 299,
+    width: Factor = 1.0,
+    dropout: Rate = 0.5,
     auxiliary: bool = False,
-    label_smoothing: float = 0.0,
-    statistics: str = "global",
+    label_smoothing: Rate = 0.0,
+    statistics: Statistics = "global",
 ) -> Network:
     """Eleven modules with factorized kernels. 23,834,568 parameters; 27,161,264 with the auxiliary classifier.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from halograd.layers import Conv, Dense, Flatten, Input, MaxPool, Network, ReLU, SoftmaxCrossEntropy
 from halograd.models.classifier import scaled
+from halograd.models.options import Extent, Factor, Filters
 
 __all__ = ["lenet5"]
 
 
-def lenet5(classes: int = 10, channels: int = 1, resolution: int = 28, width: float = 1.0) -> Network:
+def lenet5(classes: Filters = 10, channels: Filters = 1, resolution: Extent = 28, width: Factor = 1.0) -> Network:
     """Two convolutions with pooling, three dense layers. 61,706 parameters for 28 x 28 x 1.
 
     Parameters

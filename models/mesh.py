@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
 
 from halograd.layers import (
     BatchNorm,
@@ -14,6 +17,7 @@ from halograd.layers import (
     Node,
     Resize,
 )
+from halograd.models.options import Extent, Filters, Name, Statistics, Times, Weight
 
 __all__ = ["mesh", "mesh_1k", "mesh_2k"]
 
@@ -22,14 +26,14 @@ WIDTHS = (128, 192, 256, 320, 384, 128)
 
 
 def mesh(
-    resolution: int | Sequence[int] = 512,
-    channels: int = 18,
-    widths: Sequence[int] = WIDTHS,
-    convs: int = 3,
+    resolution: Extent | Annotated[Sequence[Extent], Field(min_length=2, max_length=2)] = 512,
+    channels: Filters = 18,
+    widths: Annotated[Sequence[Filters], Field(min_length=1, max_length=32)] = WIDTHS,
+    convs: Times = 3,
     decoder: bool = False,
-    statistics: str = "global",
-    pos_weight: float = 1.0,
-    name: str = "mesh",
+    statistics: Statistics = "global",
+    pos_weight: Weight = 1.0,
+    name: Name = "mesh",
 ) -> Network:
     """The mesh-tangling network: which cells, or which patches of cells, need relaxation.
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
 
 from halograd.layers import (
     Add,
@@ -17,18 +20,19 @@ from halograd.layers import (
     ReLU,
     SoftmaxCrossEntropy,
 )
+from halograd.models.options import Extent, Filters, Name, Statistics, Times
 
 __all__ = ["resnet", "resnet50", "resnet152"]
 
 
 def resnet(
-    depths: Sequence[int],
-    classes: int = 1000,
-    channels: int = 3,
-    resolution: int = 224,
-    width: int = 64,
-    statistics: str = "global",
-    name: str = "resnet",
+    depths: Annotated[Sequence[Times], Field(min_length=1, max_length=16)],
+    classes: Filters = 1000,
+    channels: Filters = 3,
+    resolution: Extent = 224,
+    width: Filters = 64,
+    statistics: Statistics = "global",
+    name: Name = "resnet",
 ) -> Network:
     """A residual network of bottleneck blocks.
 

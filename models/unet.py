@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
 
 from halograd.layers import BatchNorm, Concat, Conv, ConvTranspose, Input, MaxPool, Network, Node, SoftmaxCrossEntropy
+from halograd.models.options import Extent, Extents, Filters, Name, Statistics
+from halograd.schema import Count
 
 __all__ = ["unet", "unet2d", "unet3d"]
 
 
 def unet(
-    resolution: Sequence[int],
-    channels: int = 1,
-    classes: int = 2,
-    width: int = 64,
-    levels: int = 4,
-    statistics: str = "global",
-    name: str = "unet",
+    resolution: Extents,
+    channels: Filters = 1,
+    classes: Filters = 2,
+    width: Filters = 64,
+    levels: Annotated[Count, Field(le=16)] = 4,
+    statistics: Statistics = "global",
+    name: Name = "unet",
 ) -> Network:
     """Encoder and decoder with skip connections; "same" padding, so that every element is predicted.
 
@@ -64,11 +68,11 @@ def _double(y: Node, filters: int, label: str, statistics: str) -> Node:
     return y
 
 
-def unet2d(resolution: int = 256, **options) -> Network:
+def unet2d(resolution: Extent = 256, **options) -> Network:
     """U-Net on squares."""
     return unet(**{"resolution": (resolution,) * 2, "name": "unet2d", **options})
 
 
-def unet3d(resolution: int = 64, **options) -> Network:
+def unet3d(resolution: Extent = 64, **options) -> Network:
     """U-Net on cubes, three levels as in Çiçek et al."""
     return unet(**{"resolution": (resolution,) * 3, "levels": 3, "width": 32, "name": "unet3d", **options})

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
 
 from halograd.layers import Conv, Dense, Flatten, Input, MaxPool, Network, Node
 from halograd.models.classifier import classifier, dense_relu_dropout, scaled
+from halograd.models.options import Extent, Factor, Filters, Name, Rate
 
 __all__ = ["vgg", "vgg16", "vgg128", "vgg256", "vgg512", "vgg_a"]
 
+#: Convolutions of a block, and blocks.
+Blocks = Annotated[
+    Sequence[Annotated[Sequence[Filters], Field(min_length=1, max_length=64)]], Field(min_length=1, max_length=16)
+]
 #: Filters of the convolutions, block by block; every block ends with a pooling.
 VGG_A = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 VGG_D = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
 def vgg(
-    blocks: Sequence[Sequence[int]],
-    classes: int = 1000,
-    channels: int = 3,
-    resolution: int = 224,
-    width: float = 1.0,
-    dropout: float = 0.5,
-    name: str = "vgg",
+    blocks: Blocks,
+    classes: Filters = 1000,
+    channels: Filters = 3,
+    resolution: Extent = 224,
+    width: Factor = 1.0,
+    dropout: Rate = 0.5,
+    name: Name = "vgg",
 ) -> Network:
     """Blocks of 3 x 3 convolutions and a 2 x 2 pooling, three dense layers.
 
