@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from halograd import schema
+from halograd.documents import read_json, shown_path
 from halograd.errors import UserError
 from halograd.layers import Network
 from halograd.layers.strategy import Strategy
@@ -85,9 +85,10 @@ def with_reduction(strategy: Strategy, config: Config) -> Strategy:
 
 def _strategy_of_file(path: str, size: int, network: Network | None, batch: int | None) -> Strategy:
     """What `Strategy.save` or `halograd plan` wrote."""
-    if not _holds_plan(path):
-        return Strategy.load(path)
-    plan = PlanFile.load(path).plan
+    data = read_json(path, "strategy")
+    if not is_plan(data):
+        return schema.build(Strategy, data, f"strategy {shown_path(path)}")
+    plan = PlanFile.from_dict(data, f"plan {shown_path(path)}").plan
     if network is not None:
         try:
             plan.check(network, size, batch)
@@ -96,13 +97,6 @@ def _strategy_of_file(path: str, size: int, network: Network | None, batch: int 
                 raise
             raise UserError(f"{error}, or have it planned as it starts: `--set strategy=auto`") from error
     return plan.strategy
-
-
-def _holds_plan(path: str) -> bool:
-    try:
-        return is_plan(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return False
 
 
 def make_optimizer(config: Any, store: ParameterStore) -> Optimizer:

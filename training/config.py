@@ -6,21 +6,31 @@ wrong is said in one line: the key's path, what was expected, what came.
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
+from halograd.documents import is_one_line, parse_option, parse_toml, read_toml, shown, shown_path
 from halograd.errors import UserError
-from halograd.layers.reduction_scheme import Scheme
-from halograd.training.messages import describe
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from halograd.layers.reduction_scheme import Name, Payload, Scheme
+from halograd.perfmodel.units import parse_quantity
+from halograd.schema import (
+    LARGEST,
+    Below1,
+    Count,
+    FilePath,
+    NotNegative,
+    Positive,
+    Size,
+    Table,
+    Text,
+    Threads,
+    Whole,
+    build,
+)
 
 __all__ = [
     "BackendConfig",
@@ -38,22 +48,20 @@ __all__ = [
     "parse_config",
 ]
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Below1 = Annotated[float, Field(ge=0, lt=1)]
+Epochs = Annotated[NotNegative, Field(le=1e6)]
+Minutes = Annotated[NotNegative, Field(le=1e6)]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+def _size(text: str) -> str:
+    parse_quantity(text, "B")
+    return text
 
 
-class ModelConfig(BaseModel):
-    """``[model]``: its name, and the options of the function of that name in `halograd.models`."""
+class ModelConfig(Table):
+    """``[model]``: its name, and the options of the function of that name, which `halograd.models.build` checks."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-    name: str
+    model_config = ConfigDict(extra="allow")
+    name: Text
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,7 +69,7 @@ class ModelConfig(BaseModel):
         return dict(self.model_extra or {})
 
 
-class DataConfig(_Table):
+class DataConfig(Table):
     """``[data]``: the HDF5 file, its datasets, and how samples are drawn.
 
     `layout` is that on disk where the file does not say; `rule` reduces targets per cell to the patches that
@@ -70,20 +78,20 @@ class DataConfig(_Table):
     its virtual datasets, external links and external datasets refer.
     """
 
-    path: str
-    inputs: str = "inputs"
-    targets: str = "mask"
+    path: FilePath
+    inputs: FilePath = "inputs"
+    targets: FilePath = "mask"
     layout: Literal["NHWC", "NCHW"] | None = None
     rule: Literal["any", "all", "majority", "fraction", "max", "center"] | None = None
     validation: Below1 = 0.1
     normalize: bool = True
     transforms: dict[str, str] = Field(default_factory=dict)
     shuffle: bool = True
-    prefetch: Count = 1
+    prefetch: Annotated[Count, Field(le=64)] = 1
     allow_external: bool = False
 
 
-class StrategyConfig(_Table):
+class StrategyConfig(Table):
     """``[strategy]``: parts per axis, halo algorithm, statistics; or a file; or ``auto``.
 
     Without `sample`, samples are cut into as many parts as ranks are left. `file` is what :meth:`Strategy.save` or
@@ -101,12 +109,12 @@ class StrategyConfig(_Table):
     width: Count = 1
     halo: Literal["auto", "pad", "overlap"] = "auto"
     statistics: Literal["global", "sample", "local"] | None = None
-    bucket_bytes: Count = 4 << 20
-    file: str | None = None
+    bucket_bytes: Size = 4 << 20
+    file: FilePath | None = None
     auto: bool = False
     planner: str = "elimination"
-    memory: str | None = None
-    machine: str | None = None
+    memory: Annotated[str, AfterValidator(_size)] | None = None
+    machine: FilePath | None = None
     budget: NotNegative | None = None
 
     @model_validator(mode="after")
@@ -132,7 +140,7 @@ class StrategyConfig(_Table):
 _TUNING = {"interval", "step", "range"}
 
 
-class ReductionConfig(_Table):
+class ReductionConfig(Table):
     """``[reduction]``: how gradients are summed over the ranks, as in :class:`Scheme`.
 
     The table, if there is one, wins over what a plan or a strategy's file says. With ``name = "auto"`` every scheme
@@ -140,16 +148,14 @@ class ReductionConfig(_Table):
     Algorithm 1), `step` = 0 leaves it out.
     """
 
-    name: Literal[
-        "blocking", "per_layer", "bucketed", "two_chunks", "host_accumulate", "hierarchical", "sharded", "auto"
-    ] = "bucketed"
+    name: Name = "bucketed"
     first_layers: Whole = 0
     chunk: Count = 1
     replicated_dense: Whole = 0
-    payload: Literal["float32", "bfloat16"] = "float32"
+    payload: Payload = "float32"
     error_feedback: bool = True
     deterministic: bool = False
-    interval: Annotated[int, Field(ge=2)] = 10
+    interval: Annotated[Count, Field(ge=2)] = 10
     step: Whole = 10
     range: Count = 5
 
@@ -158,10 +164,7 @@ class ReductionConfig(_Table):
         others = sorted(self.model_fields_set & _TUNING)
         if others and self.name != "auto":
             raise ValueError(f'{others[0]}: expected name = "auto" with it, got "{self.name}"; remove one of them')
-        try:
-            self.scheme()
-        except UserError as error:
-            raise ValueError(str(error).removeprefix("reduction.")) from error
+        self.scheme()
         return self
 
     def scheme(self) -> Scheme:
@@ -169,7 +172,7 @@ class ReductionConfig(_Table):
         return Scheme(**self.model_dump(exclude=_TUNING))
 
 
-class SGDConfig(_Table):
+class SGDConfig(Table):
     """``[optimizer]`` with ``kind = "sgd"``."""
 
     kind: Literal["sgd"]
@@ -184,17 +187,17 @@ class SGDConfig(_Table):
         return self
 
 
-class AdamConfig(_Table):
+class AdamConfig(Table):
     """``[optimizer]`` with ``kind = "adam"`` or ``"adamw"``."""
 
     kind: Literal["adam", "adamw"]
     beta1: Below1 = 0.9
     beta2: Below1 = 0.999
-    epsilon: Positive = 1e-8
+    epsilon: Annotated[Positive, Field(le=1)] = 1e-8
     weight_decay: NotNegative = 0.0
 
 
-class LARSConfig(_Table):
+class LARSConfig(Table):
     """``[optimizer]`` with ``kind = "lars"``."""
 
     kind: Literal["lars"]
@@ -206,14 +209,14 @@ class LARSConfig(_Table):
 OptimizerConfig = Annotated[SGDConfig | AdamConfig | LARSConfig, Field(discriminator="kind")]
 
 
-class ScheduleConfig(_Table):
+class ScheduleConfig(Table):
     """``[schedule]``: the learning rate over the epochs; epochs may be fractions."""
 
     kind: Literal["constant", "step", "cosine"] = "constant"
     learning_rate: Positive
-    warmup_epochs: NotNegative = 0.0
+    warmup_epochs: Epochs = 0.0
     warmup_start: Below1 = 0.0
-    milestones: list[Positive] = Field(default_factory=list)
+    milestones: Annotated[list[Annotated[Epochs, Field(gt=0)]], Field(max_length=100)] = Field(default_factory=list)
     factor: Positive = 0.1
     final: NotNegative = 0.0
 
@@ -223,10 +226,12 @@ class ScheduleConfig(_Table):
             raise ValueError("milestones: expected the epochs at which the rate drops, got none")
         if self.milestones != sorted(set(self.milestones)):
             raise ValueError(f"milestones: expected rising epochs, got {self.milestones}")
+        if math.log10(self.learning_rate) + len(self.milestones) * math.log10(self.factor) > math.log10(LARGEST):
+            raise ValueError(f"factor: expected rates of at most {LARGEST:g} at all milestones, got {self.factor:g}")
         return self
 
 
-class TrainingConfig(_Table):
+class TrainingConfig(Table):
     """``[training]``.
 
     `dtype` is that of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them,
@@ -235,12 +240,12 @@ class TrainingConfig(_Table):
 
     epochs: Count
     batch: Count
-    seed: Whole = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     clip_norm: Positive | None = None
 
 
-class BackendConfig(_Table):
+class BackendConfig(Table):
     """``[backend]``: kernels, threads per rank, and how messages travel.
 
     `autotune`: measure the algorithms of every convolution when the network is built, and take the fastest.
@@ -251,7 +256,7 @@ class BackendConfig(_Table):
     """
 
     kernels: str = "auto"
-    threads: Count = 1
+    threads: Threads = 1
     autotune: bool = False
     transport: str = "auto"
     precision: Literal["strict", "tf32"] = "strict"
@@ -261,7 +266,7 @@ class BackendConfig(_Table):
     device_transport: Literal["auto", "nccl", "cuda-ipc", "mpi-cuda", "mpi-staged"] = "auto"
 
 
-class OutputConfig(_Table):
+class OutputConfig(Table):
     """``[output]``: where a run writes, and how often.
 
     Checkpoints: at the end of every `checkpoint_epochs` epochs, after every `checkpoint_steps` steps, and when the last
@@ -270,11 +275,11 @@ class OutputConfig(_Table):
     `rank_logs`: a log of every rank, ``logs/rank-NNNN.log``. `tensorboard`: event files in ``tensorboard/``.
     """
 
-    directory: str
+    directory: FilePath
     log_steps: Count = 1
     checkpoint_epochs: Whole = 1
     checkpoint_steps: Whole = 0
-    checkpoint_minutes: NotNegative = 0.0
+    checkpoint_minutes: Minutes = 0.0
     keep: Count = 3
     timeline: bool = False
     rank_logs: bool = False
@@ -282,17 +287,17 @@ class OutputConfig(_Table):
     progress: bool = True
 
 
-class RunConfig(_Table):
+class RunConfig(Table):
     """``[run]``: how a run looks after its ranks.
 
     A job whose ranks make no progress for `stall_minutes` is reported and ended; 0 for never. It must be longer than
     the longest time that a batch, a layer or a checkpoint takes.
     """
 
-    stall_minutes: NotNegative = 15.0
+    stall_minutes: Minutes = 15.0
 
 
-class Config(_Table):
+class Config(Table):
     """A whole configuration."""
 
     model: ModelConfig
@@ -320,51 +325,39 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     UserError
         In one line: which key, what was expected, what came.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"configuration {path}: expected a TOML file, it cannot be read: {reason}") from error
-    return parse_config(text, overrides, str(path))
+    return check_config(read_toml(path, "configuration"), overrides, f"configuration {shown_path(path)}")
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), source: str = "configuration") -> Config:
     """Like :func:`load_config`, of the text itself; `source` is named in errors."""
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{source}: expected valid TOML, got an error: {error}") from error
-    return check_config(tables, overrides, source)
+    return check_config(parse_toml(text, source), overrides, source)
 
 
 def check_config(tables: dict[str, Any], overrides: Sequence[str] = (), source: str = "configuration") -> Config:
     """Like :func:`parse_config`, of tables read already; modifies them."""
     for override in overrides:
         _set(tables, override)
-    try:
-        return Config.model_validate(tables)
-    except ValidationError as error:
-        raise UserError(f"{source}: {describe(error, Config)}") from error
+    return build(Config, tables, source)
 
 
 def _set(tables: dict[str, Any], override: str) -> None:
     """Apply one ``section.key=value``, or ``section={...}`` for a whole table."""
     key, equals, text = (part.strip() for part in override.partition("="))
     path = key.split(".")
-    if not equals or not all(path):
-        raise UserError(f"--set: expected section.key=value, got {override!r}")
-    value = _value(key, text)
+    if not equals or not all(path) or not is_one_line(key):
+        raise UserError(f"--set: expected section.key=value, got {shown(override)}")
+    value = parse_option("--set", key, text)
     if path[0] == "strategy":
         _settle_strategy(tables, path, value)
         if value == "auto":
             return
     if len(path) < 2 and not isinstance(value, Mapping):
-        raise UserError(f"--set: expected section.key=value, got {override!r}")
+        raise UserError(f"--set: expected section.key=value, got {shown(override)}")
     where = tables
     for name in path[:-1]:
         where = where.setdefault(name, {})
         if not isinstance(where, Mapping):
-            raise UserError(f"--set {key}: expected a table at {name!r}, got {where!r}")
+            raise UserError(f"--set {key}: expected a table at {name!r}, got {shown(where)}")
     where[path[-1]] = value
 
 
@@ -380,16 +373,3 @@ def _settle_strategy(tables: dict[str, Any], path: Sequence[str], value: Any) ->
     if isinstance(table, dict) and table.get("auto") is True and len(path) == 2 and path[1] in by_hand:
         for key in ("auto", "planner", "memory", "machine", "budget"):
             table.pop(key, None)
-
-
-def _value(key: str, text: str) -> Any:
-    """A TOML value; a bare word or path is a text, as a shell takes the quotes away."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
-        if text and text[0] not in "\"'[{" and "\n" not in text:
-            return text
-        raise UserError(f"--set {key}: expected a TOML value, got {text!r}") from error
-    if set(parsed) != {"value"}:
-        raise UserError(f"--set {key}: expected one TOML value, got {text!r}")
-    return parsed["value"]

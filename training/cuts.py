@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -15,6 +14,8 @@ __all__ = ["fitting_cuts", "other_cuts"]
 
 AXES = ("sample", "depth", "height", "width")
 SHOWN = 3
+#: For more ranks there are too many cuts to try them all.
+MOST_RANKS = 8192
 
 
 def fitting_cuts(network: Network, size: int, batch: int, wanted: Mapping[str, int]) -> list[dict[str, int]]:
@@ -27,15 +28,18 @@ def fitting_cuts(network: Network, size: int, batch: int, wanted: Mapping[str, i
     wanted
         Parts per axis; axes that are missing have one.
     """
-    found = [parts for parts in _products(size) if parts["sample"] <= batch and _fits(network, parts, size)]
+    products = (dict(zip(AXES, parts)) for parts in _products(size, len(AXES)))
+    found = [parts for parts in products if parts["sample"] <= batch and _fits(network, parts, size)]
     return sorted(found, key=lambda parts: sum(abs(math.log(parts[a] / wanted.get(a, 1))) for a in AXES))
 
 
-def _products(size: int) -> Iterator[dict[str, int]]:
-    divisors = [d for d in range(1, size + 1) if size % d == 0]
-    for parts in itertools.product(divisors, repeat=len(AXES)):
-        if math.prod(parts) == size:
-            yield dict(zip(AXES, parts))
+def _products(size: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Whole numbers whose product is `size`, so many of them."""
+    if factors == 1:
+        yield (size,)
+        return
+    for first in (d for d in range(1, size + 1) if size % d == 0):
+        yield from ((first, *rest) for rest in _products(size // first, factors - 1))
 
 
 def _fits(network: Network, parts: dict[str, int], size: int) -> bool:
@@ -49,8 +53,8 @@ def _fits(network: Network, parts: dict[str, int], size: int) -> bool:
 
 
 def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch: int | None) -> str:
-    """What to put on the command line instead, in words; nothing without a network."""
-    if network is None or batch is None:
+    """What to put on the command line instead, in words; nothing without a network, or for more than `MOST_RANKS`."""
+    if network is None or batch is None or size > MOST_RANKS:
         return ""
     wanted = {axis: getattr(config, axis) or 1 for axis in AXES}
     named = config.model_fields_set

@@ -23,6 +23,7 @@ from halograd.data import (
 from halograd.data.look import LOOKS, look_at_data
 from halograd.data.sampler import Batches
 from halograd.data.structure import Structure
+from halograd.device import HOST
 from halograd.errors import UserError
 from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy, Strategy
 from halograd.training.build import make_network, make_strategy, with_reduction
@@ -30,6 +31,7 @@ from halograd.training.config import Config, DataConfig
 from halograd.training.executor import Executor
 from halograd.training.feeding import DeviceFeed
 from halograd.training.kernels import connect_device, open_kernels
+from halograd.training.limits import check_batch, check_memory
 from halograd.training.root import on_root
 from halograd.training.timeline import Timeline
 
@@ -109,6 +111,7 @@ class Session:
             _check_shape(data, dataset, network)
             reduction = _reduction(data, dataset, network)
         training, validation = split(len(dataset), data.validation, settings.seed, dataset.groups)
+        check_batch(config, len(training) if trainable else len(dataset), trainable)
         statistics = computed = None
         if data.normalize and normalization is not None:
             statistics = ChannelStatistics.from_state_dict(normalization)
@@ -121,6 +124,8 @@ class Session:
             timeline = comm.recorder = Timeline(comm.rank)
             timeline.paused = not config.output.timeline
         kernels = stack.enter_context(open_kernels(config.backend, comm))
+        if getattr(kernels, "device", HOST).is_host:
+            check_memory(config, comm, network, strategy, trainable)
         connect_device(kernels, comm, config.backend.device_transport)
         executor = stack.enter_context(
             Executor(

@@ -56,7 +56,7 @@ def test_diverged(tmp_path):
     """One line on stderr, exit code 2, the last good checkpoint named and readable."""
     config = write_config(tmp_path)
     settings = ["optimizer={kind = 'sgd'}", "schedule={kind = 'step', learning_rate = 0.01, milestones = [1]}"]
-    settings += ["schedule.factor=1e300", "strategy.height=2"]
+    settings += ["schedule.factor=1e30", "training.dtype=float32", "strategy.height=2"]
     done = mpiexec(2, [*PATIENT, "train", config, *sets(*settings)])
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

@@ -129,8 +129,8 @@ def test_timeline(comm, config):
 @pytest.mark.mpi
 def test_nan_stops_all_ranks(comm, config):
     """The loss overflows in the second epoch: the checkpoint of the first one stays, and is finite."""
-    settings = ["schedule.kind=step", "schedule.milestones=[1]", "schedule.factor=1e300", "schedule.warmup_epochs=0"]
-    settings += ["optimizer={kind = 'sgd'}", f"strategy.sample={comm.size}"]
+    settings = ["schedule.kind=step", "schedule.milestones=[1]", "schedule.factor=1e30", "schedule.warmup_epochs=0"]
+    settings += ["optimizer={kind = 'sgd'}", "training.dtype=float32", f"strategy.sample={comm.size}"]
     with pytest.raises(Diverged) as caught:
         train(config, settings, comm=comm)
     latest = config.parent / "out" / "checkpoints" / "step-00000003.h5"
@@ -143,7 +143,8 @@ def test_nan_stops_all_ranks(comm, config):
 
 @pytest.mark.mpi
 def test_nan_before_any_checkpoint(comm, config):
-    settings = ["schedule.learning_rate=1e300", "schedule.warmup_epochs=0", "optimizer={kind = 'sgd'}"]
+    settings = ["schedule.learning_rate=1e30", "schedule.warmup_epochs=0", "optimizer={kind = 'sgd'}"]
+    settings.append("training.dtype=float32")
     with pytest.raises(Diverged, match="; no checkpoint was written yet"):
         train(config, settings, comm=comm)
 
@@ -175,16 +176,21 @@ REFUSED = [
         r"data\.path: expected samples of shape \(32, 32, 3\) for model 'mesh', got \(16, 16, 3\)",
     ),
     (["model.name=mush"], "model.name: expected one of .*mesh.*, got 'mush'"),
-    (["model.depth=3"], "model: mesh was not made: .*depth.*; its options are resolution, "),
+    (["model.depth=3"], "model.depth: unknown key; expected one of resolution, channels"),
+    (["model.convs=-1"], "model.convs: expected a whole number >= 1, got -1"),
+    (["model.widths=[]"], "model.widths: expected 1 or more entries, got \\[\\]"),
+    (["model.widths=[1000000, 1000000]"], "expected a network and a batch within the .* of a node, got .* GiB"),
     ([MODEL + "}"], r"data\.rule: expected how a patch is made of its cells \(any, .* predicts \(4, 4\) patches"),
     (["backend.transport=pigeon"], "backend.transport: expected 'auto', 'mpi', .* got 'pigeon'"),
     (["backend.kernels=abacus"], "expected a backend out of auto, .* got 'abacus'"),
     (["data.path=none.h5"], r"none\.h5: no such file"),
     (["data.targets=x"], "expected a dataset 'x', got inputs .*, mask"),
-    (["training.batch=99"], "batch of 99: expected at least 99 samples to draw from, got 13"),
+    (["training.batch=14"], "training.batch: expected at most 13, the training samples of .*data.h5, got 14; choose"),
+    (["training.batch=2147483647"], "training.batch: expected at most 13, the training samples of .*, got 2147483647"),
+    (["training.batch=100000000000000000000"], "training.batch: expected a whole number of at most 64 bits, got one"),
     (["strategy.height=64"], "strategy: 64 spatial parts do not divide the . ranks; start a multiple of 64 ranks"),
     (["strategy.sample=64"], "strategy: .* needs 64 ranks, the run has ."),
-    (["strategy={file = 'none.json'}"], "strategy none.json: cannot be read"),
+    (["strategy={file = 'none.json'}"], "none.json: expected a JSON file to read"),
 ]
 
 
@@ -233,6 +239,8 @@ def test_nothing_to_evaluate(comm, config):
     with pytest.raises(UserError, match="samples: expected one of validation, training, all, got 'test'"):
         evaluate(config, samples="test", comm=comm)
     train(config, ["training.epochs=1", "data.validation=0"], comm=comm)
+    with pytest.raises(UserError, match=r"training\.batch: expected at most 19, the samples of .*data.h5, got 20"):
+        evaluate(config, ["training.batch=20"], comm=comm)
     with pytest.raises(UserError, match=r"data\.validation: expected held-out samples to evaluate, got 0"):
         evaluate(config.parent / "out", comm=comm)
 
@@ -242,7 +250,7 @@ def test_rewinding_a_log(tmp_path):
     rewind_log(path, 3)
     values = {"loss": 0.5, "learning_rate": 0.1, "seconds": 0.2, "samples_per_second": 20.0}
     entries = [{"event": "step", "step": s, **values} for s in range(1, 6)]
-    path.write_text("".join(json.dumps(e) + "\n" for e in entries) + '{"event": "st')
+    path.write_text("".join(json.dumps(e) + "\n" for e in entries) + "[" * 100_000 + '\n3\n{"event": "st')
     rewind_log(path, 3)
     assert read_log(path) == entries[:3]
 
