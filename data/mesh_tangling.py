@@ -88,7 +88,7 @@ class Settings:
     def __post_init__(self) -> None:
         _check(self.resolution >= 8, "resolution", "at least 8", self.resolution)
         _check(self.samples >= 1, "samples", "at least 1", self.samples)
-        _check(self.seed >= 0, "seed", "0 or more", self.seed)
+        _check(0 <= self.seed < 2**63, "seed", f"0 to {2**63 - 1}", self.seed)
         _check(self.samples_per_simulation >= 1, "samples_per_simulation", "at least 1", self.samples_per_simulation)
         _check(0 < self.limit < 1, "limit", "between 0 and 1", self.limit)
         _check(0 < self.time_step <= 0.1, "time_step", "above 0 and at most 0.1 s", self.time_step)

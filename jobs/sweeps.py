@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 
+from halograd.documents import parse_option
 from halograd.errors import UserError
 from halograd.jobs.quoting import one_line, toml
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 __all__ = ["parse_sweep"]
 
@@ -55,11 +50,7 @@ def parse_sweep(options: Sequence[str]) -> list[list[str]]:
 
 def _values(key: str, text: str) -> list[str]:
     if text.startswith("["):
-        try:
-            values = tomllib.loads(f"values = {text}")["values"]
-        except tomllib.TOMLDecodeError as error:
-            raise UserError(f"--sweep {key}: expected a list in TOML, got {text!a}") from error
-        found = [toml(value) for value in values]
+        found = [toml(value) for value in parse_option("--sweep", key, text)]
     else:
         found = [value.strip() for value in text.split(",")]
     if not found or not all(found):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from halograd.errors import UserError
 from halograd.kernels.backend import Backend
 from halograd.kernels.errors import KernelError
+from halograd.schema import Threads, build
 
 __all__ = ["get_backend"]
 
@@ -65,11 +67,13 @@ def get_backend(
     Raises
     ------
     KernelError
-        If there is no such backend, `threads` is below 1, the library was named and cannot be loaded, or the backend
-        does not have the precision.
+        If there is no such backend, `threads` is below 1 or above 4096, the library was named and cannot be loaded, or
+        the backend does not have the precision.
     """
-    if threads < 1:
-        raise KernelError(f"expected at least 1 thread, got {threads}; pass threads=1 for one per rank")
+    try:
+        build(Threads, threads)
+    except UserError as error:
+        raise KernelError(f"threads: {error}; pass threads=1 for one per rank") from None
     if name not in _NAMES:
         raise KernelError(f"expected a backend out of {', '.join(_NAMES)}, got {name!r}; choose one of them")
     if name == "cudnn":

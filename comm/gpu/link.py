@@ -133,11 +133,11 @@ def timeout_from(environment: Any) -> float:
     text = environment.get("HALOGRAD_GPU_TIMEOUT", "")
     try:
         seconds = float(text) if text else TIMEOUT
-        if seconds > 0:
+        if 0 < seconds <= 1e6:
             return seconds
     except ValueError:
         pass
-    raise CommError(f"HALOGRAD_GPU_TIMEOUT: expected seconds > 0, got {text!r}")
+    raise CommError(f"HALOGRAD_GPU_TIMEOUT: expected seconds > 0 and <= 1e6, got {text[:60]!r}")
 
 
 def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halograd.documents import parse_option, shown
 from halograd.errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 if TYPE_CHECKING:
     from halograd.layers import Network, Strategy
@@ -64,6 +58,10 @@ Full = Annotated[bool, typer.Option("--full", help="Look at every legal cut, bal
 Cache = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Of measured times; else $HALOGRAD_CACHE or ~/.cache/halograd.")
 ]
+
+
+#: No number of ranks has more digits.
+_WHOLE = r"[0-9]{1,9}"
 
 
 @dataclass
@@ -139,7 +137,7 @@ def ask(
     if dtype not in loaded.peak_flops:
         raise UserError(
             f"--dtype: expected one of {', '.join(loaded.peak_flops)}, for which machine {loaded.name!r} has a peak, "
-            f"got {dtype!r}; add it to [device.peak_flops] of a copy of the machine file"
+            f"got {shown(dtype)}; add it to [device.peak_flops] of a copy of the machine file"
         )
     return Asked(model, settings, network, loaded, machine, dtype, cache)
 
@@ -150,26 +148,17 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
     for option in options:
         key, equals, text = (part.strip() for part in option.partition("="))
         if not equals or not key:
-            raise UserError(f"--option: expected KEY=VALUE, such as resolution=512, got {option!r}")
-        found[key] = text
-        with contextlib.suppress(tomllib.TOMLDecodeError):  # a shell takes the quotes of a text away
-            found[key] = tomllib.loads(f"value = {text}")["value"]
+            raise UserError(f"--option: expected KEY=VALUE, such as resolution=512, got {shown(option)}")
+        found[key] = parse_option("--option", key, text)
     return found
 
 
 def parse_memory(text: str | None) -> float | None:
     """Bytes of ``16GiB`` [B]; None if nothing was given."""
-    from halograd.perfmodel.units import parse_quantity
+    from halograd.perfmodel.machine_file import Bytes
+    from halograd.schema import build
 
-    if text is None:
-        return None
-    try:
-        nbytes = parse_quantity(text, "B")
-    except ValueError as error:
-        raise UserError(f"--memory: {error}") from error
-    if not nbytes:
-        raise UserError(f"--memory: expected more than nothing, got {text!r}")
-    return nbytes
+    return None if text is None else build(Bytes, text, at="--memory")
 
 
 def check_planner(name: str) -> None:
@@ -181,14 +170,18 @@ def check_planner(name: str) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--planner: expected one of {', '.join(known)}, got {name!r}{hint}")
+        raise UserError(f"--planner: expected one of {', '.join(known)}, got {shown(name)}{hint}")
 
 
-def check_counts(**counts: int) -> None:
-    """Refuse numbers of ranks or samples below 1."""
+def check_counts(**counts: float | None) -> None:
+    """Refuse what is no number of ranks, samples or threads, or no time of a budget [s]; None was not given."""
+    from halograd.perfmodel.cost.prediction import Ranks
+    from halograd.schema import Count, NotNegative, Threads, build
+
+    kinds: dict[str, Any] = {"ranks": Ranks, "threads": Threads, "budget": NotNegative}
     for name, count in counts.items():
-        if count < 1:
-            raise UserError(f"--{name}: expected a whole number >= 1, got {count}")
+        if count is not None:
+            build(kinds.get(name, Count), count, at=f"--{name}")
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -202,26 +195,32 @@ def parse_ranks(text: str) -> list[int]:
     for i, word in enumerate(words):
         if word in ("...", "\u2026"):
             found += _between(found, words[i + 1 :], text)
-        elif re.fullmatch(r"[0-9]+", word) and int(word) > 0:
+        elif re.fullmatch(_WHOLE, word) and int(word) > 0:
             found.append(int(word))
         else:
-            raise UserError(f"--ranks: expected whole numbers >= 1 such as 4,8,...,2048, got {word!r} in {text!r}")
+            raise UserError(
+                f"--ranks: expected whole numbers >= 1 such as 4,8,...,2048, got {shown(word)} in {shown(text)}"
+            )
+    check_counts(ranks=max(found))
     if sorted(set(found)) != found:
-        raise UserError(f"--ranks: expected rising numbers, got {text!r}")
+        raise UserError(f"--ranks: expected rising numbers, got {shown(text)}")
     return found
 
 
 def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[int]:
     """What ``...`` stands for."""
-    if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not behind or not behind[0].isdigit():
-        raise UserError(f"--ranks: expected two numbers before ... and one behind, such as 4,8,...,2048, got {text!r}")
+    ends = bool(behind and re.fullmatch(_WHOLE, behind[0]))
+    if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not ends:
+        raise UserError(
+            f"--ranks: expected two numbers before ... and one behind, such as 4,8,...,2048, got {shown(text)}"
+        )
     ratio, last = before[-1] // before[-2], int(behind[0])
     found: list[int] = []
     while [*before, *found][-1] * ratio < last:
         found.append([*before, *found][-1] * ratio)
     if (found or before)[-1] * ratio != last:
         raise UserError(
-            f"--ranks: expected {last} to be reached by times {ratio} from {before[-1]}, got {text!r}; "
+            f"--ranks: expected {last} to be reached by times {ratio} from {before[-1]}, got {shown(text)}; "
             f"end with {(found or before)[-1] * ratio} or {(found or before)[-1]}"
         )
     return found
@@ -234,10 +233,10 @@ def parse_grid(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for item in text.split(","):
         axis, equals, number = (part.strip() for part in item.partition("="))
-        if not equals or not re.fullmatch(r"[0-9]+", number) or int(number) < 1:
-            raise UserError(f"--grid: expected AXIS=PARTS,... such as sample=2,height=4,width=2, got {item!r}")
+        if not equals or not re.fullmatch(_WHOLE, number) or int(number) < 1:
+            raise UserError(f"--grid: expected AXIS=PARTS,... such as sample=2,height=4,width=2, got {shown(item)}")
         if axis not in AXES:
-            raise UserError(f"--grid: expected axes out of {', '.join(AXES)}, got {axis!r}")
+            raise UserError(f"--grid: expected axes out of {', '.join(AXES)}, got {shown(axis)}")
         if axis in found:
             raise UserError(f"--grid: expected every axis once, got {axis!r} twice")
         found[axis] = int(number)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 if TYPE_CHECKING:
     from halograd.comm import Communicator
@@ -62,11 +55,12 @@ def profile(
       halograd profile mesh_1k --threads 2 --out machine.toml
       mpiexec -n 2 halograd profile resnet50 --batch 8 --out machine.toml --budget 120
     """
+    from halograd.cli.plan_options import check_counts
     from halograd.perfmodel.profile import cache_path
 
     begin = time.perf_counter()
     network = _network(model, options or [])
-    _check(batch=batch, ranks=ranks, threads=threads, budget=budget)
+    check_counts(batch=batch, ranks=ranks, threads=threads, budget=budget)
     path = cache_path(cache)
     with open_communicator(transport) as comm, _backend(kernels, threads, autotune, dtype) as backend:
         found, layers = _measure(comm, backend, network, batch, ranks or comm.size, dtype, autotune, budget, path)
@@ -229,29 +223,11 @@ def _times(
 
 
 def _network(model: str, options: Sequence[str]) -> Network:
-    """The model with the options ``KEY=VALUE``, whose values are written as in TOML."""
-    from halograd.errors import UserError
+    """The model with the options ``KEY=VALUE``."""
+    from halograd.cli.plan_options import parse_options
     from halograd.models import build
 
-    settings = {}
-    for option in options:
-        key, equals, text = (part.strip() for part in option.partition("="))
-        if not equals or not key:
-            raise UserError(f"--option: expected KEY=VALUE, such as resolution=512, got {option!r}")
-        try:
-            settings[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            settings[key] = text  # a shell takes the quotes of a text away
-    return build(model, **settings)
-
-
-def _check(**numbers: float | None) -> None:
-    from halograd.errors import UserError
-
-    for name, value in numbers.items():
-        least = 0 if name == "budget" else 1
-        if value is not None and not (value >= least and math.isfinite(value)):
-            raise UserError(f"--{name}: expected a number >= {least}, got {value}")
+    return build(model, **parse_options(options))
 
 
 @contextmanager

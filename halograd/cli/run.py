@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import platform
@@ -13,6 +14,7 @@ import typer
 
 from halograd.comm.boot import boot, launched_size, leave
 from halograd.comm.interrupt import INTERRUPTED, end_on_interrupt
+from halograd.documents import shown
 from halograd.errors import TRACEBACK, UserError
 from halograd.training.signals import ignore_stop_signals
 
@@ -77,6 +79,11 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
         return 0
     except UserError as error:
         return _complain(error, comm)
+    except (MemoryError, OSError) as error:
+        mistake = _mistake(error)
+        if mistake is None:
+            raise
+        return _complain(mistake, comm)
 
 
 def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
@@ -90,6 +97,20 @@ def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
     except (ImportError, RuntimeError):
         return None
     return MPI.COMM_WORLD
+
+
+def _mistake(error: MemoryError | OSError) -> UserError | None:
+    """What the user can mend about an error of the system, None for a fault."""
+    if isinstance(error, MemoryError):
+        text = f"expected enough memory, got an error: {error}; use more ranks, or smaller samples, batches or networks"
+    elif error.errno == errno.ENAMETOOLONG:
+        text = f"expected a shorter path, got {shown(error.filename)} ({error.strerror})"
+    else:
+        return None
+    mistake = UserError(text)
+    mistake.__dict__.update(vars(error))  # whether the ranks have agreed on it
+    mistake.__cause__ = error
+    return mistake
 
 
 def _usage(error: Any) -> str:

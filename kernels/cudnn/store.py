@@ -120,7 +120,7 @@ class PlanStore:
             conditions, key, found = json.loads(line)
             if conditions == self.conditions:
                 self._entries[str(key)] = Entry.from_json(found)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return
 
     def _warn(self, text: str) -> None:

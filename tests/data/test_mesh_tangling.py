@@ -133,7 +133,7 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     [
         ({"resolution": 4}, "resolution: expected at least 8, got 4"),
         ({"samples": 0}, "samples: expected at least 1, got 0"),
-        ({"seed": -1}, "seed: expected 0 or more, got -1"),
+        ({"seed": -1}, "seed: expected 0 to 9223372036854775807, got -1"),
         ({"samples_per_simulation": 0}, "samples_per_simulation: expected at least 1, got 0"),
         ({"limit": 1.5}, "limit: expected between 0 and 1, got 1.5"),
         ({"time_step": 0.5}, "time_step: expected above 0 and at most 0.1 s, got 0.5"),

@@ -352,7 +352,7 @@ def test_mistakes_of_a_kind(kind, changes, message):
         (["a="], "--sweep a: expected values separated by commas, got ''"),
         (["a=1,,2"], "--sweep a: expected values separated by commas"),
         (["a=1,1"], "--sweep a: expected every value once"),
-        (["a=[1"], "--sweep a: expected a list in TOML, got '[1'"),
+        (["a=[1"], "--sweep a: expected a TOML value, got '[1'"),
         (["output.directory=x,y"], "--sweep: expected another key than output.directory"),
         ([f"a={','.join(map(str, range(40)))}", f"b={','.join(map(str, range(40)))}"], "at most 1000 combinations"),
     ],

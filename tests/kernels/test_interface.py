@@ -400,8 +400,10 @@ def test_unknown_backend():
     assert text == "expected a backend out of auto, numpy, onednn, cudnn, got 'cudnn7'; choose one of them"
 
 
-def test_too_few_threads():
-    assert "expected at least 1 thread, got 0" in text_of(lambda: get_backend("numpy", threads=0))
+@pytest.mark.parametrize(("threads", "bound"), [(0, ">= 1"), (10**6, "<= 4096"), (2**70, "<= 4096")])
+def test_numbers_of_threads_that_are_refused(threads, bound):
+    text = text_of(lambda: get_backend("numpy", threads=threads))
+    assert text == f"threads: expected a whole number {bound}, got {threads}; pass threads=1 for one per rank"
 
 
 def test_auto_is_onednn_where_it_is(backends):

@@ -112,9 +112,10 @@ def test_docstrings():
         assert doctest.testmod(module).failed == 0
 
 
-def test_a_timeout_that_is_none():
-    with pytest.raises(CommError, match=r"HALOGRAD_GPU_TIMEOUT: expected seconds > 0, got '-3'"):
-        link.timeout_from({"HALOGRAD_GPU_TIMEOUT": "-3"})
+@pytest.mark.parametrize("text", ["-3", "0", "nan", "inf", "1e308", "soon"])
+def test_a_timeout_that_is_none(text):
+    with pytest.raises(CommError, match=rf"HALOGRAD_GPU_TIMEOUT: expected seconds > 0 and <= 1e6, got '{text}'"):
+        link.timeout_from({"HALOGRAD_GPU_TIMEOUT": text})
 
 
 def test_nccl_is_found_or_its_absence_said_in_one_line(monkeypatch):
