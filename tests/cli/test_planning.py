@@ -312,6 +312,40 @@ def test_what_is_no_plan_is_refused(typed, tmp_path, text, message):
     assert code == 2 and len(err.splitlines()) == 1 and message in err, err
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("prediction", "step_seconds"), "1", "prediction.step_seconds: expected a number, got '1'"),
+        (
+            ("prediction", "layers", 0, "forward"),
+            -1.0,
+            r"prediction.layers\[0\].forward: expected a number >= 0, got -1",
+        ),
+        (("prediction", "layers", 0, "parts"), [], r"prediction.layers\[0\].parts: expected a table, got \[\]"),
+        (("prediction", "memory"), 3, "prediction.memory: expected a table, got 3"),
+        (("prediction", "traffic"), {"halo": [1]}, r"prediction.traffic.halo\[1\]: expected a value, got nothing"),
+        (("strategy", "bucket_bytes"), "4096", "strategy.bucket_bytes: expected a whole number, got '4096'"),
+        (("alternatives",), [{}], r"alternatives\[0\].name: expected a value, got nothing; this key is required"),
+        (("ranks",), 10**6, "ranks: expected a whole number <= 8192, got 1000000"),
+        (("batch",), True, "batch: expected a whole number, got true"),
+        (("rnks",), 4, "rnks: unknown key; expected one of network, .*; did you mean ranks"),
+        (("request", "options"), 3, "request.options: expected a table, got 3"),
+        (("request", "machine"), "x", "machine lassen in the plan: expected valid TOML"),
+        (("request", "slots"), 10**6, "request.slots: expected a whole number <= 8, got 1000000"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_plans_of_wrong_types_are_refused(typed, planned, tmp_path, place, value, message):
+    data, path = json.loads(planned.read_text()), tmp_path / "plan.json"
+    table = data
+    for step in place[:-1]:
+        table = table[step]
+    table[place[-1]] = value
+    path.write_text(json.dumps(data))
+    code, _, err = typed("explain", path)
+    assert code == 2 and len(err.splitlines()) == 1 and re.search(message, err), err
+
+
 def test_a_plan_carries_its_gradient_reduction(planned, tmp_path):
     data, path = json.loads(planned.read_text()), tmp_path / "plan.json"
     data["strategy"]["reduction"] = {"name": "per_layer"}

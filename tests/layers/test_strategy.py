@@ -6,7 +6,7 @@ import pytest
 
 from halograd.errors import UserError
 from halograd.layers import BatchNorm, Conv, Dense, Flatten, GlobalAveragePool, GroupNorm, Input, Network, Softmax
-from halograd.layers.strategy import AXES, Strategy, _warn_once, layout_of
+from halograd.layers.strategy import AXES, PartsTable, Strategy, _warn_once, layout_of
 from halograd.models import mesh
 
 NETWORK = mesh(resolution=16, channels=2, widths=(4,), convs=1)
@@ -168,6 +168,35 @@ def test_layers_behind_a_trunk_may_leave_ranks_idle(caplog):
     """Of one sample, one rank computes what has no space."""
     Strategy({"height": 4}).warn_of_idle_ranks(small(), 1, 4)
     assert not caplog.records
+
+
+def test_tables_have_the_axes():
+    assert tuple(PartsTable.model_fields) == AXES
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"bucket_bytes": "4096"}', "bucket_bytes: expected a whole number, got '4096'"),
+        ('{"bucket_bytes": 0}', "bucket_bytes: expected a whole number >= 1, got 0"),
+        ('{"options": "pad"}', "options: expected a table, got 'pad'"),
+        ('{"options": {"halo": ["pad"]}}', r"options.halo: expected one of 'auto', 'pad' or 'overlap', got \['pad'\]"),
+        ('{"parts": {"height": true}}', "parts.height: expected a whole number, got true"),
+        ('{"parts": {"height": 2147483648}}', "parts.height: expected a whole number <= 2147483647, got 2147483648"),
+        ('{"layers": {"conv": 2}}', "layers.conv: expected a table, got 2"),
+        ('{"layers": {"conv": {"hieght": 2}}}', "layers.conv.hieght: unknown key; .*; did you mean height"),
+        ('{"parts": {}, "parts": {"height": 2}}', "expected every key once, got 'parts' twice"),
+        ('{"layers": ' * 5000, "tables or lists within one another more than 32 deep"),
+        ('{"bucket_bytes": 1%s}' % ("0" * 5000), "expected whole numbers of at most 64 bits, got one of 5001 digits"),
+        ("[]", r"expected a table, got \[\]"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_files_that_are_refused(tmp_path, text, message):
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(UserError, match=rf"strategy \S*s.json: .*{message}") as found:
+        Strategy.load(tmp_path / "s.json")
+    assert "\n" not in str(found.value)
 
 
 def test_a_file_that_is_no_strategy_is_refused(tmp_path):
