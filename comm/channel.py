@@ -175,9 +175,7 @@ def check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) -> 
             raise CommError(f"{name}: expected a number of elements >= 0 for peer {peer}, got {count}")
 
 
-def check_matching(
-    mpi_comm: MPI.Intracomm, sends: Mapping[int, int], recvs: Mapping[int, int], itemsize: int
-) -> None:
+def check_matching(mpi_comm: MPI.Intracomm, sends: Mapping[int, int], recvs: Mapping[int, int], itemsize: int) -> None:
     """Raise CommError where this rank does not expect [B] what a peer sends. Collective, to be agreed on."""
     announced = np.zeros(mpi_comm.size, np.int64)
     for peer, count in sends.items():

@@ -49,8 +49,7 @@ class ProcessGrid:
         if needed > size:
             text = " x ".join(f"{name} {count}" for name, count in parts.items())
             raise ValueError(
-                f"process grid {text} needs {needed} ranks, got {size}; "
-                f"start {needed} ranks or cut into fewer parts"
+                f"process grid {text} needs {needed} ranks, got {size}; start {needed} ranks or cut into fewer parts"
             )
         self.parts: Mapping[str, int] = MappingProxyType(dict(parts))
         self.size = size

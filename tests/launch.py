@@ -19,8 +19,7 @@ __all__ = ["PATIENT", "find_mpiexec", "mpiexec"]
 #: ``-m halograd`` for ranks that all fail alike: they wait for each other however slow this machine is now.
 PATIENT = (
     "-c",
-    "from halograd.cli import main; from halograd.comm import ending; "
-    "ending.PATIENCE[2] = ending.AGREED = 1e6; main()",
+    "from halograd.cli import main; from halograd.comm import ending; ending.PATIENCE[2] = ending.AGREED = 1e6; main()",
 )
 
 

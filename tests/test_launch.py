@@ -18,7 +18,7 @@ def script(tmp_path, body):
 
 
 def test_result_of_a_job(tmp_path):
-    line = "rank {world.rank} of {world.size} {os.environ[\"WORD\"]} {os.getcwd()}"
+    line = 'rank {world.rank} of {world.size} {os.environ["WORD"]} {os.getcwd()}'
     body = f"os.write(1, f'{line}\\n'.encode())\nsys.exit(3)\n"
     done = mpiexec(2, script(tmp_path, body), env={"WORD": "moon"}, cwd=tmp_path)
     assert done.returncode == 3

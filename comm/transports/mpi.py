@@ -57,9 +57,7 @@ class MpiChannel(Channel):
         self._in_background = longest > EAGER_LIMIT
 
     def _allocate(self, counts: Mapping[int, int]) -> dict[int, np.ndarray]:
-        return {
-            peer: aligned_bytes(self.header + count * self.dtype.itemsize) for peer, count in counts.items()
-        }
+        return {peer: aligned_bytes(self.header + count * self.dtype.itemsize) for peer, count in counts.items()}
 
     def _payloads(self, memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         return {peer: m[self.header :].view(self.dtype) for peer, m in memory.items()}

@@ -125,9 +125,7 @@ def buckets_of(stages: Sequence[Stage], itemsize: int, bucket_bytes: int, scheme
     """All buckets of a network, in the order in which the store makes them; `scheme` is ``bucketed`` if None."""
     trained = any(stage.backward for stage in stages)
     own = {
-        stage.name: _own(stage) if stage.backward or not trained else []
-        for stage in reversed(stages)
-        if stage.is_layer
+        stage.name: _own(stage) if stage.backward or not trained else [] for stage in reversed(stages) if stage.is_layer
     }
     layers = [
         GradientLayer(

@@ -45,9 +45,7 @@ def test_several_at_once_finish_in_any_order_on_each_rank(communicator, order):
             reduction.start()
         for number in order:
             reductions[number].finish()
-            np.testing.assert_array_equal(
-                reductions[number].buffer, total(communicator, number + step, sizes[number])
-            )
+            np.testing.assert_array_equal(reductions[number].buffer, total(communicator, number + step, sizes[number]))
 
 
 def test_a_small_sum_may_run_while_large_ones_are_under_way(communicator):

@@ -41,7 +41,7 @@ def small(label: str) -> Network:
     given = dict(SMALL[label])
     if not given["name"].startswith(("mesh", "unet")):
         given["classes"] = CLASSES
-    return build(**given)
+    return build(given.pop("name"), **given)
 
 
 def executor_of(network: Network, comm, parts=None) -> Executor:

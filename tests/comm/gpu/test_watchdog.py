@@ -237,9 +237,7 @@ def test_what_nccl_refuses_is_raised_everywhere(where, monkeypatch):
             assert r.nccl._depth == 0, "the group was ended"
             return
         monkeypatch.setattr(r.nccl, where, refuse)
-        with pytest.raises(
-            CommError, match=r"nccl: expected to (begin|join) a communicator, got NCCL_ERROR_SYS"
-        ):
+        with pytest.raises(CommError, match=r"nccl: expected to (begin|join) a communicator, got NCCL_ERROR_SYS"):
             r.comm.reduction(r.device.zeros((4,), "float32"))
 
 
