@@ -10,9 +10,9 @@ class CommError(RuntimeError):
     """
 
 
-def mark_agreed(error: BaseException, arose_here: bool, ranks: int, names_rank: bool = False) -> None:
-    """Note how many ranks raise this error, whether it arose on this one, and whether its text names a rank. Local."""
-    vars(error).update(agreed=ranks, arose_here=arose_here, names_rank=names_rank)
+def mark_agreed(error: BaseException, arose_here: bool, ranks: int, needs_no_rank: bool = False) -> None:
+    """Note how many ranks raise this error, whether it arose here, and whether its text needs no rank. Local."""
+    vars(error).update(agreed=ranks, arose_here=arose_here, needs_no_rank=needs_no_rank)
 
 
 def is_agreed(error: BaseException, ranks: int) -> bool:

@@ -30,7 +30,7 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
     others = int(faulty.sum()) - 1
     where = f"rank {ranks[origin]}" + (f" (and {others} more)" if others else "")
     error = recreate(module, name, text, "" if told else f"{where}: ")
-    mark_agreed(error, origin == mpi_comm.rank, mpi_comm.size, names_rank=True)
+    mark_agreed(error, origin == mpi_comm.rank, mpi_comm.size, needs_no_rank=True)
     raise error from fault
 
 
@@ -38,7 +38,7 @@ def describe(fault: Exception) -> tuple[str, str, str, bool]:
     """Module and name of the type of a fault, its text, and whether that names a rank already. Local."""
     kind = type(fault)
     text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
-    return kind.__module__, kind.__qualname__, text, bool(getattr(fault, "names_rank", False))
+    return kind.__module__, kind.__qualname__, text, bool(getattr(fault, "needs_no_rank", False))
 
 
 def recreate(module: str, name: str, text: str, where: str) -> Exception:

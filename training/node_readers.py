@@ -51,7 +51,7 @@ class NodeReaders:
                 result = call()
             except Exception as error:
                 if self._comm.rank == 0:
-                    mark_agreed(error, True, self._comm.size)  # what rank 0 finds needs no mention of the rank
+                    mark_agreed(error, True, self._comm.size, needs_no_rank=True)
                 fault = error
         self._comm.agree(fault)
         return result
