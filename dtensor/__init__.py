@@ -1,17 +1,23 @@
-"""Distributed tensors: boxes, windows, layouts, exchanges. Usable on its own."""
+"""Distributed tensors: boxes, windows, blocks, layouts, groups, exchanges. Usable on its own."""
 
+from halograd.dtensor.blocks import Blocks, Interval, Intervals, balanced_boundaries, intervals
 from halograd.dtensor.box import Box, hull
 from halograd.dtensor.disttensor import DistTensor, Halo
 from halograd.dtensor.exchange import Exchange
-from halograd.dtensor.layout import Layout, axis_names, balanced_boundaries
-from halograd.dtensor.plan import Piece, plan_exchange, subtract
+from halograd.dtensor.groups import Groups
+from halograd.dtensor.layout import Layout, axis_names
+from halograd.dtensor.plan import Piece, plan_exchange
 from halograd.dtensor.window import Window, input_box, output_box
 
 __all__ = [
+    "Blocks",
     "Box",
     "DistTensor",
     "Exchange",
+    "Groups",
     "Halo",
+    "Interval",
+    "Intervals",
     "Layout",
     "Piece",
     "Window",
@@ -19,7 +25,7 @@ __all__ = [
     "balanced_boundaries",
     "hull",
     "input_box",
+    "intervals",
     "output_box",
     "plan_exchange",
-    "subtract",
 ]

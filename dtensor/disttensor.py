@@ -55,18 +55,9 @@ class DistTensor:
         self.margin = tuple(margin) if margin is not None else ((0, 0),) * len(layout.shape)
         if len(self.margin) != len(layout.shape) or any(min(m) < 0 for m in self.margin):
             raise ValueError(f"margin: expected one pair of widths >= 0 per axis of {layout.shape}, got {self.margin}")
-        self.held = tuple(self._grow(box) for box in layout.boxes)
+        grow = [_Grow(*widths) for widths in self.margin]
+        self.held = layout.boxes.map(*grow).clipped(layout.shape)
         self.local = np.zeros(self.held[comm.rank].shape, dtype)
-
-    def _grow(self, box: Box) -> Box:
-        """The box with its margins, clipped to the array."""
-        if not box.size:
-            return box
-        grown = Box(
-            tuple(a - lo for a, (lo, _) in zip(box.start, self.margin)),
-            tuple(b + hi for b, (_, hi) in zip(box.stop, self.margin)),
-        )
-        return grown & Box.of_shape(self.layout.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,6 +131,16 @@ class DistTensor:
         exchange.run()
         exchange.close()
         return result
+
+
+class _Grow:
+    """An interval with margins."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self._low, self._high = low, high
+
+    def __call__(self, start: int, stop: int) -> tuple[int, int]:
+        return start - self._low, stop + self._high
 
 
 class Halo:

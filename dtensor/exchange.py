@@ -17,6 +17,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.device import Device, device_of
+from halograd.dtensor.blocks import Blocks
 from halograd.dtensor.box import Box
 from halograd.dtensor.plan import Piece, plan_exchange
 
@@ -61,8 +62,8 @@ class Exchange:
     def __init__(
         self,
         comm: Communicator,
-        sources: Sequence[Box],
-        targets: Sequence[Box],
+        sources: Blocks,
+        targets: Blocks,
         source: Any,
         target: Any,
         *,

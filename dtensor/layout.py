@@ -1,6 +1,6 @@
-"""Layouts: which box of a global array every rank owns.
+"""Layouts: which box of a global array every rank owns. Pure arithmetic.
 
-Pure arithmetic. A layout holds one box per rank, so two layouts are equal exactly if all their
+A layout is a product of intervals (:class:`Blocks`) that covers the array. Two layouts are equal exactly if all their
 boundaries are (comparing only "cut along height" is how others add blocks of different height).
 """
 
@@ -10,11 +10,10 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from halograd.dtensor.box import Box
+from halograd.dtensor.blocks import Blocks, Intervals, intervals
 
-__all__ = ["Layout", "axis_names", "balanced_boundaries"]
+__all__ = ["Layout", "axis_names"]
 
 _SPATIAL = ("depth", "height", "width")
 
@@ -29,18 +28,6 @@ def axis_names(ndim: int) -> tuple[str, ...]:
     if not 0 <= spatial <= 3:
         raise ValueError(f"expected an array of 2 to 5 axes (N, *spatial, C), got {ndim} axes")
     return ("sample", *_SPATIAL[3 - spatial :], "channel")
-
-
-def balanced_boundaries(size: int, parts: int) -> tuple[int, ...]:
-    """The ``parts + 1`` boundaries of a balanced split: the first ``size % parts`` blocks hold one more.
-
-    >>> balanced_boundaries(10, 4)
-    (0, 3, 6, 8, 10)
-    """
-    if parts < 1:
-        raise ValueError(f"expected at least one part, got {parts}")
-    base, more = divmod(size, parts)
-    return tuple(i * base + min(i, more) for i in range(parts + 1))
 
 
 @dataclass(frozen=True)
@@ -59,18 +46,14 @@ class Layout:
     """
 
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: Blocks
     partial: bool = False
 
     def __post_init__(self) -> None:
-        whole = Box.of_shape(self.shape)
-        for rank, box in enumerate(self.boxes):
-            if box.ndim != len(self.shape) or not whole.contains(box):
-                raise ValueError(f"the box of rank {rank}, {box}, does not lie in an array of shape {self.shape}")
-        owned = sum(box.size for box in self.boxes)
-        if owned < whole.size:
+        if len(self.boxes.axes) != len(self.shape) or not self.boxes.covers(self.shape):
             raise ValueError(
-                f"a layout must own every element: {owned} of {whole.size} elements of {self.shape} are owned"
+                f"a layout must own every element and nothing else: expected intervals that cover {self.shape}, got "
+                f"{self.boxes.axes}"
             )
 
     @classmethod
@@ -107,46 +90,43 @@ class Layout:
         if math.prod(parts) > size:
             raise ValueError(f"{tuple(parts)} parts need {math.prod(parts)} ranks, there are {size}")
         cuts = [_cuts(n, p, (boundaries or {}).get(d), d) for d, (n, p) in enumerate(zip(shape, parts))]
-        ranges = [list(itertools.pairwise(c)) for c in cuts]
-        boxes = [Box.of_ranges(r) for r in itertools.product(*ranges)]
-        return cls(shape, (*boxes, *[_nothing(shape)] * (size - len(boxes))))
+        return cls(shape, Blocks(cuts, size))
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int) -> Layout:
         """Every rank holds the whole array."""
-        return cls(tuple(shape), (Box.of_shape(shape),) * size)
+        return cls._along_first(shape, [shape[0]] * size)
 
     @classmethod
     def on_rank(cls, shape: Sequence[int], rank: int, size: int) -> Layout:
         """One rank holds the whole array, the others nothing."""
-        whole, nothing = Box.of_shape(shape), _nothing(shape)
-        return cls(tuple(shape), tuple(whole if r == rank else nothing for r in range(size)))
+        return cls._along_first(shape, [shape[0] if r == rank else 0 for r in range(size)])
+
+    @classmethod
+    def _along_first(cls, shape: Sequence[int], held: Sequence[int]) -> Layout:
+        """A rank has so many elements of the first axis, from the beginning, and all of the others."""
+        return cls(tuple(shape), Blocks([tuple((0, n) for n in held), *(((0, n),) for n in shape[1:])]))
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return len(self.boxes)
+        return self.boxes.size
 
-    @cached_property
+    @property
     def overlapping(self) -> bool:
         """Whether some element lies in the boxes of two ranks."""
-        return sum(box.size for box in self.boxes) > math.prod(self.shape)
+        return self.boxes.overlapping
 
     def summed(self) -> Layout:
         """The same boxes, as summands of the array (a pending sum)."""
         return Layout(self.shape, self.boxes, partial=True)
 
 
-def _nothing(shape: Sequence[int]) -> Box:
-    """The box of a rank that owns nothing: no samples, each of the usual shape, so that channels still fit weights."""
-    return Box((0,) * len(shape), (0, *shape[1:]))
-
-
-def _cuts(size: int, parts: int, given: Sequence[int] | None, axis: int) -> tuple[int, ...]:
+def _cuts(size: int, parts: int, given: Sequence[int] | None, axis: int) -> Intervals:
     if given is None:
-        return balanced_boundaries(size, parts)
+        return intervals(size, parts)
     given = tuple(given)
     rising = all(a <= b for a, b in itertools.pairwise(given))
     if len(given) != parts + 1 or given[0] != 0 or given[-1] != size or not rising:
         raise ValueError(f"axis {axis}: expected {parts + 1} rising boundaries from 0 to {size}, got {given}")
-    return given
+    return tuple(itertools.pairwise(given))

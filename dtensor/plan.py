@@ -1,19 +1,25 @@
 """Exchange plans: which box travels from which rank to which. Pure arithmetic, no communication.
 
-A plan is computed by every rank from the same boxes, so nothing has to be negotiated. Every
-element of a target box comes from one source: the rank itself if it has it, else the nearest
-rank behind it in the ring of ranks. Elements that no rank owns (padding) are left alone. A halo
-wider than the neighbor's block is nothing special: its boxes meet more than one owner.
+A plan is computed by every rank from the same blocks, so nothing has to be negotiated. Blocks are products of
+intervals, so the ranks that a box meets are a product too, of the parts that it meets along each axis: a rank finds
+its peers without looking at the others. A halo wider than the neighbor's block is nothing special: its box meets more
+than one owner.
+
+Every element of a target comes from one source. A rank that owns its whole target copies it; else, where several ranks
+own an element, the first part of each axis that holds it sends it. Elements that no rank owns (padding) are left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
+from halograd.dtensor.blocks import Blocks, Interval, Intervals
 from halograd.dtensor.box import Box
 
-__all__ = ["Piece", "plan_exchange", "subtract"]
+__all__ = ["Piece", "owners", "plan_exchange"]
 
 
 @dataclass(frozen=True, order=True)
@@ -25,27 +31,7 @@ class Piece:
     box: Box
 
 
-def subtract(box: Box, other: Box) -> list[Box]:
-    """`box` without `other`, as disjoint boxes.
-
-    >>> subtract(Box((0, 0), (2, 3)), Box((1, 1), (2, 9)))
-    [Box((0, 0), (1, 3)), Box((1, 0), (2, 1))]
-    """
-    common = box & other
-    if not common.size:
-        return [box] if box.size else []
-    pieces = []
-    rest = box
-    for axis, ((a, b), (c, d)) in enumerate(zip(box.ranges, common.ranges)):
-        if a < c:
-            pieces.append(rest.replace(axis, a, c))
-        if d < b:
-            pieces.append(rest.replace(axis, d, b))
-        rest = rest.replace(axis, c, d)
-    return pieces
-
-
-def plan_exchange(sources: Sequence[Box], targets: Sequence[Box], rank: int, *, summed: bool = False) -> list[Piece]:
+def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool = False) -> list[Piece]:
     """Pieces that `rank` sends, receives or copies, in an order that sender and receiver share.
 
     Parameters
@@ -56,46 +42,74 @@ def plan_exchange(sources: Sequence[Box], targets: Sequence[Box], rank: int, *, 
         The rank whose pieces are wanted; all ranks' pieces together are the whole exchange.
     summed
         The sources are summands: every overlap travels, the target is their sum.
+
+    Raises
+    ------
+    ValueError
+        If blocks are for different numbers of ranks or axes, or replicas overlap in part along an axis and do not
+        follow one another.
     """
-    if len(sources) != len(targets):
-        raise ValueError(f"expected one source and one target box per rank, got {len(sources)} and {len(targets)}")
-    replicas = not summed and _overlap(sources)
-    pieces: set[Piece] = set()
-    if not replicas:
-        for other in range(len(sources)):
-            pieces.update(_meet(other, rank, sources, targets))
-            pieces.update(_meet(rank, other, sources, targets))
-        return sorted(pieces)
-    for target in range(len(targets)):
-        chosen = _choose(target, sources, targets[target])
-        pieces.update(p for p in chosen if rank in (p.source, p.target))
-    return sorted(pieces)
+    if sources.size != targets.size or len(sources.axes) != len(targets.axes):
+        raise ValueError(
+            f"expected sources and targets of one number of ranks and axes, got {sources.size} and {targets.size} "
+            f"ranks, {len(sources.axes)} and {len(targets.axes)} axes"
+        )
+    if summed or not sources.overlapping:
+        received = [Piece(peer, rank, box) for peer, box in meeting(sources, targets[rank])]
+        sent = [Piece(rank, peer, box) for peer, box in meeting(targets, sources[rank]) if peer != rank]
+        return sorted(received + sent)
+    first = owners(sources)
+    sent = [
+        Piece(rank, peer, box)
+        for peer, box in meeting(targets, first[rank])
+        if peer != rank and not sources[peer].contains(targets[peer])
+    ]
+    if sources[rank].contains(targets[rank]):
+        own = [Piece(rank, rank, targets[rank])] if targets[rank].size else []
+        return sorted(own + sent)
+    return sorted([Piece(peer, rank, box) for peer, box in meeting(first, targets[rank])] + sent)
 
 
-def _meet(source: int, target: int, sources: Sequence[Box], targets: Sequence[Box]) -> Iterable[Piece]:
-    common = sources[source] & targets[target]
-    if common.size:
-        yield Piece(source, target, common)
+def meeting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
+    """Ranks whose boxes have elements in common with this one, and which."""
+    if not box.size:
+        return
+    met = [_meet(axis, interval) for axis, interval in zip(blocks.axes, box.ranges)]
+    for parts in itertools.product(*met):
+        rank = 0
+        for axis, (part, _) in zip(blocks.axes, parts):
+            rank = rank * len(axis) + part
+        yield rank, Box.of_ranges([common for _, common in parts])
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
-    full = [b for b in boxes if b.size]
-    return any((a & b).size for i, a in enumerate(full) for b in full[i + 1 :])
+@lru_cache(maxsize=65536)
+def _meet(axis: Intervals, interval: Interval) -> tuple[tuple[int, Interval], ...]:
+    """Parts of an axis that meet an interval, and where."""
+    start, stop = interval
+    found = ((k, (max(a, start), min(b, stop))) for k, (a, b) in enumerate(axis))
+    return tuple((k, (a, b)) for k, (a, b) in found if b > a)
 
 
-def _choose(target: int, sources: Sequence[Box], wanted: Box) -> list[Piece]:
-    """Cover `wanted` from replicas: the target itself first, then the ranks behind it in the ring."""
-    missing = [wanted] if wanted.size else []
-    pieces = []
-    for step in range(len(sources)):
-        if not missing:
-            break
-        source = (target - step) % len(sources)
-        left = []
-        for box in missing:
-            common = box & sources[source]
-            if common.size:
-                pieces.append(Piece(source, target, common))
-            left.extend(subtract(box, sources[source]))
-        missing = left
-    return pieces
+def owners(blocks: Blocks) -> Blocks:
+    """The same without what an earlier part of an axis holds too: every element at one rank.
+
+    >>> owners(Blocks((((0, 4), (0, 4), (3, 6)),)))[2]
+    Box((4,), (6,))
+    """
+    return Blocks([_first(axis) for axis in blocks.axes], blocks.size)
+
+
+@lru_cache(maxsize=16384)
+def _first(axis: Intervals) -> Intervals:
+    seen: list[Interval] = []
+    found = []
+    for a, b in axis:
+        rest = [(a, b)] if b > a else []
+        for c, d in seen:
+            rest = [p for x, y in rest for p in ((x, min(y, c)), (max(x, d), y)) if p[1] > p[0]]
+        if len(rest) > 1:
+            raise ValueError(f"replicas: expected intervals that follow one another or are equal, got {axis[:8]}")
+        found.append(rest[0] if rest else (a, a))
+        if rest:
+            seen.append(rest[0])
+    return tuple(found)

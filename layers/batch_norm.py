@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from halograd.comm import Reduction
+from halograd.dtensor import Blocks, Groups
 from halograd.layers.binding import Binding
 from halograd.layers.chunks import Work
-from halograd.layers.groups import in_group
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
-from halograd.layers.sample_group import sample_colors, shares
+from halograd.layers.sample_group import sample_groups, sum_over
 
 __all__ = ["STATISTICS", "BatchNorm"]
 
@@ -111,7 +110,7 @@ class BatchNormOperator(Operator):
         assert isinstance(layer, BatchNorm)
         self.b = b
         self.layer = layer
-        self.x = b.gather(0, b.clipped_boxes(0))
+        self.x = b.gather(0, b.clipped(0))
         channels = len(b.state["mean"])  # of this rank's block
         self.gamma, self.beta = affine_arrays(b, channels)
         self.mean, self.var = (b.memory.keep((channels,), b.wide, "statistics") for _ in range(2))
@@ -119,16 +118,17 @@ class BatchNormOperator(Operator):
             b.memory.keep((2, channels), np.dtype("float64"), "statistics") for _ in range(3)
         )
         statistics = b.options.get("statistics", layer.statistics)
-        counts, colors = _elements(b), _channel_colors(b)
-        grouped = _statistics_colors(b, statistics, colors)
-        self.count = max(1, _elements_of(b.rank, grouped, counts))
-        self.share = counts[b.rank] / max(1, _elements_of(b.rank, colors, counts))
-        self.reduction = _sum(b, grouped, self.sums, "statistics", b.name)
+        own, everyone = math.prod(b.box.shape[:-1]), math.prod(b.output.layout.shape[:-1])
+        whole = statistics_groups("global", b.output.layout.boxes)
+        groups = statistics_groups(statistics, b.output.layout.boxes)
+        self.count = max(1, {"global": everyone, "sample": _of_samples(b), "local": own}[statistics])
+        self.share = own / max(1, everyone)
+        self.reduction = sum_over(b.comm, groups, self.sums, "statistics", b.name)
         self.running = None
-        if grouped != colors:
-            self.running = _sum(b, colors, self.moments, "running statistics", f"{b.name} (running)")
+        if groups != whole:
+            self.running = sum_over(b.comm, whole, self.moments, "running statistics", f"{b.name} (running)")
         self.limit = cancellation_limit(b.wide)
-        self.rows = self.x.array.reshape(counts[b.rank], channels)
+        self.rows = self.x.array.reshape(own if b.box.size else 0, channels)
         self._work = Work(b.kernels.device)
         self._pending = self._trained = False
         # With running statistics, and around the sums; where there are no sums, training has a kernel of its own.
@@ -244,34 +244,17 @@ class BatchNormOperator(Operator):
                 item.close()
 
 
-def _elements(b: Binding) -> list[int]:
-    """Elements per channel of every rank's block."""
-    return [box.size // box.shape[-1] if box.size else 0 for box in b.output.layout.boxes]
+def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
+    """The ranks whose elements make the statistics of a channel together. Pure arithmetic."""
+    if statistics == "sample":
+        return sample_groups(boxes)
+    last = len(boxes.grid) - 1
+    return Groups.agreeing(boxes.grid, (last,) if statistics == "global" else range(last + 1), boxes.size)
 
 
-def _channel_colors(b: Binding) -> tuple[int | None, ...]:
-    """Per rank the number of its block of channels; None for ranks that the layer does without."""
-    used, channel = math.prod(b.parts.values()), b.parts["channel"]
-    return tuple(rank % channel if rank < used else None for rank in range(b.comm.size))
-
-
-def _statistics_colors(b: Binding, statistics: str, channels: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Color per rank: the elements of ranks of one color make the statistics. `channels`: what "global" means."""
-    if statistics == "global":
-        return tuple(channels)
-    return sample_colors(b.output.layout.boxes) if statistics == "sample" else tuple(range(b.comm.size))
-
-
-def _elements_of(rank: int, colors: Sequence[int | None], counts: Sequence[int]) -> int:
-    """Elements per channel of all ranks with the color of this one."""
-    return sum(n for n, color in zip(counts, colors) if color == colors[rank])
-
-
-def _sum(b: Binding, colors: Sequence[int | None], buffer: Any, kind: str, name: str) -> Reduction | None:
-    """The sum over the ranks of one color; None where every rank is alone, and on ranks with nothing."""
-    if not shares(colors):
-        return None
-    return in_group(b.comm, colors, lambda group: group.reduction(buffer, kind=kind, name=name))
+def _of_samples(b: Binding) -> int:
+    """Elements per channel of the samples of this rank."""
+    return b.box.shape[0] * math.prod(b.output.layout.shape[1:-1])
 
 
 def block(array: Any, channels: int) -> Any:

@@ -9,10 +9,11 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.device import wide
-from halograd.dtensor import Box, Exchange
+from halograd.dtensor import Blocks, Box, Exchange
 from halograd.layers.axes import AXES
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.memory import Memory
+from halograd.layers.needs import ended
 from halograd.layers.operator import Mode
 from halograd.layers.value import Gathered, Region, Value, gather
 
@@ -92,26 +93,29 @@ class Binding:
         halo = self.options.get("halo", "auto")
         return halo == "overlap" or (halo == "auto" and self.comm.waits_for_network)
 
-    def needed_boxes(self, i: int) -> tuple[Box, ...]:
+    def needed(self, i: int) -> Blocks:
         """Per rank, the box of input `i` that its output box needs; may reach outside the array."""
-        return self.layer.needed_boxes(i, [v.layout for v in self.inputs], self.output.layout)
+        return self.layer.needed_blocks(i, [v.layout for v in self.inputs], self.output.layout)
 
-    def clipped_boxes(self, i: int, slack: Sequence[int] | None = None) -> tuple[Box, ...]:
-        """`needed_boxes` without what lies outside the array.
+    def clipped(self, i: int, slack: Sequence[int] | None = None) -> Blocks:
+        """`needed` without what lies outside the array.
 
         `slack`: per axis, how many owned elements more may stay behind the end (a stride skips them):
         where the owned box ends that little later, the whole owned box can be used without a copy.
         """
-        whole = Box.of_shape(self.inputs[i].layout.shape)
-        boxes = [box & whole for box in self.needed_boxes(i)]
-        if slack is None:
-            return tuple(boxes)
-        return tuple(_extend(b, owned, slack) for b, owned in zip(boxes, self.inputs[i].layout.boxes))
+        layout = self.inputs[i].layout
+        blocks = self.needed(i).clipped(layout.shape)
+        return blocks if slack is None else ended(blocks, layout.boxes, slack)
 
-    def gather(self, i: int, boxes: Sequence[Box], fill: float | None = None) -> Gathered:
+    @property
+    def gradient_blocks(self) -> Blocks | None:
+        """Per rank, the box of the output's gradient that it gathers; None where the layer does not."""
+        return self.layer.gradient_blocks(self.inputs[0].layout, self.output.layout)
+
+    def gather(self, i: int, boxes: Blocks, fill: float | None = None) -> Gathered:
         """Bring boxes of input `i` together; a value that was gathered so before is not sent again."""
         value = self.inputs[i]
-        key = (tuple(boxes), fill)
+        key = (boxes, fill)
         if key in value.gathered:
             return value.gathered[key].borrowed()
         assert value.region is not None
@@ -159,7 +163,7 @@ class Binding:
             self.inputs[i].contributions.append(array)
         return array
 
-    def gather_gradient(self, boxes: Sequence[Box], region: Region | None = None, kind: str = "halo") -> Gathered:
+    def gather_gradient(self, boxes: Blocks, region: Region | None = None, kind: str = "halo") -> Gathered:
         """Bring boxes of the output's gradient together (the halo of `dy`).
 
         `region` holds the owned box if it is not the gradient itself (a masked copy of it).
@@ -168,14 +172,14 @@ class Binding:
         assert source is not None
         return gather(self.comm, source, self.output.layout.boxes, boxes, self.scratch, name=self.name, kind=kind)
 
-    def return_gradient(self, i: int, boxes: Sequence[Box]) -> Returned:
+    def return_gradient(self, i: int, boxes: Blocks) -> Returned:
         """Where to write the gradient of boxes that were gathered; `run` adds it up at the owners.
 
         Adjoint of `gather`.
         """
         value = self.inputs[i]
         target = self.gradient(i)
-        if all(a == b or not (a.size or b.size) for a, b in zip(boxes, value.layout.boxes)):
+        if boxes == value.layout.boxes:
             return Returned(target, None)
         array = self.scratch(boxes[self.rank].shape, value.dtype)
         exchange = Exchange(
@@ -240,8 +244,3 @@ class Returned:
     def close(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
-
-
-def _extend(box: Box, owned: Box, slack: Sequence[int]) -> Box:
-    stop = tuple(o if b <= o <= b + s else b for b, o, s in zip(box.stop, owned.stop, slack))
-    return Box(box.start, stop) if box.size else box

@@ -21,7 +21,7 @@ class ChannelNormOperator(Operator):
 
     def __init__(self, b: Binding, eps: float, relu: bool) -> None:
         self.b, self.eps, self.relu = b, eps, relu
-        self.x = b.gather(0, b.clipped_boxes(0))
+        self.x = b.gather(0, b.clipped(0))
         self._work = Work(b.kernels.device)
         channels = b.output.layout.shape[-1]
         self.rows = self.x.array.reshape(-1, channels)

@@ -15,10 +15,10 @@ References: Dryden et al. 2019, Section III-D; Jia et al. 2018, Section 4 (chann
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from halograd.dtensor import Box, Exchange, Layout, balanced_boundaries
+from halograd.dtensor import Blocks, Exchange, Layout, intervals
 from halograd.layers.binding import Binding
 from halograd.layers.operator import Operator
 from halograd.layers.parameter_blocks import block_channels
@@ -31,24 +31,15 @@ def cuts_channels(parts: Mapping[str, int]) -> bool:
     return parts["channel"] * parts["input_channel"] > 1
 
 
-def partial_boxes(output: Layout, parts: Mapping[str, int]) -> tuple[Box, ...]:
+def partial_boxes(output: Layout, parts: Mapping[str, int]) -> Blocks:
     """Per rank, the box of the output of which it computes a summand: all its filters. Pure arithmetic."""
-    filters, blocks = block_channels(output.shape[-1], parts), parts["channel"] * parts["input_channel"]
-    boxes = []
-    for rank, box in enumerate(output.boxes):
-        own = filters[rank % blocks // parts["input_channel"]]
-        boxes.append(box.replace(box.ndim - 1, *own) if box.size else box)
-    return tuple(boxes)
+    filters, inner = block_channels(output.shape[-1], parts), parts["input_channel"]
+    return output.boxes.replace(-1, tuple(own for own in filters for _ in range(inner)))
 
 
-def read_boxes(needed: Sequence[Box], channels: int, parts: Mapping[str, int]) -> tuple[Box, ...]:
+def read_boxes(needed: Blocks, channels: int, parts: Mapping[str, int]) -> Blocks:
     """Per rank, the part of the `needed` box (all input channels) that it reads: its block of them. Pure arithmetic."""
-    inner = parts["input_channel"]
-    cuts = balanced_boundaries(channels, inner)
-    return tuple(
-        box.replace(box.ndim - 1, cuts[rank % inner], cuts[rank % inner + 1]) if box.size else box
-        for rank, box in enumerate(needed)
-    )
+    return needed.replace(-1, intervals(channels, parts["input_channel"]) * parts["channel"])
 
 
 class ContractionOperator(Operator):
@@ -62,7 +53,7 @@ class ContractionOperator(Operator):
         layout = b.output.layout
         self.boxes = partial_boxes(layout, b.parts)
         self.box = self.boxes[b.rank]
-        self.read = read_boxes(b.clipped_boxes(0), layout_channels(b), b.parts)
+        self.read = read_boxes(b.clipped(0), layout_channels(b), b.parts)
         self.x = b.gather(0, self.read)
         self.summed = b.parts["input_channel"] > 1
         # Biases are added once, by the ranks that hold them.

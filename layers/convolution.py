@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halograd.dtensor import Box, Window, input_box, output_box
+from halograd.dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from halograd.kernels import Geometry
 from halograd.layers.binding import Binding
 from halograd.layers.contraction import ContractionOperator, cuts_channels
 from halograd.layers.layer import Layer, Shape
+from halograd.layers.needs import all_of, reaching
 from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
 from halograd.layers.stencil import Stencil
@@ -88,10 +89,12 @@ class Conv(Layer):
         weights = self.parameters(*shapes)["w"].size
         return 2 * weights * math.prod(self.output_shape(*shapes)[:-1])
 
-    def gradient_boxes(self, boxes: Sequence[Box], shape: Shape, out_shape: Shape) -> tuple[Box, ...]:
-        """Per input box, the box of the output's gradient from which its gradient follows."""
-        windows = self.windows(shape)
-        return tuple(output_box(windows, box, (0, *out_shape)) for box in boxes)
+    def gradient_box(self, box: Box, shape: Shape, out_shape: Shape) -> Box:
+        return output_box(self.windows(shape), box, (0, *out_shape))
+
+    def gradient_blocks(self, x: Layout, output: Layout) -> Blocks:
+        channels = all_of(x.boxes.axes[-1], output.shape[-1])
+        return reaching(self.windows(x.shape[1:]), x.boxes, output.shape[1:-1], channels)
 
     def bind(self, binding: Binding) -> Operator:
         return CutConvOperator(binding) if cuts_channels(binding.parts) else ConvOperator(binding)
@@ -108,7 +111,7 @@ class ConvOperator(Operator):
         self.windows = layer.windows(b.shapes[0])
         self.groups = layer.groups
         slack = [0, *(w.stride - 1 for w in self.windows), 0]
-        self.x = b.gather(0, b.clipped_boxes(0, slack))
+        self.x = b.gather(0, b.clipped(0, slack))
         self.geometry = local_geometry(self.windows, self.x.box, b.box, layer.groups)
         relu = layer.activation == "relu"
         w, bias = b.params["w"], b.params.get("b")
@@ -151,8 +154,8 @@ class ConvOperator(Operator):
         b = self.b
         value = b.inputs[0]
         dx = b.gradient(0)
-        boxes = self.layer.gradient_boxes(value.layout.boxes, b.shapes[0], b.output.layout.shape[1:])
-        self.dy = dy = b.gather_gradient(boxes, region)
+        assert b.gradient_blocks is not None
+        self.dy = dy = b.gather_gradient(b.gradient_blocks, region)
         if value.box.size and not dy.box.size:
             self.data = Zero(dx)
         else:

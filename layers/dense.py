@@ -83,7 +83,7 @@ class _DenseOperator(Operator):
     def __init__(self, b: Binding) -> None:
         self.b = b
         # No communication: input and output have their samples on the same ranks. Inputs are copied if not packed.
-        self.x = b.gather(0, b.needed_boxes(0))
+        self.x = b.gather(0, b.needed(0))
         self.kernel = b.kernels.dense_forward(self.x.array, b.params["w"], b.params.get("b"), b.output.array)
 
     def forward(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from halograd.layers.batch_norm import affine_arrays
 from halograd.layers.binding import Binding
 from halograd.layers.operator import Operator
-from halograd.layers.sample_group import sample_sum
+from halograd.layers.sample_group import sample_groups, sum_over
 
 __all__ = ["FusedGroupNormOperator"]
 
@@ -39,9 +39,9 @@ class FusedGroupNormOperator(Operator):
 
     def __init__(self, b: Binding, groups: int, eps: float, relu: bool) -> None:
         self.b, self.eps, self.relu = b, eps, relu
-        self.x = b.gather(0, b.clipped_boxes(0))
+        self.x = b.gather(0, b.clipped(0))
         shape = b.output.layout.shape
-        samples, channels = b.box.shape[0] if b.box.size else 0, shape[-1]
+        samples, channels = b.box.shape[0], shape[-1]
         self.samples = samples
         self.scale = groups / math.prod(shape[1:])
         self.gamma, self.beta = affine_arrays(b, channels)
@@ -49,7 +49,7 @@ class FusedGroupNormOperator(Operator):
         self.mean, self.var = (keep((samples, channels), b.wide, "statistics") for _ in range(2))
         self.sums, self.means = (keep((samples, 2, channels), float64, "statistics") for _ in range(2))
         self.totals = keep((samples, 2, groups), float64, "statistics")
-        self.reduction = sample_sum(b.comm, b.output.layout.boxes, self.totals, b.name)
+        self.reduction = sum_over(b.comm, sample_groups(b.output.layout.boxes), self.totals, "statistics", b.name)
         self.norm: Any = None
         self.before: list[Any] = []
         self.between: list[Any] = []

@@ -24,7 +24,7 @@ class LocalOperator(Operator):
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
         self.layer = binding.layer
-        self._needed = [binding.needed_boxes(i) for i in range(len(binding.inputs))]
+        self._needed = [binding.needed(i) for i in range(len(binding.inputs))]
         fill = self.layer.pad_value
         self._inputs = [binding.gather(i, boxes, fill) for i, boxes in enumerate(self._needed)]
         self._arrays = [g.array for g in self._inputs]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from halograd.dtensor import Box, Exchange, Layout
+from halograd.dtensor import Blocks, Exchange, Layout
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
@@ -41,7 +42,7 @@ class GlobalAveragePool(Layer):
     def flops(self, *shapes: Shape) -> int:
         return math.prod(shapes[0])
 
-    def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """Sums are made where the input is: nothing has to be gathered."""
         return inputs[i].boxes
 
@@ -56,7 +57,7 @@ class _GlobalAveragePoolOperator(Operator):
         self.scale = 1.0 / math.prod(layout.shape[1:-1])
         self.axes = tuple(range(1, len(layout.shape) - 1))
         #: Per rank, the samples and channels of which it holds a summand.
-        self.summands = tuple(_without_space(box) for box in layout.boxes)
+        self.summands = without_space(layout.boxes)
         self.partial = b.scratch(self.summands[b.rank].shape, np.dtype("float64"))
         self.total = b.scratch(b.box.shape, np.dtype("float64"))
         self.exchange = Exchange(
@@ -88,7 +89,12 @@ class _GlobalAveragePoolOperator(Operator):
             np.multiply(self.spread, self.scale, out=self.dx)
 
 
-def _without_space(box: Box) -> Box:
-    if not box.size:
-        return Box((0, 0), (0, 0))
-    return Box.of_ranges([box.ranges[0], box.ranges[-1]])
+def without_space(boxes: Blocks) -> Blocks:
+    """Samples and channels of the boxes of ``(N, *spatial, C)``: what a sum over a block is of. Pure arithmetic.
+
+    >>> without_space(Blocks((((0, 2), (2, 4)), ((0, 3), (3, 3)), ((0, 8),))), ).axes[0]
+    ((0, 2), (0, 0), (2, 4), (2, 2))
+    """
+    samples, *spatial, channels = boxes.axes
+    full = [all(b > a for a, b in place) for place in itertools.product(*spatial)]
+    return Blocks((tuple((a, b if there else a) for a, b in samples for there in full), channels), boxes.size)

@@ -17,7 +17,7 @@ from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
-from halograd.layers.sample_group import sample_sum
+from halograd.layers.sample_group import sample_groups, sum_over
 
 __all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
 
@@ -140,9 +140,9 @@ class GroupNormOperator(Operator):
 
     def __init__(self, b: Binding, layer: GroupNorm) -> None:
         self.b, self.layer = b, layer
-        self.x = b.gather(0, b.clipped_boxes(0))
+        self.x = b.gather(0, b.clipped(0))
         shape = b.output.layout.shape
-        self.samples, channels = b.box.shape[0] if b.box.size else 0, shape[-1]
+        self.samples, channels = b.box.shape[0], shape[-1]
         groups = layer.group_count(channels)
         self.count = math.prod(shape[1:]) // groups
         self.single = groups == channels
@@ -157,7 +157,7 @@ class GroupNormOperator(Operator):
         self._work = Work(b.kernels.device)
         self.gradient = keep((channels,), float64, "statistics")
         self._grouped = (self.samples, 2, groups, channels // groups)
-        self.reduction = sample_sum(b.comm, b.output.layout.boxes, self.totals, b.name)
+        self.reduction = sum_over(b.comm, sample_groups(b.output.layout.boxes), self.totals, "statistics", b.name)
         self.kernels = self._kernels(None, None)
 
     def _kernels(self, dy: Any, dx: Any) -> list[Any]:

@@ -1,43 +1,35 @@
-"""Communicators of ranks with the same color, made once per communicator and coloring."""
+"""Communicators of groups of ranks, made once per communicator and grouping."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from halograd.comm import Communicator
+from halograd.dtensor import Groups
 
 __all__ = ["group_of", "in_group"]
 
-Colors = tuple[int | None, ...]
 Made = TypeVar("Made")
 
-_made: WeakKeyDictionary[Communicator, dict[Colors, Communicator | None]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Communicator, dict[Groups, Communicator | None]] = WeakKeyDictionary()
 
 
-def group_of(comm: Communicator, colors: Sequence[int | None]) -> Communicator | None:
-    """The ranks with the color of this one; `comm` itself if all have the same. Collective over `comm`.
+def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
+    """The group of this rank, None where it is in none; `comm` itself if all are of one. Collective over `comm`.
 
-    Parameters
-    ----------
-    colors
-        Color per rank, the same sequence on all ranks; None for ranks that are in no group: they get None.
-
-    Returns
-    -------
-    Made once per communicator and coloring: who colors alike shares it. `comm` closes it.
+    Made once per communicator and groups. `comm` closes it.
     """
-    colors = tuple(colors)
-    if len(set(colors)) == 1:
-        return None if colors[0] is None else comm
-    groups = _made.setdefault(comm, {})
-    if colors not in groups:
-        groups[colors] = comm.split(colors[comm.rank])
-    return groups[colors]
+    if groups.is_whole:
+        return comm
+    made = _made.setdefault(comm, {})
+    if groups not in made:
+        made[groups] = comm.split(groups.color(comm.rank))
+    return made[groups]
 
 
-def in_group(comm: Communicator, colors: Sequence[int | None], make: Callable[[Communicator], Made]) -> Made | None:
+def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], Made]) -> Made | None:
     """What `make` makes of the group of this rank; None for a rank that is in none. Collective over `comm`.
 
     Groups set up their collectives here and nowhere else while operators and reducers are built: a rank with a fault
@@ -46,12 +38,12 @@ def in_group(comm: Communicator, colors: Sequence[int | None], make: Callable[[C
 
     Parameters
     ----------
-    colors
-        As for :func:`group_of`.
+    groups
+        The same on all ranks.
     make
         Collective over the group that it is given.
     """
-    group = group_of(comm, colors)
+    group = group_of(comm, groups)
     if group is comm:
         return make(comm)
     comm.agree(None)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.dtensor import Box, Layout, Window, input_box
+from halograd.dtensor import Blocks, Box, Layout, Window, input_box
+from halograd.layers.needs import all_of, probe, sliding
 from halograd.layers.parameter import Parameter
 from halograd.layers.stencil import Stencil
 
@@ -119,21 +120,36 @@ class Layer:
             return boxes
         return tuple(b.replace(b.ndim - 1, *box.ranges[-1]) for b in boxes)
 
-    def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """Per rank, the box of input `i` that the rank's output box needs; may reach outside the array.
 
         A rank without output needs nothing: else it would owe a gradient of what it read and never computed with.
         """
         shapes = [layout.shape[1:] for layout in inputs]
-        nothing = Box((0,) * len(inputs[i].shape), (0, *shapes[i]))
-        return tuple(self.input_boxes(box, *shapes)[i] if box.size else nothing for box in output.boxes)
+        own = type(self).input_boxes is not Layer.input_boxes
+        if not own and len(inputs[i].shape) == len(output.shape):
+            channels = output.boxes.axes[-1]
+            if self.cuts_channels != "channelwise":
+                channels = all_of(channels, shapes[i][-1])
+            return sliding(self.windows(shapes[i]), output.boxes, channels)
+        users = own and not type(self).__module__.startswith("halograd.")
+        return probe(lambda box: self.input_boxes(box, *shapes)[i], output.boxes, len(shapes[i]) + 1, self.kind, users)
 
-    def gradient_boxes(self, boxes: Sequence[Box], shape: Shape, out_shape: Shape) -> tuple[Box, ...] | None:
-        """Per box of the first input, the box of the output's gradient from which its gradient follows.
+    def gradient_box(self, box: Box, shape: Shape, out_shape: Shape) -> Box:
+        """The box of the output's gradient from which that of this box of the first input follows.
 
-        None (the default): the gradient is computed where the output is and sent back to the owners.
+        A layer that has none (the default) computes the gradient where the output is and sends it back to the owners.
         """
-        return None
+        raise TypeError(f"{self.kind} does not gather the gradient of its output")
+
+    def gradient_blocks(self, x: Layout, output: Layout) -> Blocks | None:
+        """Per rank, what :meth:`gradient_box` says for what it owns of the first input; None where there is none."""
+        method = type(self).gradient_box
+        if method is Layer.gradient_box:
+            return None
+        users = not method.__module__.startswith("halograd.")
+        shape, out = x.shape[1:], output.shape[1:]
+        return probe(lambda box: self.gradient_box(box, shape, out), x.boxes, len(out) + 1, self.kind, users)
 
     def forward(self, inputs: list[Any], params: Mapping[str, Any], box: Box) -> Any:
         """Local. Compute the output `box` from the input boxes it needs.

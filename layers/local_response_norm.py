@@ -78,7 +78,7 @@ class _LocalResponseNormOperator(Operator):
         assert isinstance(layer, LocalResponseNorm)
         self.b, self.layer = b, layer
         # No communication: the input is copied if it is not packed.
-        self.x = b.gather(0, b.needed_boxes(0))
+        self.x = b.gather(0, b.needed(0))
         self._work = Work(b.kernels.device)
 
     def _rows(self, array: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from halograd.device import is_low
-from halograd.dtensor import Box, Layout
+from halograd.dtensor import Blocks, Layout
 from halograd.layers.binding import Binding
 from halograd.layers.chunks import Work
 from halograd.layers.layer import Layer, Shape
@@ -35,7 +35,7 @@ class Loss(Layer):
     def check(self, *shapes: Shape) -> None:
         """Refuse shapes of prediction and target that do not go together."""
 
-    def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """A loss is computed where its prediction is."""
         return inputs[i].boxes
 

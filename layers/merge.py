@@ -113,7 +113,7 @@ class _ConcatOperator(Operator):
 
     def __init__(self, b: Binding) -> None:
         self.b = b
-        self.boxes = [b.needed_boxes(i) for i in range(len(b.inputs))]
+        self.boxes = [b.needed(i) for i in range(len(b.inputs))]
         self.x = [b.gather(i, boxes) for i, boxes in enumerate(self.boxes)]
         self.copies = [(self._channels(b.output.array, i), x.array) for i, x in enumerate(self.x) if x.box.size]
         self.returned: list[Returned] = []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from halograd.dtensor import Box, balanced_boundaries
+from halograd.dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
 from halograd.layers.layer import Node
 from halograd.layers.network import Network
 from halograd.layers.parameter import Parameter
@@ -23,31 +23,22 @@ class ParameterBlocks:
     ----------
     boxes
         Box of the whole array per rank; empty where the rank holds nothing of it.
-    colors
-        Per rank the number of its block: ranks of one color hold the same block, each has a summand of its gradient.
-        None where the rank holds nothing.
+    holders
+        Ranks of one group hold the same block, each has a summand of its gradient; ranks of none hold nothing.
     """
 
-    boxes: tuple[Box, ...]
-    colors: tuple[int | None, ...]
+    boxes: Blocks
+    holders: Groups
 
     @property
     def whole(self) -> bool:
         """Whether every rank holds all of it."""
-        return set(self.colors) == {0}
+        return self.holders.is_whole
 
     @property
     def largest(self) -> int:
         """Elements of the largest block."""
-        return max(box.size for box in self.boxes)
-
-    def owners(self) -> tuple[Box, ...]:
-        """The boxes with every element at one rank only, the first that holds it."""
-        firsts = {color: rank for rank, color in reversed(list(enumerate(self.colors)))}
-        return tuple(
-            box if color is not None and firsts[color] == rank else _nothing(box)
-            for rank, (box, color) in enumerate(zip(self.boxes, self.colors))
-        )
+        return self.boxes.fullest
 
 
 def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[str, ParameterBlocks]:
@@ -77,26 +68,24 @@ def block_channels(channels: int, parts: Mapping[str, int]) -> list[tuple[int, i
 
 
 def _blocks(spec: Parameter, node: Node, parts: Mapping[str, int], size: int) -> ParameterBlocks:
-    whole, inner = Box.of_shape(spec.shape), parts["input_channel"]
-    used, blocks = math.prod(parts.values()), parts["channel"] * inner
-    boxes = [_nothing(whole)] * size
-    colors: list[int | None] = [None] * size
-    for rank in range(used):
-        filters, share = divmod(rank % blocks, inner)
-        if spec.input_axis is None and spec.channel_axis is not None and share:
-            continue  # what is added once lies with the first part of the sum
-        ranges = list(whole.ranges)
-        color = 0
-        if spec.channel_axis is not None:
-            ranges[spec.channel_axis] = block_channels(spec.shape[spec.channel_axis], parts)[filters]
-            color = filters
-        if spec.input_axis is not None and inner > 1:
-            cuts = balanced_boundaries(spec.shape[spec.input_axis], inner)
-            ranges[spec.input_axis] = (cuts[share], cuts[share + 1])
-            color = color * inner + share
-        boxes[rank], colors[rank] = Box.of_ranges(ranges), color
-    return ParameterBlocks(tuple(boxes), tuple(colors))
-
-
-def _nothing(box: Box) -> Box:
-    return Box((0,) * box.ndim, (0, *box.shape[1:]))
+    channel, inner = parts["channel"], parts["input_channel"]
+    used = math.prod(parts.values())
+    # Row-major: replicas along the first axis of the parameter, then its channels, then its input channels.
+    axes: list[Intervals] = [((0, n),) for n in spec.shape]
+    grid = (used // (channel * inner), channel, inner)
+    agreeing, first, repeats = [], [], used
+    if spec.input_axis is not None:
+        axes[spec.input_axis] = intervals(spec.shape[spec.input_axis], inner)
+        agreeing.append(2)
+        repeats //= inner
+    if spec.channel_axis is not None:
+        own = block_channels(spec.shape[spec.channel_axis], parts)
+        agreeing.append(1)
+        repeats //= channel
+        if spec.input_axis is None:  # what is added once lies with the first part of the sum
+            own = [(a, a if share else b) for a, b in own for share in range(inner)]
+            first.append(2)
+            repeats //= inner
+        axes[spec.channel_axis] = tuple(own)
+    axes[0] *= repeats
+    return ParameterBlocks(Blocks(axes, size), Groups.agreeing(grid, agreeing, size, first))

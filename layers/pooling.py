@@ -128,7 +128,7 @@ class PoolOperator(Operator):
         self.b = b
         windows = b.layer.windows(b.shapes[0])
         # A fill value would only be needed for boxes that reach outside the array; these are clipped.
-        self.boxes = b.clipped_boxes(0, [0, *(w.stride - 1 for w in windows), 0])
+        self.boxes = b.clipped(0, [0, *(w.stride - 1 for w in windows), 0])
         self.x = b.gather(0, self.boxes)
         self.geometry = local_geometry(windows, self.x.box, b.box)
         self.kernel, _ = b.layer.bind_kernels(b, self.x.array, None, None, self.geometry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halograd.dtensor import Box, Exchange, Layout
+from halograd.dtensor import Blocks, Exchange, Layout
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer
 from halograd.layers.operator import Operator
@@ -19,7 +19,7 @@ class Redistribute(Layer):
     other branches of the network compute.
     """
 
-    def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """It sends what is owned straight into its output: nothing is gathered beside the input."""
         return inputs[i].boxes
 

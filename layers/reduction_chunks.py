@@ -116,7 +116,7 @@ def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> 
     for layer, node in reversed(network.layers.items()):
         specs = node.layer.parameters(*(n.shape for n in node.inputs))
         names = [f"{layer}/{key}" for key in decayed_first(specs)] if layer in network.trained else []
-        gradients = tuple(Gradient(n, blocks[n].colors, blocks[n].largest) for n in names)
+        gradients = tuple(Gradient(n, blocks[n].holders, blocks[n].largest) for n in names)
         result.append(GradientLayer(layer, kind_of(node.layer, bool(specs)), gradients))
     return result
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from halograd.dtensor import Groups
 from halograd.layers.binding import Binding
 from halograd.layers.groups import in_group
 from halograd.layers.operator import Operator
@@ -47,7 +48,7 @@ class ReplicatedDenseOperator(Operator):
     def __init__(self, b: Binding) -> None:
         self.b, self.name, self.replicates = b, b.name, True
         # No communication: input and output have their samples on the same ranks. Inputs are copied if not packed.
-        self.x = b.gather(0, b.needed_boxes(0))
+        self.x = b.gather(0, b.needed(0))
         self.kernel = b.kernels.dense_forward(self.x.array, b.params["w"], b.params.get("b"), b.output.array)
         self.rows: RowGather | None = None
         self.errors: RowGather | None = None
@@ -80,15 +81,11 @@ class ReplicatedDenseOperator(Operator):
     def _gather(self, own: Any, name: str) -> RowGather | None:
         """Of these rows of all ranks that hold the weights; None on the others."""
         b = self.b
-        boxes, (features,), units = b.output.layout.boxes, b.shapes[0], b.output.layout.shape[1]
-        rows = padded_rows(boxes, (features, units), b.dtype.itemsize)
-        return in_group(b.comm, self._colors, lambda group: RowGather(group, b.memory, rows, own, name))
-
-    @property
-    def _colors(self) -> list[int | None]:
-        """Per rank 0 if it holds the weights: the ranks that the layer's parts need do."""
-        used = math.prod(self.b.parts.values())
-        return [0 if rank < used else None for rank in range(self.b.comm.size)]
+        (features,), units = b.shapes[0], b.output.layout.shape[1]
+        rows = padded_rows(int(b.output.layout.boxes.extents[0].max()), (features, units), b.dtype.itemsize)
+        # The ranks that the layer's parts need hold the weights.
+        holders = Groups.agreeing((math.prod(b.parts.values()),), (), b.comm.size)
+        return in_group(b.comm, holders, lambda group: RowGather(group, b.memory, rows, own, name))
 
     def backward(self) -> None:
         if self.replicates:

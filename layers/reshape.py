@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from halograd.dtensor import Box, Exchange, Layout
+from halograd.dtensor import Blocks, Box, Exchange, Layout
 from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.operator import Operator
@@ -32,7 +32,7 @@ class Flatten(Layer):
         samples = box.ranges[0] if box.size else (0, 0)
         return (Box.of_ranges([samples, *((0, n) for n in shapes[0])]),)
 
-    def needed_boxes(self, i: int, inputs: Sequence[Layout], output: Layout) -> tuple[Box, ...]:
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """What is owned is sent straight into the output: nothing is gathered beside the input."""
         return inputs[i].boxes
 
@@ -44,7 +44,8 @@ class _FlattenOperator(Operator):
     def __init__(self, b: Binding) -> None:
         self.b = b
         value = b.inputs[0]
-        self.boxes = tuple(b.layer.input_boxes(box, *b.shapes)[0] for box in b.output.layout.boxes)
+        whole = tuple(((0, n),) for n in b.shapes[0])
+        self.boxes = Blocks((b.output.layout.boxes.axes[0], *whole), b.comm.size)
         self.exchange = Exchange(
             b.comm,
             value.layout.boxes,

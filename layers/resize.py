@@ -111,7 +111,7 @@ class _ResizeOperator(Operator):
         self.resamplings = b.layer.resamplings(b.shapes[0])
         # Inputs that no output reads may stay behind the end: then the owned block needs no copy.
         slack = [0, *(math.ceil(r.ratio) for r in self.resamplings), 0]
-        self.boxes = b.clipped_boxes(0, slack)
+        self.boxes = b.clipped(0, slack)
         self.x = b.gather(0, self.boxes)
         self.kernel: Any = None
         self.adjoint: Any = None

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from halograd.comm import Communicator
-from halograd.dtensor import Box
 from halograd.layers.memory import Memory
 
 __all__ = ["RowGather", "padded_rows"]
@@ -78,22 +77,21 @@ class RowGather:
         self._gather.close()
 
 
-def padded_rows(boxes: Sequence[Box], features: Sequence[int], itemsize: int) -> int:
+def padded_rows(most: int, features: Sequence[int], itemsize: int) -> int:
     """Rows per rank so that those of all ranks follow each other in whole cache lines. Pure arithmetic.
 
     Parameters
     ----------
-    boxes
-        Per rank, the box whose rows it owns.
+    most
+        Rows of the rank that has most.
     features
         Lengths of the rows of all arrays that have to be gathered alike.
     itemsize
         Of one element [B].
 
-    >>> padded_rows([Box((0, 0), (3, 25088)), Box((3, 0), (5, 25088))], [25088, 1000], 4)
+    >>> padded_rows(3, [25088, 1000], 4)
     4
     """
-    most = max(box.shape[0] for box in boxes)
     line = max(1, _LINE // itemsize)
     step = math.lcm(*(line // math.gcd(line, n) for n in features))
     return -(-most // step) * step

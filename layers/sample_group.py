@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from halograd.comm import Communicator, Reduction
-from halograd.dtensor import Box
+from halograd.dtensor import Blocks, Groups
 from halograd.layers.groups import in_group
 
-__all__ = ["sample_colors", "sample_sum", "shares"]
+__all__ = ["sample_groups", "sum_over"]
 
 
-def sample_colors(boxes: Sequence[Box]) -> tuple[int | None, ...]:
-    """Per rank, the number of its block of samples (and channels); None for a rank with nothing. Pure arithmetic.
+def sample_groups(boxes: Blocks) -> Groups:
+    """Ranks with boxes ``(N, *spatial, C)`` of the same samples and channels. Pure arithmetic.
 
-    >>> nothing = Box((0, 0, 0), (0, 0, 3))
-    >>> sample_colors([Box((0, 0, 0), (2, 4, 3)), Box((0, 4, 0), (2, 8, 3)), Box((2, 0, 0), (3, 8, 3)), nothing])
-    (0, 0, 1, None)
+    >>> groups = sample_groups(Blocks((((0, 2), (2, 3)), ((0, 4), (4, 8)), ((0, 3),)), 5))
+    >>> [groups.color(rank) for rank in range(5)]
+    [0, 0, 1, 1, None]
     """
-    blocks = sorted({(box.ranges[0], box.ranges[-1]) for box in boxes if box.size})
-    return tuple(blocks.index((box.ranges[0], box.ranges[-1])) if box.size else None for box in boxes)
+    return Groups.agreeing(boxes.grid, (0, len(boxes.grid) - 1), boxes.size)
 
 
-def shares(colors: Sequence[int | None]) -> bool:
-    """Whether any two ranks have the same color. Pure arithmetic.
-
-    >>> shares((0, 1, None, None)), shares((0, 1, 1, None))
-    (False, True)
-    """
-    full = [c for c in colors if c is not None]
-    return len(set(full)) < len(full)
-
-
-def sample_sum(comm: Communicator, boxes: Sequence[Box], buffer: Any, name: str) -> Reduction | None:
-    """A sum over the ranks that hold parts of the same samples as this one. Collective over `comm`.
+def sum_over(comm: Communicator, groups: Groups, buffer: Any, kind: str, name: str) -> Reduction | None:
+    """A sum in place over the ranks of a group. Collective over `comm`.
 
     Parameters
     ----------
-    boxes
-        Box ``(N, *spatial, C)`` per rank; blocks of samples, and of channels, are equal or disjoint.
-    buffer
-        What is summed in place.
-    name
-        For the recorder.
+    kind, name
+        Under which `comm.counters` books it, and for the recorder.
 
     Returns
     -------
-    None where no rank shares its samples, and on ranks with nothing.
+    None where every rank is alone, and on ranks of no group.
     """
-    colors = sample_colors(boxes)
-    if not shares(colors):
+    if groups.members_each == 1:
         return None
-    return in_group(comm, colors, lambda group: group.reduction(buffer, kind="statistics", name=name))
+    return in_group(comm, groups, lambda group: group.reduction(buffer, kind=kind, name=name))

@@ -142,10 +142,9 @@ class ConvTranspose(Layer):
         (shape,) = shapes
         return (output_box(self.windows(shape), box, (0, *shape)),)
 
-    def gradient_boxes(self, boxes: Sequence[Box], shape: Shape, out_shape: Shape) -> tuple[Box, ...]:
-        """Per input box, the box of the output's gradient from which its gradient follows."""
-        windows = self.windows(shape)
-        return tuple(_gradient_box(windows, box, out_shape) for box in boxes)
+    def gradient_box(self, box: Box, shape: Shape, out_shape: Shape) -> Box:
+        needed = input_box(self.windows(shape), box, out_shape[-1]) & Box((0,) * box.ndim, (box.stop[0], *out_shape))
+        return needed if needed.size else Box((0,) * box.ndim, (0,) * box.ndim)
 
     def bind(self, binding: Binding) -> Operator:
         return _ConvTransposeOperator(binding)
@@ -157,7 +156,7 @@ class _ConvTransposeOperator(Operator):
         self.b = b
         self.layer = b.layer
         self.windows = b.layer.windows(b.shapes[0])
-        self.x = b.gather(0, b.needed_boxes(0))
+        self.x = b.gather(0, b.needed(0))
         self.bias = b.params.get("b")
         self.kernel: Any = Zero(b.output.array)
         if self.x.box.size:
@@ -176,8 +175,8 @@ class _ConvTransposeOperator(Operator):
         b = self.b
         value = b.inputs[0]
         self.db = _ChannelSum(b) if self.bias is not None else None
-        boxes = self.layer.gradient_boxes(value.layout.boxes, b.shapes[0], b.output.layout.shape[1:])
-        self.dy = b.gather_gradient(boxes)
+        assert b.gradient_blocks is not None
+        self.dy = b.gather_gradient(b.gradient_blocks)
         # The filter gradient pairs each owned input with all outputs it reaches: no rank counts one twice.
         self.owned = b.gather(0, value.layout.boxes)
         self.filter: Any = Zero(b.grads["w"])
@@ -233,8 +232,3 @@ class _ChannelSum:
         np.matmul(self.ones, self.dy, out=self.rows)
         np.add.reduce(self.rows, axis=self.axes, dtype=np.float64, out=self.total)
         np.copyto(self.db, self.total, casting="same_kind")
-
-
-def _gradient_box(windows: Sequence[Window], box: Box, out_shape: Shape) -> Box:
-    needed = input_box(windows, box, out_shape[-1]) & Box((0,) * box.ndim, (box.stop[0], *out_shape))
-    return needed if needed.size else Box((0,) * box.ndim, (0,) * box.ndim)

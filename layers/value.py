@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from halograd.comm import Communicator
-from halograd.dtensor import Box, Exchange, Layout
+from halograd.dtensor import Blocks, Box, Exchange, Layout
 from halograd.layers.memory import Memory
 
 __all__ = ["Gathered", "Region", "Value", "gather"]
@@ -57,7 +56,7 @@ class Value:
     name: str
     layout: Layout
     dtype: np.dtype
-    stored: tuple[Box, ...]
+    stored: Blocks
     rank: int
     trainable: bool = True
     region_box: Box | None = None
@@ -160,8 +159,8 @@ class Gathered:
 def gather(
     comm: Communicator,
     region: Region,
-    stored: Sequence[Box],
-    needed: Sequence[Box],
+    stored: Blocks,
+    needed: Blocks,
     allocate: Any,
     fill: float | None = None,
     name: str | None = None,
@@ -194,7 +193,7 @@ def gather(
         array = allocate(box.shape)
         if fill is not None:
             array.fill(fill)
-    everyone_has = all(have.contains(want) for have, want in zip(stored, needed))
+    everyone_has = stored.contain(needed)
     if everyone_has and not own:
         return Gathered(array, box, None)
     if everyone_has:

@@ -340,8 +340,7 @@ def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wa
     found = {f"params/{name}": _Wanted(name, array) for name, array in store.params.items()}
     found |= {f"state/{name}": _Wanted(name, array) for name, array in store.state.items()}
     for name, array in store.errors.items():
-        colors = store.blocks[name].colors
-        first = colors.index(colors[store.rank]) == store.rank  # so that it is added once
+        first = store.blocks[name].holders.leads(store.rank)  # so that it is added once
         found[f"errors/{name}"] = _Wanted(name, array, taken=first)
     for key, kept in ({} if optimizer is None else optimizer.kept_state()).items():
         found |= {f"optimizer/{key}/{name}": _Wanted(name, array, part) for name, (part, array) in kept.items()}

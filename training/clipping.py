@@ -30,7 +30,7 @@ def gradient_norm(store: ParameterStore, comm: Communicator | None = None) -> fl
 
 def _holders(store: ParameterStore, bucket: Bucket) -> int:
     """How often a square is counted: a block by each rank that holds it, for its share, a shard by its owner only."""
-    return 1 if is_sharded(store, bucket) else bucket.colors.count(bucket.colors[store.rank])
+    return 1 if is_sharded(store, bucket) else bucket.holders.members_each
 
 
 def _square(store: ParameterStore, bucket: Bucket) -> float:

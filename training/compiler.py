@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from halograd.device import wide
-from halograd.dtensor import Box, hull
+from halograd.dtensor import Blocks, Box, hull
 from halograd.layers import Input, Layer, Network, Node, Redistribute
 from halograd.layers.loss import Loss
 from halograd.layers.strategy import Strategy, layout_of
@@ -132,23 +132,22 @@ class _Compiler:
         inputs = {id(v) for v in self._inputs}
         for value in [*self._inputs, *(s.output for s in self.steps)]:
             needs = [self._needed(s, i) for s, i in readers.get(id(value), [])]
-            stored = tuple(hull([owned, *(n[r] for n in needs)]) for r, owned in enumerate(value.layout.boxes))
             if id(value) in inputs:
-                value.stored = stored
-            value.region_box = _with_margins(
-                value, stored[self.rank], [n[self.rank] for n in needs], id(value) in inputs
-            )
+                needs = [blocks for blocks in needs if blocks.grid == value.layout.boxes.grid]
+                value.stored = value.layout.boxes.joined(needs)
+                value.region_box = value.stored[self.rank]
+            else:
+                value.region_box = _with_margins(value, [blocks[self.rank] for blocks in needs])
         for step in self.steps:
             self._place_gradient(step)
 
-    def _needed(self, step: Step, i: int) -> list[Box]:
-        whole = Box.of_shape(step.inputs[i].layout.shape)
-        boxes = step.layer.needed_boxes(i, [v.layout for v in step.inputs], step.output.layout)
-        return [box & whole for box in boxes]
+    def _needed(self, step: Step, i: int) -> Blocks:
+        blocks = step.layer.needed_blocks(i, [v.layout for v in step.inputs], step.output.layout)
+        return blocks.clipped(step.inputs[i].layout.shape)
 
     def _place_gradient(self, step: Step) -> None:
-        value, out = step.inputs[0], step.output
-        boxes = step.layer.gradient_boxes(value.layout.boxes, value.layout.shape[1:], out.layout.shape[1:])
+        out = step.output
+        boxes = step.layer.gradient_blocks(step.inputs[0].layout, out.layout)
         if boxes is None:
             return
         grown = hull([out.box, boxes[self.rank]])
@@ -161,9 +160,8 @@ def _compares(node: Node, value: Node) -> bool:
     return isinstance(node.layer, Loss) and node.inputs[0] is not value
 
 
-def _with_margins(value: Value, grown: Box, needed: Sequence[Box], is_input: bool) -> Box:
-    if is_input:
-        return grown
+def _with_margins(value: Value, needed: Sequence[Box]) -> Box:
+    grown = hull([value.box, *needed])
     if all(is_packed(grown, box) for box in [value.box, *needed]):
         return grown
     return value.box

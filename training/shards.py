@@ -20,10 +20,10 @@ def is_sharded(store: ParameterStore, bucket: Bucket) -> bool:
 def owned(store: ParameterStore, bucket: Bucket) -> slice:
     """The elements of a bucket whose sum this rank gets, and which it updates. Local."""
     size = bucket.params.size
-    color = bucket.colors[store.rank]
+    color = bucket.holders.color(store.rank)
     if color is None or not is_sharded(store, bucket):
         return slice(0, size)
-    holders = [rank for rank, other in enumerate(bucket.colors) if other == color]
+    holders = bucket.holders.members(color)
     return shards(size, len(holders), store.dtype.itemsize)[holders.index(store.rank)]
 
 
@@ -34,7 +34,7 @@ def gather_shards(comm: Communicator, store: ParameterStore, bucket: Bucket, sha
     -------
     The array, ``(bucket,)``, on the first rank that holds the bucket; elsewhere one that holds nothing.
     """
-    group = group_of(comm, bucket.colors)
+    group = group_of(comm, bucket.holders)
     if group is None:
         return store.memory.device.empty((0,), store.dtype)
     whole = store.memory.device.zeros((bucket.params.size,), store.dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.device import device_of, is_low, wide
-from halograd.dtensor import Box, Exchange, Layout
+from halograd.dtensor import Box, Exchange, Groups, Layout
 from halograd.layers import Network, Parameter, Strategy
 from halograd.layers.memory import Memory
 from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
@@ -62,8 +62,8 @@ class Bucket:
         ``(start, stop, decayed)``: which elements are subject to weight decay.
     slices
         Where each parameter lies, counted from the beginning of the bucket.
-    colors
-        Color per rank: ranks of one color hold the same blocks (see :class:`ParameterBlocks`).
+    holders
+        Ranks of one group hold the same blocks (see :class:`ParameterBlocks`).
     flat, start
         Number of the flat arrays (in :attr:`ParameterStore.flats`), and where in them the bucket begins.
     replicated
@@ -75,7 +75,7 @@ class Bucket:
     grads: Any
     decays: list[tuple[int, int, bool]]
     slices: dict[str, slice]
-    colors: tuple[int | None, ...]
+    holders: Groups
     flat: int = 0
     start: int = 0
     replicated: bool = False
@@ -272,7 +272,7 @@ class ParameterStore:
             flat.grads[start:stop],
             _joined(decays),
             slices,
-            self.blocks[names[0]].colors,
+            self.blocks[names[0]].holders,
             number,
             start,
             replicated,
@@ -311,9 +311,7 @@ class ParameterStore:
             return array
         target = Layout.on_rank(self.shapes[name], 0, comm.size).boxes
         result = device_of(array).empty(target[comm.rank].shape, array.dtype)
-        owners = blocks.owners()
-        source = array if owners[comm.rank].size else array.reshape(-1)[:0].reshape(owners[comm.rank].shape)
-        with closing(Exchange(comm, owners, target, source, result, kind="gather")) as exchange:
+        with closing(Exchange(comm, blocks.boxes, target, array, result, kind="gather")) as exchange:
             exchange.run()
         return result
 

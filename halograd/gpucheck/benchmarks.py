@@ -11,7 +11,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.device import DeviceError, as_dtype
-from halograd.dtensor import Box, Exchange
+from halograd.dtensor import Exchange, Layout
 from halograd.gpucheck.contest import DTYPES, Ours, contest, rounds
 from halograd.gpucheck.lone import LoneCommunicator
 from halograd.gpucheck.report import Report, Result
@@ -90,15 +90,9 @@ def time_halo(
     Beside it the time of three launches that move next to nothing, below which three launches cannot be. Both are
     recorded as graphs where the device has them, so that the host's share is not in it.
     """
-    blocks, wanted = [], []
-    whole = Box((0, 0, 0, 0), (1, 3 * extent, 3 * extent, channels))
-    for row in range(3):
-        for column in range(3):
-            start = (0, row * extent, column * extent, 0)
-            box = Box(start, (1, start[1] + extent, start[2] + extent, channels))
-            grown = Box((0, box.start[1] - 1, box.start[2] - 1, 0), (1, box.stop[1] + 1, box.stop[2] + 1, channels))
-            blocks.append(box)
-            wanted.append(grown & whole)
+    blocks = Layout.blocks((1, 3 * extent, 3 * extent, channels), {"height": 3, "width": 3}, 9).boxes
+    grow = lambda a, b: (a - 1, b + 1)  # noqa: E731
+    wanted = blocks.map(None, grow, grow, None).clipped((1, 3 * extent, 3 * extent, channels))
     array = kernels.zeros(wanted[4].shape, as_dtype(dtype))
     comm: Any = LoneCommunicator(4, 9)
     origin = wanted[4].start

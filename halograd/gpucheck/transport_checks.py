@@ -11,7 +11,7 @@ import numpy as np
 
 from halograd.comm import CommError, Communicator
 from halograd.comm.shard import shards
-from halograd.dtensor import Box, Exchange, Layout
+from halograd.dtensor import Exchange, Layout
 from halograd.gpucheck.rank_checks import Slow, agreed, check_training, reused_message
 from halograd.gpucheck.report import Report, Result
 from halograd.kernels import Backend
@@ -92,7 +92,7 @@ def halo_seconds(
     """
     shape, device = (1, extent * comm.size, extent, channels), kernels.device
     layout = Layout.blocks(shape, {"height": comm.size}, comm.size)
-    needed = [Box(*_grown(box, shape[1])) for box in layout.boxes]
+    needed = layout.boxes.map(None, lambda a, b: (a - 1, b + 1), None, None).clipped(shape)
     array = kernels.zeros(needed[comm.rank].shape, "float32")
     origin = needed[comm.rank].start
     exchange = Exchange(comm, layout.boxes, needed, array, array, source_origin=origin, target_origin=origin)
@@ -109,10 +109,3 @@ def halo_seconds(
     took = max(device.seconds(first, last), 0.0) or time.perf_counter() - begin
     exchange.close()
     return comm.allreduce_scalar(took / rounds, "max"), nbytes
-
-
-def _grown(box: Box, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A block of rows and one more on each side, within the array."""
-    start, stop = list(box.start), list(box.stop)
-    start[1], stop[1] = max(0, start[1] - 1), min(rows, stop[1] + 1)
-    return tuple(start), tuple(stop)

@@ -1,6 +1,7 @@
 """What a network costs under a strategy: time, traffic and memory per rank, by arithmetic over axes."""
 
-from halograd.perfmodel.cost.blocks import PARTS, Blocks, Parts, cut, parts_key
+from halograd.dtensor import Blocks
+from halograd.perfmodel.cost.blocks import PARTS, Parts, cut, parts_key
 from halograd.perfmodel.cost.counts import count_step
 from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, layer_cost
 from halograd.perfmodel.cost.memory import memory_of

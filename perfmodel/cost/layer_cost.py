@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from halograd.dtensor import Box, input_box
+from halograd.dtensor import Blocks, Box, input_box, intervals
 from halograd.layers import Conv, Redistribute
 from halograd.layers.strips import boundary_boxes
-from halograd.perfmodel.cost.blocks import Blocks, intervals
-from halograd.perfmodel.cost.moves import Moves, contracts, moves_of
-from halograd.perfmodel.cost.needs import windows_of
+from halograd.perfmodel.cost.moves import Moves, contracts, moves_of, windows_of
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.sums import Sums, sums_of
 from halograd.perfmodel.cost.wires import Wires
@@ -146,7 +144,7 @@ class Pricing:
             input_gradient=any(value.trainable for value in stage.inputs),
             filters=filters,
             outputs=_local(stage.output.blocks)[1:-1] or None,
-            ranks=stage.output.blocks.ranks,
+            ranks=stage.output.blocks.placed,
             options=stage.options,
         )
 

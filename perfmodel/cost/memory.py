@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from halograd.dtensor import Box, hull
+from halograd.dtensor import Blocks, Box, hull
 from halograd.layers import (
     Add,
     BatchNorm,
@@ -27,9 +27,7 @@ from halograd.layers import (
     Resize,
 )
 from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.cost.blocks import Blocks
-from halograd.perfmodel.cost.moves import Read, contraction_blocks, contracts, moves_of, reads_of
-from halograd.perfmodel.cost.needs import clipped, gradient_blocks
+from halograd.perfmodel.cost.moves import Read, contraction_blocks, contracts, gradient_blocks, moves_of, reads_of
 from halograd.perfmodel.cost.parameters import Bucket, held, untrained_bytes
 from halograd.perfmodel.cost.reductions import kept
 from halograd.perfmodel.cost.replicated import rows_of
@@ -179,9 +177,8 @@ class _Rank:
                 value.gradient_box = grown
 
     def _gradient_box(self, stage: Stage) -> Box | None:
-        x, y = stage.inputs[0], stage.output
-        found = gradient_blocks(stage.layer, x.blocks, x.shape, y.shape)
-        return None if found is None else self._box(clipped(found, y.shape))
+        found = gradient_blocks(stage.layer, stage.inputs[0].layout, stage.output.layout)
+        return None if found is None else self._box(found.clipped(stage.output.shape))
 
     def _box(self, blocks: Blocks) -> Box:
         return blocks.box(self.rank)

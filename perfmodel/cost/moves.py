@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
+from halograd.dtensor import Blocks, Layout, Window
 from halograd.layers import Conv, Flatten, GlobalAveragePool, Layer, Redistribute, Resize
-from halograd.perfmodel.cost.blocks import Blocks, intervals
-from halograd.perfmodel.cost.needs import clipped, extended, gradient_blocks, needed_blocks, overrides, windows_of
+from halograd.layers.contraction import partial_boxes, read_boxes
+from halograd.layers.needs import ended
+from halograd.perfmodel.cost.blocks import PARTS
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.traffic import Move
 
@@ -67,6 +70,24 @@ class Moves:
     backward: tuple[Move, ...] = ()
 
 
+@lru_cache(maxsize=16384)
+def needed_blocks(layer: Layer, i: int, inputs: tuple[Layout, ...], output: Layout) -> Blocks:
+    """`Layer.needed_blocks`, remembered."""
+    return layer.needed_blocks(i, inputs, output)
+
+
+@lru_cache(maxsize=16384)
+def gradient_blocks(layer: Layer, x: Layout, output: Layout) -> Blocks | None:
+    """`Layer.gradient_blocks`, remembered."""
+    return layer.gradient_blocks(x, output)
+
+
+@lru_cache(maxsize=16384)
+def windows_of(layer: Layer, shape: tuple[int, ...]) -> tuple[Window, ...]:
+    """`Layer.windows`, remembered."""
+    return layer.windows(shape)
+
+
 def reads_of(stage: Stage) -> list[Read]:
     """What a stage gathers of each of its inputs."""
     if "reads" not in stage.memo:
@@ -75,16 +96,14 @@ def reads_of(stage: Stage) -> list[Read]:
 
 
 def _reads(stage: Stage) -> list[Read]:
-    owned = [value.blocks for value in stage.inputs]
-    shapes = [value.shape for value in stage.inputs]
-    own = not overrides(stage.layer, "bind")
+    own = type(stage.layer).bind is Layer.bind
     found = []
     for i, value in enumerate(stage.inputs):
-        raw = needed_blocks(stage.layer, i, owned, shapes, stage.output.blocks)
-        needed = clipped(raw, value.shape)
+        raw = needed_blocks(stage.layer, i, tuple(value.layout for value in stage.inputs), stage.output.layout)
+        needed = raw.clipped(value.shape)
         slack = None if own else slack_of(stage.layer, stage.shapes[i])
         if slack is not None:
-            needed = extended(needed, value.blocks, slack)
+            needed = ended(needed, value.blocks, slack)
         key = (raw, stage.layer.pad_value) if own else (needed, None)
         move = None if value.read or needed == value.blocks else Move(value.blocks, needed, value.itemsize)
         found.append(Read(needed, key, raw if own else needed, move))
@@ -141,15 +160,9 @@ def contraction_blocks(stage: Stage) -> tuple[Blocks, Blocks]:
 
 
 def _contraction_blocks(stage: Stage) -> tuple[Blocks, Blocks]:
-    x, y = stage.inputs[0], stage.output
-    channels, inner = stage.parts[4:]
-    needed = clipped(needed_blocks(stage.layer, 0, [x.blocks], [x.shape], y.blocks), x.shape)
-    own = intervals(x.shape[-1], inner)
-    outputs = intervals(y.shape[-1], channels * inner)
-    filters = [(outputs[k * inner][0], outputs[(k + 1) * inner - 1][1]) for k in range(channels)]
-    last = range(channels * inner)
-    read = Blocks((*needed.axes[:-1], tuple(own[j % inner] for j in last)))
-    return read, Blocks((*y.blocks.axes[:-1], tuple(filters[j // inner] for j in last)))
+    x, y, parts = stage.inputs[0], stage.output, dict(zip(PARTS, stage.parts))
+    needed = needed_blocks(stage.layer, 0, (x.layout,), y.layout).clipped(x.shape)
+    return read_boxes(needed, x.shape[-1], parts), partial_boxes(y.layout, parts)
 
 
 def _contraction(stage: Stage, gathered: set | None) -> Moves:
@@ -176,11 +189,11 @@ def _both(stage: Stage, move: Move) -> Moves:
 
 def _backward(stage: Stage, reads: list[Read]) -> tuple[Move, ...]:
     x, y = stage.inputs[0], stage.output
-    needed = gradient_blocks(stage.layer, x.blocks, x.shape, y.shape)
+    needed = gradient_blocks(stage.layer, x.layout, y.layout)
     if needed is not None:
         if isinstance(stage.layer, Conv) and not x.trainable:
             return ()
-        return (Move(y.blocks, clipped(needed, y.shape), y.itemsize),)
+        return (Move(y.blocks, needed.clipped(y.shape), y.itemsize),)
     return tuple(
         Move(read.needed, value.blocks, value.itemsize)
         for value, read in zip(stage.inputs, reads)

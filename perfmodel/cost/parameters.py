@@ -11,10 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from halograd.dtensor import intervals
 from halograd.layers import Layer, Parameter
 from halograd.layers.reduction_chunks import Gradient, GradientLayer, chunks_of, decayed_first, kind_of
 from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.cost.blocks import Parts, intervals
+from halograd.perfmodel.cost.blocks import Parts
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.sums import Sum
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halograd.dtensor import Box
 from halograd.layers.row_gather import padded_rows
 from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing
 from halograd.perfmodel.cost.parameters import Bucket
@@ -73,7 +72,7 @@ def rows_of(steps: Sequence[Stage], buckets: Sequence[Bucket], itemsize: int) ->
 def _rows(stage: Stage, itemsize: int) -> Rows:
     (features,), units = stage.shapes[0], stage.output.shape[-1]
     most = int(stage.output.blocks.extents[0].max())
-    rows = padded_rows([Box((0,), (most,))], (features, units), itemsize)
+    rows = padded_rows(most, (features, units), itemsize)
     return Rows(math.prod(stage.parts), rows, features, units, itemsize)
 
 

@@ -225,11 +225,11 @@ def _with_sum(cost: LayerCost, stage: Stage, gradients: int, pricing: Pricing) -
 
 def _some(steps: Sequence[Stage]) -> list[int]:
     """The first rank, whose blocks are the largest, and one in the middle, which has margins on all sides."""
-    blocks = max((s.output.blocks for s in steps), key=lambda b: b.ranks)
+    blocks = max((s.output.blocks for s in steps), key=lambda b: b.placed)
     middle = 0
     for parts in blocks.grid:
         middle = middle * parts + parts // 2
-    return sorted({0, min(middle, blocks.ranks - 1)})
+    return sorted({0, min(middle, blocks.placed - 1)})
 
 
 def _records(steps: Sequence[Stage], step: _Step) -> list[LayerRecord]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from halograd.dtensor import Blocks, Layout
 from halograd.layers import Input, Layer, Loss, Network, Node, Redistribute
 from halograd.layers.strategy import Strategy
-from halograd.perfmodel.cost.blocks import Blocks, Parts, cut, parts_key
+from halograd.perfmodel.cost.blocks import Parts, cut, parts_key
 
 __all__ = ["Array", "Stage", "itemsize_of", "stages"]
 
@@ -46,6 +48,11 @@ class Array:
     trainable: bool = True
     read: bool = False
     wanted: bool = False
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Shape and blocks together."""
+        return Layout(self.shape, self.blocks)
 
 
 @dataclass(eq=False)

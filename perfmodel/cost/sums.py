@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from halograd.dtensor import Blocks
 from halograd.layers import BatchNorm, Dice, GroupNorm, LayerNorm, SoftmaxCrossEntropy
-from halograd.perfmodel.cost.blocks import Blocks
 from halograd.perfmodel.cost.stages import Stage
 from halograd.perfmodel.cost.traffic import Traffic
 
@@ -109,7 +109,7 @@ def _batch_norm(stage: Stage, statistics: str) -> Sums:
 
 def _sample_groups(blocks: Blocks, size: int, per_sample: bool) -> tuple[tuple[range, int], ...]:
     """Ranks that share samples, with `size` [B] each, or per sample."""
-    width = blocks.ranks // blocks.grid[0]
+    width = blocks.placed // blocks.grid[0]
     return tuple(
         (range(i * width, (i + 1) * width), size * (int(n) if per_sample else 1))
         for i, n in enumerate(blocks.extents[0])

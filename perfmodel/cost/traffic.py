@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from halograd.perfmodel.cost.blocks import Blocks, outer, spread
+from halograd.dtensor.blocks import Blocks, outer, padded
 
 __all__ = ["Move", "Traffic"]
 
@@ -68,7 +68,7 @@ class Move:
     @property
     def idle(self) -> bool:
         """Whether every rank has what it needs."""
-        return self.source == self.target or not self.sent(max(self.source.ranks, self.target.ranks)).messages.any()
+        return self.source == self.target or not self.sent(max(self.source.placed, self.target.placed)).messages.any()
 
     def sent(self, ranks: int) -> Traffic:
         """What every rank of ``0 .. ranks - 1`` sends."""
@@ -84,11 +84,11 @@ class Move:
         own = self._kept()
         messages[: len(own)] -= own > 0
         elements[: len(own)] -= own
-        return Traffic(spread(messages, ranks), spread(elements * self.itemsize, ranks))
+        return Traffic(padded(messages, ranks), padded(elements * self.itemsize, ranks))
 
     def _kept(self) -> np.ndarray:
         """Elements per rank that stay where they are."""
-        ranks = min(self.source.ranks, self.target.ranks)
+        ranks = min(self.source.placed, self.target.placed)
         own = np.ones(ranks, np.int64)
         for o, a, b in zip(self._overlaps, places(self.source.grid), places(self.target.grid)):
             own *= o[a[:ranks], b[:ranks]]

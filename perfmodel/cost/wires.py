@@ -18,8 +18,8 @@ from functools import cached_property
 
 import numpy as np
 
+from halograd.dtensor import Blocks
 from halograd.perfmodel.collectives import allreduce
-from halograd.perfmodel.cost.blocks import Blocks
 from halograd.perfmodel.cost.traffic import Move
 from halograd.perfmodel.hierarchy import group_seconds
 from halograd.perfmodel.machine import LEVELS, Machine
@@ -210,7 +210,7 @@ class Wires:
         return seconds, self.copy(max(nbytes)) + self.machine.launch * max(messages)
 
     def _ranks(self, move: Move) -> list[int]:
-        ranks = max(move.source.ranks, move.target.ranks)
+        ranks = max(move.source.placed, move.target.placed)
         if ranks <= max(FEW, self.machine.devices_per_node):
             return list(range(ranks))
         some = {_middle(move.source)} if self.quick else {0, ranks - 1, _middle(move.source), _middle(move.target)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from halograd.comm import Communicator
-from halograd.dtensor import Box, Exchange
+from halograd.dtensor import Blocks, Exchange
 from halograd.perfmodel.profile.fit import Fit, fit_line
 
 __all__ = ["LARGE", "SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "fit_reduction", "fit_reduction_behind"]
@@ -131,43 +131,32 @@ def fit_face(
     """
     itemsize = np.dtype(np.float32).itemsize
     rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in sizes]
-    exchanges = [_face(comm, partner, n, strided) for n in rows]
+    pair = comm.split(None if partner is None else min(comm.rank, partner))
+    exchanges = [] if pair is None else [_face(pair, n, strided) for n in rows]
 
     def run(i: int) -> None:
-        if partner is not None:
+        if exchanges:
             exchanges[i].run()
 
     fit = _fit(comm, [n * CHANNELS * itemsize for n in rows], run, rounds, clock)
     for exchange in exchanges:
         exchange.close()
+    if pair is not None:
+        pair.close()
     return fit
 
 
-def _face(comm: Communicator, partner: int | None, count: int, strided: bool) -> Exchange:
-    """The exchange that fills the margin of a block with the partner's face of `count` columns.
+def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
+    """The exchange that fills the margin of a block with the partner's face of `count` columns. Collective over `pair`.
 
-    Blocks of 4 columns, of which the inner two are owned, side by side per pair: ``..ab cd..`` -> ``..abc bcd..``
+    Blocks of 4 columns, of which the inner two are owned, side by side: ``..ab cd..`` -> ``..abc bcd..``
     """
-    nothing = Box((0,) * 4, (0, 0, 0, CHANNELS))
-    sources, targets = [nothing] * comm.size, [nothing] * comm.size
-    axis, extent = (2, (count, 4)) if strided else (1, (4, count))
-    if partner is None:
-        empty = np.empty(nothing.shape, np.float32)
-        pair: Sequence[tuple[int, int]] = comm.allgather_objects((-1, -1))
-    else:
-        pair = comm.allgather_objects((min(comm.rank, partner), max(comm.rank, partner)))
-    for rank, (low, high) in enumerate(pair):
-        if low < 0:
-            continue
-        side = int(rank == high)
-        block = Box((low, 0, 0, 0), (low + 1, *extent, CHANNELS))
-        sources[rank] = block.replace(axis, 2 * side, 2 * side + 2)
-        targets[rank] = block.replace(axis, 2 - side, 3 - side)  # the partner's column next to one's own
-    if partner is None:
-        return Exchange(comm, sources, targets, empty, empty, kind="profile")
-    array = np.ones((1, *extent, CHANNELS), np.float32)
-    origin = (pair[comm.rank][0], 0, 0, 0)
-    return Exchange(comm, sources, targets, array, array, source_origin=origin, target_origin=origin, kind="profile")
+    axis, shape = (2, (1, count, 4, CHANNELS)) if strided else (1, (1, 4, count, CHANNELS))
+    whole = Blocks([((0, n),) for n in shape], pair.size)
+    sources = whole.replace(axis, ((0, 2), (2, 4)))
+    targets = whole.replace(axis, ((2, 3), (1, 2)))  # the partner's column next to one's own
+    array, origin = np.ones(shape, np.float32), (0, 0, 0, 0)
+    return Exchange(pair, sources, targets, array, array, source_origin=origin, target_origin=origin, kind="profile")
 
 
 def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> Fit:

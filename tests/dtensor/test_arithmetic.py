@@ -8,15 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.dtensor import (
+    Blocks,
     Box,
+    Groups,
     Layout,
     Window,
     balanced_boundaries,
     hull,
     input_box,
+    intervals,
     output_box,
     plan_exchange,
-    subtract,
 )
 
 boxes = st.builds(
@@ -37,9 +39,6 @@ def points(box: Box) -> set:
 def test_box_algebra_is_that_of_sets(a, b):
     assert points(a & b) == points(a) & points(b)
     assert a.contains(b) == (points(b) <= points(a))
-    rest = subtract(a, b)
-    assert sum(p.size for p in rest) == len(set().union(*(points(p) for p in rest), set()))
-    assert set().union(*(points(p) for p in rest), set()) == points(a) - points(b)
     assert hull([a, b]).contains(a) and hull([a, b]).contains(b)
 
 
@@ -133,8 +132,10 @@ def test_layouts_of_different_boundaries_are_different():
         (lambda: Layout.blocks((1, 8, 1), (1, 4, 1), 3), "parts need 4 ranks, there are 3"),
         (lambda: Layout.blocks((1, 8, 1), (1, 4), 4), "parts for the 3 axes"),
         (lambda: Layout.blocks((1, 8, 1), (1, 2, 1), 2, {1: (0, 9, 8)}), "3 rising boundaries from 0 to 8"),
-        (lambda: Layout((4,), (Box((0,), (2,)),)), "2 of 4 elements"),
-        (lambda: Layout((4,), (Box((0,), (5,)),)), "does not lie in an array"),
+        (lambda: Layout((4,), Blocks([((0, 2),)])), r"expected intervals that cover \(4,\), got \(\(\(0, 2\),\),\)"),
+        (lambda: Layout((4,), Blocks([((0, 5),)])), "must own every element and nothing else"),
+        (lambda: Layout((4,), Blocks([((0, 2), (3, 4))])), "must own every element"),
+        (lambda: Blocks([((0, 2), (2, 4))], 1), r"\(2,\) parts need 2 ranks, there are 1"),
         (lambda: balanced_boundaries(3, 0), "at least one part"),
     ],
 )
@@ -148,8 +149,10 @@ def run_plan(sources, targets, shape, summed=False):
     whole = np.random.default_rng(0).standard_normal(shape)
     plans = [plan_exchange(sources, targets, r, summed=summed) for r in range(len(sources))]
     for r, plan in enumerate(plans):
+        assert plan == sorted(set(plan)), "every piece once, in an order that both ends share"
         for piece in plan:
             assert piece in plans[piece.source] and piece in plans[piece.target] and r in (piece.source, piece.target)
+            assert sources[piece.source].contains(piece.box) and targets[piece.target].contains(piece.box)
     result = []
     for r, target in enumerate(targets):
         array = np.full(target.shape, np.nan)
@@ -161,36 +164,106 @@ def run_plan(sources, targets, shape, summed=False):
     return whole, result
 
 
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 12), st.integers(0, 7))
-def test_plan_fills_halos_wider_than_blocks(parts, more, size, width):
-    ranks = parts + more
-    owned = Layout.blocks((1, size, 1), {"width": parts}, ranks).boxes
-    held = tuple(b.replace(1, b.start[1] - width, b.stop[1] + width) if b.size else b for b in owned)
-    whole, found = run_plan(owned, held, (1, size, 1))
-    for box, array in zip(held, found):
-        inside = box & Box.of_shape((1, size, 1))
-        assert np.array_equal(array[inside.slices(box.start)], whole[inside.slices()])
+@st.composite
+def arrays_in_blocks(draw):
+    """A shape, the blocks that own it on so many ranks, and blocks that are wanted: cut anyhow, halos and all."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    owned = [draw(uneven(n)) for n in shape]
+    if draw(st.booleans()):  # replicas: an axis whose parts come several times
+        axis = draw(st.integers(0, len(shape) - 1))
+        owned[axis] = owned[axis] * draw(st.integers(2, 3))
+    wanted = [draw(anything(n)) for n in shape]
+    ranks = max(np.prod([len(axis) for axis in some]) for some in (owned, wanted))
+    size = int(ranks) + draw(st.integers(0, 2))
+    return shape, Blocks(owned, size), Blocks(wanted, size)
+
+
+def uneven(size):
+    cuts = st.lists(st.integers(0, size), max_size=2).map(sorted)
+    return cuts.map(lambda c: tuple(itertools.pairwise((0, *c, size))))
+
+
+def anything(size):
+    interval = st.tuples(st.integers(-3, size), st.integers(0, size + 3)).map(lambda p: (p[0], p[0] + p[1]))
+    return st.lists(interval, min_size=1, max_size=3).map(tuple)
+
+
+@given(arrays_in_blocks())
+def test_plans_bring_what_is_wanted_from_anywhere(case):
+    shape, owned, wanted = case
+    whole, found = run_plan(owned, wanted, shape)
+    for box, array in zip(wanted, found):
+        inside = box & Box.of_shape(shape)
         assert np.isnan(array).sum() == box.size - inside.size
+        if inside.size:
+            assert np.array_equal(array[inside.slices(box.start)], whole[inside.slices()])
+
+
+@given(arrays_in_blocks())
+def test_plans_sum_whatever_meets(case):
+    shape, owned, wanted = case
+    want = np.zeros(shape)
+    for box in wanted.clipped(shape):
+        want[box.slices()] += 1
+    whole, found = run_plan(wanted.clipped(shape), owned, shape, summed=True)
+    for box, array in zip(owned, found):
+        assert np.allclose(np.nan_to_num(array), (want * whole)[box.slices()])
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
-def test_plan_takes_replicas_once_and_from_itself_first(size, parts, replicas):
-    ranks = max(parts, replicas)
-    sources = Layout.replicated((size,), replicas).boxes + (Box((0,), (0,)),) * (ranks - replicas)
-    cuts = balanced_boundaries(size, parts)
-    targets = tuple(Box((a,), (b,)) for a, b in itertools.pairwise(cuts)) + (Box((0,), (0,)),) * (ranks - parts)
+def test_what_a_rank_owns_whole_it_does_not_ask_for(size, parts, more):
+    targets = Blocks([intervals(size, parts)], parts + more)
+    sources = Layout.replicated((size,), parts + more).boxes
     whole, found = run_plan(sources, targets, (size,))
     for box, array in zip(targets, found):
         assert np.array_equal(array, whole[box.slices()])
-    assert all(
-        p.source == p.target for r in range(replicas) for p in plan_exchange(sources, targets, r) if p.target == r
-    )
+    assert all(p.source == p.target for r in range(parts + more) for p in plan_exchange(sources, targets, r))
 
 
-def test_plan_sums_all_summands():
-    sources = Layout.replicated((6,), 3).summed().boxes
-    targets = Layout.blocks((6, 1), (3, 1), 3).boxes
-    targets = tuple(Box(b.start[:1], b.stop[:1]) for b in targets)
-    whole, found = run_plan(sources, targets, (6,), summed=True)
-    for box, array in zip(targets, found):
-        assert np.allclose(array, 3 * whole[box.slices()])
+def test_replicas_that_leave_gaps_between_them_are_refused():
+    sources = Blocks([((2, 4), (0, 6))])
+    with pytest.raises(ValueError, match="replicas: expected intervals that follow one another or are equal"):
+        plan_exchange(sources, Blocks([((0, 1), (0, 5))]), 0)
+    with pytest.raises(ValueError, match="got 2 and 3 ranks, 1 and 1 axes"):
+        plan_exchange(sources, Blocks([((0, 1),)], 3), 0)
+
+
+@given(arrays_in_blocks())
+def test_blocks_are_a_sequence_of_boxes(case):
+    shape, owned, wanted = case
+    for blocks in (owned, wanted):
+        boxes = [blocks[r] for r in range(len(blocks))]
+        assert boxes == list(blocks) == list(blocks[:]) and blocks.box(len(blocks)) == blocks.nothing
+        assert list(blocks.sizes()) == [box.size for box in boxes] and blocks.fullest == max(blocks.sizes())
+        assert blocks == Blocks(blocks.axes, blocks.size) and hash(blocks) == hash(Blocks(blocks.axes, blocks.size))
+        count = np.zeros([n + 9 for n in shape], int)
+        for box in boxes:
+            count[box.shift([3] * len(shape)).slices()] += 1
+        assert blocks.overlapping == (count.max() > 1)
+    assert owned.covers(shape)
+    assert owned.contain(wanted) == all(a.contains(b) for a, b in zip(owned, wanted))
+    both = owned.joined([owned.map(*[lambda a, b: (a - 1, b)] * len(shape))])
+    assert all(a.contains(b) for a, b in zip(both, owned))
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["each", "all", "first"])), max_size=4), st.integers(0, 2))
+def test_groups_are_those_of_coordinates(axes, more):
+    grid = tuple(n for n, _ in axes)
+    size = int(np.prod(grid, dtype=int)) + more
+    agreeing = [d for d, (_, place) in enumerate(axes) if place == "each"]
+    first = [d for d, (_, place) in enumerate(axes) if place == "first"]
+    groups = Groups.agreeing(grid, agreeing, size, first)
+    found: dict = {}
+    for rank, at in enumerate(np.ndindex(*grid)):
+        if any(at[d] for d in first):
+            assert groups.color(rank) is None
+        else:
+            found.setdefault(tuple(at[d] for d in agreeing), []).append(rank)
+    assert all(groups.color(rank) is None for rank in range(size - more, size))
+    assert groups.count == len(found) and groups.is_whole == (list(found.values()) == [list(range(size))])
+    for color, members in enumerate(found.values()):
+        assert {groups.color(rank) for rank in members} == {color} and groups.members_each == len(members)
+        steps = set(np.diff(members))
+        if len(steps) <= 1:
+            assert list(groups.members(color)) == members
+            assert [groups.leads(rank) for rank in members] == [True] + [False] * (len(members) - 1)

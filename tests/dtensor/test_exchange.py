@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.dtensor import Box, DistTensor, Exchange, Halo, Layout
+from halograd.dtensor import Blocks, DistTensor, Exchange, Halo, Layout
 from halograd.testing import grids, random_array
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -136,6 +136,6 @@ def test_bad_calls_are_refused_on_all_ranks(comm):
         filled(comm, layout).exchange_to(DistTensor(comm, Layout.replicated((2, 2), comm.size)))
     with pytest.raises(Exception, match=r"expected an array of shape \(3, 7, 5, 2\)"):
         DistTensor.scatter(comm, np.zeros((2, 2)), layout)
-    boxes = (Box((0,), (1,)),) * comm.size
+    boxes = Blocks([((0, 1),) * comm.size])
     with pytest.raises(ValueError, match="'assign' or 'sum'"):
         Exchange(comm, boxes, boxes, np.zeros(1), np.zeros(1), combine="mean")

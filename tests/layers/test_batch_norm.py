@@ -10,7 +10,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.layers import BatchNorm, Input
 from halograd.layers.groups import group_of
-from halograd.layers.sample_group import sample_colors, sample_sum
+from halograd.layers.sample_group import sample_groups, sum_over
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import check_layer, grids, random_array, run_layer
 from tests.layers.geometries import skew
@@ -325,14 +325,15 @@ def test_smaller_groups_sum_among_themselves(ranks, statistics):
 
 @pytest.mark.mpi
 def test_layers_cut_alike_share_one_group(ranks):
-    boxes = layout_of((2, 8, 4, 1), {"sample": 2, "height": max(1, ranks.size // 2)}, max(2, ranks.size)).boxes
-    colors = sample_colors(boxes[: ranks.size])
-    members = [r for r, c in enumerate(colors) if c is not None and c == colors[ranks.rank]]
-    first = group_of(ranks, colors)
-    assert group_of(ranks, sample_colors(boxes[: ranks.size])) is first
+    parts = {"sample": min(2, ranks.size), "height": max(1, ranks.size // 2)}
+    groups = sample_groups(layout_of((2, 8, 4, 1), parts, ranks.size).boxes)
+    color = groups.color(ranks.rank)
+    members = [] if color is None else list(groups.members(color))
+    first = group_of(ranks, groups)
+    assert group_of(ranks, sample_groups(layout_of((2, 9, 4, 3), parts, ranks.size).boxes)) is first
     assert (list(first.ranks) if first is not None else []) == members
     total = np.array([float(ranks.rank)])
-    reduction = sample_sum(ranks, boxes[: ranks.size], total, "sum")
+    reduction = sum_over(ranks, groups, total, "statistics", "sum")
     if reduction is None:
         assert len(members) <= 1
     else:

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.dtensor import Layout, plan_exchange
+from halograd.dtensor import Blocks, Layout, plan_exchange
 from halograd.layers.strategy import layout_of
-from halograd.perfmodel.cost.blocks import PARTS, Blocks, cut, grid_of
+from halograd.perfmodel.cost.blocks import PARTS, cut, grid_of
 from halograd.perfmodel.cost.traffic import Move
 
 RANKS = 12
@@ -32,15 +32,15 @@ def shapes(draw):
     return tuple(draw(st.integers(1, 9)) for _ in range(spatial + 2))
 
 
-def boxes(blocks: Blocks) -> list:
-    return [blocks.box(rank) for rank in range(RANKS)]
+def on_all(blocks: Blocks) -> Blocks:
+    return Blocks(blocks.axes, RANKS)
 
 
 def brute_force(source: Blocks, target: Blocks, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
     """Messages and bytes per rank, piece by piece."""
     messages, nbytes = np.zeros(RANKS, int), np.zeros(RANKS, int)
     for rank in range(RANKS):
-        pieces = plan_exchange(boxes(source), boxes(target), rank, summed=True)
+        pieces = plan_exchange(on_all(source), on_all(target), rank, summed=True)
         sent = [p for p in pieces if p.source == rank and p.target != rank]
         messages[rank] = len({p.target for p in sent})
         nbytes[rank] = sum(p.box.size for p in sent) * itemsize
@@ -51,10 +51,7 @@ def brute_force(source: Blocks, target: Blocks, itemsize: int) -> tuple[np.ndarr
 def test_cuts_are_the_layouts_of_strategies(shape, some):
     used = Layout.blocks(shape, grid_of(shape, some), RANKS)
     assert used == layout_of(shape, dict(zip(PARTS, some)), RANKS)
-    blocks = cut(shape, some)
-    assert [box.shape if box.size else 0 for box in boxes(blocks)] == [b.shape if b.size else 0 for b in used.boxes]
-    assert blocks.fullest == max(box.size for box in used.boxes)
-    assert list(blocks.sizes(RANKS)) == [box.size for box in used.boxes]
+    assert on_all(cut(shape, some)) == used.boxes
 
 
 @given(shapes(), parts(), parts())

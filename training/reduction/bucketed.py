@@ -35,7 +35,7 @@ class BucketedReducer(Reducer):
         super().__init__(store, comm, layers, scheme)
         self._rounded: list[tuple[Bucket, Communicator, Any]] = []
         self._sums = [self._sum(bucket) for bucket in self.buckets]
-        self._alone = [b.errors is not None and b.colors.count(b.colors[store.rank]) == 1 for b in self.buckets]
+        self._alone = [b.errors is not None and b.holders.members_each == 1 for b in self.buckets]
         self._layers = [{n.rpartition("/")[0] for n in b.names} for b in self.buckets]
         self._buckets_of: dict[str, list[int]] = {}
         for i, some in enumerate(self._layers):
@@ -51,9 +51,9 @@ class BucketedReducer(Reducer):
         if self.scheme.payload == "bfloat16":
             method = "rounded"  # which has a fixed order too
         total = in_group(
-            self.comm, bucket.colors, lambda group: group.reduction(bucket.grads, kind="allreduce", method=method)
+            self.comm, bucket.holders, lambda group: group.reduction(bucket.grads, kind="allreduce", method=method)
         )
-        group = group_of(self.comm, bucket.colors)
+        group = group_of(self.comm, bucket.holders)
         if total is not None and group is not None and bucket.errors is not None:
             rounded: Any = total.on_host
             rounded.compensate(bucket.errors)

@@ -58,5 +58,5 @@ class NodeReducer(BucketedReducer):
     def _sum(self, bucket: Bucket) -> Reduction | None:
         method = _METHODS[self.scheme.name]
         return in_group(
-            self.comm, bucket.colors, lambda group: group.reduction(bucket.grads, kind="allreduce", method=method)
+            self.comm, bucket.holders, lambda group: group.reduction(bucket.grads, kind="allreduce", method=method)
         )

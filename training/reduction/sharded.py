@@ -45,14 +45,14 @@ class ShardedReducer(BucketedReducer):
     def _sum(self, bucket: Bucket) -> Reduction | None:
         return in_group(
             self.comm,
-            bucket.colors,
+            bucket.holders,
             lambda group: group.reduction(bucket.grads, kind="reduce_scatter", method="reduce_scatter"),
         )
 
     def _gather(self, bucket: Bucket) -> Reduction | None:
         return in_group(
             self.comm,
-            bucket.colors,
+            bucket.holders,
             lambda group: group.reduction(bucket.params, kind="all_gather", method="all_gather"),
         )
 

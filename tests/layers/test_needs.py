@@ -21,8 +21,7 @@ from halograd.layers import (
     Stencil,
 )
 from halograd.layers.strategy import layout_of
-from halograd.perfmodel.cost.blocks import PARTS, cut
-from halograd.perfmodel.cost.needs import clipped, gradient_blocks, needed_blocks
+from halograd.perfmodel.cost.blocks import PARTS
 from tests.layers.geometries import NASTY
 from tests.layers.graphs import Centre, Gate
 
@@ -62,32 +61,19 @@ LAYERS = {
 CUTS = [(1, 1, 4, 2, 1, 1), (2, 1, 3, 1, 1, 1), (3, 1, 1, 2, 1, 1), (8, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 1)]
 
 
-def per_rank(layer, i, shapes, output, some):
-    parts = dict(zip(PARTS, some))
-    inputs = [layout_of(shape, parts, RANKS) for shape in shapes]
-    return layer.needed_boxes(i, inputs, layout_of(output, parts, RANKS)), inputs
-
-
 def check(layer, shapes, some):
-    output = (shapes[0][0], *layer.output_shape(*(s[1:] for s in shapes)))
-    y = cut(output, some)
-    owned = [cut(shape, some) for shape in shapes]
+    parts, samples = dict(zip(PARTS, some)), [shape[1:] for shape in shapes]
+    output = layout_of((shapes[0][0], *layer.output_shape(*samples)), parts, RANKS)
+    inputs = [layout_of(shape, parts, RANKS) for shape in shapes]
     for i, shape in enumerate(shapes):
-        want, _ = per_rank(layer, i, shapes, output, some)
-        found = clipped(needed_blocks(layer, i, owned, shapes, y), shape)
-        for rank in range(RANKS):
-            box = want[rank] & Box.of_shape(shape)
-            assert found.box(rank) == box or not (box.size or found.box(rank).size), (rank, box)
-    check_gradient(layer, shapes[0], output, owned[0])
-
-
-def check_gradient(layer, shape, output, x):
-    found = gradient_blocks(layer, x, shape, output)
-    want = layer.gradient_boxes([x.box(rank) for rank in range(RANKS)], shape[1:], output[1:])
-    assert (found is None) == (want is None)
-    for rank in range(RANKS if found is not None else 0):
-        box = found.box(rank)
-        assert box == want[rank] or not (box.size or want[rank].size)
+        found = layer.needed_blocks(i, inputs, output).clipped(shape)
+        for made, have in zip(output.boxes, found):
+            want = layer.input_boxes(made, *samples)[i] & Box.of_shape(shape) if made.size else made
+            assert have == want or not (want.size or have.size), (made, want)
+    found = layer.gradient_blocks(inputs[0], output)
+    for owned, have in zip(inputs[0].boxes, found or ()):
+        want = layer.gradient_box(owned, samples[0], output.shape[1:])
+        assert have == want or not (have.size or want.size)
 
 
 @pytest.mark.parametrize("some", CUTS)
@@ -125,4 +111,5 @@ def test_channels(some):
 
 def test_what_is_no_product_is_refused():
     with pytest.raises(UserError, match=r"Diagonal: what it needs of its inputs is expected to be a product"):
-        needed_blocks(Diagonal(), 0, [], [(1, 8, 8, 2)], cut((1, 8, 8, 2), (1, 1, 4, 1, 1, 1)))
+        layout = layout_of((1, 8, 8, 2), {"height": 4}, 4)
+        Diagonal().needed_blocks(0, [layout], layout)

@@ -1,0 +1,242 @@
+"""Blocks: one box per rank, as a product of intervals, one list per axis. Pure arithmetic.
+
+What ranks own, need or read of an array is cut axis by axis, so nothing here holds a box per rank, and what a rank has
+in common with all others follows from one axis at a time::
+
+    array of 4 x 6, grid 2 x 3           rank = 3 * row + column
+      axis 0: [0, 2) [2, 4)
+      axis 1: [0, 2) [2, 4) [4, 6)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import overload
+
+import numpy as np
+
+from halograd.dtensor.box import Box
+
+__all__ = ["Blocks", "Interval", "Intervals", "balanced_boundaries", "intervals", "outer"]
+
+Interval = tuple[int, int]
+Intervals = tuple[Interval, ...]
+
+
+def balanced_boundaries(size: int, parts: int) -> tuple[int, ...]:
+    """The ``parts + 1`` boundaries of a balanced split: the first ``size % parts`` blocks hold one more.
+
+    >>> balanced_boundaries(10, 4)
+    (0, 3, 6, 8, 10)
+    """
+    if parts < 1:
+        raise ValueError(f"expected at least one part, got {parts}")
+    base, more = divmod(size, parts)
+    return tuple(i * base + min(i, more) for i in range(parts + 1))
+
+
+@lru_cache(maxsize=65536)
+def intervals(size: int, parts: int) -> Intervals:
+    """The blocks of a balanced split.
+
+    >>> intervals(5, 2)
+    ((0, 3), (3, 5))
+    """
+    return tuple(itertools.pairwise(balanced_boundaries(size, parts)))
+
+
+class Blocks(Sequence[Box]):
+    """One box per rank: the product of one interval per axis.
+
+    A sequence of boxes for whoever asks for single ranks.
+
+    Parameters
+    ----------
+    axes
+        Per axis of the array, the intervals of its parts. They may be empty, overlap, or come several times (ranks that
+        hold the same). Ranks ``0 .. placed - 1`` are numbered row-major over the parts.
+    size
+        Number of ranks, those that hold nothing included; by default those with a place.
+
+    Examples
+    --------
+    >>> blocks = Blocks((((0, 2), (2, 4)), ((0, 6),)), 3)
+    >>> blocks[1], blocks[2].size
+    (Box((2, 0), (4, 6)), 0)
+    """
+
+    def __init__(self, axes: Sequence[Intervals], size: int | None = None) -> None:
+        self.axes = tuple(axes)
+        self.placed = math.prod(map(len, self.axes))
+        self.size = self.placed if size is None else size
+        if self.size < self.placed:
+            raise ValueError(f"{self.grid} parts need {self.placed} ranks, there are {self.size}")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Blocks) and self.size == other.size and self.axes == other.axes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.size))  # blocks are looked up far more often than made, and are long
+
+    def __repr__(self) -> str:
+        return f"Blocks({self.axes}, {self.size})"
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, rank: int) -> Box: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[Box]: ...
+    def __getitem__(self, rank: int | slice) -> Box | Sequence[Box]:
+        if isinstance(rank, slice):
+            return [self[r] for r in range(self.size)[rank]]
+        if not -self.size <= rank < self.size:
+            raise IndexError(f"expected a rank below {self.size}, got {rank}")
+        at = self.coordinates(rank % self.size)
+        return self.nothing if at is None else Box.of_ranges([axis[i] for axis, i in zip(self.axes, at)])
+
+    def __iter__(self) -> Iterator[Box]:
+        for ranges in itertools.product(*self.axes):
+            yield Box.of_ranges(ranges)
+        yield from itertools.repeat(self.nothing, self.size - self.placed)
+
+    @cached_property
+    def nothing(self) -> Box:
+        """The box of a rank without a place: no samples, but each of the usual shape, so that channels fit weights."""
+        return Box((0,) * len(self.axes), (0, *(max(b for _, b in axis) for axis in self.axes[1:])))
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Parts per axis."""
+        return tuple(map(len, self.axes))
+
+    def box(self, rank: int) -> Box:
+        """The box of a rank, also of one beyond `size`."""
+        return self[rank] if rank < self.size else self.nothing
+
+    def coordinates(self, rank: int) -> tuple[int, ...] | None:
+        """Place of a rank in the grid; None for a rank without one."""
+        if rank >= self.placed:
+            return None
+        found = []
+        for axis in reversed(self.axes):
+            rank, at = divmod(rank, len(axis))
+            found.append(at)
+        return tuple(reversed(found))
+
+    @cached_property
+    def extents(self) -> tuple[np.ndarray, ...]:
+        """Per axis, the length of every interval."""
+        return tuple(np.maximum(0, _bounds(axis)[:, 1] - _bounds(axis)[:, 0]) for axis in self.axes)
+
+    @cached_property
+    def fullest(self) -> int:
+        """Elements of the largest box."""
+        return math.prod(int(e.max()) for e in self.extents)
+
+    def sizes(self) -> np.ndarray:
+        """Elements per rank."""
+        return padded(outer(self.extents), self.size)
+
+    @cached_property
+    def overlapping(self) -> bool:
+        """Whether an element lies in the boxes of two ranks."""
+        return any(_overlap(axis) for axis in self.axes) and self.fullest > 0
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether every element of an array of this shape lies in some box, and every box in the array."""
+        return all(_covers(axis, n) for axis, n in zip(self.axes, shape, strict=True))
+
+    def contain(self, others: Blocks) -> bool:
+        """Whether the box of every rank holds that of the same rank in `others`."""
+        if self.axes == others.axes:
+            return True
+        if self.grid == others.grid:
+            return all(_contains(a, b) for a, b in zip(self.axes, others.axes)) or not others.fullest
+        return all(a.contains(b) for a, b in zip(self, others))
+
+    def map(self, *changes: Callable[[int, int], Interval] | None) -> Blocks:
+        """Every axis' intervals mapped by a function of ``(start, stop)``; None: as they are. Empty ones stay so."""
+        axes = [
+            axis if change is None else tuple(change(a, b) if b > a else (0, 0) for a, b in axis)
+            for axis, change in zip(self.axes, changes, strict=True)
+        ]
+        return Blocks(axes, self.size)
+
+    def clipped(self, shape: Sequence[int]) -> Blocks:
+        """Without what lies outside an array of this shape."""
+        return Blocks([_clip(axis, n) for axis, n in zip(self.axes, shape, strict=True)], self.size)
+
+    def replace(self, axis: int, parts: Intervals) -> Blocks:
+        """With other intervals along one axis."""
+        axes = list(self.axes)
+        axes[axis] = parts
+        return Blocks(axes, self.size)
+
+    def joined(self, others: Sequence[Blocks]) -> Blocks:
+        """Per rank and axis, the smallest interval that holds those of all; grids are equal."""
+        axes = []
+        for d, axis in enumerate(self.axes):
+            rows = {axis, *(other.axes[d] for other in others)}
+            axes.append(axis if len(rows) == 1 else tuple(_hull(row) for row in zip(*rows, strict=True)))
+        return Blocks(axes, self.size)
+
+
+def outer(axes: Sequence[np.ndarray]) -> np.ndarray:
+    """Product over the axes of one number per part: one per rank with a place."""
+    total = np.ones(1, axes[0].dtype)
+    for axis in axes:
+        total = (total[:, None] * axis).reshape(-1)
+    return total
+
+
+def padded(values: np.ndarray, size: int) -> np.ndarray:
+    """Values of the first ranks, zeros for the others."""
+    return np.concatenate([values, np.zeros(max(0, size - len(values)), values.dtype)])[:size]
+
+
+@lru_cache(maxsize=16384)
+def _bounds(axis: Intervals) -> np.ndarray:
+    return np.array(axis, np.int64).reshape(-1, 2)
+
+
+@lru_cache(maxsize=16384)
+def _overlap(axis: Intervals) -> bool:
+    full = sorted((a, b) for a, b in axis if b > a)
+    return any(b > c for (_, b), (c, _) in itertools.pairwise(full))
+
+
+@lru_cache(maxsize=16384)
+def _covers(axis: Intervals, size: int) -> bool:
+    at = 0
+    for a, b in sorted(axis):
+        if b > a:
+            if a > at or a < 0 or b > size:
+                return False
+            at = max(at, b)
+    return at == size
+
+
+@lru_cache(maxsize=16384)
+def _contains(axis: Intervals, other: Intervals) -> bool:
+    return all(d <= c or (a <= c and d <= b) for (a, b), (c, d) in zip(axis, other))
+
+
+@lru_cache(maxsize=16384)
+def _clip(axis: Intervals, size: int) -> Intervals:
+    if all(a >= 0 and b <= size for a, b in axis):
+        return axis
+    return tuple((max(0, a), min(size, b)) for a, b in axis)
+
+
+def _hull(some: Sequence[Interval]) -> Interval:
+    full = [(a, b) for a, b in some if b > a] or [some[0]]
+    return min(a for a, _ in full), max(b for _, b in full)
