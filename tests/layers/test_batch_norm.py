@@ -316,10 +316,9 @@ def test_smaller_groups_sum_among_themselves(ranks, statistics):
         with executing(norm(statistics=statistics), SHAPE, ranks, parts, batch=4) as executor:
             step(executor)
             sent = traffic(ranks, lambda executor=executor: step(executor))
-            boxes = executor.values["norm"].layout.boxes
-        grouped = statistics == "sample" and spatial > 1 and boxes[ranks.rank].size > 0
+        grouped = statistics == "sample" and spatial > 1  # also where a rank has no elements to add
         assert sent.get("statistics", 0) == (2 if grouped else 0)
-        everyone = grouped and parts["sample"] == 1 and all(b.size for b in boxes)
+        everyone = grouped and parts["sample"] == 1
         assert sent.get("running statistics", 0) == (0 if everyone or ranks.size == 1 else 1)
 
 
