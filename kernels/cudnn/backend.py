@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from halograd.kernels.backend import Backend
 from halograd.kernels.cudnn import conv, dense
 from halograd.kernels.cudnn.autotune import EventTimer
 from halograd.kernels.cudnn.conv import Engine
+from halograd.kernels.cudnn.cublas import Cublas, workspace_bytes
 from halograd.kernels.cudnn.frontend import Handles
 from halograd.kernels.cudnn.plans import Plans
 from halograd.kernels.cudnn.precision import HALF, Arithmetic
@@ -90,9 +90,6 @@ class CudnnBackend(Backend):
                 "cudnn: expected no autotune in deterministic mode, got both; which plan is the fastest differs from "
                 "run to run, and sums with it: give up one of them"
             )
-        if deterministic:
-            # cuBLAS reads it when its handle is made; without it, work on two streams may share a workspace.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.threads = threads
         self.runtime = Runtime.find(device) if runtime is None else runtime
         try:
@@ -117,8 +114,15 @@ class CudnnBackend(Backend):
         self._engine = Engine(
             plans, handles, self.workspaces, self.cuda, self.empty, self.arithmetic, workspace_limit, autotune
         )
-        cupy = runtime.cupy.cuda
-        self._cublas = dense.Cublas(cupy.cublas, cupy.device.get_cublas_handle, self.arithmetic, self.cuda)
+        cublas = Cublas(runtime.load_cublas)
+        self._products = dense.Products(
+            cublas,
+            Handles(cublas, runtime.current_stream, runtime.check_device),
+            self.workspaces,
+            workspace_bytes(runtime.capability),
+            self.arithmetic,
+            self.cuda,
+        )
 
     def _check_capability(self) -> None:
         """Tensor cores that take bfloat16 and TF32 came with compute capability 8.0."""
@@ -151,6 +155,7 @@ class CudnnBackend(Backend):
     def close(self) -> None:
         self._engine.plans.close()
         self._engine.handles.close()
+        self._products.handles.close()
         self.workspaces.close()
         self.cuda.scratch.release()
         self.device.close()
@@ -213,10 +218,10 @@ class CudnnBackend(Backend):
 
     # ------------------------------------------------------------------ dense
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
-        return dense.forward(self._cublas, x, w, b, y)
+        return dense.forward(self._products, x, w, b, y)
 
     def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
-        return dense.backward_data(self._cublas, dy, w, dx)
+        return dense.backward_data(self._products, dy, w, dx)
 
     def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-        return dense.backward_filter(self._cublas, x, dy, dw, db)
+        return dense.backward_filter(self._products, x, dy, dw, db)

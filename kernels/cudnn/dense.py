@@ -6,16 +6,18 @@ dimension ``columns``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from halograd.kernels.cudnn.cublas import Cublas
+from halograd.kernels.cudnn.frontend import Handles
 from halograd.kernels.cudnn.precision import Arithmetic
+from halograd.kernels.cudnn.workspace import Workspaces
 from halograd.kernels.kernel import Kernel, chain
 
-__all__ = ["Cublas", "backward_data", "backward_filter", "forward"]
+__all__ = ["Products", "backward_data", "backward_filter", "forward"]
 
 # cublasOperation_t, cublasGemmAlgo_t and cudaDataType_t; the values are part of the binary interface.
 _PLAIN, _TRANSPOSED = 0, 1
@@ -24,21 +26,23 @@ _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 
 
 @dataclass(frozen=True)
-class Cublas:
+class Products:
     """What matrix products need.
 
     Attributes
     ----------
-    library
-        ``cupy.cuda.cublas``; its functions set the handle to the current stream themselves.
-    handle
-        Gives the handle of the current thread and device.
+    handles
+        Of cuBLAS, per thread.
+    nbytes
+        Workspace of a product [B].
     cuda
         Launchers of our own kernels.
     """
 
-    library: Any
-    handle: Callable[[], int]
+    cublas: Cublas
+    handles: Handles
+    workspaces: Workspaces
+    nbytes: int
     arithmetic: Arithmetic
     cuda: Any
 
@@ -66,34 +70,38 @@ class Cublas:
         factors = np.array([1, 0], np.float64 if dtype == "float64" else np.float32)
         one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
         pointers = [array.data.ptr for array in (a[0], b[0], c[0])]
-        gemm, handle, (m, n, k) = self.library.gemmEx, self.handle, sizes
+        current, address, nbytes, gemm = self.handles.current, self.workspaces.address, self.nbytes, self.cublas.gemm
+        current()  # cuBLAS is loaded and its handle made now, not in a step
+        self.workspaces.reserve(nbytes)
+        m, n, k = sizes
         first, second = (a[1], b[1], m, n, k, one), (zero, pointers[2], number, c[1], compute, _DEFAULT)
         left, right = (pointers[0], kind, a[2]), (pointers[1], kind, b[2])
 
         def run(keep: Any = (factors, a, b, c)) -> None:  # the call holds addresses only
-            gemm(handle(), *first, *left, *right, *second)
+            handle, stream = current()
+            gemm(handle, address(stream, nbytes), nbytes, *first, *left, *right, *second)
 
         return Kernel(run, "cublas:gemm")
 
 
-def forward(cublas: Cublas, x: Any, w: Any, b: Any, y: Any) -> Kernel:
+def forward(products: Products, x: Any, w: Any, b: Any, y: Any) -> Kernel:
     """``y = x w^T + b``."""
     (samples, outputs), inputs = y.shape, x.shape[1]
     left, right = (w, _TRANSPOSED, inputs), (x, _PLAIN, inputs)
-    product = cublas.product((outputs, samples, inputs), left, right, (y, outputs))
-    return product if b is None else chain(product, cublas.cuda.bias(y, b))
+    product = products.product((outputs, samples, inputs), left, right, (y, outputs))
+    return product if b is None else chain(product, products.cuda.bias(y, b))
 
 
-def backward_data(cublas: Cublas, dy: Any, w: Any, dx: Any) -> Kernel:
+def backward_data(products: Products, dy: Any, w: Any, dx: Any) -> Kernel:
     """``dx = dy w``."""
     (samples, outputs), inputs = dy.shape, dx.shape[1]
     left, right = (w, _PLAIN, inputs), (dy, _PLAIN, outputs)
-    return cublas.product((inputs, samples, outputs), left, right, (dx, inputs))
+    return products.product((inputs, samples, outputs), left, right, (dx, inputs))
 
 
-def backward_filter(cublas: Cublas, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+def backward_filter(products: Products, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
     """``dw = dy^T x``, ``db = sum over samples of dy``."""
     (samples, outputs), inputs = dy.shape, x.shape[1]
     left, right = (x, _PLAIN, inputs), (dy, _TRANSPOSED, outputs)
-    product = cublas.product((inputs, outputs, samples), left, right, (dw, inputs))
-    return product if db is None else chain(product, cublas.cuda.bias_gradient(dy, db))
+    product = products.product((inputs, outputs, samples), left, right, (dw, inputs))
+    return product if db is None else chain(product, products.cuda.bias_gradient(dy, db))

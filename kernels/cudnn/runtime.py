@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,11 @@ class Runtime:
                 f"cudnn: expected device {self.ordinal}, the backend's, to be current in this thread, got {current}; "
                 f"call cupy.cuda.Device({self.ordinal}).use() first"
             )
+
+    def load_cublas(self) -> Any:
+        """The C functions of the library that CuPy has loaded."""
+        # The symbols of a module are looked for in what it is linked with, too.
+        return ctypes.CDLL(self.cupy.cuda.cublas.__file__)
 
     def bytes(self, nbytes: int) -> Any:
         """So many bytes of device memory, allocated on the current stream."""

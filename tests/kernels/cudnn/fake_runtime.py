@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,14 +48,77 @@ def device_empty(shape: Any, dtype: Any = "float32") -> DeviceArray:
 
 
 class CublasDouble:
-    """``gemmEx`` as cuBLAS defines it: matrices by columns, factors on the host."""
+    """The C functions of cuBLAS: matrices by columns, factors on the host, a workspace that a new stream takes away.
+
+    Attributes
+    ----------
+    handles
+        Stream and workspace of each handle; a product needs both, and the stream must be the current one.
+    computed
+        Arithmetic of every product.
+    """
 
     def __init__(self, cupy: CupyDouble) -> None:
         self._cupy = cupy
         self.computed: list[int] = []
+        self.handles: dict[int, tuple[int | None, int, int]] = {}
+        self._made = 0
+        pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+        matrix = (pointer, number, long)
+        for name, types in {
+            "cublasCreate_v2": (pointer,),
+            "cublasDestroy_v2": (pointer,),
+            "cublasSetMathMode": (pointer, number),
+            "cublasSetStream_v2": (pointer, pointer),
+            "cublasSetWorkspace_v2": (pointer, pointer, ctypes.c_size_t),
+            "cublasGemmEx_64": (
+                *(pointer, number, number, long, long, long, pointer, *matrix, *matrix, pointer, *matrix),
+                *(number, number),
+            ),
+        }.items():
+            setattr(self, name, ctypes.CFUNCTYPE(number, *types)(self._status(getattr(self, f"_{name}"))))
 
-    def gemmEx(self, handle, ta, tb, m, n, k, alpha, a, at, lda, b, bt, ldb, beta, c, ct, ldc, compute, algo):
-        assert handle == 77 and algo == -1
+    @staticmethod
+    def _status(call: Any) -> Any:
+        """As C has it: 0, or 7 for arguments that are wrong. ctypes would swallow an exception."""
+
+        def run(*arguments: Any) -> int:
+            try:
+                call(*arguments)
+            except Exception:
+                traceback.print_exc()
+                return 7
+            return 0
+
+        return run
+
+    def _cublasCreate_v2(self, where: int) -> None:
+        assert not self._cupy.capturing, "a handle is made of memory"
+        self._made += 1
+        ctypes.c_void_p.from_address(where).value = 7000 + self._made
+        self.handles[7000 + self._made] = (None, 0, 0)
+
+    def _cublasDestroy_v2(self, handle: int) -> None:
+        del self.handles[handle]
+
+    def _cublasSetMathMode(self, handle: int, mode: int) -> None:
+        assert handle in self.handles and mode == 16
+
+    def _cublasSetStream_v2(self, handle: int, stream: int | None) -> None:
+        assert handle in self.handles
+        self.handles[handle] = (stream or 0, 0, 0)
+
+    def _cublasSetWorkspace_v2(self, handle: int, workspace: int, nbytes: int) -> None:
+        assert workspace % 256 == 0
+        self.handles[handle] = (self.handles[handle][0], workspace, nbytes)
+
+    def _cublasGemmEx_64(
+        self, handle, ta, tb, m, n, k, alpha, a, at, lda, b, bt, ldb, beta, c, ct, ldc, compute, algo
+    ) -> None:
+        stream, workspace, nbytes = self.handles[handle]
+        assert algo == -1 and stream == self._cupy.stream
+        assert workspace and nbytes == 32 << 20, "without one cuBLAS allocates, which a graph would not repeat"
+        ctypes.memset(workspace, 0xFF, nbytes)
         self.computed.append(compute)
         left = self._matrix(a, at, lda, (m, k), ta)
         right = self._matrix(b, bt, ldb, (k, n), tb)
@@ -94,10 +158,14 @@ class CupyDouble:
             get_current_stream=lambda: SimpleNamespace(ptr=self.stream),
             Event=lambda: EventDouble(self),
             get_elapsed_time=lambda start, stop: (stop.time - start.time) * 1e3,
-            cublas=self.cublas,
-            device=SimpleNamespace(get_cublas_handle=lambda: 77),
         )
-        self.empty, self.maximum, self.sum = device_empty, np.maximum, np.sum
+        self.capturing = False
+        self.maximum, self.sum = np.maximum, np.sum
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> DeviceArray:
+        """An array of the pool, which must not grow while a graph is recorded."""
+        assert not self.capturing, "memory is allocated while a graph is recorded"
+        return device_empty(shape, dtype)
 
     @staticmethod
     def asarray(values: np.ndarray) -> DeviceArray:
@@ -108,6 +176,15 @@ class CupyDouble:
 
     def _synchronize(self) -> None:
         self.synchronized += 1
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """While the current stream is captured."""
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
 
     @contextlib.contextmanager
     def on(self, stream: int) -> Iterator[None]:
@@ -177,6 +254,13 @@ class DeviceDouble(HostDevice):
         self.closed += 1
 
 
+class RuntimeDouble(Runtime):
+    """Has the double of cuBLAS."""
+
+    def load_cublas(self) -> Any:
+        return self.cupy.cublas
+
+
 class Machine:
     """A GPU that is not there, with everything on it.
 
@@ -195,7 +279,7 @@ class Machine:
 
     def runtime(self) -> Runtime:
         self.device = DeviceDouble(self.cupy.device)
-        return Runtime(self.cupy, Frontend(self.cudnn), self.own_kernels(), self.device, self.cupy.device)
+        return RuntimeDouble(self.cupy, Frontend(self.cudnn), self.own_kernels(), self.device, self.cupy.device)
 
     def open(self, **options: Any) -> CudnnBackend:
         """A backend on it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
@@ -168,6 +167,49 @@ def test_dense_layers(machine, backend, dtype, bias):
     assert set(machine.cupy.cublas.computed) == {70 if dtype == np.float64 else 68}
 
 
+def test_a_dense_layer_can_be_captured(machine, backend):
+    """Nothing is allocated and no handle is made meanwhile; CuPy's own calls of cuBLAS would refuse."""
+    a = Arrays(backend, np.float32)
+    x, w, dy = a.draw(5, 7), a.draw(3, 7), a.draw(5, 3)
+    y, dx, dw = a.poisoned(5, 3), a.poisoned(5, 7), a.poisoned(3, 7)
+    kernels = [
+        backend.dense_forward(x, w, a.draw(3), y),
+        backend.dense_backward_data(dy, w, dx),
+        backend.dense_backward_filter(x, dy, dw, a.poisoned(3)),
+    ]
+    backend.before_capture()
+    with machine.cupy.capture():
+        for kernel in kernels:
+            kernel()
+    assert_close(dx, dy @ w, 3)
+    assert_close(dw, dy.T @ x, 5)
+
+
+def test_products_have_a_workspace_per_stream_that_is_counted(machine, backend):
+    """So two streams repeat every bit, and no memory is taken that the backend does not say it holds."""
+    a = Arrays(backend, np.float32)
+    kernel = backend.dense_forward(a.draw(5, 7), a.draw(3, 7), None, a.poisoned(5, 3))
+    used = []
+    for stream in (0, 4096, 0):
+        with machine.cupy.on(stream):
+            kernel()
+        ((found, workspace, _),) = machine.cupy.cublas.handles.values()
+        assert found == stream
+        used.append(workspace)
+    assert used[0] == used[2] != used[1] and backend.held_bytes == 2 * (32 << 20)
+    backend.close()
+    assert not machine.cupy.cublas.handles and backend.held_bytes == 0
+
+
+def test_what_cublas_refuses_is_an_error(machine, backend, monkeypatch):
+    a = Arrays(backend, np.float32)
+    kernel = backend.dense_forward(a.draw(5, 7), a.draw(3, 7), None, a.poisoned(5, 3))
+    refusal = r"^cudnn: expected cuBLAS to do cublasSetWorkspace_v2, got status 7; see"
+    with monkeypatch.context() as patch, pytest.raises(KernelError, match=refusal):
+        patch.setattr(machine.cupy.cublas, "handles", {})
+        kernel()
+
+
 def test_dense_layers_of_16_bits_are_summed_in_float32(machine):
     with machine.open(precision="tf32") as backend:
         for dtype, computed in ((np.float16, 68), (np.float32, 77)):
@@ -227,15 +269,6 @@ def test_what_it_says_of_itself(machine):
         assert backend.describe() == f"cudnn {version}, Double of a GPU" and backend.device_name == "Double of a GPU"
         backend.synchronize()
     assert machine.cupy.synchronized == 1
-
-
-def test_deterministic_mode_asks_cublas_for_it(machine, monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    with machine.open():
-        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with machine.open(deterministic=True):
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "what the user has chosen stays"
 
 
 # ---------------------------------------------------------------------- refusals
