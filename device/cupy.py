@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,9 @@ class CupyDevice(Device):
     def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         count = int(np.prod(tuple(shape), dtype=np.int64))
         nbytes = count * np.dtype(dtype).itemsize
-        memory = self._cupy.cuda.alloc_pinned_memory(max(1, nbytes))
+        # Not of CuPy's pool, which rounds up to a power of two: 512 MiB of pinned memory for 300.
+        cuda = self._cupy.cuda
+        memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(max(1, nbytes), cuda.runtime.hostAllocPortable), 0)
         array = np.frombuffer(memory, np.uint8, nbytes)
         array.fill(0)
         self.pinned_bytes += nbytes
@@ -195,16 +197,29 @@ class CupyDevice(Device):
         # which lives as long as the graph. (Streams are captured in relaxed mode, which lets the pool allocate.)
         pool = self._cupy.cuda.MemoryPool()
         with self._cupy.cuda.using_allocator(pool.malloc):
-            self.compute.begin_capture()
-            try:
-                run()
-            finally:
-                graph = self.compute.end_capture()
+            graph = self._captured(run)
 
         def launch(keep: Any = pool) -> None:
             graph.launch(self.compute)
 
         return launch
+
+    def _captured(self, run: Callable[[], None]) -> Any:
+        self.compute.begin_capture()
+        try:
+            run()
+        except BaseException:
+            # What went wrong has ended the capture, so that ending it fails too: of the two, this says why.
+            with suppress(Exception):
+                self.compute.end_capture()
+            raise
+        try:
+            return self.compute.end_capture()
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise DeviceError(
+                f"graph: expected work that can be captured, got {reason}; set backend.graph = false"
+            ) from error
 
     def use(self) -> None:
         self._cupy.cuda.Device(self.ordinal).use()
