@@ -46,6 +46,7 @@ class DeviceFeed:
     # -- the loader's thread --------------------------------------------------------------------
     def before_fill(self, slot: int) -> None:
         """Return when the buffers of a slot may be written."""
+        self._device.use()
         ticket = self._uploaded[slot]
         if ticket is not None:
             ticket.wait()
@@ -53,7 +54,6 @@ class DeviceFeed:
     def after_fill(self, slot: int, x: NDArray[Any], y: NDArray[Any] | None) -> None:
         """Begin to copy what was read; it goes where the batch before in this slot has been taken from."""
         assert y is not None
-        self._device.use()
         pairs = list(zip((x, y), self._staged[slot]))
         self._uploaded[slot] = self._device.upload_ahead(pairs, self._used[slot])
 

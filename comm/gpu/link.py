@@ -183,6 +183,6 @@ def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opene
         sys.stderr.flush()
         end(comm.mpi, 1)
 
-    watchdog = Watchdog(f"rank {comm.rank} of {comm.size}", timeout, end=lost)
+    watchdog = Watchdog(f"rank {comm.rank} of {comm.size}", timeout, end=lost, begin=device.use)
     nccl = load_nccl() if choice.name == "nccl" else None
     return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl, LaneSpans(cuda))

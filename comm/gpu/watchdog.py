@@ -46,6 +46,8 @@ class Watchdog:
         Between two looks [s].
     end
         Called with a text if nobody raises a fault; by default prints it. Whoever knows how ends the job.
+    begin
+        Called first in the thread: makes the device of this rank the thread's.
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class Watchdog:
         interval: float = 1.0,
         end: Callable[[str], None] | None = None,
         grace: float = GRACE,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         if not timeout > 0:
             raise CommError(f"timeout: expected seconds > 0, got {timeout}")
         self.timeout, self._who, self._interval, self._grace = timeout, who, min(interval, timeout), grace
-        self._end = end or _say
+        self._end, self._begin = end or _say, begin
         self._monitored: list[Monitored] = []
         self._under_way: dict[int, tuple[Any, str, float]] = {}
         self._fault: str | None = None
@@ -138,6 +141,7 @@ class Watchdog:
             thread.join()
 
     def _run(self) -> None:
+        self._begin()
         while not self._stop.wait(self._interval):
             self.look()
             if self._fault is not None:

@@ -70,6 +70,7 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         assert stream is not None, "recorded on the null stream"
+        self._cuda.seen()
         self.stream, self._polls = stream, 0
         version = int(self.counts[0]) + 1
         self._cuda.trace.add("record", "record", stream=stream.ptr, event=(self.key, version))
@@ -82,6 +83,7 @@ class FakeEvent:
     @property
     def done(self) -> bool:
         """True when asked for the third time: things take their time."""
+        self._cuda.seen()
         self._polls += 1
         if self.stream is None or self._polls < 3:
             return self.stream is None
@@ -136,6 +138,7 @@ class FakeStream:
                 self.ran += 1
 
     def wait_event(self, event: Any) -> None:
+        self._cuda.seen()
         found = self._cuda.events[event.ptr]
         version = int(found.counts[0])
         assert version > 0, "waits for an event that was never recorded: CUDA would not wait at all"
@@ -178,8 +181,8 @@ def _come_to(event: FakeEvent, version: int) -> None:
 class FakeCuda:
     """Streams and events of one device, and memory that processes share: ``cupy.cuda`` without NCCL."""
 
-    def __init__(self, trace: Trace, waited: Callable[[FakeEvent], None]) -> None:
-        self.trace, self._waited = trace, waited
+    def __init__(self, trace: Trace, waited: Callable[[FakeEvent], None], seen: Callable[[], None]) -> None:
+        self.trace, self._waited, self.seen = trace, waited, seen
         self.lock = threading.RLock()
         self.local = threading.local()
         self.streams: dict[int, FakeStream] = {}
@@ -202,6 +205,7 @@ class FakeCuda:
         return getattr(self.local, "stream", self.compute)
 
     def host_waits(self, event: FakeEvent) -> None:
+        self.seen()
         self.trace.add("host wait", "event", event=(event.key, int(event.counts[0])))
         self._waited(event)
         event.come_to()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ class FakeTicket:
 
     def done(self) -> bool:
         """True when asked for the third time: things take their time."""
+        self.device.seen()
         self._polls += 1
         if self._polls > 2:
             self.device.arrive(self)
@@ -43,6 +45,7 @@ class FakeTicket:
 
     def wait(self) -> None:
         device = self.device
+        device.seen()
         device.waits += 1
         if self.copies is None and self.number == device.number:
             device.idled += 1
@@ -66,11 +69,15 @@ class FakeDevice(Device):
         How often nothing was enqueued behind it: the device had nothing to do meanwhile.
     allocations
         Arrays made so far.
+    strangers
+        Threads that touched the device without `use`: CUDA would open a context on the first device of the machine.
     """
 
     name = "fake:0"
 
     def __init__(self) -> None:
+        self._here, self.strangers = threading.local(), set[str]()
+        FakeDevice.use(self)
         self.number = self.waits = self.idled = self.allocations = 0
         self.synchronizations: list[str] = []
         self.fused_copies: Any = None
@@ -81,10 +88,19 @@ class FakeDevice(Device):
 
     def close(self) -> None:
         unregister(self)
+        assert not self.strangers, f"threads without device: {sorted(self.strangers)}"
+
+    def use(self) -> None:
+        self._here.used = True
 
     # -- bookkeeping ----------------------------------------------------------------------------
     def enqueued(self) -> None:
         self.number += 1
+
+    def seen(self) -> None:
+        """A thread touches the device."""
+        if not hasattr(self._here, "used"):
+            self.strangers.add(threading.current_thread().name)
 
     def synchronized(self, why: str) -> None:
         self.synchronizations.append(why)
@@ -161,6 +177,7 @@ class FakeDevice(Device):
         return FakeTicket(self)
 
     def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Any = None) -> FakeTicket:
+        self.seen()
         for _, array in pairs:
             _bytes(unwrap(array)).fill(POISON)
         return FakeTicket(self, [(array, pinned, pinned.copy()) for pinned, array in pairs])

@@ -222,6 +222,7 @@ class FakeCommunicator:
 
     # -- the end --------------------------------------------------------------------------------
     def check_async_error(self) -> None:
+        self.nccl.device.seen()
         if self.error is not None:
             raise self.error
 

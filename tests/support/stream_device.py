@@ -29,7 +29,7 @@ class StreamDevice(FakeDevice):
     def __init__(self, rank: int, address: str = "0000:00:00.0") -> None:
         self.trace = Trace(rank)
         self._allocated: dict[int, tuple[int, Any]] = {}
-        self.cuda = FakeCuda(self.trace, self._waited)
+        self.cuda = FakeCuda(self.trace, self._waited, self.seen)
         self.cupy: Any = FakeCupy(self.cuda, self.adopt, address)
         self.ordinal, self.host_waits = 0, 0
         super().__init__()
@@ -37,9 +37,6 @@ class StreamDevice(FakeDevice):
     @property
     def compute(self) -> FakeStream:
         return self.cuda.compute
-
-    def use(self) -> None:
-        pass
 
     def _waited(self, event: FakeEvent) -> None:
         self.host_waits += 1

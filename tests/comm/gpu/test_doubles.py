@@ -45,7 +45,7 @@ def test_constants_of_nccl(nccl):
 
 
 def test_the_runtime():
-    double = FakeCupy(FakeCuda(Trace(0), lambda event: None), lambda memory: memory)
+    double = FakeCupy(FakeCuda(Trace(0), lambda event: None, lambda: None), lambda memory: memory)
     for name in vars(double.cuda.runtime):
         assert callable(getattr(cupy.cuda.runtime, name)), name
     for name in vars(double.cuda):

@@ -208,6 +208,20 @@ def test_what_a_graph_records_is_not_watched_any_more(begun, monkeypatch):
         assert not watched_after_a_run()
 
 
+@pytest.mark.ranks(2)
+def test_the_thread_is_on_the_device_of_its_rank(monkeypatch):
+    """Else every rank of a node opens a context on the node's first device; the double notes who has none."""
+    looks = []
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        total = r.comm.reduction(r.device.zeros((4,), "float32"))
+        (first, *_), check = r.nccl.communicators, r.nccl.communicators[0].check_async_error
+        monkeypatch.setattr(first, "check_async_error", lambda: (check(), looks.append(threading.current_thread())))
+        total.start()
+        wait_until(lambda: looks, "the thread to look")
+        total.finish()
+        assert looks[0] is not threading.main_thread() and not r.device.strangers
+
+
 class Unfinished:
     """A passage whose lane never comes to the end."""
 
