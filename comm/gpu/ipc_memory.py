@@ -16,6 +16,8 @@ __all__ = ["Exchanged", "IpcMemory", "PeerEvent"]
 # CUDA shares whole blocks of 2 MiB, whatever else lies in them; so what is shared gets blocks of its own.
 GRAIN = 2 << 20  # [B]
 ALIGNMENT = 256  # [B]
+# Containers that share a GPU can map each other's memory, and yet not open each other's events.
+SHM = "events need one /dev/shm: ranks in containers of their own have to share it"
 
 
 class PeerEvent:
@@ -123,7 +125,7 @@ class IpcMemory:
         self._agree(fault)
         exchanged, mine = part
         told = self._mpi.allgather(mine)
-        _, fault = self._attempt(lambda: exchanged.open(told), "to map the memory of the other ranks")
+        _, fault = self._attempt(lambda: exchanged.open(told), f"to map memory and events of the other ranks ({SHM})")
         self._agree(fault)
         return exchanged
 

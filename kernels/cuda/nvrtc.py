@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halograd.kernels.cuda.sources import Program
+from halograd.kernels.cuda.sources import ADDED, Program
 from halograd.kernels.errors import KernelError
 
 __all__ = ["Nvrtc", "Usage"]
@@ -81,7 +81,7 @@ class Nvrtc:
         text, name = program.text.encode(), f"{program.source}.cu".encode()
         self._call("nvrtcCreateProgram", ctypes.byref(handle), text, name, 0, None, None)
         try:
-            given = [o.encode() for o in (*program.options, f"-arch={arch}", *options)]
+            given = [o.encode() for o in (*program.options, *ADDED, f"-arch={arch}", *options)]
             status = self._library.nvrtcCompileProgram(handle, len(given), (ctypes.c_char_p * len(given))(*given))
             log = self._text(handle, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").decode().rstrip("\0")
             if status:

@@ -17,7 +17,7 @@ import numpy as np
 
 from halograd.kernels.errors import KernelError
 
-__all__ = ["CODES", "ELEMENTS", "INDEX", "PROGRAMS", "Program", "dtype_name", "kernels_of", "record_of", "text_of"]
+__all__ = ["ADDED", "CODES", "ELEMENTS", "INDEX", "PROGRAMS", "Program", "dtype_name", "kernels_of", "record_of", "text_of"]
 
 FOLDER = Path(__file__).parent / "src"
 
@@ -41,6 +41,9 @@ CODES = {
 }
 #: Type of an offset, by whether arrays are large.
 INDEX = {False: "int", True: "int64"}
+
+#: Numbers of float32 below 1.2e-38 are read and written as zero. CuPy lets no module do without it.
+ADDED = ("-ftz=true",)
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _DEFINE = re.compile(r"^#define (\w+) (\d+)$", re.MULTILINE)
@@ -88,7 +91,10 @@ class Program:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options for NVRTC besides the architecture. No fast math: NaN and rounding are part of the contract."""
+        """Options for NVRTC besides the architecture and :data:`ADDED`, which CuPy appends to those of every module.
+
+        No other fast math: NaN and rounding are part of the contract.
+        """
         return ("-std=c++17", *(f"-D{name}={value}" for name, value in self.defines.items()))
 
     @property

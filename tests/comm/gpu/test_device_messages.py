@@ -54,6 +54,20 @@ def test_messages_arrive_run_after_run(transport, monkeypatch):
         assert r.choice.name == transport
 
 
+@pytest.mark.ranks(2)
+def test_events_that_another_container_hides_are_named(monkeypatch):
+    with gpu_ranks(monkeypatch, "cuda-ipc") as r:
+        runtime = r.device.cupy.cuda.runtime
+
+        def hidden(handle):
+            raise RuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
+
+        monkeypatch.setattr(runtime, "ipcOpenEventHandle", hidden)
+        refusal = r"map memory and events .*: ranks in containers of their own have to share it\), got .*; use the device"
+        with pytest.raises(CommError, match=refusal):
+            r.comm.channel({1 - r.comm.rank: 4}, {1 - r.comm.rank: 4}, "float32", device=r.device)
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_channels_under_way_at_once(transport, monkeypatch):

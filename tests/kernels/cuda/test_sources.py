@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from halograd.kernels import KernelError
 from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.cuda.launch import Launch
 from halograd.kernels.cuda.nvrtc import Nvrtc
-from halograd.kernels.cuda.sources import FOLDER, PROGRAMS, Program, kernels_of, record_of, text_of
+from halograd.kernels.cuda.sources import ADDED, FOLDER, PROGRAMS, Program, kernels_of, record_of, text_of
 
 from .conftest import DTYPES
 from .host import HostDevice
@@ -50,6 +53,15 @@ def test_sources(source):
         assert record.itemsize % 8 == 0 and record.itemsize <= 4096, "arguments are passed by value"
     lines = (FOLDER / f"{source}.cu").read_text().splitlines()
     assert len(lines) < 400 and max(map(len, lines)) <= 120
+
+
+def test_what_cupy_adds_to_the_options_is_what_we_say_and_compile_with():
+    """As ADDED has it; nothing else, or numbers would differ from those of the CPU by more than is documented."""
+    compiler = pytest.importorskip("cupy.cuda.compiler", reason="needs CuPy (no GPU): pip install 'halograd[nvrtc]'")
+    text = inspect.getsource(compiler._compile_with_cache_cuda).replace("\n", " ")
+    always = re.findall(r"    arch = _get_arch\(\)(.*?)    if to_ltoir:", text)
+    assert len(always) == 1 and re.findall(r"options \+= (\S+)", always[0]) == [repr(ADDED).replace(" ", "")]
+    assert "1.2e-38" in (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
 def test_layout_of_a_struct():
