@@ -67,7 +67,7 @@ class PlanStore:
 
     The file is a convenience: what cannot be read is planned again, what cannot be written is lost with one warning.
     A line that is damaged (of a run that was killed, of a full disk) is skipped; of two lines for one key the later
-    counts.
+    counts. What other processes add meanwhile is read when a plan is missing: ranks share what one of them compiled.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class PlanStore:
     def __init__(self, path: Path | None, conditions: str) -> None:
         self.path, self.conditions = path, conditions
         self._entries: dict[str, Entry] = {}
-        self._warned = False
+        self._warned, self._seen = False, 0
         self._read()
 
     def __len__(self) -> int:
@@ -88,6 +88,8 @@ class PlanStore:
 
     def get(self, key: str) -> Entry | None:
         """What is kept under a key."""
+        if key not in self._entries:
+            self._read()
         return self._entries.get(key)
 
     def put(self, key: str, entry: Entry) -> None:
@@ -106,13 +108,18 @@ class PlanStore:
         if self.path is None:
             return
         try:
-            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+            with self.path.open("rb") as file:
+                file.seek(self._seen)
+                added = file.read()
         except FileNotFoundError:
             return
         except OSError as error:
             self._warn(f"kept plans are not used: {self.path} cannot be read ({error.strerror})")
             return
-        for line in lines:
+        # A line without an end is being written, or was left by a run that was killed: read again next time.
+        whole = added[: added.rfind(b"\n") + 1]
+        self._seen += len(whole)
+        for line in whole.decode("utf-8", errors="replace").splitlines():
             self._take(line)
 
     def _take(self, line: str) -> None:

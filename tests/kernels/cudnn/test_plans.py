@@ -215,6 +215,27 @@ def test_entries_survive_the_file(tmp_path):
     assert len(PlanStore(None, "here")) == 0
 
 
+def test_ranks_share_what_one_of_them_has_compiled(machine):
+    """Also what was kept after this rank opened its backend: several ranks on one GPU build the same plans."""
+    machine.cudnn.engines = lambda: COMPILED
+    with machine.open() as one, machine.open() as other:
+        forward(one)
+        forward(other)
+        forward(other, samples=2)
+        forward(one, samples=2)
+    assert machine.cudnn.built == ["eng71"] * 2 and machine.cudnn.restored == 2
+
+
+def test_a_line_that_another_process_is_writing_is_read_when_it_is_there(tmp_path):
+    store = PlanStore(tmp_path / "plans.jsonl", "here")
+    PlanStore(tmp_path / "other.jsonl", "here").put("key", Entry("eng71", 1))
+    line = (tmp_path / "other.jsonl").read_bytes()
+    (tmp_path / "plans.jsonl").write_bytes(line[:-9])
+    assert store.get("key") is None
+    (tmp_path / "plans.jsonl").write_bytes(line)
+    assert store.get("key") == Entry("eng71", 1)
+
+
 def test_where_plans_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path))
     assert store_path() == tmp_path / "cudnn_plans.jsonl"
