@@ -17,7 +17,18 @@ import numpy as np
 
 from halograd.kernels.errors import KernelError
 
-__all__ = ["ADDED", "CODES", "ELEMENTS", "INDEX", "PROGRAMS", "Program", "dtype_name", "kernels_of", "record_of", "text_of"]
+__all__ = [
+    "ADDED",
+    "CODES",
+    "ELEMENTS",
+    "INDEX",
+    "PROGRAMS",
+    "Program",
+    "dtype_name",
+    "kernels_of",
+    "record_of",
+    "text_of",
+]
 
 FOLDER = Path(__file__).parent / "src"
 

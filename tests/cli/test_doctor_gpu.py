@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -63,6 +64,21 @@ def test_with_a_gpu_what_is_missing_is_a_warning(monkeypatch, modules):
         "GPU kernels": "warn",
     }
     assert found["cuDNN"].remedy == "pip install 'halograd[gpu]'; training on the processor needs none of it"
+
+
+@pytest.mark.parametrize(("version", "warns"), [("2.4.6", False), ("2.5.0", True), ("3.0.1rc1", True)])
+def test_a_numpy_that_cupy_was_not_tested_with(monkeypatch, modules, version, warns):
+    monkeypatch.setattr(gpu.np, "__version__", version)
+    found = findings(monkeypatch, 1, modules)
+    assert ("NumPy for CuPy" in found) is warns
+    if warns:
+        assert found["NumPy for CuPy"].value == f"{version}: CuPy is tested with NumPy up to 2.4"
+    assert "NumPy for CuPy" not in findings(monkeypatch, 0, modules), "not needed on a CPU"
+
+
+def test_what_is_installed_for_a_gpu_is_a_numpy_that_cupy_was_tested_with():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"numpy>=2.1.2,<{gpu.NUMPY[0]}.{gpu.NUMPY[1] + 1}"' in text
 
 
 def test_a_library_that_breaks_is_a_finding(monkeypatch, modules):

@@ -8,12 +8,16 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from halograd.cli.doctor.compute import convolve
 from halograd.cli.doctor.finding import Finding
 
 __all__ = ["probe_gpu"]
 
 NOT_NEEDED = "not needed on a CPU"
+#: The last NumPy that CuPy 14.2 lists as tested; its metadata allows later ones.
+NUMPY = (2, 4)
 INSTALL = "pip install 'halograd[gpu]'; training on the processor needs none of it"
 
 
@@ -26,11 +30,21 @@ def probe_gpu() -> Iterator[Finding]:
     yield Finding("CUDA driver", "ok" if devices else "note", driver)
     cupy = _load("cupy")
     yield _found("CuPy", cupy, devices, lambda: str(cupy.__version__))
+    if devices and not isinstance(cupy, str):
+        yield from _numpy(np.__version__)
     cudnn = _load("cudnn")
     yield _found("cuDNN", cudnn, devices, lambda: f"{cudnn.backend_version()} (frontend {cudnn.__version__})")
     nccl: Any = cupy if isinstance(cupy, str) else _load("cupy.cuda.nccl")
     yield _found("NCCL", nccl, devices, lambda: str(nccl.get_version()))
     yield from _backend(devices)
+
+
+def _numpy(version: str) -> Iterator[Finding]:
+    """A warning where CuPy was not tested with this NumPy."""
+    if tuple(int(part) for part in version.split(".")[:2]) > NUMPY:
+        last = ".".join(map(str, NUMPY))
+        value = f"{version}: CuPy is tested with NumPy up to {last}"
+        yield Finding("NumPy for CuPy", "warn", value, f"pip install 'numpy<{NUMPY[0]}.{NUMPY[1] + 1}'")
 
 
 def _load(name: str) -> Any:
