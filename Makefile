@@ -2,7 +2,8 @@
 #   make demo        dataset, training on 4 MPI ranks, evaluation, report in demo/
 #   make test        the whole suite, serially and under 1, 2, 3, 4, 6 and 8 MPI ranks
 #   make bench-step  step times beside torch and JAX (installs them)
-#   make gpu-check   everything there is to check on a GPU (installs CuPy and cuDNN where there is one)
+#   make gpu-check   everything there is to check on a GPU (installs CuPy and cuDNN where there is one); PARTS=... some of it
+#   make gpu-wheels  .gpu-wheels/ for gpu-check on a machine that has a GPU and no package index
 PYTHON ?= python3
 VENV ?= .venv
 # EXTRAS=test leaves the mpich wheel out, for a machine with an MPI of its own.
@@ -12,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 SOURCES := comm data device dtensor halograd jobs kernels layers models perfmodel training
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle nvrtc peers lint-tools demo test bench-step gpu-check lint typecheck clean distclean
+.PHONY: help venv oracle nvrtc peers lint-tools demo test bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -54,10 +55,19 @@ test: venv
 bench-step: peers
 	@$(PY) benchmarks/step.py
 
+# With .gpu-wheels/ nothing is installed: a machine without an index has CuPy, cuDNN and torch of its own.
+gpu-check: $(if $(wildcard .gpu-wheels),gpu-check-offline,gpu-check-here)
+
+gpu-check-offline:
+	@$(PYTHON) -m halograd.gpucheck --wheels .gpu-wheels $(PARTS)
+
 # The wheels for a GPU are large: only where a driver answers.
-gpu-check: venv
+gpu-check-here: venv
 	@if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then $(PIP) install -e ".[$(EXTRAS),gpu]"; fi
-	@$(PY) -m halograd.gpucheck
+	@$(PY) -m halograd.gpucheck $(PARTS)
+
+gpu-wheels: venv
+	@$(PY) -m tests.gpu.wheels .gpu-wheels
 
 lint: lint-tools
 	@$(PY) -m ruff check .

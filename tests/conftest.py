@@ -28,7 +28,7 @@ SIZE = pytest.StashKey[int]()
 FEW, MANY = (1, 2, 3, 4), (1, 2, 3, 4, 6, 8)
 ROOT = Path(__file__).parent
 # Folders and files whose serial tests start programs.
-PROGRAMS = ("cli", "gpucheck", "harness", "jobs", "report", "test_demo.py", "test_docs.py", "test_examples.py")
+PROGRAMS = ("cli", "gpu", "harness", "jobs", "report", "test_demo.py", "test_docs.py", "test_examples.py")
 PROGRAMS += ("test_launch.py", "test_run_suite.py", "training")
 
 for _name, _value in TEST_ENVIRONMENT.items():

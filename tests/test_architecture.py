@@ -40,6 +40,8 @@ PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "sh
 # of events; limits against deadlock come from tests/harness/limits.py. These files may read or sleep on a clock:
 CLOCKS = {"monotonic", "perf_counter", "process_time", "sleep", "thread_time", "time"}
 MAY_READ_CLOCKS = {
+    "tests/gpu/recording.py": "what checks took",
+    "tests/gpu/runner.py": "limits of processes",
     "tests/harness/": "limits, and polling up to them",
     "tests/launch.py": "looks for shared memory now and then",
     "tests/run_suite.py": "limits of runs, and what they took",

@@ -140,8 +140,8 @@ class FakeCommunicator:
         self._sum("allReduce", source, target, count, count, dtype, op, -1, stream)
 
     def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        own = source + self.rank * self._bytes(count, dtype)
-        assert target == own, "in place means at one's own part"
+        nbytes = self._bytes(count, dtype)
+        self._placed(target, source, nbytes, source + self.rank * nbytes)
         self._sum("reduceScatter", source, target, count * self.size, count, dtype, op, -1, stream)
 
     def reduce(self, source: int, target: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
@@ -150,14 +150,15 @@ class FakeCommunicator:
 
     def allGather(self, source: int, target: int, count: int, dtype: int, stream: int) -> None:
         nbytes = self._bytes(count, dtype)
-        assert source == target + self.rank * nbytes, "in place means at one's own part"
+        self._placed(source, target, nbytes, target + self.rank * nbytes)
         what = ("allGather", count, dtype, 0, -1, self.size)
         self._call(what, stream, [(source, nbytes)], [(target, nbytes * self.size)])
 
     def broadcast(self, source: int, target: int, count: int, dtype: int, root: int, stream: int) -> None:
         nbytes = self._bytes(count, dtype)
         assert 0 <= root < self.size
-        reads, writes = ([(source, nbytes)], []) if root == self.rank else ([], [(target, nbytes)])
+        reads = [(source, nbytes)] if root == self.rank else []
+        writes = [(target, nbytes)] if root != self.rank or source != target else []
         self._call(("broadcast", count, dtype, 0, root, self.size), stream, reads, writes)
 
     def _sum(self, name: str, source: int, target: int, count: int, out: int, dtype: int, op: int, *rest: Any) -> None:
@@ -173,7 +174,12 @@ class FakeCommunicator:
         self.nccl.call(self, what, stream, reads, writes, held)
 
     def _peer(self, peer: int) -> None:
-        assert 0 <= peer < self.size and peer != self.rank
+        # A rank may send to itself; one of several has no reason to.
+        assert 0 <= peer < self.size and (peer != self.rank or self.size == 1)
+
+    def _placed(self, part: int, whole: int, nbytes: int, own: int) -> None:
+        apart = part + nbytes <= whole or whole + nbytes * self.size <= part
+        assert apart or part == own, "in place means at one's own part"
 
     @staticmethod
     def _bytes(count: int, dtype: int) -> int:

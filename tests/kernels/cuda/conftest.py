@@ -15,6 +15,7 @@ from halograd.kernels import Backend
 from halograd.kernels.cuda import CudaKernels, CupyDevice
 from halograd.kernels.cuda.launch import Launch
 from halograd.kernels.numpy import NumpyBackend
+from tests.gpu.place import PLACES
 
 from ..conftest import Arrays
 from . import mirror
@@ -53,17 +54,17 @@ class HostBackend(NumpyBackend):
         return self.cuda.add(*args)
 
 
-@pytest.fixture(scope="session")
-def host(tmp_path_factory) -> Iterator[HostDevice]:
-    """The double of a device; a real one with ``HALOGRAD_CUDA_TESTS=device``, its own double with ``mirror``."""
+@pytest.fixture(scope="session", params=PLACES)
+def host(request, tmp_path_factory) -> Iterator[HostDevice]:
+    """The double of a device, and a real one where there is one; the latter's double with ``HALOGRAD_CUDA_MIRROR``."""
     folder: Path = tmp_path_factory.mktemp("cuda-on-the-host")
-    where = os.environ.get("HALOGRAD_CUDA_TESTS", "host")
-    if where != "device" and compiler() is None:
+    real, mirrored = request.param == "gpu", bool(os.environ.get("HALOGRAD_CUDA_MIRROR"))
+    if not real and compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    if where == "host":
+    if not real and not mirrored:
         yield HostDevice(folder)
         return
-    device = mirror.on_cupy(folder, CupyDevice()) if where == "device" else mirror.on_host(folder, HostDevice(folder))
+    device = mirror.on_cupy(folder, CupyDevice()) if real else mirror.on_host(folder, HostDevice(folder))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", lambda launch: device.run(launch))
         yield device

@@ -2,7 +2,7 @@
 
 Before a launch every array that it knows is copied to the device, together with what it is a view of; addresses are
 translated; afterwards everything is copied back. Slow, and right whatever the launchers do with addresses.
-``HALOGRAD_CUDA_TESTS=device python -m pytest tests/kernels/cuda`` runs all tests so.
+``python -m pytest -m gpu tests/kernels/cuda`` runs all tests so where there is a GPU.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halograd.kernels import Geometry, KernelError
+from halograd.kernels import Geometry
 from halograd.kernels.cudnn import CudnnBackend
+from tests.gpu.place import PLACES, gpu_count, only_gpu
 from tests.kernels.geometries import CASES, Case
 
 from .fake_runtime import Machine
@@ -19,7 +20,7 @@ G = Geometry.of((3, 3), 1, 1)
 Open = Callable[..., CudnnBackend]
 
 
-@pytest.fixture(params=["double", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=PLACES)
 def opened(request, tmp_path: Path) -> Iterator[Open]:
     """Opens the backend: on the double of a GPU, and on a real one where there is one."""
     made: list[CudnnBackend] = []
@@ -29,10 +30,7 @@ def opened(request, tmp_path: Path) -> Iterator[Open]:
         if request.param == "double":
             made.append(machine.open(**options))
         else:
-            try:
-                made.append(CudnnBackend(store=tmp_path / "plans.jsonl", **options))
-            except KernelError as error:
-                pytest.skip(f"needs a GPU: {error}")
+            made.append(CudnnBackend(store=tmp_path / "plans.jsonl", **options))
         return made[-1]
 
     yield make
@@ -40,26 +38,13 @@ def opened(request, tmp_path: Path) -> Iterator[Open]:
         backend.close()
 
 
-@pytest.mark.parametrize("case", CASES[::6], ids=str)
-@pytest.mark.parametrize("dtype", ["float64", "strict", "tf32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", CASES if gpu_count() else CASES[::6], ids=str)
+@pytest.mark.parametrize("dtype", ["strict", "bfloat16", "tf32", "float64", "float16"])
 def test_numbers(opened, case, dtype):
+    """Every geometry where there is a GPU."""
     options = {"precision": dtype} if dtype in ("strict", "tf32") else {}
     found = convolution_errors(opened(**options), case, "float32" if options else dtype)
     assert max(found.values()) <= BOUNDS[dtype], found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_geometry_on_a_gpu(tmp_path, case):
-    for dtype in ("strict", "tf32", "bfloat16"):
-        options = {"precision": dtype} if dtype in ("strict", "tf32") else {}
-        try:
-            backend = CudnnBackend(store=tmp_path / "plans.jsonl", **options)
-        except KernelError as error:
-            pytest.skip(f"needs a GPU: {error}")
-        with backend:
-            found = convolution_errors(backend, case, "float32" if options else dtype)
-        assert max(found.values()) <= BOUNDS[dtype], (dtype, found)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "strict", "tf32", "float16", "bfloat16"])
@@ -103,14 +88,10 @@ def test_deterministic_mode_repeats_every_bit(opened):
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.gpu
+@only_gpu
 def test_two_streams_and_a_captured_graph(tmp_path):
     """Two streams at once have a workspace each; a graph repeats what was captured, on new data."""
-    try:
-        backend = CudnnBackend(store=tmp_path / "plans.jsonl")
-    except KernelError as error:
-        pytest.skip(f"needs a GPU: {error}")
-    with backend:
+    with CudnnBackend(store=tmp_path / "plans.jsonl") as backend:
         kernel, y = kernel_and_output(backend)
         other, z = kernel_and_output(backend)
         kernel()

@@ -1,6 +1,6 @@
-"""torch on a device, asked by :mod:`halograd.gpucheck`: builds a network, and runs steps that it times there.
+"""torch on a device, asked by :mod:`benchmarks.gpu.contest`: builds a network, and runs steps that it times there.
 
-``python -m benchmarks.torch_steps DEVICE``; commands and answers are JSON lines::
+``python -m benchmarks.gpu.torch_steps DEVICE``; commands and answers are JSON lines::
 
     {"do": "build", "name": "eager", "subject": {...},
      "precision": "bf16" | "tf32", "compiled": false}   -> {"loss": ..., "about": ..., "bytes": ...}
@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.subjects import MOMENTUM, RATE, Subject
 from benchmarks.subject_torch import TorchNetwork
-from halograd.gpucheck.subjects import MOMENTUM, RATE, Subject
 
 __all__ = ["Steps", "serve"]
 

@@ -1,28 +1,27 @@
-"""Versions and devices, for the report; and what is missing, in a line each. Local."""
+"""Versions and devices, as one JSON object: a program of its own, as the import of a library may end the process.
+
+``python -m tests.gpu.facts``. Local.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from halograd import __version__
-
-__all__ = ["facts", "missing"]
+__all__ = ["commit", "facts", "missing"]
 
 
 def facts() -> dict[str, Any]:
     """Versions of everything that results depend on; None for what is not there."""
     cupy, cudnn = _module("cupy"), _module("cudnn")
-    found: dict[str, Any] = {
-        "halograd": __version__,
-        "commit": _commit(),
+    return {
+        "commit": commit(),
         "python": platform.python_version(),
-        "numpy": np.__version__,
+        **{name: getattr(_module(name), "__version__", None) for name in ("halograd", "numpy", "mpi4py", "h5py")},
         "cupy": getattr(cupy, "__version__", None),
         "cudnn frontend": getattr(cudnn, "__version__", None),
         "cudnn": _call(lambda: cudnn.backend_version()),
@@ -31,32 +30,30 @@ def facts() -> dict[str, Any]:
         "runtime": _call(lambda: cupy.cuda.runtime.runtimeGetVersion()),
         "devices": _call(lambda: [_device(cupy, i) for i in range(cupy.cuda.runtime.getDeviceCount())]) or [],
     }
-    return found
 
 
 def missing(found: dict[str, Any]) -> list[str]:
     """What a check on a GPU needs and does not find."""
     lacks = []
-    if found["cupy"] is None:
+    if found.get("cupy") is None:
         lacks.append("CuPy (pip install 'halograd[gpu]')")
-    if found["cudnn frontend"] is None:
+    if found.get("cudnn frontend") is None:
         lacks.append("nvidia-cudnn-frontend (pip install 'halograd[gpu]')")
-    elif found["cudnn"] is None:
+    elif found.get("cudnn") is None:
         lacks.append("the library of cuDNN (pip install nvidia-cudnn-cu13)")
-    if not found["devices"]:
+    if not found.get("devices"):
         lacks.append("a CUDA device with its driver")
     return lacks
 
 
-def _commit() -> str | None:
-    """Of the repository that this runs in, with a mark where files differ from it."""
-    root = Path(__file__).resolve().parents[2]
-    git = ["git", "-C", str(root)]
+def commit() -> str:
+    """Of the repository that this runs in, with a mark where files differ from it; empty without git."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        state = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True)
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        state = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
+        return ""
     return head.stdout.strip() + ("+" if state.stdout.strip() else "")
 
 
@@ -78,3 +75,7 @@ def _call(read: Any) -> Any:
         return read()
     except Exception:  # no driver, no library
         return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

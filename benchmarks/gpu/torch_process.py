@@ -8,13 +8,14 @@ import select
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 __all__ = ["TorchError", "TorchProcess", "find_torch"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SERVER = "benchmarks.torch_steps"
+_SERVER = "benchmarks.gpu.torch_steps"
 
 
 class TorchError(RuntimeError):
@@ -23,17 +24,11 @@ class TorchError(RuntimeError):
 
 def find_torch() -> str | None:
     """What is missing to compare with torch; None if nothing is."""
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        return "needs torch (pip install torch)"
-    if not (_ROOT / "benchmarks" / "torch_steps.py").exists():
-        return "needs benchmarks/ of the repository: run it there"
-    return None
+    return "needs torch (pip install torch)" if find_spec("torch") is None else None
 
 
 class TorchProcess:
-    """Talks to ``benchmarks/torch_steps.py`` by JSON lines. Local. It uses neither CPU nor GPU while it waits.
+    """Talks to ``benchmarks/gpu/torch_steps.py`` by JSON lines. Local. It uses neither CPU nor GPU while it waits.
 
     Parameters
     ----------

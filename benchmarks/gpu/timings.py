@@ -1,78 +1,24 @@
-"""Speed on one GPU: copies, halos, training steps beside torch's, the cost of cutting, memory. Local."""
+"""Speed on one GPU: copies, halos, the cost of cutting. Local."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from halograd.comm import Communicator
+from benchmarks.gpu.contest import DTYPES, Ours, rounds
+from benchmarks.gpu.lone import LoneCommunicator
+from benchmarks.gpu.subjects import Subject
 from halograd.device import DeviceError, as_dtype
 from halograd.dtensor import Exchange, Layout
-from halograd.gpucheck.contest import DTYPES, Ours, contest, rounds
-from halograd.gpucheck.lone import LoneCommunicator
-from halograd.gpucheck.report import Report, Result
-from halograd.gpucheck.subjects import SUBJECTS, Subject
-from halograd.gpucheck.torch_process import TorchProcess, find_torch
 from halograd.kernels import Backend
 
-__all__ = ["run_benchmarks", "time_copies", "time_cutting", "time_halo"]
+__all__ = ["time_copies", "time_cutting", "time_halo"]
 
 ROUNDS, STEPS = 3, 20
-#: What has to be left of the budget for one more contest, of ours and torch's eager mode [s].
-CONTEST_NEEDS = 25.0
 CUTS: tuple[dict[str, int], ...] = ({"height": 2}, {"height": 2, "width": 2})
 Outcome = tuple[str, Mapping[str, float]]
-
-
-def run_benchmarks(
-    kernels: Backend,
-    comm: Communicator,
-    report: Report,
-    subjects: Mapping[str, Subject] = SUBJECTS,
-    precisions: Sequence[str] = tuple(DTYPES),
-    torch_device: str = "cuda",
-) -> None:
-    """All benchmarks, each as one result with its numbers; the most telling first, as long as the budget lasts."""
-    group = "benchmarks"
-    rate = report.check(group, "copy within the device", lambda: time_copies(kernels))
-    bandwidth = rate.numbers.get("bytes_per_second", 0.0)
-    report.check(group, "halo of (1, 1024, 1024, 128) bf16", lambda: time_halo(kernels, bandwidth))
-    lacks = find_torch()
-    with ExitStack() as stack:
-        torch = None if lacks else stack.enter_context(TorchProcess(torch_device))
-        if lacks:
-            report.add(Result(group, "torch", "skipped", lacks))
-        for precision in precisions:
-            for i, subject in enumerate(subjects.values()):
-                name = f"{subject.title}, {precision}"
-                _within(report, group, name, partial(contest, kernels, comm, subject, precision, report, torch))
-                torch = _freed(torch, stack, torch_device, subject is list(subjects.values())[-1])
-                if not i and precision == precisions[0]:
-                    cutting = partial(time_cutting, kernels, comm, subject, precision)
-                    _within(report, group, f"cutting {name}", cutting)
-
-
-def _within(report: Report, group: str, name: str, run: Callable[[], Outcome]) -> None:
-    left = report.seconds_left
-    if left < CONTEST_NEEDS:
-        report.add(Result(group, name, "skipped", f"{max(0.0, left):.0f} s are left, it takes {CONTEST_NEEDS:.0f} s"))
-    else:
-        report.check(group, name, run)
-
-
-def _freed(torch: TorchProcess | None, stack: ExitStack, device: str, last: bool) -> TorchProcess | None:
-    """torch without its networks; a new one where it was ended because it took too long."""
-    if torch is None or last:
-        return torch
-    try:
-        torch.ask(30.0, do="free")
-        return torch
-    except Exception:
-        return stack.enter_context(TorchProcess(device))
 
 
 def time_copies(kernels: Backend, nbytes: int = 1 << 28) -> Outcome:
@@ -83,13 +29,14 @@ def time_copies(kernels: Backend, nbytes: int = 1 << 28) -> Outcome:
 
 
 def time_halo(
-    kernels: Backend, bandwidth: float, extent: int = 1024, channels: int = 128, dtype: str = "bfloat16"
+    kernels: Backend, extent: int = 1024, channels: int = 128, dtype: str = "bfloat16", nbytes: int = 1 << 28
 ) -> Outcome:
-    """Pack, copy and unpack of a block's halo of width 1 with all eight neighbors, without a wire.
+    """Pack, copy and unpack of a block's halo of width 1 with all eight neighbors, without a wire; beside a large copy.
 
     Beside it the time of three launches that move next to nothing, below which three launches cannot be. Both are
     recorded as graphs where the device has them, so that the host's share is not in it.
     """
+    bandwidth = time_copies(kernels, nbytes)[1]["bytes_per_second"]
     blocks = Layout.blocks((1, 3 * extent, 3 * extent, channels), {"height": 3, "width": 3}, 9).boxes
     grow = lambda a, b: (a - 1, b + 1)  # noqa: E731
     wanted = blocks.map(None, grow, grow, None).clipped((1, 3 * extent, 3 * extent, channels))
@@ -109,7 +56,7 @@ def time_halo(
     exchange.close()
     # Packing, the copy and unpacking each read and write what travels.
     rate = 6 * nbytes / seconds
-    share = rate / bandwidth if bandwidth else 0.0
+    share = rate / bandwidth
     numbers = {"seconds": seconds, "floor_seconds": least, "enqueued_seconds": enqueued, "bytes": nbytes}
     numbers |= {"bytes_per_second": rate, "share_of_copy": share}
     text = f"{1e6 * seconds:.1f} us ({1e6 * enqueued:.1f} us enqueued one by one), {100 * share:.0f} % of the copy"
@@ -117,30 +64,41 @@ def time_halo(
 
 
 def time_cutting(
-    kernels: Backend, comm: Any, subject: Subject, precision: str, cuts: Sequence[Mapping[str, int]] = CUTS
+    kernels: Backend,
+    comm: Any,
+    subject: Subject,
+    precision: str,
+    cuts: Sequence[Mapping[str, int]] = CUTS,
+    graph: bool = False,
 ) -> Outcome:
     """The same sample as blocks, whose steps are worked one after the other, against uncut.
 
     A block's step holds everything but the wires: its kernels over its part of the sample with halos, packing,
     unpacking, statistics around sums. The update of all parameters, which every block repeats, is counted once.
+    One by one the host enqueues as many kernels for a quarter of the sample as for the whole, and may set the pace
+    (what it takes is told); as graphs (`graph`) it does not, and what is left is the device's.
     """
     dtype, numbers = DTYPES[precision], {}
-    uncut = Ours(kernels, comm, subject, dtype)
+    uncut = Ours(kernels, comm, subject, dtype, graph)
     uncut.warm_up()
     numbers["uncut"] = _median(uncut.seconds)
+    numbers["uncut host"] = uncut.host_seconds(STEPS // 4)
     numbers["update"] = update = _fastest(kernels, uncut.update)
     uncut.close()
     texts = []
     for parts in cuts:
         size = int(np.prod(list(parts.values())))
-        seconds = []
+        seconds, host = [], []
         for rank in range(size):
-            block = Ours(kernels, LoneCommunicator(rank, size), subject, dtype, parts=parts)
+            block = Ours(kernels, LoneCommunicator(rank, size), subject, dtype, graph, parts)
             block.warm_up()
             seconds.append(_median(block.seconds))
+            host.append(block.host_seconds(STEPS // 4))
             block.close()
         total = numbers[f"{size} blocks"] = sum(seconds) - (size - 1) * update
-        texts.append(f"{size} blocks {100 * (total / numbers['uncut'] - 1):+.1f} %")
+        numbers[f"{size} blocks host"] = sum(host) / size
+        pace = ", the host sets the pace" if sum(host) >= 0.9 * sum(seconds) else ""
+        texts.append(f"{size} blocks {100 * (total / numbers['uncut'] - 1):+.1f} %{pace}")
     return f"uncut {1e3 * numbers['uncut']:.2f} ms/step; {', '.join(texts)}", numbers
 
 

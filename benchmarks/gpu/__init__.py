@@ -1,0 +1,1 @@
+"""Timings on one GPU as JSON lines: ``python -m benchmarks.gpu NAME ...``; parts of ``python -m halograd.gpucheck``."""

@@ -1,0 +1,91 @@
+"""``python -m benchmarks.gpu host | copies | cutting [SUBJECT PRECISION] | steps SUBJECT PRECISION``: JSON lines.
+
+``{"begin": NAME}`` before a timing, ``{"check": NAME, "status": ..., "detail": ..., "numbers": {...}}`` behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from mpi4py import MPI
+
+from benchmarks.gpu.contest import contest, contest_compiled
+from benchmarks.gpu.host import time_host
+from benchmarks.gpu.subjects import SUBJECTS, Subject
+from benchmarks.gpu.timings import time_copies, time_cutting, time_halo
+from benchmarks.gpu.torch_process import TorchProcess, find_torch
+from halograd.comm import Communicator
+from halograd.kernels import Backend, get_backend
+
+__all__ = ["main", "measure", "run"]
+
+#: File with the names of timings that need not be made again, as JSON; tests/gpu/runner.py sets it.
+SKIP = "HALOGRAD_GPU_SKIP"
+
+
+def measure(name: str, call: Callable[[], tuple[str, Mapping[str, float]]]) -> None:
+    """Make a timing and print it; what goes wrong is its result."""
+    if name in _known():
+        return
+    print(json.dumps({"begin": name}), flush=True)
+    begin, numbers = time.perf_counter(), dict[str, float]()
+    try:
+        detail, found = call()
+        status, numbers = "ok", dict(found)
+    except Exception as error:
+        status, detail = "failed", " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+    seconds = round(time.perf_counter() - begin, 3)
+    event = {"check": name, "status": status, "detail": detail, "seconds": seconds, "numbers": numbers}
+    print(json.dumps(event), flush=True)
+
+
+def _known() -> list[str]:
+    path = os.environ.get(SKIP)
+    return json.loads(Path(path).read_text(encoding="utf-8")) if path else []
+
+
+def run(what: Sequence[str], kernels: Backend, comm: Communicator, torch_device: str = "cuda") -> None:
+    """Make the timings of one name. Local."""
+    name = what[0]
+    if name == "host":
+        measure("time of the host per call", lambda: time_host(kernels))
+    elif name == "copies":
+        measure("copy within the device", lambda: time_copies(kernels))
+        measure("halo of (1, 1024, 1024, 128) bf16", lambda: time_halo(kernels))
+    elif name == "cutting":
+        subject, precision = SUBJECTS[what[1]], what[2]
+        for graph, how in ((True, "as graphs"), (False, "one by one")):
+            cutting = partial(time_cutting, kernels, comm, subject, precision, graph=graph)
+            measure(f"cutting {subject.title}, {precision}, {how}", cutting)
+    else:
+        _steps(kernels, comm, SUBJECTS[what[1]], what[2], torch_device)
+
+
+def _steps(kernels: Backend, comm: Communicator, subject: Subject, precision: str, torch_device: str) -> None:
+    """Ours beside torch's, if there is one; each of its modes in a process of its own."""
+    title, lacks = f"{subject.title}, {precision}", find_torch()
+    if lacks:
+        measure(title, lambda: contest(kernels, comm, subject, precision, None))
+        print(json.dumps({"check": f"{title}, torch", "status": "missing", "detail": lacks}), flush=True)
+        return
+    with TorchProcess(torch_device) as torch:
+        measure(title, lambda: contest(kernels, comm, subject, precision, torch))
+    with TorchProcess(torch_device) as torch:
+        measure(f"{title}, compiled", lambda: contest_compiled(kernels, comm, subject, precision, torch))
+
+
+def main() -> int:
+    """On the first GPU, with measured algorithms and TF32, as torch has them with ``cudnn.benchmark``."""
+    with Communicator(MPI.COMM_SELF) as comm, get_backend("cudnn", autotune=True, precision="tf32") as kernels:
+        run(sys.argv[1:], kernels, comm)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

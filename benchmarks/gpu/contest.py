@@ -1,0 +1,232 @@
+"""Training steps of ours beside torch's, by turns on one GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from benchmarks.gpu.subjects import MOMENTUM, RATE, Subject
+from benchmarks.gpu.torch_process import TorchError, TorchProcess
+from halograd.kernels import Backend
+from halograd.layers.strategy import Strategy
+from halograd.training.executor import Executor
+from halograd.training.graph import GraphedPass
+from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
+
+__all__ = ["DTYPES", "LIMITS", "Ours", "contest", "contest_compiled", "rounds"]
+
+Outcome = tuple[str, Mapping[str, float]]
+
+#: Dtype of activations by what is compared; the backend computes float32 in TF32.
+DTYPES = {"bf16": "bfloat16", "tf32": "float32"}
+#: Largest difference of the first losses, relative: it must be the same network on the same data.
+LIMITS = {"bf16": 0.05, "tf32": 0.01}
+ROUNDS, ROUND_SECONDS, MOST_STEPS = 5, 0.25, 50
+EAGER_PATIENCE, COMPILE_PATIENCE, STEPS_PATIENCE = 60.0, 150.0, 60.0  # [s]
+
+
+class Ours:
+    """Training steps of a subject by our kernels. Collective over `comm`."""
+
+    def __init__(
+        self,
+        kernels: Backend,
+        comm: Any,
+        subject: Subject,
+        dtype: str,
+        graph: bool = False,
+        parts: Mapping[str, int] | None = None,
+    ) -> None:
+        network = subject.network()
+        strategy = Strategy(dict(parts or {"sample": 1}))
+        self._device = kernels.device
+        lone = graph and comm.size > 1  # whose messages are copies: the executor would refuse to record those of others
+        self.executor = Executor(network, comm, kernels, subject.batch, strategy, dtype, graph=graph and not lone)
+        if lone:
+            record = [
+                GraphedPass(self._device, run, getattr(kernels, "before_capture", None))
+                for run in (self.executor._compute, self.executor._differentiate)
+            ]
+            self.executor._graphs = (record[0], record[1])
+        self.trainer = Trainer(self.executor, SGD(self.executor.store, momentum=MOMENTUM), Constant(RATE))
+        for name, array in subject.data(network).items():
+            self.executor.set_input(name, array)
+
+    def warm_up(self) -> float:
+        """Some steps, in which graphs are recorded too; the loss of the first."""
+        loss = float(self.trainer.step())
+        for _ in range(3):
+            self.trainer.step()
+        self._device.synchronize()
+        return loss
+
+    def seconds(self, count: int) -> float:
+        """Time of a step on the device, that follows others without waiting [s]."""
+        first = self._device.stamp()
+        for _ in range(count):
+            self.trainer.step()
+        second = self._device.stamp()
+        self._device.synchronize()
+        return self._device.seconds(first, second) / count
+
+    def host_seconds(self, count: int) -> float:
+        """Time in which the host enqueues a step [s]; where it is the longer one, it sets the pace."""
+        begin = time.perf_counter()
+        for _ in range(count):
+            self.trainer.step()
+        took = time.perf_counter() - begin
+        self._device.synchronize()
+        return took / count
+
+    def launches(self) -> int | None:
+        """Nodes of the graphs of a forward and a backward pass: kernels, copies and fills. None without graphs."""
+        capture = getattr(self._device, "_captured", None)
+        if capture is None:
+            return None
+        prepare = getattr(self.executor.kernels, "before_capture", None)
+        if prepare is not None:
+            prepare()
+        return sum(_nodes(capture(run)) for run in (self.executor._compute, self.executor._differentiate))
+
+    def update(self) -> None:
+        """The updates of all parameters once more."""
+        for bucket in self.executor.store.buckets:
+            self.trainer.optimizer.update(bucket)
+
+    def close(self) -> None:
+        """Free everything."""
+        self.trainer.settle()
+        self.executor.close()
+        del self.trainer, self.executor
+        gc.collect()
+
+
+def rounds(contestants: Mapping[str, Callable[[int], float]], count: int = ROUNDS) -> dict[str, list[float]]:
+    """Seconds of a step per round, all contestants taking turns; the order turns around from round to round."""
+    steps = {}
+    for name, run in contestants.items():
+        steps[name] = max(3, min(MOST_STEPS, math.ceil(ROUND_SECONDS / max(run(2), 1e-6))))
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for i in range(count):
+        for name in list(contestants)[:: 1 if i % 2 == 0 else -1]:
+            found[name].append(contestants[name](steps[name]))
+    return found
+
+
+def _nodes(graph: Any) -> int:
+    """Number of nodes of a graph of CuPy's, which does not tell it."""
+    count = ctypes.c_size_t()
+    status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph.graph), None, ctypes.byref(count))
+    if status:
+        raise RuntimeError(f"cuGraphGetNodes: {status}")
+    return count.value
+
+
+def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch: TorchProcess | None) -> Outcome:
+    """Median seconds of a step of ours, also as a graph, and of torch's eager mode.
+
+    Ours alone comes first: memory against the prediction, launches, and what the host takes.
+    """
+    numbers: dict[str, float] = {}
+    notes: list[str] = []
+    device, before = kernels.device, kernels.device.memory()
+    plain = Ours(kernels, comm, subject, DTYPES[precision])
+    opened = [plain]
+    try:
+        numbers["loss"] = plain.warm_up()
+        numbers["predicted_bytes"] = sum(plain.executor.predicted_bytes.values())
+        after = device.memory()
+        if before is not None and after is not None:
+            numbers["device_bytes"] = after.used - before.used
+        numbers["host"] = plain.host_seconds(5)
+        contestants: dict[str, Callable[[int], float]] = {"ours": plain.seconds}
+        try:
+            graphed = Ours(kernels, comm, subject, DTYPES[precision], graph=True)
+            opened.append(graphed)
+            graphed.warm_up()
+            contestants["ours, graph"] = graphed.seconds
+            launches = plain.launches()
+            if launches is not None:
+                numbers["launches"] = launches
+        except Exception as error:
+            notes.append("no graph: " + " ".join(str(error).split())[:120])
+        if torch is None:
+            notes.append("no torch")
+        else:
+            contestants["eager"] = _torch(torch, subject, precision, False, numbers)
+        found = rounds(contestants)
+    finally:
+        for one in reversed(opened):
+            one.close()
+    _keep(numbers, found)
+    return _text(numbers, notes, found), numbers
+
+
+def contest_compiled(kernels: Backend, comm: Any, subject: Subject, precision: str, torch: TorchProcess) -> Outcome:
+    """The same with torch's compiled network, which takes a minute to be compiled, beside our graph."""
+    numbers: dict[str, float] = {}
+    ours = Ours(kernels, comm, subject, DTYPES[precision], graph=True)
+    try:
+        numbers["loss"] = ours.warm_up()
+        compiled = _torch(torch, subject, precision, True, numbers)
+        found = rounds({"ours, graph": ours.seconds, "compiled": compiled})
+    finally:
+        ours.close()
+    _keep(numbers, found)
+    return _text(numbers, [], found), numbers
+
+
+def _torch(
+    torch: TorchProcess, subject: Subject, precision: str, compiled: bool, numbers: dict[str, float]
+) -> Callable[[int], float]:
+    """torch's network, if its first loss is ours: else it is another one.
+
+    Raises
+    ------
+    AssertionError
+        If it is.
+    """
+    name, patience = ("compiled", COMPILE_PATIENCE) if compiled else ("eager", EAGER_PATIENCE)
+    asked = {"name": name, "subject": asdict(subject), "precision": precision, "compiled": compiled}
+    try:
+        made = torch.ask(patience, do="build", **asked)
+    except TorchError as error:
+        raise AssertionError(f"torch, {name}: {error}") from error
+    apart = abs(made["loss"] - numbers["loss"]) / max(abs(made["loss"]), 1e-6)
+    if not apart <= LIMITS[precision]:
+        raise AssertionError(f"the first loss is {numbers['loss']:.5f}, torch's {made['loss']:.5f}")
+    numbers[f"{name} bytes"] = made["bytes"]
+    return partial(_torch_seconds, torch, name)
+
+
+def _keep(numbers: dict[str, float], found: Mapping[str, list[float]]) -> None:
+    for name, seconds in found.items():
+        numbers[name] = statistics.median(seconds)
+        numbers[f"{name}, fastest"] = min(seconds)
+
+
+def _torch_seconds(torch: TorchProcess, name: str, count: int) -> float:
+    return float(torch.ask(STEPS_PATIENCE, do="steps", name=name, count=count)["seconds"])
+
+
+def _text(numbers: Mapping[str, float], notes: list[str], found: Mapping[str, list[float]]) -> str:
+    """Milliseconds of a step each, and the memory."""
+    parts = [f"{name} {1e3 * numbers[name]:.2f}" for name in found]
+    text = f"ms/step: {', '.join(parts)}"
+    if "host" in numbers:
+        text += f"; the host takes {1e3 * numbers['host']:.2f}"
+    if "launches" in numbers:
+        text += f" for {numbers['launches']:.0f} launches forward and backward"
+    if "device_bytes" in numbers:
+        share = numbers["device_bytes"] / max(1, numbers["predicted_bytes"]) - 1
+        text += f"; {numbers['device_bytes'] / 2**20:.0f} MiB, {100 * share:+.1f} % of the prediction"
+    return "; ".join([text, *notes])

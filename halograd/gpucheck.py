@@ -1,0 +1,37 @@
+"""``python -m halograd.gpucheck``: whether a GPU computes what it should, and how fast; see docs/gpu.md.
+
+The checks are tests (tests/gpu), the timings benchmarks (benchmarks/gpu): this has to run in the repository.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from halograd.errors import UserError
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """Run the command of the tests. Exit codes: tests/gpu/command.py.
+
+    Raises
+    ------
+    UserError
+        Outside of the repository.
+    """
+    if not (ROOT / "tests" / "gpu" / "command.py").exists():
+        raise UserError(f"gpucheck: expected tests/gpu of the repository in {ROOT}, got none; run it in a clone")
+    sys.path.insert(0, str(ROOT))
+    return int(importlib.import_module("tests.gpu.command").main())
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,1 +1,0 @@
-"""One command that shows whether a GPU computes what it should, and how fast: ``python -m halograd.gpucheck``."""

@@ -1,0 +1,222 @@
+"""The benchmarks of a GPU on the double of one: what they run is what they say; torch on the CPU beside it."""
+
+import json
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import contest as contests
+from benchmarks.gpu import host
+from benchmarks.gpu.contest import Ours, contest, contest_compiled, rounds
+from benchmarks.gpu.lone import LoneCommunicator
+from benchmarks.gpu.subjects import SUBJECTS, Subject
+from benchmarks.gpu.timings import time_copies, time_cutting, time_halo
+from benchmarks.gpu.torch_process import TorchError, TorchProcess, find_torch
+from halograd.comm import Communicator
+from tests.harness.limits import LIMIT
+from tests.support.fake_device import FakeBackend
+
+MESH = Subject("small mesh", "mesh", 1, {"resolution": 64, "channels": 3, "widths": [4, 6], "convs": 1})
+SMALL = {
+    "mesh": MESH,
+    "resnet": Subject("small ResNet", "resnet50", 2, {"width": 4, "resolution": 64, "classes": 5}),
+    "unet": Subject("small U-Net", "unet2d", 1, {"resolution": 16, "width": 4, "levels": 2}),
+    "unet 3-D": Subject("small U-Net in 3-D", "unet3d", 1, {"resolution": 8, "width": 4, "levels": 2}),
+}
+needs_torch = pytest.mark.skipif(find_torch() is not None, reason=str(find_torch()))
+
+
+@pytest.fixture
+def kernels():
+    made = FakeBackend()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Few steps: the double's clock counts what is enqueued. torch has time."""
+    monkeypatch.setattr(contests, "MOST_STEPS", 3)
+    monkeypatch.setattr(host, "CALLS", 3)
+    for name in ("EAGER_PATIENCE", "STEPS_PATIENCE", "COMPILE_PATIENCE"):
+        monkeypatch.setattr(contests, name, LIMIT)
+
+
+@pytest.fixture(scope="module")
+def torch():
+    with TorchProcess("cpu") as process:
+        yield process
+
+
+def test_copies_and_halos(kernels):
+    assert time_copies(kernels, 1 << 10)[1]["bytes_per_second"] > 0
+    text, numbers = time_halo(kernels, extent=6, channels=4, nbytes=1 << 10)
+    assert numbers["bytes"] == (4 * 6 + 4) * 4 * 2, "the frame around the block in bfloat16"
+    assert numbers["floor_seconds"] == pytest.approx(3e-6), "three launches"
+    assert "of the copy bandwidth" in text
+
+
+@pytest.mark.parametrize("parts", [{"height": 2}, {"height": 2, "width": 2}], ids=["two", "four"])
+def test_a_lone_rank_computes_its_block_and_sends_to_itself(kernels, parts):
+    size = math.prod(parts.values())
+    for rank in range(size):
+        block = Ours(kernels, LoneCommunicator(rank, size), MESH, "float32", parts=parts)
+        assert math.isfinite(block.warm_up())
+        own = block.executor.values["predict"].box
+        assert own.size * size == block.executor.values["predict"].layout.shape[1] ** 2
+        assert block.executor.comm.device_bytes > 0, "halos travel"
+        block.close()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["one by one", "graphs"])
+def test_the_cost_of_cutting_counts_the_update_once(kernels, graph, monkeypatch):
+    recorded, capture = [], type(kernels.device).capture
+    monkeypatch.setattr(type(kernels.device), "capture", lambda d, run: recorded.append(run) or capture(d, run))
+    with Communicator(MPI.COMM_SELF) as comm:
+        text, numbers = time_cutting(kernels, comm, MESH, "bf16", graph=graph)
+    assert {"uncut", "update", "2 blocks", "4 blocks"} <= set(numbers)
+    assert 0 < numbers["update"] < numbers["uncut"] and numbers["2 blocks"] < numbers["4 blocks"]
+    assert "4 blocks +" in text or graph
+    assert len(recorded) == (2 * 7 if graph else 0), "forward and backward, uncut and of six blocks"
+    assert numbers["4 blocks host"] > 0
+
+
+def test_groups_cannot_be_had_of_one_rank_alone():
+    with pytest.raises(ValueError, match="expected a cut in which all ranks share all samples, got one of groups"):
+        LoneCommunicator(0, 4).split(1)
+
+
+def test_rounds_take_turns():
+    said = []
+    found = rounds({"a": lambda n: said.append("a") or 1.0, "b": lambda n: said.append("b") or 0.1}, 2)
+    assert said == ["a", "b", "a", "b", "b", "a"], "measured once, then there and back"
+    assert found == {"a": [1.0, 1.0], "b": [0.1, 0.1]}
+
+
+@needs_torch
+@pytest.mark.parametrize("name", SMALL)
+def test_torch_trains_the_same_network(kernels, torch, name):
+    """`contest` refuses to compare if the first losses differ; beside it our graphs and torch's eager mode."""
+    with Communicator(MPI.COMM_SELF) as comm:
+        text, numbers = contest(kernels, comm, SMALL[name], "tf32", torch)
+    torch.ask(LIMIT, do="free")
+    assert {"ours", "ours, graph", "eager", "predicted_bytes", "host"} <= set(numbers), text
+
+
+@needs_torch
+def test_bfloat16_beside_autocast_and_another_network_is_found(kernels, torch, monkeypatch):
+    with Communicator(MPI.COMM_SELF) as comm:
+        _, numbers = contest(kernels, comm, MESH, "bf16", torch)
+        assert numbers["eager"] > 0
+        unet = SMALL["unet"]
+        zero = {k: 0 * v for k, v in unet.data(unet.network()).items()}
+        monkeypatch.setattr(Subject, "data", lambda self, network: zero)
+        with pytest.raises(AssertionError, match=r"the first loss is .*, torch's"):
+            contest(kernels, comm, unet, "tf32", torch)
+
+
+@needs_torch
+def test_torch_that_fails_or_takes_too_long_is_told():
+    with TorchProcess("cpu") as process:
+        with pytest.raises(TorchError, match="KeyError"):
+            process.ask(LIMIT, do="steps", name="none", count=1)
+        os.kill(process._process.pid, signal.SIGSTOP)
+        with pytest.raises(TorchError, match="torch did not answer within 0 s to 'free'"):
+            process.ask(0.0, do="free")
+        with pytest.raises(TorchError, match="torch has ended"):
+            process.ask(LIMIT, do="free")
+
+
+class Answers:
+    """torch, without being there: the loss of ours, and a time."""
+
+    def __init__(self, device="cuda"):
+        self.asked = []
+
+    def ask(self, patience, **command):
+        self.asked.append(command)
+        return {"loss": Answers.loss, "bytes": 5, "seconds": 0.5}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+def lines(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture
+def small_subjects(monkeypatch):
+    monkeypatch.setattr(program, "SUBJECTS", {"mesh-2K": MESH})
+
+
+def test_steps_beside_torch_are_two_timings(kernels, monkeypatch, capsys, small_subjects):
+    monkeypatch.setattr(program, "find_torch", lambda: None)
+    monkeypatch.setattr(program, "TorchProcess", Answers)
+    with Communicator(MPI.COMM_SELF) as comm:
+        Answers.loss = contest(kernels, comm, MESH, "bf16", None)[1]["loss"]
+        program.run(["steps", "mesh-2K", "bf16"], kernels, comm)
+    begun, eager, again, compiled = lines(capsys)
+    assert (begun, again) == ({"begin": "small mesh, bf16"}, {"begin": "small mesh, bf16, compiled"})
+    assert eager["status"] == compiled["status"] == "ok" and eager["detail"].startswith("ms/step: ours")
+    assert {"eager", "host"} <= set(eager["numbers"]) and {"compiled", "ours, graph"} <= set(compiled["numbers"])
+
+
+def test_without_torch_ours_is_measured(kernels, monkeypatch, capsys, small_subjects):
+    monkeypatch.setattr(program, "find_torch", lambda: "needs torch (pip install torch)")
+    with Communicator(MPI.COMM_SELF) as comm:
+        program.run(["steps", "mesh-2K", "bf16"], kernels, comm)
+    _, ours, torch = lines(capsys)
+    assert ours["status"] == "ok" and ours["detail"].endswith("no torch")
+    assert torch == {
+        "check": "small mesh, bf16, torch",
+        "status": "missing",
+        "detail": "needs torch (pip install torch)",
+    }
+
+
+def test_a_timing_that_fails_costs_nothing_else_and_what_is_known_is_left_out(
+    kernels, monkeypatch, capsys, small_subjects, tmp_path
+):
+    def fail(*args, graph):
+        raise RuntimeError("out of\nmemory")
+
+    monkeypatch.setattr(program, "time_cutting", fail)
+    with Communicator(MPI.COMM_SELF) as comm:
+        program.run(["cutting", "mesh-2K", "bf16"], kernels, comm)
+        found = [line for line in lines(capsys) if "check" in line]
+        assert [line["detail"] for line in found] == ["RuntimeError: out of memory"] * 2
+        (tmp_path / "skip.json").write_text(json.dumps([found[0]["check"]]))
+        monkeypatch.setenv(program.SKIP, str(tmp_path / "skip.json"))
+        program.run(["cutting", "mesh-2K", "bf16"], kernels, comm)
+    assert [line["check"] for line in lines(capsys) if "check" in line] == [found[1]["check"]]
+
+
+def test_what_the_host_takes(kernels, capsys):
+    with Communicator(MPI.COMM_SELF) as comm:
+        program.run(["host"], kernels, comm)
+    _, found = lines(capsys)
+    assert {"kernel of ours", "np.add", "cuDNN", "cuBLAS"} <= set(found["numbers"]), "raw kernels on a GPU only"
+    assert all(seconds > 0 for seconds in found["numbers"].values())
+
+
+@needs_torch
+def test_torch_that_compiles_for_too_long_is_said(kernels, monkeypatch):
+    monkeypatch.setattr(contests, "COMPILE_PATIENCE", 0.0)
+    with Communicator(MPI.COMM_SELF) as comm, pytest.raises(AssertionError, match="torch, compiled: torch did not"):
+        contest_compiled(kernels, comm, MESH, "tf32", TorchProcess("cpu"))
+
+
+def test_subjects_are_networks_that_can_be_built():
+    assert SUBJECTS["mesh-2K"].network().inputs["x"].shape == (2048, 2048, 18)
+    assert SUBJECTS["unet-3d"].network().inputs["x"].shape == (128, 128, 128, 1)
+    data = MESH.data(MESH.network())
+    assert set(np.unique(data["target"])) == {0.0, 1.0}

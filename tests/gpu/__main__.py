@@ -1,0 +1,7 @@
+"""The same as ``python -m halograd.gpucheck``."""
+
+import sys
+
+from tests.gpu.command import main
+
+sys.exit(main())

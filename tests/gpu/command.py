@@ -1,0 +1,143 @@
+"""``python -m halograd.gpucheck [PART ...]``: run parts of the GPU check, keep their results, print the table of them.
+
+Results are appended to a file of JSON lines. What is recorded there is not run again: a call that was ended, by
+whatever, is repeated to go on. Exit code 0: all is well, or there is no GPU; 1: something failed; 3: the time of the
+call was over before the last check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.facts import commit, missing
+from tests.gpu.parts import PARTS
+from tests.gpu.results import BAD, STATES, Result, Results
+from tests.gpu.runner import ROOT, Part, Runner
+from tests.gpu.table import table
+from tests.gpu.wheels import WheelError, unpack
+from tests.harness.limits import slowness
+
+__all__ = ["main"]
+
+#: Of one call [s], below the eight minutes that one is allowed on a machine that is lent.
+SECONDS = 460.0
+FACTS_SECONDS = 90.0
+WELL, FAILED, UNFINISHED = 0, 1, 3
+
+
+def parse(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Namespace:
+    """The command line."""
+    names = "\n".join(f"  {part.name:13} {part.question}" for part in parts)
+    parser = argparse.ArgumentParser(
+        prog="python -m halograd.gpucheck",
+        description=__doc__,
+        epilog=f"parts, in this order:\n{names}\n  {'table':13} print what is recorded",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    choices = [*(part.name for part in parts), "table"]
+    parser.add_argument("parts", nargs="*", metavar="PART", help="which parts (default: all)")
+    parser.add_argument("--results", type=Path, default=Path("gpu-check.jsonl"), help="file (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of this call (default: %(default)g)")
+    again = "forget what is recorded of these parts; with 'failed' what went wrong only"
+    parser.add_argument("--again", nargs="?", const="all", choices=("all", "failed"), help=again)
+    wheels = "folder of wheels that this machine may lack (see tests/gpu/wheels.py); needs no package index"
+    parser.add_argument("--wheels", type=Path, help=wheels)
+    given = parser.parse_args(arguments)
+    unknown = [name for name in given.parts if name not in choices]
+    if unknown:
+        parser.error(f"expected parts out of {', '.join(choices)}, got {unknown[0]!r}")
+    return given
+
+
+def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
+    """Run what the command line asks for; see the exit codes above."""
+    given = parse(arguments, parts)
+    results = Results(given.results.absolute())
+    wanted = [part for part in parts if not given.parts or part.name in given.parts]
+    complete = True
+    if wanted:
+        lacks = _prepare(given, results)
+        if lacks is not None:
+            return lacks
+        runner = Runner(results, given.seconds, _limits(), say=_say, commit=commit())
+        for part in wanted:
+            if given.again:
+                results.again(part.name, STATES if given.again == "all" else BAD)
+            complete &= runner.run(part)
+    _say(table(results, parts))
+    _say(f"recorded in {results.path}")
+    names = {part.name for part in wanted} or {part.name for part in parts}
+    if any(result.status in BAD for result in results.all() if result.part in names | {"gpu"}):
+        return FAILED
+    return WELL if complete else UNFINISHED
+
+
+def _prepare(given: argparse.Namespace, results: Results) -> int | None:
+    """Unpack wheels and look what is there; the exit code if nothing can be run."""
+    if given.wheels is not None:
+        try:
+            said, environment = unpack(given.wheels)
+        except WheelError as error:
+            _say(str(error))
+            return 2
+        _say(said)
+        os.environ.update(environment)
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    answers = _gpu_answers()
+    found = _facts(results)
+    lacks = missing(found)
+    if not answers and not found.get("devices"):
+        _say(f"needs {'; '.join(lacks)}: nothing is checked without a GPU")
+        return WELL
+    if lacks:
+        text = f"a GPU answers ({answers or 'through the driver'}), and there is no {'; no '.join(lacks)}"
+        results.add(Result("gpu", "needs", "what a GPU needs", "failed", text))
+        _say(f"failed   {text}")
+        return FAILED
+    results.add(Result("gpu", "needs", "what a GPU needs", "ok", str(found["devices"][0]["name"])))
+    return None
+
+
+def _limits() -> Mapping[str, str]:
+    """Environment by which all limits grow on a machine that is slow."""
+    return {"HALOGRAD_TEST_SLOWNESS": f"{slowness():.2f}"}
+
+
+def _gpu_answers() -> str:
+    """What ``nvidia-smi`` says of the first GPU; empty if none answers."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=FACTS_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
+    return lines[0] if done.returncode == 0 and lines else ""
+
+
+def _facts(results: Results) -> dict[str, Any]:
+    """Versions and devices, recorded; what a process that died had to say, otherwise."""
+    command = [sys.executable, "-m", "tests.gpu.facts"]
+    found: dict[str, Any] = {}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FACTS_SECONDS, check=False, cwd=ROOT)
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, IndexError, json.JSONDecodeError) as error:
+        found = {"facts": f"cannot be told: {error}"}
+    results.write(facts=found)
+    _say("\n".join(f"{key}: {value}" for key, value in found.items()))
+    return found
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

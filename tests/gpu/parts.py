@@ -1,0 +1,134 @@
+"""The parts of the GPU check, in the order in which a device should be asked: what each stands on comes first.
+
+The limits of the jobs of a part add up to less than eight minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from tests.gpu.runner import Job, Part
+
+__all__ = ["PARTS"]
+
+OWN = "tests/kernels/cuda"
+CUDNN = "tests/kernels/cudnn/test_on_gpu.py"
+KERNELS = "tests/gpu/test_kernels.py"
+RANKS = "tests/gpu/test_ranks.py"
+TRANSPORTS = "tests/gpu/test_transports.py"
+PRECISIONS = ("strict", "bfloat16", "tf32", "float64", "float16")
+#: Ranks of one GPU; NCCL lets two share it from 2.30.3 on, if it is asked to. A peer that is gone is noticed early.
+SHARING: Mapping[str, str] = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "8",
+    "HALOGRAD_GPU_TIMEOUT": "30",
+}
+
+
+def _convolutions() -> Iterator[Job]:
+    for precision in ("bfloat16", "strict"):
+        chosen = f"test_numbers and {precision} and k3s1p1 and not channels"
+        yield Job(f"first, {precision}", (CUDNN, "-k", chosen), seconds=60)
+    for precision in PRECISIONS:
+        chosen = precision + " and not bfloat16" * (precision == "float16")
+        yield Job(precision, (CUDNN, KERNELS, "-k", chosen), seconds=65)
+    yield Job("denormals", (KERNELS, "-k", "denormals"), seconds=30)
+
+
+def _own() -> Iterator[Job]:
+    for name in ("boxes", "around", "reductions", "losses", "optimizers", "dropout", "resize", "norms", "pooling"):
+        yield Job(name, (f"{OWN}/test_{name}.py",), seconds=45)
+    yield Job("as a backend", (f"{OWN}/test_as_backend.py",), seconds=50)
+
+
+def _staged() -> Iterator[Job]:
+    for ranks in (1, 2, 4):
+        for chosen in ("test_layers", "test_training and float32", "test_training and bfloat16"):
+            yield Job(f"{ranks} ranks, {chosen}", (RANKS, "-k", chosen), ranks, 40, SHARING)
+        chosen = "slow or optimizers"
+        yield Job(f"{ranks} ranks, {chosen}", (RANKS, "-k", chosen), ranks, 34, SHARING)
+
+
+def _transports() -> Iterator[Job]:
+    yield Job("nccl, 1 rank", (TRANSPORTS,), 1, 60, SHARING)
+    for ranks in (2, 4):
+        yield Job(f"cuda-ipc, {ranks} ranks", (TRANSPORTS, "-k", "cuda-ipc"), ranks, 90, SHARING)
+    for name in ("nccl", "mpi-cuda"):
+        yield Job(f"{name}, 2 ranks", (TRANSPORTS, "-k", name), 2, 75, SHARING)
+
+
+def _steps(subjects: tuple[str, ...], precisions: tuple[str, ...], seconds: float) -> Iterator[Job]:
+    for subject in subjects:
+        for precision in precisions:
+            name = f"{subject}, {precision}"
+            yield Job(name, ("steps", subject, precision), seconds=seconds, module="benchmarks.gpu")
+
+
+def _timing(*arguments: str, seconds: float) -> Job:
+    return Job(" ".join(arguments), arguments, seconds=seconds, module="benchmarks.gpu")
+
+
+_WAITS = "does_not_wait"
+PARTS: tuple[Part, ...] = (
+    Part(
+        "environment",
+        "do the libraries load and belong together, and do two ranks start?",
+        (
+            Job("libraries", ("tests/gpu/test_environment.py",), seconds=90),
+            Job("2 ranks", ("tests/gpu/test_environment.py",), 2, 90, SHARING),
+        ),
+    ),
+    Part(
+        "convolutions",
+        "do plans of cuDNN execute, and are all kernels right in all precisions?",
+        tuple(_convolutions()),
+    ),
+    Part("own", "are our own kernels right on the device, each alone?", tuple(_own())),
+    Part(
+        "sanitizer",
+        "does compute-sanitizer find anything in a small step?",
+        tuple(Job(t, (t,), seconds=200, module="tests.gpu.sanitize") for t in ("memcheck", "racecheck")),
+    ),
+    Part(
+        "capture",
+        "do graphs of cuDNN, cuBLAS and CuPy repeat what eager steps compute?",
+        (
+            Job("graphs", ("tests/gpu/test_capture.py",), seconds=150),
+            Job("streams and plans", (CUDNN, "-k", "streams or kept or deterministic"), seconds=90),
+        ),
+    ),
+    Part("host", "what does the host take per launch?", (_timing("host", seconds=120),)),
+    Part(
+        "steps",
+        "does a step wait for the device; how long does it take beside torch?",
+        (
+            Job("no waiting", ("tests/gpu/test_steps.py", "-k", _WAITS), seconds=100),
+            *_steps(("mesh-2K", "resnet50"), ("bf16",), 175),
+        ),
+    ),
+    Part("steps-tf32", "the same in TF32", tuple(_steps(("mesh-2K", "resnet50"), ("tf32",), 220))),
+    Part(
+        "models",
+        "how long do the other networks take?",
+        tuple(_steps(("mesh-1K", "unet-512", "unet-3d"), ("bf16",), 150)),
+    ),
+    Part(
+        "cutting",
+        "what do copies, halos and cutting cost, without the wires?",
+        (_timing("copies", seconds=90), _timing("cutting", "mesh-2K", "bf16", seconds=350)),
+    ),
+    Part(
+        "staged",
+        "are layers and training right with 1, 2 and 4 ranks on one GPU, by staged messages?",
+        tuple(_staged()),
+    ),
+    Part("transports", "do CUDA IPC, NCCL and a CUDA-aware MPI carry messages and sums?", tuple(_transports())),
+    Part(
+        "large",
+        "are arrays of more than 2^31 elements right, and is memory what was predicted?",
+        (
+            Job("2^32 elements", ("tests/gpu/test_large.py",), seconds=240),
+            Job("memory", ("tests/gpu/test_steps.py", "-k", "memory"), seconds=200),
+        ),
+    ),
+)

@@ -1,0 +1,165 @@
+"""Results of the GPU check: one JSON line per event, on the disk before the next check begins.
+
+``{"begin": CHECK}`` before a check, ``{"check": CHECK, "status": ...}`` behind it, both with their part and job;
+``{"done": true}`` when a job has come to its end; ``{"facts": {...}}`` once per run. Whatever is killed, what was
+written stays: a line that was cut is skipped, and the next one begins on a line of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ABANDONED", "BAD", "JOB", "RESULTS", "SKIP", "STATES", "Key", "Result", "Results", "append"]
+
+#: Environment of a job: the file of results; its part, name and commit as JSON; a file with checks to be left out.
+RESULTS, JOB, SKIP = "HALOGRAD_GPU_RESULTS", "HALOGRAD_GPU_JOB", "HALOGRAD_GPU_SKIP"
+#: Exit code of a process whose device answers no more.
+ABANDONED = 86
+
+#: Part, job.
+Key = tuple[str, str]
+#: `crashed`: the process died in it; `hung`: it was killed at its limit; `missing`: it needs what is not installed.
+STATES = ("ok", "failed", "crashed", "hung", "skipped", "missing")
+BAD = ("failed", "crashed", "hung")
+
+
+def append(path: Path, **event: Any) -> None:
+    """Write one event as a line of its own; it is on the disk when this returns. Several processes may append."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        data = (b"\n" if torn else b"") + json.dumps(event, default=str).encode() + b"\n"
+        while data:
+            data = data[os.write(handle, data) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@dataclass
+class Result:
+    """One check.
+
+    Attributes
+    ----------
+    status
+        One of `STATES`.
+    detail
+        What was found, or why not.
+    seconds
+        What it took [s].
+    numbers
+        Errors, times [s], bytes [B], rates, by name.
+    """
+
+    part: str
+    job: str
+    check: str
+    status: str
+    detail: str = ""
+    seconds: float = 0.0
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    commit: str = ""
+
+
+class Results:
+    """A file of results, read once and appended to. Local.
+
+    Attributes
+    ----------
+    facts
+        Of the last run: versions and devices.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+        self._found: dict[tuple[str, str, str], Result] = {}
+        self._begun: dict[tuple[str, str, str], int] = {}
+        self._done: set[Key] = set()
+        self._read = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what was appended since."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._read)
+            added = file.read()
+        whole = added[: added.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:  # the process was killed while writing it
+                continue
+            if isinstance(event, dict):
+                self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "facts" in event:
+            self.facts = event["facts"]
+            return
+        part, job = str(event.get("part", "")), str(event.get("job", ""))
+        if "begin" in event:
+            key = (part, job, event["begin"])
+            self._begun[key] = self._begun.get(key, 0) + 1
+        elif "check" in event:
+            names = {name: event[name] for name in Result.__dataclass_fields__ if name in event}
+            result = Result(**{**names, "part": part, "job": job})
+            self._found[part, job, result.check] = result
+            self._begun.pop((part, job, result.check), None)
+        elif event.get("done"):
+            self._done.add((part, job))
+        elif "again" in event:
+            self._forget(part, event["again"])
+
+    def _forget(self, part: str, states: list[str]) -> None:
+        """What is to be done anew."""
+        whole = set(states) == set(STATES)
+        again = [key for key, result in self._found.items() if key[0] == part and result.status in states]
+        jobs = {key for key in self._done if key[0] == part} if whole else {key[:2] for key in again}
+        for key in again:
+            del self._found[key]
+        self._done -= jobs
+        self._begun = {key: n for key, n in self._begun.items() if key[0] != part}
+
+    # ------------------------------------------------------------------ what is known
+    def all(self) -> Iterator[Result]:
+        """The last result of every check, in the order in which they were first made."""
+        yield from self._found.values()
+
+    def of(self, key: Key) -> list[Result]:
+        """The results of a job."""
+        return [result for result in self._found.values() if (result.part, result.job) == key]
+
+    def done(self, key: Key) -> bool:
+        """Whether a job has come to its end."""
+        return key in self._done
+
+    def unfinished(self, key: Key) -> dict[str, int]:
+        """Checks of a job that were begun and have no result, with the number of times."""
+        return {check: n for (part, job, check), n in self._begun.items() if (part, job) == key}
+
+    # ------------------------------------------------------------------ writing
+    def write(self, **event: Any) -> None:
+        """Append an event."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        append(self.path, **event)
+        self.refresh()
+
+    def add(self, result: Result) -> Result:
+        """Append a result."""
+        self.write(**asdict(result))
+        return result
+
+    def again(self, part: str, states: tuple[str, ...] = STATES) -> None:
+        """Let the checks of a part be done anew that have one of these states."""
+        self.write(part=part, again=list(states))

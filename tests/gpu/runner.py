@@ -1,0 +1,264 @@
+"""Runs the jobs of a part: each a process of its own with a limit; what dies takes no other check with it.
+
+Needs the standard library only: it runs before anything else is shown to work. A job is begun again behind a crash,
+without the checks that have a result, until it comes to its end. What the time of a call does not allow for is left for
+the next call, which goes on where this one was ended, by whatever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.gpu.results import ABANDONED, JOB, RESULTS, SKIP, Result, Results
+from tests.harness import jobs
+from tests.launch import find_mpiexec
+
+__all__ = ["Job", "Part", "Runner"]
+
+ROOT = Path(__file__).resolve().parents[2]
+#: A job that has died so often is left alone; a check in which whole runs were ended so often is, too.
+MOST_CRASHES, MOST_INTERRUPTIONS = 3, 3
+LEAST_SECONDS = 5.0  # left of a call for a job to be begun [s]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process, or one MPI job.
+
+    Parameters
+    ----------
+    name
+        Within its part.
+    arguments
+        For pytest, or with `module` for that module, whose output is JSON lines.
+    ranks
+        Of an MPI job; 0 for a process without MPI.
+    seconds
+        Limit [s]; that of one check is half of it.
+    module
+        Other than pytest.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    ranks: int = 0
+    seconds: float = 120.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    module: str = ""
+
+    def command(self, python: str = sys.executable) -> list[str]:
+        """Command line."""
+        if self.module:
+            run = [python, "-m", self.module, *self.arguments]
+        else:
+            chosen = ("-m", "gpu", "--with-mpi") if self.ranks else ("-m", "gpu and not mpi")
+            run = [python, "-m", *_PYTEST, *chosen, f"--timeout={self.seconds / 2:g}", *self.arguments]
+        return [find_mpiexec(), "-n", str(self.ranks), *run] if self.ranks else run
+
+
+_PYTEST = ("pytest", "-q", "--no-header", "--tb=short", "-p", "tests.gpu.recording")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Jobs that answer one question, in this order."""
+
+    name: str
+    question: str
+    jobs: tuple[Job, ...]
+
+
+class Runner:
+    """Runs parts, as long as the time of this call lasts.
+
+    Parameters
+    ----------
+    results
+        Where events go.
+    seconds
+        Of this call [s]; nothing runs longer.
+    environment
+        For all jobs, beside their own.
+    say
+        Takes every line for the terminal.
+    """
+
+    def __init__(
+        self,
+        results: Results,
+        seconds: float,
+        environment: Mapping[str, str] | None = None,
+        say: Callable[[str], None] = print,
+        commit: str = "",
+    ) -> None:
+        self.results, self._environment, self._say, self._commit = results, dict(environment or {}), say, commit
+        self._deadline = time.monotonic() + seconds
+        self._log = results.path.with_suffix(".log")
+
+    @property
+    def seconds_left(self) -> float:
+        """Of this call [s]."""
+        return self._deadline - time.monotonic()
+
+    def run(self, part: Part) -> bool:
+        """Run what a part lacks; whether it is complete."""
+        self._say(f"== {part.name}: {part.question}")
+        complete = True
+        for job in part.jobs:
+            complete &= self._complete(part.name, job)
+        found = [result for result in self.results.all() if result.part == part.name]
+        counts = {state: sum(r.status == state for r in found) for state in dict.fromkeys(r.status for r in found)}
+        counted = ", ".join(f"{n} {state}" for state, n in counts.items()) or "nothing"
+        self._say(f"== {part.name}: {counted}" + ("" if complete else "; not all, run it again to go on"))
+        return complete
+
+    def _complete(self, part: str, job: Job) -> bool:
+        """Run a job until it has come to its end; False if the time does not allow for that."""
+        key = (part, job.name)
+        for crashes in range(MOST_CRASHES):
+            self._settle_interrupted(key)
+            if self.results.done(key):
+                return True
+            if self.seconds_left < LEAST_SECONDS:
+                return False
+            before = {result.check for result in self.results.of(key)}
+            ended = self._once(key, job)
+            for result in self.results.of(key):
+                if result.check not in before:
+                    self._tell(result)
+            if ended == "late" or self.results.done(key):
+                return ended != "late"
+            if crashes + 1 == MOST_CRASHES:
+                self._add(
+                    key, "job", "failed", f"it died {MOST_CRASHES} times; what is behind was not reached ({ended})"
+                )
+                self.results.write(part=part, job=job.name, done=True)
+        return True
+
+    def _settle_interrupted(self, key: tuple[str, str]) -> None:
+        for check, times in self.results.unfinished(key).items():
+            if times >= MOST_INTERRUPTIONS:
+                text = f"begun {times} times, and every time the whole run was ended in it; run it alone"
+                self._tell(self._add(key, check, "hung", text))
+
+    def _once(self, key: tuple[str, str], job: Job) -> str:
+        """Run a job once; how it ended: a text, or ``"late"`` if the time of the call was over."""
+        limit = min(job.seconds, self.seconds_left)
+        own = job.seconds <= limit  # else this call ends, and it was not the job's fault
+        begun = set(self.results.unfinished(key))
+        with tempfile.TemporaryDirectory(prefix="halograd-gpu-") as folder:
+            skip = Path(folder) / "skip.json"
+            skip.write_text(json.dumps([result.check for result in self.results.of(key)]), encoding="utf-8")
+            mark = jobs.new_mark()
+            about = {"part": key[0], "job": key[1], "commit": self._commit}
+            environment = {RESULTS: str(self.results.path), JOB: json.dumps(about), SKIP: str(skip), "TMPDIR": folder}
+            try:
+                process = self._start(job, mark, {**environment, **self._environment, **job.environment})
+            except FileNotFoundError as error:
+                self._add(key, "job", "missing", str(error))
+                self.results.write(part=key[0], job=key[1], done=True)
+                return "missing"
+            code, tail = self._wait(process, mark, limit, about if job.module else None)
+        self.results.refresh()
+        ended = f"killed after {limit:.0f} s" if code is None else _ending(code)
+        if job.module and code == 0:
+            self.results.write(part=key[0], job=key[1], done=True)
+        if code is None and not own:
+            return "late"
+        if not self.results.done(key) and code != ABANDONED:
+            self._blame(key, "hung" if code is None else "crashed", f"{ended}\n{tail}", begun)
+        return ended
+
+    def _blame(self, key: tuple[str, str], status: str, text: str, before: set[str]) -> None:
+        """Record what was under way when the process died."""
+        under_way = [check for check in self.results.unfinished(key) if check not in before]
+        again = [check for check, times in self.results.unfinished(key).items() if check in before and times > 1]
+        for check in (under_way or again)[-1:] or ["job"]:
+            self._add(key, check, status, text)
+
+    def _add(self, key: tuple[str, str], check: str, status: str, detail: str) -> Result:
+        return self.results.add(Result(*key, check, status, detail, commit=self._commit))
+
+    def _tell(self, result: Result) -> None:
+        last = result.detail.strip().splitlines()[-1:] if result.status != "ok" else [result.detail]
+        if result.status != "ok" or result.numbers:
+            self._say(f"{result.status:8} {result.job}: {result.check.rpartition('/')[2]}: {' '.join(last)}")
+
+    # ------------------------------------------------------------------ processes
+    def _start(self, job: Job, mark: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            job.command(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=jobs.job_environment(mark, environment),
+            preexec_fn=_die_with_parent,
+        )
+
+    def _wait(
+        self, process: subprocess.Popen[bytes], mark: str, limit: float, about: Mapping[str, str] | None
+    ) -> tuple[int | None, str]:
+        """Exit code, None if it was killed at its limit, and the last lines; all its processes have ended."""
+        tail: deque[str] = deque(maxlen=15)
+        reader = threading.Thread(target=self._read, args=(process, tail, about), daemon=True)
+        reader.start()
+        code: int | None
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            jobs.end(mark)
+            process.kill()
+            process.wait()
+        reader.join(LEAST_SECONDS)
+        return code, "\n".join(tail)
+
+    def _read(self, process: subprocess.Popen[bytes], tail: deque[str], about: Mapping[str, str] | None) -> None:
+        """Keep what a job prints, and the results among it."""
+        assert process.stdout is not None
+        with self._log.open("a", encoding="utf-8") as log:
+            for raw in process.stdout:
+                line = raw.decode(errors="replace").rstrip("\n")
+                log.write(line + "\n")
+                log.flush()
+                event = _event(line) if about is not None else None
+                if event is None:
+                    tail.append(line[:300])
+                elif about is not None:
+                    self.results.write(**about, **event)
+
+
+def _event(line: str) -> dict[str, object] | None:
+    """What a line of a module says, None if it is some other output."""
+    try:
+        event = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return event if isinstance(event, dict) and ("begin" in event or "check" in event) else None
+
+
+def _ending(code: int) -> str:
+    """How a process ended, in words."""
+    number = -code if code < 0 else code - 128
+    try:
+        return f"ended by {signal.Signals(number).name}"
+    except ValueError:
+        return f"exit code {code}"
+
+
+def _die_with_parent() -> None:
+    """In the child: end when the runner does, even if that was killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,0 +1,54 @@
+"""One tool of compute-sanitizer over a small step, as JSON lines. ``python -m tests.gpu.sanitize memcheck``"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["find", "main", "sanitize"]
+
+PROGRAM = ("-m", "tests.gpu.small_step")
+_SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
+_FOUND = re.compile(r"^=+ (.*(?:Invalid|Race|hazard|Error|Barrier|leak|Uninitialized).*)$", re.MULTILINE)
+
+
+def find() -> str | None:
+    """The program, on the PATH or in a toolkit."""
+    folders = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    beside = [Path(folder, "bin", "compute-sanitizer") for folder in folders if folder]
+    return shutil.which("compute-sanitizer") or next((str(path) for path in beside if path.exists()), None)
+
+
+def sanitize(tool: str, program: Sequence[str] = PROGRAM) -> dict[str, object]:
+    """The result of one tool."""
+    found = find()
+    if found is None:
+        return {"check": tool, "status": "missing", "detail": "needs compute-sanitizer of the CUDA toolkit"}
+    command = [found, "--tool", tool, "--error-exitcode", "99", "--target-processes", "all", sys.executable, *program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    sys.stderr.write(done.stdout[-20000:])
+    summary = " ".join(_SUMMARY.findall(done.stdout)[-1:])
+    if "not supported" in done.stdout and not summary:
+        return {"check": tool, "status": "missing", "detail": "compute-sanitizer does not support this device"}
+    right = done.returncode == 0 and bool(summary)
+    what = "; ".join(dict.fromkeys(_FOUND.findall(done.stdout)))[:1000]
+    detail = summary if right else f"exit code {done.returncode}; {summary or 'no summary'}; {what}"
+    return {"check": tool, "status": "ok" if right else "failed", "detail": detail}
+
+
+def main() -> int:
+    """One result per tool."""
+    for tool in sys.argv[1:]:
+        print(json.dumps({"begin": tool}), flush=True)
+        print(json.dumps(sanitize(tool)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Two training steps of small networks on a GPU: what compute-sanitizer looks at. ``python -m tests.gpu.small_step``"""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.training.executor import Executor
+from halograd.training.optimizers import LARS, AdamW
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
+from tests.gpu.test_ranks import fill
+from tests.training.test_device import NETWORKS
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Every network once, in float32 and in bfloat16, with other optimizers."""
+    with Communicator(MPI.COMM_SELF) as comm, get_backend("cudnn") as kernels:
+        for dtype, optimizer in (("float32", LARS), ("bfloat16", AdamW)):
+            for make in NETWORKS.values():
+                with Executor(make(), comm, kernels, 2, dtype=dtype) as executor:
+                    trainer = Trainer(executor, optimizer(executor.store), Constant(0.01), clip_norm=1.0)
+                    for step in range(2):
+                        fill(executor, step)
+                        trainer.step()
+                    trainer.settle()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The table of docs/gpu.md from the results: what was checked, what failed, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.gpu.results import BAD, STATES, Result, Results
+from tests.gpu.runner import Part
+
+__all__ = ["table"]
+
+
+def table(results: Results, parts: Sequence[Part]) -> str:
+    """Markdown: counts per part, what went wrong, and the numbers."""
+    everything = list(results.all())
+    facts = results.facts
+    devices = facts.get("devices") or [{}]
+    about = [
+        f"{name} {facts[name]}" for name in ("cupy", "cudnn", "nccl", "driver", "numpy", "python") if facts.get(name)
+    ]
+    commits = ", ".join(dict.fromkeys(r.commit for r in everything if r.commit)) or "unknown"
+    lines = [f"On {devices[0].get('name', 'no GPU')}; {', '.join(about)}; commits {commits}.", ""]
+    lines += ["| part | question | ok | not ok | skipped | seconds |", "|---|---|---|---|---|---|"]
+    for part in parts:
+        lines.append(_row(part, [result for result in everything if result.part == part.name]))
+    wrong = [result for result in everything if result.status in BAD]
+    lines += ["", "Not ok:", *(map(_line, wrong))] if wrong else []
+    left = [result for result in everything if result.status in ("skipped", "missing")]
+    lines += ["", "Left out:", *dict.fromkeys(f"- {r.part}: {_first(r.detail)}" for r in left)] if left else []
+    measured = [result for result in everything if result.status == "ok" and result.numbers]
+    lines += ["", "Measured:", *(f"- {r.check.rpartition('::')[2]}: {r.detail}" for r in measured)] if measured else []
+    return "\n".join(lines)
+
+
+def _row(part: Part, found: Sequence[Result]) -> str:
+    if not found:
+        return f"| {part.name} | {part.question} | not run | | | |"
+    assert {result.status for result in found} <= set(STATES)
+    ok, bad = (sum(r.status in states for r in found) for states in (("ok",), BAD))
+    seconds = sum(result.seconds for result in found)
+    return f"| {part.name} | {part.question} | {ok} | {bad} | {len(found) - ok - bad} | {seconds:.0f} |"
+
+
+def _line(result: Result) -> str:
+    last = result.detail.strip().splitlines()[-1:]
+    return f"- {result.part}, {result.job}: {result.check.rpartition('/')[2]} {result.status}: {' '.join(last)[:300]}"
+
+
+def _first(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:200]

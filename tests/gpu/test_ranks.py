@@ -1,0 +1,180 @@
+"""Layers and training under several ranks by staged messages, and races between streams, copies and messages.
+
+On the double, and with 1, 2 and 4 ranks on one GPU. Collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.device import as_dtype, is_low, resolution
+from halograd.kernels import Backend, get_backend
+from halograd.layers import (
+    Add,
+    Concat,
+    Conv,
+    ConvTranspose,
+    Dropout,
+    GroupNorm,
+    LayerNorm,
+    LocalResponseNorm,
+    MaxPool,
+    Resize,
+    SoftmaxCrossEntropy,
+)
+from halograd.layers import BatchNorm as Norm
+from halograd.layers.strategy import Strategy
+from halograd.testing import grids, random_array, run_layer
+from halograd.training.config import BackendConfig
+from halograd.training.executor import Executor
+from halograd.training.kernels import open_kernels
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
+from tests.gpu.place import gpu_count
+from tests.gpu.slow import check_download, check_upload_ahead, reused_message
+from tests.support.fake_device import FakeBackend
+from tests.training.test_device import NETWORKS, OPTIMIZERS
+
+STEPS = 5
+SIZE = MPI.COMM_WORLD.size
+#: A layer and its number of inputs.
+LAYERS: dict[str, tuple[Callable[[], Any], int]] = {
+    "convolution": (lambda: Conv(4, 3, padding=1, activation="relu", name="l"), 1),
+    "strided convolution": (lambda: Conv(4, 3, 2, padding=1, name="l"), 1),
+    "transposed convolution": (lambda: ConvTranspose(3, 3, 2, 1, 1, name="l"), 1),
+    "max pool": (lambda: MaxPool(3, 2, 1, name="l"), 1),
+    "batch norm": (lambda: Norm(activation="relu", name="l"), 1),
+    "group norm": (lambda: GroupNorm(2, name="l"), 1),
+    "layer norm": (lambda: LayerNorm("channels", name="l"), 1),
+    "local response norm": (lambda: LocalResponseNorm(3, name="l"), 1),
+    "resize": (lambda: Resize(2, mode="bilinear", name="l"), 1),
+    "dropout": (lambda: Dropout(0.3, name="l"), 1),
+    "concat": (lambda: Concat("l"), 2),
+    "sum": (lambda: Add(activation="relu", name="l"), 2),
+}
+CUTS = list(grids(SIZE, ("sample", "height", "width")))
+
+
+def text(parts: Mapping[str, int]) -> str:
+    """``1x2x1``"""
+    return "x".join(str(n) for n in parts.values())
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("double", marks=pytest.mark.ranks(1, 2)),
+        *[pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.ranks(1, 2, 4)])] * bool(gpu_count()),
+    ],
+)
+def opened(request) -> Iterator[tuple[Backend, Communicator]]:
+    """Kernels and a communicator whose messages go by the host."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        kernels = FakeBackend() if request.param == "double" else open_kernels(BackendConfig(kernels="cudnn"), comm)
+        with kernels:
+            yield kernels, comm
+
+
+@pytest.mark.parametrize("parts", CUTS, ids=text)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(opened, name, parts):
+    """Output and gradients against NumPy under the same cut."""
+    kernels, comm = opened
+    make, inputs = LAYERS[name]
+    shapes = [(9, 8, 4)] * inputs
+    with get_backend("numpy") as reference:
+        expected = run_layer(make, shapes, comm, parts, backend=reference, batch=4, steps=2)
+    found = run_layer(make, shapes, comm, parts, dtype="float32", backend=kernels, batch=4, steps=2)
+    for key, want in (expected or {}).items():
+        assert found is not None
+        error = float(np.abs(found[key] - want).max(initial=0)) / max(1.0, float(np.abs(want).max(initial=0)))
+        assert error <= 2e4 * np.finfo("float32").eps, f"{key} differs from NumPy by {error:.1e}"
+
+
+@pytest.mark.parametrize("parts", [p for p in CUTS if p["sample"] <= 4], ids=text)
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training(opened, dtype, name, parts):
+    """Losses of some steps against NumPy's under the same cut."""
+    compare_losses(*opened, dtype, name, parts)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers(opened, optimizer):
+    compare_losses(*opened, "float32", "mesh", {"height": SIZE}, optimizer)
+
+
+def compare_losses(
+    kernels: Backend, comm: Communicator, dtype: str, name: str, parts: Mapping[str, int], optimizer: str = "sgd"
+) -> None:
+    """Raise unless the losses are NumPy's, as far as `dtype` allows."""
+    network = NETWORKS[name]()
+    with get_backend("numpy") as reference:
+        expected = _losses(network, comm, parts, reference, "float64", optimizer)
+    found = _losses(network, comm, parts, kernels, dtype, optimizer)
+    if is_low(dtype):  # every layer rounds what it writes once
+        bound = resolution(as_dtype(dtype)) * len(network.layers) * (1 + np.arange(STEPS))
+    else:
+        reduction = max(math.prod(n.shape) for n in network.layers.values()) * 4
+        bound = resolution(dtype) * math.sqrt(reduction) * 20 * (1 + np.arange(STEPS)) ** 2
+    error = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
+    assert (error <= bound).all(), f"losses differ by {error.max():.1e}, allowed are {bound.max():.1e}"
+
+
+def _losses(
+    network: Any, comm: Communicator, parts: Mapping[str, int], kernels: Backend, dtype: str, optimizer: str
+) -> np.ndarray:
+    strategy, losses = Strategy(dict(parts), bucket_bytes=4096), []
+    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3) as executor:
+        trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Constant(0.01))
+        for step in range(STEPS):
+            fill(executor, step)
+            losses.append(trainer.step())
+        trainer.settle()
+        return np.array([float(loss) for loss in losses])
+
+
+def fill(executor: Executor, step: int) -> None:
+    """Set the inputs to those of a step."""
+    loss = executor.network.outputs["loss"]
+    for name, node in executor.network.inputs.items():
+        array = random_array((executor.batch, *node.shape), name, seed=step % 3)
+        if name == "target" and isinstance(loss.layer, SoftmaxCrossEntropy):
+            array = np.floor(np.abs(array * 1000)) % loss.inputs[0].shape[-1]
+        elif name == "target":
+            array = (array > 0.5).astype(float)
+        executor.set_input(name, array)
+
+
+def test_downloads_behind_a_slow_producer(opened):
+    check_download(opened[0])
+
+
+def test_uploads_ahead_of_a_slow_consumer(opened):
+    check_upload_ahead(opened[0])
+
+
+def test_messages_behind_a_slow_producer(opened):
+    reused_message(*opened)
+
+
+@pytest.mark.ranks(1, 2)
+def test_races_are_found(monkeypatch):
+    """A device whose uploads ahead are never waited for, and one whose downloads are not."""
+    with FakeBackend() as kernels, Communicator(MPI.COMM_WORLD) as comm:
+        monkeypatch.setattr(kernels.device, "join", lambda ticket: None)
+        monkeypatch.setattr(kernels.device, "arrive", lambda ticket: None)
+        with pytest.raises(AssertionError, match=r"expected 1\.0 everywhere"):
+            check_download(kernels)
+        with pytest.raises(AssertionError, match=r"expected 1\.0 everywhere"):
+            check_upload_ahead(kernels)
+        if comm.size > 1:
+            with pytest.raises(AssertionError, match=r"of rank . carried"):
+                reused_message(kernels, comm)
