@@ -99,7 +99,7 @@ def _prepare(given: argparse.Namespace, results: Results) -> int | None:
         _say(f"needs {'; '.join(lacks)}: nothing is checked without a GPU")
         return WELL
     if lacks:
-        text = f"a GPU answers ({answers or 'through the driver'}), and there is no {'; no '.join(lacks)}"
+        text = f"a GPU answers ({answers or 'through the driver'}), and something is missing: {'; '.join(lacks)}"
         results.add(Result("gpu", "needs", "what a GPU needs", "failed", text))
         _say(f"failed   {text}")
         return FAILED

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ __all__ = ["Job", "Part", "Runner"]
 ROOT = Path(__file__).resolve().parents[2]
 #: A job that has died so often is left alone; a check in which whole runs were ended so often is, too.
 MOST_CRASHES, MOST_INTERRUPTIONS = 3, 3
+MOST_LINES = 5
 LEAST_SECONDS = 5.0  # left of a call for a job to be begun [s]
 
 
@@ -134,9 +135,7 @@ class Runner:
                 return False
             before = {result.check for result in self.results.of(key)}
             ended = self._once(key, job)
-            for result in self.results.of(key):
-                if result.check not in before:
-                    self._tell(result)
+            self._tell([result for result in self.results.of(key) if result.check not in before])
             if ended == "late" or self.results.done(key):
                 return ended != "late"
             if crashes + 1 == MOST_CRASHES:
@@ -150,7 +149,7 @@ class Runner:
         for check, times in self.results.unfinished(key).items():
             if times >= MOST_INTERRUPTIONS:
                 text = f"begun {times} times, and every time the whole run was ended in it; run it alone"
-                self._tell(self._add(key, check, "hung", text))
+                self._tell([self._add(key, check, "hung", text)])
 
     def _once(self, key: tuple[str, str], job: Job) -> str:
         """Run a job once; how it ended: a text, or ``"late"`` if the time of the call was over."""
@@ -190,10 +189,15 @@ class Runner:
     def _add(self, key: tuple[str, str], check: str, status: str, detail: str) -> Result:
         return self.results.add(Result(*key, check, status, detail, commit=self._commit))
 
-    def _tell(self, result: Result) -> None:
-        last = result.detail.strip().splitlines()[-1:] if result.status != "ok" else [result.detail]
-        if result.status != "ok" or result.numbers:
-            self._say(f"{result.status:8} {result.job}: {result.check.rpartition('/')[2]}: {' '.join(last)}")
+    def _tell(self, found: Sequence[Result]) -> None:
+        """Say what was measured, and what is not ok, the first few."""
+        told = [result for result in found if result.status == "ok" and result.numbers]
+        wrong = [result for result in found if result.status != "ok"]
+        for result in [*told, *wrong[:MOST_LINES]]:
+            last = result.detail.strip().splitlines()[-1:]
+            self._say(f"{result.status:8} {result.job}: {result.check.rpartition('/')[2]}: {' '.join(last)[:400]}")
+        if len(wrong) > MOST_LINES:
+            self._say(f"         {wrong[0].job}: and {len(wrong) - MOST_LINES} more")
 
     # ------------------------------------------------------------------ processes
     def _start(self, job: Job, mark: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tests.gpu.results import BAD, STATES, Result, Results
 from tests.gpu.runner import Part
@@ -24,7 +24,7 @@ def table(results: Results, parts: Sequence[Part]) -> str:
     for part in parts:
         lines.append(_row(part, [result for result in everything if result.part == part.name]))
     wrong = [result for result in everything if result.status in BAD]
-    lines += ["", "Not ok:", *(map(_line, wrong))] if wrong else []
+    lines += ["", "Not ok:", *_grouped(wrong)] if wrong else []
     left = [result for result in everything if result.status in ("skipped", "missing")]
     lines += ["", "Left out:", *dict.fromkeys(f"- {r.part}: {_first(r.detail)}" for r in left)] if left else []
     measured = [result for result in everything if result.status == "ok" and result.numbers]
@@ -41,9 +41,15 @@ def _row(part: Part, found: Sequence[Result]) -> str:
     return f"| {part.name} | {part.question} | {ok} | {bad} | {len(found) - ok - bad} | {seconds:.0f} |"
 
 
-def _line(result: Result) -> str:
-    last = result.detail.strip().splitlines()[-1:]
-    return f"- {result.part}, {result.job}: {result.check.rpartition('/')[2]} {result.status}: {' '.join(last)[:300]}"
+def _grouped(wrong: Sequence[Result]) -> Iterator[str]:
+    """A line for all checks of a job that ended alike, which names the first."""
+    groups: dict[tuple[str, str, str, str], list[Result]] = {}
+    for result in wrong:
+        why = " ".join(result.detail.strip().splitlines()[-1:])[:300]
+        groups.setdefault((result.part, result.job, result.status, why), []).append(result)
+    for (part, job, status, why), some in groups.items():
+        more = f" and {len(some) - 1} more" if len(some) > 1 else ""
+        yield f"- {part}, {job}: {some[0].check.rpartition('/')[2]}{more} {status}: {why}"
 
 
 def _first(text: str) -> str:

@@ -33,7 +33,7 @@ def smi(tmp_path, monkeypatch):
         path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
 
-    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # the command adds to it
     monkeypatch.setattr(command, "slowness", lambda: 1.0)
     return put
 
@@ -71,7 +71,7 @@ def test_a_gpu_that_answers_where_something_is_missing_is_a_failure(smi, call, l
     smi()
     code, said, results = call(found={**FOUND, lacks: None}, parts=PARTS)
     (result,) = results.all()
-    assert code == 1 and result.status == "failed" and "GPU 0: NVIDIA H100" in result.detail and "there is no " in said
+    assert code == 1 and result.status == "failed" and "GPU 0: NVIDIA H100" in result.detail and "is missing: " in said
 
 
 def test_what_this_machine_has_is_found_by_a_process_of_its_own(smi, call):
@@ -128,7 +128,8 @@ def collected(tmp_path_factory) -> dict[int, list[str]]:
     folder = tmp_path_factory.mktemp("driver")
     (folder / "cuda.c").write_text(DRIVER)
     subprocess.run(["gcc", "-shared", "-o", folder / "libcuda.so.1", folder / "cuda.c"], check=True)
-    environment = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)}
+    places = {"LD_LIBRARY_PATH": folder, "PYTHONPATH": ROOT}
+    environment = {name: os.pathsep.join([str(p), os.environ.get(name, "")]) for name, p in places.items()}
     found = {}
     for ranks in sorted({job.ranks for p in PARTS for job in p.jobs}):
         some = [job for p in PARTS for job in p.jobs if job.ranks == ranks and not job.module]

@@ -59,4 +59,6 @@ def test_the_table(tmp_path):
     assert text.startswith("On H100; cupy 14.2.0; commits abc.")
     assert "| one | first? | 1 | 1 | 1 | 2 |" in text and "| two | second? | not run | | | |" in text
     assert "- one, j: x.py::test_b hung: killed after 5 s" in text
+    results.add(Result("one", "j", "tests/x.py::test_d", "hung", "elsewhere\nkilled after 5 s"))
+    assert "- one, j: x.py::test_b and 1 more hung: killed after 5 s" in table(results, parts)
     assert "- one: ranks 0 and 1 share a GPU" in text and "- test_a: 1.5 ms/step" in text

@@ -6,13 +6,15 @@ What cannot be had is skipped with the reason that the library gives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
+from halograd.comm.gpu.ipc_memory import IpcMemory
 from halograd.comm.gpu.nccl import SUMMABLE, Link
 from halograd.comm.gpu.streams import Cuda, Passage
 from halograd.comm.gpu.watchdog import Watchdog
@@ -36,19 +38,23 @@ COUNTS = {"double": (5, 1 << 12, 3001), "gpu": (5, 1 << 12, 3001, 1 << 20)}
 SHARING = {"cuda-ipc": (2, 4), "nccl": (2,), "mpi-cuda": (2,)}
 
 
-@pytest.fixture(
-    params=[
+def places(names: Mapping[str, tuple[int, ...]]) -> list[Any]:
+    """Each transport under two ranks on doubles, and under those given on a GPU."""
+    return [
         pytest.param((place, name), marks=[pytest.mark.ranks(*sizes), *[pytest.mark.gpu] * gpu], id=f"{place}-{name}")
         for place, gpu in (("double", False), *[("gpu", True)] * bool(gpu_count()))
-        for name, sizes in (SHARING if gpu else dict.fromkeys(SHARING, (2,))).items()
+        for name, sizes in (names if gpu else dict.fromkeys(names, (2,))).items()
     ]
-)
+
+
+@pytest.fixture(params=places(SHARING))
 def opened(request, monkeypatch) -> Iterator[tuple[Backend, Communicator, str]]:
     """Kernels, a communicator over the transport, and where."""
     place, name = request.param
     if place == "double":
         monkeypatch.setattr(Slow, "write", lambda self, array, value: array.fill(value))
         with gpu_ranks(monkeypatch, name) as r:
+            r.trace_barriers(monkeypatch)
             yield r.kernels, r.comm, place
         return
     with Communicator(MPI.COMM_WORLD) as comm, open_kernels(BackendConfig(kernels="cudnn"), comm) as kernels:
@@ -61,6 +67,34 @@ def opened(request, monkeypatch) -> Iterator[tuple[Backend, Communicator, str]]:
 
 def test_messages(opened):
     reused_message(*opened[:2])
+
+
+@pytest.mark.parametrize("opened", places({"cuda-ipc": SHARING["cuda-ipc"]}), indirect=True)
+@pytest.mark.parametrize("how", ["memory", "events"])
+def test_memory_of_another_process(opened, how):
+    """What CUDA IPC stands on, alone: memory that a peer maps, events that it waits for, recorded again and again."""
+    kernels, comm, _ = opened
+    memory, device, slow = IpcMemory(Cuda(kernels.device), comm.mpi, comm.agree), kernels.device, Slow(kernels)
+    shared = memory.share(4096, events=1)
+    parts = [shared.array(rank, 0, 1024, np.dtype(np.float32)) for rank in range(comm.size)]
+    kept = [kernels.zeros((comm.size, 1024), "float32") for _ in range(3)]
+    for run, copy in enumerate(kept):
+        slow.write(parts[comm.rank], 10.0 * run + comm.rank)
+        if how == "memory":
+            device.synchronize()
+        shared.events[0].record(device.compute)
+        comm.barrier()
+        for rank, part in enumerate(parts):
+            if how == "events" and rank != comm.rank:
+                device.compute.wait_event(shared.peer_event(rank, 0))
+            np.copyto(copy[rank], part)
+        device.synchronize()
+        comm.barrier()
+    found = [device.to_host(copy) for copy in kept]
+    shared.close()
+    memory.close()
+    for run, copy in enumerate(found):
+        assert [set(part.tolist()) for part in copy] == [{10.0 * run + rank} for rank in range(comm.size)]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,19 @@ class Rank:
         self.comm, self.kernels, self.nccl = comm, kernels, nccl
         self.device: StreamDevice = kernels.device
         self.choice: Any = None
+
+    def trace_barriers(self, monkeypatch: Any) -> None:
+        """Let barriers of this communicator order the hosts in the traces, as they do."""
+        comm, trace, barrier, count = self.comm, self.device.trace, self.comm.barrier, itertools.count()
+
+        def traced() -> None:
+            number = next(count)
+            trace.add("host record", "barrier", event=(("barrier", number, comm.rank), number))
+            barrier()
+            for rank in range(comm.size):
+                trace.add("host wait", "barrier", event=(("barrier", number, rank), number))
+
+        monkeypatch.setattr(comm, "barrier", traced)
 
 
 @contextmanager
