@@ -86,7 +86,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests for this number of ranks, or for this half of the serial ones."""
     size = config.stash[SIZE]
-    wanted = [size in sizes(item) if size else _in_half(item) for item in items]
+    wanted = [size in sizes(item) if size else not sizes(item) and _in_half(item) for item in items]
     if not all(wanted):
         config.hook.pytest_deselected(items=[item for item, keep in zip(items, wanted) if not keep])
         items[:] = [item for item, keep in zip(items, wanted) if keep]

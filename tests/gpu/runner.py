@@ -63,12 +63,12 @@ class Job:
         if self.module:
             run = [python, "-m", self.module, *self.arguments]
         else:
-            chosen = ("-m", "gpu", "--with-mpi") if self.ranks else ("-m", "gpu and not mpi")
-            run = [python, "-m", *_PYTEST, *chosen, f"--timeout={self.seconds / 2:g}", *self.arguments]
+            ranks = ("--with-mpi",) if self.ranks else ()
+            run = [python, "-m", *_PYTEST, *ranks, f"--timeout={self.seconds / 2:g}", *self.arguments]
         return [find_mpiexec(), "-n", str(self.ranks), *run] if self.ranks else run
 
 
-_PYTEST = ("pytest", "-q", "--no-header", "--tb=short", "-p", "tests.gpu.recording")
+_PYTEST = ("pytest", "-q", "--no-header", "--tb=short", "-p", "tests.gpu.recording", "-m", "gpu")
 
 
 @dataclass(frozen=True)

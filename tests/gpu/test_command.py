@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -151,6 +152,17 @@ def selected(job: Job, names: list[str]) -> list[str]:
     files = tuple(a for a in arguments if a.endswith(".py"))
     found = [name for name in names if name.startswith(files)]
     return [n for n in found if chosen is None or chosen.evaluate(lambda word, n=n: word.lower() in n.lower())]
+
+
+def test_the_documentation_names_every_part():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    calls = [
+        set(words.split()) for words in re.findall(r"^python3 -m halograd.gpucheck .*?gpu-wheels (.*)$", text, re.M)
+    ]
+    assert set.union(*calls) == {p.name for p in PARTS}, "what is run without an index"
+    assert all(f"`{p.name}`" in text for p in PARTS)
+    for names in calls:
+        assert sum(job.seconds for p in PARTS if p.name in names for job in p.jobs) <= 480, names
 
 
 def test_parts_fit_into_calls_of_eight_minutes():

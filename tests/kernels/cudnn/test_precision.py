@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from halograd.kernels import KernelError
+from halograd.kernels import KernelError, get_backend
 from halograd.kernels.cudnn.precision import Arithmetic
+from tests.kernels.geometries import CASES
+
+from .on_device import BOUNDS
 
 
 def test_strict_float32_refuses_rounded_factors():
@@ -29,6 +33,26 @@ def test_deterministic_mode_refuses_atomic_sums_of_every_dtype():
 def test_arithmetic_of_matrix_products():
     assert Arithmetic().compute_type("float32") == 68 and Arithmetic("tf32").compute_type("float32") == 77
     assert Arithmetic("tf32").compute_type("float64") == 70
+
+
+def truncated(a):
+    """Factors as an engine takes them that cuts float32 off to TF32 and does not round."""
+    return (a.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+
+def test_the_bound_of_tf32_is_that_of_an_engine_that_truncates():
+    """One that rounds errs by half as much. 1e-3 would refuse such an engine."""
+    worst, (case,) = 0.0, (c for c in CASES if c.name == "depthwise x2")
+    xs, ws, _, ys = case.shapes
+    with get_backend("numpy") as numpy:
+        for seed in range(10):
+            random = np.random.default_rng(seed)
+            x, w = (random.standard_normal(shape).astype(np.float32).astype(np.float64) for shape in (xs, ws))
+            exact, found = np.empty(ys), np.empty(ys)
+            numpy.conv_forward(x, w, None, exact, case.geometry)()
+            numpy.conv_forward(truncated(x), truncated(w), None, found, case.geometry)()
+            worst = max(worst, np.abs(found - exact).max() / np.abs(exact).max())
+    assert 1e-3 < worst <= BOUNDS["tf32"]
 
 
 def test_unknown_precision_is_refused():
