@@ -79,13 +79,18 @@ class Ours:
         return self._device.seconds(first, second) / count
 
     def host_seconds(self, count: int) -> float:
-        """Time in which the host enqueues a step [s]; where it is the longer one, it sets the pace."""
-        begin = time.perf_counter()
+        """Median time in which the host enqueues a step [s]; where it is the longer one, it sets the pace.
+
+        Each behind a synchronization: a step waits for the loss of the step before, so for the device.
+        """
+        found = []
         for _ in range(count):
+            self._device.synchronize()
+            begin = time.perf_counter()
             self.trainer.step()
-        took = time.perf_counter() - begin
+            found.append(time.perf_counter() - begin)
         self._device.synchronize()
-        return took / count
+        return statistics.median(found)
 
     def launches(self) -> int | None:
         """Nodes of the graphs of a forward and a backward pass: kernels, copies and fills. None without graphs."""

@@ -72,7 +72,7 @@ class Recording:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         status, detail = self._outcome
         said = str(self._numbers.pop("detail", ""))
-        lost = _lost() if status == "failed" else ""
+        lost = _lost() if status == "failed" else ""  # on every rank: the device of each is another's, or it is lost
         text = " ".join(filter(None, [said, detail, lost]))
         seconds = round(time.monotonic() - self._begin, 3)
         self._write(check=nodeid, status=status, detail=text, seconds=seconds, numbers=self._numbers)

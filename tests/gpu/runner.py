@@ -28,7 +28,7 @@ __all__ = ["Job", "Part", "Runner"]
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A job that has died so often is left alone; a check in which whole runs were ended so often is, too.
-MOST_CRASHES, MOST_INTERRUPTIONS = 3, 3
+MOST_CRASHES, MOST_INTERRUPTIONS = 5, 3
 MOST_LINES = 5
 LEAST_SECONDS = 5.0  # left of a call for a job to be begun [s]
 
@@ -127,7 +127,8 @@ class Runner:
     def _complete(self, part: str, job: Job) -> bool:
         """Run a job until it has come to its end; False if the time does not allow for that."""
         key = (part, job.name)
-        for crashes in range(MOST_CRASHES):
+        crashes = 0
+        while True:
             self._settle_interrupted(key)
             if self.results.done(key):
                 return True
@@ -136,14 +137,14 @@ class Runner:
             before = {result.check for result in self.results.of(key)}
             ended = self._once(key, job)
             self._tell([result for result in self.results.of(key) if result.check not in before])
-            if ended == "late" or self.results.done(key):
-                return ended != "late"
-            if crashes + 1 == MOST_CRASHES:
+            crashes += ended.startswith(("killed", "ended", "exit"))
+            if ended == "late":
+                return False
+            if crashes == MOST_CRASHES and not self.results.done(key):
                 self._add(
                     key, "job", "failed", f"it died {MOST_CRASHES} times; what is behind was not reached ({ended})"
                 )
                 self.results.write(part=part, job=job.name, done=True)
-        return True
 
     def _settle_interrupted(self, key: tuple[str, str]) -> None:
         for check, times in self.results.unfinished(key).items():
@@ -152,10 +153,13 @@ class Runner:
                 self._tell([self._add(key, check, "hung", text)])
 
     def _once(self, key: tuple[str, str], job: Job) -> str:
-        """Run a job once; how it ended: a text, or ``"late"`` if the time of the call was over."""
+        """Run a job once; how it ended: a text, or ``"late"`` if the time of the call was over.
+
+        One that was killed at its limit, and has made progress, goes on where it was: no check of it is to blame.
+        """
         limit = min(job.seconds, self.seconds_left)
         own = job.seconds <= limit  # else this call ends, and it was not the job's fault
-        begun = set(self.results.unfinished(key))
+        begun, known = set(self.results.unfinished(key)), len(self.results.of(key))
         with tempfile.TemporaryDirectory(prefix="halograd-gpu-") as folder:
             skip = Path(folder) / "skip.json"
             skip.write_text(json.dumps([result.check for result in self.results.of(key)]), encoding="utf-8")
@@ -170,17 +174,24 @@ class Runner:
                 return "missing"
             code, tail = self._wait(process, mark, limit, about if job.module else None)
         self.results.refresh()
-        ended = f"killed after {limit:.0f} s" if code is None else _ending(code)
         if job.module and code == 0:
             self.results.write(part=key[0], job=key[1], done=True)
         if code is None and not own:
             return "late"
-        if not self.results.done(key) and code != ABANDONED:
-            self._blame(key, "hung" if code is None else "crashed", f"{ended}\n{tail}", begun)
+        if code is None and len(self.results.of(key)) > known:
+            return "slow"
+        ended = f"killed after {limit:.0f} s" if code is None else _ending(code)
+        if code != ABANDONED:
+            self._blame(key, code, f"{ended}\n{tail}", begun)
         return ended
 
-    def _blame(self, key: tuple[str, str], status: str, text: str, before: set[str]) -> None:
-        """Record what was under way when the process died."""
+    def _blame(self, key: tuple[str, str], code: int | None, text: str, before: set[str]) -> None:
+        """Record what was under way when the process died, be it its own end."""
+        if self.results.done(key):
+            if code not in (0, 1, 2, 5):  # of pytest: tests have run, cannot be collected, or there was none left
+                self._add(key, "end of the process", "crashed", text)
+            return
+        status = "hung" if code is None else "crashed"
         under_way = [check for check in self.results.unfinished(key) if check not in before]
         again = [check for check, times in self.results.unfinished(key).items() if check in before and times > 1]
         for check in (under_way or again)[-1:] or ["job"]:

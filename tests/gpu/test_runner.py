@@ -123,9 +123,22 @@ def test_a_device_that_answers_no_more_ends_its_process(checks, run):
     assert "[the device answers no more: cudaErrorIllegalAddress" in next(results.all()).detail
 
 
-def test_a_job_that_cannot_begin_is_given_up(checks, run):
+def test_a_job_that_cannot_begin_is_given_up(checks, run, monkeypatch):
+    monkeypatch.setattr("tests.gpu.runner.MOST_CRASHES", 2)
     complete, found, _ = run(checks("os._exit(7)"), checks("def test_a(): pass", "next"))
     assert complete and found == {("job", "job"): "failed", ("next", "test_a"): "ok"}
+
+
+def test_a_crash_at_the_end_is_one_too(checks, run):
+    """As where a library of CUDA or MPI is torn down: every check was right."""
+    job = checks("""
+        def test_a():
+            import atexit
+            atexit.register(os.abort)
+    """)
+    complete, found, results = run(job)
+    assert complete and found == {("job", "test_a"): "ok", ("job", "end of the process"): "crashed"}
+    assert "ended by SIGABRT" in results.of(("part", "job"))[1].detail
 
 
 def test_a_file_that_cannot_be_imported_is_recorded(checks, run):

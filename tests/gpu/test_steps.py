@@ -37,10 +37,10 @@ def gate(kernels: Backend) -> Iterator[object]:
     flag = device.pinned((1,), np.int32)
     wait = device.cupy.RawKernel(GATE, "gate")
     flag[0] = 1
-    wait((1,), (1,), (flag.ctypes.data, np.int64(CYCLES)))  # compiled and loaded before
+    wait((1,), (1,), (np.uint64(flag.ctypes.data), np.int64(CYCLES)))  # compiled and loaded before
     device.synchronize()
     flag[0] = 0
-    wait((1,), (1,), (flag.ctypes.data, np.int64(CYCLES)))
+    wait((1,), (1,), (np.uint64(flag.ctypes.data), np.int64(CYCLES)))
     try:
         yield device.mark()
     finally:
