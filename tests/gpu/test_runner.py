@@ -221,7 +221,8 @@ sys.exit(not Runner(Results(Path(sys.argv[1])), 1e6).run(Part("part", "?", (job,
 
 def test_killed_at_random_times_it_goes_on(checks, tmp_path):
     """Nothing that is recorded is run again, nothing is lost, no process is left. HALOGRAD_GPU_KILLS: how often."""
-    count, kills = 12, int(os.environ.get("HALOGRAD_GPU_KILLS", "4"))
+    kills = int(os.environ.get("HALOGRAD_GPU_KILLS", "4"))
+    count = 3 * kills
     job = checks("\n".join(f"def test_{i}(): time.sleep(0.02)" for i in range(count)))
     path, mark, draw = tmp_path / "r.jsonl", jobs.new_mark(), random.Random(5)
     command = [sys.executable, "-c", DRIVER, str(path), job.arguments[0]]
