@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
+from halograd.layers.pair import Pair
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+    from halograd.program.views import View
 
 __all__ = ["GELU", "LeakyReLU", "ReLU", "Sigmoid", "Softmax", "Tanh"]
 
@@ -25,8 +30,19 @@ class _Activation(Layer):
     def flops(self, *shapes: Shape) -> int:
         return math.prod(shapes[0])
 
-    def bind(self, binding: Binding) -> Operator:
-        return _ActivationOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        kernel = context.kernel(partial(_activation, self), x=context.inputs[0].view, y=context.y)
+        context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
+
+        def backward() -> None:
+            kernel.add(dy=context.dy, dx=context.gradient(0))
+            context.run(kernel, "backward", timing=context.timing("backward_data"))
+
+        return backward
+
+
+def _activation(layer: _Activation, environment: Any, x: Any, y: Any, dy: Any = None, dx: Any = None) -> Pair:
+    return Pair(*environment.kernels.activation(layer.function, x, y, dy, dx, alpha=layer.alpha))
 
 
 class ReLU(_Activation):
@@ -63,29 +79,6 @@ class GELU(_Activation):
     function = "gelu"
 
 
-class _ActivationOperator(Operator):
-    def __init__(self, b: Binding) -> None:
-        self.b = b
-        self.kernel, _ = self._bind(None, None)
-
-    def _bind(self, dy: Any, dx: Any) -> tuple[Any, Any]:
-        b = self.b
-        assert isinstance(b.layer, _Activation)
-        x = b.inputs[0].array
-        return b.kernels.activation(b.layer.function, x, b.output.array, dy, dx, alpha=b.layer.alpha)
-
-    def forward(self) -> None:
-        self.kernel()
-
-    def bind_backward(self) -> None:
-        # Made again as a pair: the backward kernel may use what this forward kernel remembers.
-        self.kernel.close()
-        self.kernel, self.adjoint = self._bind(self.b.output.dy, self.b.gradient(0))
-
-    def backward(self) -> None:
-        self.adjoint()
-
-
 class Softmax(Layer):
     """``y[..., c] = exp(x[..., c]) / sum_k exp(x[..., k])`` over the channels, at every position.
 
@@ -95,41 +88,53 @@ class Softmax(Layer):
     def flops(self, *shapes: Shape) -> int:
         return 4 * math.prod(shapes[0])
 
-    def bind(self, binding: Binding) -> Operator:
-        return _SoftmaxOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        low = context.wide != context.dtype
+        row = (*context.box.shape[:-1], 1)
+        beside: dict[str, View | None] = {"row": context.scratch(row, context.wide)}
+        beside["copy"] = context.scratch(context.box.shape, context.wide) if low else None
+        x = context.inputs[0].view
+        kernel = context.kernel(_softmax, x=x, y=context.y, **beside)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            dx = context.gradient(0)
+            beside: dict[str, View | None] = {"sums": context.scratch(row, context.wide)}
+            beside["product"] = context.scratch(context.box.shape, context.wide) if low else dx
+            kernel = context.kernel(_softmax_gradient, y=context.y, dy=context.dy, dx=dx, **beside)
+            context.run(kernel, timing=context.timing("backward_data"))
+
+        return backward
 
 
-class _SoftmaxOperator(Operator):
-    def __init__(self, b: Binding) -> None:
-        self.b = b
-        self.row = b.scratch((*b.box.shape[:-1], 1), b.wide)
-        self.y: Any = None if b.wide == b.dtype else b.scratch(b.box.shape, b.wide)
+def _softmax(environment: Any, x: Any, y: Any, row: Any, copy: Any) -> Callable[[], None]:
+    """`copy`: of 16 bits are only what comes and goes."""
 
-    def forward(self) -> None:
-        x, y, row = self.b.inputs[0].array, self.b.output.array, self.row
+    def run() -> None:
         if not y.size:
             return
-        if self.y is not None:  # of 16 bits are only what comes and goes
-            np.copyto(self.y, x)
-            x = y = self.y
-        np.amax(x, axis=-1, keepdims=True, out=row)
-        np.subtract(x, row, out=y)
-        np.exp(y, out=y)
-        np.add.reduce(y, axis=-1, keepdims=True, out=row)
-        np.divide(y, row, out=self.b.output.array)
+        source, target = x, y
+        if copy is not None:
+            np.copyto(copy, x)
+            source = target = copy
+        np.amax(source, axis=-1, keepdims=True, out=row)
+        np.subtract(source, row, out=target)
+        np.exp(target, out=target)
+        np.add.reduce(target, axis=-1, keepdims=True, out=row)
+        np.divide(target, row, out=y)
 
-    def bind_backward(self) -> None:
-        b = self.b
-        self.dx = b.gradient(0)
-        self.product = self.dx if b.wide == b.dtype else b.scratch(b.box.shape, b.wide)
-        self.sums = b.scratch((*b.box.shape[:-1], 1), b.wide)
+    return run
 
-    def backward(self) -> None:
-        """``dx = y * (dy - sum_c dy * y)``."""
-        y, dy, dx, sums = self.b.output.array, self.b.output.dy, self.dx, self.sums
+
+def _softmax_gradient(environment: Any, y: Any, dy: Any, dx: Any, sums: Any, product: Any) -> Callable[[], None]:
+    """``dx = y * (dy - sum_c dy * y)``."""
+
+    def run() -> None:
         if not y.size:
             return
-        np.multiply(dy, y, out=self.product)
-        np.add.reduce(self.product, axis=-1, keepdims=True, out=sums)
+        np.multiply(dy, y, out=product)
+        np.add.reduce(product, axis=-1, keepdims=True, out=sums)
         np.subtract(dy, sums, out=dx)
         np.multiply(dx, y, out=dx)
+
+    return run

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from halograd.layers.binding import Binding
+import numpy as np
+
 from halograd.layers.layer import Shape
-from halograd.layers.loss import LossOperator
-from halograd.layers.operator import Operator
 from halograd.layers.softmax_cross_entropy import SoftmaxCrossEntropy
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
 __all__ = ["AuxiliaryCrossEntropy"]
 
@@ -63,48 +65,44 @@ class AuxiliaryCrossEntropy(SoftmaxCrossEntropy):
         for shape in (prediction, *others):
             super().check(shape, target)
 
-    def bind(self, binding: Binding) -> Operator:
-        prediction, target, *others = binding.inputs
-        terms = []
-        for i, value in enumerate((prediction, *others)):
-            term = copy.copy(binding)
-            term.inputs = (value, target)
-            term.name = f"{binding.name} (auxiliary {i})" if i else binding.name
-            terms.append((term, super().bind(term)))
-        return _AuxiliaryOperator(terms, self.weight)
+    def lower(self, context: Context) -> Callable[[], None]:
+        terms = [0, *range(2, len(context.inputs))]
+        values = {f"value{i}": context.keep((1,), "float64", "loss") for i in terms}
+        context.loss = context.keep((1,), "float64", "loss")
+        backwards = []
+        for i in terms:
+            before = len(context.operations)
+            backwards.append(self.lower_term(context, i, values[f"value{i}"]))
+            for operation in context.operations[before:] if i else ():
+                operation.when = "training"
+        kernel = context.kernel(partial(_Combined, self.weight), total=context.loss, **values)
+        context.run(kernel)
+
+        def backward() -> None:
+            for i, add in zip(terms, backwards):
+                add()
+                if i:
+                    kernel.add(**{f"dx{i}": context.inputs[i].contributions[-1]})
+
+        return backward
 
 
-class _AuxiliaryOperator(LossOperator):
-    """One loss operator per term; its gradient is scaled where it was written, in forward."""
+class _Combined:
+    """The weighted sum of the terms; gradients are scaled where they were written."""
 
-    # The operators of the terms hold what LossOperator's own initialization would make.
-    def __init__(self, terms: Sequence[tuple[Binding, Any]], weight: float) -> None:
-        self.b = terms[0][0]
-        self.value: Any = 0.0
-        self.weight = weight
-        self.terms = terms
-        self._gradients: list[Any] = []
+    def __init__(self, weight: float, environment: Any, total: Any, value0: Any, **more: Any) -> None:
+        self.weight, self.mode, self.total, self.first = weight, environment.mode, total, value0
+        self.others = [array for name, array in more.items() if name.startswith("value")]
+        self.gradients = [array for name, array in more.items() if name.startswith("dx")]
 
-    def forward(self) -> None:
-        (_, first), *others = self.terms
-        first.forward()
-        self.value = first.value
-        if self.b.mode.training:
-            for _, term in others:
-                term.forward()
-                self.value = self.value + self.weight * term.value
-        for gradient in self._gradients:
-            if self.b.mode.training:
+    def __call__(self) -> None:
+        training = self.mode.training
+        np.copyto(self.total, self.first)
+        for value in self.others if training else ():
+            value *= self.weight
+            self.total += value
+        for gradient in self.gradients:
+            if training:
                 gradient *= self.weight
             else:
                 gradient.fill(0)
-
-    def bind_backward(self) -> None:
-        for binding, term in self.terms:
-            term.bind_backward()
-            if binding is not self.b:
-                self._gradients.append(binding.inputs[0].contributions[-1])
-
-    def close(self) -> None:
-        for _, term in self.terms:
-            term.close()

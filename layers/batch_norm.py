@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from halograd.dtensor import Blocks, Groups
-from halograd.layers.binding import Binding
 from halograd.layers.chunks import Work
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
-from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
-from halograd.layers.sample_group import sample_groups, sum_over
+from halograd.layers.sample_group import sample_groups
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+    from halograd.program.views import View
 
 __all__ = ["STATISTICS", "BatchNorm"]
 
@@ -98,150 +102,194 @@ class BatchNorm(Layer):
     def flops(self, *shapes: Shape) -> int:
         return 7 * math.prod(shapes[0])
 
-    def bind(self, binding: Binding) -> Operator:
-        return BatchNormOperator(binding)
-
-
-class BatchNormOperator(Operator):
-    """Batch norm on one rank: the fused kernel where the statistics are its own, else kernels around sums."""
-
-    def __init__(self, b: Binding) -> None:
-        layer = b.layer
-        assert isinstance(layer, BatchNorm)
-        self.b = b
-        self.layer = layer
-        self.x = b.gather(0, b.clipped(0))
-        channels = len(b.state["mean"])  # of this rank's block
-        self.gamma, self.beta = affine_arrays(b, channels)
-        self.mean, self.var = (b.memory.keep((channels,), b.wide, "statistics") for _ in range(2))
-        self.sums, self.means, self.moments = (
-            b.memory.keep((2, channels), np.dtype("float64"), "statistics") for _ in range(3)
-        )
-        statistics = b.options.get("statistics", layer.statistics)
-        own, everyone = math.prod(b.box.shape[:-1]), math.prod(b.output.layout.shape[:-1])
-        whole = statistics_groups("global", b.output.layout.boxes)
-        groups = statistics_groups(statistics, b.output.layout.boxes)
-        self.count = max(1, {"global": everyone, "sample": _of_samples(b), "local": own}[statistics])
-        self.share = own / max(1, everyone)
-        self.reduction = sum_over(b.comm, groups, self.sums, "statistics", b.name)
-        self.running = None
+    def lower(self, context: Context) -> Callable[[], None]:
+        """The fused kernel where the statistics are the rank's own, else kernels around sums."""
+        boxes, statistics = context.output.layout.boxes, context.options.get("statistics", self.statistics)
+        x = context.gather(0, context.clipped(0))
+        channels = context.state["mean"].size  # of this rank's block
+        groups, whole = statistics_groups(statistics, boxes), statistics_groups("global", boxes)
+        own, everyone = math.prod(context.box.shape[:-1]), math.prod(context.output.layout.shape[:-1])
+        count = {"global": everyone, "sample": _of_samples(context), "local": own}[statistics]
+        views = {name: context.keep((channels,), context.wide, "statistics") for name in ("mean", "var")}
+        views |= {name: context.keep((2, channels), "float64", "statistics") for name in ("sums", "means", "moments")}
+        views |= lower_affine(context, channels)
+        views |= {"x": x.view, "y": context.y, **{f"running_{key}": view for key, view in context.state.items()}}
+        sizes = [16 * int(n) for n in boxes.extents[-1]]
+        total = context.sum(groups, views["sums"], "statistics", _per_group(groups, boxes, sizes))
+        running = None
         if groups != whole:
-            self.running = sum_over(b.comm, whole, self.moments, "running statistics", f"{b.name} (running)")
-        self.limit = cancellation_limit(b.wide)
-        self.rows = self.x.array.reshape(own if b.box.size else 0, channels)
-        self._work = Work(b.kernels.device)
+            running = context.sum(whole, views["moments"], "running statistics", sizes, f"{context.name} (running)")
+        # In float64, which is for proofs, the variance of the fused kernel would not be accurate enough.
+        fused = total is None and context.dtype != np.float64
+        batch = context.output.layout.shape[0]
+        numbers = _Numbers(self, max(1, count), own / max(1, everyone), fused, running is not None, batch)
+        kernel = context.kernel(partial(_BatchNormKernel, numbers), **views)
+        forward = tuple(views)
+        x.start()
+        x.finish()
+        context.end_sum(running)
+        context.run(kernel, "settle", uses=forward)
+        context.run(kernel, "evaluate", uses=forward, when="evaluation", timing=context.timing("forward"))
+        context.run(kernel, "begin", uses=forward, when="training")
+        if fused:
+            context.run(kernel, "train", uses=forward, when="training", timing=context.timing("forward"))
+        else:
+            context.run(kernel, "statistics", uses=forward, when="training")
+            both = context.add_up(total, when="training")
+            centered, variance = (context.operation(kernel, part, uses=forward) for part in ("centered", "variance"))
+            context.run(kernel, "cancels", uses=forward, when="training", guarded=[centered, *both, variance])
+            context.run(kernel, "normalize", uses=forward, when="training", timing=context.timing("forward"))
+        context.run(kernel, "average", uses=forward, when="training")
+        context.begin_sum(running, when="training")
+
+        def backward() -> None:
+            dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
+            kernel.add(dy=context.dy, dx=dx)
+            kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
+            context.end_sum(running)
+            context.run(kernel, "settle", uses=forward)
+            context.run(kernel, "backward_sums", timing=context.timing("backward_data"))
+            if not fused:
+                context.add_up(total)
+                context.run(kernel, "backward_data")
+
+        return backward
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Of one rank's block.
+
+    Attributes
+    ----------
+    count, share
+        Elements per channel of its group, and its own share in those of all.
+    fused
+        Whether training has a kernel of its own.
+    averaged
+        Whether running statistics average those of several groups.
+    batch
+        Samples that have to be there.
+    """
+
+    layer: BatchNorm
+    count: int
+    share: float
+    fused: bool
+    averaged: bool
+    batch: int
+
+
+class _BatchNormKernel:
+    """The backend's kernels around sums; running statistics."""
+
+    def __init__(self, numbers: _Numbers, environment: Any, **arrays: Any) -> None:
+        self.n, self.layer, self.mode, self.name = numbers, numbers.layer, environment.mode, environment.name
+        get = arrays.get
+        self.mean, self.var, self.sums, self.means = (arrays[k] for k in ("mean", "var", "sums", "means"))
+        self.moments, self.running = arrays["moments"], (arrays["running_mean"], arrays["running_var"])
+        self.dgamma: Any = get("dgamma")
+        self.dbeta: Any = get("dbeta")
+        channels = len(self.mean)
+        blocks = [block(a, channels) for a in (arrays["x"], arrays["y"], get("dy"), get("dx"))]
+        self.limit = cancellation_limit(self.mean.dtype)
+        self.rows = arrays["x"].reshape(-1, channels) if arrays["x"].size else arrays["x"].reshape(0, channels)
+        self._work = Work(environment.kernels.device)
         self._pending = self._trained = False
+
+        def kernels(local: bool, gradients: bool) -> Any:
+            x, y, dy, dx = blocks if gradients else (*blocks[:2], None, None)
+            both = (arrays["gamma"], arrays["beta"], self.mean, self.var, self.sums, self.means)
+            relu = self.layer.activation == "relu"
+            return environment.kernels.batch_norm(x, y, dy, dx, *both, self.layer.eps, relu, local)
+
         # With running statistics, and around the sums; where there are no sums, training has a kernel of its own.
-        # In float64, which is for proofs, that one's variance would not be accurate enough.
-        self.fused = self.reduction is None and b.dtype != np.float64
-        self.apply = self._kernels(None, None, local=False)
-        self.train = self._kernels(None, None, local=True) if self.fused else self.apply
-
-    def _kernels(self, dy: Any, dx: Any, local: bool) -> Any:
-        b = self.b
-        arrays = (*(block(a, len(self.mean)) for a in (self.x.array, b.output.array, dy, dx)), self.gamma, self.beta)
-        numbers = (self.mean, self.var, self.sums, self.means)
-        return b.kernels.batch_norm(*arrays, *numbers, self.layer.eps, self.layer.activation == "relu", local)
-
-    def bind_backward(self) -> None:
-        b = self.b
-        dx = b.gradient(0) if b.needs_gradient(0) else b.scratch(b.box.shape)
-        if self.train is not self.apply:
-            self.train.close()
         # Forward and backward share a workspace, so they are made together.
-        self.train = self._kernels(b.output.dy, dx, local=self.fused)
-        b.end_scratch()
+        self.apply = kernels(local=False, gradients=not numbers.fused)
+        self.fused = kernels(local=True, gradients=True) if numbers.fused else self.apply
 
-    def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        self._settle()
-        self._trained = self.b.mode.training
-        if self._trained:
-            self._forward_training()
-        else:
-            np.copyto(self.mean, self.b.state["mean"])
-            np.copyto(self.var, self.b.state["var"])
-            self.apply.forward()
-
-    def _forward_training(self) -> None:
-        mode, batch = self.b.mode, self.b.output.layout.shape[0]
-        if mode.valid < batch:
-            raise ValueError(
-                f"{self.b.name}: batch statistics need a full batch of {batch} samples, got {mode.valid}; drop the "
-                "short last batch of an epoch, or choose a batch size that divides the number of samples"
-            )
-        mean, var = self.moments
-        if self.fused:
-            self.train.forward()
-            np.copyto(mean, self.mean)
-            np.copyto(var, self.var)
-        else:
-            self._sum_up()
-            np.copyto(self.mean, mean, casting="same_kind")
-            np.copyto(self.var, var, casting="same_kind")
-            self.train.forward()
-        var *= self.count / max(self.count - 1, 1)
-        self._average()
-
-    def _sum_up(self) -> None:
-        """Mean and biased variance of the group, from the sums of its ranks."""
-        mean, var = self.moments
-        self.train.statistics()
-        self._reduce()
-        np.divide(self.sums, self.count, out=self.moments)
-        var -= np.multiply(mean, mean, out=self.sums[0])
-        np.maximum(var, 0, out=var)
-        # All ranks of the group have the same sums, so all go the same way.
-        if cancels(mean, var, self.layer.eps, self.limit, self.sums):
-            self.sums[0].fill(0)
-            centered_squares(self.rows, mean, self.sums[1], self._work)
-            self._reduce()
-            np.divide(self.sums[1], self.count, out=var)
-
-    def _reduce(self) -> None:
-        if self.reduction is not None:
-            self.reduction.run()
-
-    def _average(self) -> None:
-        """Begin to take this batch's moments into the running statistics."""
-        self._pending = True
-        if self.running is None:
-            self._settle()
-            return
-        self.moments *= self.share
-        self.running.start()
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """The running statistics hold all batches so far when this returns."""
         if not self._pending:
             return
         self._pending = False
-        if self.running is not None:
-            self.running.finish()
         momentum = self.layer.momentum
         self.moments *= momentum
-        for array, batch in zip((self.b.state["mean"], self.b.state["var"]), self.moments):
+        for array, batch in zip(self.running, self.moments):
             array *= 1 - momentum
             np.add(array, batch, out=array, casting="same_kind")
 
-    def backward(self) -> None:
+    def evaluate(self) -> None:
+        self._trained = False
+        np.copyto(self.mean, self.running[0])
+        np.copyto(self.var, self.running[1])
+        self.apply.forward()
+
+    def begin(self) -> None:
+        self._trained = True
+        if self.mode.valid < self.n.batch:
+            raise ValueError(
+                f"{self.name}: batch statistics need a full batch of {self.n.batch} samples, got {self.mode.valid}; "
+                "drop the short last batch of an epoch, or choose a batch size that divides the number of samples"
+            )
+
+    def train(self) -> None:
+        """All of it, of this block's own statistics."""
+        self.fused.forward()
+        np.copyto(self.moments[0], self.mean)
+        np.copyto(self.moments[1], self.var)
+
+    def statistics(self) -> None:
+        self.apply.statistics()
+
+    def cancels(self) -> bool:
+        """Mean and biased variance of the group, from the sums of its ranks; whether they are good for nothing.
+
+        All ranks of the group have the same sums, so all go the same way.
+        """
+        mean, var = self.moments
+        np.divide(self.sums, self.n.count, out=self.moments)
+        var -= np.multiply(mean, mean, out=self.sums[0])
+        np.maximum(var, 0, out=var)
+        return cancels(mean, var, self.layer.eps, self.limit, self.sums)
+
+    def centered(self) -> None:
+        """Squares about the mean, to be summed."""
+        self.sums[0].fill(0)
+        centered_squares(self.rows, self.moments[0], self.sums[1], self._work)
+
+    def variance(self) -> None:
+        np.divide(self.sums[1], self.n.count, out=self.moments[1])
+
+    def normalize(self) -> None:
+        np.copyto(self.mean, self.moments[0], casting="same_kind")
+        np.copyto(self.var, self.moments[1], casting="same_kind")
+        self.apply.forward()
+
+    def average(self) -> None:
+        """Begin to take this batch's moments into the running statistics: the unbiased variance."""
+        self.moments[1] *= self.n.count / max(self.n.count - 1, 1)
+        self._pending = True
+        if self.n.averaged:
+            self.moments *= self.n.share
+
+    def backward_sums(self) -> None:
         if not self._trained:
-            raise RuntimeError(f"{self.b.name}: backward() needs a forward() in training mode before")
-        self._settle()
-        self.train.backward_sums()
-        if self.layer.affine:
-            np.copyto(self.b.grads["beta"], self.sums[0], casting="same_kind")
-            np.copyto(self.b.grads["gamma"], self.sums[1], casting="same_kind")
-        if not self.fused:
-            self._reduce()
-            np.divide(self.sums, self.count, out=self.means)
-            self.train.backward_data()
+            raise RuntimeError(f"{self.name}: backward() needs a forward() in training mode before")
+        self.fused.backward_sums()
+        if self.dgamma is not None:
+            np.copyto(self.dbeta, self.sums[0], casting="same_kind")
+            np.copyto(self.dgamma, self.sums[1], casting="same_kind")
+
+    def backward_data(self) -> None:
+        np.divide(self.sums, self.n.count, out=self.means)
+        self.apply.backward_data()
 
     def close(self) -> None:
-        for item in (self.apply, self.train, self.x, self.reduction, self.running):
-            if item is not None:
-                item.close()
+        """Free the backend's kernels."""
+        for kernel in {id(k): k for k in (self.apply, self.fused)}.values():
+            kernel.close()
+        self._work.clear()
 
 
 def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
@@ -252,9 +300,14 @@ def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
     return Groups.agreeing(boxes.grid, (last,) if statistics == "global" else range(last + 1), boxes.size)
 
 
-def _of_samples(b: Binding) -> int:
+def _of_samples(context: Context) -> int:
     """Elements per channel of the samples of this rank."""
-    return b.box.shape[0] * math.prod(b.output.layout.shape[1:-1])
+    return context.box.shape[0] * math.prod(context.output.layout.shape[1:-1])
+
+
+def _per_group(groups: Groups, boxes: Blocks, sizes: Sequence[int]) -> Sequence[int]:
+    """Bytes per group of a sum of which each part of the channels has its own: those are the fastest axis."""
+    return [sizes[color % len(sizes)] for color in range(groups.count)]
 
 
 def block(array: Any, channels: int) -> Any:
@@ -273,10 +326,11 @@ def affine_parameters(channels: int) -> dict[str, Parameter]:
     }
 
 
-def affine_arrays(b: Binding, channels: int) -> tuple[Any, Any]:
+def lower_affine(context: Context, channels: int) -> dict[str, View]:
     """The parameters `gamma` and `beta`, or arrays of ones and zeros in their stead, where there are none."""
-    if "gamma" in b.params and len(b.params["gamma"]) == channels:
-        return b.params["gamma"], b.params["beta"]
-    gamma, beta = (b.memory.keep((channels,), b.wide, "statistics") for _ in range(2))
-    gamma.fill(1)
-    return gamma, beta
+    if "gamma" in context.params and context.params["gamma"].size == channels:
+        return {name: context.params[name] for name in ("gamma", "beta")}
+    return {
+        name: context.keep((channels,), context.wide, "statistics", fill=fill)
+        for name, fill in (("gamma", 1.0), ("beta", 0.0))
+    }

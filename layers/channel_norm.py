@@ -2,51 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.binding import Binding
 from halograd.layers.chunks import Work, buffer, chunks, widened
-from halograd.layers.operator import Operator
 
-__all__ = ["ChannelNormOperator"]
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+
+__all__ = ["lower_channel_norm"]
 
 
-class ChannelNormOperator(Operator):
-    """``y = gamma * (x - mean) / sqrt(var + eps) + beta`` with statistics over channels. No communication.
+def lower_channel_norm(context: Context, eps: float, relu: bool) -> Callable[[], None]:
+    """``y = gamma * (x - mean) / sqrt(var + eps) + beta`` with statistics over channels. No communication."""
+    x = context.gather(0, context.clipped(0))
+    sums = context.keep((2, context.output.layout.shape[-1]), "float64", "statistics")
+    views = {"x": x.view, "y": context.y, "sums": sums, **context.params}
+    kernel = context.kernel(partial(_ChannelNorm, eps, relu), **views)
+    x.start()
+    x.finish()
+    context.run(kernel, "forward", uses=tuple(views), timing=context.timing("forward"))
+
+    def backward() -> None:
+        kernel.add(dy=context.dy, dx=context.gradient(0) if context.needs_gradient(0) else None)
+        kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
+        context.run(kernel, "backward", timing=context.timing("backward_data"))
+
+    return backward
+
+
+class _ChannelNorm:
+    """Chunk by chunk, or the backend's kernels.
 
     Backward computes mean and variance again, which costs less than to store and load them.
     """
 
-    def __init__(self, b: Binding, eps: float, relu: bool) -> None:
-        self.b, self.eps, self.relu = b, eps, relu
-        self.x = b.gather(0, b.clipped(0))
-        self._work = Work(b.kernels.device)
-        channels = b.output.layout.shape[-1]
-        self.rows = self.x.array.reshape(-1, channels)
-        self.y = b.output.array.reshape(-1, channels)
-        self.sums = b.kernels.zeros((2, channels), np.dtype("float64"))
-        self.gamma, self.beta = b.params.get("gamma"), b.params.get("beta")
-        self.dx: Any = None
-        self.kernel: Any = None
-        self.adjoint: Any = None
-        if b.kernels.cuda is not None and self.rows.size:
-            self.kernel, _ = self._fuse(None, None)
-
-    def _fuse(self, dy: Any, dx: Any) -> tuple[Any, Any]:
-        """The backend's kernels."""
-        grads = (None, None)
-        if dy is not None and self.gamma is not None:
-            grads = (self.b.grads["gamma"], self.b.grads["beta"])
-        arrays = (self.rows, self.y, dy, dx, self.gamma, self.beta, *grads)
-        return self.b.kernels.cuda.channel_norm(*arrays, self.eps, self.relu)
+    def __init__(self, eps: float, relu: bool, environment: Any, **arrays: Any) -> None:
+        self.eps, self.relu = eps, relu
+        get, channels = arrays.get, arrays["sums"].shape[-1]
+        rows: dict[str, Any] = dict.fromkeys(("x", "y", "dy", "dx"))
+        rows |= {k: a.reshape(-1, channels) for k, a in arrays.items() if k in rows and a is not None}
+        self.rows, self.y, self.dy, self.dx = rows.values()
+        self.sums: Any = arrays["sums"]
+        self.gamma: Any = get("gamma")
+        self.beta: Any = get("beta")
+        self.dgamma: Any = get("dgamma")
+        self.dbeta: Any = get("dbeta")
+        self._work = Work(environment.kernels.device)
+        self.kernels: tuple[Any, Any] = (None, None)
+        if environment.kernels.cuda is not None and self.rows.size:
+            grads = (self.dgamma, self.dbeta) if self.gamma is not None else (None, None)
+            some = (self.rows, self.y, self.dy, self.dx, self.gamma, self.beta, *grads)
+            self.kernels = environment.kernels.cuda.channel_norm(*some, eps, relu)
 
     def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        if self.kernel is not None:
-            self.kernel()
+        if self.kernels[0] is not None:
+            self.kernels[0]()
             return
         for part in chunks(self.rows.shape[0], self.rows.shape[1], self._work):
             x, y = widened(self.rows[part], self._work, "x"), widened(self.y[part], self._work, "y")
@@ -73,26 +87,16 @@ class ChannelNormOperator(Operator):
         out *= std
         return std
 
-    def bind_backward(self) -> None:
-        b = self.b
-        shape = self.rows.shape
-        self.dy = b.output.dy.reshape(shape)
-        if b.needs_gradient(0):
-            self.dx = b.gradient(0).reshape(shape)
-        if self.kernel is not None:
-            self.kernel.close()
-            self.kernel, self.adjoint = self._fuse(self.dy, self.dx)
-
     def backward(self) -> None:
-        if self.adjoint is not None:
-            self.adjoint()
+        if self.kernels[1] is not None:
+            self.kernels[1]()
             return
         self.sums.fill(0)
         for part in chunks(self.rows.shape[0], self.rows.shape[1], self._work):
             self._backward_chunk(part)
-        if self.gamma is not None and self.gamma.size:  # a rank that the layer does without holds none
-            np.copyto(self.b.grads["beta"], self.sums[0], casting="same_kind")
-            np.copyto(self.b.grads["gamma"], self.sums[1], casting="same_kind")
+        if self.dgamma is not None and self.dgamma.size:  # a rank that the layer does without holds none
+            np.copyto(self.dbeta, self.sums[0], casting="same_kind")
+            np.copyto(self.dgamma, self.sums[1], casting="same_kind")
 
     def _backward_chunk(self, part: slice) -> None:
         x = widened(self.rows[part], self._work, "x")
@@ -117,8 +121,8 @@ class ChannelNormOperator(Operator):
         np.multiply(dy, inverse, out=self.dx[part])
 
     def close(self) -> None:
-        self.x.close()
+        """Free the backend's kernels."""
         self._work.clear()
-        for kernel in (self.kernel, self.adjoint):
+        for kernel in self.kernels:
             if kernel is not None:
                 kernel.close()

@@ -15,15 +15,17 @@ References: Dryden et al. 2019, Section III-D; Jia et al. 2018, Section 4 (chann
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-from halograd.dtensor import Blocks, Exchange, Layout, intervals
-from halograd.layers.binding import Binding
-from halograd.layers.operator import Operator
+from halograd.dtensor import Blocks, Box, Layout, intervals
 from halograd.layers.parameter_blocks import block_channels
 
-__all__ = ["ContractionOperator", "cuts_channels", "partial_boxes", "read_boxes"]
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+
+__all__ = ["cuts_channels", "lower_contraction", "masking", "partial_boxes", "read_boxes"]
 
 
 def cuts_channels(parts: Mapping[str, int]) -> bool:
@@ -42,86 +44,68 @@ def read_boxes(needed: Blocks, channels: int, parts: Mapping[str, int]) -> Block
     return needed.replace(-1, intervals(channels, parts["input_channel"]) * parts["channel"])
 
 
-class ContractionOperator(Operator):
-    """A layer that contracts channels, on its blocks of filters and input channels. Halos are waited for.
+class ContractionKernels(Protocol):
+    """Kernels of a layer on blocks: of the boxes `x` that is read and `y` of which a summand is computed.
 
-    Subclasses give the kernels.
+    They are made with arrays ``x, w, b, y``; ``x, dy, dw, db``; ``dy, w, dx``.
     """
 
-    def __init__(self, b: Binding, relu: bool = False) -> None:
-        self.b, self.relu = b, relu
-        layout = b.output.layout
-        self.boxes = partial_boxes(layout, b.parts)
-        self.box = self.boxes[b.rank]
-        self.read = read_boxes(b.clipped(0), layout_channels(b), b.parts)
-        self.x = b.gather(0, self.read)
-        self.summed = b.parts["input_channel"] > 1
-        # Biases are added once, by the ranks that hold them.
-        self.bias = b.params.get("b") if b.params.get("b") is not None and b.params["b"].size else None
-        y = b.scratch(self.box.shape) if self.summed else b.output.array
-        self.kernel = self.forward_kernel(self.x.array, self.bias, y, relu and not self.summed)
-        self.sum: Exchange | None = None
-        self.rectify: Any = None
-        if self.summed:
-            self.sum = Exchange(
-                b.comm, self.boxes, layout.boxes, y, b.output.array, combine="sum", kind="channel", name=b.name
-            )
-            if relu:
-                self.rectify, _ = b.kernels.activation("relu", b.output.array, b.output.array, None, None)
-        b.end_scratch()
-
-    def forward_kernel(self, x: Any, bias: Any, y: Any, relu: bool) -> Any:
-        """The kernel that writes the partial sum `y`."""
-        raise NotImplementedError
-
-    def filter_kernel(self, x: Any, dy: Any, dw: Any, db: Any) -> Any:
-        """The kernel that writes the gradients of this rank's weights."""
-        raise NotImplementedError
-
-    def data_kernel(self, dy: Any, dx: Any) -> Any:
-        """The kernel that writes the gradient of the box that was read."""
-        raise NotImplementedError
-
-    def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        self.kernel()
-        if self.sum is not None:
-            self.sum.run()
-        if self.rectify is not None:
-            self.rectify()
-
-    def bind_backward(self) -> None:
-        b = self.b
-        region = b.output.gradient
-        assert region is not None
-        self.mask: Any = None
-        if self.relu:
-            region = type(region)(b.scratch(b.box.shape), b.box)
-            _, self.mask = b.kernels.activation("relu", b.output.array, b.output.array, b.output.dy, region.array)
-        self.dy = b.gather_gradient(self.boxes, region, kind="channel")
-        db = b.grads["b"] if self.bias is not None else None
-        self.filter = self.filter_kernel(self.x.array, self.dy.array, b.grads["w"], db)
-        self.back: Any = None
-        self.data: Any = None
-        if b.needs_gradient(0):
-            self.back = b.return_gradient(0, self.read)
-            self.data = self.data_kernel(self.dy.array, self.back.array)
-        b.end_scratch()
-
-    def backward(self) -> None:
-        if self.mask is not None:
-            self.mask()
-        self.dy.start()
-        self.dy.finish()
-        if self.data is not None:
-            self.data()
-            self.back.start()
-        self.filter()
-        if self.back is not None:
-            self.back.finish()
+    def forward(self, x: Box, y: Box, relu: bool) -> Callable[..., Any]: ...
+    def filter(self, x: Box, y: Box) -> Callable[..., Any]: ...
+    def data(self, x: Box, y: Box) -> Callable[..., Any]: ...
 
 
-def layout_channels(b: Binding) -> int:
-    """Channels of the whole input."""
-    return b.inputs[0].layout.shape[-1]
+def lower_contraction(context: Context, kernels: ContractionKernels, relu: bool = False) -> Callable[[], None]:
+    """A layer that contracts channels, on its blocks of filters and input channels. Halos are waited for."""
+    layout, parts = context.output.layout, context.parts
+    channels = context.inputs[0].layout.shape[-1]
+    boxes, read = partial_boxes(layout, parts), read_boxes(context.clipped(0), channels, parts)
+    box, x = boxes[context.rank], context.gather(0, read)
+    summed = parts["input_channel"] > 1
+    # Biases are added once, by the ranks that hold them.
+    bias = context.params.get("b")
+    bias = None if bias is None or not bias.size else bias
+    y = context.scratch(box.shape) if summed else context.y
+    inputs = ((*context.timing("forward").inputs[0][:-1], int(read.extents[-1].max())),)
+    timed = partial(context.timing, inputs=inputs, filters=int(boxes.extents[-1].max()))
+    forward = kernels.forward(x.box, box, relu and not summed)
+    x.start()
+    x.finish()
+    context.run(context.kernel(forward, x=x.view, w=context.params["w"], b=bias, y=y), timing=timed("forward"))
+    if summed:
+        total = context.exchange(boxes, layout.boxes, y, context.y, combine="sum", kind="channel")
+        context.start(total)
+        context.finish(total)
+        if relu:
+            context.run(context.kernel(_rectifying, y=context.y))
+
+    def backward() -> None:
+        masked = None
+        if relu:
+            masked = context.scratch(context.box.shape)
+            context.run(context.kernel(masking, y=context.y, dy=context.dy, dx=masked))
+        dy = context.gather_gradient(boxes, masked, kind="channel")
+        dy.start()
+        dy.finish()
+        returned = None
+        if context.needs_gradient(0):
+            returned = context.return_gradient(0, read)
+            data = context.kernel(kernels.data(x.box, box), dy=dy.view, w=context.params["w"], dx=returned.view)
+            context.run(data, timing=timed("backward_data"))
+            returned.start()
+        grads = {"dw": context.grads["w"], "db": None if bias is None else context.grads["b"]}
+        weights = context.kernel(kernels.filter(x.box, box), x=x.view, dy=dy.view, **grads)
+        context.run(weights, timing=timed("backward_filter"))
+        if returned is not None:
+            returned.finish()
+
+    return backward
+
+
+def _rectifying(environment: Any, y: Any) -> Any:
+    return environment.kernels.activation("relu", y, y, None, None)[0]
+
+
+def masking(environment: Any, y: Any, dy: Any, dx: Any) -> Any:
+    """The kernel ``dx = dy where y > 0``."""
+    return environment.kernels.activation("relu", y, y, dy, dx)[1]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from halograd.dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from halograd.kernels import Geometry
-from halograd.layers.binding import Binding
-from halograd.layers.contraction import ContractionOperator, cuts_channels
+from halograd.layers.contraction import cuts_channels, lower_contraction, masking
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.needs import all_of, reaching
-from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
 from halograd.layers.stencil import Stencil
-from halograd.layers.strips import Strips
-from halograd.layers.value import Gathered, Region
+from halograd.layers.strips import lower_strips
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
 __all__ = ["Conv", "local_geometry"]
 
@@ -96,118 +97,87 @@ class Conv(Layer):
         channels = all_of(x.boxes.axes[-1], output.shape[-1])
         return reaching(self.windows(x.shape[1:]), x.boxes, output.shape[1:-1], channels)
 
-    def bind(self, binding: Binding) -> Operator:
-        return CutConvOperator(binding) if cuts_channels(binding.parts) else ConvOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        windows = self.windows(context.shapes[0])
+        if cuts_channels(context.parts):
+            return lower_contraction(context, _ConvKernels(windows), relu=self.activation == "relu")
+        return _lower(self, context, windows)
 
 
-class ConvOperator(Operator):
-    """Convolution on one rank; halo algorithm "pad" (wait, one kernel) or "overlap" (one kernel over the
-    whole block while the halos travel, then the boundary strips again)."""
+def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable[[], None]:
+    """Halo algorithm "pad" (wait, one kernel) or "overlap" (one kernel over the whole block while the halos travel,
+    then the boundary strips again)."""
+    relu = layer.activation == "relu"
+    slack = [0, *(w.stride - 1 for w in windows), 0]
+    x = context.gather(0, context.clipped(0, slack))
+    geometry = local_geometry(windows, x.box, context.box, layer.groups)
+    w, b = context.params["w"], context.params.get("b")
+    kernel = context.kernel(partial(conv_forward, geometry, relu), x=x.view, w=w, b=b, y=context.y)
+    overlaps = context.overlaps_halo and x.communicates
+    x.start()
+    if not overlaps:
+        x.finish()
+    context.run(kernel, timing=context.timing("forward"))
+    if overlaps:
+        x.finish()
+        lower_strips(context, windows, x, layer.groups, relu)
 
-    def __init__(self, b: Binding) -> None:
-        layer = b.layer
-        assert isinstance(layer, Conv)
-        self.b, self.layer = b, layer
-        self.windows = layer.windows(b.shapes[0])
-        self.groups = layer.groups
-        slack = [0, *(w.stride - 1 for w in self.windows), 0]
-        self.x = b.gather(0, b.clipped(0, slack))
-        self.geometry = local_geometry(self.windows, self.x.box, b.box, layer.groups)
-        relu = layer.activation == "relu"
-        w, bias = b.params["w"], b.params.get("b")
-        self.kernel = b.kernels.conv_forward(self.x.array, w, bias, b.output.array, self.geometry, relu=relu)
-        self.strips: Strips | None = None
-        if b.overlaps_halo and self.x.communicates:
-            self.strips = Strips(b, self.windows, self.x, relu)
-        b.end_scratch()
-        self.relu = relu
-
-    def forward(self) -> None:
-        self.x.start()
-        if self.strips is None:
-            self.x.finish()
-            self.kernel()
-        else:
-            self.kernel()
-            self.x.finish()
-            self.strips()
-
-    def bind_backward(self) -> None:
-        b = self.b
-        region = b.output.gradient
-        assert region is not None
-        self.mask: Any = None
-        self.dy: Gathered | None = None
-        self.data: Any = None
-        if self.relu:
-            masked = b.scratch(b.box.shape)
-            _, self.mask = b.kernels.activation("relu", b.output.array, b.output.array, b.output.dy, masked)
-            region = Region(masked, b.box)
-        self.filter = b.kernels.conv_backward_filter(
-            self.x.array, region.view(b.box), b.grads["w"], b.grads.get("b"), self.geometry
-        )
-        if b.needs_gradient(0):
-            self._bind_data(region)
-        b.end_scratch()
-
-    def _bind_data(self, region: Region) -> None:
-        b = self.b
-        value = b.inputs[0]
-        dx = b.gradient(0)
-        assert b.gradient_blocks is not None
-        self.dy = dy = b.gather_gradient(b.gradient_blocks, region)
-        if value.box.size and not dy.box.size:
-            self.data = Zero(dx)
-        else:
-            geometry = local_geometry(self.windows, value.box, dy.box, self.groups)
-            self.data = b.kernels.conv_backward_data(dy.array, b.params["w"], dx, geometry)
-
-    def backward(self) -> None:
-        if self.mask is not None:
-            self.mask()
-        if self.dy is None:
-            self.filter()
+    def backward() -> None:
+        dy, masked = context.dy, None
+        if relu:
+            dy = masked = context.scratch(context.box.shape)
+            context.run(context.kernel(masking, y=context.y, dy=context.dy, dx=masked))
+        grads = {"dw": context.grads["w"], "db": context.grads.get("b")}
+        weights = context.kernel(partial(conv_filter, geometry), x=x.view, dy=dy, **grads)
+        if not context.needs_gradient(0):
+            context.run(weights, timing=context.timing("backward_filter"))
             return
-        self.dy.start()
-        self.filter()
-        self.dy.finish()
-        self.data()
+        dx, owned = context.gradient(0), context.inputs[0].box
+        halo = context.gather_gradient(context.gradient_blocks, masked)
+        halo.start()
+        context.run(weights, timing=context.timing("backward_filter"))
+        halo.finish()
+        if owned.size and not halo.box.size:
+            data = context.kernel(zeroing, array=dx)
+        else:
+            back = local_geometry(windows, owned, halo.box, layer.groups)
+            data = context.kernel(partial(conv_data, back), dy=halo.view, w=w, dx=dx)
+        context.run(data, timing=context.timing("backward_data"))
+
+    return backward
 
 
-class CutConvOperator(ContractionOperator):
-    """Convolution on a block of filters, of input channels, or of both."""
+class _ConvKernels:
+    """Kernels of a convolution on blocks of filters and input channels."""
 
-    def __init__(self, b: Binding) -> None:
-        layer = b.layer
-        assert isinstance(layer, Conv)
-        self.windows = layer.windows(b.shapes[0])
-        super().__init__(b, relu=layer.activation == "relu")
+    def __init__(self, windows: Sequence[Window]) -> None:
+        self.windows = windows
 
-    @property
-    def geometry(self) -> Geometry:
-        return local_geometry(self.windows, self.x.box, self.box)
+    def forward(self, x: Box, y: Box, relu: bool) -> Callable[..., Any]:
+        return partial(conv_forward, local_geometry(self.windows, x, y), relu)
 
-    def forward_kernel(self, x: Any, bias: Any, y: Any, relu: bool) -> Any:
-        return self.b.kernels.conv_forward(x, self.b.params["w"], bias, y, self.geometry, relu=relu)
+    def filter(self, x: Box, y: Box) -> Callable[..., Any]:
+        return partial(conv_filter, local_geometry(self.windows, x, y))
 
-    def filter_kernel(self, x: Any, dy: Any, dw: Any, db: Any) -> Any:
-        return self.b.kernels.conv_backward_filter(x, dy, dw, db, self.geometry)
-
-    def data_kernel(self, dy: Any, dx: Any) -> Any:
-        return self.b.kernels.conv_backward_data(dy, self.b.params["w"], dx, self.geometry)
+    def data(self, x: Box, y: Box) -> Callable[..., Any]:
+        return partial(conv_data, local_geometry(self.windows, x, y))
 
 
-class Zero:
+def conv_forward(geometry: Geometry, relu: bool, environment: Any, x: Any, w: Any, b: Any, y: Any) -> Any:
+    return environment.kernels.conv_forward(x, w, b, y, geometry, relu=relu)
+
+
+def conv_filter(geometry: Geometry, environment: Any, x: Any, dy: Any, dw: Any, db: Any) -> Any:
+    return environment.kernels.conv_backward_filter(x, dy, dw, db, geometry)
+
+
+def conv_data(geometry: Geometry, environment: Any, dy: Any, w: Any, dx: Any) -> Any:
+    return environment.kernels.conv_backward_data(dy, w, dx, geometry)
+
+
+def zeroing(environment: Any, array: Any) -> Callable[[], None]:
     """Kernel of a gradient that no output depends on."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __call__(self) -> None:
-        self._array.fill(0)
-
-    def close(self) -> None:
-        pass
+    return lambda: array.fill(0)
 
 
 def local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int = 1) -> Geometry:

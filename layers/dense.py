@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from halograd.layers.binding import Binding
-from halograd.layers.contraction import ContractionOperator, cuts_channels
+from halograd.layers.contraction import cuts_channels, lower_contraction
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
-from halograd.layers.replicated_dense import ReplicatedDenseOperator
+from halograd.layers.replicated_dense import lower_replicated
+
+if TYPE_CHECKING:
+    from halograd.dtensor import Box
+    from halograd.program.context import Context
 
 __all__ = ["Dense"]
 
@@ -58,46 +60,49 @@ class Dense(Layer):
     def flops(self, *shapes: Shape) -> int:
         return 2 * self.units * shapes[0][0]
 
-    def bind(self, binding: Binding) -> Operator:
-        if cuts_channels(binding.parts):
-            return CutDenseOperator(binding)
-        if binding.options.get("weight_gradient") == "replicated":
-            return ReplicatedDenseOperator(binding)
-        return _DenseOperator(binding)
-
-
-class CutDenseOperator(ContractionOperator):
-    """Dense layer on a block of its units, of its input features, or of both (model parallelism)."""
-
-    def forward_kernel(self, x: Any, bias: Any, y: Any, relu: bool) -> Any:
-        return self.b.kernels.dense_forward(x, self.b.params["w"], bias, y)
-
-    def filter_kernel(self, x: Any, dy: Any, dw: Any, db: Any) -> Any:
-        return self.b.kernels.dense_backward_filter(x, dy, dw, db)
-
-    def data_kernel(self, dy: Any, dx: Any) -> Any:
-        return self.b.kernels.dense_backward_data(dy, self.b.params["w"], dx)
-
-
-class _DenseOperator(Operator):
-    def __init__(self, b: Binding) -> None:
-        self.b = b
+    def lower(self, context: Context) -> Callable[[], None]:
+        if cuts_channels(context.parts):
+            return lower_contraction(context, _DenseKernels())
+        if context.options.get("weight_gradient") == "replicated":
+            return lower_replicated(context)
         # No communication: input and output have their samples on the same ranks. Inputs are copied if not packed.
-        self.x = b.gather(0, b.needed(0))
-        self.kernel = b.kernels.dense_forward(self.x.array, b.params["w"], b.params.get("b"), b.output.array)
+        x = context.gather(0, context.needed(0))
+        x.start()
+        x.finish()
+        w = context.params["w"]
+        kernel = context.kernel(_forward, x=x.view, w=w, b=context.params.get("b"), y=context.y)
+        context.run(kernel, timing=context.timing("forward"))
 
-    def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        self.kernel()
+        def backward() -> None:
+            dy, grads = context.dy, {"dw": context.grads["w"], "db": context.grads.get("b")}
+            context.run(context.kernel(_filter, x=x.view, dy=dy, **grads), timing=context.timing("backward_filter"))
+            if context.needs_gradient(0):
+                data = context.kernel(_data, dy=dy, w=w, dx=context.gradient(0))
+                context.run(data, timing=context.timing("backward_data"))
 
-    def bind_backward(self) -> None:
-        b = self.b
-        dy = b.output.dy
-        self.filter = b.kernels.dense_backward_filter(self.x.array, dy, b.grads["w"], b.grads.get("b"))
-        self.data = b.kernels.dense_backward_data(dy, b.params["w"], b.gradient(0)) if b.needs_gradient(0) else None
+        return backward
 
-    def backward(self) -> None:
-        self.filter()
-        if self.data is not None:
-            self.data()
+
+class _DenseKernels:
+    """Kernels on blocks of units and of input features (model parallelism)."""
+
+    def forward(self, x: Box, y: Box, relu: bool) -> Callable[..., Any]:
+        return _forward
+
+    def filter(self, x: Box, y: Box) -> Callable[..., Any]:
+        return _filter
+
+    def data(self, x: Box, y: Box) -> Callable[..., Any]:
+        return _data
+
+
+def _forward(environment: Any, x: Any, w: Any, b: Any, y: Any) -> Any:
+    return environment.kernels.dense_forward(x, w, b, y)
+
+
+def _filter(environment: Any, x: Any, dy: Any, dw: Any, db: Any) -> Any:
+    return environment.kernels.dense_backward_filter(x, dy, dw, db)
+
+
+def _data(environment: Any, dy: Any, w: Any, dx: Any) -> Any:
+    return environment.kernels.dense_backward_data(dy, w, dx)

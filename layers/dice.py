@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.binding import Binding
+from halograd.dtensor import Groups
 from halograd.layers.chunks import buffer, chunks, on_host, rows
 from halograd.layers.chunks import total as total_of
 from halograd.layers.layer import Shape
-from halograd.layers.loss import Loss, LossOperator
-from halograd.layers.operator import Operator
+from halograd.layers.loss import Loss, LossKernel
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+    from halograd.program.operations import Kernel
 
 __all__ = ["Dice"]
 
@@ -62,39 +65,45 @@ class Dice(Loss):
         legal = f"{prediction} or {indices}" if self.activation == "softmax" else f"{prediction}"
         raise ValueError(f"{self.kind}: expected a target of shape {legal}, got {target}")
 
-    def bind(self, binding: Binding) -> Operator:
-        return DiceOperator(binding)
+    def kernel_type(self) -> type[LossKernel]:
+        return _DiceKernel
+
+    def lower_passes(self, context: Context, kernel: Kernel) -> None:
+        prediction = context.inputs[0].layout.shape
+        groups = prediction[0] if self.reduction == "sample" else 1
+        sums = context.keep((groups, 3, prediction[-1]), "float64", "loss")
+        kernel.add(sums=sums)
+        context.run(kernel, "sum_up")
+        context.add_up(context.sum(Groups.whole(context.size), sums, "loss", [sums.nbytes]))
+        super().lower_passes(context, kernel)
 
 
-class DiceOperator(LossOperator):
-    """Probabilities and their sums, one reduction, then the gradient in a second sweep."""
+class _DiceKernel(LossKernel):
+    """Probabilities and their sums, one reduction, then the gradient in a second sweep.
 
-    def __init__(self, b: Binding) -> None:
-        super().__init__(b)
-        layer = b.layer
-        assert isinstance(layer, Dice)
-        self.layer = layer
-        batch, channels = b.inputs[0].layout.shape[0], b.inputs[0].layout.shape[-1]
-        self.groups = batch if layer.reduction == "sample" else 1
-        #: Per group: I, P, T per channel; then, in place, loss and the gradient's two coefficients.
-        self.sums = b.kernels.zeros((self.groups, 3, channels), np.dtype("float64"))
-        self.reduction = b.comm.reduction(self.sums, kind="loss", name=b.name)
+    `sums`: per group I, P, T per channel; then, in place, loss and the gradient's two coefficients.
+    """
+
+    def __init__(self, *arguments: Any, sums: Any, **arrays: Any) -> None:
+        super().__init__(*arguments, **arrays)
+        self.sums, self.groups = sums, len(sums)
+
+    def sum_up(self) -> None:
+        """Write the sums of this block."""
+        if self.copied is not None:
+            np.copyto(self.prediction, self.copied)
+        self.sums.fill(0)
+        for n in range(self.count):
+            self._sweep(n, self.sums[(self.place.first + n) % self.groups], gradient=False)
 
     def compute(self) -> None:
-        box, valid = self.b.inputs[0].box, self.b.mode.valid
-        count = max(0, min(box.stop[0], valid) - box.start[0]) if box.size else 0
-        if self._dx is not None:
-            self._dx[count:] = 0
-        self.sums.fill(0)
-        for n in range(count):
-            self._sweep(n, self.sums[(box.start[0] + n) % self.groups], gradient=False)
-        self.reduction.run()
-        samples = valid if self.groups > 1 else 1
-        loss = self._coefficients(max(1, samples))
-        self.value = loss if self.b.rank == 0 else 0.0
-        if self._dx is not None:
-            for n in range(count):
-                self._sweep(n, self.sums[(box.start[0] + n) % self.groups], gradient=True)
+        count = self.count
+        if self.dx is not None:
+            self.dx[count:] = 0
+        loss = self._coefficients(max(1, self.mode.valid if self.groups > 1 else 1))
+        np.copyto(self.value, loss if self.place.rank == 0 else 0.0)
+        for n in range(count if self.dx is not None else 0):
+            self._sweep(n, self.sums[(self.place.first + n) % self.groups], gradient=True)
 
     def _coefficients(self, samples: int) -> Any:
         """The loss; `sums` become a, b with ``dloss/dp = a * t + b``. Local, the same on all ranks."""
@@ -114,8 +123,8 @@ class DiceOperator(LossOperator):
 
     def _sweep(self, n: int, sums: Any, gradient: bool) -> None:
         """Over one sample: either add to its sums, or write its gradient."""
-        work = self._work
-        x, t = rows(self._prediction[n], work, "prediction"), rows(self._target[n], work, "target")
+        work = self.work
+        x, t = rows(self.prediction[n], work, "prediction"), rows(self.target[n], work, "target")
         for part in chunks(len(x), x.shape[1], work):
             # Channel by channel, (C, positions).
             p = buffer(work, "p", x[part].shape[::-1], x.dtype)
@@ -124,9 +133,9 @@ class DiceOperator(LossOperator):
             self._probabilities(p)
             self._targets(t[part], targets)
             if gradient:
-                assert self._dx is not None
+                assert self.dx is not None
                 self._gradient(p, targets, sums)
-                np.copyto(self._dx[n].reshape(x.shape)[part], p.T)
+                np.copyto(self.dx[n].reshape(x.shape)[part], p.T)
             else:
                 self._add(p, targets, sums)
 
@@ -139,7 +148,7 @@ class DiceOperator(LossOperator):
             p += 1
             p *= 0.5
         elif self.layer.activation == "softmax":
-            column = buffer(self._work, "column", p.shape[1:], p.dtype)
+            column = buffer(self.work, "column", p.shape[1:], p.dtype)
             p -= np.amax(p, axis=0, out=column)
             np.exp(p, out=p)
             p /= np.sum(p, axis=0, out=column)
@@ -151,14 +160,14 @@ class DiceOperator(LossOperator):
         if on_host(t) and not (t.min() >= 0 and t.max() < len(out)):
             wrong = t.max() if t.max() >= len(out) else t.min()
             raise ValueError(
-                f"{self.b.name}: expected targets in [0, {len(out)}), got {wrong}; check the dataset's classes"
+                f"{self.name}: expected targets in [0, {len(out)}), got {wrong}; check the dataset's classes"
             )
-        mask = buffer(self._work, "mask", out.shape[1:], np.bool_)
+        mask = buffer(self.work, "mask", out.shape[1:], np.bool_)
         for channel, row in enumerate(out):
             np.copyto(row, np.equal(t[:, 0], channel, out=mask))
 
     def _add(self, p: Any, t: Any, sums: Any) -> None:
-        column = buffer(self._work, "sum", p.shape[:1], np.float64)
+        column = buffer(self.work, "sum", p.shape[:1], np.float64)
         sums[1] += np.sum(p, axis=1, dtype=np.float64, out=column)
         sums[2] += np.sum(t, axis=1, dtype=np.float64, out=column)
         p *= t
@@ -166,23 +175,19 @@ class DiceOperator(LossOperator):
 
     def _gradient(self, p: Any, t: Any, sums: Any) -> None:
         """``dloss/dx`` in place of `p`; modifies `t`."""
-        typed = buffer(self._work, "typed", (2, len(p), 1), p.dtype)
+        typed = buffer(self.work, "typed", (2, len(p), 1), p.dtype)
         np.copyto(typed[0, :, 0], sums[0], casting="same_kind")
         np.copyto(typed[1, :, 0], sums[2], casting="same_kind")
         t *= typed[0]
         t += typed[1]
-        other = buffer(self._work, "other", p.shape, p.dtype)
+        other = buffer(self.work, "other", p.shape, p.dtype)
         if self.layer.activation == "sigmoid":
             np.subtract(1, p, out=other)
             p *= other
             p *= t
         elif self.layer.activation == "softmax":
             np.multiply(p, t, out=other)
-            t -= np.sum(other, axis=0, out=buffer(self._work, "column", p.shape[1:], p.dtype))
+            t -= np.sum(other, axis=0, out=buffer(self.work, "column", p.shape[1:], p.dtype))
             p *= t
         else:
             np.copyto(p, t)
-
-    def close(self) -> None:
-        super().close()
-        self.reduction.close()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from halograd.dtensor import Box
-from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+    from halograd.program.views import View
 
 __all__ = ["Dropout", "global_counters", "mix64", "mix64_inplace"]
 
@@ -21,8 +25,6 @@ _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 #: Elements hashed at a time: the buffers stay in the second-level cache.
 _CHUNK = 1 << 14
-#: On a device, where each chunk costs some launches.
-_DEVICE_CHUNK = 1 << 22
 
 
 class Dropout(Layer):
@@ -58,78 +60,98 @@ class Dropout(Layer):
     def flops(self, *shapes: Shape) -> int:
         return math.prod(shapes[0])
 
-    def bind(self, binding: Binding) -> Operator:
-        return _DropoutOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        shape, box = context.output.layout.shape, context.box
+        views: dict[str, View | None] = {"x": context.inputs[0].view, "y": context.y}
+        if not context.fused:
+            views["dropped"] = context.scratch(box.shape, "bool")
+            rows, columns = _counted(shape, box)
+            some = (2, min(_rows(columns, _CHUNK), rows), columns)
+            views |= {"hashes": context.scratch(some, "uint64")}
+        kernel = context.kernel(partial(_DropoutKernel, self, shape, box), **views)
+        kernel.recordable = context.fused  # else the host draws
+        context.run(kernel, "forward", uses=tuple(views), timing=context.timing("forward"))
+
+        def backward() -> None:
+            kernel.add(dy=context.dy, dx=context.gradient(0))
+            uses = ("dy", "dx") if context.fused else ("dropped", "dy", "dx")
+            context.run(kernel, "backward", uses=uses, timing=context.timing("backward_data"))
+
+        return backward
 
 
-class _DropoutOperator(Operator):
-    def __init__(self, b: Binding) -> None:
-        assert isinstance(b.layer, Dropout)
-        self.b = b
-        self.scale = 1.0 / (1.0 - b.layer.rate)
-        self.threshold = np.uint64(int(b.layer.rate * 2**64))
-        self.salt = zlib.crc32(b.name.encode())
+def _counted(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
+    """Elements of a box along the outer axes, and along the last two."""
+    split = max(1, len(shape) - 2)
+    return math.prod(box.shape[:split]), math.prod(box.shape[split:])
+
+
+def _rows(columns: int, chunk: int) -> int:
+    return max(1, chunk // max(1, columns))
+
+
+class _DropoutKernel:
+    """Draws what is dropped by counters; the backend's kernel draws it again instead of keeping it."""
+
+    def __init__(self, layer: Dropout, shape: tuple[int, ...], box: Box, environment: Any, **arrays: Any) -> None:
+        self.scale = 1.0 / (1.0 - layer.rate)
+        self.threshold = np.uint64(int(layer.rate * 2**64))
+        self.salt = zlib.crc32(environment.name.encode())
+        self.mode = environment.mode
+        some: list[Any] = [arrays.get(k) for k in ("x", "y", "dy", "dx")]
+        self.x, self.y, self.dy, self.dx = some
         self.fused: list[Any] = []
-        if b.kernels.cuda is not None:
-            self.fused.append(self._fuse(b.inputs[0].array, b.output.array))
+        kernels = environment.kernels
+        if kernels.cuda is not None:
+            if self.mode.state is None:  # bound by somebody who does not count steps
+                self.mode.state = kernels.device.array([self.mode.seed, self.mode.step], np.uint64)
+            pairs = [(self.x, self.y), (self.dy, self.dx)][: 1 if self.dx is None else 2]
+            options = (layer.rate, self.salt, shape, box.start, self.mode.state)
+            self.fused = [kernels.cuda.dropout(*pair, *options) for pair in pairs]
             return
-        self.dropped = b.memory.keep(b.box.shape, np.dtype(bool), "activation")
-        device = b.kernels.device
-        self.outer, self.inner = (device.array(a) for a in global_counters(b.output.layout.shape, b.box))
-        self.rows = max(1, (_CHUNK if device.is_host else _DEVICE_CHUNK) // max(1, self.inner.size))
-        shape = (2, min(self.rows, self.outer.size), self.inner.size)
-        self.hashes, self.shifted = b.scratch(shape, np.dtype(np.uint64))
-
-    def _fuse(self, x: Any, y: Any) -> Any:
-        """The backend's kernel, which draws the mask again instead of keeping it."""
-        b = self.b
-        assert isinstance(b.layer, Dropout)
-        shape, start = b.output.layout.shape, b.box.start
-        if b.mode.state is None:  # bound by somebody who does not count steps
-            b.mode.state = b.kernels.device.array([b.mode.seed, b.mode.step], np.uint64)
-        return b.kernels.cuda.dropout(x, y, b.layer.rate, self.salt, shape, start, b.mode.state)
+        self.dropped, (self.hashes, self.shifted) = arrays["dropped"], arrays["hashes"]
+        self.outer, self.inner = (kernels.device.array(a) for a in global_counters(shape, box))
 
     def forward(self) -> None:
-        b = self.b
-        if not b.box.size:
+        if not self.y.size:
             return
-        if not b.mode.training:
-            np.copyto(b.output.array, b.inputs[0].array)
+        if not self.mode.training:
+            np.copyto(self.y, self.x)
             return
         if self.fused:
             self.fused[0]()
             return
-        self._draw(np.uint64(mix64(mix64(mix64(b.mode.seed) + b.mode.step) + self.salt)))
-        np.multiply(b.inputs[0].array, self.scale, out=b.output.array)
+        self._draw(np.uint64(mix64(mix64(mix64(self.mode.seed) + self.mode.step) + self.salt)))
+        np.multiply(self.x, self.scale, out=self.y)
         # Set, not multiplied by zero: an infinite element that is dropped must not become NaN.
-        np.copyto(b.output.array, 0, where=self.dropped)
+        np.copyto(self.y, 0, where=self.dropped)
 
     def _draw(self, key: np.uint64) -> None:
         """Fill `dropped`."""
         rows = self.dropped.reshape(self.outer.size, self.inner.size)
-        for first in range(0, self.outer.size, self.rows):
-            outer = self.outer[first : first + self.rows]
+        step = max(1, self.hashes.shape[0])
+        for first in range(0, self.outer.size, step):
+            outer = self.outer[first : first + step]
             z, t = self.hashes[: outer.size], self.shifted[: outer.size]
             np.add(outer[:, None], self.inner, out=z)
             np.add(z, key, out=z)
             mix64_inplace(z, t)
             np.less(z, self.threshold, out=rows[first : first + outer.size])
 
-    def bind_backward(self) -> None:
-        self.dx = self.b.gradient(0)
-        if self.fused:
-            self.fused.append(self._fuse(self.b.output.dy, self.dx))
-
     def backward(self) -> None:
-        b = self.b
-        if not b.mode.training:
-            np.copyto(self.dx, b.output.dy)
+        if not self.mode.training:
+            np.copyto(self.dx, self.dy)
             return
         if self.fused:
             self.fused[1]()
             return
-        np.multiply(b.output.dy, self.scale, out=self.dx)
+        np.multiply(self.dy, self.scale, out=self.dx)
         np.copyto(self.dx, 0, where=self.dropped)
+
+    def close(self) -> None:
+        """Free the backend's kernels."""
+        for kernel in self.fused:
+            kernel.close()
 
 
 def mix64(value: int) -> int:

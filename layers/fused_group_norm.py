@@ -1,115 +1,105 @@
-"""Group, instance and layer normalisation by kernels that take all samples at once, on a device."""
+"""Group, instance and layer normalisation by kernels that take all samples at once, on a device. ::
+
+    forward    sums of x, x^2 -> totals of groups -> all-reduce -> mean, var -> y
+    backward   sums of dy, dy * xhat -> gradients of gamma, beta
+               totals of groups, with gamma -> all-reduce -> means -> dx
+
+Every arrow is one launch or two, whatever the number of samples, and the host waits for none of them.
+
+Variances come of sums in float64 without looking whether they cancel: for float32 and 16 bits, where that costs
+digits if ``mean^2 / var`` exceeds 5e8.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from halograd.layers.batch_norm import lower_affine
+from halograd.layers.sample_group import sample_groups
 
-from halograd.layers.batch_norm import affine_arrays
-from halograd.layers.binding import Binding
-from halograd.layers.operator import Operator
-from halograd.layers.sample_group import sample_groups, sum_over
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
-__all__ = ["FusedGroupNormOperator"]
+__all__ = ["lower_fused"]
 
 
-class FusedGroupNormOperator(Operator):
-    """The backend's norms of samples around sums over the ranks that share them. ::
+def lower_fused(context: Context, groups: int, eps: float, relu: bool) -> Callable[[], None]:
+    """The backend's norms of samples around sums over the ranks that share them; not in float64."""
+    boxes, shape = context.output.layout.boxes, context.output.layout.shape
+    samples, channels = context.box.shape[0], shape[-1]
+    x = context.gather(0, context.clipped(0))
+    views = {name: context.keep((samples, channels), context.wide, "statistics") for name in ("mean", "var")}
+    forms = {"sums": (samples, 2, channels), "means": (samples, 2, channels), "totals": (samples, 2, groups)}
+    views |= {name: context.keep(form, "float64", "statistics") for name, form in forms.items()}
+    views |= {"x": x.view, "y": context.y, **lower_affine(context, channels)}
+    sizes = [16 * groups * int(n) for n in boxes.extents[0]]
+    total = context.sum(sample_groups(boxes), views["totals"], "statistics", sizes)
+    kernel = context.kernel(partial(_Kernel, groups / math.prod(shape[1:]), eps, relu), **views)
+    forward = tuple(views)
+    x.start()
+    x.finish()
+    context.run(kernel, "statistics", uses=forward)
+    context.add_up(total)
+    context.run(kernel, "normalize", uses=forward, timing=context.timing("forward"))
 
-        forward    sums of x, x^2 -> totals of groups -> all-reduce -> mean, var -> y
-        backward   sums of dy, dy * xhat -> gradients of gamma, beta
-                   totals of groups, with gamma -> all-reduce -> means -> dx
+    def backward() -> None:
+        dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
+        kernel.add(dy=context.dy, dx=dx)
+        kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
+        context.run(kernel, "backward_sums", timing=context.timing("backward_data"))
+        context.add_up(total)
+        context.run(kernel, "backward_data")
 
-    Every arrow is one launch or two, whatever the number of samples, and the host waits for none of them.
+    return backward
 
-    Variances come of sums in float64 without looking whether they cancel: for float32 and 16 bits, where that costs
-    digits if ``mean^2 / var`` exceeds 5e8.
 
-    Parameters
-    ----------
-    b
-        Of a backend with `cuda`; not in float64.
-    groups
-        Number of groups of channels.
-    eps, relu
-        As in the layer.
-    """
+class _Kernel:
+    """The backend's kernels in four parts."""
 
-    def __init__(self, b: Binding, groups: int, eps: float, relu: bool) -> None:
-        self.b, self.eps, self.relu = b, eps, relu
-        self.x = b.gather(0, b.clipped(0))
-        shape = b.output.layout.shape
-        samples, channels = b.box.shape[0], shape[-1]
-        self.samples = samples
-        self.scale = groups / math.prod(shape[1:])
-        self.gamma, self.beta = affine_arrays(b, channels)
-        keep, float64 = b.memory.keep, np.dtype("float64")
-        self.mean, self.var = (keep((samples, channels), b.wide, "statistics") for _ in range(2))
-        self.sums, self.means = (keep((samples, 2, channels), float64, "statistics") for _ in range(2))
-        self.totals = keep((samples, 2, groups), float64, "statistics")
-        self.reduction = sum_over(b.comm, sample_groups(b.output.layout.boxes), self.totals, "statistics", b.name)
-        self.norm: Any = None
-        self.before: list[Any] = []
-        self.between: list[Any] = []
-        if samples:
-            cuda = b.kernels.cuda
-            self.norm = self._norm(None, None)
-            self.before.append(cuda.group_totals(self.sums, self.totals, None, self.scale))
-            self.between.append(cuda.group_moments(self.totals, self.mean, self.var))
-        self.gradient: list[Any] = []
-        self.spread: Any = None
-
-    def _norm(self, dy: Any, dx: Any) -> Any:
-        arrays = (self.x.array, self.b.output.array, dy, dx, self.gamma, self.beta)
-        numbers = (self.mean, self.var, self.sums, self.means, self.eps, self.relu)
-        return self.b.kernels.cuda.sample_norm(*arrays, *numbers, premultiplied=True)
-
-    def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        if self.norm is not None:
-            self.norm.statistics()
-            self.before[0]()
-        self._reduce()
-        if self.norm is not None:
-            self.between[0]()
-            self.norm.forward()
-
-    def bind_backward(self) -> None:
-        b = self.b
-        dx = b.gradient(0) if b.needs_gradient(0) else b.scratch(b.box.shape)
-        if self.norm is not None:
-            cuda = b.kernels.cuda
-            self.norm.close()
-            self.norm = self._norm(b.output.dy, dx)
-            if b.grads:
-                self.gradient.append(cuda.sum_samples(self.sums, b.grads["beta"], b.grads["gamma"]))
-            self.before.append(cuda.group_totals(self.sums, self.totals, self.gamma, self.scale))
-            self.spread = cuda.group_spread(self.totals, self.means)
-        b.end_scratch()
-
-    def backward(self) -> None:
-        if self.norm is None:
-            for array in self.b.grads.values():
-                array.fill(0)
-            self._reduce()
+    def __init__(self, scale: float, eps: float, relu: bool, environment: Any, **arrays: Any) -> None:
+        get = arrays.get
+        cuda, x, totals, gamma = environment.kernels.cuda, arrays["x"], arrays["totals"], arrays["gamma"]
+        self.totals, self.grads = totals, [arrays[k] for k in ("dbeta", "dgamma") if k in arrays]
+        self.parts: dict[str, list[Any]] = {k: [] for k in ("statistics", "normalize", "sums", "data")}
+        self.empty = not x.size
+        if self.empty:
             return
-        self.norm.backward_sums()
-        for kernel in self.gradient:
-            kernel()
-        self.before[1]()
-        self._reduce()
-        self.spread()
-        self.norm.backward_data()
+        mean, var, sums, means = (arrays[k] for k in ("mean", "var", "sums", "means"))
+        both = (gamma, arrays["beta"], mean, var, sums, means, eps, relu)
+        self.norm = cuda.sample_norm(x, arrays["y"], get("dy"), get("dx"), *both, premultiplied=True)
+        self.parts["statistics"] = [self.norm.statistics, cuda.group_totals(sums, totals, None, scale)]
+        self.parts["normalize"] = [cuda.group_moments(totals, mean, var), self.norm.forward]
+        if get("dx") is not None:
+            own = [cuda.sum_samples(sums, *self.grads)] if self.grads else []
+            self.parts["sums"] = [self.norm.backward_sums, *own, cuda.group_totals(sums, totals, gamma, scale)]
+            self.parts["data"] = [cuda.group_spread(totals, means), self.norm.backward_data]
 
-    def _reduce(self) -> None:
-        """The totals of all ranks that share samples with this one."""
-        if self.reduction is not None:
-            self.reduction.run()
+    def statistics(self) -> None:
+        self._run("statistics")
+
+    def normalize(self) -> None:
+        self._run("normalize")
+
+    def backward_sums(self) -> None:
+        self._run("sums")
+        if self.empty:
+            for array in self.grads:
+                array.fill(0)
+
+    def backward_data(self) -> None:
+        self._run("data")
+
+    def _run(self, part: str) -> None:
+        if self.empty:
+            self.totals.fill(0)
+        for call in self.parts[part]:
+            call()
 
     def close(self) -> None:
-        for item in (self.norm, *self.before, *self.between, *self.gradient, self.spread, self.x, self.reduction):
-            if item is not None:
+        """Free the backend's kernels."""
+        for item in (*(c for part in self.parts.values() for c in part), *([] if self.empty else [self.norm])):
+            if hasattr(item, "close"):
                 item.close()

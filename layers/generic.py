@@ -1,80 +1,91 @@
-"""The operator of any layer that is written as `forward` and `backward` on plain local arrays."""
+"""Any layer that is written as `forward` and `backward` on plain local arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.binding import Binding
-from halograd.layers.operator import Operator
+if TYPE_CHECKING:
+    from halograd.dtensor import Box
+    from halograd.layers.layer import Layer
+    from halograd.program.context import Context
 
-__all__ = ["LocalOperator"]
+__all__ = ["lower_local"]
 
 
-class LocalOperator(Operator):
-    """Gathers the boxes a layer needs, calls it, and returns gradients to their owners.
+def lower_local(layer: Layer, context: Context) -> Callable[[], None]:
+    """Gather the boxes that a layer needs, call it, and return gradients to their owners.
 
-    Forward: exchange (assign), `layer.forward`. Backward: `layer.backward`, exchange (sum), the
-    adjoint. Right for every layer and every cut; layers with kernels of their own overlap more.
+    Forward: exchange (assign), `layer.forward`. Backward: `layer.backward`, exchange (sum), the adjoint. Right for
+    every layer and every cut; layers with kernels of their own overlap more.
     Communication per process: the needed box less the owned box, forward and backward.
     """
+    boxes = [context.needed(i) for i in range(len(context.inputs))]
+    inputs = [context.gather(i, blocks, layer.pad_value) for i, blocks in enumerate(boxes)]
+    for gathered in inputs:
+        gathered.start()
+    for gathered in inputs:
+        gathered.finish()
+    views = {"y": context.y} | {f"x{i}": gathered.view for i, gathered in enumerate(inputs)}
+    views |= {f"param {key}": view for key, view in context.params.items()}
+    kernel = context.kernel(partial(_LocalKernel, layer, context.box), **views)
+    kernel.recordable = False  # it makes its arrays anew in every step
+    context.run(kernel, "forward", uses=tuple(views), timing=context.timing("forward"))
 
-    def __init__(self, binding: Binding) -> None:
-        self.binding = binding
-        self.layer = binding.layer
-        self._needed = [binding.needed(i) for i in range(len(binding.inputs))]
-        fill = self.layer.pad_value
-        self._inputs = [binding.gather(i, boxes, fill) for i, boxes in enumerate(self._needed)]
-        self._arrays = [g.array for g in self._inputs]
+    def backward() -> None:
+        wanted = [i for i in range(len(boxes)) if context.needs_gradient(i)]
+        returned = {i: context.return_gradient(i, boxes[i]) for i in wanted}
+        kernel.add(dy=context.dy, **{f"dx{i}": some.view for i, some in returned.items()})
+        kernel.add(**{f"grad {key}": view for key, view in context.grads.items()})
+        context.run(kernel, "backward", timing=context.timing("backward_data"))
+        for some in returned.values():
+            some.start()
+        for some in returned.values():
+            some.finish()
+
+    return backward
+
+
+class _LocalKernel:
+    """Calls a layer on its arrays, and copies what it returns into place."""
+
+    def __init__(self, layer: Layer, box: Box, environment: Any, y: Any, dy: Any = None, **arrays: Any) -> None:
+        self.layer, self.box, self.name, self.y, self.dy = layer, box, environment.name, y, dy
+        self.device = environment.kernels.device
+        self.inputs = [arrays[f"x{i}"] for i in range(sum(key[0] == "x" for key in arrays))]
+        self.dxs = {int(key[2:]): array for key, array in arrays.items() if key.startswith("dx")}
+        self.params = {key[6:]: array for key, array in arrays.items() if key.startswith("param ")}
+        self.grads = {key[5:]: array for key, array in arrays.items() if key.startswith("grad ")}
 
     def forward(self) -> None:
-        for gathered in self._inputs:
-            gathered.start()
-        for gathered in self._inputs:
-            gathered.finish()
-        b = self.binding
-        if not b.box.size:
+        if not self.box.size:
             return
-        y = self.layer.forward(self._arrays, b.params, b.box)
-        self._check("forward()", y, b.box.shape)
-        np.copyto(b.output.array, y)
-
-    def bind_backward(self) -> None:
-        b = self.binding
-        wanted = [i for i in range(len(b.inputs)) if b.needs_gradient(i)]
-        self._returns = {i: b.return_gradient(i, self._needed[i]) for i in wanted}
+        y = self.layer.forward(self.inputs, self.params, self.box)
+        self._check("forward()", y, self.box.shape)
+        np.copyto(self.y, y)
 
     def backward(self) -> None:
-        b = self.binding
-        if b.box.size:
-            dxs, grads = self.layer.backward(b.output.dy, self._arrays, b.params, b.box)
-            for i, returned in self._returns.items():
-                self._check(f"gradient {i} of backward()", dxs[i], self._arrays[i].shape)
-                np.copyto(returned.array, dxs[i])
-            for key, array in b.grads.items():
-                self._check(f"gradient of {key!r}", grads[key], array.shape)
-                np.copyto(array, grads[key])
-        else:
-            for array in b.grads.values():
+        if not self.box.size:
+            for array in (*self.grads.values(), *self.dxs.values()):
                 array.fill(0)
-        for returned in self._returns.values():
-            returned.start()
-        for returned in self._returns.values():
-            returned.finish()
-
-    def close(self) -> None:
-        for item in (*self._inputs, *getattr(self, "_returns", {}).values()):
-            item.close()
+            return
+        dxs, grads = self.layer.backward(self.dy, self.inputs, self.params, self.box)
+        for i, target in self.dxs.items():
+            self._check(f"gradient {i} of backward()", dxs[i], target.shape)
+            np.copyto(target, dxs[i])
+        for key, array in self.grads.items():
+            self._check(f"gradient of {key!r}", grads[key], array.shape)
+            np.copyto(array, grads[key])
 
     def _check(self, what: str, array: Any, shape: Sequence[int]) -> None:
         """Refuse what is of another shape, or on the host where the arrays of the layer are not."""
-        name, device = self.binding.name, self.binding.kernels.device
         if np.shape(array) != tuple(shape):
-            raise ValueError(f"{name}: {what}: expected an array of shape {tuple(shape)}, got {np.shape(array)}")
-        if not device.is_host and not device.owns(array):
+            raise ValueError(f"{self.name}: {what}: expected an array of shape {tuple(shape)}, got {np.shape(array)}")
+        if not self.device.is_host and not self.device.owns(array):
             raise ValueError(
-                f"{name}: {what}: expected an array on {device.name} as those of the layer are, got "
+                f"{self.name}: {what}: expected an array on {self.device.name} as those of the layer are, got "
                 f"{type(array).__module__}.{type(array).__name__}; make arrays by np.zeros_like(x) and the like"
             )

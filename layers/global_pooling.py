@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.dtensor import Blocks, Exchange, Layout
-from halograd.layers.binding import Binding
+from halograd.dtensor import Blocks, Layout
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
 __all__ = ["GlobalAveragePool"]
 
@@ -46,47 +49,46 @@ class GlobalAveragePool(Layer):
         """Sums are made where the input is: nothing has to be gathered."""
         return inputs[i].boxes
 
-    def bind(self, binding: Binding) -> Operator:
-        return _GlobalAveragePoolOperator(binding)
-
-
-class _GlobalAveragePoolOperator(Operator):
-    def __init__(self, b: Binding) -> None:
-        self.b = b
-        layout = b.inputs[0].layout
-        self.scale = 1.0 / math.prod(layout.shape[1:-1])
-        self.axes = tuple(range(1, len(layout.shape) - 1))
+    def lower(self, context: Context) -> Callable[[], None]:
+        value, boxes = context.inputs[0], context.output.layout.boxes
+        scale = 1.0 / math.prod(context.shapes[0][:-1])
         #: Per rank, the samples and channels of which it holds a summand.
-        self.summands = without_space(layout.boxes)
-        self.partial = b.scratch(self.summands[b.rank].shape, np.dtype("float64"))
-        self.total = b.scratch(b.box.shape, np.dtype("float64"))
-        self.exchange = Exchange(
-            b.comm, self.summands, b.output.layout.boxes, self.partial, self.total, combine="sum", kind="redistribute"
-        )
+        summands = without_space(value.layout.boxes)
+        shape = summands[context.rank].shape
+        partial_, total = context.scratch(shape, "float64"), context.scratch(context.box.shape, "float64")
+        context.run(context.kernel(_sum, x=value.view, y=partial_), timing=context.timing("forward"))
+        move = context.exchange(summands, boxes, partial_, total, combine="sum", kind="redistribute")
+        context.start(move)
+        context.finish(move)
+        context.run(context.kernel(partial(_scale, scale), x=total, y=context.y))
 
-    def forward(self) -> None:
-        b = self.b
-        value = b.inputs[0]
-        if value.box.size:
-            np.add.reduce(value.array, axis=self.axes, dtype=np.float64, out=self.partial)
-        self.exchange.run()
-        np.multiply(self.total, self.scale, out=b.output.array, casting="same_kind")
+        def backward() -> None:
+            dx, dy = context.gradient(0), context.scratch(shape, value.dtype)
+            back = context.exchange(boxes, summands, context.dy, dy, kind="redistribute")
+            context.start(back)
+            context.finish(back)
+            spread = dy.reshape(shape[0], *(1 for _ in context.shapes[0][:-1]), shape[1])
+            context.run(context.kernel(partial(_scale, scale), x=spread, y=dx), timing=context.timing("backward_data"))
 
-    def bind_backward(self) -> None:
-        b = self.b
-        value = b.inputs[0]
-        self.dx = b.gradient(0)
-        self.dy = b.scratch(self.summands[b.rank].shape, value.dtype)
-        self.broadcast = Exchange(
-            b.comm, b.output.layout.boxes, self.summands, b.output.dy, self.dy, kind="redistribute"
-        )
-        samples, channels = self.dy.shape
-        self.spread = self.dy.reshape(samples, *(1 for _ in self.axes), channels)
+        return backward
 
-    def backward(self) -> None:
-        self.broadcast.run()
-        if self.dx.size:
-            np.multiply(self.spread, self.scale, out=self.dx)
+
+def _sum(environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    axes = tuple(range(1, x.ndim - 1))
+
+    def run() -> None:
+        if x.size:
+            np.add.reduce(x, axis=axes, dtype=np.float64, out=y)
+
+    return run
+
+
+def _scale(scale: float, environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    def run() -> None:
+        if y.size:
+            np.multiply(x, scale, out=y, casting="same_kind")
+
+    return run
 
 
 def without_space(boxes: Blocks) -> Blocks:

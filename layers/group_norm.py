@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.batch_norm import affine_arrays, affine_parameters
-from halograd.layers.binding import Binding
-from halograd.layers.channel_norm import ChannelNormOperator
+from halograd.layers.batch_norm import affine_parameters, lower_affine
+from halograd.layers.channel_norm import lower_channel_norm
 from halograd.layers.chunks import Work, buffer, chunks
-from halograd.layers.fused_group_norm import FusedGroupNormOperator
+from halograd.layers.fused_group_norm import lower_fused
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
-from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
-from halograd.layers.sample_group import sample_groups, sum_over
+from halograd.layers.sample_group import sample_groups
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
 __all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
 
@@ -80,11 +82,11 @@ class GroupNorm(Layer):
     def flops(self, *shapes: Shape) -> int:
         return 7 * math.prod(shapes[0])
 
-    def bind(self, binding: Binding) -> Operator:
-        if binding.kernels.cuda is not None and binding.dtype != np.float64:  # which is for proofs
-            groups = self.group_count(binding.output.layout.shape[-1])
-            return FusedGroupNormOperator(binding, groups, self.eps, self.activation == "relu")
-        return GroupNormOperator(binding, self)
+    def lower(self, context: Context) -> Callable[[], None]:
+        groups = self.group_count(context.output.layout.shape[-1])
+        if context.fused and context.dtype != np.float64:  # which is for proofs
+            return lower_fused(context, groups, self.eps, self.activation == "relu")
+        return _lower(self, context, groups)
 
 
 class InstanceNorm(GroupNorm):
@@ -124,120 +126,140 @@ class LayerNorm(GroupNorm):
             raise ValueError(f"axes: expected 'sample' or 'channels', got {axes!r}")
         self.axes = axes
 
-    def bind(self, binding: Binding) -> Operator:
+    def lower(self, context: Context) -> Callable[[], None]:
         if self.axes == "channels":
-            return ChannelNormOperator(binding, self.eps, self.activation == "relu")
-        return super().bind(binding)
+            return lower_channel_norm(context, self.eps, self.activation == "relu")
+        return super().lower(context)
 
 
-class GroupNormOperator(Operator):
-    """The backend's batch-norm kernels, one sample each, around sums over groups and ranks.
+def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None]:
+    """The backend's batch-norm kernels, one sample each, around sums over groups and ranks."""
+    boxes, shape = context.output.layout.boxes, context.output.layout.shape
+    samples, channels = context.box.shape[0], shape[-1]
+    x = context.gather(0, context.clipped(0))
+    views = {name: context.keep((samples, channels), context.wide, "statistics") for name in ("mean", "var")}
+    both = (samples, 2, channels)
+    forms: dict[str, tuple[int, ...]] = {"sums": both, "means": both, "totals": (samples, 2, groups)}
+    forms |= {"squares": (2, samples, groups), "gradient": (channels,)}
+    views |= {name: context.keep(form, "float64", "statistics") for name, form in forms.items()}
+    views |= {"x": x.view, "y": context.y, **lower_affine(context, channels)}
+    sizes = [16 * groups * int(n) for n in boxes.extents[0]]
+    total = context.sum(sample_groups(boxes), views["totals"], "statistics", sizes)
+    kernel = context.kernel(partial(_GroupNormKernel, layer, math.prod(shape[1:]) // groups), **views)
+    forward = tuple(views)
+    x.start()
+    x.finish()
+    context.run(kernel, "statistics", uses=forward)
+    both = context.add_up(total)
+    centered, variance = (context.operation(kernel, part, uses=forward) for part in ("centered", "variance"))
+    context.run(kernel, "cancels", uses=forward, guarded=[centered, *both, variance])
+    context.run(kernel, "normalize", uses=forward, timing=context.timing("forward"))
+
+    def backward() -> None:
+        dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
+        kernel.add(dy=context.dy, dx=dx)
+        kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
+        context.run(kernel, "backward_sums", timing=context.timing("backward_data"))
+        context.add_up(total)
+        context.run(kernel, "backward_data")
+
+    return backward
+
+
+class _GroupNormKernel:
+    """Kernels of every sample around sums over groups.
 
     Gradient: with ``g = dy * gamma`` (masked by the activation), ``dx = (g - A - xhat * B) / std``, where A and B are
     the means of ``g`` and ``g * xhat`` over the group. The kernels compute ``gamma * (dy - A' - xhat * B') / std`` with
     one A' and B' per channel: all of it if groups are channels, else the first term.
     """
 
-    def __init__(self, b: Binding, layer: GroupNorm) -> None:
-        self.b, self.layer = b, layer
-        self.x = b.gather(0, b.clipped(0))
-        shape = b.output.layout.shape
-        self.samples, channels = b.box.shape[0], shape[-1]
-        groups = layer.group_count(channels)
-        self.count = math.prod(shape[1:]) // groups
+    def __init__(self, layer: GroupNorm, count: int, environment: Any, **arrays: Any) -> None:
+        self.layer, self.count = layer, count
+        self.x, self.gamma = arrays["x"], arrays["gamma"]
+        self.dx: Any = arrays.get("dx")
+        self.mean, self.var, self.sums, self.means = (arrays[n] for n in ("mean", "var", "sums", "means"))
+        self.totals, self.squares, self.gradient = (arrays[n] for n in ("totals", "squares", "gradient"))
+        self.grads = [(i, arrays[k]) for i, k in enumerate(("dbeta", "dgamma")) if k in arrays and arrays[k].size]
+        samples, channels = self.mean.shape
+        groups = self.totals.shape[-1]
         self.single = groups == channels
-        self.gamma, self.beta = affine_arrays(b, channels)
-        float64 = np.dtype("float64")
-        keep = b.memory.keep
-        self.mean, self.var = (keep((self.samples, channels), b.wide, "statistics") for _ in range(2))
-        self.sums, self.means = (keep((self.samples, 2, channels), float64, "statistics") for _ in range(2))
-        self.totals = keep((self.samples, 2, groups), float64, "statistics")
-        self.squares = keep((2, self.samples, groups), float64, "statistics")
-        self.limit = cancellation_limit(b.wide)
-        self._work = Work(b.kernels.device)
-        self.gradient = keep((channels,), float64, "statistics")
-        self._grouped = (self.samples, 2, groups, channels // groups)
-        self.reduction = sum_over(b.comm, sample_groups(b.output.layout.boxes), self.totals, "statistics", b.name)
-        self.kernels = self._kernels(None, None)
+        self.limit = cancellation_limit(self.mean.dtype)
+        self._work = Work(environment.kernels.device)
+        self._grouped = (samples, 2, groups, channels // groups)
+        self.kernels = []
+        for n in range(samples if self.x.size else 0):
+            some = (arrays.get(k) for k in ("x", "y", "dy", "dx"))
+            blocks = (None if a is None else a[n : n + 1] for a in some)
+            numbers = (self.mean[n], self.var[n], self.sums[n], self.means[n], layer.eps)
+            both, relu = (arrays["gamma"], arrays["beta"]), layer.activation == "relu"
+            self.kernels.append(environment.kernels.batch_norm(*blocks, *both, *numbers, relu, False))
 
-    def _kernels(self, dy: Any, dx: Any) -> list[Any]:
-        """Batch-norm kernels, one per sample."""
-        b = self.b
-        made = []
-        for n in range(self.samples):
-            arrays = (None if a is None else a[n : n + 1] for a in (self.x.array, b.output.array, dy, dx))
-            numbers = (self.mean[n], self.var[n], self.sums[n], self.means[n], self.layer.eps)
-            relu = self.layer.activation == "relu"
-            made.append(b.kernels.batch_norm(*arrays, self.gamma, self.beta, *numbers, relu, False))
-        return made
+    def statistics(self) -> None:
+        self.sums.fill(0)
+        for kernel in self.kernels:
+            kernel.statistics()
+        self._group(self.sums)
 
-    def bind_backward(self) -> None:
-        b = self.b
-        self.dx = b.gradient(0) if b.needs_gradient(0) else b.scratch(b.box.shape)
-        for kernels in self.kernels:
-            kernels.close()
-        self.kernels = self._kernels(b.output.dy, self.dx)
-        b.end_scratch()
+    def _group(self, sums: Any) -> None:
+        """Sums over each group of what is summed per channel."""
+        np.sum(sums.reshape(self._grouped), axis=-1, out=self.totals)
 
-    def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        for kernels in self.kernels:
-            kernels.statistics()
-        self._sum_up(self.sums)
+    def cancels(self) -> bool:
+        """Means and variances; whether these are good for nothing. All ranks of the group go the same way."""
+        self.totals /= self.count
         mean, var = self.totals[:, 0], self.totals[:, 1]
         var -= np.multiply(mean, mean, out=self.squares[0])
         np.maximum(var, 0, out=var)
-        n, _, groups, members = self._grouped
-        # All ranks of the group have the same sums, so all go the same way.
-        if cancels(mean, var, self.layer.eps, self.limit, self.squares):
-            self._sum_up_centered(mean)
-        for total, array in ((mean, self.mean), (var, self.var)):
-            np.copyto(array.reshape(n, groups, members), total[:, :, None], casting="same_kind")
-        for kernels in self.kernels:
-            kernels.forward()
+        return cancels(mean, var, self.layer.eps, self.limit, self.squares)
 
-    def _sum_up_centered(self, mean: Any) -> None:
+    def centered(self) -> None:
         """The variances again, about the known means."""
         n, _, groups, members = self._grouped
+        mean = self.totals[:, 0]
         np.copyto(self.means[:, 0].reshape(n, groups, members), mean[:, :, None])
         np.copyto(self.squares[0], mean)
         self.sums.fill(0)
-        for x, center, sums in zip(self.x.array, self.means[:, 0], self.sums):
+        for x, center, sums in zip(self.x if self.x.size else (), self.means[:, 0], self.sums):
             centered_squares(x.reshape(-1, len(center)), center, sums[1], self._work)
-        self._sum_up(self.sums)
-        np.copyto(mean, self.squares[0])
+        self._group(self.sums)
 
-    def _sum_up(self, sums: Any) -> None:
-        """Means over each group of what is summed per channel, over all ranks that share the samples."""
-        np.sum(sums.reshape(self._grouped), axis=-1, out=self.totals)
-        if self.reduction is not None:
-            self.reduction.run()
+    def variance(self) -> None:
         self.totals /= self.count
+        np.copyto(self.totals[:, 0], self.squares[0])
 
-    def backward(self) -> None:
-        b = self.b
-        for kernels in self.kernels:
-            kernels.backward_sums()
-        if b.grads and b.grads["gamma"].size:  # a rank that the layer does without holds none
-            for i, name in enumerate(("beta", "gamma")):
-                np.sum(self.sums[:, i], axis=0, out=self.gradient)
-                np.copyto(b.grads[name], self.gradient, casting="same_kind")
+    def normalize(self) -> None:
+        n, _, groups, members = self._grouped
+        for total, array in ((self.totals[:, 0], self.mean), (self.totals[:, 1], self.var)):
+            np.copyto(array.reshape(n, groups, members), total[:, :, None], casting="same_kind")
+        for kernel in self.kernels:
+            kernel.forward()
+
+    def backward_sums(self) -> None:
+        self.sums.fill(0)
+        for kernel in self.kernels:
+            kernel.backward_sums()
+        for i, array in self.grads:  # a rank that the layer does without holds none
+            np.sum(self.sums[:, i], axis=0, out=self.gradient)
+            np.copyto(array, self.gradient, casting="same_kind")
         if not self.single:
             self.sums *= self.gamma
-        self._sum_up(self.sums)
+        self._group(self.sums)
+
+    def backward_data(self) -> None:
+        self.totals /= self.count
         self.means.fill(0)
         if self.single:
             np.copyto(self.means, self.totals)
-        for kernels in self.kernels:
-            kernels.backward_data()
+        for kernel in self.kernels:
+            kernel.backward_data()
         if not self.single:
             self._subtract_means()
 
     def _subtract_means(self) -> None:
         """``dx -= (A + xhat * B) / std``, in chunks."""
         np.copyto(self.means.reshape(self._grouped), self.totals[..., None])
-        for i in range(self.samples):
+        for i in range(len(self.kernels)):
             channels = self.mean[i]
             inverse, shift, slope = (buffer(self._work, k, channels.shape, channels.dtype) for k in "isl")
             np.add(self.var[i], self.layer.eps, out=inverse)
@@ -245,7 +267,7 @@ class GroupNormOperator(Operator):
             np.divide(self.means[i, 0], inverse, out=shift, casting="same_kind")
             np.multiply(inverse, inverse, out=inverse)
             np.divide(self.means[i, 1], inverse, out=slope, casting="same_kind")
-            x, dx = (a[i].reshape(-1, len(channels)) for a in (self.x.array, self.dx))
+            x, dx = (a[i].reshape(-1, len(channels)) for a in (self.x, self.dx))
             for part in chunks(x.shape[0], x.shape[1], self._work):
                 d = buffer(self._work, "part", x[part].shape, channels.dtype)
                 np.subtract(x[part], channels, out=d)
@@ -254,8 +276,7 @@ class GroupNormOperator(Operator):
                 dx[part] -= d
 
     def close(self) -> None:
-        for kernels in self.kernels:
-            kernels.close()
-        self.x.close()
-        if self.reduction is not None:
-            self.reduction.close()
+        """Free the backend's kernels."""
+        for kernel in self.kernels:
+            kernel.close()
+        self._work.clear()

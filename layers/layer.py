@@ -11,7 +11,7 @@ Write your own by subclassing :class:`Layer`: see ``docs/custom_layers.md``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +22,7 @@ from halograd.layers.parameter import Parameter
 from halograd.layers.stencil import Stencil
 
 if TYPE_CHECKING:
-    from halograd.layers.binding import Binding
-    from halograd.layers.operator import Operator
+    from halograd.program.context import Context
 
 __all__ = ["Input", "Layer", "Node", "Shape"]
 
@@ -60,7 +59,7 @@ class Layer:
     - :meth:`forward` and :meth:`backward` on local arrays that have their halo and padding already.
 
     Layers that need more (other input boxes, reductions across ranks, kernels of a backend) override
-    :meth:`input_boxes` or :meth:`bind`.
+    :meth:`input_boxes` or :meth:`lower`.
     """
 
     #: Sliding window, or None for a pointwise layer.
@@ -72,6 +71,8 @@ class Layer:
     exact_parameters: bool = False
     #: What the elements outside the array count as.
     pad_value: float = 0.0
+    #: Whether others look at its inputs when a step has ended (metrics at those of a loss).
+    keeps_inputs: bool = False
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
@@ -164,7 +165,7 @@ class Layer:
         box
             Global box of the output block.
         """
-        raise TypeError(f"{self.kind} has neither forward() nor bind(): write one of them")
+        raise TypeError(f"{self.kind} has neither forward() nor lower(): write one of them")
 
     def backward(
         self, dy: Any, inputs: list[Any], params: Mapping[str, Any], box: Box
@@ -176,11 +177,20 @@ class Layer:
         """
         raise TypeError(f"{self.kind} has no backward(): it can be evaluated but not trained")
 
-    def bind(self, binding: Binding) -> Operator:
-        """The operator that computes this layer on one rank's blocks. Collective."""
-        from halograd.layers.generic import LocalOperator
+    def compares(self, i: int) -> bool:
+        """Whether input `i` is only compared with, so that it keeps its digits where activations have 16 bits."""
+        return False
 
-        return LocalOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None] | None:
+        """Add the operations of the forward pass of one rank to the program. Local.
+
+        Returns
+        -------
+        What adds those of the backward pass, when the gradient of the output has its place; None: there are none.
+        """
+        from halograd.layers.generic import lower_local
+
+        return lower_local(self, context)
 
 
 class Input(Node):

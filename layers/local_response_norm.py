@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.binding import Binding
 from halograd.layers.chunks import Work, buffer, chunks, widened
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
 __all__ = ["LocalResponseNorm"]
 
@@ -66,35 +69,38 @@ class LocalResponseNorm(Layer):
         # The squares, their sum, one multiply-add, the power (as one), the product.
         return (self.size + 4) * math.prod(shapes[0])
 
-    def bind(self, binding: Binding) -> Operator:
-        return _LocalResponseNormOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        # No communication: the input is copied if it is not packed.
+        x = context.gather(0, context.needed(0))
+        kernel = context.kernel(partial(_LocalResponseNorm, self), x=x.view, y=context.y)
+        x.start()
+        x.finish()
+        context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
+
+        def backward() -> None:
+            kernel.add(dy=context.dy, dx=context.gradient(0))
+            context.run(kernel, "backward", uses=("x", "dy", "dx"), timing=context.timing("backward_data"))
+
+        return backward
 
 
-class _LocalResponseNormOperator(Operator):
+class _LocalResponseNorm:
     """Chunk by chunk, ``(positions, C)``, in buffers that stay in the cache and are made when first used."""
 
-    def __init__(self, b: Binding) -> None:
-        layer = b.layer
-        assert isinstance(layer, LocalResponseNorm)
-        self.b, self.layer = b, layer
-        # No communication: the input is copied if it is not packed.
-        self.x = b.gather(0, b.needed(0))
-        self._work = Work(b.kernels.device)
-
-    def _rows(self, array: Any) -> Any:
-        return array.reshape(-1, self.b.output.layout.shape[-1])
+    def __init__(
+        self, layer: LocalResponseNorm, environment: Any, x: Any, y: Any, dy: Any = None, dx: Any = None
+    ) -> None:
+        self.layer, channels = layer, x.shape[-1]
+        rows: list[Any] = [None if a is None else a.reshape(-1, channels) for a in (x, y, dy, dx)]
+        self.x, self.y, self.dy, self.dx = rows
+        self._work = Work(environment.kernels.device)
 
     def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        if not self.b.box.size:
-            return
-        x, y = self._rows(self.x.array), self._rows(self.b.output.array)
-        for part in chunks(x.shape[0], x.shape[1], self._work):
-            piece = widened(x[part], self._work, "x")
+        for part in chunks(self.x.shape[0], self.x.shape[1], self._work):
+            piece = widened(self.x[part], self._work, "x")
             d = self._denominator(piece)
             np.power(d, -self.layer.beta, out=d)
-            np.multiply(piece, d, out=y[part])
+            np.multiply(piece, d, out=self.y[part])
 
     def _denominator(self, x: Any) -> Any:
         """``d``, in a buffer."""
@@ -105,16 +111,10 @@ class _LocalResponseNormOperator(Operator):
         d += self.layer.k
         return d
 
-    def bind_backward(self) -> None:
-        self.dx = self.b.gradient(0)
-
     def backward(self) -> None:
-        if not self.b.box.size:
-            return
-        x, dy, dx = self._rows(self.x.array), self._rows(self.b.output.dy), self._rows(self.dx)
-        for part in chunks(x.shape[0], x.shape[1], self._work):
-            wide_x, wide_dy, wide_dx = (widened(a[part], self._work, n) for a, n in ((x, "x"), (dy, "dy"), (dx, "dx")))
-            self._backward(wide_x, wide_dy, wide_dx, dx[part])
+        for part in chunks(self.x.shape[0], self.x.shape[1], self._work):
+            x, dy, dx = (widened(a[part], self._work, n) for a, n in ((self.x, "x"), (self.dy, "dy"), (self.dx, "dx")))
+            self._backward(x, dy, dx, self.dx[part])
 
     def _backward(self, x: Any, dy: Any, dx: Any, out: Any) -> None:
         layer = self.layer
@@ -131,7 +131,6 @@ class _LocalResponseNormOperator(Operator):
         np.subtract(dx, sums, out=out)
 
     def close(self) -> None:
-        self.x.close()
         self._work.clear()
 
 

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from halograd.device import is_low
 from halograd.dtensor import Blocks, Layout
-from halograd.layers.binding import Binding
 from halograd.layers.chunks import Work
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
 
-__all__ = ["Loss", "LossOperator"]
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+    from halograd.program.operations import Kernel
+    from halograd.program.views import View
+
+__all__ = ["Loss", "LossKernel", "LossPlace"]
 
 
 class Loss(Layer):
     """A scalar computed of a prediction and a target that are cut alike.
 
     A subclass whose loss is a sum over elements (or samples) overrides :meth:`local`; one that needs
-    sums over all ranks in between overrides :meth:`bind`.
+    sums over all ranks in between has a :class:`LossKernel` of its own.
 
     The mean is over the samples that count (`mode.valid`) and all positions, of the whole batch, so that
     the loss is that of one process.
     """
+
+    keeps_inputs = True
 
     def output_shape(self, *shapes: Shape) -> Shape:
         self.check(*shapes)
@@ -57,100 +64,132 @@ class Loss(Layer):
         """
         return None
 
-    def bind(self, binding: Binding) -> Operator:
-        return LossOperator(binding)
+    def compares(self, i: int) -> bool:
+        return i > 0
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        context.loss = context.keep((1,), "float64", "loss")
+        return self.lower_term(context, 0, context.loss)
+
+    def lower_term(self, context: Context, i: int, value: View) -> Callable[[], None]:
+        """The loss of input `i` and its gradient, which are computed together in the forward pass."""
+        prediction, target = context.inputs[i], context.inputs[1]
+        if prediction.box.shape[:-1] != target.box.shape[:-1]:
+            raise ValueError(
+                f"{context.name}: prediction and target are cut differently: {prediction.box}, {target.box}"
+            )
+        views: dict[str, View | None] = {"prediction": prediction.view, "target": target.view, "value": value}
+        if context.fused:
+            views |= {"wrong": context.keep((1,), "int64", "loss"), "is_wrong": context.keep((1,), "bool", "loss")}
+        low = is_low(prediction.dtype)
+        if low:
+            views["copy"] = context.scratch(prediction.box.shape, context.wide)
+        shape = prediction.layout.shape
+        place = LossPlace(self, prediction.box.start[0], shape[0], math.prod(shape[1:-1]), shape[-1], context.rank)
+        kernel = context.kernel(partial(self.kernel_type(), place), **views)
+        self.lower_passes(context, kernel)
+
+        def backward() -> None:
+            kernel.add(dx=context.gradient(i))
+            if low:
+                kernel.add(dx_copy=context.scratch(prediction.box.shape, context.wide))
+
+        return backward
+
+    def kernel_type(self) -> type[LossKernel]:
+        """What computes the loss of a block."""
+        return LossKernel
+
+    def lower_passes(self, context: Context, kernel: Kernel) -> None:
+        """Add what computes the loss; sums over all ranks in between."""
+        context.run(kernel, "forward", timing=context.timing("forward"))
 
 
-class LossOperator(Operator):
-    """Loss of one rank's block; the executor sums `value`, a number or an array of no axes, over the ranks.
+@dataclass(frozen=True)
+class LossPlace:
+    """A loss on one rank.
 
-    The gradient is written with the loss. Its memory may have served the layers before, as scratch, but nothing
-    uses it from here to `backward`: the network computes its loss last, and backward begins with it.
-
-    Of a prediction of 16 bits the loss is computed in float32: by a fused kernel, else of a copy. With a loss scale
-    (`mode.loss_scale`) the gradient is multiplied by it before it is rounded.
+    Attributes
+    ----------
+    first
+        Number in the batch of the block's first sample.
+    batch, positions, channels
+        Of the whole prediction.
     """
 
-    def __init__(self, b: Binding) -> None:
-        self.b = b
-        prediction, target = b.inputs
-        self.value: Any = 0.0
-        self._work = Work(b.kernels.device)
-        self._dx: Any = None
-        self._prediction = prediction.array
-        self._copied: Any = None
-        self._rounded: Any = None
-        self._target = target.array
-        shape = prediction.layout.shape
-        if prediction.box.shape[:-1] != target.box.shape[:-1]:
-            raise ValueError(f"{b.name}: prediction and target are cut differently: {prediction.box}, {target.box}")
-        self._per_sample = int(np.prod(shape[1:-1], dtype=np.int64))
+    layer: Loss
+    first: int
+    batch: int
+    positions: int
+    channels: int
+    rank: int
 
-        self._kernel: Any = None
-        if b.kernels.cuda is not None:
-            self._loss = b.kernels.zeros((1,), np.dtype("float64"))
-            self._wrong = b.kernels.zeros((1,), np.dtype("int64"))
-            self._kernel = self._fuse()
-        if self._kernel is None and is_low(prediction.dtype):
-            self._copied = prediction.array
-            self._prediction = b.memory.keep(prediction.box.shape, b.wide, "loss")
 
-    def _fuse(self) -> Any | None:
-        """The kernel that writes the loss, and its gradient where it is wanted; of packed arrays."""
-        arrays, layer = (self._prediction, self._target), self.b.layer
-        assert isinstance(layer, Loss)
-        if not all(a.size and a.flags.c_contiguous for a in arrays):
-            return None
-        factor = self.b.mode.loss_scale
-        return layer.fused(self.b.kernels.cuda, *arrays, self._dx, self._loss, self._wrong, factor)
+class LossKernel:
+    """Loss of one rank's block, written into `value`, float64 ``(1,)``: the executor sums it over the ranks.
 
-    def scale(self, count: int) -> Any:
-        """What the sum over positions is multiplied by; `count` samples of this rank's block count. Collective."""
-        return 1.0 / max(1, self.b.mode.valid * self._per_sample)
+    The gradient is written with the loss. Of a prediction of 16 bits the loss is computed in float32: by a fused
+    kernel, else of a copy. With a loss scale (`mode.loss_scale`) the gradient is multiplied by it before it is rounded.
+    """
+
+    def __init__(
+        self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any, **more: Any
+    ) -> None:
+        self.place, self.name, self.mode = place, environment.name, environment.mode
+        self.layer: Any = place.layer
+        self.work = Work(environment.kernels.device)
+        self.prediction, self.target, self.value = prediction, target, value
+        some: list[Any] = [more.get(k) for k in ("dx", "wrong", "is_wrong")]
+        self.dx, self.wrong, self.is_wrong = some
+        self.kernel: Any = None
+        cuda = environment.kernels.cuda
+        if cuda is not None and all(a.size and a.flags.c_contiguous for a in (prediction, target)):
+            factor = self.mode.loss_scale
+            self.kernel = self.layer.fused(cuda, prediction, target, self.dx, value, self.wrong, factor)
+        self.copied: Any = None
+        self.rounded: Any = None
+        if self.kernel is None and "copy" in more:
+            self.copied, self.rounded = prediction, self.dx
+            self.prediction, self.dx = more["copy"], more.get("dx_copy")
+
+    @property
+    def count(self) -> int:
+        """Samples of this block that count."""
+        size = self.prediction.shape[0] if self.prediction.size else 0
+        return max(0, min(self.place.first + size, self.mode.valid) - self.place.first)
+
+    def scale(self) -> Any:
+        """What the sum over positions is multiplied by."""
+        return 1.0 / max(1, self.mode.valid * self.place.positions)
 
     def forward(self) -> None:
-        if self._copied is not None:
-            np.copyto(self._prediction, self._copied)
+        """Write `value` and the gradient."""
+        if self.copied is not None:
+            np.copyto(self.prediction, self.copied)
         self.compute()
-        if self._rounded is not None:
-            if self.b.mode.loss_scale is not None:
-                np.multiply(self._dx, self.b.mode.loss_scale.reshape(()), out=self._dx, casting="same_kind")
-            np.copyto(self._rounded, self._dx)
+        if self.rounded is not None:
+            if self.mode.loss_scale is not None:
+                np.multiply(self.dx, self.mode.loss_scale.reshape(()), out=self.dx, casting="same_kind")
+            np.copyto(self.rounded, self.dx)
 
     def compute(self) -> None:
-        """Write `value` and the gradient. Collective."""
-        b = self.b
-        box = b.inputs[0].box
-        count = max(0, min(box.stop[0], b.mode.valid) - box.start[0])
-        scale = self.scale(count)
-        if self._dx is not None and count < box.shape[0]:
-            self._dx[count:] = 0
-        if not count or not box.size:
-            self.value = 0.0
+        count = self.count
+        if self.dx is not None and count < self.dx.shape[0]:
+            self.dx[count:] = 0
+        if not count:
+            self.value.fill(0)
             return
-        if self._kernel is not None:
-            self._kernel.set(count, scale)
-            self._kernel()
-            self.value = np.where(self._wrong[0] > 0, math.nan, self._loss[0])
+        if self.kernel is not None:
+            self.kernel.set(count, self.scale())
+            self.kernel()
+            np.copyto(self.value, math.nan, where=np.greater(self.wrong, 0, out=self.is_wrong))
             return
-        dx = None if self._dx is None else self._dx[:count]
-        layer = b.layer
-        assert isinstance(layer, Loss)
-        self.value = layer.local(self._prediction[:count], self._target[:count], dx, scale, self._work)
-
-    def bind_backward(self) -> None:
-        self._dx = self.b.gradient(0)
-        if self._copied is not None:
-            self._rounded = self._dx
-            self._dx = self.b.memory.keep(self._dx.shape, self.b.wide, "loss")
-        if self._kernel is not None:
-            self._kernel.close()
-            self._kernel = self._fuse()
-
-    def backward(self) -> None:
-        """Nothing: the gradient was computed with the loss."""
+        dx = None if self.dx is None else self.dx[:count]
+        found = self.layer.local(self.prediction[:count], self.target[:count], dx, self.scale(), self.work)
+        np.copyto(self.value, found)
 
     def close(self) -> None:
-        self._work.clear()
-        if self._kernel is not None:
-            self._kernel.close()
+        """Free the backend's kernel."""
+        self.work.clear()
+        if self.kernel is not None:
+            self.kernel.close()

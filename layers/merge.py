@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from halograd.dtensor import Box
-from halograd.layers.binding import Binding, Returned
+from halograd.layers.contraction import masking
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
-from halograd.layers.value import Gathered
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+    from halograd.program.views import View
 
 __all__ = ["Add", "Concat"]
 
@@ -45,34 +48,26 @@ class Add(Layer):
     def flops(self, *shapes: Shape) -> int:
         return (len(shapes) - 1) * math.prod(shapes[0])
 
-    def bind(self, binding: Binding) -> Operator:
-        return _AddOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        relu = self.activation == "relu"
+        views = {f"x{i}": value.view for i, value in enumerate(context.inputs)}
+        context.run(context.kernel(partial(_add, relu), y=context.y, **views), timing=context.timing("forward"))
+
+        def backward() -> None:
+            masked = None
+            if relu:
+                # No input's own storage, so that none adds its other gradients into it.
+                masked = context.scratch(context.box.shape)
+                context.run(context.kernel(masking, y=context.y, dy=context.dy, dx=masked))
+            for i in range(len(context.inputs)):
+                if context.needs_gradient(i):
+                    context.pass_gradient(i, masked)
+
+        return backward
 
 
-class _AddOperator(Operator):
-    def __init__(self, b: Binding) -> None:
-        assert isinstance(b.layer, Add)
-        self.b = b
-        self.relu = b.layer.activation == "relu"
-        self.kernel = b.kernels.add([v.array for v in b.inputs], b.output.array, relu=self.relu)
-
-    def forward(self) -> None:
-        self.kernel()
-
-    def bind_backward(self) -> None:
-        b = self.b
-        wanted = [i for i in range(len(b.inputs)) if b.needs_gradient(i)]
-        self.mask: Any = None
-        if not self.relu:
-            for i in wanted:
-                b.pass_gradient(i)
-            return
-        masked = b.share_gradient(wanted)
-        _, self.mask = b.kernels.activation("relu", b.output.array, b.output.array, b.output.dy, masked)
-
-    def backward(self) -> None:
-        if self.mask is not None:
-            self.mask()
+def _add(relu: bool, environment: Any, y: Any, **summands: Any) -> Any:
+    return environment.kernels.add(list(summands.values()), y, relu=relu)
 
 
 class Concat(Layer):
@@ -101,58 +96,41 @@ class Concat(Layer):
             first += shape[-1]
         return tuple(boxes)
 
-    def bind(self, binding: Binding) -> Operator:
-        return _ConcatOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        """Copies between packed arrays and a range of the channels of another.
 
+        Where channels are cut, the blocks of the inputs do not lie where those of the output do: they are gathered.
+        """
+        boxes = [context.needed(i) for i in range(len(context.inputs))]
+        inputs = [context.gather(i, blocks) for i, blocks in enumerate(boxes)]
+        firsts = list(itertools.accumulate((shape[-1] for shape in context.shapes[:-1]), initial=0))
 
-class _ConcatOperator(Operator):
-    """Copies between packed arrays and a range of the channels of another.
+        def channels(i: int, view: View) -> View:
+            """Those of this rank that come from input `i`."""
+            box = inputs[i].box
+            first = firsts[i] + box.start[-1] - context.box.start[-1]
+            return view.part((0,) * (box.ndim - 1) + (first,), (*view.shape[:-1], box.shape[-1]))
 
-    Where channels are cut, the blocks of the inputs do not lie where those of the output do: they are gathered.
-    """
-
-    def __init__(self, b: Binding) -> None:
-        self.b = b
-        self.boxes = [b.needed(i) for i in range(len(b.inputs))]
-        self.x = [b.gather(i, boxes) for i, boxes in enumerate(self.boxes)]
-        self.copies = [(self._channels(b.output.array, i), x.array) for i, x in enumerate(self.x) if x.box.size]
-        self.returned: list[Returned] = []
-        self.back: list[tuple[Any, Any]] = []
-
-    def _channels(self, array: Any, i: int) -> Any:
-        """View of this rank's channels that come from input `i`."""
-        box = self.boxes[i][self.b.rank]
-        first = sum(s[-1] for s in self.b.shapes[:i]) + box.start[-1] - self.b.box.start[-1]
-        return array[..., first : first + box.shape[-1]]
-
-    def forward(self) -> None:
-        for x in self.x:
+        for x in inputs:
             x.start()
-        for x in self.x:
+        for x in inputs:
             x.finish()
-        for target, source in self.copies:
-            np.copyto(target, source)
+        for i, x in enumerate(inputs):
+            if x.box.size:
+                context.copy(x.view, channels(i, context.y), context.timing("forward") if not i else None)
 
-    def bind_backward(self) -> None:
-        b = self.b
-        wanted = [i for i in range(len(b.inputs)) if b.needs_gradient(i)]
-        self.returned = [b.return_gradient(i, self.boxes[i]) for i in wanted]
-        self.back = [
-            (r.array, self._channels(b.output.dy, i)) for r, i in zip(self.returned, wanted) if self.x[i].box.size
-        ]
+        def backward() -> None:
+            returned = {i: context.return_gradient(i, b) for i, b in enumerate(boxes) if context.needs_gradient(i)}
+            for count, (i, some) in enumerate(returned.items()):
+                if inputs[i].box.size:
+                    timing = None if count else context.timing("backward_data")
+                    context.copy(channels(i, context.dy), some.view, timing)
+            for some in returned.values():
+                some.start()
+            for some in returned.values():
+                some.finish()
 
-    def backward(self) -> None:
-        for target, source in self.back:
-            np.copyto(target, source)
-        for returned in self.returned:
-            returned.start()
-        for returned in self.returned:
-            returned.finish()
-
-    def close(self) -> None:
-        items: tuple[Gathered | Returned, ...] = (*self.x, *self.returned)
-        for item in items:
-            item.close()
+        return backward
 
 
 def _list(shapes: tuple[Shape, ...]) -> str:

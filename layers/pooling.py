@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from halograd.dtensor import Window
-from halograd.layers.binding import Binding
 from halograd.layers.convolution import local_geometry
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
+from halograd.layers.pair import Pair
 from halograd.layers.stencil import Stencil
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
 __all__ = ["AveragePool", "MaxPool"]
 
@@ -48,12 +51,39 @@ class _Pool(Layer):
         taps = math.prod(w.kernel for w in self.windows(shapes[0]))
         return taps * math.prod(self.output_shape(*shapes))
 
-    def bind_kernels(self, b: Binding, x: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
+    def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
         """Forward and backward kernel of the backend."""
         raise NotImplementedError
 
-    def bind(self, binding: Binding) -> Operator:
-        return PoolOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        """Halo of `x`, one kernel; backward one kernel, then the adjoint of the halo exchange.
+
+        The gathered box ends at the border of the global array, so what the kernel takes for padding is padding of the
+        global array: counts are right without any care.
+        """
+        windows = self.windows(context.shapes[0])
+        # A fill value would only be needed for boxes that reach outside the array; these are clipped.
+        boxes = context.clipped(0, [0, *(w.stride - 1 for w in windows), 0])
+        x = context.gather(0, boxes)
+        geometry = local_geometry(windows, x.box, context.box)
+        # Forward and backward are made together: they share what forward remembers.
+        kernel = context.kernel(partial(_pool, self, geometry), x=x.view, y=context.y)
+        x.start()
+        x.finish()
+        context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
+
+        def backward() -> None:
+            returned = context.return_gradient(0, boxes)
+            kernel.add(dy=context.dy, dx=returned.view)
+            context.run(kernel, "backward", timing=context.timing("backward_data"))
+            returned.start()
+            returned.finish()
+
+        return backward
+
+
+def _pool(layer: _Pool, geometry: Any, environment: Any, x: Any, y: Any, dy: Any = None, dx: Any = None) -> Pair:
+    return Pair(*layer.kernels(environment.kernels, x, y, dy, dx, geometry))
 
 
 class MaxPool(_Pool):
@@ -81,8 +111,8 @@ class MaxPool(_Pool):
     backward, added to the gradients of its owners.
     """
 
-    def bind_kernels(self, b: Binding, x: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
-        return b.kernels.max_pool(x, b.output.array, dy, dx, geometry)
+    def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
+        return backend.max_pool(x, y, dy, dx, geometry)
 
 
 class AveragePool(_Pool):
@@ -111,45 +141,9 @@ class AveragePool(_Pool):
         super().__init__(kernel, stride, padding, dilation, name)
         self.count_include_pad = count_include_pad
 
-    def bind_kernels(self, b: Binding, x: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
+    def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
         include = self.count_include_pad
-        return b.kernels.average_pool(x, b.output.array, dy, dx, geometry, count_include_pad=include)
-
-
-class PoolOperator(Operator):
-    """Pooling on one rank: halo of `x`, one kernel; backward one kernel, then the adjoint of the halo exchange.
-
-    The gathered box ends at the border of the global array, so what the kernel takes for padding is
-    padding of the global array: counts are right without any care.
-    """
-
-    def __init__(self, b: Binding) -> None:
-        assert isinstance(b.layer, _Pool)
-        self.b = b
-        windows = b.layer.windows(b.shapes[0])
-        # A fill value would only be needed for boxes that reach outside the array; these are clipped.
-        self.boxes = b.clipped(0, [0, *(w.stride - 1 for w in windows), 0])
-        self.x = b.gather(0, self.boxes)
-        self.geometry = local_geometry(windows, self.x.box, b.box)
-        self.kernel, _ = b.layer.bind_kernels(b, self.x.array, None, None, self.geometry)
-
-    def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        self.kernel()
-
-    def bind_backward(self) -> None:
-        b = self.b
-        assert isinstance(b.layer, _Pool)
-        self.dx = b.return_gradient(0, self.boxes)
-        # Forward and backward of a pooling share what forward remembers, so both are made again.
-        self.kernel.close()
-        self.kernel, self.adjoint = b.layer.bind_kernels(b, self.x.array, b.output.dy, self.dx.array, self.geometry)
-
-    def backward(self) -> None:
-        self.adjoint()
-        self.dx.start()
-        self.dx.finish()
+        return backend.average_pool(x, y, dy, dx, geometry, count_include_pad=include)
 
 
 def _only_padding(w: Window, size: int, outputs: int) -> int | None:

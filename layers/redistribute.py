@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from halograd.dtensor import Blocks, Exchange, Layout
-from halograd.layers.binding import Binding
+from halograd.dtensor import Blocks, Layout
 from halograd.layers.layer import Layer
-from halograd.layers.operator import Operator
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
 __all__ = ["Redistribute"]
 
@@ -23,29 +25,19 @@ class Redistribute(Layer):
         """It sends what is owned straight into its output: nothing is gathered beside the input."""
         return inputs[i].boxes
 
-    def bind(self, binding: Binding) -> Operator:
-        return _RedistributeOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        value, output = context.inputs[0], context.output
+        before, behind = value.layout.boxes, output.layout.boxes
+        move = context.exchange(before, behind, value.view, context.y, kind="redistribute")
+        context.start(move)
+        context.finishing = lambda: context.finish(move)
 
+        def backward() -> None:
+            if not context.needs_gradient(0):
+                return
+            dx = context.gradient(0)
+            back = context.exchange(behind, before, context.dy, dx, combine="sum", kind="redistribute")
+            context.start(back)
+            context.settling = lambda: context.finish(back)
 
-class _RedistributeOperator(Operator):
-    def __init__(self, b: Binding) -> None:
-        self.b = b
-        self.exchange = b.exchange_into_output(0)
-        self.back: Exchange | None = None
-
-    def launch(self) -> None:
-        self.exchange.start()
-
-    def forward(self) -> None:
-        self.exchange.finish()
-
-    def bind_backward(self) -> None:
-        self.back = self.b.return_output_gradient(0) if self.b.needs_gradient(0) else None
-
-    def backward(self) -> None:
-        if self.back is not None:
-            self.back.start()
-
-    def settle(self) -> None:
-        if self.back is not None:
-            self.back.finish()
+        return backward

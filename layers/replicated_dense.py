@@ -14,19 +14,57 @@ References: Lee et al. 2017, Section III-C2 and Algorithm 2.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from halograd.dtensor import Groups
-from halograd.layers.binding import Binding
-from halograd.layers.groups import in_group
-from halograd.layers.operator import Operator
 from halograd.layers.row_gather import RowGather, padded_rows
 
-__all__ = ["ReplicatedDenseOperator"]
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+    from halograd.program.views import View
+
+__all__ = ["ReplicatedDense", "lower_replicated"]
 
 
-class ReplicatedDenseOperator(Operator):
-    """A dense layer on its own samples, with the means to gather those of the other ranks.
+def lower_replicated(context: Context) -> Callable[[], None]:
+    """A dense layer on its own samples, with the means to gather those of the other ranks."""
+    layout, (features,), units = context.output.layout, context.shapes[0], context.output.layout.shape[1]
+    # The ranks that the layer's parts need hold the weights.
+    ranks = math.prod(context.parts.values())
+    holders = Groups.agreeing((ranks,), (), context.size)
+    rows = padded_rows(int(layout.boxes.extents[0].max()), (features, units), context.dtype.itemsize)
+    first = context.rank * rows
+    # No communication: input and output have their samples on the same ranks. Inputs are copied if not packed.
+    x = context.gather(0, context.needed(0))
+    x.start()
+    x.finish()
+    views: dict[str, View | None] = {"x": x.view, "y": context.y, **context.params}
+    if context.rank < ranks:
+        views |= {
+            name: context.keep((ranks * rows, n), context.dtype, "replicated gradient")
+            for name, n in (("rows", features), ("errors", units))
+        }
+    kernel = context.exposed = context.kernel(partial(ReplicatedDense, first), **views)
+    for name, length in (("rows", features), ("errors", units)):
+        array = views.get(name, context.scratch((0, length)))
+        assert array is not None
+        size = rows * length * context.dtype.itemsize
+        label = f"{context.name} {name}"
+        kernel.sums[f"{name}_gather"] = context.all_gather(holders, array, "replicated_dense", [size], label)
+    context.run(kernel, "forward", timing=context.timing("forward"))
+
+    def backward() -> None:
+        kernel.add(dy=context.dy, dw=context.grads["w"], db=context.grads.get("b"))
+        kernel.add(dx=context.gradient(0) if context.needs_gradient(0) else None)
+        context.run(kernel, "backward", timing=context.timing("backward_data"))
+
+    return backward
+
+
+class ReplicatedDense:
+    """Kernels of a dense layer whose gradients are those of the whole batch.
 
     Which gradient `backward` makes is chosen with `replicates`: False, and it is that of the own samples, to be summed
     over the ranks as any other; True, and :meth:`gather_errors` and :meth:`whole_gradient` have to follow.
@@ -45,47 +83,35 @@ class ReplicatedDenseOperator(Operator):
     Memory per process beside the layer's own: about ``(F + units) * N`` elements, ``"replicated gradient"``.
     """
 
-    def __init__(self, b: Binding) -> None:
-        self.b, self.name, self.replicates = b, b.name, True
-        # No communication: input and output have their samples on the same ranks. Inputs are copied if not packed.
-        self.x = b.gather(0, b.needed(0))
-        self.kernel = b.kernels.dense_forward(self.x.array, b.params["w"], b.params.get("b"), b.output.array)
+    def __init__(self, first: int, environment: Any, **arrays: Any) -> None:
+        self.name, self.mode, self.replicates = environment.name, environment.mode, True
+        kernels, get = environment.kernels, arrays.get
+        x, w, dy = arrays["x"], arrays["w"], get("dy")
+        self.kernel = kernels.dense_forward(x, w, get("b"), arrays["y"])
         self.rows: RowGather | None = None
         self.errors: RowGather | None = None
+        self.whole: Any = None
+        self.filter: Any = None
+        self.data: Any = None
+        if dy is None:
+            return
+        dw, db = arrays["dw"], get("db")
+        self.filter = kernels.dense_backward_filter(x, dy, dw, db)
+        if get("dx") is not None:
+            self.data = kernels.dense_backward_data(dy, w, arrays["dx"])
+        if "rows" in arrays:
+            self.rows = RowGather(arrays["rows"], arrays["rows_gather"], x, first)
+            self.errors = RowGather(arrays["errors"], arrays["errors_gather"], dy, first)
+            self.whole = kernels.dense_backward_filter(arrays["rows"], arrays["errors"], dw, db)
 
     def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
         if self.rows is not None:
-            self._gather_activations()
+            # Those of a step that was given up arrive first.
+            self.rows.finish()
+            if self.replicates and self.mode.training:
+                self.rows.put()
+                self.rows.start()
         self.kernel()
-
-    def _gather_activations(self) -> None:
-        """Send the activations of a training step; those of a step that was given up arrive first."""
-        assert self.rows is not None
-        self.rows.finish()
-        if self.replicates and self.b.mode.training:
-            self.rows.put()
-            self.rows.start()
-
-    def bind_backward(self) -> None:
-        b = self.b
-        dy, dw, db = b.output.dy, b.grads["w"], b.grads.get("b")
-        self.filter = b.kernels.dense_backward_filter(self.x.array, dy, dw, db)
-        self.whole: Any = None
-        self.rows, self.errors = self._gather(self.x.array, f"{b.name} x"), self._gather(dy, f"{b.name} dy")
-        if self.rows is not None and self.errors is not None:
-            self.whole = b.kernels.dense_backward_filter(self.rows.array, self.errors.array, dw, db)
-        self.data = b.kernels.dense_backward_data(dy, b.params["w"], b.gradient(0)) if b.needs_gradient(0) else None
-
-    def _gather(self, own: Any, name: str) -> RowGather | None:
-        """Of these rows of all ranks that hold the weights; None on the others."""
-        b = self.b
-        (features,), units = b.shapes[0], b.output.layout.shape[1]
-        rows = padded_rows(int(b.output.layout.boxes.extents[0].max()), (features, units), b.dtype.itemsize)
-        # The ranks that the layer's parts need hold the weights.
-        holders = Groups.agreeing((math.prod(b.parts.values()),), (), b.comm.size)
-        return in_group(b.comm, holders, lambda group: RowGather(group, b.memory, rows, own, name))
 
     def backward(self) -> None:
         if self.replicates:
@@ -120,3 +146,9 @@ class ReplicatedDenseOperator(Operator):
         for gather in (self.rows, self.errors):
             if gather is not None:
                 gather.finish()
+
+    def close(self) -> None:
+        """Free the backend's kernels."""
+        for kernel in (self.kernel, self.filter, self.data, self.whole):
+            if kernel is not None:
+                kernel.close()

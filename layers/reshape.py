@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from halograd.dtensor import Blocks, Box, Exchange, Layout
-from halograd.layers.binding import Binding
+from halograd.dtensor import Blocks, Box, Layout
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
 __all__ = ["Flatten"]
 
@@ -36,33 +38,20 @@ class Flatten(Layer):
         """What is owned is sent straight into the output: nothing is gathered beside the input."""
         return inputs[i].boxes
 
-    def bind(self, binding: Binding) -> Operator:
-        return _FlattenOperator(binding)
+    def lower(self, context: Context) -> Callable[[], None]:
+        value = context.inputs[0]
+        whole = tuple(((0, n),) for n in context.shapes[0])
+        boxes = Blocks((context.output.layout.boxes.axes[0], *whole), context.size)
+        shape = boxes[context.rank].shape
+        move = context.exchange(value.layout.boxes, boxes, value.view, context.y.reshape(*shape), kind="redistribute")
+        context.start(move)
+        context.finish(move)
 
+        def backward() -> None:
+            dy, dx = context.dy.reshape(*shape), context.gradient(0)
+            # Samples have one owner behind: the boxes are disjoint and every element arrives once.
+            back = context.exchange(boxes, value.layout.boxes, dy, dx, kind="redistribute")
+            context.start(back)
+            context.finish(back)
 
-class _FlattenOperator(Operator):
-    def __init__(self, b: Binding) -> None:
-        self.b = b
-        value = b.inputs[0]
-        whole = tuple(((0, n),) for n in b.shapes[0])
-        self.boxes = Blocks((b.output.layout.boxes.axes[0], *whole), b.comm.size)
-        self.exchange = Exchange(
-            b.comm,
-            value.layout.boxes,
-            self.boxes,
-            value.array,
-            b.output.array.reshape(self.boxes[b.rank].shape),
-            kind="redistribute",
-        )
-
-    def forward(self) -> None:
-        self.exchange.run()
-
-    def bind_backward(self) -> None:
-        b = self.b
-        dy = b.output.dy.reshape(self.boxes[b.rank].shape)
-        # Samples have one owner behind: the boxes are disjoint and every element arrives once.
-        self.back = Exchange(b.comm, self.boxes, b.inputs[0].layout.boxes, dy, b.gradient(0), kind="redistribute")
-
-    def backward(self) -> None:
-        self.back.run()
+        return backward

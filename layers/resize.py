@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from halograd.dtensor import Box
-from halograd.layers.binding import Binding
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
 from halograd.layers.resample import Resampling
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+    from halograd.program.views import View
 
 __all__ = ["Resize"]
 
@@ -98,79 +101,94 @@ class Resize(Layer):
         spatial = [r.input_range(a, b) for r, (a, b) in zip(self.resamplings(shapes[0]), box.ranges[1:-1])]
         return (Box.of_ranges([box.ranges[0], *spatial, box.ranges[-1]]),)
 
-    def bind(self, binding: Binding) -> Operator:
-        return _ResizeOperator(binding)
-
-
-class _ResizeOperator(Operator):
-    """Gathers the inputs, then resamples axis after axis; backward the transpose of each, in reverse."""
-
-    def __init__(self, b: Binding) -> None:
-        assert isinstance(b.layer, Resize)
-        self.b = b
-        self.resamplings = b.layer.resamplings(b.shapes[0])
+    def lower(self, context: Context) -> Callable[[], None]:
+        """Gathers the inputs, then resamples axis after axis; backward the transpose of each, in reverse."""
+        resamplings = self.resamplings(context.shapes[0])
         # Inputs that no output reads may stay behind the end: then the owned block needs no copy.
-        slack = [0, *(math.ceil(r.ratio) for r in self.resamplings), 0]
-        self.boxes = b.clipped(0, slack)
-        self.x = b.gather(0, self.boxes)
-        self.kernel: Any = None
-        self.adjoint: Any = None
-        self.axes: list[_Axis] = []
-        self.adjoint_axes: list[_Axis] = []
-        if b.kernels.cuda is not None:
-            self.kernel, _ = self._fuse(None, None)
-        else:
-            self.axes = self._axes(self.x.array, b.output.array)
+        boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])
+        x = context.gather(0, boxes)
+        make = partial(_Resampling, resamplings, context.box, x.box.start)
+        kernel = context.kernel(make, x=x.view, y=context.y, **_between(context, resamplings, x.box))
+        x.start()
+        x.finish()
+        context.run(kernel, "forward", uses=tuple(kernel.views), timing=context.timing("forward"))
 
-    def _fuse(self, dy: Any, dx: Any) -> tuple[Any, Any]:
-        """The backend's kernels, all axes at once."""
-        b = self.b
-        tables = [
-            table(r, b.box.ranges[axis], self.x.box.start[axis]) if b.box.size else (np.zeros(0), np.zeros((0, 2)))
-            for axis, r in enumerate(self.resamplings, start=1)
-        ]
-        return b.kernels.cuda.resize(self.x.array, b.output.array, dy, dx, tables)
+        def backward() -> None:
+            returned = context.return_gradient(0, boxes)
+            back = context.kernel(make, x=x.view, y=context.y, dy=context.dy, dx=returned.view)
+            back.add(**_between(context, resamplings, x.box))
+            uses = [name for name in back.views if name not in "xy"]
+            context.run(back, "backward", uses=uses, timing=context.timing("backward_data"))
+            returned.start()
+            returned.finish()
 
-    def _axes(self, first: Any, last: Any) -> list[_Axis]:
-        """One step per axis between the arrays of the gathered box and of the output box."""
-        b = self.b
-        if not b.box.size:
-            return []
-        steps, source, shape = [], first, list(self.x.box.shape)
-        for axis, r in enumerate(self.resamplings, start=1):
-            shape[axis] = b.box.shape[axis]
-            target = last if axis == len(self.resamplings) else b.scratch(shape)
-            steps.append(_Axis(b, r, axis, source, self.x.box.start[axis], target))
-            source = target
-        return steps
+        return backward
+
+
+def _between(context: Context, resamplings: Sequence[Resampling], box: Box) -> dict[str, View]:
+    """Arrays between the axes, and for one tap of each."""
+    if context.fused or not context.box.size:
+        return {}
+    found, shape = {}, list(box.shape)
+    for axis, r in enumerate(resamplings, start=1):
+        longest = max((run.count for run in r.runs(*context.box.ranges[axis]) if len(run.taps) > 1), default=0)
+        work = (*shape[:axis], longest, *shape[axis + 1 :])
+        found[f"work{axis}"] = context.scratch(work)
+        shape[axis] = context.box.shape[axis]
+        if axis < len(resamplings):
+            found[f"between{axis}"] = context.scratch(shape)
+    return found
+
+
+class _Resampling:
+    """The backend's kernels of all axes at once, or one step per axis."""
+
+    def __init__(
+        self,
+        resamplings: Sequence[Resampling],
+        box: Box,
+        start: Sequence[int],
+        environment: Any,
+        x: Any,
+        y: Any,
+        dy: Any = None,
+        dx: Any = None,
+        **between: Any,
+    ) -> None:
+        self._axes: list[_Axis] = []
+        self._fused: tuple[Any, Any] | None = None
+        self._dx = dx
+        cuda = environment.kernels.cuda
+        if cuda is not None:
+            none = (np.zeros(0), np.zeros((0, 2)))
+            axes = [(r, box.ranges[d], start[d]) for d, r in enumerate(resamplings, start=1)]
+            self._fused = cuda.resize(x, y, dy, dx, [table(*axis) if box.size else none for axis in axes])
+        elif box.size:
+            source, last = (x, y) if dx is None else (dx, dy)
+            for axis, r in enumerate(resamplings, start=1):
+                target = between.get(f"between{axis}", last)
+                self._axes.append(_Axis(r, axis, box.ranges[axis], source, start[axis], target, between[f"work{axis}"]))
+                source = target
 
     def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        if self.kernel is not None:
-            self.kernel()
-            return
-        for axis in self.axes:
+        if self._fused is not None:
+            self._fused[0]()
+        for axis in self._axes:
             axis.apply()
 
-    def bind_backward(self) -> None:
-        b = self.b
-        self.dx = b.return_gradient(0, self.boxes)
-        if self.kernel is not None:
-            self.kernel.close()
-            self.kernel, self.adjoint = self._fuse(b.output.dy, self.dx.array)
-            return
-        self.adjoint_axes = self._axes(self.dx.array, b.output.dy)[::-1]
-
     def backward(self) -> None:
-        if self.adjoint is not None:
-            self.adjoint()
-        elif not self.adjoint_axes and self.dx.array.size:
-            self.dx.array.fill(0)
-        for axis in self.adjoint_axes:
+        if self._fused is not None:
+            self._fused[1]()
+        elif not self._axes and self._dx.size:
+            self._dx.fill(0)
+        for axis in reversed(self._axes):
             axis.apply_adjoint()
-        self.dx.start()
-        self.dx.finish()
+
+    def close(self) -> None:
+        """Free the backend's kernels."""
+        for kernel in self._fused or ():
+            if kernel is not None:
+                kernel.close()
 
 
 def table(r: Resampling, outputs: tuple[int, int], origin: int) -> tuple[Any, Any]:
@@ -183,17 +201,16 @@ def table(r: Resampling, outputs: tuple[int, int], origin: int) -> tuple[Any, An
 class _Axis:
     """Resampling of one axis between two arrays that stay, as views made once."""
 
-    def __init__(self, b: Binding, r: Resampling, axis: int, source: Any, source_start: int, target: Any) -> None:
-        start, stop = b.box.ranges[axis]
+    def __init__(
+        self, r: Resampling, axis: int, outputs: tuple[int, int], source: Any, origin: int, target: Any, work: Any
+    ) -> None:
+        start, stop = outputs
         before = (slice(None),) * axis
         self.source = source
         self.views: list[tuple[Any, list[tuple[Any, float]], Any]] = []
-        runs = r.runs(start, stop)
-        longest = max((run.count for run in runs if len(run.taps) > 1), default=0)
-        work = b.scratch((*source.shape[:axis], longest, *source.shape[axis + 1 :]))
-        for run in runs:
+        for run in r.runs(start, stop):
             out = target[(*before, run.outputs(start))]
-            taps = [(source[(*before, run.inputs(k, source_start))], weight) for k, (_, weight) in enumerate(run.taps)]
+            taps = [(source[(*before, run.inputs(k, origin))], weight) for k, (_, weight) in enumerate(run.taps)]
             self.views.append((out, taps, work[(*before, slice(0, run.count))]))
 
     def apply(self) -> None:

@@ -6,16 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from halograd.comm import Communicator
-from halograd.layers.memory import Memory
-
 __all__ = ["RowGather", "padded_rows"]
 
 _LINE = 64  # [B]: parts of an all-gather are whole cache lines
 
 
 class RowGather:
-    """All-gather of the rows ``(n, features)`` of all ranks of a group. Collective over `group` to build and run.
+    """All-gather of the rows ``(n, features)`` of all ranks of a group. Collective over the group to run.
 
     ::
 
@@ -26,22 +23,14 @@ class RowGather:
 
     Parameters
     ----------
-    group
-        The ranks that take part, in the order of their rows.
-    memory
-        Where the array is made.
-    rows
-        Rows that every rank has room for in the array, from :func:`padded_rows`.
+    array
+        ``(ranks * rows, features)``: rank r's rows from ``r * rows`` on, zeros behind them. Written by `put`, `finish`.
+    gather
+        The all-gather of the flat array.
     own
         This rank's rows, ``(n, features)`` with ``n <= rows``, packed; read by :meth:`put` only.
-    name
-        For the recorder.
-
-    Attributes
-    ----------
-    array
-        ``(group.size * rows, features)``, where `own` lives and of its dtype: rank r's rows from ``r * rows`` on, zeros
-        behind them. Written by `put` and `finish`.
+    first
+        Its first row in the array.
 
     Notes
     -----
@@ -49,13 +38,9 @@ class RowGather:
     ``"replicated_dense"``; it receives ``size - 1`` times as much.
     """
 
-    def __init__(self, group: Communicator, memory: Memory, rows: int, own: Any, name: str) -> None:
-        features = own.shape[1]
-        self.array = memory.keep((group.size * rows, features), own.dtype, "replicated gradient")
-        self._own = own
-        self._place = self.array[group.rank * rows : group.rank * rows + own.shape[0]]
-        self._gather = group.reduction(self.array.reshape(-1), kind="replicated_dense", name=name, method="all_gather")
-        self.under_way = False
+    def __init__(self, array: Any, gather: Any, own: Any, first: int) -> None:
+        self.array, self._gather, self._own = array, gather, own
+        self._place = array[first : first + own.shape[0]]
 
     def put(self) -> None:
         """Copy this rank's rows into the array. Local."""
@@ -64,17 +49,15 @@ class RowGather:
     def start(self) -> None:
         """Send this rank's rows. Does not wait."""
         self._gather.start()
-        self.under_way = True
+
+    @property
+    def under_way(self) -> bool:
+        """Whether rows have been sent, and are not waited for yet."""
+        return self._gather.under_way
 
     def finish(self) -> None:
         """Return when all rows are there; at once if nothing is under way."""
-        if self.under_way:
-            self.under_way = False
-            self._gather.finish()
-
-    def close(self) -> None:
-        """Free the all-gather; one that is under way is finished first."""
-        self._gather.close()
+        self._gather.finish()
 
 
 def padded_rows(most: int, features: Sequence[int], itemsize: int) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.binding import Binding
+from halograd.dtensor import Groups
 from halograd.layers.chunks import buffer, chunks, constant, on_host, rows, take
 from halograd.layers.chunks import total as total_of
 from halograd.layers.layer import Shape
-from halograd.layers.loss import Loss, LossOperator
-from halograd.layers.operator import Operator
+from halograd.layers.loss import Loss, LossKernel
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
+    from halograd.program.operations import Kernel
 
 __all__ = ["SoftmaxCrossEntropy"]
 
@@ -76,8 +79,16 @@ class SoftmaxCrossEntropy(Loss):
         if weights is not None and len(weights) != prediction[-1]:
             raise ValueError(f"class_weights: expected {prediction[-1]} numbers, one per class, got {len(weights)}")
 
-    def bind(self, binding: Binding) -> Operator:
-        return WeightedOperator(binding) if self.normalization == "weights" else LossOperator(binding)
+    def kernel_type(self) -> type[LossKernel]:
+        return _WeightedKernel if self.normalization == "weights" else LossKernel
+
+    def lower_passes(self, context: Context, kernel: Kernel) -> None:
+        if self.normalization == "weights":
+            weight = context.keep((1,), "float64", "loss")
+            kernel.add(weight=weight)
+            context.run(kernel, "weigh")
+            context.add_up(context.sum(Groups.whole(context.size), weight, "loss", [8], f"{context.name} (weights)"))
+        super().lower_passes(context, kernel)
 
     def fused(
         self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any, factor: Any = None
@@ -224,31 +235,26 @@ class SoftmaxCrossEntropy(Loss):
             np.copyto(out, buffer(work, "counts", weight.shape, np.bool_))
 
 
-class WeightedOperator(LossOperator):
+class _WeightedKernel(LossKernel):
     """Divides by the sum of the target's weights over all ranks, which one small sum finds out."""
 
-    def __init__(self, b: Binding) -> None:
-        super().__init__(b)
-        self._sum = b.kernels.zeros((1,), np.dtype("float64"))
-        self.reduction = b.comm.reduction(self._sum, kind="loss", name=f"{b.name} (weights)")
+    def __init__(self, *arguments: Any, weight: Any, **arrays: Any) -> None:
+        super().__init__(*arguments, **arrays)
+        self.weight = weight
 
-    def scale(self, count: int) -> Any:
-        layer = self.b.layer
+    def weigh(self) -> None:
+        """Write the weight of this block's targets, to be summed."""
+        layer, target = self.layer, self.target[: self.count]
         assert isinstance(layer, SoftmaxCrossEntropy)
-        target = self._target[:count]
-        classes = self.b.inputs[0].layout.shape[-1]
-        self._sum[0] = layer.target_weight(target, classes, self._work) if target.size else 0.0
-        self.reduction.run()
-        if not on_host(self._sum):
-            total = self._sum[0]
+        self.weight[0] = layer.target_weight(target, self.place.channels, self.work) if target.size else 0.0
+
+    def scale(self) -> Any:
+        if not on_host(self.weight):
+            total = self.weight[0]
             return np.where(total > 0, 1 / np.maximum(total, 1e-300), 0.0)
         # A NumPy float64 would make float32 arrays compute in float64.
-        total = float(self._sum[0])
+        total = float(self.weight[0])
         return 1.0 / total if total > 0 else 0.0
-
-    def close(self) -> None:
-        super().close()
-        self.reduction.close()
 
 
 def _positions(count: int, work: dict) -> Any:

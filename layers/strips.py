@@ -14,15 +14,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from functools import partial
+from typing import TYPE_CHECKING
 
 from halograd.dtensor import Box, Window, input_box
-from halograd.layers.binding import Binding
-from halograd.layers.value import Gathered
 
-__all__ = ["Strips", "boundary_boxes"]
+if TYPE_CHECKING:
+    from halograd.program.context import Context, Gathered
+
+__all__ = ["boundary_boxes", "lower_strips"]
 
 
 def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Sequence[int]) -> list[Box]:
@@ -45,34 +45,23 @@ def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Seque
     return [box for box in boxes if box.size]
 
 
-class Strips:
-    """Computes the boundary strips of a convolution. Local; built within an operator's binding."""
+def lower_strips(context: Context, windows: Sequence[Window], x: Gathered, groups: int, relu: bool) -> None:
+    """Compute the boundary strips of a convolution. Local."""
+    from halograd.layers.convolution import conv_forward, local_geometry
 
-    def __init__(self, b: Binding, windows: Sequence[Window], x: Gathered, relu: bool) -> None:
-        from halograd.layers.convolution import local_geometry
-
-        value = b.inputs[0]
-        shape = value.layout.shape
-        self._steps: list[tuple[Any, Any, Any, Any, Any]] = []
-        y, origin = b.output.array, b.box.start
-        for box in boundary_boxes(windows, b.box, value.box, shape):
-            need = input_box(windows, box, shape[-1]) & Box.of_shape(shape)
-            source = x.array[need.slices(x.box.start)]
-            target = y[box.slices(origin)]
-            xs = source if source.flags.c_contiguous else b.scratch(need.shape, value.dtype)
-            ys = target if target.flags.c_contiguous else b.scratch(box.shape)
-            geometry = local_geometry(windows, need, box, getattr(b.layer, "groups", 1))
-            kernel = b.kernels.conv_forward(xs, b.params["w"], b.params.get("b"), ys, geometry, relu=relu)
-            self._steps.append((source, xs, kernel, ys, target))
-
-    def __call__(self) -> None:
-        for source, xs, kernel, ys, target in self._steps:
-            if xs is not source:
-                np.copyto(xs, source)
-            kernel()
-            if ys is not target:
-                np.copyto(target, ys)
-
-    def close(self) -> None:
-        for _, _, kernel, _, _ in self._steps:
-            kernel.close()
+    value = context.inputs[0]
+    shape, y, origin = value.layout.shape, context.y, context.box.start
+    for box in boundary_boxes(windows, context.box, value.box, shape):
+        need = input_box(windows, box, shape[-1]) & Box.of_shape(shape)
+        source = x.view.part([a - o for a, o in zip(need.start, x.box.start)], need.shape)
+        target = y.part([a - o for a, o in zip(box.start, origin)], box.shape)
+        xs = source if source.packed else context.scratch(need.shape, value.dtype)
+        ys = target if target.packed else context.scratch(box.shape)
+        if xs is not source:
+            context.copy(source, xs)
+        geometry = local_geometry(windows, need, box, groups)
+        w, b = context.params["w"], context.params.get("b")
+        kernel = context.kernel(partial(conv_forward, geometry, relu), x=xs, w=w, b=b, y=ys)
+        context.run(kernel, timing=context.timing("forward", inputs=(need.shape,), outputs=box.shape[1:-1]))
+        if ys is not target:
+            context.copy(ys, target)

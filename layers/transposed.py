@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from halograd.dtensor import Box, Window, input_box, output_box
-from halograd.layers.binding import Binding
-from halograd.layers.convolution import Zero, local_geometry
+from halograd.layers.convolution import conv_data, conv_filter, conv_forward, local_geometry, zeroing
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.operator import Operator
 from halograd.layers.parameter import Parameter
 from halograd.layers.stencil import spread
+
+if TYPE_CHECKING:
+    from halograd.program.context import Context
 
 __all__ = ["ConvTranspose"]
 
@@ -146,89 +148,80 @@ class ConvTranspose(Layer):
         needed = input_box(self.windows(shape), box, out_shape[-1]) & Box((0,) * box.ndim, (box.stop[0], *out_shape))
         return needed if needed.size else Box((0,) * box.ndim, (0,) * box.ndim)
 
-    def bind(self, binding: Binding) -> Operator:
-        return _ConvTransposeOperator(binding)
-
-
-class _ConvTransposeOperator(Operator):
-    def __init__(self, b: Binding) -> None:
-        assert isinstance(b.layer, ConvTranspose)
-        self.b = b
-        self.layer = b.layer
-        self.windows = b.layer.windows(b.shapes[0])
-        self.x = b.gather(0, b.needed(0))
-        self.bias = b.params.get("b")
-        self.kernel: Any = Zero(b.output.array)
-        if self.x.box.size:
-            geometry = local_geometry(self.windows, b.box, self.x.box, b.layer.groups)
-            self.kernel = b.kernels.conv_backward_data(self.x.array, b.params["w"], b.output.array, geometry)
-
-    def forward(self) -> None:
-        self.x.start()
-        self.x.finish()
-        self.kernel()
+    def lower(self, context: Context) -> Callable[[], None]:
+        value, windows, groups = context.inputs[0], self.windows(context.shapes[0]), self.groups
+        x, w, bias = context.gather(0, context.needed(0)), context.params["w"], context.params.get("b")
+        x.start()
+        x.finish()
+        kernel = context.kernel(zeroing, array=context.y)
+        if x.box.size:
+            geometry = local_geometry(windows, context.box, x.box, groups)
+            kernel = context.kernel(partial(conv_data, geometry), dy=x.view, w=w, dx=context.y)
+        context.run(kernel, timing=context.timing("forward"))
         # A rank that the layer does without has no bias either.
-        if self.bias is not None and self.b.box.size:
-            np.add(self.b.output.array, self.bias, out=self.b.output.array)
+        if bias is not None and context.box.size:
+            context.run(context.kernel(_add_bias, y=context.y, b=bias))
 
-    def bind_backward(self) -> None:
-        b = self.b
-        value = b.inputs[0]
-        self.db = _ChannelSum(b) if self.bias is not None else None
-        assert b.gradient_blocks is not None
-        self.dy = b.gather_gradient(b.gradient_blocks)
-        # The filter gradient pairs each owned input with all outputs it reaches: no rank counts one twice.
-        self.owned = b.gather(0, value.layout.boxes)
-        self.filter: Any = Zero(b.grads["w"])
-        self.data: Any = None
-        wanted = b.needs_gradient(0)
-        if value.box.size and self.dy.box.size:
-            geometry = local_geometry(self.windows, self.dy.box, value.box, self.layer.groups)
-            w, dw = b.params["w"], b.grads["w"]
-            self.filter = b.kernels.conv_backward_filter(self.dy.array, self.owned.array, dw, None, geometry)
-            if wanted:
-                self.data = b.kernels.conv_forward(self.dy.array, w, None, b.gradient(0), geometry)
-        elif wanted:
-            self.data = Zero(b.gradient(0))
+        def backward() -> None:
+            dy = context.gather_gradient(context.gradient_blocks)
+            dy.start()
+            if bias is not None:
+                lower_channel_sum(context)
+            # The filter gradient pairs each owned input with all outputs it reaches: no rank counts one twice.
+            owned = context.gather(0, value.layout.boxes)
+            owned.start()
+            owned.finish()
+            dy.finish()
+            paired = value.box.size and dy.box.size
+            weights = context.kernel(zeroing, array=context.grads["w"])
+            if paired:
+                geometry = local_geometry(windows, dy.box, value.box, groups)
+                views = {"x": dy.view, "dy": owned.view, "dw": context.grads["w"], "db": None}
+                weights = context.kernel(partial(conv_filter, geometry), **views)
+            context.run(weights, timing=context.timing("backward_filter"))
+            if not context.needs_gradient(0):
+                return
+            data = context.kernel(zeroing, array=context.gradient(0))
+            if paired:
+                views = {"x": dy.view, "w": w, "b": None, "y": data.views["array"]}
+                data = context.kernel(partial(conv_forward, geometry, False), **views)
+            context.run(data, timing=context.timing("backward_data"))
 
-    def backward(self) -> None:
-        self.dy.start()
-        if self.db is not None:
-            self.db()
-        self.owned.start()
-        self.owned.finish()
-        self.dy.finish()
-        self.filter()
-        if self.data is not None:
-            self.data()
+        return backward
 
 
-class _ChannelSum:
+def _add_bias(environment: Any, y: Any, b: Any) -> Callable[[], None]:
+    return lambda: np.add(y, b, out=y)
+
+
+def lower_channel_sum(context: Context) -> None:
     """Bias gradient: the sum of `dy` over samples and positions, row by row and then in float64.
 
     (One running sum in float32 would lose digits with every element.)
     """
+    dy, db = context.dy, context.grads["b"]
+    if not dy.size:
+        context.run(context.kernel(zeroing, array=db))
+        return
+    if context.fused:
+        context.run(context.kernel(_fused_channel_sum, dy=dy, db=db))
+        return
+    *outer, width, channels = dy.shape
+    ones = context.keep((1, width), context.wide, "statistics", fill=1.0)
+    rows, total = context.scratch((*outer, 1, channels), context.wide), context.scratch((channels,), "float64")
+    context.run(context.kernel(_channel_sum, dy=dy, db=db, ones=ones, rows=rows, total=total))
 
-    def __init__(self, b: Binding) -> None:
-        self.dy, self.db = b.output.dy, b.grads["b"]
-        self.fused: Any = None
-        if b.kernels.cuda is not None and self.dy.size:
-            self.fused = b.kernels.cuda.bias_gradient(self.dy, self.db)
-            return
-        *outer, width, channels = self.dy.shape
-        self.ones = b.memory.keep((1, width), b.wide, "transient")
-        self.ones.fill(1)
-        self.rows = b.scratch((*outer, 1, channels), b.wide)
-        self.total = b.scratch((channels,), np.dtype("float64"))
-        self.axes = tuple(range(len(outer) + 1))
 
-    def __call__(self) -> None:
-        if not self.dy.size:
-            self.db.fill(0)
-            return
-        if self.fused is not None:
-            self.fused()
-            return
-        np.matmul(self.ones, self.dy, out=self.rows)
-        np.add.reduce(self.rows, axis=self.axes, dtype=np.float64, out=self.total)
-        np.copyto(self.db, self.total, casting="same_kind")
+def _fused_channel_sum(environment: Any, dy: Any, db: Any) -> Any:
+    return environment.kernels.cuda.bias_gradient(dy, db)
+
+
+def _channel_sum(environment: Any, dy: Any, db: Any, ones: Any, rows: Any, total: Any) -> Callable[[], None]:
+    axes = tuple(range(dy.ndim - 1))
+
+    def run() -> None:
+        np.matmul(ones, dy, out=rows)
+        np.add.reduce(rows, axis=axes, dtype=np.float64, out=total)
+        np.copyto(db, total, casting="same_kind")
+
+    return run

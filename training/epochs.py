@@ -274,8 +274,8 @@ class Run:
     def _diverged(self, error: Diverged) -> Diverged:
         """The same error, with the rank where it began, as far as one can tell, and the last checkpoint."""
         executor, comm = self.session.executor, self.session.comm
-        own = None if executor.loss is None else executor.loss.value
-        sound = not isinstance(own, float) or math.isfinite(own)  # that of a GPU is not asked for
+        own = executor.loss
+        sound = own is None or not executor.device.is_host or math.isfinite(own[0])  # that of a GPU is not asked for
         sound = sound and all(np.isfinite(array).all() for array in executor.store.params.values())
         told = comm.allgather_objects((sound, platform.node()))
         found = [(rank, host) for rank, (fine, host) in enumerate(told) if not fine]

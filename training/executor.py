@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,34 +14,39 @@ from halograd.comm import Communicator
 from halograd.comm.errors import is_shared
 from halograd.device import is_low
 from halograd.dtensor import Box, Exchange, Layout
-from halograd.kernels import Substitute
-from halograd.layers import Network, Redistribute
-from halograd.layers.binding import Binding
-from halograd.layers.loss import LossOperator
-from halograd.layers.memory import Memory
-from halograd.layers.operator import Mode, Operator
+from halograd.layers import Network
 from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.replicated_dense import ReplicatedDenseOperator
 from halograd.layers.replication import dense_layers, replicable_layers
 from halograd.layers.strategy import Strategy
-from halograd.layers.value import Region, Value
-from halograd.training.compiler import Step, compile_steps
+from halograd.program.compiler import Target, compile_program
+from halograd.program.mode import Mode
+from halograd.program.runner import Runner
+from halograd.program.values import Value
 from halograd.training.device_spans import DeviceSpans
 from halograd.training.graph import GraphedPass, check_graph
 from halograd.training.inputs import block_of, check_name
 from halograd.training.kernels import report_substitutes
+from halograd.training.memory import Memory
 from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.precision import check_dtype
 from halograd.training.pulse import Pulse
 from halograd.training.reduction import Reducer, make_reducer
 from halograd.training.store import ParameterStore
 
-__all__ = ["CHECKPOINT", "STOP", "VOTES", "Executor"]
+__all__ = ["CHECKPOINT", "STOP", "VOTES", "Block", "Executor"]
 
 #: Numbers that travel with the loss of a pass, and what they are for: see `Executor.votes`.
 VOTES = 2
 STOP, CHECKPOINT = range(VOTES)
+
+
+@dataclass(frozen=True)
+class Block:
+    """An array and the global box that it holds."""
+
+    array: Any
+    box: Box
 
 
 class Executor:
@@ -74,6 +80,8 @@ class Executor:
         Inputs whose gradient is wanted too.
     graph
         Whether training passes are recorded, and launched as graphs of the device from then on.
+    kept
+        Layers whose outputs `gather` is asked for, beside the outputs of the network: others share memory.
 
     Attributes
     ----------
@@ -111,9 +119,9 @@ class Executor:
         seed: int = 0,
         probed: Iterable[str] = (),
         graph: bool = False,
+        kept: Iterable[str] = (),
     ) -> None:
-        self._probed = frozenset(probed)
-        self._substitutes: list[tuple[str, Substitute]] = []
+        self._probed, self._kept = frozenset(probed), frozenset(kept)
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         with comm.agreement():
             self.strategy = strategy or Strategy({"sample": comm.size})
@@ -139,12 +147,11 @@ class Executor:
             self.pulse = Pulse()
             self._bind(trainable)
             self._graphs = self._make_graphs() if graph and trainable else None
-        report_substitutes(comm, self._substitutes)
+        report_substitutes(comm, self.runner.substitutes)
 
     def _make_graphs(self) -> tuple[GraphedPass, GraphedPass]:
         """Forward and backward, to be recorded."""
-        operators = [operator for _, _, operator in self._bindings]
-        check_graph(self.network, self.comm, self.device, self.memory.cuda is not None, operators)
+        check_graph(self.program, self.comm, self.device)
         prepare = getattr(self.kernels, "before_capture", None)
         device = self.device
         return GraphedPass(device, self._compute, prepare), GraphedPass(device, self._differentiate, prepare)
@@ -164,33 +171,45 @@ class Executor:
         return list(dense_layers(self.network))[: scheme.replicated_dense]
 
     def _bind(self, trainable: bool) -> None:
-        self.steps, self.values = compile_steps(
-            self.network, self.strategy, self.batch, self.comm.size, self.comm.rank, self.dtype, self._probed
+        target = Target(
+            self.batch,
+            self.comm.size,
+            self.comm.rank,
+            self.dtype,
+            trainable,
+            self.comm.waits_for_network,
+            self.memory.cuda is not None,
+            self._probed,
+            self._kept,
         )
-        self.kernels.take_substitutes()  # those of others are not ours to report
-        for name in self.network.inputs:
-            self.values[name].allocate(self.memory, "input")
-        self._bindings = [self._bind_forward(step, trainable) for step in self.steps]
-        self._moves = self._find_moves()
-        self._launched_after = {id(v): some for v, some in self._moves}
-        self.loss = self._find_loss()
+        replicable = self.replicable if trainable else ()
+        self.program = compile_program(self.network, self.strategy, target, self.store.blocks, replicable)
+        self.steps, self.values = self.program.steps, self.program.values
+        store = self.store
+        arrays = {"params": store.params, "copies": store.copies, "grads": store.grads, "state": store.state}
+        self.runner = Runner(self.program, self.comm, self.kernels, arrays, self.mode)
+        self.memory.count(self.program.placement.size, "arrays of a step")
         self._loss_sum = np.zeros(1 + VOTES)
         self._vote_sums = self._loss_sum[1:]
         self._loss_reduction = self.comm.reduction(self._loss_sum, kind="loss")
         self._loss_under_way = False
         self._fetched = None if self.device.is_host else FetchedNumber(self.device)
         self.pending: PendingLoss | None = None
-        self.reducer: Reducer | None = None
-        self._backward: list[tuple[str, Callable[[], None]]] = []
-        self._sums: list[Any] = []
-        if trainable:
-            self._bind_backward()
-            self.reducer = self._make_reducer()
+        self.reducer: Reducer | None = self._make_reducer() if trainable else None
+
+    @property
+    def loss(self) -> Any:
+        """The loss of this rank's block, float64 ``(1,)``, where the kernels run; None if there is none."""
+        return None if self.program.loss is None else self.runner.view(self.program.loss)
+
+    def array(self, value: Value) -> Any:
+        """This rank's block of a value, while it is there."""
+        return self.runner.view(value.view)
 
     def _make_reducer(self) -> Reducer:
         """Of the scheme for which the store has its buckets."""
-        scheme, reached = self.store.scheme, {name for name, _ in self._backward}
-        dense = [o for _, _, o in self._bindings if isinstance(o, ReplicatedDenseOperator) and o.name in reached]
+        scheme, reached = self.store.scheme, {segment.name for segment in self.program.backward}
+        dense = [self.runner.made(kernel) for name, kernel in self.program.exposed.items() if name in reached]
         for operator in dense:
             operator.replicates = operator.name in self.replicable[: scheme.replicated_dense]
         return make_reducer(self.store, self.comm, [s.name for s in self.steps], scheme, dense, self._run)
@@ -214,74 +233,6 @@ class Executor:
             self.store.rechunk(scheme, self.store.bucket_bytes if bucket_bytes is None else bucket_bytes)
             self.reducer = self._make_reducer()
         self.reducer.update = update
-
-    def _bind_forward(self, step: Step, trainable: bool) -> tuple[Step, Binding, Operator]:
-        step.output.allocate(self.memory, "activation")
-        store, options = self.store, step.options
-        if trainable and step.name in self.replicable:
-            options = {**options, "weight_gradient": "replicated"}
-        binding = Binding(
-            step.layer,
-            step.name,
-            self.comm,
-            self.kernels,
-            self.memory,
-            self.mode,
-            step.inputs,
-            step.output,
-            store.read_by(step.name, step.layer.exact_parameters),
-            store.of_layer(step.name, store.grads),
-            store.of_layer(step.name, store.state),
-            options,
-            step.parts,
-        )
-        operator = step.layer.bind(binding)
-        binding.end_scratch()
-        self._note_substitutes(step.name)
-        return step, binding, operator
-
-    def _note_substitutes(self, layer: str) -> None:
-        self._substitutes += [(layer, substitute) for substitute in self.kernels.take_substitutes()]
-
-    def _find_moves(self) -> list[tuple[Value, list[tuple[str, Operator]]]]:
-        """Values that are redistributed, and by whom: they travel as soon as they are there, while others compute."""
-        found: dict[int, tuple[Value, list[tuple[str, Operator]]]] = {}
-        for step, _, operator in self._bindings:
-            if isinstance(step.layer, Redistribute):
-                found.setdefault(id(step.inputs[0]), (step.inputs[0], []))[1].append((step.name, operator))
-        return list(found.values())
-
-    def _find_loss(self) -> LossOperator | None:
-        """The operator of the output named ``"loss"``."""
-        node = self.network.outputs.get("loss")
-        for step, _, operator in self._bindings:
-            if node is not None and step.layer is node.layer and isinstance(operator, LossOperator):
-                return operator
-        return None
-
-    def _bind_backward(self) -> None:
-        """In reverse order of computation, so that every gradient has its place when its maker is bound."""
-        for step, binding, operator in reversed(self._bindings):
-            value = step.output
-            if not value.trainable or not (value.contributions or operator is self.loss):
-                continue
-            self._close_gradient(step.name, value)
-            operator.bind_backward()
-            binding.end_scratch()
-            self._note_substitutes(step.name)
-            value.end_gradient(self.memory)
-            self._backward.append((step.name, operator.backward))
-        for name in sorted(self._probed):
-            self._close_gradient(name, self.values[name])
-
-    def _close_gradient(self, name: str, value: Value) -> None:
-        for other, some in self._moves:
-            if other is value:
-                self._backward += [(f"{name} (moved)", o.settle) for _, o in some]
-        total = value.close_gradient(self.memory, self.kernels)
-        if total is not None:
-            self._sums.append(total)
-            self._backward.append((f"{name} (sum)", total))
 
     # -- running ------------------------------------------------------------------------------
 
@@ -307,7 +258,7 @@ class Executor:
             self._settle_loss()
             self._vote_sums[...] = self.votes
             if self._fetched is None:
-                self._loss_sum[0] = self.loss.value
+                self._loss_sum[0] = self.loss[0]
                 self._loss_reduction.start()
             else:
                 self._fetched.fetch()
@@ -316,19 +267,13 @@ class Executor:
 
     def _compute(self) -> None:
         """All layers forward."""
-        for name in self.network.inputs:
-            self._launch(self.values[name])
-        for step, _, operator in self._bindings:
+        training = self.mode.training
+        for layer in self.runner.forward:
             if self.reducer is not None:
-                self.reducer.require(step.name)
-            self._run(step.name, "forward", operator.forward)
-            self._launch(step.output)
+                self.reducer.require(layer.name)
+            self._run(layer.name, "forward", partial(layer.run, training))
         if self.loss is not None and self._fetched is not None:
-            self._fetched.put(self.loss.value)  # here, as a graph writes an array and leaves `value` as it is
-
-    def _launch(self, value: Value) -> None:
-        for name, operator in self._launched_after.get(id(value), ()):
-            self._run(name, "forward", operator.launch)
+            self._fetched.put(self.loss)
 
     def _settle_loss(self) -> None:
         """Wait for the loss of the last pass. On a device its sum is made here: nobody waited for it to be computed."""
@@ -364,18 +309,18 @@ class Executor:
         self.store.clear_untrained()
         if self._graphs is not None and self.recorder is None:
             self._graphs[1]()
-            for name, _ in self._backward:
-                self.reducer.ready(name)
+            for layer in self.runner.backward:
+                self.reducer.ready(layer.name)
         else:
-            for name, run in self._backward:
-                self._run(name, "backward", run)
-                self.reducer.ready(name)
+            for layer in self.runner.backward:
+                self._run(layer.name, "backward", partial(layer.run, True))
+                self.reducer.ready(layer.name)
         self.reducer.flush()
 
     def _differentiate(self) -> None:
         """All layers backward."""
-        for name, run in self._backward:
-            self._run(name, "backward", run)
+        for layer in self.runner.backward:
+            self._run(layer.name, "backward", partial(layer.run, True))
 
     def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
         self.pulse.place, self.pulse.phase = name, category
@@ -401,7 +346,7 @@ class Executor:
 
     # -- data ---------------------------------------------------------------------------------
 
-    def input(self, name: str) -> Region:
+    def input(self, name: str) -> Block:
         """Array and global box ``(N, *spatial, C)`` of an input on this rank, halo included: fill all of it. Local.
 
         Nothing is checked or agreed on: this is how loaders bring batches, without a message. Raises UserError if there
@@ -409,8 +354,7 @@ class Executor:
         """
         check_name(name, self.network.inputs)
         region = self.values[name].region
-        assert region is not None
-        return region
+        return Block(self.runner.region(region), region.box)
 
     def set_input(self, name: str, array: Any) -> None:
         """Fill an input from the whole global array ``(N, *spatial, C)`` of real numbers. Collective: one message.
@@ -434,6 +378,11 @@ class Executor:
         With `gradient` that of a probed input: others share memory, and are gone when `backward` returns.
         """
         value = self.values[name]
+        if not gradient and not (value.kept or value.read):
+            raise ValueError(
+                f"gather(): the output of {name!r} is not kept; build the executor with kept=[{name!r}], it has "
+                f"{sorted(n for n, v in self.values.items() if v.kept or v.read)}"
+            )
         if gradient and (name not in self._probed or value.gradient is None):
             raise ValueError(
                 f"gather(): the gradient of {name!r} is not kept; build the executor with probed=[...] of inputs "
@@ -442,7 +391,7 @@ class Executor:
         layout = Layout.on_rank(value.layout.shape, 0, self.comm.size)
         box: Box = layout.boxes[self.comm.rank]
         target = self.device.empty(box.shape, value.dtype)
-        source = value.dy if gradient else value.array
+        source = self.runner.view(value.dy if gradient else value.view)
         exchange = Exchange(self.comm, value.layout.boxes, layout.boxes, source, target, kind="gather")
         exchange.run()
         exchange.close()
@@ -461,10 +410,7 @@ class Executor:
 
     def close(self) -> None:
         """Free kernels, channels and reductions. Collective."""
-        for _, _, operator in self._bindings:
-            operator.close()
-        for total in self._sums:
-            total.close()
+        self.runner.close()
         if self.reducer is not None:
             self.reducer.close()
         self._loss_reduction.close()

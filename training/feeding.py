@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from halograd.data import LoadedBatch
 from halograd.device import Ticket
-from halograd.layers.memory import Memory
+from halograd.training.memory import Memory
 
 __all__ = ["DeviceFeed"]
 

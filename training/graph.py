@@ -12,14 +12,13 @@ from collections.abc import Callable
 from halograd.comm import Communicator
 from halograd.device import Device
 from halograd.errors import UserError
-from halograd.layers import Dropout, Network
-from halograd.layers.generic import LocalOperator
-from halograd.layers.operator import Operator
+from halograd.program.operations import Run
+from halograd.program.program import Program
 
 __all__ = ["GraphedPass", "check_graph"]
 
 
-def check_graph(network: Network, comm: Communicator, device: Device, fused: bool, operators: list[Operator]) -> None:
+def check_graph(program: Program, comm: Communicator, device: Device) -> None:
     """Refuse what cannot be in a graph. Local, alike on all ranks.
 
     Raises
@@ -39,17 +38,12 @@ def check_graph(network: Network, comm: Communicator, device: Device, fused: boo
             "backend.graph: expected no timeline, which times every layer by events that nobody may ask in a graph; "
             "remove graph or output.timeline"
         )
-    for name, node in network.layers.items():
-        if isinstance(node.layer, Dropout) and not fused:
+    for run in (operation for operation in program if isinstance(operation, Run)):
+        if not run.kernel.recordable:
             raise UserError(
-                f"backend.graph: expected no dropout without fused kernels, got layer {name!r}; remove graph"
+                f"backend.graph: expected layers whose kernels do the same in every step, got layer {run.layer!r}, "
+                "which makes its arrays or numbers anew; remove graph"
             )
-    custom = next((o.binding.name for o in operators if isinstance(o, LocalOperator)), None)
-    if custom is not None:
-        raise UserError(
-            f"backend.graph: expected layers with kernels of their own, got the custom layer {custom!r}, whose arrays "
-            "are made anew in every step; remove graph"
-        )
 
 
 class GraphedPass:

@@ -10,7 +10,7 @@ import numpy as np
 from halograd.comm import Communicator, Reduction
 from halograd.device import Ticket
 from halograd.errors import UserError
-from halograd.layers.memory import Memory
+from halograd.training.memory import Memory
 
 __all__ = ["LossScale"]
 

@@ -14,7 +14,7 @@ from halograd.layers.dice import Dice
 from halograd.layers.loss import Loss
 from halograd.layers.losses import BinaryCrossEntropyWithLogits
 from halograd.layers.softmax_cross_entropy import SoftmaxCrossEntropy
-from halograd.layers.value import Value
+from halograd.program.values import Value
 from halograd.training.executor import Executor
 
 __all__ = ["Confusion", "Errors", "Evaluation", "scores"]
@@ -152,7 +152,8 @@ class Evaluation:
         count = max(0, min(box.stop[0], valid) - box.start[0])
         if count and box.size:
             # Counted there: the same counts on every device.
-            arrays = (self._executor.device.to_host(v.array[:count]) for v in (self._prediction, self._target))
+            to_host, array = self._executor.device.to_host, self._executor.array
+            arrays = (to_host(array(value)[:count]) for value in (self._prediction, self._target))
             self.counted.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
         return loss
 

@@ -13,11 +13,11 @@ from halograd.comm import Communicator
 from halograd.device import device_of, is_low, wide
 from halograd.dtensor import Box, Exchange, Groups, Layout
 from halograd.layers import Network, Parameter, Strategy
-from halograd.layers.memory import Memory
 from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
 from halograd.layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.loss_scale import LossScale
+from halograd.training.memory import Memory
 
 __all__ = ["Bucket", "Flat", "ParameterStore"]
 

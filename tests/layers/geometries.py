@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from halograd.dtensor import Layout
 from halograd.layers.strategy import layout_of
-from halograd.training import compiler
+from halograd.program import compiler
 
 #: name -> (spatial shape, kernel, stride, padding, dilation); every extent is at least 6.
 NASTY = {

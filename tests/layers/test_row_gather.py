@@ -8,9 +8,8 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.dtensor import Layout
-from halograd.kernels import get_backend
-from halograd.layers.memory import Memory
 from halograd.layers.row_gather import RowGather, padded_rows
+from halograd.program.runner import UnderWay
 from halograd.testing import random_array
 
 TRANSPORTS = ["auto", "mpi", "emulated:alpha=1e-4,beta=1e-9"]
@@ -33,7 +32,9 @@ def test_every_rank_has_all_rows_again_and_again(batch, features, dtype, transpo
         layout = Layout.blocks((batch, features), (min(batch, comm.size), 1), comm.size)
         own = np.zeros(layout.boxes[comm.rank].shape, dtype)
         rows = padded_rows(-(-batch // comm.size), [features], own.itemsize)
-        gather = RowGather(comm, Memory(get_backend("numpy")), rows, own, "rows")
+        array = np.zeros((comm.size * rows, features), dtype)
+        reduction = comm.reduction(array.reshape(-1), kind="replicated_dense", name="rows", method="all_gather")
+        gather = RowGather(array, UnderWay(reduction), own, comm.rank * rows)
         comm.counters.reset()
         for step in range(3):
             whole = random_array((batch, features), "rows", step).astype(dtype)
@@ -50,4 +51,4 @@ def test_every_rank_has_all_rows_again_and_again(batch, features, dtype, transpo
         sent = comm.counters["replicated_dense"]
         several = int(comm.size > 1)
         assert (sent.messages, sent.bytes) == (3 * several, 3 * rows * features * own.itemsize * several)
-        gather.close()
+        reduction.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halograd.layers import Input, Layer, Network, Parameter
-from halograd.layers.memory import Memory
+from halograd.training.memory import Memory
 from halograd.training.store import ParameterStore
 
 

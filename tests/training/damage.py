@@ -30,10 +30,10 @@ from pathlib import Path
 import numpy as np
 
 from halograd.errors import UserError
-from halograd.layers.memory import Memory
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint, read_header, write_checkpoint
 from halograd.training.folder import CheckpointFolder
+from halograd.training.memory import Memory
 from halograd.training.optimizers import Adam
 from halograd.training.store import ParameterStore
 from tests.harness.limits import scaled

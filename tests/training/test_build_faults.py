@@ -23,13 +23,13 @@ from halograd.layers import (
     Network,
 )
 from halograd.layers import strips as strips_module
-from halograd.layers.memory import Memory
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.layers.value import Value
 from halograd.training import executor as executor_module
 from halograd.training import train as train_run
 from halograd.training.executor import Executor
+from halograd.training.memory import Memory
 from halograd.training.metrics import Evaluation
 from halograd.training.optimizers import SGD
 from halograd.training.reduction.bucketed import BucketedReducer

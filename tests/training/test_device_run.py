@@ -10,12 +10,12 @@ import pytest
 from mpi4py import MPI
 
 from halograd.errors import UserError
-from halograd.layers.memory import Memory
 from halograd.training import checkpointing, session
 from halograd.training.config import parse_config
 from halograd.training.feeding import DeviceFeed
 from halograd.training.kernels import open_kernels
 from halograd.training.log import read_log
+from halograd.training.memory import Memory
 from halograd.training.run import evaluate, train
 from tests.support.fake_device import FakeBackend
 from tests.training.runs import CONFIG, write_config

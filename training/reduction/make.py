@@ -9,7 +9,7 @@ import numpy as np
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.replicated_dense import ReplicatedDenseOperator
+from halograd.layers.replicated_dense import ReplicatedDense
 from halograd.training.reduction.base import Reducer
 from halograd.training.reduction.bucketed import BucketedReducer
 from halograd.training.reduction.host import NodeReducer
@@ -36,7 +36,7 @@ def make_reducer(
     comm: Communicator,
     layers: Sequence[str],
     scheme: Scheme,
-    dense: Sequence[ReplicatedDenseOperator] = (),
+    dense: Sequence[ReplicatedDense] = (),
     run: Run | None = None,
 ) -> Reducer:
     """The reducer of a scheme. Collective over `comm`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from halograd.layers.replicated_dense import ReplicatedDenseOperator
+from halograd.layers.replicated_dense import ReplicatedDense
 from halograd.training.reduction.base import Reducer
 from halograd.training.store import Bucket
 
@@ -52,7 +52,7 @@ class ReplicatedDenseReducer(Reducer):
     def __init__(
         self,
         others: Reducer,
-        operators: Sequence[ReplicatedDenseOperator],
+        operators: Sequence[ReplicatedDense],
         run: Run | None = None,
         delayed: bool = True,
     ) -> None:

@@ -1,0 +1,120 @@
+"""One block of memory for all arrays of a step: offsets from the order of the operations. Pure arithmetic.
+
+A buffer lies in the arena from the first operation that uses it to the last; what is kept from step to step lies there
+all the time. ::
+
+    offset ^  |   kept                         |
+           |  |  a   |  c         |  e  |
+           |  |   b         |   d    |   f     |
+           +-----------------------------------> operations
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halograd.program.operations import Operation
+from halograd.program.views import Buffer
+
+__all__ = ["ALIGNMENT", "Placement", "place"]
+
+#: Offsets and lengths are multiples of this [B].
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where buffers lie.
+
+    Attributes
+    ----------
+    offsets
+        Per buffer, from the beginning of the arena [B].
+    size
+        Of the arena [B].
+    kept
+        Of it, what is kept from step to step, by use [B].
+    """
+
+    offsets: dict[Buffer, int]
+    size: int
+    kept: dict[str, int]
+
+
+def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
+    """Offsets of all buffers that operations use, and of those that are kept.
+
+    Parameters
+    ----------
+    operations
+        Of a whole step, in order.
+    kept
+        Buffers that lie in the arena all the time, used or not; together with all that are marked so.
+    """
+    first: dict[Buffer, int] = {}
+    last: dict[Buffer, int] = {}
+    always = dict.fromkeys(kept)
+    for at, operation in enumerate(operations):
+        for buffer in operation.buffers():
+            if buffer.place is not None:
+                continue
+            if buffer.kept:
+                always[buffer] = None
+            elif buffer not in always:
+                first.setdefault(buffer, at)
+                last[buffer] = at
+    offsets, uses, end = {}, dict[str, int](), 0
+    for buffer in always:
+        offsets[buffer] = end
+        end += aligned(buffer.nbytes)
+        uses[buffer.use] = uses.get(buffer.use, 0) + aligned(buffer.nbytes)
+    free = _Free(end)
+    begins: dict[int, list[Buffer]] = {}
+    ends: dict[int, list[Buffer]] = {}
+    for buffer, at in first.items():
+        begins.setdefault(at, []).append(buffer)
+        ends.setdefault(last[buffer], []).append(buffer)
+    for at in range(len(operations)):
+        for buffer in sorted(begins.get(at, ()), key=lambda b: -b.nbytes):
+            offsets[buffer] = free.take(aligned(buffer.nbytes))
+        for buffer in ends.get(at, ()):
+            free.give(offsets[buffer], aligned(buffer.nbytes))
+    return Placement(offsets, free.end, uses)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of the alignment; at least one."""
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
+class _Free:
+    """Holes of an arena that grows: best fit, holes side by side become one."""
+
+    def __init__(self, begin: int) -> None:
+        self.end = begin
+        self._holes: list[tuple[int, int]] = []  # (start, stop), in order
+
+    def take(self, size: int) -> int:
+        fitting = [(stop - start, start) for start, stop in self._holes if stop - start >= size]
+        if fitting:
+            length, start = min(fitting)
+            at = bisect.bisect_left(self._holes, (start, start + length))
+            self._holes[at : at + 1] = [(start + size, start + length)] if length > size else []
+            return start
+        start = self.end
+        if self._holes and self._holes[-1][1] == self.end:
+            start = self._holes.pop()[0]
+        self.end = start + size
+        return start
+
+    def give(self, start: int, size: int) -> None:
+        at = bisect.bisect_left(self._holes, (start, start))
+        stop = start + size
+        if at < len(self._holes) and self._holes[at][0] == stop:
+            stop = self._holes.pop(at)[1]
+        if at and self._holes[at - 1][1] == start:
+            at -= 1
+            start = self._holes.pop(at)[0]
+        self._holes.insert(at, (start, stop))

@@ -1,0 +1,278 @@
+"""Compilation: network + strategy + batch -> the program of a step, for one rank. Pure arithmetic, local.
+
+Decides where data have to be redistributed between layers, which values get margins so that halos are received in
+place, and what backward computes; every layer lowers itself (:meth:`Layer.lower <halograd.layers.Layer.lower>`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from halograd.device import is_low, wide
+from halograd.layers import Input, Network, Node, Redistribute
+from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
+from halograd.layers.strategy import Strategy, layout_of
+from halograd.program.context import Context
+from halograd.program.operations import Kernel, Operation, Run
+from halograd.program.program import Program, Segment, Step
+from halograd.program.values import Value
+from halograd.program.views import Buffer, View
+
+__all__ = ["Target", "compile_program"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """For whom a program is compiled.
+
+    Attributes
+    ----------
+    batch
+        Global number of samples.
+    size, rank
+        Of the communicator.
+    dtype
+        Of activations.
+    trainable
+        Whether there is a backward pass.
+    overlaps
+        What ``halo = "auto"`` means: compute while halos travel.
+    fused
+        Whether the backend has kernels of its own for norms, losses and the like.
+    probed
+        Inputs whose gradient is wanted too.
+    kept
+        Layers whose outputs are still there when a step has ended, beside the outputs of the network.
+    """
+
+    batch: int
+    size: int = 1
+    rank: int = 0
+    dtype: np.dtype = field(default_factory=lambda: np.dtype("float32"))
+    trainable: bool = True
+    overlaps: bool = False
+    fused: bool = False
+    probed: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+
+
+def compile_program(
+    network: Network,
+    strategy: Strategy,
+    target: Target,
+    blocks: Mapping[str, ParameterBlocks] | None = None,
+    replicable: Collection[str] = (),
+) -> Program:
+    """The program of a step of `network` under `strategy`. Local.
+
+    Parameters
+    ----------
+    blocks
+        Of parameters and states, if they are known already.
+    replicable
+        Dense layers that may compute the gradient of the whole batch on every rank.
+    """
+    compiler = _Compiler(network, strategy, target, blocks or parameter_blocks(network, strategy, target.size))
+    compiler.replicable = frozenset(replicable)
+    for node in network.nodes:
+        compiler.add(node)
+    compiler.place()
+    compiler.lower()
+    return compiler.program
+
+
+class _Compiler:
+    def __init__(
+        self, network: Network, strategy: Strategy, target: Target, blocks: Mapping[str, ParameterBlocks]
+    ) -> None:
+        self.network, self.strategy, self.target, self.blocks = network, strategy, target, blocks
+        self.replicable: frozenset[str] = frozenset()
+        self.program = Program(network.name, target)
+        self._values: dict[tuple[Node, tuple[int, ...]], Value] = {}
+        self._parts: dict[Node, tuple[int, ...]] = {}
+        self._moves: dict[Value, list[Step]] = {}
+        self._contexts: dict[str, tuple[Context, Callable[[], None] | None]] = {}
+        outputs = {network.names[node] for node in network.outputs.values()}
+        looked_at = {network.names[i] for n in network.nodes for i in n.inputs if n.layer.keeps_inputs}
+        self._kept = target.kept | outputs | looked_at
+        #: Inputs that losses compare with, and no other layer reads: they keep their digits.
+        read = {i: [n for n in network.nodes if i in n.inputs] for i in network.nodes if isinstance(i, Input)}
+        self._targets = {
+            i for i, some in read.items() if some and all(n.layer.compares(n.inputs.index(i)) for n in some)
+        }
+
+    # -- values and steps ----------------------------------------------------------------------
+
+    def add(self, node: Node) -> None:
+        if isinstance(node, Input):
+            return  # placed when its first reader is known
+        name = self.network.names[node]
+        parts = self.strategy.parts_of(name)
+        inputs = [self._read(n, parts) for n in node.inputs]
+        output = self._value(name, node.shape, parts, self.target.dtype)
+        output.kept = name in self._kept
+        has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
+        output.trainable = has_parameters or any(v.trainable for v in inputs)
+        self._parts[node] = key = tuple(parts.values())
+        self._values[node, key] = self.program.values[name] = output
+        options = self.strategy.options_of(name)
+        if self.target.trainable and name in self.replicable:
+            options = {**options, "weight_gradient": "replicated"}
+        self.program.steps.append(Step(name, node.layer, inputs, output, options, parts))
+
+    def _value(self, name: str, shape: Sequence[int], parts: Mapping[str, int], dtype: np.dtype) -> Value:
+        layout = layout_of((self.target.batch, *shape), parts, self.target.size)
+        return Value(name, layout, dtype, self.target.rank)
+
+    def _read(self, node: Node, parts: dict[str, int]) -> Value:
+        """The value of `node` under `parts`; redistributed where it is made under others."""
+        key = tuple(parts.values())
+        if (node, key) in self._values:
+            return self._values[node, key]
+        name = self.network.names[node]
+        if isinstance(node, Input) and node not in self._parts:
+            self._parts[node] = key
+            dtype = wide(self.target.dtype) if node in self._targets else self.target.dtype
+            value = self._value(name, node.shape, parts, node.array_dtype(dtype))
+            value.trainable, value.read = name in self.target.probed, True
+            self._values[node, key] = self.program.values[name] = self.program.inputs[name] = value
+            return value
+        source = self._values[node, self._parts[node]]
+        if layout_of(source.layout.shape, parts, self.target.size) == source.layout:
+            return source
+        label = f"{name}->{','.join(f'{axis}={n}' for axis, n in parts.items() if n > 1) or 'one rank'}"
+        value = self._value(label, node.shape, parts, source.dtype)
+        value.trainable = source.trainable
+        self._values[node, key] = value
+        step = Step(label, Redistribute(label), [source], value, {}, parts)
+        self.program.steps.append(step)
+        self._moves.setdefault(source, []).append(step)
+        return value
+
+    def place(self) -> None:
+        """Choose the storage of values: margins for halos where the owned block stays packed."""
+        needs: dict[Value, list[Any]] = {}
+        for step in self.program.steps:
+            layouts = [v.layout for v in step.inputs]
+            for i, value in enumerate(step.inputs):
+                found = step.layer.needed_blocks(i, layouts, step.output.layout)
+                needs.setdefault(value, []).append(found.clipped(value.layout.shape))
+        for value in (*self.program.inputs.values(), *(step.output for step in self.program.steps)):
+            value.place(needs.get(value, []))
+        for step in self.program.steps:
+            blocks = step.layer.gradient_blocks(step.inputs[0].layout, step.output.layout)
+            if blocks is not None:
+                step.output.place_gradient(blocks[self.target.rank])
+
+    # -- operations ----------------------------------------------------------------------------
+
+    def lower(self) -> None:
+        begin = Segment("inputs")
+        for value in self.program.inputs.values():
+            begin.operations += self._launch(value)
+        self.program.forward.append(begin)
+        for step in self.program.steps:
+            operations = self._finish(step) if step.name in self._contexts else self._lower(step)
+            self.program.forward.append(Segment(step.name, operations))
+            launched = self._launch(step.output)
+            if launched:
+                self.program.forward.append(Segment(f"{step.name} (moved)", launched))
+        if self.target.trainable:
+            self._lower_backward()
+        for name in sorted(self.target.probed):
+            value = self.program.values[name]
+            self._close(name, value)
+            if value.gradient is not None:
+                value.gradient.view.buffer.kept = True
+
+    def _context(self, step: Step) -> Context:
+        return Context(
+            step.layer,
+            step.name,
+            step.inputs,
+            step.output,
+            step.parts,
+            step.options,
+            self._arrays(step),
+            trainable=self.target.trainable,
+            overlaps=self.target.overlaps,
+            fused=self.target.fused,
+        )
+
+    def _arrays(self, step: Step) -> dict[str, dict[str, View]]:
+        shapes = [v.layout.shape[1:] for v in step.inputs]
+        low = is_low(self.target.dtype) and not step.layer.exact_parameters
+        full = wide(self.target.dtype)
+        found: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
+        for key in step.layer.parameters(*shapes):
+            name = f"{step.name}/{key}"
+            shape = self.blocks[name].boxes[self.target.rank].shape
+            place, dtype = ("copies", self.target.dtype) if low else ("params", full)
+            found["params"][key] = Buffer(shape, dtype, "parameter", place=(place, name)).view
+            found["grads"][key] = Buffer(shape, full, "parameter gradient", place=("grads", name)).view
+        for key in step.layer.state(*shapes):
+            name = f"{step.name}/{key}"
+            shape = self.blocks[name].boxes[self.target.rank].shape
+            found["state"][key] = Buffer(shape, full, "parameter", place=("state", name)).view
+        return found
+
+    def _lower(self, step: Step) -> list[Operation]:
+        context = self._context(step)
+        self._contexts[step.name] = context, step.layer.lower(context)
+        if context.loss is not None and step.name == self._loss_name:
+            self.program.loss = context.loss
+        if context.exposed is not None:
+            self.program.exposed[step.name] = context.exposed
+        return context.operations
+
+    @property
+    def _loss_name(self) -> str | None:
+        node = self.network.outputs.get("loss")
+        return None if node is None else self.network.names[node]
+
+    def _launch(self, value: Value) -> list[Operation]:
+        """Redistributions begin as soon as their value is there."""
+        return [operation for step in self._moves.get(value, ()) for operation in self._lower(step)]
+
+    def _finish(self, step: Step) -> list[Operation]:
+        context, _ = self._contexts[step.name]
+        context.operations = []
+        if context.finishing is not None:
+            context.finishing()
+        return context.operations
+
+    def _lower_backward(self) -> None:
+        for step in reversed(self.program.steps):
+            value = step.output
+            is_loss = step.name == self._loss_name and self.program.loss is not None
+            if not value.trainable or not (value.contributions or is_loss):
+                continue
+            self._close(step.name, value)
+            context, backward = self._contexts[step.name]
+            context.operations = []
+            if backward is not None:
+                backward()
+            self.program.backward.append(Segment(step.name, context.operations))
+
+    def _close(self, name: str, value: Value) -> None:
+        """All gradients of a value are computed: those that travel arrive, and several are added up."""
+        for step in self._moves.get(value, ()):
+            context, _ = self._contexts[step.name]
+            context.operations = []
+            if context.settling is not None:
+                context.settling()
+                self.program.backward.append(Segment(f"{name} (moved)", context.operations))
+        value.close_gradient(lambda summands, total: self._add(f"{name} (sum)", summands, total))
+
+    def _add(self, name: str, summands: list[View], total: View) -> None:
+        views = {f"x{i}": view for i, view in enumerate(summands)}
+        run = Run(name, Kernel(_adding, {**views, "total": total}))
+        self.program.backward.append(Segment(name, [run]))
+
+
+def _adding(environment: Any, total: Any, **summands: Any) -> Callable[[], None]:
+    return environment.kernels.add(list(summands.values()), total)

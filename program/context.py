@@ -1,0 +1,366 @@
+"""What a layer works with when it lowers itself: arrays of this rank as views, and the program to add operations to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from halograd.device import wide
+from halograd.dtensor import Blocks, Box, Groups, plan_exchange
+from halograd.layers.axes import AXES
+from halograd.layers.layer import Layer, Shape
+from halograd.layers.needs import ended
+from halograd.program.operations import Exchange, Kernel, Operation, Run, Sum, Timing, Total, Transfer
+from halograd.program.values import Value
+from halograd.program.views import Buffer, Region, View
+
+__all__ = ["Context", "Gathered", "Returned"]
+
+
+class Context:
+    """One layer of one rank, being lowered. Local; knows no arrays and no messages.
+
+    `Layer.lower` adds the operations of the forward pass, and returns a function that adds those of the backward pass,
+    when the gradient of the output has its place.
+
+    Attributes
+    ----------
+    layer, name
+        The layer and its name in the network.
+    rank, size
+        Of the communicator.
+    inputs, output
+        Values; `output.view` is this rank's block of the result, packed.
+    params, grads, state
+        Views of this layer's arrays by name. `grads` receive this rank's contribution only. Where activations have 16
+        bits, `grads` and `state` are float32, and `params` too if the layer says so (`exact_parameters`).
+    options
+        This layer's entry in the strategy (`halo`: "pad" or "overlap", ...).
+    parts
+        Parts of every axis of the layer's process grid.
+    trainable
+        Whether there is a backward pass.
+    overlaps
+        What ``halo = "auto"`` means: whether to compute while halos travel.
+    fused
+        Whether the backend has kernels of its own for what others put together (GPUs).
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        name: str,
+        inputs: Sequence[Value],
+        output: Value,
+        parts: Mapping[str, int],
+        options: Mapping[str, Any],
+        arrays: Mapping[str, Mapping[str, View]],
+        *,
+        trainable: bool = True,
+        overlaps: bool = False,
+        fused: bool = False,
+    ) -> None:
+        self.layer, self.name = layer, name
+        self.inputs, self.output = tuple(inputs), output
+        self.parts, self.options = {**dict.fromkeys(AXES, 1), **parts}, options
+        self.params, self.grads, self.state = arrays["params"], arrays["grads"], arrays["state"]
+        self.trainable, self.fused, self._overlaps = trainable, fused, overlaps
+        self.operations: list[Operation] = []
+        #: Of a layer that only moves data: adds what is left to do when the output, or the input's gradient, is needed.
+        self.finishing: Callable[[], None] | None = None
+        self.settling: Callable[[], None] | None = None
+        #: Of a loss: where it is written, float64 ``(1,)``.
+        self.loss: View | None = None
+        #: What others run too: of a dense layer whose gradient may be that of the whole batch.
+        self.exposed: Kernel | None = None
+
+    # -- what there is -------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.output.rank
+
+    @property
+    def size(self) -> int:
+        return self.output.layout.size
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Sample shapes of the inputs."""
+        return [v.layout.shape[1:] for v in self.inputs]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the output."""
+        return self.output.dtype
+
+    @property
+    def wide(self) -> np.dtype:
+        """Dtype of statistics, of gradients of parameters and of those that the layer reads exactly."""
+        return wide(self.dtype)
+
+    @property
+    def box(self) -> Box:
+        """Global output box of this rank."""
+        return self.output.box
+
+    @property
+    def y(self) -> View:
+        """The output; packed."""
+        return self.output.view
+
+    @property
+    def dy(self) -> View:
+        """The gradient of the output; packed."""
+        return self.output.dy
+
+    @property
+    def overlaps_halo(self) -> bool:
+        """Whether to compute while the halo travels."""
+        halo = self.options.get("halo", "auto")
+        return halo == "overlap" or (halo == "auto" and self._overlaps)
+
+    # -- boxes ---------------------------------------------------------------------------------
+
+    def needed(self, i: int) -> Blocks:
+        """Per rank, the box of input `i` that its output box needs; may reach outside the array."""
+        return self.layer.needed_blocks(i, [v.layout for v in self.inputs], self.output.layout)
+
+    def clipped(self, i: int, slack: Sequence[int] | None = None) -> Blocks:
+        """`needed` without what lies outside the array.
+
+        `slack`: per axis, how many owned elements more may stay behind the end (a stride skips them):
+        where the owned box ends that little later, the whole owned box can be used without a copy.
+        """
+        layout = self.inputs[i].layout
+        blocks = self.needed(i).clipped(layout.shape)
+        return blocks if slack is None else ended(blocks, layout.boxes, slack)
+
+    @property
+    def gradient_blocks(self) -> Blocks:
+        """Per rank, the box of the output's gradient that it gathers."""
+        found = self.layer.gradient_blocks(self.inputs[0].layout, self.output.layout)
+        assert found is not None, f"{self.layer.kind} does not gather the gradient of its output"
+        return found
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def scratch(self, shape: Sequence[int], dtype: np.dtype | str | None = None) -> View:
+        """An array for as long as operations use it; undefined before the first."""
+        return Buffer(tuple(shape), np.dtype(self.dtype if dtype is None else dtype), "transient").view
+
+    def keep(self, shape: Sequence[int], dtype: np.dtype | str, use: str, fill: float = 0.0) -> View:
+        """An array that holds its contents from step to step."""
+        return Buffer(tuple(shape), np.dtype(dtype), use, kept=True, fill=fill).view
+
+    def needs_gradient(self, i: int) -> bool:
+        """Whether the gradient of input `i` is wanted."""
+        return self.inputs[i].trainable
+
+    def gradient(self, i: int) -> View:
+        """A packed array into which this layer writes the gradient of the owned box of input `i`."""
+        return self.inputs[i].new_contribution()
+
+    def pass_gradient(self, i: int, view: View | None = None) -> None:
+        """The gradient of input `i` is this view, by default that of the output: share the array."""
+        self.inputs[i].contributions.append(self.dy if view is None else view)
+
+    # -- operations ----------------------------------------------------------------------------
+
+    def kernel(self, make: Callable[..., Any], **views: View | None) -> Kernel:
+        """A kernel on these arrays: ``make(environment, **arrays)`` gives what :meth:`run` runs."""
+        return Kernel(make, views)
+
+    def run(
+        self,
+        kernel: Kernel,
+        method: str | None = None,
+        *,
+        uses: Sequence[str] | None = None,
+        timing: Timing | None = None,
+        when: str | None = None,
+        guarded: Sequence[Operation] = (),
+    ) -> None:
+        """Add a run of a kernel, or of one of its methods."""
+        names = None if uses is None else tuple(uses)
+        self.operations.append(Run(self.name, kernel, method, names, timing, tuple(guarded), when=when))
+
+    def operation(self, kernel: Kernel, method: str, uses: Sequence[str]) -> Run:
+        """A run of a kernel that is not added, for what others guard."""
+        return Run(self.name, kernel, method, tuple(uses))
+
+    def copy(self, source: View, target: View, timing: Timing | None = None) -> None:
+        """Add a copy between arrays of one shape."""
+        self.run(self.kernel(copying, source=source, target=target), timing=timing)
+
+    def timing(self, phase: str, **changes: Any) -> Timing:
+        """What a kernel of this layer is priced by: the fullest blocks."""
+        inputs = tuple(_fullest(v.layout.boxes) for v in self.inputs)
+        given = {"inputs": inputs, "outputs": _fullest(self.output.layout.boxes)[1:-1] or None, **changes}
+        return Timing(phase, **given)
+
+    def exchange(
+        self,
+        sources: Blocks,
+        targets: Blocks,
+        source: View,
+        target: View,
+        *,
+        source_origin: Sequence[int] | None = None,
+        target_origin: Sequence[int] | None = None,
+        combine: str = "assign",
+        kind: str = "halo",
+    ) -> Exchange:
+        """An exchange to be started and finished; arguments as for :class:`halograd.dtensor.Exchange`."""
+        at_source = tuple(sources[self.rank].start if source_origin is None else source_origin)
+        at_target = tuple(targets[self.rank].start if target_origin is None else target_origin)
+        return Exchange(sources, targets, source, target, at_source, at_target, combine, kind, self.name)
+
+    def start(self, exchange: Exchange | None) -> None:
+        """Add the start of an exchange; nothing for None."""
+        if exchange is not None:
+            self.operations.append(Transfer(self.name, exchange, "start"))
+
+    def finish(self, exchange: Exchange | None) -> None:
+        """Add its end."""
+        if exchange is not None:
+            self.operations.append(Transfer(self.name, exchange, "finish"))
+
+    def sum(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str | None = None) -> Sum | None:
+        """A sum in place over groups of ranks, None where every rank is alone.
+
+        Parameters
+        ----------
+        sizes
+            Bytes per group, by its number [B].
+        """
+        return None if groups.members_each == 1 else Sum(groups, view, sizes, kind, name or self.name)
+
+    def all_gather(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str) -> Sum:
+        """An array of which every rank of a group has a part, brought together; `sizes` of the parts [B]."""
+        return Sum(groups, view.reshape(view.size), sizes, kind, name, "all_gather")
+
+    def begin_sum(self, total: Sum | None, when: str | None = None) -> None:
+        """Add the start of a sum; nothing for None."""
+        if total is not None:
+            self.operations.append(Total(self.name, total, "start", when=when))
+
+    def end_sum(self, total: Sum | None, when: str | None = None) -> None:
+        """Add its end. When that runs and nothing is under way, it does nothing."""
+        if total is not None:
+            self.operations.append(Total(self.name, total, "finish", when=when))
+
+    def add_up(self, total: Sum | None, when: str | None = None) -> list[Operation]:
+        """Add a sum that is waited for; its operations."""
+        first = len(self.operations)
+        self.begin_sum(total, when)
+        self.end_sum(total, when)
+        return self.operations[first:]
+
+    # -- boxes of inputs and gradients ---------------------------------------------------------
+
+    def gather(self, i: int, boxes: Blocks, fill: float | None = None) -> Gathered:
+        """Bring boxes of input `i` together; what was gathered so before is not sent again.
+
+        With `fill` the boxes may reach outside the array, where they hold that.
+        """
+        value, key = self.inputs[i], (boxes, fill)
+        if key in value.gathered:
+            return Gathered(self, value.gathered[key], boxes[self.rank])
+        if fill is not None and Box.of_shape(value.layout.shape).contains(boxes[self.rank]):
+            fill = None
+        found = self._gather(value.region, value.stored, boxes, "halo", value.dtype, "halo copy", fill)
+        value.gathered[key] = found.view
+        return found
+
+    def gather_gradient(self, boxes: Blocks, masked: View | None = None, kind: str = "halo") -> Gathered:
+        """Bring boxes of the output's gradient together (the halo of `dy`).
+
+        `masked` holds the owned box if it is not the gradient itself (a copy without what an activation stops).
+        """
+        source = self.output.gradient if masked is None else Region(masked, self.box)
+        assert source is not None
+        return self._gather(source, self.output.layout.boxes, boxes, kind, self.dtype, "transient", None)
+
+    def _gather(
+        self, region: Region, stored: Blocks, boxes: Blocks, kind: str, dtype: np.dtype, use: str, fill: float | None
+    ) -> Gathered:
+        """Uses the storage itself where the box is a packed view of it; copies otherwise."""
+        box = boxes[self.rank]
+        view = region.part(box) if region.box.contains(box) else None
+        everyone_has = stored.contain(boxes)
+        if view is not None and view.packed and everyone_has:
+            return Gathered(self, view, box)
+        if view is None or not view.packed:
+            # Padding is written once, so that what holds it has to stay.
+            kept = fill is not None
+            view = Buffer(box.shape, dtype, use, kept=kept, fill=fill or 0.0).view
+            if everyone_has:  # only this rank copies; none communicates, so others need not take part
+                return Gathered(self, view, box, copied=region.part(box))
+        made = self.exchange(
+            stored, boxes, region.view, view, source_origin=region.box.start, target_origin=box.start, kind=kind
+        )
+        return Gathered(self, view, box, made)
+
+    def return_gradient(self, i: int, boxes: Blocks) -> Returned:
+        """Where to write the gradient of boxes that were gathered; it is added up at the owners.
+
+        Adjoint of `gather`.
+        """
+        value = self.inputs[i]
+        target = self.gradient(i)
+        if boxes == value.layout.boxes:
+            return Returned(self, target, None)
+        array = self.scratch(boxes[self.rank].shape, value.dtype)
+        return Returned(self, array, self.exchange(boxes, value.layout.boxes, array, target, combine="sum"))
+
+
+class Gathered:
+    """A box of a value on this rank; `view` is packed and holds `box` after `start` and `finish`."""
+
+    def __init__(
+        self, context: Context, view: View, box: Box, exchange: Exchange | None = None, copied: View | None = None
+    ) -> None:
+        self.view, self.box, self.exchange = view, box, exchange
+        self._context, self._copied = context, copied
+
+    @property
+    def communicates(self) -> bool:
+        """Whether this rank sends or receives."""
+        made = self.exchange
+        pieces = [] if made is None else plan_exchange(made.sources, made.targets, self._context.rank)
+        return any(piece.source != piece.target for piece in pieces)
+
+    def start(self) -> None:
+        """Add the start of the exchange."""
+        if self._copied is not None:
+            self._context.copy(self._copied, self.view)
+        self._context.start(self.exchange)
+
+    def finish(self) -> None:
+        """Add its end."""
+        self._context.finish(self.exchange)
+
+
+class Returned:
+    """Gradient of a gathered box: written into `view`, then summed into the owners by `start`, `finish`."""
+
+    def __init__(self, context: Context, view: View, exchange: Exchange | None) -> None:
+        self.view, self.exchange, self._context = view, exchange, context
+
+    def start(self) -> None:
+        self._context.start(self.exchange)
+
+    def finish(self) -> None:
+        self._context.finish(self.exchange)
+
+
+def copying(environment: Any, source: Any, target: Any) -> Callable[[], None]:
+    """The kernel that copies an array into another of its shape."""
+    return environment.kernels.device.copies([(target, source)])
+
+
+def _fullest(boxes: Blocks) -> tuple[int, ...]:
+    return tuple(int(extent.max()) for extent in boxes.extents)

@@ -1,0 +1,87 @@
+"""The program of a step: steps, values, and operations in order. Pure data; see `docs/architecture.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from halograd.layers.layer import Layer
+from halograd.program.arena import Placement, place
+from halograd.program.operations import Kernel, Operation
+from halograd.program.values import Value
+from halograd.program.views import View
+
+if TYPE_CHECKING:
+    from halograd.program.compiler import Target
+
+__all__ = ["Program", "Segment", "Step"]
+
+
+@dataclass(eq=False)
+class Step:
+    """One layer in the order of computation, with the values it reads and makes."""
+
+    name: str
+    layer: Layer
+    inputs: list[Value]
+    output: Value
+    options: Mapping[str, Any]
+    parts: Mapping[str, int]
+
+
+@dataclass(eq=False)
+class Segment:
+    """Operations of one layer that follow one another."""
+
+    name: str
+    operations: list[Operation] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Program:
+    """What one rank does in a step.
+
+    Attributes
+    ----------
+    network
+        Its name.
+    target
+        For whom it was compiled.
+    steps
+        Layers in order of computation, redistributions among them.
+    values
+        Of inputs and layers, by name.
+    inputs
+        Of these, what comes from outside.
+    forward, backward
+        Operations of the two passes, layer by layer.
+    loss
+        Where the loss of this rank's block is written, float64 ``(1,)``; None if there is none.
+    exposed
+        Kernels that others run too, by layer.
+    """
+
+    network: str
+    target: Target
+    steps: list[Step] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    inputs: dict[str, Value] = field(default_factory=dict)
+    forward: list[Segment] = field(default_factory=list)
+    backward: list[Segment] = field(default_factory=list)
+    loss: View | None = None
+    exposed: dict[str, Kernel] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Operation]:
+        """All operations in order, the backward pass behind the forward pass."""
+        for segment in (*self.forward, *self.backward):
+            yield from segment.operations
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where everything lies."""
+        # Outputs are looked at when a step has ended, inputs are written before it begins.
+        kept = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
+        probed = [self.values[name].gradient for name in sorted(self.target.probed)]
+        return place(list(self), [*kept, *(region.view.buffer for region in probed if region is not None)])

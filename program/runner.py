@@ -1,0 +1,216 @@
+"""The reader that runs: operations bound to kernels, exchanges and sums of this rank, then a list of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from halograd.comm import Communicator
+from halograd.dtensor import Exchange
+from halograd.kernels import Substitute
+from halograd.layers.groups import in_group
+from halograd.program import operations
+from halograd.program.mode import Mode
+from halograd.program.operations import Kernel, Operation, Run, Sum, Total, Transfer
+from halograd.program.program import Program, Segment
+from halograd.program.views import Buffer, Region, View
+
+__all__ = ["Environment", "Pass", "Runner"]
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What kernels are made with.
+
+    Attributes
+    ----------
+    kernels
+        Backend.
+    mode
+        What changes from step to step.
+    name
+        Of the layer.
+    """
+
+    kernels: Any
+    mode: Mode
+    name: str
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The calls of one layer in one pass, of a training step and of an evaluation."""
+
+    name: str
+    training: Sequence[Call]
+    evaluation: Sequence[Call]
+
+    def run(self, training: bool) -> None:
+        for call in self.training if training else self.evaluation:
+            call()
+
+
+class Runner:
+    """A program on this rank's arrays. Collective over `comm` to build, in the order of operations; then it only runs.
+
+    Parameters
+    ----------
+    program
+        What to run.
+    comm, kernels
+        Communicator and backend.
+    arrays
+        Arrays that lie elsewhere, by kind and name: ``arrays["params"]["conv/w"]``.
+    mode
+        What changes from step to step.
+
+    Attributes
+    ----------
+    forward, backward
+        Calls, layer by layer.
+    arena
+        The memory of everything else, zeroed.
+    substitutes
+        Kernels that others stand in for, by layer.
+    """
+
+    def __init__(
+        self, program: Program, comm: Communicator, kernels: Any, arrays: Mapping[str, Mapping[str, Any]], mode: Mode
+    ) -> None:
+        self.program, self.comm, self.kernels, self.mode = program, comm, kernels, mode
+        self.substitutes: list[tuple[str, Substitute]] = []
+        self._elsewhere = arrays
+        placement = program.placement
+        self.arena = kernels.zeros((placement.size,), np.dtype("uint8"))
+        self._arrays: dict[Buffer, Any] = {}
+        self._made: dict[object, Any] = {}
+        for buffer in placement.offsets:
+            if buffer.kept and buffer.fill:
+                self._array(buffer).fill(buffer.fill)
+        kernels.take_substitutes()  # those of others are not ours to report
+        self.forward = [self._bind(segment) for segment in program.forward]
+        self.backward = [self._bind(segment) for segment in program.backward]
+
+    def view(self, view: View) -> Any:
+        """The array of a view."""
+        return view.resolve(self._array(view.buffer))
+
+    def region(self, region: Region) -> Any:
+        """The array of a region."""
+        return self.view(region.view)
+
+    def made(self, kernel: Kernel) -> Any:
+        """What the `make` of a kernel has returned."""
+        return self._made[kernel]
+
+    def _array(self, buffer: Buffer) -> Any:
+        if buffer not in self._arrays:
+            if buffer.place is not None:
+                kind, name = buffer.place
+                self._arrays[buffer] = self._elsewhere[kind][name]
+            else:
+                start = self.program.placement.offsets[buffer]
+                flat = self.arena[start : start + buffer.nbytes].view(buffer.dtype)
+                self._arrays[buffer] = flat.reshape(buffer.shape)
+        return self._arrays[buffer]
+
+    # -- binding -------------------------------------------------------------------------------
+
+    def _bind(self, segment: Segment) -> Pass:
+        calls = [(operation.when, self._call(operation)) for operation in segment.operations]
+        self.substitutes += [(segment.name, found) for found in self.kernels.take_substitutes()]
+        modes = ([call for when, call in calls if when in (None, kind)] for kind in ("training", "evaluation"))
+        return Pass(segment.name, *modes)
+
+    def _call(self, operation: Operation) -> Call:
+        if isinstance(operation, Run):
+            return self._run(operation)
+        if isinstance(operation, Transfer):
+            exchange = self._once(operation.exchange, self._exchange)
+            return getattr(exchange, operation.end)
+        assert isinstance(operation, Total)
+        total = self._once(operation.sum, self._sum)
+        return _nothing if total is None else getattr(total, operation.end)
+
+    def _once(self, key: Any, make: Callable[[Any], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make(key)
+        return self._made[key]
+
+    def _run(self, operation: Run) -> Call:
+        made = self._once(operation.kernel, partial(self._kernel, operation.layer))
+        call = made if operation.method is None else getattr(made, operation.method)
+        if not operation.guarded:
+            return call
+        return partial(_guard, call, [self._call(guarded) for guarded in operation.guarded])
+
+    def _kernel(self, name: str, kernel: Kernel) -> Any:
+        arrays = {key: None if view is None else self.view(view) for key, view in kernel.views.items()}
+        arrays |= {key: None if sum_ is None else self._once(sum_, self._sum) for key, sum_ in kernel.sums.items()}
+        return kernel.make(Environment(self.kernels, self.mode, name), **arrays)
+
+    def _exchange(self, made: operations.Exchange) -> Exchange:
+        return Exchange(
+            self.comm,
+            made.sources,
+            made.targets,
+            self.view(made.source),
+            self.view(made.target),
+            source_origin=made.source_origin,
+            target_origin=made.target_origin,
+            combine=made.combine,
+            kind=made.kind,
+            name=made.name,
+        )
+
+    def _sum(self, total: Sum) -> Any:
+        buffer = self.view(total.view)
+        made = in_group(self.comm, total.groups, partial(_reduction, total, buffer))
+        return None if made is None else UnderWay(made)
+
+    def close(self) -> None:
+        """Free kernels, channels and sums. Local."""
+        for item in self._made.values():
+            if hasattr(item, "close"):
+                item.close()
+
+
+class UnderWay:
+    """A sum that knows whether it is under way: to finish it twice does nothing."""
+
+    def __init__(self, reduction: Any) -> None:
+        self._reduction, self.under_way = reduction, False
+
+    def start(self) -> None:
+        self.finish()
+        self.under_way = True
+        self._reduction.start()
+
+    def finish(self) -> None:
+        if self.under_way:
+            self.under_way = False
+            self._reduction.finish()
+
+    def close(self) -> None:
+        """Free it; one that is under way is finished first."""
+        self._reduction.close()
+
+
+def _reduction(total: Sum, buffer: Any, group: Communicator) -> Any:
+    return group.reduction(buffer, kind=total.kind, name=total.name, method=total.method)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _guard(call: Call, guarded: Sequence[Call]) -> None:
+    if call():
+        for other in guarded:
+            other()

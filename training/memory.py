@@ -1,0 +1,47 @@
+"""Memory of one rank that is counted by what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from halograd.device import HOST, Device
+
+__all__ = ["Memory"]
+
+
+class Memory:
+    """Allocates arrays for the whole life of a network, and counts them. Local.
+
+    Parameters
+    ----------
+    kernels
+        Backend, whose `zeros` gives aligned arrays where the kernels run (host or device).
+
+    Attributes
+    ----------
+    device
+        Where the arrays live.
+    cuda
+        Fused kernels of the backend, see :class:`Backend`.
+    bytes
+        Bytes by what they are for: ``parameter``, ``parameter gradient``, ...
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+        self.device: Device = getattr(kernels, "device", HOST)
+        self.cuda: Any = getattr(kernels, "cuda", None)
+        self.bytes: dict[str, int] = {}
+
+    def keep(self, shape: Sequence[int], dtype: np.dtype, use: str) -> Any:
+        """An array, zeroed, counted under `use`."""
+        array = self._kernels.zeros(tuple(shape), dtype)
+        self.count(array.nbytes, use)
+        return array
+
+    def count(self, nbytes: int, use: str) -> None:
+        """Book bytes that somebody else holds."""
+        self.bytes[use] = self.bytes.get(use, 0) + nbytes
