@@ -65,6 +65,9 @@ class Dice(Loss):
         legal = f"{prediction} or {indices}" if self.activation == "softmax" else f"{prediction}"
         raise ValueError(f"{self.kind}: expected a target of shape {legal}, got {target}")
 
+    def reads_classes(self, target: Shape, prediction: Shape) -> bool:
+        return target != prediction
+
     def kernel_type(self) -> type[LossKernel]:
         return _DiceKernel
 

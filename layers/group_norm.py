@@ -138,8 +138,8 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None
     samples, channels = context.box.shape[0], shape[-1]
     x = context.gather(0, context.clipped(0))
     views = {name: context.keep((samples, channels), context.wide, "statistics") for name in ("mean", "var")}
-    both = (samples, 2, channels)
-    forms: dict[str, tuple[int, ...]] = {"sums": both, "means": both, "totals": (samples, 2, groups)}
+    each = (samples, 2, channels)
+    forms: dict[str, tuple[int, ...]] = {"sums": each, "means": each, "totals": (samples, 2, groups)}
     forms |= {"squares": (2, samples, groups), "gradient": (channels,)}
     views |= {name: context.keep(form, "float64", "statistics") for name, form in forms.items()}
     views |= {"x": x.view, "y": context.y, **lower_affine(context, channels)}

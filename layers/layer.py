@@ -181,6 +181,10 @@ class Layer:
         """Whether input `i` is only compared with, so that it keeps its digits where activations have 16 bits."""
         return False
 
+    def reads_classes(self, target: Shape, prediction: Shape) -> bool:
+        """Whether a target of this sample shape holds numbers of classes."""
+        return False
+
     def lower(self, context: Context) -> Callable[[], None] | None:
         """Add the operations of the forward pass of one rank to the program. Local.
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from halograd.dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
-from halograd.layers.layer import Node
 from halograd.layers.network import Network
 from halograd.layers.parameter import Parameter
 from halograd.layers.strategy import Strategy
 
-__all__ = ["ParameterBlocks", "block_channels", "parameter_blocks"]
+__all__ = ["ParameterBlocks", "block_channels", "blocks_of", "parameter_blocks"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,11 @@ class ParameterBlocks:
         return self.holders.is_whole
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of the block of each group."""
+        return tuple(self.boxes[self.holders.members(color)[0]].size for color in range(self.holders.count))
+
+    @property
     def largest(self) -> int:
         """Elements of the largest block."""
         return self.boxes.fullest
@@ -52,7 +56,7 @@ def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[st
         shapes = [n.shape for n in node.inputs]
         specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)}
         parts = strategy.parts_of(name)
-        result |= {f"{name}/{key}": _blocks(spec, node, parts, size) for key, spec in specs.items()}
+        result |= {f"{name}/{key}": blocks_of(spec, parts, size) for key, spec in specs.items()}
     return result
 
 
@@ -67,7 +71,8 @@ def block_channels(channels: int, parts: Mapping[str, int]) -> list[tuple[int, i
     return [(cuts[k * inner], cuts[(k + 1) * inner]) for k in range(parts["channel"])]
 
 
-def _blocks(spec: Parameter, node: Node, parts: Mapping[str, int], size: int) -> ParameterBlocks:
+def blocks_of(spec: Parameter, parts: Mapping[str, int], size: int) -> ParameterBlocks:
+    """The blocks of one parameter of a layer that is cut into these parts."""
     channel, inner = parts["channel"], parts["input_channel"]
     used = math.prod(parts.values())
     # Row-major: replicas along the first axis of the parameter, then its channels, then its input channels.

@@ -79,6 +79,9 @@ class SoftmaxCrossEntropy(Loss):
         if weights is not None and len(weights) != prediction[-1]:
             raise ValueError(f"class_weights: expected {prediction[-1]} numbers, one per class, got {len(weights)}")
 
+    def reads_classes(self, target: Shape, prediction: Shape) -> bool:
+        return True
+
     def kernel_type(self) -> type[LossKernel]:
         return _WeightedKernel if self.normalization == "weights" else LossKernel
 

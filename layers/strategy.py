@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -250,8 +250,14 @@ def layout_of(shape: tuple[int, ...], parts: Mapping[str, int], size: int) -> La
     over all the other parts, one block each: every element has one owner, so the layers behind a spatial trunk are
     computed once and parameter gradients are sums over the ranks without exception.
     """
-    channel = parts.get("channel", 1) * parts.get("input_channel", 1)
+    return _layout(tuple(shape), tuple(parts.get(axis, 1) for axis in AXES), size)
+
+
+@lru_cache(maxsize=65536)
+def _layout(shape: tuple[int, ...], counts: tuple[int, ...], size: int) -> Layout:
+    parts = dict(zip(AXES, counts))
+    channel = parts["channel"] * parts["input_channel"]
     if len(shape) == 2:
-        return Layout.blocks(shape, (min(shape[0], math.prod(parts.values()) // channel), channel), size)
+        return Layout.blocks(shape, (min(shape[0], math.prod(counts) // channel), channel), size)
     known = {k: v for k, v in parts.items() if k in axis_names(len(shape))}
     return Layout.blocks(shape, {**known, "channel": channel}, size)

@@ -15,16 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from halograd.layers import Network, Strategy
+from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.models import build
-from halograd.perfmodel.cost.layer_cost import Pricing, layer_cost
-from halograd.perfmodel.cost.parameters import buckets_of
+from halograd.perfmodel.cost.buckets import buckets_of
+from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.problem import network_costs
-from halograd.perfmodel.cost.simulate import Training, simulate
-from halograd.perfmodel.cost.stages import Stage, stages
+from halograd.perfmodel.cost.simulate import Simulation, Training, simulate
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS
+from halograd.program.program import Step
 
 __all__ = ["Dense", "Scaling", "dense_configurations", "main", "resnet_scaling", "table_i", "table_ii", "vgg_strategy"]
 
@@ -170,14 +171,15 @@ def dense_configurations() -> dict[str, Dense]:
     name = next(name for name, node in network.layers.items() if node.layer.kind == "Dense")
     found = {}
     for label, parts in {"n=16": {"sample": 16}, **{f"c={c}": {"channel": c} for c in (16, 4, 2, 1)}}.items():
-        steps = stages(network, Strategy({"sample": 16}, {name: parts}), 512)
-        at = next(i for i, stage in enumerate(steps) if stage.name == name)
-        stage = steps[at]
-        cost, change = layer_cost(stage, pricing, 16), layer_cost(steps[at - 1], pricing, 16)
-        transfer = change.seconds if not steps[at - 1].is_layer else 0.0
+        strategy = Strategy({"sample": 16}, {name: parts})
+        simulation = Simulation(network, strategy, 512, pricing, Training(), 16)
+        step = next(step for step in simulation.program.steps if step.name == name)
+        cost, change = simulation.costs[name], simulation.costs.get(step.inputs[0].name)
+        transfer = 0.0 if change is None or step.inputs[0].name in network.layers else change.seconds
         transfer += cost.halo_forward + cost.halo_backward + cost.packing_forward + cost.packing_backward
-        update = sum(pricing.wires.sum(*bucket.sum.largest) for bucket in buckets_of([stage], 4, 1 << 62))
-        moved, updated = _over_one_bus(stage, parts)
+        own = [b for b in buckets_of(network, parameter_blocks(network, strategy, 16), 4, 1) if name in b.layers]
+        update = sum(pricing.wires.sum(*bucket.sum.largest) for bucket in own)
+        moved, updated = _over_one_bus(step, parts)
         beta = machine.links["node"].beta
         found[label] = Dense((transfer, cost.compute, update), (moved * beta, cost.compute, updated * beta))
     return found
@@ -191,11 +193,11 @@ class Dense:
     bus: tuple[float, float, float]
 
 
-def _over_one_bus(stage: Stage, parts: Mapping[str, int]) -> tuple[int, int]:
+def _over_one_bus(step: Step, parts: Mapping[str, int]) -> tuple[int, int]:
     """Bytes of inputs to all devices and of their gradients back; of gradients to a server and parameters back [B]."""
-    x = stage.inputs[0]
-    weights = sum(p.size for p in stage.layer.parameters(*stage.shapes).values()) * 4
-    whole = math.prod(x.shape) * x.itemsize
+    x = step.inputs[0]
+    weights = sum(p.size for p in step.layer.parameters(x.layout.shape[1:]).values()) * 4
+    whole = math.prod(x.layout.shape) * x.dtype.itemsize
     copies, holders = parts.get("channel", 1), parts.get("sample", 1)
     return (0 if holders > 1 else 2 * copies * whole), (2 * holders * weights if holders > 1 else 0)
 

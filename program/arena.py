@@ -42,6 +42,11 @@ class Placement:
     size: int
     kept: dict[str, int]
 
+    @property
+    def uses(self) -> dict[str, int]:
+        """All of it by use: what is kept, and what operations share [B]."""
+        return {**self.kept, "transient": self.size - sum(self.kept.values())}
+
 
 def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
     """Offsets of all buffers that operations use, and of those that are kept.

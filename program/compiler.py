@@ -14,7 +14,8 @@ import numpy as np
 
 from halograd.device import is_low, wide
 from halograd.layers import Input, Network, Node, Redistribute
-from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
+from halograd.layers.parameter import Parameter
+from halograd.layers.parameter_blocks import ParameterBlocks, blocks_of, parameter_blocks
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.program.context import Context
 from halograd.program.operations import Kernel, Operation, Run
@@ -22,7 +23,7 @@ from halograd.program.program import Program, Segment, Step
 from halograd.program.values import Value
 from halograd.program.views import Buffer, View
 
-__all__ = ["Target", "compile_program"]
+__all__ = ["Lowered", "Target", "compile_program", "lower_alone"]
 
 
 @dataclass(frozen=True)
@@ -204,21 +205,7 @@ class _Compiler:
         )
 
     def _arrays(self, step: Step) -> dict[str, dict[str, View]]:
-        shapes = [v.layout.shape[1:] for v in step.inputs]
-        low = is_low(self.target.dtype) and not step.layer.exact_parameters
-        full = wide(self.target.dtype)
-        found: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
-        for key in step.layer.parameters(*shapes):
-            name = f"{step.name}/{key}"
-            shape = self.blocks[name].boxes[self.target.rank].shape
-            place, dtype = ("copies", self.target.dtype) if low else ("params", full)
-            found["params"][key] = Buffer(shape, dtype, "parameter", place=(place, name)).view
-            found["grads"][key] = Buffer(shape, full, "parameter gradient", place=("grads", name)).view
-        for key in step.layer.state(*shapes):
-            name = f"{step.name}/{key}"
-            shape = self.blocks[name].boxes[self.target.rank].shape
-            found["state"][key] = Buffer(shape, full, "parameter", place=("state", name)).view
-        return found
+        return _arrays(step, {key: self.blocks[f"{step.name}/{key}"] for key in _specs(step)})
 
     def _lower(self, step: Step) -> list[Operation]:
         context = self._context(step)
@@ -272,6 +259,58 @@ class _Compiler:
         views = {f"x{i}": view for i, view in enumerate(summands)}
         run = Run(name, Kernel(_adding, {**views, "total": total}))
         self.program.backward.append(Segment(name, [run]))
+
+
+def _specs(step: Step) -> Mapping[str, Parameter]:
+    shapes = [v.layout.shape[1:] for v in step.inputs]
+    return {**step.layer.parameters(*shapes), **step.layer.state(*shapes)}
+
+
+def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict[str, View]]:
+    """Views of what the store holds of a layer, by short names."""
+    dtype, rank = step.output.dtype, step.output.rank
+    low, full = is_low(dtype) and not step.layer.exact_parameters, wide(dtype)
+    states = step.layer.state(*(v.layout.shape[1:] for v in step.inputs))
+    found: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
+    for key, held in blocks.items():
+        name, shape = f"{step.name}/{key}", held.boxes[rank].shape
+        if key in states:
+            found["state"][key] = Buffer(shape, full, "parameter", place=("state", name)).view
+            continue
+        place = ("copies", name) if low else ("params", name)
+        found["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
+        found["grads"][key] = Buffer(shape, full, "parameter gradient", place=("grads", name)).view
+    return found
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Operations of one layer, by itself."""
+
+    step: Step
+    forward: list[Operation]
+    backward: list[Operation]
+    loss: View | None = None
+
+
+def lower_alone(step: Step, trained: bool, overlaps: bool = False) -> Lowered:
+    """One layer under one cut, as if there were no others. Local; the values need no storage yet."""
+    layouts, size = [v.layout for v in step.inputs], step.output.layout.size
+    for i, value in enumerate(step.inputs):
+        value.place([step.layer.needed_blocks(i, layouts, step.output.layout).clipped(value.layout.shape)])
+    step.output.place([])
+    blocks = {key: blocks_of(spec, step.parts, size) for key, spec in _specs(step).items()}
+    arrays = _arrays(step, blocks)
+    some = (step.layer, step.name, step.inputs, step.output, step.parts, step.options, arrays)
+    context = Context(*some, trainable=trained, overlaps=overlaps)
+    add_backward = step.layer.lower(context)
+    forward, context.operations = context.operations, []
+    if trained and add_backward is not None:
+        if context.loss is None:
+            step.output.new_contribution()
+            step.output.close_gradient(lambda summands, total: None)
+        add_backward()
+    return Lowered(step, forward, context.operations, context.loss)
 
 
 def _adding(environment: Any, total: Any, **summands: Any) -> Callable[[], None]:

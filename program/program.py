@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from halograd.device import wide
 from halograd.layers.layer import Layer
 from halograd.program.arena import Placement, place
 from halograd.program.operations import Kernel, Operation
@@ -77,6 +80,11 @@ class Program:
         """All operations in order, the backward pass behind the forward pass."""
         for segment in (*self.forward, *self.backward):
             yield from segment.operations
+
+    @property
+    def wide(self) -> np.dtype:
+        """Dtype of parameters, of their gradients and of states."""
+        return wide(self.target.dtype)
 
     @cached_property
     def placement(self) -> Placement:

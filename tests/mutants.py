@@ -23,12 +23,12 @@ import numpy as np
 
 from halograd.cli.run import run
 from halograd.errors import UserError
+from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.strategy import Strategy
 from halograd.models import mesh
-from halograd.perfmodel.cost import buckets_of, memory_of, stages
+from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.perfmodel.machine import FOLDER
 from halograd.training.build import make_network, make_schedule, make_strategy
-from halograd.training.compiler import compile_steps
 from halograd.training.config import load_config
 from tests.support.mutants import mutant
 
@@ -101,11 +101,10 @@ def built(network, strategy: Strategy, batch: int, size: int, dtype: str = "floa
     strategy.validate(network, size)
     strategy.refuse_empty_blocks(network)
     if size <= RANKS:
+        blocks = parameter_blocks(network, strategy, size)
+        buckets = buckets_of(network, blocks, 4, strategy.bucket_bytes, strategy.reduction)
         for rank in {0, size - 1}:
-            compile_steps(network, strategy, batch, size, rank, np.dtype("float32"))
-        steps = stages(network, strategy, batch, dtype)
-        buckets = buckets_of(steps, 4, strategy.bucket_bytes, strategy.reduction)
-        memory_of(steps, buckets, 0, size, 4, scheme=strategy.reduction)
+            memory_of(program_of(network, strategy, batch, size, rank, dtype), blocks, buckets, strategy)
 
 
 def use_config(path: Path) -> None:

@@ -188,7 +188,8 @@ class Executor:
         store = self.store
         arrays = {"params": store.params, "copies": store.copies, "grads": store.grads, "state": store.state}
         self.runner = Runner(self.program, self.comm, self.kernels, arrays, self.mode)
-        self.memory.count(self.program.placement.size, "arrays of a step")
+        for use, nbytes in self.program.placement.uses.items():
+            self.memory.count(nbytes, use)
         self._loss_sum = np.zeros(1 + VOTES)
         self._vote_sums = self._loss_sum[1:]
         self._loss_reduction = self.comm.reduction(self._loss_sum, kind="loss")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
-from halograd.perfmodel.cost import buckets_of, memory_of, stages
-from halograd.perfmodel.cost.stages import itemsize_of
+from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.perfmodel.planners import bytes_text
 from halograd.perfmodel.profile.device import memory_size
 from halograd.training.config import Config
@@ -38,10 +38,12 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
     Counted are the arrays of the network and the batches that are read ahead, as the cost model knows them, without
     optimizer state and kernels' workspaces: what is refused would not have come through its first step.
     """
-    batch, dtype, scheme = config.training.batch, config.training.dtype, strategy.reduction
-    steps, itemsize = stages(network, strategy, batch, dtype, trainable), itemsize_of(dtype)
-    buckets = buckets_of(steps, itemsize, strategy.bucket_bytes, scheme) if trainable else []
-    needs = memory_of(steps, buckets, comm.rank, comm.size, itemsize, trainable, scheme=scheme)
+    batch, dtype, size = config.training.batch, config.training.dtype, comm.size
+    blocks = parameter_blocks(network, strategy, size)
+    program = program_of(network, strategy, batch, size, comm.rank, dtype, train=trainable, blocks=blocks)
+    itemsize, scheme = program.wide.itemsize, strategy.reduction
+    buckets = buckets_of(network, blocks, itemsize, strategy.bucket_bytes, scheme) if trainable else []
+    needs = memory_of(program, blocks, buckets, strategy)
     needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
     _refuse_too_much(comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs)))
 

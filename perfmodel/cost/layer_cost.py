@@ -12,18 +12,16 @@ All times in [s]. Terms are those of Dryden et al. 2019, Section V-A: forward ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from halograd.dtensor import Blocks, Box, input_box, intervals
-from halograd.layers import Conv, Redistribute
-from halograd.layers.strips import boundary_boxes
-from halograd.perfmodel.cost.moves import Moves, contracts, moves_of, windows_of
-from halograd.perfmodel.cost.stages import Stage
-from halograd.perfmodel.cost.sums import Sums, sums_of
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes, LayerTime
+from halograd.program.operations import Operation, Run, Timing, Total, Transfer
+from halograd.program.program import Step
+from halograd.program.traffic import GroupSum, Move
 
-__all__ = ["LayerCost", "Pricing", "layer_cost"]
+__all__ = ["LayerCost", "Pricing", "price_layer"]
 
 
 @dataclass(frozen=True)
@@ -126,101 +124,93 @@ class Pricing:
     def __init__(self, wires: Wires, times: KernelTimes, dtype: str = "float32", best_halo: bool = False) -> None:
         self.wires, self.times, self.dtype, self.best_halo = wires, times, dtype, best_halo
 
-    def layer_time(self, stage: Stage, train: bool = True) -> LayerTime:
-        """Kernels of a stage on the fullest rank."""
-        if isinstance(stage.layer, Redistribute):
-            return LayerTime(0.0)
-        inputs = [_local(value.blocks) for value in stage.inputs]
-        filters = None
-        if contracts(stage):
-            channels, inner = stage.parts[4:]
-            inputs[0] = (*inputs[0][:-1], intervals(stage.inputs[0].shape[-1], inner)[0][1])
-            filters = intervals(stage.output.shape[-1], channels * inner)[inner - 1][1]
-        return self.times.time(
-            stage.layer,
-            inputs,
-            self.dtype,
-            train and stage.backward,
-            input_gradient=any(value.trainable for value in stage.inputs),
-            filters=filters,
-            outputs=_local(stage.output.blocks)[1:-1] or None,
-            ranks=stage.output.blocks.placed,
-            options=stage.options,
-        )
+    @property
+    def overlaps(self) -> bool:
+        """Whether to lower what ``halo = "auto"`` may choose: boundary strips."""
+        return self.best_halo or self.wires.waits_for_network
 
 
-def layer_cost(
-    stage: Stage, pricing: Pricing, ranks: int, gathered: set | None = None, train: bool = True
-) -> LayerCost:
-    """The cost of one stage.
-
-    Parameters
-    ----------
-    ranks
-        Of the communicator.
-    gathered
-        What stages before have gathered already, see `moves_of`.
-    train
-        Whether there is a backward pass.
-    """
-    time = pricing.layer_time(stage, train)
-    fresh = moves_of(stage, gathered)
-    moves = Moves(fresh.forward, fresh.backward if train else ())
-    wires = pricing.wires
-    terms = _communication(moves, wires) | _statistics(sums_of(stage, ranks), wires, train)
-    more = wires.machine.runtime.layer
-    data, filter_ = (time.backward_data + more, time.backward_filter) if train and stage.backward else (0.0, 0.0)
-    hides = isinstance(stage.layer, Conv) or contracts(stage)
-    cost = LayerCost(time.forward + more, data, filter_, hides=hides, **terms)  # type: ignore[arg-type]
-    if not isinstance(stage.layer, Conv) or contracts(stage) or not cost.halo_forward:
-        return cost
-    cost = replace(cost, strips=_strips(stage, pricing))
-    return _with_algorithm(cost, stage.options.get("halo", "auto"), pricing)
-
-
-def _with_algorithm(cost: LayerCost, asked: str, pricing: Pricing) -> LayerCost:
-    if asked != "auto":
-        return cost.with_halo(asked)
-    if pricing.best_halo:
+def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Operation], pricing: Pricing) -> LayerCost:
+    """What the operations of one layer, or of a redistribution, take in both passes."""
+    price = _Price(step, pricing, bool(backward))
+    first, second = price.of(forward, "forward"), price.of(backward, "backward")
+    more = pricing.wires.machine.runtime.layer
+    cost = LayerCost(
+        first["kernels"] + more,
+        second["data"] + (more if backward else 0.0),
+        second["filter"],
+        **{f"{term}_forward": first[term] for term in _TERMS},
+        **{f"{term}_backward": second[term] for term in _TERMS},
+        strips=first["strips"],
+        overlaps=bool(first["overlaps"]),
+        hides=bool(second["overlaps"]),
+    )
+    if pricing.best_halo and cost.strips and step.options.get("halo", "auto") == "auto":
         return min((cost.with_halo("pad"), cost.with_halo("overlap")), key=lambda c: c.forward_seconds)
-    return cost.with_halo("overlap" if pricing.wires.waits_for_network else "pad")
+    return cost
 
 
-def _local(blocks: Blocks) -> tuple[int, ...]:
-    """Shape of the fullest block."""
-    return tuple(int(e.max()) for e in blocks.extents)
+_TERMS = ("halo", "channel", "redistribution", "packing", "statistics")
+_KINDS = {"halo": "halo", "channel": "channel", "redistribute": "redistribution"}
 
 
-def _communication(moves: Moves, wires: Wires) -> dict[str, float]:
-    terms: dict[str, float] = {}
-    for way, some in (("forward", moves.forward), ("backward", moves.backward)):
-        for kind, term in (("halo", "halo"), ("channel", "channel"), ("redistribute", "redistribution")):
-            terms[f"{term}_{way}"] = sum(wires.exchange(m) for m in some if m.kind == kind)
-        terms[f"packing_{way}"] = sum(wires.packing(m) for m in some)
-    return terms
+class _Price:
+    """Times of operations by what they are for [s]."""
 
+    def __init__(self, step: Step, pricing: Pricing, trained: bool) -> None:
+        self.step, self.pricing, self.trained = step, pricing, trained
+        self.ranks = step.output.layout.boxes.placed
+        self.gradient = any(value.trainable for value in step.inputs)
 
-def _statistics(sums: Sums, wires: Wires, train: bool) -> dict[str, float]:
-    backward = sums.backward if train else ()
-    return {
-        "statistics_forward": sum(wires.sum(*s.largest) for s in sums.forward),
-        "statistics_backward": sum(wires.sum(*s.largest) for s in backward),
-    }
+    def of(self, operations: Sequence[Operation], way: str) -> dict[str, float]:
+        found = dict.fromkeys((*_TERMS, "kernels", "strips", "data", "filter", "overlaps"), 0.0)
+        travelling: set[object] = set()
+        for operation in operations:
+            if isinstance(operation, Transfer):
+                self._exchange(operation, travelling, found)
+            elif isinstance(operation, Total):
+                if operation.end == "start" and operation.sum.kind != "running statistics":  # nobody waits for those
+                    total = GroupSum.of(operation.sum.kind, operation.sum.groups, operation.sum.sizes)
+                    found["statistics"] += self.pricing.wires.sum(*total.largest)
+            elif isinstance(operation, Run) and operation.timing is not None and operation.when != "evaluation":
+                self._kernel(operation.timing, way, bool(travelling), found)
+        return found
 
+    def _exchange(self, operation: Transfer, travelling: set[object], found: dict[str, float]) -> None:
+        made = operation.exchange
+        if operation.end == "finish":
+            travelling.discard(made)
+            return
+        move = Move(made.sources, made.targets, made.itemsize, made.kind)
+        found[_KINDS[made.kind]] += self.pricing.wires.exchange(move)
+        found["packing"] += self.pricing.wires.packing(move)
+        if made.kind == "halo":
+            travelling.add(made)
 
-def _strips(stage: Stage, pricing: Pricing) -> float:
-    """Kernels of the boundary strips of the rank in the middle [s]."""
-    out, value = stage.output.blocks, stage.inputs[0]
-    rank = 0
-    for parts in out.grid:
-        rank = rank * parts + parts // 2
-    box, whole = out.box(rank), Box.of_shape(value.shape)
-    if not box.size:
-        return 0.0
-    windows = windows_of(stage.layer, stage.shapes[0])
-    total = 0.0
-    for strip in boundary_boxes(windows, box, value.blocks.box(rank), value.shape):
-        need = input_box(windows, strip, value.shape[-1]) & whole
-        time = pricing.times.time(stage.layer, [need.shape], pricing.dtype, False, outputs=strip.shape[1:-1])
-        total += time.forward
-    return total
+    def _kernel(self, timing: Timing, way: str, behind: bool, found: dict[str, float]) -> None:
+        if way == "forward":
+            name = "strips" if found["kernels"] else "kernels"
+            found[name] += self._seconds(timing, own=name == "kernels").forward
+        else:
+            time = self._seconds(timing, own=True)
+            found["data"] += time.backward_data * (timing.phase == "backward_data")
+            found["filter"] += time.backward_filter * (timing.phase == "backward_filter")
+        hidden = timing.phase == "backward_filter" or way == "forward"
+        found["overlaps"] = max(found["overlaps"], float(behind and hidden))
+
+    def _seconds(self, timing: Timing, own: bool) -> LayerTime:
+        times, layer, dtype = self.pricing.times, self.step.layer, self.pricing.dtype
+        inputs = list(timing.inputs)
+        if not own:  # a strip
+            return times.time(layer, inputs, dtype, False, outputs=timing.outputs)
+        return times.time(
+            layer,
+            inputs,
+            dtype,
+            self.trained,
+            input_gradient=self.gradient,
+            filters=timing.filters,
+            outputs=timing.outputs,
+            ranks=self.ranks,
+            options=self.step.options,
+        )

@@ -15,7 +15,6 @@ What is approximated, because the problem is a sum over layers and pairs of laye
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,19 +23,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halograd.layers import Input, Network, Node, Strategy
+from halograd.layers.parameter_blocks import blocks_of
+from halograd.layers.strategy import layout_of
 from halograd.perfmodel.candidates import candidates
-from halograd.perfmodel.cost.blocks import PARTS, Parts, cut
+from halograd.perfmodel.cost.account import program_of
+from halograd.perfmodel.cost.blocks import PARTS, Parts
 from halograd.perfmodel.cost.edges import edge_seconds, redistributed_bytes
-from halograd.perfmodel.cost.layer_cost import Pricing, layer_cost
-from halograd.perfmodel.cost.moves import contraction_blocks, contracts, reads_of
-from halograd.perfmodel.cost.parameters import held
+from halograd.perfmodel.cost.layer_cost import Pricing, price_layer
 from halograd.perfmodel.cost.simulate import Training
-from halograd.perfmodel.cost.stages import Array, Stage, itemsize_of, stages
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.layer_work import LayerWork
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import Problem
+from halograd.program.compiler import lower_alone
+from halograd.program.dtypes import dtype_of
+from halograd.program.program import Step
+from halograd.program.values import Value
 
 __all__ = ["NetworkCosts", "make_problem", "network_costs"]
 
@@ -153,8 +156,10 @@ class _Maker:
     ) -> None:
         self.network, self.batch, self.ranks, self.pricing, self.training = network, batch, ranks, pricing, training
         self.full, self.bucket_bytes = full, bucket_bytes
-        self.itemsize = itemsize_of(training.dtype)
-        self.plain = {s.name: s for s in stages(network, Strategy(), batch, training.dtype)}
+        self.itemsize = dtype_of(training.dtype).itemsize
+        program = program_of(network, Strategy(), batch, 1, dtype=training.dtype)
+        self.plain = {step.name: step for step in program.steps}
+        self._trained = {segment.name for segment in program.backward}
         self._priced: dict[object, _Priced] = {}
         self._tables: dict[object, tuple[Floats, Floats]] = {}
 
@@ -179,26 +184,29 @@ class _Maker:
 
     # -- layers --------------------------------------------------------------------------------
 
-    def _price(self, plain: Stage, some: tuple[Parts, ...]) -> _Priced:
-        key = (_signature(plain), some)
+    def _price(self, plain: Step, some: tuple[Parts, ...]) -> _Priced:
+        key = (_signature(plain), plain.name in self._trained, some)
         if key not in self._priced:
-            rows = [self._row(_under(plain, parts)) for parts in some]
+            rows = [self._row(plain, parts) for parts in some]
             times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in rows)))
             self._priced[key] = _Priced(times, sums, memory, tuple(r[3] for r in rows))
         return self._priced[key]
 
-    def _row(self, stage: Stage) -> tuple[float, float, float, str]:
+    def _row(self, plain: Step, parts: Parts) -> tuple[float, float, float, str]:
         """Time, sums of gradients, memory and halo algorithm of one candidate."""
-        cost = layer_cost(stage, self.pricing, self.ranks)
+        step = _under(plain, dict(zip(PARTS, parts)), self.ranks)
+        lowered = lower_alone(step, plain.name in self._trained, self.pricing.overlaps)
+        cost = price_layer(step, lowered.forward, lowered.backward, self.pricing)
         sums = update = 0.0
         parameters = 0
-        for part in held(stage.layer.parameters(*stage.shapes), stage.parts):
-            nbytes = max(part.sizes) * self.itemsize
+        for spec in step.layer.parameters(*(v.layout.shape[1:] for v in step.inputs)).values():
+            held = blocks_of(spec, step.parts, self.ranks)
+            nbytes = held.largest * self.itemsize
             parameters += nbytes
-            sums += self._sum(nbytes, part.sharing.groups[0])
+            sums += self._sum(nbytes, held.holders.members(0))
             update += self.pricing.wires.update(nbytes, self.training.slots)
         halo = ("overlap" if cost.overlaps else "pad") if cost.halo_forward else ""
-        return cost.seconds + update, sums, self._memory(stage, parameters), halo
+        return cost.seconds + update, sums, self._memory(step, parameters), halo
 
     def _sum(self, nbytes: int, group: range) -> float:
         """A layer's share of a bucket's sum, or its own if it fills one."""
@@ -207,12 +215,12 @@ class _Maker:
             return wires.sum(nbytes, group)
         return wires.sum(self.bucket_bytes, group) * nbytes / self.bucket_bytes
 
-    def _memory(self, stage: Stage, parameters: int) -> float:
-        total = parameters * (2 + self.training.slots) + stage.output.blocks.fullest * self.itemsize
-        needed = [contraction_blocks(stage)[0]] if contracts(stage) else [read.needed for read in reads_of(stage)]
-        for value, blocks in zip(stage.inputs, needed):
-            if value.read or blocks != value.blocks:
-                total += blocks.fullest * value.itemsize
+    def _memory(self, step: Step, parameters: int) -> float:
+        total = parameters * (2 + self.training.slots) + step.output.layout.boxes.fullest * self.itemsize
+        for value in step.inputs:
+            for boxes, _ in value.gathered:
+                if value.read or boxes != value.layout.boxes:
+                    total += boxes.fullest * value.dtype.itemsize
         return float(total)
 
     # -- edges ---------------------------------------------------------------------------------
@@ -249,16 +257,21 @@ class _Maker:
         return self._tables[key]
 
 
-def _signature(stage: Stage) -> object:
-    """Equal for stages that cost the same under the same cut."""
-    flags = tuple((value.read, value.trainable, value.itemsize) for value in stage.inputs)
-    key = LayerWork.of(stage.layer, [value.shape for value in stage.inputs]).key
-    return key, stage.output.shape, flags, stage.backward, math.prod(stage.output.shape)
+def _signature(step: Step) -> object:
+    """Equal for layers that cost the same under the same cut."""
+    flags = tuple((value.read, value.trainable, value.dtype) for value in step.inputs)
+    key = LayerWork.of(step.layer, [value.layout.shape for value in step.inputs]).key
+    return key, step.output.layout.shape, flags
 
 
-def _under(plain: Stage, parts: Parts) -> Stage:
-    """The stage under a cut."""
-    inputs = [Array(v.name, v.shape, cut(v.shape, parts), v.itemsize, v.trainable, v.read) for v in plain.inputs]
-    y = plain.output
-    output = Array(y.name, y.shape, cut(y.shape, parts), y.itemsize, y.trainable)
-    return Stage(plain.name, plain.layer, inputs, output, parts, plain.options, plain.backward)
+def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:
+    """The layer under a cut, on a rank in the middle, which has halos on all sides."""
+
+    def cut(value: Value) -> Value:
+        layout = layout_of(value.layout.shape, parts, ranks)
+        return Value(value.name, layout, value.dtype, middle, value.trainable, value.read)
+
+    boxes, middle = layout_of(plain.output.layout.shape, parts, ranks).boxes, 0
+    for count in boxes.grid:
+        middle = middle * count + count // 2
+    return Step(plain.name, plain.layer, [cut(v) for v in plain.inputs], cut(plain.output), plain.options, parts)

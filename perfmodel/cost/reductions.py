@@ -12,11 +12,10 @@ import numpy as np
 
 from halograd.comm.shard import shards
 from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.cost.parameters import Bucket
-from halograd.perfmodel.cost.sums import Sum
+from halograd.perfmodel.cost.buckets import Bucket
 from halograd.perfmodel.cost.timeline import Reduction
-from halograd.perfmodel.cost.traffic import Traffic
 from halograd.perfmodel.cost.wires import Wires
+from halograd.program.traffic import GroupSum, Traffic
 
 __all__ = ["BY_NODES", "Booked", "booked", "kept", "price"]
 
@@ -56,7 +55,7 @@ class Booked:
 # -- messages and bytes ---------------------------------------------------------------------------
 
 
-def booked(bucket: Bucket, scheme: Scheme, per_node: int, itemsize: int) -> list[Sum | Booked]:
+def booked(bucket: Bucket, scheme: Scheme, per_node: int, itemsize: int) -> list[GroupSum | Booked]:
     """The messages of a bucket in one step.
 
     Parameters
@@ -72,9 +71,9 @@ def booked(bucket: Bucket, scheme: Scheme, per_node: int, itemsize: int) -> list
     if scheme.name in BY_NODES:
         return [_within(groups, per_node), _across(groups, per_node)]
     if scheme.name == "sharded":
-        return [Sum("reduce_scatter", bucket.sum.groups), _gathered(groups, itemsize)]
+        return [GroupSum("reduce_scatter", bucket.sum.groups), _gathered(groups, itemsize)]
     if scheme.payload == "bfloat16":
-        return [Sum("allreduce", tuple((members, size // 2) for members, size in bucket.sum.groups))]
+        return [GroupSum("allreduce", tuple((members, size // 2) for members, size in bucket.sum.groups))]
     return [bucket.sum]
 
 
@@ -171,10 +170,10 @@ def kept(bucket: Bucket, scheme: Scheme, rank: int, per_node: int, slots: int) -
 
     Buffers of messages are those of MPI, which takes an all-reduce's size again.
     """
-    block = bucket.sharing.block(rank)
-    if block is None:
+    color = bucket.holders.color(rank)
+    if color is None:
         return {}
-    members, own = bucket.sharing.groups[block], bucket.nbytes[block]
+    members, own = bucket.holders.members(color), bucket.nbytes[color]
     sharded = scheme.name == "sharded" and not bucket.replicated
     found = {"optimizer state": slots * (_share(own, members, rank) if sharded else own)} if slots else {}
     if scheme.payload == "bfloat16" and scheme.error_feedback:

@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from halograd.layers import Add, Network
+from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.strategy import Strategy
-from halograd.perfmodel.cost.blocks import PARTS
-from halograd.perfmodel.cost.counts import count_steps
-from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, layer_cost
-from halograd.perfmodel.cost.memory import memory_of
-from halograd.perfmodel.cost.parameters import Bucket, buckets_of
+from halograd.layers.strategy import Strategy, layout_of
+from halograd.perfmodel.cost.account import count_program, memory_of, program_of
+from halograd.perfmodel.cost.buckets import Bucket, buckets_of
+from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, price_layer
 from halograd.perfmodel.cost.prediction import LayerRecord, Prediction
 from halograd.perfmodel.cost.reductions import price
 from halograd.perfmodel.cost.replicated import lighter, replication, rows_of
-from halograd.perfmodel.cost.stages import Stage, itemsize_of, stages
 from halograd.perfmodel.cost.timeline import Reduction, Replication, Timeline, run_step
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.machine import Machine
+from halograd.program.operations import Operation, Run
+from halograd.program.program import Program, Step
 
 __all__ = ["Simulation", "Training", "simulate"]
 
@@ -111,13 +111,21 @@ class Simulation:
         self.network, self.strategy, self.batch = network, strategy, batch
         self.pricing, self.training = pricing, training
         self.ranks = ranks or strategy.ranks
-        self.itemsize = itemsize_of(training.dtype)
-        self.steps = stages(network, strategy, batch, training.dtype)
-        gathered: set = set()
-        costs = [layer_cost(stage, pricing, self.ranks, gathered) for stage in self.steps]
-        sums = _gradients(self.steps)
-        self.costs = [_with_sum(cost, stage, n, pricing) for cost, stage, n in zip(costs, self.steps, sums)]
+        self.blocks = parameter_blocks(network, strategy, self.ranks)
+        self._programs: dict[tuple[int, int], Program] = {}
+        self.program = self._program(_middle(network, strategy, batch, self.ranks))
+        self.costs = _costs(self.program, pricing)
         self._made: dict[tuple[Scheme, int], _Step] = {}
+
+    def _program(self, rank: int) -> Program:
+        """Of one rank, under the dense layers that the scheme replicates."""
+        key = rank, self.strategy.reduction.replicated_dense
+        if key not in self._programs:
+            overlaps, dtype = self.pricing.wires.waits_for_network, self.training.dtype
+            self._programs[key] = program_of(
+                self.network, self.strategy, self.batch, self.ranks, rank, dtype, overlaps=overlaps, blocks=self.blocks
+            )
+        return self._programs[key]
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
         """The same with another scheme of gradient reduction, or buckets of another size [B].
@@ -127,6 +135,7 @@ class Simulation:
         other = copy.copy(self)
         nbytes = self.strategy.bucket_bytes if bucket_bytes is None else bucket_bytes
         other.strategy = replace(self.strategy, reduction=scheme, bucket_bytes=nbytes)
+        other.program = other._program(self.program.target.rank)
         return other
 
     @property
@@ -136,18 +145,15 @@ class Simulation:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Of the fullest rank, by use [B]."""
-        buckets, scheme = self._buckets(), self.strategy.reduction
-        slots, per_node = self.training.slots, self.pricing.wires.per_node
-        some = _some(self.steps)
-        found = [
-            memory_of(self.steps, buckets, rank, self.ranks, self.itemsize, True, slots, scheme, per_node)
-            for rank in some
-        ]
+        """Of the fullest rank, by use [B]: the first, whose blocks are the largest, or one with halos on all sides."""
+        buckets, slots, per_node = self._buckets(), self.training.slots, self.pricing.wires.per_node
+        some = sorted({0, self.program.target.rank})
+        found = [memory_of(self._program(r), self.blocks, buckets, self.strategy, slots, per_node) for r in some]
         return max(found, key=lambda m: sum(m.values()))
 
     def _buckets(self) -> list[Bucket]:
-        return buckets_of(self.steps, self.itemsize, self.strategy.bucket_bytes, self.strategy.reduction)
+        itemsize = self.program.wide.itemsize
+        return buckets_of(self.network, self.blocks, itemsize, self.strategy.bucket_bytes, self.strategy.reduction)
 
     def _step(self) -> _Step:
         key = self.strategy.reduction, self.strategy.bucket_bytes
@@ -158,21 +164,17 @@ class Simulation:
     def _make(self, scheme: Scheme) -> _Step:
         pricing, slots = self.pricing, self.training.slots
         buckets = self._buckets()
-        rows = rows_of(self.steps, buckets, self.itemsize)
+        replicated = {name for bucket in buckets if bucket.replicated for name in bucket.layers}
+        rows = {name: rows_of(self.program, name) for name in self.program.exposed if name in replicated}
         nbytes: Counter[str] = Counter()
         for bucket in buckets:
             nbytes.update({name: max(bucket.nbytes) for name in bucket.layers if bucket.replicated})
-        replications = [
-            replication(s, rows[s.name], nbytes[s.name], slots, pricing) for s in self.steps if s.name in rows
-        ]
-        costs = [
-            lighter(cost, rows[stage.name], pricing) if stage.name in rows else cost
-            for cost, stage in zip(self.costs, self.steps)
-        ]
+        steps = {step.name: step for step in self.program.steps}
+        replications = [replication(steps[n], own, nbytes[n], slots, pricing) for n, own in rows.items()]
+        costs = [lighter(cost, rows[name], pricing) if name in rows else cost for name, cost in self.costs.items()]
         reductions = [price(bucket, scheme, pricing.wires, slots) for bucket in buckets if not bucket.replicated]
-        names = [stage.name for stage in self.steps]
         timeline = run_step(
-            names,
+            list(self.costs),
             costs,
             reductions,
             pricing.wires.emulated,
@@ -188,15 +190,14 @@ class Simulation:
         timeline = step.timeline
         traffic = {}
         if account:
-            per_node = self.pricing.wires.per_node
-            traffic = count_steps(self.network, self.steps, self.ranks, self.itemsize, self.strategy, per_node)
+            traffic = count_program(self.program, self._buckets(), self.strategy, self.pricing.wires.per_node)
         return Prediction(
             network=self.network.name,
             machine=self.pricing.wires.machine.name,
             batch=self.batch,
             ranks=self.ranks,
             dtype=self.training.dtype,
-            layers=tuple(_records(self.steps, step)),
+            layers=tuple(_records(self.network, self.program.steps, step)),
             step_seconds=self.step_seconds,
             forward_seconds=timeline.forward,
             backward_seconds=timeline.backward,
@@ -208,50 +209,60 @@ class Simulation:
         )
 
 
-def _gradients(steps: Sequence[Stage]) -> list[int]:
-    """Per stage, of how many readers' gradients that of its output is the sum."""
-    readers = Counter(id(v) for s in steps if s.backward for v in s.inputs if v.trainable)
-    return [readers[id(stage.output)] for stage in steps]
-
-
-def _with_sum(cost: LayerCost, stage: Stage, gradients: int, pricing: Pricing) -> LayerCost:
-    """With the kernel that adds up the gradients of several readers, before the layer's own backward."""
-    if gradients < 2 or not stage.backward:
-        return cost
-    shape = tuple(int(extents.max()) for extents in stage.output.blocks.extents)
-    time = pricing.times.time(Add(), [shape] * gradients, pricing.dtype, False)
-    return replace(cost, backward_data=cost.backward_data + time.forward)
-
-
-def _some(steps: Sequence[Stage]) -> list[int]:
-    """The first rank, whose blocks are the largest, and one in the middle, which has margins on all sides."""
-    blocks = max((s.output.blocks for s in steps), key=lambda b: b.placed)
+def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int:
+    """A rank in the middle of the finest grid, which has halos on all sides."""
+    layouts = [
+        layout_of((batch, *node.shape), strategy.parts_of(name), ranks).boxes for name, node in network.layers.items()
+    ]
+    blocks = max(layouts, key=lambda boxes: boxes.placed)
     middle = 0
     for parts in blocks.grid:
         middle = middle * parts + parts // 2
-    return sorted({0, min(middle, blocks.placed - 1)})
+    return min(middle, blocks.placed - 1)
 
 
-def _records(steps: Sequence[Stage], step: _Step) -> list[LayerRecord]:
-    shares = _shares(steps, step)
+def _costs(program: Program, pricing: Pricing) -> dict[str, LayerCost]:
+    """Per step, in order of computation."""
+    passes: list[dict[str, list[Operation]]] = []
+    for segments in (program.forward, program.backward):
+        passes.append({})
+        for segment in segments:
+            for operation in segment.operations:
+                passes[-1].setdefault(operation.layer, []).append(operation)
+    forward, backward = passes
+    found = {}
+    for step in program.steps:
+        cost = price_layer(step, forward.get(step.name, ()), backward.get(step.name, ()), pricing)
+        for added in backward.get(f"{step.name} (sum)", ()):
+            # The gradients of several readers are added up before the layer's own backward.
+            assert isinstance(added, Run)
+            shape = tuple(int(extents.max()) for extents in step.output.layout.boxes.extents)
+            time = pricing.times.time(Add(), [shape] * (len(added.kernel.views) - 1), pricing.dtype, False)
+            cost = replace(cost, backward_data=cost.backward_data + time.forward)
+        found[step.name] = cost
+    return found
+
+
+def _records(network: Network, steps: Sequence[Step], step: _Step) -> list[LayerRecord]:
+    shares = _shares(network, steps, step)
     whole = {r.layer: r.compute for r in step.replications}
     records, before = [], 0.0
-    for stage, cost in zip(steps, step.costs):
-        if not stage.is_layer:
+    for one, cost in zip(steps, step.costs):
+        if one.name not in network.layers:
             before += cost.seconds
             continue
-        record = _record(stage, cost, before, shares.get(stage.name, (0.0, 0.0)))
-        records.append(replace(record, backward=record.backward + whole.get(stage.name, 0.0)))
+        record = _record(one, cost, before, shares.get(one.name, (0.0, 0.0)))
+        records.append(replace(record, backward=record.backward + whole.get(one.name, 0.0)))
         before = 0.0
     return records
 
 
-def _record(stage: Stage, cost: LayerCost, before: float, share: tuple[float, float]) -> LayerRecord:
+def _record(one: Step, cost: LayerCost, before: float, share: tuple[float, float]) -> LayerRecord:
     return LayerRecord(
-        stage.name,
-        stage.layer.kind,
-        {axis: n for axis, n in zip(PARTS, stage.parts) if n > 1},
-        math.prod(stage.parts),
+        one.name,
+        one.layer.kind,
+        {axis: n for axis, n in one.parts.items() if n > 1},
+        math.prod(one.parts.values()),
         forward=cost.forward + cost.strips * cost.overlaps,
         backward=cost.backward_data + cost.backward_filter,
         halo=cost.halo_forward + cost.halo_backward,
@@ -263,16 +274,16 @@ def _record(stage: Stage, cost: LayerCost, before: float, share: tuple[float, fl
         allreduce=share[0],
         allreduce_exposed=share[1],
         halo_algorithm=("overlap" if cost.overlaps else "pad") if cost.halo_forward else "",
-        memory=stage.output.blocks.fullest * stage.output.itemsize,
+        memory=one.output.layout.boxes.fullest * one.output.dtype.itemsize,
     )
 
 
-def _shares(steps: Sequence[Stage], step: _Step) -> Mapping[str, tuple[float, float]]:
+def _shares(network: Network, steps: Sequence[Step], step: _Step) -> Mapping[str, tuple[float, float]]:
     """Per layer, its part of the sum of its bucket and of the wait for it, by parameters."""
     weights = {
-        stage.name: sum(p.size for p in stage.layer.parameters(*stage.shapes).values())
-        for stage in steps
-        if stage.is_layer
+        one.name: sum(p.size for p in one.layer.parameters(*(v.layout.shape[1:] for v in one.inputs)).values())
+        for one in steps
+        if one.name in network.layers
     }
     found = {r.layer: (r.total, wait) for r, wait in zip(step.replications, step.timeline.replicated)}
     for reduction, wait in zip(step.reductions, step.timeline.waits):

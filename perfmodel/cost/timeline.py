@@ -23,8 +23,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from halograd.perfmodel.cost.buckets import Bucket
 from halograd.perfmodel.cost.layer_cost import LayerCost
-from halograd.perfmodel.cost.parameters import Bucket
 
 __all__ = ["Reduction", "Replication", "Timeline", "run_step"]
 

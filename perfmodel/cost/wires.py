@@ -20,9 +20,9 @@ import numpy as np
 
 from halograd.dtensor import Blocks
 from halograd.perfmodel.collectives import allreduce
-from halograd.perfmodel.cost.traffic import Move
 from halograd.perfmodel.hierarchy import group_seconds
 from halograd.perfmodel.machine import LEVELS, Machine
+from halograd.program.traffic import Move
 
 __all__ = ["NodeSum", "Ranks", "Wires"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,18 +11,20 @@ import numpy as np
 from halograd.comm import Communicator
 from halograd.device import device_of
 from halograd.dtensor import Layout
-from halograd.layers import Layer, SoftmaxCrossEntropy
-from halograd.layers.binding import Binding
-from halograd.layers.loss import Loss
-from halograd.layers.memory import Memory
-from halograd.layers.operator import Mode
-from halograd.layers.value import Value
+from halograd.layers import Layer
+from halograd.layers.axes import AXES
+from halograd.program.compiler import Target, lower_alone
+from halograd.program.mode import Mode
+from halograd.program.operations import Run
+from halograd.program.program import Program, Segment, Step
+from halograd.program.runner import Runner
+from halograd.program.values import Value
 
 __all__ = ["BoundLayer"]
 
 
 class BoundLayer:
-    """A layer on arrays of its own, bound as the executor binds it; `operator.forward` and `.backward` run it. Local.
+    """A layer on arrays of its own, lowered and bound as the executor does it; `forward` and `backward` run it. Local.
 
     Parameters
     ----------
@@ -63,81 +65,63 @@ class BoundLayer:
         input_gradient: bool = True,
         spread: bool = False,
     ) -> None:
-        self.kernels, self.memory = kernels, Memory(kernels)
-        self._comm = cast(Communicator, _Twins()) if spread else comm
-        self._dtype = np.dtype(dtype)
-        self._count, self._channels = len(inputs), inputs[0][-1]
+        self.kernels, self._comm = kernels, cast(Communicator, _Twins()) if spread else comm
+        size, self._dtype = self._comm.size, np.dtype(dtype)
         batch, shapes = inputs[0][0], [shape[1:] for shape in inputs]
-        values = [self._input(layer, i, shape, input_gradient) for i, shape in enumerate(inputs)]
+        values = [self._input(layer, i, inputs, input_gradient) for i in range(len(inputs))]
         output = self._value("y", (batch, *layer.output_shape(*shapes)), self._dtype)
-        output.allocate(self.memory, "activation")
-        params = {k: self._parameter(k, spec) for k, spec in layer.parameters(*shapes).items()}
-        grads = {k: self._zeros(spec.shape) for k, spec in layer.parameters(*shapes).items()}
-        state = {k: self._parameter(k, spec) for k, spec in layer.state(*shapes).items()}
-        self.binding = Binding(
-            layer,
-            layer.name or "layer",
-            self._comm,
-            kernels,
-            self.memory,
-            Mode(training=True, valid=batch * self._comm.size),
-            values,
-            output,
-            params,
-            grads,
-            state,
-            {},
-            {"sample": self._comm.size},
-        )
-        self.operator = layer.bind(self.binding)
-        self.binding.end_scratch()
-        self.inputs = [value.array for value in values]
-        self.dy: Any = None
-        self._before = [self._copy(array) for array in self.inputs]
-        self._behind: Any = None
+        step = Step(layer.name or "layer", layer, values, output, {}, {**dict.fromkeys(AXES, 1), "sample": size})
+        self.trainable = trainable and (input_gradient or bool(layer.parameters(*shapes)))
         self.input_gradient = input_gradient
-        self.trainable = trainable and (input_gradient or bool(params))
-        if self.trainable:
-            self._bind_backward(output, isinstance(layer, Loss))
+        self.program = _program(step, size, self.trainable)
+        mode = Mode(training=True, valid=batch * size)
+        self.arrays = self._parameters(layer, shapes)
+        arrays = {kind: {f"{step.name}/{k}": a for k, a in own.items()} for kind, own in self.arrays.items()}
+        arrays["copies"] = arrays["params"]
+        self.runner = Runner(self.program, self._comm, kernels, arrays, mode)
+        self.inputs = [self.runner.view(value.view) for value in values]
+        self.output = self.runner.view(output.view)
+        for array, value in zip(self.inputs, values):
+            self._fill_input(array, value)
+        self._before = [self._copy(array) for array in self.inputs]
+        self.dy: Any = None
+        self._behind: Any = None
+        if output.gradient is not None:
+            self.dy = self.runner.view(output.dy)
+            _fill(self.dy, "dy")
+            self._behind = self._copy(self.dy)
 
     def _value(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Value:
         size = self._comm.size
         layout = Layout.blocks((size * shape[0], *shape[1:]), {"sample": size}, size)
-        return Value(name, layout, dtype, layout.boxes, 0)
+        return Value(name, layout, dtype, 0, kept=True)
 
-    def _input(self, layer: Layer, i: int, shape: tuple[int, ...], input_gradient: bool) -> Value:
-        is_target = isinstance(layer, Loss) and i == self._count - 1
-        labels = is_target and (isinstance(layer, SoftmaxCrossEntropy) or shape[-1] != self._channels)
+    def _input(self, layer: Layer, i: int, inputs: Sequence[tuple[int, ...]], input_gradient: bool) -> Value:
+        shape, is_target = inputs[i], layer.compares(i)
+        labels = is_target and layer.reads_classes(tuple(shape[1:]), tuple(inputs[0][1:]))
         value = self._value(f"x{i}", shape, np.dtype("int64") if labels else self._dtype)
         value.trainable = input_gradient and not is_target
-        value.allocate(self.memory, "input")
-        if not labels:
-            _fill(value.array, value.name)
-        if is_target and not labels:
-            np.greater(value.array, 0, out=value.array, casting="unsafe")
         return value
 
-    def _zeros(self, shape: tuple[int, ...]) -> Any:
-        return self.memory.keep(shape, self._dtype, "parameter")
+    def _fill_input(self, array: Any, value: Value) -> None:
+        if value.dtype.kind == "i":
+            return
+        _fill(array, value.name)
+        if not value.trainable and self.program.loss is not None and value.name != "x0":
+            np.greater(array, 0, out=array, casting="unsafe")
 
-    def _parameter(self, name: str, spec: Any) -> Any:
-        array = self._zeros(spec.shape)
-        self.kernels.device.assign(array, spec.initial(name, 0))
-        return array
-
-    def _bind_backward(self, output: Value, is_loss: bool) -> None:
-        if not is_loss:
-            _fill(output.new_contribution(self.memory), "dy")
-            output.close_gradient(self.memory, self.kernels)
-            self.dy = output.dy
-            self._behind = self._copy(self.dy)
-        self.operator.bind_backward()
-        self.binding.end_scratch()
+    def _parameters(self, layer: Layer, shapes: Sequence[tuple[int, ...]]) -> dict[str, dict[str, Any]]:
+        params, state = layer.parameters(*shapes), layer.state(*shapes)
+        made = {key: self.kernels.zeros(spec.shape, self._dtype) for key, spec in {**params, **state}.items()}
+        for key, spec in {**params, **state}.items():
+            self.kernels.device.assign(made[key], spec.initial(key, 0))
+        grads = {key: self.kernels.zeros(spec.shape, self._dtype) for key, spec in params.items()}
+        return {"params": {k: made[k] for k in params}, "state": {k: made[k] for k in state}, "grads": grads}
 
     @property
     def memory_bytes(self) -> int:
         """What its arrays take [B]."""
-        return sum(self.memory.bytes.values())
+        return len(self.runner.arena) + sum(a.nbytes for own in self.arrays.values() for a in own.values())
 
     def _copy(self, array: Any) -> Any:
         copy = self.kernels.empty(array.shape, array.dtype)
@@ -156,22 +140,51 @@ class BoundLayer:
             self.kernels.xp.add(self._behind, 0, out=self.dy)
             self.kernels.synchronize()
 
+    def forward(self) -> None:
+        """The forward pass."""
+        for layer in self.runner.forward:
+            layer.run(True)
+
+    def backward(self, filters: Callable[[Callable[[], object]], object]) -> None:
+        """The backward pass; kernels of the weights' gradients are handed to `filters` to be run."""
+        for segment, layer in zip(self.program.backward, self.runner.backward):
+            for operation, call in zip(segment.operations, layer.training, strict=True):
+                timing = operation.timing if isinstance(operation, Run) else None
+                if timing is not None and timing.phase == "backward_filter":
+                    filters(call)
+                else:
+                    call()
+
     def run(self) -> None:
         """One forward and, where there is one, one backward pass."""
-        self.operator.forward()
+        self.forward()
         if self.trainable:
             self.write_dy()
-            self.operator.backward()
+            self.backward(lambda call: call())
 
     def close(self) -> None:
         """Free the kernels."""
-        self.operator.close()
+        self.runner.close()
 
     def __enter__(self) -> BoundLayer:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _program(step: Step, size: int, trained: bool) -> Program:
+    """Of one layer, whose arrays all stay."""
+    lowered = lower_alone(step, trained)
+    probed = frozenset([step.output.name])  # what lies behind the layer is written by somebody else
+    target = Target(step.output.layout.shape[0], size, dtype=step.output.dtype, trainable=trained, probed=probed)
+    program = Program("layer", target)
+    program.steps, program.loss = [step], lowered.loss
+    program.values = {value.name: value for value in (*step.inputs, step.output)}
+    program.forward, program.backward = [Segment(step.name, lowered.forward)], [Segment(step.name, lowered.backward)]
+    if step.output.gradient is not None:
+        step.output.gradient.view.buffer.kept = True
+    return program
 
 
 def _fill(array: Any, name: str) -> None:
@@ -192,7 +205,7 @@ class _Twins:
     waits_for_network = False
     recorder = None
 
-    def reduction(self, buffer: Any, group: Any = None, *, kind: str = "", name: str | None = None) -> _Double:
+    def reduction(self, buffer: Any, **options: Any) -> _Double:
         return _Double(buffer)
 
 

@@ -110,7 +110,7 @@ class LayerTimer:
         bound = timed.bound
         self._flush()
         if twin is not None:
-            twin.operator.forward()
+            twin.forward()
         if bound.input_gradient:
             bound.write_inputs()  # samples were not written just now
         self._meet()
@@ -134,10 +134,9 @@ class _Timed:
 
     def __init__(self, bound: BoundLayer, kernels: Any, crowd: Crowd) -> None:
         self.bound, self._kernels, self._crowd = bound, kernels, crowd
-        if bound.trainable and hasattr(bound.operator, "filter"):
-            bound.operator.filter = _Stopwatch(bound.operator.filter, self._clock)
+        self._of_weights = 0.0
 
-    def _clock(self, run: Callable[[], None]) -> float:
+    def _clock(self, run: Callable[[], object]) -> float:
         begin = self._crowd.clock()
         run()
         self._kernels.synchronize()
@@ -145,30 +144,18 @@ class _Timed:
 
     def forward(self) -> float:
         """[s]"""
-        return self._clock(self.bound.operator.forward)
+        return self._clock(self.bound.forward)
 
     def backward(self) -> tuple[float, float]:
         """Gradient of the inputs with all the rest, and of the weights [s]."""
         if not self.bound.trainable:
             return 0.0, 0.0
-        total = self._clock(self.bound.operator.backward)
-        watch = getattr(self.bound.operator, "filter", None)
-        of_weights = watch.seconds if isinstance(watch, _Stopwatch) else 0.0
-        return max(total - of_weights, 0.0), of_weights
+        self._of_weights = 0.0
+        total = self._clock(lambda: self.bound.backward(self._time_weights))
+        return max(total - self._of_weights, 0.0), self._of_weights
 
-
-class _Stopwatch:
-    """A kernel that says how long its last run took."""
-
-    def __init__(self, kernel: Any, clock: Callable[[Callable[[], None]], float]) -> None:
-        self._kernel, self._clock = kernel, clock
-        self.seconds = 0.0
-
-    def __call__(self) -> None:
-        self.seconds = self._clock(self._kernel)
-
-    def close(self) -> None:
-        self._kernel.close()
+    def _time_weights(self, call: Callable[[], object]) -> None:
+        self._of_weights += self._clock(call)
 
 
 def typical(seconds: Sequence[float]) -> float:

@@ -26,9 +26,10 @@ from halograd.layers import (
     Resize,
     SoftmaxCrossEntropy,
 )
+from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.candidates import candidates
-from halograd.perfmodel.cost import PARTS, buckets_of, count_step, memory_of, stages
+from halograd.perfmodel.cost import PARTS, buckets_of, count_step, memory_of, program_of
 from halograd.testing import grids
 from halograd.training.executor import Executor
 from tests.layers.graphs import Gate
@@ -101,7 +102,7 @@ def differing(found, want, rank):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("name", CASES)
 def test_messages_bytes_and_memory(name):
-    """Exact for traffic; memory within 10 % of what the executor allocates, workspaces of kernels left out."""
+    """Exact, byte for byte; workspaces of kernels are left out."""
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
         network = CASES[name]()
         faults = []
@@ -113,8 +114,9 @@ def test_messages_bytes_and_memory(name):
                 step(executor)
                 faults += differing(comm.counters.snapshot(), count_step(network, strategy, BATCH), comm.rank)
                 held = {k: v for k, v in executor.predicted_bytes.items() if k != "kernel workspace"}
-            steps = stages(network, strategy, BATCH)
-            want = memory_of(steps, buckets_of(steps, 4, strategy.bucket_bytes), comm.rank, comm.size, 4)
-            if abs(sum(want.values()) - sum(held.values())) > 0.1 * sum(held.values()):
+            program = program_of(network, strategy, BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network)
+            blocks = parameter_blocks(network, strategy, comm.size)
+            want = memory_of(program, blocks, buckets_of(network, blocks, 4, strategy.bucket_bytes), strategy)
+            if {k: v for k, v in want.items() if v} != {k: v for k, v in held.items() if v}:
                 faults.append(f"memory: predicted {want}, found {held} under {strategy}")
         comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)

@@ -150,17 +150,17 @@ def test_strategies_are_predicted_for_more_ranks_than_they_use():
 def test_problems_are_small_and_nothing_is_priced_twice(name, monkeypatch):
     """Layers that are alike share their prices, and pairs of layers their tables."""
     network, layers, tables = build(name), [], []
-    layer_cost, edge_seconds = problem_module.layer_cost, problem_module.edge_seconds
+    price_layer, edge_seconds = problem_module.price_layer, problem_module.edge_seconds
 
-    def price(stage, *more):
-        layers.append(repr((problem_module._signature(stage), stage.parts)))
-        return layer_cost(stage, *more)
+    def price(step, forward, backward, pricing):
+        layers.append(repr((problem_module._signature(step), bool(backward), sorted(step.parts.items()))))
+        return price_layer(step, forward, backward, pricing)
 
     def tabulate(shape, makers, readers, *more):
         tables.append((shape, makers, readers))
         return edge_seconds(shape, makers, readers, *more)
 
-    monkeypatch.setattr(problem_module, "layer_cost", price)
+    monkeypatch.setattr(problem_module, "price_layer", price)
     monkeypatch.setattr(problem_module, "edge_seconds", tabulate)
     problem = make_problem(network, 2048, 64, LASSEN, times())
     assert len(layers) == len(set(layers)) and len(tables) == len(set(map(repr, tables)))

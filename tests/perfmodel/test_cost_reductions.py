@@ -6,9 +6,10 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
-from halograd.perfmodel.cost import buckets_of, count_step, memory_of, stages
+from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of
 from tests.perfmodel.test_cost_counts import differing
 from tests.training.reductions import BATCH, BUCKET, advance, build, trainer_of
 from tests.training.test_exactness import NETWORKS
@@ -51,9 +52,10 @@ def faults_of(name, comm, strategy, per_node):
         found = {kind: count for kind, count in comm.counters.snapshot().items() if kind != "errors"}
         held = {k: v for k, v in executor.predicted_bytes.items() if k != "kernel workspace"}
     faults = differing(found, count_step(network, strategy, BATCH, comm.size, per_node=per_node), comm.rank)
-    steps, scheme = stages(network, strategy, BATCH), strategy.reduction
-    buckets = buckets_of(steps, 4, strategy.bucket_bytes, scheme)
-    want = memory_of(steps, buckets, comm.rank, comm.size, 4, True, 1, scheme, per_node)
+    scheme, blocks = strategy.reduction, parameter_blocks(network, strategy, comm.size)
+    program = program_of(network, strategy, BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network)
+    buckets = buckets_of(network, blocks, 4, strategy.bucket_bytes, scheme)
+    want = memory_of(program, blocks, buckets, strategy, 1, per_node)
     return [f"{fault} under {strategy}" for fault in faults] + memory_faults(held, want, comm, scheme)
 
 

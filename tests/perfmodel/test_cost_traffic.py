@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from halograd.dtensor import Blocks, Layout, plan_exchange
 from halograd.layers.strategy import layout_of
 from halograd.perfmodel.cost.blocks import PARTS, cut, grid_of
-from halograd.perfmodel.cost.traffic import Move
+from halograd.program.traffic import Move
 
 RANKS = 12
 

@@ -17,6 +17,7 @@ from halograd.perfmodel.layer_work import LayerTime, LayerWork
 from halograd.perfmodel.profile import Conditions, Crowd, LayerTimer, TimeCache, crowd, measure_layers, works_of
 from halograd.perfmodel.profile.bound import BoundLayer
 from halograd.perfmodel.profile.candidates import cuts
+from halograd.program.operations import Total
 from halograd.training import Executor
 
 HERE = Conditions("a device", "numpy", "1")
@@ -75,7 +76,8 @@ def test_first_layers_and_evaluation_do_less(alone, kernels):
     timer, conv = LayerTimer(kernels, alone, 0), L.Conv(6, 3)
     assert timer.measure(LayerWork.of(conv, [MAP], trainable=False)).backward == 0
     with BoundLayer(conv, [MAP], "float32", kernels, alone, input_gradient=False) as first:
-        assert first.operator.data is None
+        timings = [run.timing.phase for segment in first.program.backward for run in segment.operations]
+        assert timings == ["backward_filter"]
     timer.close()
 
 
@@ -87,20 +89,22 @@ def test_a_bound_layer_computes_what_the_executor_does(alone, kernels):
         BoundLayer(L.Conv(6, 3, padding=1), [MAP], "float64", kernels, alone) as bound,
     ):
         executor.set_input("x", bound.inputs[0])
-        for name, array in bound.binding.params.items():
+        for name, array in bound.arrays["params"].items():
             executor.store.params[f"layer/{name}"][...] = array
         executor.forward()
         bound.run()
-        np.testing.assert_array_equal(executor.gather("layer"), bound.binding.output.array)
+        np.testing.assert_array_equal(executor.gather("layer"), bound.output)
 
 
 def test_kernels_around_sums_compute_the_same_norm(alone, kernels):
     results = []
     for spread in (False, True):
         with BoundLayer(L.BatchNorm(), [MAP], "float32", kernels, alone, spread=spread) as bound:
-            assert bound.operator.fused is not spread
+            sums = [run for run in bound.program if isinstance(run, Total)]
+            assert bool(sums) is spread
             bound.run()
-            results.append((bound.binding.output.array.copy(), bound.binding.inputs[0].contributions[0].copy()))
+            dx = bound.runner.view(bound.program.values["x0"].contributions[0])
+            results.append((bound.output.copy(), dx.copy()))
     for one, two in zip(*results):
         np.testing.assert_allclose(one, two, atol=1e-5)
 

@@ -7,14 +7,16 @@ is a product of sums over one axis each, less what it keeps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
+from halograd.dtensor import Groups
 from halograd.dtensor.blocks import Blocks, outer, padded
 
-__all__ = ["Move", "Traffic"]
+__all__ = ["GroupSum", "Move", "Traffic"]
 
 _FIRST, _ONE, _NONE = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(0, np.int64)
 
@@ -110,6 +112,42 @@ class Move:
                 elements = (elements[:, None] * common).reshape(-1)
         others = ranks != rank
         return ranks[others], elements[others] * self.itemsize
+
+
+@dataclass(frozen=True)
+class GroupSum:
+    """All-reduces that run at the same time, one in each of some disjoint groups of ranks.
+
+    Attributes
+    ----------
+    kind
+        Under which `comm.counters` books it.
+    groups
+        The ranks of every group, and what they sum [B].
+    """
+
+    kind: str
+    groups: tuple[tuple[range, int], ...]
+
+    @classmethod
+    def of(cls, kind: str, groups: Groups, sizes: Sequence[int]) -> GroupSum:
+        """The sum over `groups`, of so many bytes by their numbers [B]."""
+        return cls(kind, tuple((groups.members(color), int(sizes[color])) for color in range(groups.count)))
+
+    def sent(self, ranks: int) -> Traffic:
+        """What every rank sends: a reduction is booked as one message of its buffer."""
+        messages, nbytes = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+        for members, size in self.groups:
+            if len(members) > 1 and size:
+                messages[members.start : members.stop : members.step] = 1
+                nbytes[members.start : members.stop : members.step] = size
+        return Traffic(messages, nbytes)
+
+    @property
+    def largest(self) -> tuple[int, range]:
+        """The group that takes longest: most bytes, of those the farthest apart."""
+        members, size = max(self.groups, key=lambda g: (g[1] * (len(g[0]) > 1), len(g[0]), g[0][-1] - g[0][0]))
+        return size, members
 
 
 @lru_cache(maxsize=16384)

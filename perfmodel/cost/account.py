@@ -1,0 +1,142 @@
+"""What a step sends and keeps under a scheme of gradient reduction: program, buckets and loss together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from halograd.dtensor import Groups
+from halograd.layers import Network
+from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
+from halograd.layers.replication import dense_layers
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost.buckets import Bucket, aligned, buckets_of
+from halograd.perfmodel.cost.reductions import booked, kept
+from halograd.program.compiler import Target, compile_program
+from halograd.program.counts import Ledger, messages_of, sums_of
+from halograd.program.dtypes import dtype_of
+from halograd.program.program import Program
+from halograd.program.traffic import GroupSum, Move, Traffic
+
+__all__ = ["LOSS_BYTES", "count_program", "count_step", "memory_of", "program_of"]
+
+#: What is summed with every loss [B]: it, and two numbers by which the ranks agree on checkpoints
+#: (`halograd.training.executor.VOTES`).
+LOSS_BYTES = 24
+
+
+def program_of(
+    network: Network,
+    strategy: Strategy,
+    batch: int,
+    ranks: int | None = None,
+    rank: int = 0,
+    dtype: str = "float32",
+    *,
+    train: bool = True,
+    overlaps: bool = False,
+    blocks: Mapping[str, ParameterBlocks] | None = None,
+) -> Program:
+    """The program of one rank as the runtime compiles it.
+
+    Parameters
+    ----------
+    batch
+        Global number of samples.
+    ranks
+        How many there are; those of the strategy if None.
+    overlaps
+        What ``halo = "auto"`` means.
+    """
+    size = ranks or strategy.ranks
+    target = Target(batch, size, rank, dtype_of(dtype), train, overlaps)
+    replicated = list(dense_layers(network))[: strategy.reduction.replicated_dense] if train else []
+    return compile_program(network, strategy, target, blocks, replicated)
+
+
+def count_step(
+    network: Network,
+    strategy: Strategy,
+    batch: int,
+    ranks: int | None = None,
+    dtype: str = "float32",
+    per_node: int | None = None,
+) -> dict[str, Traffic]:
+    """What every rank sends in one training step, by kind (``"halo"``, ``"redistribute"``, ``"allreduce"``, ...).
+
+    Parameters
+    ----------
+    ranks
+        How many there are; those of the strategy if None.
+    per_node
+        So many consecutive ranks share memory; all of them if None.
+
+    Notes
+    -----
+    See :func:`halograd.program.counts.messages_of`. Shards are gathered where there is an optimizer.
+    """
+    size = ranks or strategy.ranks
+    program = program_of(network, strategy, batch, size, dtype=dtype)
+    blocks = parameter_blocks(network, strategy, size)
+    itemsize = dtype_of(dtype).itemsize
+    buckets = buckets_of(network, blocks, itemsize, strategy.bucket_bytes, strategy.reduction)
+    return count_program(program, buckets, strategy, per_node or size)
+
+
+def count_program(program: Program, buckets: Sequence[Bucket], strategy: Strategy, per_node: int) -> dict[str, Traffic]:
+    """The same of a program that is compiled already, and its buckets."""
+    ranks, itemsize = program.target.size, program.target.dtype.itemsize
+    ledger = Ledger(ranks)
+    ledger.book(messages_of(program))
+    for bucket in buckets:
+        ledger.book(booked(bucket, strategy.reduction, per_node, itemsize))
+    if program.loss is not None:
+        ledger.book([GroupSum.of("loss", Groups.whole(ranks), [LOSS_BYTES])])
+    return ledger.kinds
+
+
+def memory_of(
+    program: Program,
+    blocks: Mapping[str, ParameterBlocks],
+    buckets: Sequence[Bucket],
+    strategy: Strategy,
+    slots: int = 0,
+    per_node: int | None = None,
+) -> dict[str, int]:
+    """Bytes of the program's rank by use, as `Executor.predicted_bytes` has them, less the workspaces of kernels [B].
+
+    Parameters
+    ----------
+    slots
+        Arrays of the parameters' size that the optimizer keeps.
+    per_node
+        So many consecutive ranks share memory; all of them if None.
+    """
+    rank, ranks = program.target.rank, program.target.size
+    found = dict(program.placement.uses)
+    found["parameter"] = found["parameter gradient"] = 0
+    for step in program.steps:
+        shapes, itemsize = [v.layout.shape[1:] for v in step.inputs], program.wide.itemsize
+        for key in step.layer.parameters(*shapes):
+            own = aligned(blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize)
+            found["parameter"] += own
+            found["parameter gradient"] += own
+        for key in step.layer.state(*shapes):
+            found["parameter"] += blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize
+    found["messages"] = _messages(program)
+    for bucket in buckets:
+        for use, nbytes in kept(bucket, strategy.reduction, rank, per_node or ranks, slots).items():
+            found[use] = found.get(use, 0) + nbytes
+    return found
+
+
+def _messages(program: Program) -> int:
+    """Message buffers of all exchanges, of the sums within layers and of the loss."""
+    rank = program.target.rank
+    total = LOSS_BYTES if program.target.size > 1 else 0
+    for move in (item for item in messages_of(program) if isinstance(item, Move)):
+        total += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
+    for one in sums_of(program):
+        color, together = one.groups.color(rank), one.groups.members_each
+        if color is not None and together > 1:
+            total += one.sizes[color] * (together if one.method == "all_gather" else 1)
+    return total
