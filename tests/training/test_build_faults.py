@@ -25,7 +25,10 @@ from halograd.layers import (
 from halograd.layers import strips as strips_module
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
-from halograd.layers.value import Value
+from halograd.program import program as program_module
+from halograd.program.context import Context
+from halograd.program.runner import Runner
+from halograd.program.values import Value
 from halograd.training import executor as executor_module
 from halograd.training import train as train_run
 from halograd.training.executor import Executor
@@ -112,10 +115,12 @@ STAGES = {
     "validation": (Strategy, "validate", 1),
     "precision": (executor_module, "check_dtype", 1),
     "store": (ParameterStore, "__post_init__", 1),
-    "compilation": (executor_module, "compile_steps", 1),
-    "storage": (Value, "allocate", 5),
-    "memory": (Memory, "keep", 30),
-    "transient memory": (Memory, "acquire", 6),
+    "compilation": (executor_module, "compile_program", 1),
+    "storage": (Value, "place", 5),
+    "lowering": (Context, "gather", 3),
+    "arena": (program_module, "place", 1),
+    "memory": (Memory, "keep", 1),
+    "views": (Runner, "view", 6),
     "forward kernel": (OnednnBackend, "_conv_forward", 2),
     "kernel of a boundary strip": (OnednnBackend, "_conv_forward", 4),
     "pooling kernel": (OnednnBackend, "_max_pool", 1),
@@ -131,7 +136,7 @@ STAGES = {
     "group": (Communicator, "split", 1),
     "reduction": (Communicator, "reduction", 1),
     "reduction of the transport": (Communicator, "_make_reduction", 3),
-    "backward": (Executor, "_bind_backward", 1),
+    "binding": (Runner, "_bind", 9),
     "sum of gradients": (Value, "close_gradient", 3),
     "reducer": (executor_module, "make_reducer", 1),
     "sum of a bucket": (BucketedReducer, "_sum", 2),

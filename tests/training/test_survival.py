@@ -126,7 +126,6 @@ def test_stopped_rank(whole):
 HANGS = """
 import sys, time
 from halograd.cli import main
-from halograd.layers.operator import Operator
 from halograd.training.executor import Executor
 
 run = Executor._run

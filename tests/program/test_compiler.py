@@ -1,18 +1,15 @@
 """What every rank stores: pure arithmetic, so one process asks for all ranks."""
 
-import numpy as np
-
 from halograd.dtensor import Box
 from halograd.layers import Add, Conv, Dense, Flatten, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
-from halograd.training.compiler import compile_steps, is_packed
-
-FLOAT = np.dtype("float32")
+from halograd.program.compiler import Target, compile_program
+from halograd.program.values import is_packed
 
 
 def compiled(network, strategy, rank, size, batch=1):
-    steps, values = compile_steps(network, strategy, batch, size, rank, FLOAT)
-    return {step.name: step for step in steps}, values
+    program = compile_program(network, strategy, Target(batch, size, rank))
+    return {step.name: step for step in program.steps}, program.values
 
 
 def fork():
@@ -27,7 +24,7 @@ def test_an_input_holds_the_halo_of_its_first_cut_only():
     strategy = Strategy({"height": 2}, {"b": {"width": 2}})
     for rank, rows in enumerate([(0, 5), (3, 8)]):
         steps, values = compiled(fork(), strategy, rank, 2)
-        assert values["x"].region_box == Box((0, rows[0], 0, 0), (1, rows[1], 8, 2))
+        assert values["x"].region.box == Box((0, rows[0], 0, 0), (1, rows[1], 8, 2))
         assert steps["x->width=2"].output.box == Box((0, 0, 4 * rank, 0), (1, 8, 4 * rank + 4, 2))
 
 
@@ -36,7 +33,7 @@ def test_what_is_flattened_gets_no_margins():
     y = Conv(2, 3, padding=1, name="a")(Input((8, 8, 2), "x"))
     network = Network({"loss": MeanSquaredError()(Dense(3)(Flatten()(y)), Input((3,), "target"))})
     steps, _ = compiled(network, Strategy({"height": 4}), 0, 4)
-    assert steps["a"].output.region_box == Box((0, 0, 0, 0), (1, 2, 8, 2))
+    assert steps["a"].output.region.box == Box((0, 0, 0, 0), (1, 2, 8, 2))
 
 
 def test_halos_are_received_in_place_where_the_block_stays_packed():
@@ -44,7 +41,7 @@ def test_halos_are_received_in_place_where_the_block_stays_packed():
     network = Network({"loss": MeanSquaredError()(y, Input((8, 8, 2), "target"))})
     for parts, box in {"height": Box((0, 1, 0, 0), (1, 5, 8, 2)), "width": Box((0, 0, 2, 0), (1, 8, 4, 2))}.items():
         steps, _ = compiled(network, Strategy({parts: 4}), 1, 4)
-        assert steps["a"].output.region_box == box
+        assert steps["a"].output.region.box == box
 
 
 def test_packed_boxes():
