@@ -203,10 +203,10 @@ class _BatchNormKernel:
             relu = self.layer.activation == "relu"
             return environment.kernels.batch_norm(x, y, dy, dx, *both, self.layer.eps, relu, local)
 
-        # With running statistics, and around the sums; where there are no sums, training has a kernel of its own.
-        # Forward and backward share a workspace, so they are made together.
-        self.apply = kernels(local=False, gradients=not numbers.fused)
-        self.fused = kernels(local=True, gradients=True) if numbers.fused else self.apply
+        # With running statistics; in training around sums, or where there are none a kernel of its own. Forward and
+        # backward of training share a workspace, so they are made together.
+        self.apply = kernels(local=False, gradients=False)
+        self.trained = kernels(local=numbers.fused, gradients=True)
 
     def settle(self) -> None:
         """The running statistics hold all batches so far when this returns."""
@@ -235,12 +235,12 @@ class _BatchNormKernel:
 
     def train(self) -> None:
         """All of it, of this block's own statistics."""
-        self.fused.forward()
+        self.trained.forward()
         np.copyto(self.moments[0], self.mean)
         np.copyto(self.moments[1], self.var)
 
     def statistics(self) -> None:
-        self.apply.statistics()
+        self.trained.statistics()
 
     def cancels(self) -> bool:
         """Mean and biased variance of the group, from the sums of its ranks; whether they are good for nothing.
@@ -264,7 +264,7 @@ class _BatchNormKernel:
     def normalize(self) -> None:
         np.copyto(self.mean, self.moments[0], casting="same_kind")
         np.copyto(self.var, self.moments[1], casting="same_kind")
-        self.apply.forward()
+        self.trained.forward()
 
     def average(self) -> None:
         """Begin to take this batch's moments into the running statistics: the unbiased variance."""
@@ -276,18 +276,18 @@ class _BatchNormKernel:
     def backward_sums(self) -> None:
         if not self._trained:
             raise RuntimeError(f"{self.name}: backward() needs a forward() in training mode before")
-        self.fused.backward_sums()
+        self.trained.backward_sums()
         if self.dgamma is not None:
             np.copyto(self.dbeta, self.sums[0], casting="same_kind")
             np.copyto(self.dgamma, self.sums[1], casting="same_kind")
 
     def backward_data(self) -> None:
         np.divide(self.sums, self.n.count, out=self.means)
-        self.apply.backward_data()
+        self.trained.backward_data()
 
     def close(self) -> None:
         """Free the backend's kernels."""
-        for kernel in {id(k): k for k in (self.apply, self.fused)}.values():
+        for kernel in (self.apply, self.trained):
             kernel.close()
         self._work.clear()
 

@@ -23,7 +23,6 @@ from halograd.layers.row_gather import RowGather, padded_rows
 
 if TYPE_CHECKING:
     from halograd.program.context import Context
-    from halograd.program.views import View
 
 __all__ = ["ReplicatedDense", "lower_replicated"]
 
@@ -40,19 +39,13 @@ def lower_replicated(context: Context) -> Callable[[], None]:
     x = context.gather(0, context.needed(0))
     x.start()
     x.finish()
-    views: dict[str, View | None] = {"x": x.view, "y": context.y, **context.params}
-    if context.rank < ranks:
-        views |= {
-            name: context.keep((ranks * rows, n), context.dtype, "replicated gradient")
-            for name, n in (("rows", features), ("errors", units))
-        }
-    kernel = context.exposed = context.kernel(partial(ReplicatedDense, first), **views)
-    for name, length in (("rows", features), ("errors", units)):
-        array = views.get(name, context.scratch((0, length)))
-        assert array is not None
-        size = rows * length * context.dtype.itemsize
-        label = f"{context.name} {name}"
-        kernel.sums[f"{name}_gather"] = context.all_gather(holders, array, "replicated_dense", [size], label)
+    kernel = context.exposed = context.kernel(partial(ReplicatedDense, first), x=x.view, y=context.y, **context.params)
+    for name, what, length in (("rows", "x", features), ("errors", "dy", units)):
+        count = ranks * rows if context.rank < ranks else 0
+        array = context.keep((count, length), context.dtype, "replicated gradient")
+        kernel.add(**{name: array})
+        sizes, label = [rows * length * context.dtype.itemsize], f"{context.name} {what}"
+        kernel.sums[f"{name}_gather"] = context.all_gather(holders, array, "replicated_dense", sizes, label)
     context.run(kernel, "forward", timing=context.timing("forward"))
 
     def backward() -> None:
@@ -99,7 +92,7 @@ class ReplicatedDense:
         self.filter = kernels.dense_backward_filter(x, dy, dw, db)
         if get("dx") is not None:
             self.data = kernels.dense_backward_data(dy, w, arrays["dx"])
-        if "rows" in arrays:
+        if arrays["rows_gather"] is not None:
             self.rows = RowGather(arrays["rows"], arrays["rows_gather"], x, first)
             self.errors = RowGather(arrays["errors"], arrays["errors_gather"], dy, first)
             self.whole = kernels.dense_backward_filter(arrays["rows"], arrays["errors"], dw, db)

@@ -172,16 +172,12 @@ class _Compiler:
     # -- operations ----------------------------------------------------------------------------
 
     def lower(self) -> None:
-        begin = Segment("inputs")
         for value in self.program.inputs.values():
-            begin.operations += self._launch(value)
-        self.program.forward.append(begin)
+            self._launch(value)
         for step in self.program.steps:
             operations = self._finish(step) if step.name in self._contexts else self._lower(step)
             self.program.forward.append(Segment(step.name, operations))
-            launched = self._launch(step.output)
-            if launched:
-                self.program.forward.append(Segment(f"{step.name} (moved)", launched))
+            self._launch(step.output)
         if self.target.trainable:
             self._lower_backward()
         for name in sorted(self.target.probed):
@@ -221,9 +217,10 @@ class _Compiler:
         node = self.network.outputs.get("loss")
         return None if node is None else self.network.names[node]
 
-    def _launch(self, value: Value) -> list[Operation]:
+    def _launch(self, value: Value) -> None:
         """Redistributions begin as soon as their value is there."""
-        return [operation for step in self._moves.get(value, ()) for operation in self._lower(step)]
+        for step in self._moves.get(value, ()):
+            self.program.forward.append(Segment(step.name, self._lower(step)))
 
     def _finish(self, step: Step) -> list[Operation]:
         context, _ = self._contexts[step.name]

@@ -6,7 +6,9 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import Add, Conv, Input, MeanSquaredError, Network, Redistribute, Strategy
+from halograd.layers import Add, Conv, Input, MeanSquaredError, Network, Strategy
+from halograd.program.compiler import Target, compile_program
+from halograd.program.operations import Run, Transfer
 from halograd.testing import random_array
 from halograd.training.executor import Executor
 
@@ -23,22 +25,6 @@ def branches() -> Network:
     return Network({"prediction": y, "loss": MeanSquaredError(name="mse")(y, target)})
 
 
-class Logged:
-    """An operator that tells when its passes run."""
-
-    def __init__(self, name, operator, log):
-        for method in ("launch", "forward", "backward", "settle"):
-            setattr(operator, method, self.told(log, f"{name}.{method}", getattr(operator, method)))
-
-    @staticmethod
-    def told(log, what, run):
-        def call():
-            log.append(what)
-            run()
-
-        return call
-
-
 def build(comm, strategy):
     executor = Executor(branches(), comm, get_backend("numpy"), BATCH, strategy, "float64", seed=1, probed=["x"])
     for name, node in executor.network.inputs.items():
@@ -46,39 +32,27 @@ def build(comm, strategy):
     return executor
 
 
-@pytest.mark.ranks(2)
-def test_redistributions_travel_behind_other_branches(monkeypatch):
-    log: list[str] = []
-    bind = Redistribute.bind
-
-    def logged(layer, binding):
-        operator = bind(layer, binding)
-        Logged("moved " + binding.name.partition("->")[0], operator, log)
-        return operator
-
-    monkeypatch.setattr(Redistribute, "bind", logged)
-    for kind in (Conv, Add):
-        original = kind.bind
-
-        def told(layer, binding, original=original):
-            operator = original(layer, binding)
-            Logged(binding.name, operator, log)
-            return operator
-
-        monkeypatch.setattr(kind, "bind", told)
+def test_redistributions_travel_behind_other_branches():
     strategy = Strategy({"height": 2}, {"right": {"height": 1, "width": 2}})
-    with Communicator(MPI.COMM_WORLD) as comm, build(comm, strategy) as executor:
-        executor.forward()
-        executor.loss_value()
-        executor.backward()
-        executor.reducer.finish()
-    order = [what for what in log if not what.endswith(("add.launch", "add.settle")) and "moved" not in what]
-    assert order[0] == "stem.forward"
-    start, end = log.index("moved stem.launch"), log.index("moved stem.forward")
-    assert log.index("stem.forward") < start < log.index("left1.forward") < log.index("left2.forward") < end
+    program = compile_program(branches(), strategy, Target(BATCH, 2, 0))
+    moved = "stem->width=2"
+
+    def order(segments):
+        found = []
+        for operation in (o for segment in segments for o in segment.operations):
+            if isinstance(operation, Transfer) and operation.exchange.kind == "redistribute":
+                found.append(f"{operation.layer} {operation.end}")
+            elif isinstance(operation, Run):
+                found.append(operation.layer)
+        return found
+
+    log = order(program.forward)
+    start, end = log.index(f"{moved} start"), log.index(f"{moved} finish")
+    assert log.index("stem") < start < log.index("left1") < log.index("left2") < end < log.index("right")
     # Backward: the right branch first, whose gradient travels while the left one computes.
-    start, end = log.index("moved stem.backward"), log.index("moved stem.settle")
-    assert log.index("right.backward") < start < log.index("left1.backward") < end < log.index("stem.backward")
+    log = order(program.backward)
+    start, end = log.index(f"{moved} start"), log.index(f"{moved} finish")
+    assert log.index("right") < start < log.index("left1") < end < log.index("stem")
 
 
 class Spans:
