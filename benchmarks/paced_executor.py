@@ -16,7 +16,6 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.comm.transports.emulated import sleep_until
-from halograd.layers.replicated_dense import ReplicatedDenseOperator
 from halograd.perfmodel.layer_work import LayerTime
 from halograd.training.executor import Executor
 
@@ -100,6 +99,19 @@ class PacedCommunicator(Communicator):
         self.exposed += seconds
 
 
+class _Pause:
+    """A kernel that only takes time."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def __call__(self) -> None:
+        self._clock.compute(self._seconds)
+
+    def close(self) -> None:
+        return
+
+
 class PacedExecutor(Executor):
     """An executor whose layers compute nothing and take given times. Collective.
 
@@ -120,22 +132,18 @@ class PacedExecutor(Executor):
     ) -> None:
         self._pace, self._clock = pace, clock
         super().__init__(*arguments, **more)
-        for _, _, operator in self._bindings:
-            if isinstance(operator, ReplicatedDenseOperator):
-                self._pace_kernels(operator, pace[operator.name], whole.get(operator.name, 0.0))
+        for name, kernel in self.program.exposed.items():
+            self._pace_kernels(self.runner.made(kernel), pace[name], whole.get(name, 0.0))
 
-    def _pace_kernels(self, operator: Any, time_of: LayerTime, whole: float) -> None:
+    def _pace_kernels(self, dense: Any, time_of: LayerTime, whole: float) -> None:
         """Its messages are real; the kernels between them are not."""
-        operator.kernel = self._pause(time_of.forward)
-        operator.filter = self._pause(time_of.backward_filter)
-        operator.data = self._pause(time_of.backward_data)
-        operator.whole = self._pause(whole)
-
-    def _pause(self, seconds: float) -> Callable[[], None]:
-        return lambda: self._clock.compute(seconds)
+        dense.kernel = _Pause(self._clock, time_of.forward)
+        dense.filter = _Pause(self._clock, time_of.backward_filter)
+        dense.data = _Pause(self._clock, time_of.backward_data)
+        dense.whole = _Pause(self._clock, whole)
 
     def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
-        if isinstance(getattr(run, "__self__", None), ReplicatedDenseOperator):
+        if name in self.program.exposed:
             run()
         elif name in self._pace:
             self._clock.compute(getattr(self._pace[name], category))

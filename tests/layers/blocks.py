@@ -1,4 +1,4 @@
-"""Every rank's operator of a layer, one after the other in one process: what arrives by messages is written instead."""
+"""Every rank's program of a layer, one after the other in one process: what arrives by messages is written instead."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from halograd.dtensor import Box
 from halograd.kernels import Backend
 from halograd.layers import Layer
-from halograd.layers.binding import Binding
-from halograd.layers.memory import Memory
-from halograd.layers.operator import Mode
+from halograd.layers.axes import AXES
 from halograd.layers.strategy import layout_of
-from halograd.layers.value import Value
+from halograd.program.compiler import Target, lower_alone
+from halograd.program.mode import Mode
+from halograd.program.operations import Transfer
+from halograd.program.program import Program, Segment, Step
+from halograd.program.runner import Runner
+from halograd.program.values import Value
 
 __all__ = ["computed_in_blocks"]
 
@@ -53,6 +57,7 @@ def computed_in_blocks(
     size: int,
     halo: str = "pad",
     dtype: str = "float32",
+    substitutes: list | None = None,
 ) -> dict[str, np.ndarray]:
     """``y``, ``dx``, ``dw``, ``db`` of a (transposed) convolution, put together from the blocks of all ranks.
 
@@ -62,77 +67,55 @@ def computed_in_blocks(
         ``x``, ``dy``, ``w``, ``b``: whole.
     halo
         ``"overlap"``: the kernel runs before the halo is there, over NaN, and then the boundary strips.
+    substitutes
+        To which kernels are added that others stand in for.
     """
     found = {f"d{name}": np.zeros(arrays[name].shape) for name in ("w", "b")}
     found |= {"y": np.full(arrays["dy"].shape, np.nan), "dx": np.full(arrays["x"].shape, np.nan)}
     for rank in range(size):
-        binding = _bind(layer, kernels, arrays, parts, _Silent(rank, size), halo, np.dtype(dtype))
-        _compute_block(binding, arrays, found)
+        runner = _compute_block(layer, kernels, arrays, parts, _Silent(rank, size), halo, np.dtype(dtype), found)
+        if substitutes is not None:
+            substitutes += runner.substitutes
     return found
 
 
-def _bind(
-    layer: Layer,
-    kernels: Backend,
-    arrays: Mapping[str, np.ndarray],
-    parts: Mapping[str, int],
-    comm: Any,
-    halo: str,
-    dtype: np.dtype,
-) -> Binding:
-    memory = Memory(kernels)
-    values = []
-    for name in ("x", "dy"):
-        layout = layout_of(arrays[name].shape, parts, comm.size)
-        values.append(Value(name, layout, dtype, layout.boxes, comm.rank))
-        values[-1].allocate(memory, "activation")
-    params, grads = ({k: memory.keep(arrays[k].shape, dtype, "parameter") for k in ("w", "b")} for _ in range(2))
-    for name, array in params.items():
-        array[...] = arrays[name]
-        grads[name].fill(np.nan)
-    options = {"halo": halo}
-    return Binding(
-        layer, "layer", comm, kernels, memory, Mode(), values[:1], values[1], params, grads, {}, options, dict(parts)
-    )
+def _compute_block(layer, kernels, arrays, parts, comm, halo, dtype, found) -> Runner:
+    rank, size = comm.rank, comm.size
+    parts = {**dict.fromkeys(AXES, 1), **parts}
+    x, y = (Value(n, layout_of(arrays[n].shape, parts, size), dtype, rank, kept=True) for n in ("x", "dy"))
+    lowered = lower_alone(Step("layer", layer, [x], y, {"halo": halo}, parts), trained=True)
+    target = Target(x.layout.shape[0], size, rank, dtype, probed=frozenset(["dy"]))
+    program = Program("blocks", target, [lowered.step], {"x": x, "dy": y})
+    program.forward, program.backward = [Segment("layer", lowered.forward)], [Segment("layer", lowered.backward)]
+    y.gradient.view.buffer.kept = x.contributions[0].buffer.kept = True
+    params = {f"layer/{k}": arrays[k].astype(dtype) for k in ("w", "b")}
+    grads = {k: np.full(a.shape, np.nan, dtype) for k, a in params.items()}
+    runner = Runner(program, comm, kernels, {"params": params, "grads": grads, "copies": {}, "state": {}}, Mode())
+    # Margins hold NaN until they are filled.
+    runner.region(x.region).fill(np.nan)
+    runner.view(x.view)[...] = arrays["x"][x.box.slices()]
+    _run(program.forward, runner.forward, runner, arrays["x"])
+    found["y"][y.box.slices()] = runner.view(y.view)
+    runner.region(y.gradient).fill(np.nan)
+    runner.view(y.dy)[...] = arrays["dy"][y.box.slices()]
+    _run(program.backward, runner.backward, runner, arrays["dy"])
+    found["dx"][x.box.slices()] = runner.view(x.contributions[0])
+    for name, gradient in grads.items():
+        found[f"d{name.removeprefix('layer/')}"] += gradient
+    runner.close()
+    return runner
 
 
-def _compute_block(b: Binding, arrays: Mapping[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
-    x, y = b.inputs[0], b.output
-    operator: Any = b.layer.bind(b)
-    transposed = hasattr(operator, "bias")
-    _forward(operator, x, arrays["x"])
-    if transposed and y.box.size:
-        y.array[...] += b.params["b"]
-    found["y"][y.box.slices()] = y.array
-    y.new_contribution(b.memory)
-    y.close_gradient(b.memory, b.kernels)
-    y.dy[...] = arrays["dy"][y.box.slices()]
-    operator.bind_backward()
-    _fill(operator.dy, arrays["dy"])
-    if transposed:
-        _fill(operator.owned, arrays["x"])
-        operator.db()
-    operator.filter()
-    operator.data()
-    found["dx"][x.box.slices()] = x.contributions[0]
-    for name, gradient in b.grads.items():
-        found[f"d{name}"] += gradient
-    operator.close()
-
-
-def _forward(operator: Any, x: Value, whole: np.ndarray) -> None:
-    if getattr(operator, "strips", None) is None:
-        _fill(operator.x, whole)
-        operator.kernel()
-        return
-    operator.x.array.fill(np.nan)
-    own = x.box & operator.x.box
-    operator.x.array[own.slices(operator.x.box.start)] = whole[own.slices()]
-    operator.kernel()
-    _fill(operator.x, whole)
-    operator.strips()
-
-
-def _fill(gathered: Any, whole: np.ndarray) -> None:
-    if gathered.box.size:
-        gathered.array[...] = whole[gathered.box.slices()]
+def _run(segments, passes, runner: Runner, whole: np.ndarray) -> None:
+    """All operations; what an exchange would bring is written when it ends."""
+    for segment, calls in zip(segments, passes, strict=True):
+        for operation, call in zip(segment.operations, calls.training, strict=True):
+            if not isinstance(operation, Transfer):
+                call()
+                continue
+            made, rank = operation.exchange, runner.comm.rank
+            box, target = made.targets[rank] & Box.of_shape(whole.shape), runner.view(made.target)
+            if operation.end == "start":
+                box &= made.sources[rank]  # what stays on this rank
+            if box.size:
+                target[box.slices(made.target_origin)] = whole[box.slices()]
