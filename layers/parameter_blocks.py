@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from halograd.dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
 from halograd.layers.network import Network
@@ -71,6 +72,12 @@ def block_channels(channels: int, parts: Mapping[str, int]) -> list[tuple[int, i
     return [(cuts[k * inner], cuts[(k + 1) * inner]) for k in range(parts["channel"])]
 
 
+@lru_cache(maxsize=4096)
+def _repeated(axis: Intervals, times: int) -> Intervals:
+    """The same intervals for so many replicas; one object for all parameters that are held alike."""
+    return axis * times
+
+
 def blocks_of(spec: Parameter, parts: Mapping[str, int], size: int) -> ParameterBlocks:
     """The blocks of one parameter of a layer that is cut into these parts."""
     channel, inner = parts["channel"], parts["input_channel"]
@@ -92,5 +99,5 @@ def blocks_of(spec: Parameter, parts: Mapping[str, int], size: int) -> Parameter
             first.append(2)
             repeats //= inner
         axes[spec.channel_axis] = tuple(own)
-    axes[0] *= repeats
+    axes[0] = _repeated(axes[0], repeats)
     return ParameterBlocks(Blocks(axes, size), Groups.agreeing(grid, agreeing, size, first))

@@ -19,12 +19,15 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"device"},
     "dtensor": {"device", "comm", "kernels"},
     "layers": {"device", "comm", "kernels", "dtensor"},
+    "program": {"device", "comm", "kernels", "dtensor", "layers"},
     "models": {"device", "comm", "kernels", "dtensor", "layers"},
     "data": {"device", "comm", "kernels", "dtensor", "layers"},
-    "perfmodel": {"device", "comm", "kernels", "dtensor", "layers", "models"},
-    "training": {"device", "comm", "kernels", "dtensor", "layers", "models", "data", "perfmodel"},
+    "perfmodel": {"device", "comm", "kernels", "dtensor", "layers", "program", "models"},
+    "training": {"device", "comm", "kernels", "dtensor", "layers", "program", "models", "data", "perfmodel"},
     "jobs": {"perfmodel", "models"},
 }
+# What is handed to a folder from above: it may be named in annotations, and is never imported when the program runs.
+HANDED_DOWN = {"layers": {"halograd.program.context", "halograd.program.operations", "halograd.program.views"}}
 FOR_ALL = {"documents", "errors", "files", "schema", "__version__"}  # names of `halograd/` that stand below everything
 
 # Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
@@ -95,15 +98,24 @@ def imports(path: Path, text: str | None = None) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
+def typed_only(path: Path, text: str | None = None) -> set[int]:
+    """Lines below ``if TYPE_CHECKING:``."""
+    tree = ast.parse(path.read_text(encoding="utf-8") if text is None else text)
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    return {line for block in blocks for line in range(block.lineno + 1, (block.body[-1].end_lineno or 0) + 1)}
+
+
 def upward(path: Path, text: str | None = None) -> list[str]:
     """Imports of a file that its folder may not have."""
     folder = package(path)[1] if len(package(path)) > 1 else ""
     if folder not in BELOW:
         return []
     allowed = BELOW[folder] | {folder} | FOR_ALL
-    found = []
+    found, annotations = [], typed_only(path, text)
     for line, imported in imports(path, text):
         parts = imported.split(".")
+        if line in annotations and imported.rpartition(".")[0] in HANDED_DOWN.get(folder, ()):
+            continue
         if parts[0] == "halograd" and (len(parts) == 1 or parts[1] not in allowed):
             found.append(f"{name(path)}:{line} imports {imported}")
     return found
@@ -127,6 +139,9 @@ def test_imports_point_one_way():
         ("kernels/numpy/conv.py", "from ..errors import KernelError", False),
         ("layers/layer.py", "from halograd.kernels import Backend\nimport numpy", False),
         ("layers/layer.py", "from halograd.training.executor import Executor", True),
+        ("layers/layer.py", "from halograd.program.context import Context", True),
+        ("layers/layer.py", "if TYPE_CHECKING:\n    from halograd.program.context import Context", False),
+        ("layers/layer.py", "if TYPE_CHECKING:\n    from halograd.program.compiler import Target", True),
         ("halograd/testing.py", "from halograd.training import Executor", False),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,6 +43,10 @@ def explain(
         Path | None, typer.Option("--picture", metavar="STRIP.png", help="Draw the layers, colored by cut, with times.")
     ] = None,
     cache: Cache = None,
+    program: Annotated[
+        bool, typer.Option("--program", help="List the operations of a step instead, in the order in which they run.")
+    ] = False,
+    rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="Whose program.")] = 0,
 ) -> None:
     """Tell why a plan cuts layers as it does, and what the next best cut would have cost.
 
@@ -53,10 +57,14 @@ def explain(
     Examples:
       halograd explain plan.json
       halograd explain plan.json --layer conv3_1 --picture strip.png
+      halograd explain plan.json --program --rank 3 --layer conv3_1
     """
     from halograd.perfmodel.plan_file import PlanFile
 
     made = PlanFile.load(path)
+    if program:
+        print("\n".join(_program(made, _asked(made, path, cache), rank, layers or ())))
+        return
     explainer = Explainer.of(made, path, cache)
     chosen = explainer.check_layers(layers or ())
     print("\n".join(explainer.text(chosen, bool(layers))))
@@ -65,6 +73,56 @@ def explain(
 
         draw_strip(made.plan, image)
         print(f"{image}: written")
+
+
+def _asked(made: PlanFile, path: Path, cache: Path | None) -> Asked:
+    """The network and the machine of a plan, made again.
+
+    Raises
+    ------
+    UserError
+        The plan does not say what it was asked for, or the model is another one by now.
+    """
+    from halograd.errors import UserError
+
+    plan, request = made.plan, made.request
+    if request is None:
+        raise UserError(
+            f"plan {path}: expected one with its model and machine, as `halograd plan -o` writes, got one of "
+            "Plan.save; run `halograd plan`"
+        )
+    machine = request.load_machine()
+    asked = ask(request.model, request.options, request.machine_file, plan.dtype, cache, machine)
+    plan.check(asked.network, plan.ranks)
+    return asked
+
+
+def _program(made: PlanFile, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
+    """Lines of the program of one rank."""
+    from halograd.errors import UserError
+    from halograd.perfmodel.cost import Wires, program_of
+    from halograd.program.listing import lines_of
+
+    plan = made.plan
+    if rank >= plan.ranks:
+        raise UserError(f"--rank: expected one of 0 to {plan.ranks - 1}, got {rank}")
+    for name in layers:
+        _check_layer(made, name)
+    overlaps = Wires(asked.machine).waits_for_network
+    program = program_of(asked.network, plan.strategy, plan.batch, plan.ranks, rank, plan.dtype, overlaps=overlaps)
+    return lines_of(program, frozenset(layers) or None)
+
+
+def _check_layer(made: PlanFile, name: str) -> None:
+    import difflib
+
+    from halograd.errors import UserError
+
+    there = made.plan.layers
+    if name not in there:
+        near = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there[:6])}, ..."
+        raise UserError(f"--layer: expected a layer of {made.plan.network!r}, got {name!r}; {hint}")
 
 
 @dataclass(frozen=True)
@@ -99,7 +157,8 @@ class Explainer:
         from halograd.perfmodel.cost.problem import network_costs
 
         assert made.request is not None
-        plan = self.plan = made.plan
+        self.made, plan = made, made.plan
+        self.plan = plan
         self.asked, self.request = asked, made.request
         self.times = asked.times(plan.batch, plan.ranks)
         self.training = Training(plan.dtype, made.request.slots)
@@ -121,39 +180,13 @@ class Explainer:
 
     @classmethod
     def of(cls, made: PlanFile, path: Path, cache: Path | None = None) -> Explainer:
-        """The network and the machine of the plan, made again.
-
-        Raises
-        ------
-        UserError
-            The plan does not say what it was asked for, or the model is another one by now.
-        """
-        from halograd.errors import UserError
-
-        plan, request = made.plan, made.request
-        if request is None:
-            raise UserError(
-                f"plan {path}: expected one with its model and machine, as `halograd plan -o` writes, got one of "
-                "Plan.save; run `halograd plan`"
-            )
-        machine = request.load_machine()
-        asked = ask(request.model, request.options, request.machine_file, plan.dtype, cache, machine)
-        plan.check(asked.network, plan.ranks)
-        return cls(made, asked)
+        """That of a plan; raises what `_asked` raises."""
+        return cls(made, _asked(made, path, cache))
 
     def check_layers(self, layers: Sequence[str]) -> list[str]:
         """Names of layers to explain; those that take longest if none are given."""
-        import difflib
-
-        from halograd.errors import UserError
-
         for name in layers:
-            if name not in self.plan.layers:
-                near = difflib.get_close_matches(name, self.plan.layers, n=3, cutoff=0.5)
-                hint = (
-                    f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(self.plan.layers[:6])}, ..."
-                )
-                raise UserError(f"--layer: expected a layer of {self.plan.network!r}, got {name!r}; {hint}")
+            _check_layer(self.made, name)
         if layers:
             return list(dict.fromkeys(layers))
         slowest: dict[object, str] = {}  # of layers that are alike, the first

@@ -1,0 +1,86 @@
+"""What a rank computes before its first step: the program, and the plan of every exchange, without MPI.
+
+    python benchmarks/startup.py --networks mesh_2k resnet50 unet2d inception_v3 --ranks 2048
+
+Every sample is cut 4 x 4, so that there are `ranks` / 16 samples. Each network is compiled in a process of its own, for
+the first rank and one in the middle. Printed are CPU seconds and the memory that layouts and plans take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import TypeVar
+
+from halograd.dtensor import plan_exchange
+from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.strategy import Strategy
+from halograd.models import build
+from halograd.program.compiler import Target, compile_program
+from halograd.program.operations import Transfer
+
+Result = TypeVar("Result")
+Job = tuple[str, int, int]
+
+CUT = {"height": 4, "width": 4}
+
+
+def start(name: str, ranks: int, rank: int) -> int:
+    """Everything that one rank computes; the number of exchanges."""
+    network, samples = build(name), max(1, ranks // 16)
+    strategy = Strategy({"sample": samples, **CUT})
+    strategy.validate(network, 16 * samples)
+    blocks = parameter_blocks(network, strategy, ranks)
+    program = compile_program(network, strategy, Target(samples, ranks, rank), blocks)
+    program.placement  # noqa: B018  (where everything lies)
+    made = {operation.exchange for operation in program if isinstance(operation, Transfer)}
+    for exchange in made:
+        plan_exchange(exchange.sources, exchange.targets, rank, summed=exchange.combine == "sum")
+    return len(made)
+
+
+def measure(job: Job) -> tuple[float, int]:
+    """CPU seconds of one rank of a fresh process, and its exchanges."""
+    begin = time.process_time()
+    exchanges = start(*job)
+    return time.process_time() - begin, exchanges
+
+
+def memory(job: Job) -> int:
+    """What is allocated at most meanwhile [B]."""
+    tracemalloc.start()
+    start(*job)
+    return tracemalloc.get_traced_memory()[1]
+
+
+def apart(call: Callable[[Job], Result], job: Job) -> Result:
+    """In a process of its own, which remembers nothing."""
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+        return fresh.apply(call, (job,))
+
+
+def main() -> None:
+    """Print a line per network and rank, and the worst."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=["mesh_2k", "resnet50", "unet2d", "inception_v3"])
+    parser.add_argument("--ranks", type=int, default=2048)
+    parser.add_argument("--memory", action="store_true", help="also what is allocated at most (slow)")
+    given = parser.parse_args()
+    worst = 0.0
+    for name in given.networks:
+        for rank in (0, given.ranks // 2 + 5):
+            job = (name, given.ranks, rank)
+            seconds, exchanges = apart(measure, job)
+            text = f"{name}: rank {rank} of {given.ranks}: {seconds:.2f} CPU seconds, {exchanges} exchanges"
+            if given.memory:
+                text += f", {apart(memory, job) / 2**20:.1f} MiB at most"
+            print(text, flush=True)
+            worst = max(worst, seconds)
+    print(f"worst CPU seconds at {given.ranks} ranks: {worst:.2f}")
+
+
+if __name__ == "__main__":
+    main()
