@@ -147,23 +147,22 @@ class Part:
     @cached_property
     def pace(self) -> dict[str, LayerTime]:
         """Layer -> what it takes on the emulated device."""
-        steps, costs = self.paper.steps, self.paper.costs
         return {
-            step.name: LayerTime(
+            name: LayerTime(
                 self.scale * cost.forward,
                 self.scale * cost.backward_data,
                 self.scale * cost.backward_filter,
             )
-            for step, cost in zip(steps, costs)
+            for name, cost in self.paper.costs.items()
         }
 
     @cached_property
     def whole(self) -> dict[str, float]:
         """Dense layer -> its gradient of the whole batch, on the emulated device [s]."""
         times, found = self.paper.pricing.times, {}
-        for step in self.paper.steps:
+        for step in self.paper.program.steps:
             if step.layer.kind == "Dense":
-                rows = [(self.setting.batch, *step.shapes[0])]
+                rows = [(self.setting.batch, *step.inputs[0].layout.shape[1:])]
                 found[step.name] = self.scale * times.time(step.layer, rows).backward_filter
         return found
 
