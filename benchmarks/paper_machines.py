@@ -134,7 +134,7 @@ class Part:
         s = self.setting
         if s.alone is None:
             return s.slow
-        own = sum(cost.forward_seconds + cost.backward_seconds for cost in self.paper.costs)
+        own = sum(cost.forward_seconds + cost.backward_seconds for cost in self.paper.costs.values())
         return s.slow * s.alone / own
 
     @cached_property
