@@ -15,7 +15,8 @@ from halograd.device import HOST, Device
 from halograd.kernels import checks, empty
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel, Substitute
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, Substitute
+from halograd.kernels.norm_training import with_training
 
 __all__ = ["ACTIVATIONS", "Backend"]
 
@@ -53,6 +54,8 @@ class Backend(ABC):
     dtype_remedy: str
     device: Device = HOST
     cuda: Any = None
+    #: Whether `_batch_norm` does itself what `BatchNormArrays.training` asks for.
+    trains_batch_norm: bool = False
 
     # ------------------------------------------------------------------ arrays and life time
     @abstractmethod
@@ -170,6 +173,7 @@ class Backend(ABC):
         eps: float,
         relu: bool,
         local: bool,
+        training: BatchNormTraining | None = None,
     ) -> BatchNormKernels:
         """``y = relu?(gamma * xhat + beta)``, ``xhat = (x - mean) / sqrt(var + eps)``, per channel, with its adjoint.
 
@@ -190,17 +194,23 @@ class Backend(ABC):
             ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat * means[1])``.
             True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
             other two do nothing.
+        training
+            What the kernels do besides: mean and variance from sums over all processes, running statistics, gradients
+            of the parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may use `means`
+            as it likes.
 
         A backward kernel belongs to the last ``forward()`` of the same call.
         """
         self._check_dtypes("batch_norm", x=x, y=y, dy=dy, dx=dx)
+        arrays = BatchNormArrays(x, y, dy, dx, gamma, beta, mean, var, sums, means, eps, relu, local, training)
         if empty.has_nothing(x):
-            return empty.batch_norm_of_nothing(dx, mean, var, sums, local)
-        vectors = {"gamma": gamma, "beta": beta, "mean": mean, "var": var}
+            return with_training(arrays, empty.batch_norm_of_nothing(arrays), self.device)
+        vectors = {"gamma": gamma, "beta": beta, "mean": mean, "var": var, **(training.vectors if training else {})}
         checks.check_batch_norm(x, y, dy, dx, vectors, {"sums": sums, "means": means})
         if eps <= 0:
             raise KernelError(f"batch_norm: expected eps > 0, got {eps}; 1e-5 is usual")
-        return self._batch_norm(x, y, dy, dx, gamma, beta, mean, var, sums, means, eps, relu, local)
+        made = self._batch_norm(arrays)
+        return made if self.trains_batch_norm else with_training(arrays, made, self.device)
 
     # ------------------------------------------------------------------ elementwise, dense
     def activation(
@@ -235,6 +245,21 @@ class Backend(ABC):
         if empty.has_nothing(y):
             return empty.filled(0)
         return self._add(list(xs), y, relu)
+
+    def bias(self, y: Any, b: Any) -> Kernel:
+        """``y = y + b`` in place; y ``(..., C)``, b ``(C,)``, or nothing where y is."""
+        self._check_bias("bias", y, b)
+        return empty.filled(0) if empty.has_nothing(y) else self._bias(y, b)
+
+    def bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        """``db`` = sum of dy ``(..., C)`` over all but the channels, of the ranks that have nothing 0."""
+        self._check_bias("bias_gradient", dy, db)
+        return empty.filled(0, db) if empty.has_nothing(dy) else self._bias_gradient(dy, db)
+
+    def _check_bias(self, what: str, y: Any, b: Any) -> None:
+        self._check_dense_gradients(what, y, y, None, b)
+        if not empty.has_nothing(y):
+            checks.check_bias(what, y, b)
 
     def dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         """``y = x w^T + b``; x ``(N, F)``, w ``(K, F)``, b ``(K,)`` or None, y ``(N, K)``."""
@@ -285,22 +310,7 @@ class Backend(ABC):
     ) -> tuple[Kernel, Kernel | None]: ...
 
     @abstractmethod
-    def _batch_norm(
-        self,
-        x: Any,
-        y: Any,
-        dy: Any,
-        dx: Any,
-        gamma: Any,
-        beta: Any,
-        mean: Any,
-        var: Any,
-        sums: Any,
-        means: Any,
-        eps: float,
-        relu: bool,
-        local: bool,
-    ) -> BatchNormKernels: ...
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels: ...
 
     @abstractmethod
     def _activation(
@@ -309,6 +319,12 @@ class Backend(ABC):
 
     @abstractmethod
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel: ...
+
+    @abstractmethod
+    def _bias(self, y: Any, b: Any) -> Kernel: ...
+
+    @abstractmethod
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel: ...
 
     @abstractmethod
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel: ...

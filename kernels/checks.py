@@ -12,6 +12,7 @@ from halograd.kernels.geometry import Geometry
 
 __all__ = [
     "check_batch_norm",
+    "check_bias",
     "check_conv",
     "check_dense",
     "check_dtypes",
@@ -142,6 +143,12 @@ def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], 
             raise KernelError(
                 f"{what}: expected {name} of dtype float64, got {np.dtype(a.dtype).name}; sums of many terms need it"
             )
+
+
+def check_bias(what: str, y: Any, b: Any) -> None:
+    """One value per channel of a packed array ``(..., C)``."""
+    check_packed(what, y=y, b=b)
+    _expect_shape(what, "b", b, (y.shape[-1],), "it has one value per channel")
 
 
 def check_dense(what: str, x: Any, w: Any, b: Any, y: Any) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Reduction
+from halograd.kernels.kernel import BatchNormKernels, BatchNormTraining
 from halograd.layers.binding import Binding
-from halograd.layers.chunks import Work
+from halograd.layers.chunks import Work, on_host
 from halograd.layers.groups import in_group
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
@@ -50,8 +51,8 @@ class BatchNorm(Layer):
     -----
     Parameters `gamma`, `beta` and state `mean`, `var`, all ``(C,)``; a rank holds those of its channels. The
     running variance averages the unbiased variance, as torch does. Where statistics are not global, the running
-    ones average those of the blocks, weighted by their number of elements; so they are the same on all ranks. They
-    are complete once `backward` (or the next `forward`) has run.
+    ones average those of the blocks, weighted by their number of elements; so they are the same on all ranks, and
+    complete once `backward` (or the next `forward`) has run.
 
     Communication per process: with more than one rank in the group, one sum of ``2 C`` float64 forward (``sum x``,
     ``sum x^2``) and one backward (``sum dy``, ``sum dy * xhat``); evaluation none. If the group is not the whole
@@ -104,7 +105,11 @@ class BatchNorm(Layer):
 
 
 class BatchNormOperator(Operator):
-    """Batch norm on one rank: the fused kernel where the statistics are its own, else kernels around sums."""
+    """Batch norm on one rank: kernels around sums over the ranks that share statistics; with none, kernels alone.
+
+    Where the host can look whether ``E[x^2] - E[x]^2`` cancels, and in float64, mean and variance are made here; else
+    by the kernels.
+    """
 
     def __init__(self, b: Binding) -> None:
         layer = b.layer
@@ -131,25 +136,39 @@ class BatchNormOperator(Operator):
         self.rows = self.x.array.reshape(counts[b.rank], channels)
         self._work = Work(b.kernels.device)
         self._pending = self._trained = False
-        # With running statistics, and around the sums; where there are no sums, training has a kernel of its own.
-        # In float64, which is for proofs, that one's variance would not be accurate enough.
+        # Where there are no sums, the kernels need no help. In float64, which is for proofs, their variance would not
+        # be accurate enough.
         self.fused = self.reduction is None and b.dtype != np.float64
-        self.apply = self._kernels(None, None, local=False)
-        self.train = self._kernels(None, None, local=True) if self.fused else self.apply
+        self.looks = not self.fused and (on_host(self.sums) or b.dtype == np.float64)
+        self.train = self._kernels(None, None)
+        state = (b.state["mean"], b.state["var"])
+        self.apply = self._make(None, None, state, None)
 
-    def _kernels(self, dy: Any, dx: Any, local: bool) -> Any:
-        b = self.b
-        arrays = (*(block(a, len(self.mean)) for a in (self.x.array, b.output.array, dy, dx)), self.gamma, self.beta)
-        numbers = (self.mean, self.var, self.sums, self.means)
-        return b.kernels.batch_norm(*arrays, *numbers, self.layer.eps, self.layer.activation == "relu", local)
+    def _make(self, dy: Any, dx: Any, moments: tuple[Any, Any], training: BatchNormTraining | None) -> BatchNormKernels:
+        b, layer = self.b, self.layer
+        assert isinstance(layer, BatchNorm)
+        arrays = (block(a, len(self.mean)) for a in (self.x.array, b.output.array, dy, dx))
+        vectors = (self.gamma, self.beta, *moments, self.sums, self.means)
+        local, relu = training is not None and self.fused, layer.activation == "relu"
+        made: BatchNormKernels = b.kernels.batch_norm(*arrays, *vectors, layer.eps, relu, local, training)
+        return made
+
+    def _kernels(self, dy: Any, dx: Any) -> BatchNormKernels:
+        """Those of training; with `dy` and `dx` the backward ones too."""
+        b, layer, given = self.b, self.layer, dict[str, Any]()
+        if self.running is None:
+            given.update(running_mean=b.state["mean"], running_var=b.state["var"])
+        if layer.affine and dx is not None:
+            given.update(dgamma=b.grads["gamma"], dbeta=b.grads["beta"])
+        training = BatchNormTraining(self.count, not self.looks, layer.momentum, **given)
+        return self._make(dy, dx, (self.mean, self.var), training)
 
     def bind_backward(self) -> None:
         b = self.b
         dx = b.gradient(0) if b.needs_gradient(0) else b.scratch(b.box.shape)
-        if self.train is not self.apply:
-            self.train.close()
         # Forward and backward share a workspace, so they are made together.
-        self.train = self._kernels(b.output.dy, dx, local=self.fused)
+        self.train.close()
+        self.train = self._kernels(b.output.dy, dx)
         b.end_scratch()
 
     def forward(self) -> None:
@@ -160,8 +179,6 @@ class BatchNormOperator(Operator):
         if self._trained:
             self._forward_training()
         else:
-            np.copyto(self.mean, self.b.state["mean"])
-            np.copyto(self.var, self.b.state["var"])
             self.apply.forward()
 
     def _forward_training(self) -> None:
@@ -171,25 +188,18 @@ class BatchNormOperator(Operator):
                 f"{self.b.name}: batch statistics need a full batch of {batch} samples, got {mode.valid}; drop the "
                 "short last batch of an epoch, or choose a batch size that divides the number of samples"
             )
-        mean, var = self.moments
-        if self.fused:
-            self.train.forward()
-            np.copyto(mean, self.mean)
-            np.copyto(var, self.var)
-        else:
-            self._sum_up()
-            np.copyto(self.mean, mean, casting="same_kind")
-            np.copyto(self.var, var, casting="same_kind")
-            self.train.forward()
-        var *= self.count / max(self.count - 1, 1)
-        self._average()
+        if not self.fused:
+            self.train.statistics()
+            self._reduce()
+            if self.looks:
+                self._look()
+        self.train.forward()
+        if self.running is not None:
+            self._average()
 
-    def _sum_up(self) -> None:
-        """Mean and biased variance of the group, from the sums of its ranks."""
-        mean, var = self.moments
-        self.train.statistics()
-        self._reduce()
-        np.divide(self.sums, self.count, out=self.moments)
+    def _look(self) -> None:
+        """Mean and biased variance of the group, from the sums of its ranks; by a second sum where they cancel."""
+        mean, var = np.divide(self.sums, self.count, out=self.moments)
         var -= np.multiply(mean, mean, out=self.sums[0])
         np.maximum(var, 0, out=var)
         # All ranks of the group have the same sums, so all go the same way.
@@ -198,18 +208,22 @@ class BatchNormOperator(Operator):
             centered_squares(self.rows, mean, self.sums[1], self._work)
             self._reduce()
             np.divide(self.sums[1], self.count, out=var)
+        np.copyto(self.mean, mean, casting="same_kind")
+        np.copyto(self.var, var, casting="same_kind")
 
     def _reduce(self) -> None:
         if self.reduction is not None:
             self.reduction.run()
 
     def _average(self) -> None:
-        """Begin to take this batch's moments into the running statistics."""
-        self._pending = True
-        if self.running is None:
-            self._settle()
-            return
+        """Begin to average this batch's moments over the groups, for the running statistics."""
+        mean, var = self.moments
+        np.copyto(mean, self.mean)
+        np.copyto(var, self.var)
+        var *= self.count / max(self.count - 1, 1)
         self.moments *= self.share
+        self._pending = True
+        assert self.running is not None
         self.running.start()
 
     def _settle(self) -> None:
@@ -217,8 +231,8 @@ class BatchNormOperator(Operator):
         if not self._pending:
             return
         self._pending = False
-        if self.running is not None:
-            self.running.finish()
+        assert self.running is not None
+        self.running.finish()
         momentum = self.layer.momentum
         self.moments *= momentum
         for array, batch in zip((self.b.state["mean"], self.b.state["var"]), self.moments):
@@ -229,13 +243,10 @@ class BatchNormOperator(Operator):
         if not self._trained:
             raise RuntimeError(f"{self.b.name}: backward() needs a forward() in training mode before")
         self._settle()
+        assert self.train.backward_sums is not None and self.train.backward_data is not None
         self.train.backward_sums()
-        if self.layer.affine:
-            np.copyto(self.b.grads["beta"], self.sums[0], casting="same_kind")
-            np.copyto(self.b.grads["gamma"], self.sums[1], casting="same_kind")
         if not self.fused:
             self._reduce()
-            np.divide(self.sums, self.count, out=self.means)
             self.train.backward_data()
 
     def close(self) -> None:

@@ -70,9 +70,9 @@ class CudaKernels:
         """See :meth:`Backend.average_pool`."""
         return pooling.average_pool(self.device, x, y, dy, dx, geometry, count_include_pad)
 
-    def batch_norm(self, *args: Any) -> BatchNormKernels:
+    def batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
         """See :meth:`Backend.batch_norm`."""
-        return norm.Norm(self.device, self.scratch, BatchNormArrays(*args)).kernels()
+        return norm.Norm(self.device, self.scratch, arrays).kernels()
 
     def activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         """See :meth:`Backend.activation`."""
@@ -148,14 +148,6 @@ class CudaKernels:
     def sum_samples(self, sums: Any, first: Any, second: Any) -> Kernel:
         """The two quantities of ``sums`` (N, 2, C), summed over samples."""
         return groups.sum_samples(self.device, sums, first, second)
-
-    def moments(self, sums: Any, count: float, mean: Any, var: Any) -> Kernel:
-        """mean and var (C,) of sums (2, C) over `count` elements."""
-        return groups.moments(self.device, sums, count, mean, var)
-
-    def scale64(self, source: Any, factor: float, target: Any) -> Kernel:
-        """``target = factor * source`` in float64."""
-        return groups.scale64(self.device, source, factor, target)
 
     def channel_norm(self, *args: Any) -> tuple[Kernel, Kernel | None]:
         """Normalization over the channels of each position; see :func:`norm.channel_norm`."""

@@ -22,7 +22,7 @@ from halograd.kernels.cudnn.store import PlanStore, store_path
 from halograd.kernels.cudnn.workspace import Workspaces
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
 
 __all__ = ["CudnnBackend"]
 
@@ -72,6 +72,7 @@ class CudnnBackend(Backend):
     """
 
     name: ClassVar[str] = "cudnn"
+    trains_batch_norm = True
 
     def __init__(
         self,
@@ -202,14 +203,20 @@ class CudnnBackend(Backend):
     ) -> tuple[Kernel, Kernel | None]:
         return self.cuda.average_pool(x, y, dy, dx, geometry, count_include_pad)
 
-    def _batch_norm(self, *args: Any) -> BatchNormKernels:
-        return self.cuda.batch_norm(*args)
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return self.cuda.batch_norm(arrays)
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         return self.cuda.activation(kind, x, y, dy, dx, alpha)
 
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
         return self.cuda.add(xs, y, relu)
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
+        return self.cuda.bias(y, b)
+
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        return self.cuda.bias_gradient(dy, db)
 
     # ------------------------------------------------------------------ dense
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,11 +13,11 @@ from halograd.device.base import packed_as
 from halograd.kernels import checks
 from halograd.kernels.backend import Backend
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
 from halograd.kernels.numpy import NumpyBackend
 from tests.support.device_array import DeviceArray, unwrap
 
-__all__ = ["FakeBackend", "FakeDevice"]
+__all__ = ["FakeBackend", "FakeDevice", "operands"]
 
 POISON = 0xA5
 
@@ -66,12 +67,17 @@ class FakeDevice(Device):
         How often nothing was enqueued behind it: the device had nothing to do meanwhile.
     allocations
         Arrays made so far.
+    operations
+        Operations on arrays that CuPy carries out itself: ufuncs, copies, casts, fills, reductions, each of which takes
+        the host several times as long as a launch.
+    library_calls
+        Kernels that a backend has of cuDNN or cuBLAS.
     """
 
     name = "fake:0"
 
     def __init__(self) -> None:
-        self.number = self.waits = self.idled = self.allocations = 0
+        self.number = self.waits = self.idled = self.allocations = self.operations = self.library_calls = 0
         self.synchronizations: list[str] = []
         self.fused_copies: Any = None
         self.fused_sums: Any = None
@@ -85,6 +91,10 @@ class FakeDevice(Device):
     # -- bookkeeping ----------------------------------------------------------------------------
     def enqueued(self) -> None:
         self.number += 1
+
+    def operated(self) -> None:
+        self.operations += 1
+        self.enqueued()
 
     def synchronized(self, why: str) -> None:
         self.synchronizations.append(why)
@@ -208,6 +218,15 @@ class _Stamp:
         return True
 
 
+def operands(args: Any) -> list[Any]:
+    """The arguments of a factory of kernels one by one, those of lists and of batch norms too."""
+    found: list[Any] = []
+    for arg in args:
+        whole = [getattr(arg, f.name) for f in fields(arg)] if isinstance(arg, BatchNormArrays) else [arg]
+        found += arg if isinstance(arg, list) else whole
+    return found
+
+
 def _each(kernels: Any) -> Any:
     made = list(kernels)
     return lambda: [kernel() for kernel in made]
@@ -227,6 +246,7 @@ class FakeBackend(Backend):
 
     def __init__(self, cuda: Any = None) -> None:
         self._numpy, self.cuda = NumpyBackend(), cuda
+        self.trains_batch_norm = cuda is not None
         self.device = FakeDevice()
         self.xp, self.version, self.threads = np, "0", 1
         self._low = [as_dtype(name) for name in LOW]
@@ -251,7 +271,7 @@ class FakeBackend(Backend):
         self.device.close()
 
     def _on_host(self, factory: Any, *args: Any) -> Any:
-        for array in (a for arg in args for a in (arg if isinstance(arg, list) else (arg,))):
+        for array in operands(args):
             if isinstance(array, np.ndarray):
                 raise TypeError(f"a kernel of the device got an array of the host: {array.shape}")
         shadows: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
@@ -263,7 +283,13 @@ class FakeBackend(Backend):
             key = (array.__array_interface__["data"][0], array.shape, array.strides)
             return shadows.setdefault(key, (array, np.zeros(array.shape, np.float32)))[1]
 
-        made = factory(*([plain(a) for a in arg] if isinstance(arg, list) else plain(arg) for arg in args))
+        def all_plain(arg: Any) -> Any:
+            if isinstance(arg, BatchNormArrays):
+                arrays = {f.name: plain(getattr(arg, f.name)) for f in fields(arg) if f.name != "training"}
+                return BatchNormArrays(**arrays)
+            return [plain(a) for a in arg] if isinstance(arg, list) else plain(arg)
+
+        made = factory(*map(all_plain, args))
         return self._counted(made, list(shadows.values()))
 
     def _counted(self, made: Any, shadows: list[tuple[np.ndarray, np.ndarray]]) -> Any:
@@ -277,6 +303,7 @@ class FakeBackend(Backend):
 
         def run() -> None:
             self.device.enqueued()
+            self.device.library_calls += 1
             for low, wide in shadows:
                 np.copyto(wide, low)
             made()
@@ -306,20 +333,32 @@ class FakeBackend(Backend):
     def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
         return self._on_host(self._numpy._conv_backward_filter, x, dy, dw, db, geometry)
 
+    def _ours(self, name: str, *args: Any) -> Any:
+        """Our own kernels where there are some, else those of NumPy."""
+        if self.cuda is None:
+            return self._on_host(getattr(self._numpy, f"_{name}"), *args)
+        return getattr(self.cuda, name)(*args)
+
     def _max_pool(self, *args: Any) -> tuple[Kernel, Kernel | None]:
-        return self._on_host(self._numpy._max_pool, *args)
+        return self._ours("max_pool", *args)
 
     def _average_pool(self, *args: Any) -> tuple[Kernel, Kernel | None]:
-        return self._on_host(self._numpy._average_pool, *args)
+        return self._ours("average_pool", *args)
 
-    def _batch_norm(self, *args: Any) -> BatchNormKernels:
-        return self._on_host(self._numpy._batch_norm, *args)
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return self._ours("batch_norm", arrays)
 
     def _activation(self, *args: Any) -> tuple[Kernel, Kernel | None]:
-        return self._on_host(self._numpy._activation, *args)
+        return self._ours("activation", *args)
 
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
-        return self._on_host(self._numpy._add, xs, y, relu)
+        return self._ours("add", xs, y, relu)
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
+        return self._ours("bias", y, b)
+
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        return self._ours("bias_gradient", dy, db)
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         return self._on_host(self._numpy._dense_forward, x, w, b, y)

@@ -26,6 +26,15 @@ struct NormParams {
     int64 relu;
     int64 premultiplied;  // means are of gamma * dy', not of dy'
     double eps;
+    double count;  // forward: elements that `sums` are over, from which mean and var follow; 0: these are given
+    double momentum;
+    double unbiased;  // factor on var
+    void* running_mean;  // or none
+    void* running_var;
+    int64 running_float;
+    void* dgamma;  // or none
+    void* dbeta;
+    int64 gradients_float;
 };
 
 // Sums of x and of its square. Those of squares are taken about the mean of each tile and then moved to zero in double,
@@ -107,6 +116,40 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
     leave_partial<V>(at, sums, p.partial);
 }
 
+// What a number becomes where it is kept, from where backward reads it.
+DEVICE A kept(double value, int64 is_float) {
+    if (is_float) return A(float(value));
+    T stored;
+    narrow(value, stored);
+    return widen(stored);
+}
+
+DEVICE void take_up(double batch, void* running, int64 is_float, double momentum, Index i) {
+    set_parameter((1 - momentum) * double(parameter(running, is_float, i)) + momentum * batch, running, is_float, i);
+}
+
+// Mean and variance of channel c of a sample: those given, or from the sums over all processes. Then one block of those
+// that share the channel `writes` them, and takes them up into the running statistics.
+DEVICE void find_moments(const NormParams& p, Index set, Index c, bool writes, A& mean, A& var) {
+    if (p.count > 0) {
+        const double* sums = p.sums + int64(blockIdx.z) * 2 * p.channels + c;
+        const double first = sums[0] / p.count;
+        mean = kept(first, p.mean_float);
+        var = kept(larger(sums[p.channels] / p.count - first * first, 0.0), p.var_float);
+        if (writes) {
+            set_parameter(double(mean), p.mean, p.mean_float, set);
+            set_parameter(double(var), p.var, p.var_float, set);
+        }
+    } else {
+        mean = parameter(p.mean, p.mean_float, set);
+        var = parameter(p.var, p.var_float, set);
+    }
+    if (writes && p.running_mean) {
+        take_up(double(mean), p.running_mean, p.running_float, p.momentum, c);
+        take_up(double(var) * p.unbiased, p.running_var, p.running_float, p.momentum, c);
+    }
+}
+
 template <int V> DEVICE void forward(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     if (!at.inside) return;
@@ -114,9 +157,9 @@ template <int V> DEVICE void forward(const NormParams& p) {
     const Index set = Index(blockIdx.z) * at.channels + at.channel;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-        mean[k] = parameter(p.mean, p.mean_float, set + k);
-        const A inverse = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
-        scale[k] = inverse * parameter(p.gamma, p.gamma_float, at.channel + k);
+        A var;
+        find_moments(p, set + k, at.channel + k, blockIdx.y == 0 && threadIdx.y == 0, mean[k], var);
+        scale[k] = A(1) / sqrt(var + A(p.eps)) * parameter(p.gamma, p.gamma_float, at.channel + k);
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
     }
     for (Index row = at.row; row < at.rows; row += 4 * at.step) {
@@ -177,29 +220,18 @@ template <int V> DEVICE void gradient_data(const NormParams& p) {
     }
 }
 
-DEVICE Index finished_channel() { return Index(blockIdx.x) * Index(blockDim.x) + Index(threadIdx.x); }
-
-// sums = what all chunks found.
+// sums = what all chunks found; in backward they are the gradients of the parameters too.
 BLOCK_KERNEL(finish_sums, NormParams) {
     double sums[2];
-    const Index c = finished_channel(), channels = Index(p.channels);
+    const Index c = Index(blockIdx.x) * Index(blockDim.x) + Index(threadIdx.x), channels = Index(p.channels);
     add_partials(p.partial, Index(p.chunks), channels, c, sums);
     if (threadIdx.y != 0 || c >= channels) return;
     double* out = p.sums + int64(blockIdx.z) * 2 * channels + c;
     out[0] = sums[0];
     out[channels] = sums[1];
-}
-
-// mean and variance of this process alone.
-BLOCK_KERNEL(finish_moments, NormParams) {
-    double sums[2];
-    const Index c = finished_channel(), channels = Index(p.channels);
-    add_partials(p.partial, Index(p.chunks), channels, c, sums);
-    if (threadIdx.y != 0 || c >= channels) return;
-    const double mean = sums[0] / double(p.rows);
-    const Index set = Index(blockIdx.z) * channels + c;
-    set_parameter(mean, p.mean, p.mean_float, set);
-    set_parameter(larger(sums[1] / double(p.rows) - mean * mean, 0.0), p.var, p.var_float, set);
+    if (!p.dgamma) return;
+    set_parameter(sums[0], p.dbeta, p.gradients_float, c);
+    set_parameter(sums[1], p.dgamma, p.gradients_float, c);
 }
 
 BLOCK_KERNEL(statistics_1, NormParams) { statistics<1>(p); }

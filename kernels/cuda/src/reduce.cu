@@ -98,27 +98,3 @@ KERNEL(clip, ClipParams) {
     const double scale = p.scalars[1], norm = sqrt(*p.squares) * (scale < 0 ? -scale : scale);
     p.scalars[1] = scale * smaller(1.0, p.max_norm / (norm + 1e-6));
 }
-
-struct MomentsParams {
-    const double* sums;  // (2, channels)
-    void* mean;
-    void* var;
-    int64 mean_float;
-    int64 var_float;
-    double scale;
-    double* target;  // (count): scale * sums
-    int64 count;
-};
-
-// mean and biased variance from the sums over all ranks.
-KERNEL(moments, MomentsParams) {
-    for (Index c = first_item(); c < Index(p.count); c += item_step()) {
-        const double mean = p.sums[c] * p.scale;
-        set_parameter(mean, p.mean, p.mean_float, c);
-        set_parameter(larger(p.sums[Index(p.count) + c] * p.scale - mean * mean, 0.0), p.var, p.var_float, c);
-    }
-}
-
-KERNEL(scale64, MomentsParams) {
-    for (Index i = first_item(); i < Index(p.count); i += item_step()) p.target[i] = p.sums[i] * p.scale;
-}
