@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,8 +51,8 @@ class Loss(Layer):
     ) -> Any | None:
         """The backend's kernel of this loss (a `LossKernel`), None where it has none.
 
-        It writes `loss`, float64 ``(1,)``, and counts targets that make no sense in `wrong`, int64 ``(1,)``. `factor`,
-        float64 ``(1,)`` on the device or None, is multiplied into `dx` only.
+        It writes `loss`, float64 ``(1,)``, and counts targets that make no sense in `wrong`, int64 ``(1,)``: with any
+        the loss is NaN. `factor`, float64 ``(1,)`` on the device or None, is multiplied into `dx` only.
         """
         return None
 
@@ -131,7 +130,7 @@ class LossOperator(Operator):
         if self._kernel is not None:
             self._kernel.set(count, scale)
             self._kernel()
-            self.value = np.where(self._wrong[0] > 0, math.nan, self._loss[0])
+            self.value = self._loss[0]
             return
         dx = None if self._dx is None else self._dx[:count]
         layer = b.layer

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from halograd.dtensor import Box
 from halograd.layers.binding import Binding, Returned
 from halograd.layers.layer import Layer, Shape
@@ -115,9 +113,9 @@ class _ConcatOperator(Operator):
         self.b = b
         self.boxes = [b.needed_boxes(i) for i in range(len(b.inputs))]
         self.x = [b.gather(i, boxes) for i, boxes in enumerate(self.boxes)]
-        self.copies = [(self._channels(b.output.array, i), x.array) for i, x in enumerate(self.x) if x.box.size]
+        pairs = [(self._channels(b.output.array, i), x.array) for i, x in enumerate(self.x) if x.box.size]
+        self.copy = b.kernels.device.copies(pairs)
         self.returned: list[Returned] = []
-        self.back: list[tuple[Any, Any]] = []
 
     def _channels(self, array: Any, i: int) -> Any:
         """View of this rank's channels that come from input `i`."""
@@ -130,20 +128,17 @@ class _ConcatOperator(Operator):
             x.start()
         for x in self.x:
             x.finish()
-        for target, source in self.copies:
-            np.copyto(target, source)
+        self.copy()
 
     def bind_backward(self) -> None:
         b = self.b
         wanted = [i for i in range(len(b.inputs)) if b.needs_gradient(i)]
         self.returned = [b.return_gradient(i, self.boxes[i]) for i in wanted]
-        self.back = [
-            (r.array, self._channels(b.output.dy, i)) for r, i in zip(self.returned, wanted) if self.x[i].box.size
-        ]
+        pairs = [(r.array, self._channels(b.output.dy, i)) for r, i in zip(self.returned, wanted) if self.x[i].box.size]
+        self.back = b.kernels.device.copies(pairs)
 
     def backward(self) -> None:
-        for target, source in self.back:
-            np.copyto(target, source)
+        self.back()
         for returned in self.returned:
             returned.start()
         for returned in self.returned:

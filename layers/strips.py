@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from halograd.dtensor import Box, Window, input_box
+from halograd.kernels import Kernel
 from halograd.layers.binding import Binding
 from halograd.layers.value import Gathered
 
@@ -53,7 +52,9 @@ class Strips:
 
         value = b.inputs[0]
         shape = value.layout.shape
-        self._steps: list[tuple[Any, Any, Any, Any, Any]] = []
+        self._kernels: list[Kernel] = []
+        before: list[tuple[Any, Any]] = []
+        behind: list[tuple[Any, Any]] = []
         y, origin = b.output.array, b.box.start
         for box in boundary_boxes(windows, b.box, value.box, shape):
             need = input_box(windows, box, shape[-1]) & Box.of_shape(shape)
@@ -61,18 +62,19 @@ class Strips:
             target = y[box.slices(origin)]
             xs = source if source.flags.c_contiguous else b.scratch(need.shape, value.dtype)
             ys = target if target.flags.c_contiguous else b.scratch(box.shape)
+            before += [] if xs is source else [(xs, source)]
+            behind += [] if ys is target else [(target, ys)]
             geometry = local_geometry(windows, need, box, getattr(b.layer, "groups", 1))
-            kernel = b.kernels.conv_forward(xs, b.params["w"], b.params.get("b"), ys, geometry, relu=relu)
-            self._steps.append((source, xs, kernel, ys, target))
+            self._kernels.append(b.kernels.conv_forward(xs, b.params["w"], b.params.get("b"), ys, geometry, relu=relu))
+        # All strips in one copy: each has arrays of its own.
+        self._before, self._behind = (b.kernels.device.copies(pairs) for pairs in (before, behind))
 
     def __call__(self) -> None:
-        for source, xs, kernel, ys, target in self._steps:
-            if xs is not source:
-                np.copyto(xs, source)
+        self._before()
+        for kernel in self._kernels:
             kernel()
-            if ys is not target:
-                np.copyto(target, ys)
+        self._behind()
 
     def close(self) -> None:
-        for _, _, kernel, _, _ in self._steps:
+        for kernel in self._kernels:
             kernel.close()

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from halograd.dtensor import Box, Window, input_box, output_box
 from halograd.layers.binding import Binding
 from halograd.layers.convolution import Zero, local_geometry
@@ -158,24 +156,23 @@ class _ConvTransposeOperator(Operator):
         self.layer = b.layer
         self.windows = b.layer.windows(b.shapes[0])
         self.x = b.gather(0, b.needed_boxes(0))
-        self.bias = b.params.get("b")
         self.kernel: Any = Zero(b.output.array)
         if self.x.box.size:
             geometry = local_geometry(self.windows, b.box, self.x.box, b.layer.groups)
             self.kernel = b.kernels.conv_backward_data(self.x.array, b.params["w"], b.output.array, geometry)
+        self.bias = b.kernels.bias(b.output.array, b.params["b"]) if b.layer.bias else None
 
     def forward(self) -> None:
         self.x.start()
         self.x.finish()
         self.kernel()
-        # A rank that the layer does without has no bias either.
-        if self.bias is not None and self.b.box.size:
-            np.add(self.b.output.array, self.bias, out=self.b.output.array)
+        if self.bias is not None:
+            self.bias()
 
     def bind_backward(self) -> None:
         b = self.b
         value = b.inputs[0]
-        self.db = _ChannelSum(b) if self.bias is not None else None
+        self.db = None if self.bias is None else b.kernels.bias_gradient(b.output.dy, b.grads["b"])
         boxes = self.layer.gradient_boxes(value.layout.boxes, b.shapes[0], b.output.layout.shape[1:])
         self.dy = b.gather_gradient(boxes)
         # The filter gradient pairs each owned input with all outputs it reaches: no rank counts one twice.
@@ -202,37 +199,6 @@ class _ConvTransposeOperator(Operator):
         self.filter()
         if self.data is not None:
             self.data()
-
-
-class _ChannelSum:
-    """Bias gradient: the sum of `dy` over samples and positions, row by row and then in float64.
-
-    (One running sum in float32 would lose digits with every element.)
-    """
-
-    def __init__(self, b: Binding) -> None:
-        self.dy, self.db = b.output.dy, b.grads["b"]
-        self.fused: Any = None
-        if b.kernels.cuda is not None and self.dy.size:
-            self.fused = b.kernels.cuda.bias_gradient(self.dy, self.db)
-            return
-        *outer, width, channels = self.dy.shape
-        self.ones = b.memory.keep((1, width), b.wide, "transient")
-        self.ones.fill(1)
-        self.rows = b.scratch((*outer, 1, channels), b.wide)
-        self.total = b.scratch((channels,), np.dtype("float64"))
-        self.axes = tuple(range(len(outer) + 1))
-
-    def __call__(self) -> None:
-        if not self.dy.size:
-            self.db.fill(0)
-            return
-        if self.fused is not None:
-            self.fused()
-            return
-        np.matmul(self.ones, self.dy, out=self.rows)
-        np.add.reduce(self.rows, axis=self.axes, dtype=np.float64, out=self.total)
-        np.copyto(self.db, self.total, casting="same_kind")
 
 
 def _gradient_box(windows: Sequence[Window], box: Box, out_shape: Shape) -> Box:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.device import device_of
 from halograd.dtensor import Box, Exchange, Layout
 from halograd.layers.memory import Memory
 
@@ -220,10 +221,10 @@ class _Copy:
     communicates = False
 
     def __init__(self, source: Any, target: Any) -> None:
-        self._source, self._target = source, target
+        self._copy = device_of(source, target).copies([(target, source)])
 
     def start(self) -> None:
-        np.copyto(self._target, self._source)
+        self._copy()
 
     def finish(self) -> None:
         pass
