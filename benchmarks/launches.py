@@ -38,7 +38,7 @@ from halograd.kernels.cuda.launch import Launch
 from halograd.kernels.cuda.sources import Program
 
 #: Kernels of few arguments and of many.
-KERNELS = {"cast_1": "cast", "forward_v": "norm", "add_v": "elementwise"}
+KERNELS = {"find_nonfinite_v": "reduce", "forward_v": "norm", "add_v": "elementwise"}
 COLUMNS = ("fields", "driver", "launch", "arguments")
 #: ``cuLaunchKernel`` that only looks whether it was given a parameter.
 DRIVER = """
@@ -101,10 +101,10 @@ def main(calls: Annotated[int, typer.Option(help="Launches per round.")] = 20_00
         except (ImportError, OSError, subprocess.CalledProcessError) as error:
             raise typer.BadParameter(f"expected CuPy, and a GPU or g++, got {error}") from error
         typer.echo(f"{device.name} [us]")
-        typer.echo(f"{'kernel':12}" + "".join(f"{column:>12}" for column in COLUMNS))
+        typer.echo(f"{'kernel':18}" + "".join(f"{column:>12}" for column in COLUMNS))
         for name in KERNELS:
             found = cost(device, name, calls)
-            typer.echo(f"{name:12}" + "".join(f"{1e6 * found[column]:12.2f}" for column in COLUMNS))
+            typer.echo(f"{name:18}" + "".join(f"{1e6 * found[column]:12.2f}" for column in COLUMNS))
 
 
 if __name__ == "__main__":

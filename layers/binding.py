@@ -32,7 +32,8 @@ class Binding:
         Values; `output.array` is this rank's block of the result, packed.
     params, grads, state
         This layer's arrays by name. `grads` receive this rank's contribution only: the executor sums. Where activations
-        have 16 bits, `grads` and `state` are float32, and `params` too if the layer says so (`exact_parameters`).
+        have 16 bits, `grads` and `state` are float32 (but not gradients that are rounded, `Parameter.rounded`), and
+        `params` too if the layer says so (`exact_parameters`).
     options
         This layer's entry in the strategy (`halo`: "pad" or "overlap", ...).
     parts

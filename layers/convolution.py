@@ -81,7 +81,7 @@ class Conv(Layer):
         kernel = tuple(w.kernel for w in self.windows(shape))
         fan_in = math.prod(kernel) * shape[-1] // self.groups
         shape_w = (self.filters, *kernel, shape[-1] // self.groups)
-        w = Parameter(shape_w, "he", fan_in, channel_axis=0, input_axis=len(kernel) + 1)
+        w = Parameter(shape_w, "he", fan_in, channel_axis=0, input_axis=len(kernel) + 1, rounded=True)
         return {"w": w, "b": Parameter((self.filters,), decay=False, channel_axis=0)} if self.bias else {"w": w}
 
     def flops(self, *shapes: Shape) -> int:

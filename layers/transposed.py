@@ -129,7 +129,8 @@ class ConvTranspose(Layer):
         kernel = tuple(w.kernel for w in windows)
         # An output element sums, on average, this many of the kernel's taps.
         taps = max(1, math.prod(kernel) // math.prod(w.stride for w in windows))
-        w = Parameter((shape[-1], *kernel, self.filters // self.groups), "he", taps * shape[-1] // self.groups)
+        shape_w, fan_in = (shape[-1], *kernel, self.filters // self.groups), taps * shape[-1] // self.groups
+        w = Parameter(shape_w, "he", fan_in, rounded=True)
         return {"w": w, "b": Parameter((self.filters,), decay=False)} if self.bias else {"w": w}
 
     def flops(self, *shapes: Shape) -> int:

@@ -230,7 +230,7 @@ class Executor:
             step.inputs,
             step.output,
             store.read_by(step.name, step.layer.exact_parameters),
-            store.of_layer(step.name, store.grads),
+            store.written_by(step.name),
             store.of_layer(step.name, store.state),
             options,
             step.parts,

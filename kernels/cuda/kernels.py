@@ -91,21 +91,16 @@ class CudaKernels:
         """``db`` ``(C,)`` = sum of dy ``(..., C)`` over everything else; of its dtype, float32 or float64."""
         return columns.bias_gradient(self.device, self.scratch, dy, db)
 
-    def relu_gradient(self, dy: Any, y: Any, dx: Any) -> Kernel:
-        """``dx = dy`` where ``y > 0``, else 0; any strides, `dx` may be `dy`."""
-        return elementwise.relu_gradient(self.device, dy, y, dx)
-
-    def cast(self, source: Any, target: Any, scale: Any = None) -> Kernel:
-        """``target = source * scale?``; packed, any two dtypes; `scale` float64 (1,) on the device."""
-        return elementwise.cast(self.device, source, target, scale)
-
     # ------------------------------------------------------------------ boxes
     def fill(self, value: float, *arrays: Any) -> Kernel:
         """Write `value` into arrays and views of any strides and dtypes, in one launch."""
         return boxes.fill(self.device, value, arrays)
 
     def copy(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-        """Copy ``(source, target)`` views of any strides, in one launch: pack, unpack, local copies."""
+        """Copy ``(source, target)`` views of any strides, in one launch: pack, unpack, local copies.
+
+        Where source and target have two of the dtypes they are converted: one more launch per such pair of dtypes.
+        """
         return boxes.copy(self.device, pairs)
 
     def add_into(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:

@@ -13,7 +13,7 @@ from halograd.device.base import packed_as
 from halograd.kernels import checks
 from halograd.kernels.backend import Backend
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, chain
 from halograd.kernels.numpy import NumpyBackend
 from tests.support.device_array import DeviceArray, unwrap
 
@@ -324,14 +324,30 @@ class FakeBackend(Backend):
         legal = {x.dtype.name, "float32"} if is_low(x.dtype) else {x.dtype.name}
         assert {a.dtype.name for a in others if a is not None} <= legal, f"{what}: {x.dtype} beside others"
 
-    def _conv_forward(self, *args: Any) -> Kernel:
-        return self._on_host(self._numpy._conv_forward, *args)
+    def _suited(self, array: Any, x: Any) -> Any:
+        """As cuDNN wants it: of the dtype of the images, converted at every call where it is another."""
+        same = array is None or array.dtype == x.dtype or self.cuda is None
+        return array if same else self.empty(array.shape, x.dtype)
+
+    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
+        weights, bias = self._suited(w, x), self._suited(b, x)
+        kernel = self._on_host(self._numpy._conv_forward, x, weights, bias, y, geometry, relu)
+        return self._around(kernel, [(a, c) for a, c in ((w, weights), (b, bias)) if a is not c], [])
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
-        return self._on_host(self._numpy._conv_backward_data, dy, w, dx, geometry)
+        weights = self._suited(w, dx)
+        kernel = self._on_host(self._numpy._conv_backward_data, dy, weights, dx, geometry)
+        return self._around(kernel, [(w, weights)] if weights is not w else [], [])
 
     def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
-        return self._on_host(self._numpy._conv_backward_filter, x, dy, dw, db, geometry)
+        gradient = self._suited(dw, x)
+        kernel = self._on_host(self._numpy._conv_backward_filter, x, dy, gradient, None, geometry)
+        behind = [] if db is None else [self._bias_gradient(dy, db)]
+        return self._around(kernel, [], [] if gradient is dw else [(gradient, dw)], *behind)
+
+    def _around(self, kernel: Kernel, before: Any, after: Any, *more: Kernel) -> Kernel:
+        parts = [self.cuda.copy([pair]) for pair in before], [self.cuda.copy([pair]) for pair in after]
+        return chain(*parts[0], kernel, *parts[1], *more)
 
     def _ours(self, name: str, *args: Any) -> Any:
         """Our own kernels where there are some, else those of NumPy."""

@@ -25,7 +25,7 @@ def programs(source, dtypes):
     for dtype in dtypes:
         if source == "optimizer":
             yield Program(source, ("float64",) * 3 if dtype == "float64" else ("float32", dtype, dtype))
-        elif source == "cast":
+        elif source == "boxes_cast":
             yield from (Program(source, (dtype, other.name)) for other in DTYPES)
         elif source == "boxes":  # by bytes, whatever the dtype
             yield Program(source, ("float32",), large=dtype in ("float16", "bfloat16"))

@@ -142,10 +142,6 @@ class CudaDouble:
             setattr(self, name, getattr(self._numpy, f"_{name}"))
 
     @staticmethod
-    def cast(source: Any, target: Any) -> Kernel:
-        return Kernel(lambda: target.__setitem__(..., source), "cuda:cast")
-
-    @staticmethod
     def copy(pairs: list[tuple[Any, Any]]) -> Kernel:
         return Kernel(lambda: [target.__setitem__(..., source) for source, target in pairs], "cuda:copy")
 

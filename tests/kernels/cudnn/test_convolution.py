@@ -99,7 +99,7 @@ def test_weights_in_float32_beside_images_of_16_bits(backend, dtype):
     rounded = w.astype(dtype)
     forward = backend.conv_forward(x, w, b, y, G)
     forward()
-    assert forward.impl.startswith("cuda:cast + cuda:cast + cudnn:")
+    assert forward.impl.startswith("cuda:copy + cuda:copy + cudnn:")
     np.testing.assert_allclose(
         y.astype(np.float64), reference.conv(x, rounded, b.astype(dtype), G, y.shape), rtol=2 * eps, atol=2 * eps
     )
