@@ -16,7 +16,7 @@ from halograd.kernels import checks, empty
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, Substitute
-from halograd.kernels.norm_training import with_training
+from halograd.kernels.norm_parts import with_residual, with_training, without_parts
 
 __all__ = ["ACTIVATIONS", "Backend"]
 
@@ -54,8 +54,8 @@ class Backend(ABC):
     dtype_remedy: str
     device: Device = HOST
     cuda: Any = None
-    #: Whether `_batch_norm` does itself what `BatchNormArrays.training` asks for.
-    trains_batch_norm: bool = False
+    #: Whether `_batch_norm` does itself what `training` and `residual` ask for.
+    fuses_batch_norm: bool = False
 
     # ------------------------------------------------------------------ arrays and life time
     @abstractmethod
@@ -174,8 +174,10 @@ class Backend(ABC):
         relu: bool,
         local: bool,
         training: BatchNormTraining | None = None,
+        residual: Any = None,
+        dresidual: Any = None,
     ) -> BatchNormKernels:
-        """``y = relu?(gamma * xhat + beta)``, ``xhat = (x - mean) / sqrt(var + eps)``, per channel, with its adjoint.
+        """``y = relu?(gamma * xhat + beta + residual?)``, ``xhat = (x - mean) / sqrt(var + eps)``, with its adjoint.
 
         Parameters
         ----------
@@ -198,19 +200,27 @@ class Backend(ABC):
             What the kernels do besides: mean and variance from sums over all processes, running statistics, gradients
             of the parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may use `means`
             as it likes.
+        residual, dresidual
+            Of the shape of `x`, or None. With a residual and relu ``backward_sums()`` writes ``dresidual = dy'``,
+            which ``backward_data()`` reads; without relu the residual's gradient is `dy`, and `dresidual` None.
 
         A backward kernel belongs to the last ``forward()`` of the same call.
         """
-        self._check_dtypes("batch_norm", x=x, y=y, dy=dy, dx=dx)
-        arrays = BatchNormArrays(x, y, dy, dx, gamma, beta, mean, var, sums, means, eps, relu, local, training)
+        self._check_dtypes("batch_norm", x=x, y=y, dy=dy, dx=dx, residual=residual, dresidual=dresidual)
+        arrays = BatchNormArrays(
+            x, y, dy, dx, gamma, beta, mean, var, sums, means, eps, relu, local, training, residual, dresidual
+        )
         if empty.has_nothing(x):
             return with_training(arrays, empty.batch_norm_of_nothing(arrays), self.device)
         vectors = {"gamma": gamma, "beta": beta, "mean": mean, "var": var, **(training.vectors if training else {})}
         checks.check_batch_norm(x, y, dy, dx, vectors, {"sums": sums, "means": means})
+        checks.check_residual(arrays)
         if eps <= 0:
             raise KernelError(f"batch_norm: expected eps > 0, got {eps}; 1e-5 is usual")
-        made = self._batch_norm(arrays)
-        return made if self.trains_batch_norm else with_training(arrays, made, self.device)
+        if self.fuses_batch_norm:
+            return self._batch_norm(arrays)
+        alone = self._batch_norm(without_parts(arrays))
+        return with_training(arrays, with_residual(arrays, alone, self._add, self._activation), self.device)
 
     # ------------------------------------------------------------------ elementwise, dense
     def activation(

@@ -9,6 +9,7 @@ import numpy as np
 
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import BatchNormArrays
 
 __all__ = [
     "check_batch_norm",
@@ -18,6 +19,7 @@ __all__ = [
     "check_dtypes",
     "check_packed",
     "check_pool",
+    "check_residual",
     "check_same_shape",
     "same_elements",
 ]
@@ -143,6 +145,18 @@ def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], 
             raise KernelError(
                 f"{what}: expected {name} of dtype float64, got {np.dtype(a.dtype).name}; sums of many terms need it"
             )
+
+
+def check_residual(a: BatchNormArrays) -> None:
+    """Shapes and strides of what is added to a batch norm, and whether its gradient is asked for where it is made."""
+    check_packed("batch_norm", residual=a.residual, dresidual=a.dresidual)
+    check_same_shape("batch_norm", x=a.x, residual=a.residual, dresidual=a.dresidual)
+    wanted = a.residual is not None and a.relu and a.dx is not None
+    if wanted != (a.dresidual is not None):
+        raise KernelError(
+            f"batch_norm: expected dresidual {'with' if wanted else 'only with'} a residual, relu and dx, got "
+            f"{'none' if wanted else 'one'}; without relu the residual's gradient is dy"
+        )
 
 
 def check_bias(what: str, y: Any, b: Any) -> None:

@@ -230,6 +230,8 @@ class BatchNormArrays:
     relu: bool
     local: bool = False
     training: BatchNormTraining | None = None
+    residual: Any = None
+    dresidual: Any = None
 
     @property
     def rows(self) -> int:

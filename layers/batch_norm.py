@@ -28,7 +28,8 @@ class BatchNorm(Layer):
     """Batch normalisation (Ioffe and Szegedy 2015) over samples and space, per channel.
 
     ``y = gamma * (x - mean) / sqrt(var + eps) + beta``, with the mean and the biased variance of the batch in
-    training and the running ones in evaluation. Works on ``(N, C)`` too.
+    training and the running ones in evaluation. Works on ``(N, C)`` too. A second input, of the shape of the first, is
+    added before the activation: the shortcut of a residual block (He et al. 2016, Figure 2), in the same kernels.
 
     Parameters
     ----------
@@ -87,6 +88,12 @@ class BatchNorm(Layer):
         self.statistics, self.momentum, self.eps = statistics, momentum, eps
         self.affine, self.activation = affine, activation
 
+    def output_shape(self, *shapes: Shape) -> Shape:
+        if len(shapes) > 2 or len(set(shapes)) > 1:
+            found = ", ".join(map(str, shapes))
+            raise ValueError(f"BatchNorm: expected one input, or a second of the same shape to add, got {found}")
+        return shapes[0]
+
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
         return affine_parameters(shapes[0][-1]) if self.affine else {}
 
@@ -98,7 +105,7 @@ class BatchNorm(Layer):
         }
 
     def flops(self, *shapes: Shape) -> int:
-        return 7 * math.prod(shapes[0])
+        return (6 + len(shapes)) * math.prod(shapes[0])
 
     def bind(self, binding: Binding) -> Operator:
         return BatchNormOperator(binding)
@@ -117,6 +124,7 @@ class BatchNormOperator(Operator):
         self.b = b
         self.layer = layer
         self.x = b.gather(0, b.clipped_boxes(0))
+        self.residual = b.gather(1, b.clipped_boxes(1)) if len(b.inputs) > 1 else None
         channels = len(b.state["mean"])  # of this rank's block
         self.gamma, self.beta = affine_arrays(b, channels)
         self.mean, self.var = (b.memory.keep((channels,), b.wide, "statistics") for _ in range(2))
@@ -140,20 +148,25 @@ class BatchNormOperator(Operator):
         # be accurate enough.
         self.fused = self.reduction is None and b.dtype != np.float64
         self.looks = not self.fused and (on_host(self.sums) or b.dtype == np.float64)
+        self.relu = layer.activation == "relu"
         self.train = self._kernels(None, None)
         state = (b.state["mean"], b.state["var"])
-        self.apply = self._make(None, None, state, None)
+        self.apply = self._make((None, None, None), state, None)
 
-    def _make(self, dy: Any, dx: Any, moments: tuple[Any, Any], training: BatchNormTraining | None) -> BatchNormKernels:
-        b, layer = self.b, self.layer
-        assert isinstance(layer, BatchNorm)
-        arrays = (block(a, len(self.mean)) for a in (self.x.array, b.output.array, dy, dx))
+    def _make(self, gradients: Any, moments: tuple[Any, Any], training: BatchNormTraining | None) -> BatchNormKernels:
+        """`gradients`: dy, dx and that of the residual."""
+        b, (dy, dx, dresidual) = self.b, gradients
+        second = None if self.residual is None else self.residual.array
+        images = (self.x.array, b.output.array, dy, dx, second, dresidual)
+        *arrays, second, dresidual = (block(a, len(self.mean)) for a in images)
         vectors = (self.gamma, self.beta, *moments, self.sums, self.means)
-        local, relu = training is not None and self.fused, layer.activation == "relu"
-        made: BatchNormKernels = b.kernels.batch_norm(*arrays, *vectors, layer.eps, relu, local, training)
+        local = training is not None and self.fused
+        made: BatchNormKernels = b.kernels.batch_norm(
+            *arrays, *vectors, self.layer.eps, self.relu, local, training, second, dresidual
+        )
         return made
 
-    def _kernels(self, dy: Any, dx: Any) -> BatchNormKernels:
+    def _kernels(self, dy: Any, dx: Any, dresidual: Any = None) -> BatchNormKernels:
         """Those of training; with `dy` and `dx` the backward ones too."""
         b, layer, given = self.b, self.layer, dict[str, Any]()
         if self.running is None:
@@ -161,18 +174,26 @@ class BatchNormOperator(Operator):
         if layer.affine and dx is not None:
             given.update(dgamma=b.grads["gamma"], dbeta=b.grads["beta"])
         training = BatchNormTraining(self.count, not self.looks, layer.momentum, **given)
-        return self._make(dy, dx, (self.mean, self.var), training)
+        return self._make((dy, dx, dresidual), (self.mean, self.var), training)
 
     def bind_backward(self) -> None:
         b = self.b
         dx = b.gradient(0) if b.needs_gradient(0) else b.scratch(b.box.shape)
+        dresidual = None
+        if self.residual is not None and self.relu:
+            dresidual = b.gradient(1) if b.needs_gradient(1) else b.scratch(b.box.shape)
+        elif self.residual is not None and b.needs_gradient(1):
+            b.pass_gradient(1)
         # Forward and backward share a workspace, so they are made together.
         self.train.close()
-        self.train = self._kernels(b.output.dy, dx)
+        self.train = self._kernels(b.output.dy, dx, dresidual)
         b.end_scratch()
 
     def forward(self) -> None:
         self.x.start()
+        if self.residual is not None:
+            self.residual.start()
+            self.residual.finish()
         self.x.finish()
         self._settle()
         self._trained = self.b.mode.training
@@ -250,7 +271,7 @@ class BatchNormOperator(Operator):
             self.train.backward_data()
 
     def close(self) -> None:
-        for item in (self.apply, self.train, self.x, self.reduction, self.running):
+        for item in (self.apply, self.train, self.x, self.residual, self.reduction, self.running):
             if item is not None:
                 item.close()
 

@@ -54,7 +54,7 @@ class Norm:
         a = self.a
         vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
         given = {
-            **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "sums", "means", "eps", "relu")},
+            **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "residual", "sums", "means", "eps", "relu")},
             **vectors,
             **{f"{name}_float": is_float(v) for name, v in vectors.items()},
             **{"batch": self.batch, "rows": self.rows, "channels": self.channels, "chunks": grid.chunks},
@@ -73,31 +73,35 @@ class Norm:
 
     def _forward(self) -> Launch:
         """With mean and variance from `sums` where these are known by then: one launch less."""
-        t, grid = self.a.training, self._grid(self.a.x, self.a.y, per_unit=8)
+        a, t = self.a, self.a.training
+        name = "forward" if a.residual is None else "residual_forward"
+        grid = self._grid(a.x, a.y, a.residual, per_unit=8)
         if t is None:
-            return self._launch("forward", grid, count=self.rows if self.a.local else 0)
-        count = self.rows if self.a.local else t.count if t.from_sums else 0
+            return self._launch(name, grid, count=self.rows if a.local else 0)
+        count = self.rows if a.local else t.count if t.from_sums else 0
         running = {"running_mean": t.running_mean, "running_var": t.running_var}
         running.update(running_float=is_float(t.running_mean), momentum=t.momentum, unbiased=t.unbiased)
-        return self._launch("forward", grid, count=count, **running)
+        return self._launch(name, grid, count=count, **running)
 
     def _gradient_sums(self, *then: Launch) -> Kernel:
-        grid, t = self._grid(self.a.x, self.a.y, self.a.dy, per_unit=4), self.a.training
-        members: dict[str, Any] = {}
+        a, t, members = self.a, self.a.training, dict[str, Any]()
+        grid = self._grid(a.x, a.y, a.dy, a.dresidual, per_unit=4)
         if t is not None:
             members.update(dgamma=t.dgamma, dbeta=t.dbeta, gradients_float=is_float(t.dgamma))
         finish = self._launch("finish_sums", grid, finish=True, **members)
-        return with_partial(
-            self.scratch, grid, "norm gradient sums", self._launch("gradient_sums", grid), finish, *then
-        )
+        sums = self._launch("gradient_sums", grid, dresidual=a.dresidual)
+        return with_partial(self.scratch, grid, "norm gradient sums", sums, finish, *then)
 
     def _gradient_data(self) -> Launch:
-        """With the means that are given, or those that follow from the sums."""
+        """With the means that are given, or those that follow from the sums; of dy', where that was kept."""
         a, members = self.a, dict[str, Any]()
+        if a.dresidual is not None:
+            members.update(dy=a.dresidual, relu=False)
         if a.local or a.training is not None:
             count = self.rows if a.training is None else a.training.count
             members.update(means=a.sums, factor=1.0 / count)
-        return self._launch("gradient_data", self._grid(a.x, a.y, a.dy, a.dx, per_unit=8), **members)
+        dy = members.get("dy", a.dy)
+        return self._launch("gradient_data", self._grid(a.x, a.y, dy, a.dx, per_unit=8), **members)
 
     def kernels(self) -> BatchNormKernels:
         """All four; statistics and their corrections leave the process between them, unless they are local."""

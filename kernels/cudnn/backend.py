@@ -72,7 +72,7 @@ class CudnnBackend(Backend):
     """
 
     name: ClassVar[str] = "cudnn"
-    trains_batch_norm = True
+    fuses_batch_norm = True
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, idle
-from halograd.kernels.norm_training import mean_and_variance
+from halograd.kernels.norm_parts import mean_and_variance
 from halograd.kernels.numpy.moments import moments
 from halograd.kernels.numpy.rows import RowBlocks
 from halograd.kernels.scratch import Scratch, round_up

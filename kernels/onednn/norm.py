@@ -31,7 +31,7 @@ from halograd.kernels.kernel import (
     fallback,
     idle,
 )
-from halograd.kernels.norm_training import mean_and_variance
+from halograd.kernels.norm_parts import mean_and_variance
 from halograd.kernels.numpy.batch_norm import NumpyBatchNorm
 from halograd.kernels.numpy.moments import moments, moments_scratch_bytes
 from halograd.kernels.onednn import abi as c

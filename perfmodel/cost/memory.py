@@ -264,6 +264,8 @@ class _Rank:
             self._backward_contraction(stage, layer, value, wanted)
         elif isinstance(layer, Conv):
             self._backward_conv(stage, layer, value, wanted)
+        elif isinstance(layer, BatchNorm):
+            self._backward_norm(stage, layer, value)
         elif isinstance(layer, ConvTranspose):
             self._gather_gradient(stage, value.gradient_region or value.owned)
             for x in wanted:
@@ -283,6 +285,23 @@ class _Rank:
             if count or layer.activation != "relu":
                 self.arena.share(block)
             x.contributions.append(block)
+
+    def _backward_norm(self, stage: Stage, layer: BatchNorm, value: _Value) -> None:
+        """A gradient of each input, wanted or not; without an activation a residual has that of the output."""
+        for i, v in enumerate(stage.inputs):
+            if not i or layer.activation == "relu":
+                self._contribute_or_scratch(v)
+            elif v.trainable:
+                assert value.gradient is not None
+                self.arena.share(value.gradient)
+                self.values[id(v)].contributions.append(value.gradient)
+
+    def _contribute_or_scratch(self, array: Array) -> None:
+        value = self.values[id(array)]
+        if array.trainable:
+            self._contribute(value)
+        else:
+            self.scratch.append(self.arena.acquire(value.owned.size * self.itemsize))
 
     def _backward_conv(self, stage: Stage, layer: Conv, value: _Value, wanted: list[_Value]) -> None:
         region = value.gradient_region or value.owned
@@ -314,7 +333,7 @@ class _Rank:
 
     def _backward_other(self, stage: Stage, reads: list[Read], wanted: list[_Value]) -> None:
         layer = stage.layer
-        if isinstance(layer, BatchNorm | GroupNorm) and not wanted:
+        if isinstance(layer, GroupNorm) and not wanted:
             self.scratch.append(self.arena.acquire(self.values[id(stage.output)].owned.size * self.itemsize))
         for i, v in enumerate(stage.inputs):
             if not v.trainable or (isinstance(layer, Loss) and i):

@@ -246,7 +246,7 @@ class FakeBackend(Backend):
 
     def __init__(self, cuda: Any = None) -> None:
         self._numpy, self.cuda = NumpyBackend(), cuda
-        self.trains_batch_norm = cuda is not None
+        self.fuses_batch_norm = cuda is not None
         self.device = FakeDevice()
         self.xp, self.version, self.threads = np, "0", 1
         self._low = [as_dtype(name) for name in LOW]

@@ -8,6 +8,7 @@ from halograd.comm import Communicator
 from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import (
+    BatchNorm,
     Dense,
     Dropout,
     Flatten,
@@ -20,7 +21,9 @@ from halograd.layers import (
     Resize,
     SoftmaxCrossEntropy,
 )
-from halograd.testing import grids, run_layer
+from halograd.layers.strategy import Strategy
+from halograd.testing import grids, random_array, run_layer
+from halograd.training.executor import Executor
 from tests.kernels.cuda.host import HostDevice, compiler
 from tests.layers.test_low_precision import near
 from tests.support.fake_device import FakeBackend
@@ -116,6 +119,43 @@ def test_norms_of_all_samples_at_once(name, cuda):
             comm.agree(AssertionError(f"{parts}: {wrong} differ in bfloat16") if wrong else None)
     assert {"group_totals", "group_moments", "group_spread"} <= set(cuda.device.launched)
     kernels.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("options", [{"activation": "relu"}, {"affine": False}, {"statistics": "sample"}], ids=str)
+def test_batch_norm_in_training(options, residual, cuda):
+    """In float32, where the kernels make means, running statistics and gradients themselves; odd channels."""
+    kernels, shapes = FakeBackend(cuda), [(7, 6, 5)] * (1 + residual)
+
+    def make():
+        return BatchNorm(name="l", **options)
+
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for parts in grids(comm.size, ("sample", "height", "width")):
+            expected = run_layer(make, shapes, comm, parts, steps=2, batch=3)
+            found = run_layer(make, shapes, comm, parts, steps=2, batch=3, backend=kernels, dtype="float32")
+            wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=3e-5)]
+            comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
+            state = [running(backend, make, shapes, comm, parts) for backend in (NumpyBackend(), kernels)]
+            for ours, theirs in zip(*state):
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    kernels.close()
+
+
+def running(backend, make, shapes, comm, parts):
+    """The running statistics behind two steps."""
+    nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
+    target = Input(shapes[0], name="target")
+    network = Network({"loss": MeanSquaredError("loss")(make()(*nodes), target)})
+    with Executor(network, comm, backend, 3, Strategy(parts), "float32") as executor:
+        for _ in range(2):
+            for name in network.inputs:
+                executor.set_input(name, random_array((3, *shapes[0]), name))
+            executor.forward(training=True)
+            executor.backward()
+        executor.reducer.finish()
+        return [executor.device.to_host(array).copy() for array in executor.store.state.values()]
 
 
 @pytest.mark.ranks(1, 2)

@@ -24,8 +24,8 @@ def cuda(tmp_path_factory):
 
 #: By network and number of parts of the height.
 EXPECTED = {
-    ("resnet50", 1): StepCounts(operations=5, launches=389, library_calls=161),
-    ("resnet50", 2): StepCounts(operations=5, launches=452, library_calls=161),
+    ("resnet50", 1): StepCounts(operations=5, launches=341, library_calls=161),
+    ("resnet50", 2): StepCounts(operations=5, launches=404, library_calls=161),
     ("mesh_2k", 1): StepCounts(operations=2, launches=185, library_calls=92),
     ("mesh_2k", 2): StepCounts(operations=2, launches=295, library_calls=92),
     ("unet2d", 1): StepCounts(operations=2, launches=145, library_calls=68),

@@ -7,6 +7,8 @@ struct NormParams {
     T* y;
     const T* dy;
     T* dx;
+    const T* residual;  // residual_forward: added before the ReLU
+    T* dresidual;       // gradient_sums: dy', or none
     const void* gamma;
     const void* beta;
     void* mean;
@@ -77,7 +79,7 @@ template <int V> DEVICE void statistics(const NormParams& p) {
     leave_partial<V>(at, sums, p.partial);
 }
 
-// Sums of dy' and of dy' * xhat, dy' = dy where y > 0.
+// Sums of dy' and of dy' * xhat, dy' = dy where y > 0, which is kept where a residual has it for gradient.
 template <int V> DEVICE void gradient_sums(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     double sums[2][V] = {};
@@ -101,10 +103,11 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
                 if (p.relu) load<V>(p.y + element(at, r), y);
 #pragma unroll
                 for (int k = 0; k < V; ++k) {
-                    const A gradient = p.relu && !(y[k] > A(0)) ? A(0) : dy[k];
-                    first[k] += gradient;
-                    second[k] += gradient * ((x[k] - mean[k]) * inverse[k]);
+                    if (p.relu && !(y[k] > A(0))) dy[k] = A(0);
+                    first[k] += dy[k];
+                    second[k] += dy[k] * ((x[k] - mean[k]) * inverse[k]);
                 }
+                if (p.dresidual) store<V>(dy, p.dresidual + element(at, r));
             }
 #pragma unroll
             for (int k = 0; k < V; ++k) {
@@ -150,7 +153,7 @@ DEVICE void find_moments(const NormParams& p, Index set, Index c, bool writes, A
     }
 }
 
-template <int V> DEVICE void forward(const NormParams& p) {
+template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     if (!at.inside) return;
     A mean[V], scale[V], shift[V];
@@ -163,16 +166,20 @@ template <int V> DEVICE void forward(const NormParams& p) {
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
     }
     for (Index row = at.row; row < at.rows; row += 4 * at.step) {
-        A x[4][V];
+        A x[4][V], residual[RESIDUAL ? 4 : 1][V];
 #pragma unroll
-        for (int t = 0; t < 4; ++t)
-            if (row + t * at.step < at.rows) load<V>(p.x + element(at, row + t * at.step), x[t]);
+        for (int t = 0; t < 4; ++t) {
+            if (row + t * at.step >= at.rows) continue;
+            load<V>(p.x + element(at, row + t * at.step), x[t]);
+            if (RESIDUAL) load<V>(p.residual + element(at, row + t * at.step), residual[RESIDUAL ? t : 0]);
+        }
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
             if (row + t * at.step >= at.rows) continue;
 #pragma unroll
             for (int k = 0; k < V; ++k) {
                 x[t][k] = (x[t][k] - mean[k]) * scale[k] + shift[k];
+                if (RESIDUAL) x[t][k] += residual[RESIDUAL ? t : 0][k];
                 if (p.relu) x[t][k] = rectify(x[t][k]);
             }
             store<V>(x[t], p.y + element(at, row + t * at.step));
@@ -238,8 +245,10 @@ BLOCK_KERNEL(statistics_1, NormParams) { statistics<1>(p); }
 BLOCK_KERNEL(statistics_v, NormParams) { statistics<VECTOR>(p); }
 BLOCK_KERNEL(gradient_sums_1, NormParams) { gradient_sums<1>(p); }
 BLOCK_KERNEL(gradient_sums_v, NormParams) { gradient_sums<VECTOR>(p); }
-KERNEL(forward_1, NormParams) { forward<1>(p); }
-KERNEL(forward_v, NormParams) { forward<VECTOR>(p); }
+KERNEL(forward_1, NormParams) { forward<1, false>(p); }
+KERNEL(forward_v, NormParams) { forward<VECTOR, false>(p); }
+KERNEL(residual_forward_1, NormParams) { forward<1, true>(p); }
+KERNEL(residual_forward_v, NormParams) { forward<VECTOR, true>(p); }
 KERNEL(gradient_data_1, NormParams) { gradient_data<1>(p); }
 KERNEL(gradient_data_v, NormParams) { gradient_data<VECTOR>(p); }
 

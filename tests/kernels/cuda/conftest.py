@@ -29,7 +29,7 @@ class HostBackend(NumpyBackend):
     """What cuDNN does by NumPy, all else by the CUDA kernels."""
 
     name: ClassVar[str] = "cuda on the host"
-    trains_batch_norm = True
+    fuses_batch_norm = True
 
     def __init__(self, cuda: CudaKernels) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """The tests that every backend passes, with the CUDA kernels on the CPU, in four dtypes."""
 
 from ..test_batch_norm import (  # noqa: F401
+    test_a_residual_in_evaluation,
     test_around_sums,
     test_forward_only,
     test_gradient_belongs_to_the_last_forward,

@@ -1,19 +1,45 @@
-"""Batch norm in training around kernels that know nothing of it: vectors of one number per channel, by NumPy."""
+"""What a batch norm does with a residual and in training, around kernels that know of neither."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from halograd.device import HOST, Device
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, chain
 
-__all__ = ["mean_and_variance", "with_training"]
+__all__ = ["mean_and_variance", "with_residual", "with_training", "without_parts"]
+
+Add = Callable[[list[Any], Any, bool], Kernel]
+#: Forward and backward kernel of ``(kind, x, y, dy, dx, alpha)``.
+Activation = Callable[[str, Any, Any, Any, Any, float], tuple[Kernel, Kernel | None]]
+
+
+def without_parts(a: BatchNormArrays) -> BatchNormArrays:
+    """The batch norm alone: what is left of `a` for :func:`with_residual` and :func:`with_training`."""
+    alone = replace(a, training=None, residual=None, dresidual=None)
+    if a.residual is None:
+        return alone
+    return replace(alone, relu=False, dy=a.dresidual if a.relu and a.dx is not None else a.dy)
+
+
+def with_residual(a: BatchNormArrays, made: BatchNormKernels, add: Add, activation: Activation) -> BatchNormKernels:
+    """``y = relu?(y + residual)`` behind `made`; before its backward, with a ReLU, ``dresidual = dy where y > 0``."""
+    if a.residual is None:
+        return made
+    forward, sums = chain(made.forward, add([a.y, a.residual], a.y, a.relu)), made.backward_sums
+    if a.relu and sums is not None:
+        _, mask = activation("relu", a.y, a.y, a.dy, a.dresidual, 0.0)
+        assert mask is not None
+        sums = chain(mask, sums)
+    return BatchNormKernels(made.statistics, forward, sums, made.backward_data)
 
 
 def with_training(a: BatchNormArrays, made: BatchNormKernels, device: Device) -> BatchNormKernels:
-    """What `a.training` asks for, around the kernels made without it. Local; arrays on `device`."""
+    """What `a.training` asks for, around `made`: vectors of a number per channel, on `device`, by NumPy's functions."""
     t = a.training
     if t is None:
         return made
