@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,7 +77,7 @@ def sums_of(stage: Stage, ranks: int) -> Sums:
     if isinstance(layer, LayerNorm) and layer.axes == "channels":
         return Sums()
     if isinstance(layer, GroupNorm):
-        found = _sample_groups(stage.output.blocks, 16 * layer.group_count(stage.output.shape[-1]), per_sample=True)
+        found = _sample_groups(stage.output.blocks, [16 * layer.group_count(stage.output.shape[-1])], per_sample=True)
         return _twice(stage, Sum("statistics", found))
     if isinstance(layer, Dice):
         batch = stage.inputs[0].shape[0] if layer.reduction == "sample" else 1
@@ -100,18 +101,19 @@ def _batch_norm(stage: Stage, statistics: str) -> Sums:
     everyone = tuple((range(first, used, len(sizes)), size) for first, size in enumerate(sizes))
     if statistics == "global":
         return _twice(stage, Sum("statistics", everyone))
-    own = _sample_groups(blocks, sizes[0], per_sample=False) if statistics == "sample" else ()
-    if len(own) == 1 and len(own[0][0]) == used and len(everyone) == 1:
+    own = _sample_groups(blocks, sizes, per_sample=False) if statistics == "sample" else ()
+    if own == everyone:
         return _twice(stage, Sum("statistics", own))
     running = (Sum("running statistics", everyone),) if used > len(sizes) else ()
     return _twice(stage, Sum("statistics", own), running)
 
 
-def _sample_groups(blocks: Blocks, size: int, per_sample: bool) -> tuple[tuple[range, int], ...]:
-    """Ranks that share samples, with `size` [B] each, or per sample."""
+def _sample_groups(blocks: Blocks, sizes: Sequence[int], per_sample: bool) -> tuple[tuple[range, int], ...]:
+    """Ranks that share samples and channels, with the size of their channels [B] each, or per sample."""
     width = blocks.ranks // blocks.grid[0]
     return tuple(
-        (range(i * width, (i + 1) * width), size * (int(n) if per_sample else 1))
+        (range(i * width + first, (i + 1) * width, len(sizes)), size * (int(n) if per_sample else 1))
         for i, n in enumerate(blocks.extents[0])
         if n
+        for first, size in enumerate(sizes)
     )
