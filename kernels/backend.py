@@ -12,7 +12,7 @@ from types import ModuleType, TracebackType
 from typing import Any, ClassVar
 
 from halograd.device import HOST, Device
-from halograd.kernels import checks, empty
+from halograd.kernels import checks, clipping, empty
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, Substitute
@@ -295,6 +295,29 @@ class Backend(ABC):
         checks.check_dense("dense_backward_filter", x, dw, db, dy)
         return self._dense_backward_filter(x, dy, dw, db)
 
+    # ------------------------------------------------------------------ gradients
+    def sum_of_squares(self, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
+        """``out`` = sum over the terms, packed arrays and weights, of weight * sum of squares; out float64 ``(1,)``."""
+        arrays = [array for array, _ in terms]
+        checks.check_packed("sum_of_squares", **{f"array {i}": a for i, a in enumerate(arrays)})
+        checks.check_scalars("sum_of_squares", out=out)
+        return self._sum_of_squares(terms, out)
+
+    def clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        """``norm = sqrt(squares) * inverse?``, ``factor = min(1, max_norm / (norm + 1e-6))``; all float64 ``(1,)``.
+
+        `inverse` is that of a loss scale, or None. The factor is that of torch.nn.utils.clip_grad_norm_.
+        """
+        checks.check_scalars("clip", squares=squares, inverse=inverse, norm=norm, factor=factor)
+        return self._clip(squares, inverse, max_norm, norm, factor)
+
+    def _sum_of_squares(self, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
+        return clipping.sum_of_squares(terms, out)
+
+    def _clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        return clipping.clip(squares, inverse, max_norm, norm, factor)
+
+    # ------------------------------------------------------------------ checks
     def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
         self._check_dtypes(what, x=x, dy=dy, dw=dw, db=db)
 

@@ -21,6 +21,7 @@ __all__ = [
     "check_pool",
     "check_residual",
     "check_same_shape",
+    "check_scalars",
     "same_elements",
 ]
 
@@ -163,6 +164,14 @@ def check_bias(what: str, y: Any, b: Any) -> None:
     """One value per channel of a packed array ``(..., C)``."""
     check_packed(what, y=y, b=b)
     _expect_shape(what, "b", b, (y.shape[-1],), "it has one value per channel")
+
+
+def check_scalars(what: str, **arrays: Any) -> None:
+    """Numbers that stay on a device: float64 (1,), or None."""
+    for name, a in arrays.items():
+        if a is not None and (tuple(a.shape) != (1,) or np.dtype(a.dtype) != np.float64):
+            found = f"{np.dtype(a.dtype).name} {tuple(a.shape)}"
+            raise KernelError(f"{what}: expected {name} float64 (1,), got {found}; sums of many terms need it")
 
 
 def check_dense(what: str, x: Any, w: Any, b: Any, y: Any) -> None:

@@ -30,6 +30,8 @@ class Memory:
 
     Attributes
     ----------
+    kernels
+        As given.
     device
         Where the arrays live.
     cuda
@@ -39,7 +41,7 @@ class Memory:
     """
 
     def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self.device: Device = getattr(kernels, "device", HOST)
         self.cuda: Any = getattr(kernels, "cuda", None)
         self.bytes: dict[str, int] = {}
@@ -48,7 +50,7 @@ class Memory:
 
     def keep(self, shape: Sequence[int], dtype: np.dtype, use: str) -> Any:
         """An array for the whole life of the network, zeroed, counted under `use`."""
-        array = self._kernels.zeros(tuple(shape), dtype)
+        array = self.kernels.zeros(tuple(shape), dtype)
         self.count(array.nbytes, use)
         return array
 
@@ -63,7 +65,7 @@ class Memory:
         padded = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         block = self._best_fit(padded)
         if block is None:
-            block = self._kernels.zeros((padded,), np.dtype("uint8"))
+            block = self.kernels.zeros((padded,), np.dtype("uint8"))
             self.count(padded, "transient")
         array = block[:nbytes].view(dtype).reshape(tuple(shape))
         self._held[self._key(array)] = (block, 1)

@@ -256,13 +256,13 @@ class CudaKernels:
         return optimizers.lars(self.device, self.scratch, p, g, v, scalars, segments, copy, skip, **members)
 
     # ------------------------------------------------------------------ reductions, loss scaling
-    def total(self, x: Any, out: Any, squares: bool = False) -> Kernel:
-        """float64 (1,): the sum of all elements, or of their squares."""
-        return reductions.total(self.device, self.scratch, x, out, squares)
+    def sum_of_squares(self, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
+        """See :meth:`Backend.sum_of_squares`."""
+        return reductions.sum_of_squares(self.device, self.scratch, terms, out)
 
-    def clip(self, norm_squares: Any, max_norm: float, scalars: Any) -> Kernel:
-        """Lower the gradient scale in ``scalars[1]`` so that the gradients' norm is at most `max_norm`."""
-        return reductions.clip(self.device, norm_squares, max_norm, scalars)
+    def clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        """See :meth:`Backend.clip`."""
+        return reductions.clip(self.device, squares, inverse, max_norm, norm, factor)
 
     def find_nonfinite(self, arrays: Sequence[Any], flag: Any) -> Kernel:
         """Set int32 (1,) to 1 if anything is infinite or NaN."""

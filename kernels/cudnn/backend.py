@@ -218,6 +218,12 @@ class CudnnBackend(Backend):
     def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
         return self.cuda.bias_gradient(dy, db)
 
+    def _sum_of_squares(self, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
+        return self.cuda.sum_of_squares(terms, out)
+
+    def _clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        return self.cuda.clip(squares, inverse, max_norm, norm, factor)
+
     # ------------------------------------------------------------------ dense
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         return dense.forward(self._cublas, x, w, b, y)

@@ -376,6 +376,12 @@ class FakeBackend(Backend):
     def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
         return self._ours("bias_gradient", dy, db)
 
+    def _sum_of_squares(self, *args: Any) -> Kernel:
+        return super()._sum_of_squares(*args) if self.cuda is None else self.cuda.sum_of_squares(*args)
+
+    def _clip(self, *args: Any) -> Kernel:
+        return super()._clip(*args) if self.cuda is None else self.cuda.clip(*args)
+
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         return self._on_host(self._numpy._dense_forward, x, w, b, y)
 

@@ -46,6 +46,15 @@ def test_a_step_takes_exactly_so_many(name, parts, cuda):
     assert low == replace(found, launches=found.launches + 1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_clipping_takes_three_launches(dtype, cuda):
+    """Squares of all gradients, their sum, norm and factor; two operations fetch the norm and pass the factor on."""
+    network = NETWORKS["resnet50"]()
+    plain, clipped = (count_step(network, cuda, {}, dtype, clip) for clip in (None, 1.0))
+    assert clipped == replace(plain, operations=plain.operations + 2, launches=plain.launches + 3)
+    assert clipped.operations <= MOST
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_launches_of_a_batch_norm(parts, cuda):
     """Six per step, of a cut one too: sums of x, their end, y; sums of dy, their end, dx."""

@@ -54,6 +54,12 @@ class HostBackend(NumpyBackend):
     def _bias_gradient(self, *args: Any) -> Any:
         return self.cuda.bias_gradient(*args)
 
+    def _sum_of_squares(self, *args: Any) -> Any:
+        return self.cuda.sum_of_squares(*args)
+
+    def _clip(self, *args: Any) -> Any:
+        return self.cuda.clip(*args)
+
     def _activation(self, *args: Any) -> Any:
         return self.cuda.activation(*args)
 

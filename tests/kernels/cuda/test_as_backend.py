@@ -12,6 +12,7 @@ from ..test_batch_norm import (  # noqa: F401
     test_variance_of_data_far_from_zero,
     test_variance_where_a_block_is_constant,
 )
+from ..test_clipping import test_clip, test_squares_of_nothing, test_sum_of_squares  # noqa: F401
 from ..test_elementwise import (  # noqa: F401
     test_activation,
     test_activation_forward_only,

@@ -160,4 +160,4 @@ def test_a_source_that_does_not_compile(recorder):
 
     recorder.RawModule = refuse
     with pytest.raises(KernelError, match="reduce<float32>: NVRTC does not compile clip: nvrtc: error; report this"):
-        CudaKernels(CupyDevice()).clip(Memory((1,), "float64"), 1.0, Memory((4,), "float64"))
+        CudaKernels(CupyDevice()).clip(*(Memory((1,), "float64"),) * 2, 1.0, *(Memory((1,), "float64"),) * 2)

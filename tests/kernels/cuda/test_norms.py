@@ -119,7 +119,7 @@ def test_the_order_of_threads_does_not_matter(cuda, arrays):
         k.forward()
         k.backward_sums()
         total = np.zeros(1)
-        cuda.total(x, total, squares=True)()
+        cuda.sum_of_squares([(x, 1.0), (dy, 0.5)], total)()
         found.append((y, dx, mean, var, sums, total))
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*found))
 
