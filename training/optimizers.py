@@ -144,7 +144,7 @@ class Optimizer(ABC):
             self._fused.update(bucket)
             return
         self._update(bucket)
-        self.store.refresh(bucket)
+        bucket.refresh()
 
     def _update(self, bucket: Bucket) -> None:
         """The same in pieces, without copies in 16 bits."""

@@ -78,6 +78,8 @@ class Bucket:
         Every rank computes the gradients of the whole batch; they are not summed.
     widen
         Enqueues the conversion of all gradients that were computed in 16 bits, in one launch: call it before their sum.
+    refresh
+        Enqueues the writing of `copies`, after somebody else than a fused update has written `params`.
     """
 
     names: list[str]
@@ -92,6 +94,7 @@ class Bucket:
     errors: np.ndarray | None = None
     copies: Any = None
     widen: Callable[[], None] = _nothing
+    refresh: Callable[[], None] = _nothing
 
 
 @dataclass
@@ -183,11 +186,16 @@ class ParameterStore:
             self.memory.device.assign(self.state[name], spec.initial(name, self.seed)[box.slices()])
         self.refresh()
 
-    def refresh(self, bucket: Bucket | None = None) -> None:
-        """Write the copies in 16 bits, of one bucket or of all, after somebody has written parameters. Enqueued."""
-        for part in self.flats if bucket is None else [bucket]:
-            if part.copies is not None and part.params.size:
-                self.memory.device.copies([(part.copies, part.params)])()
+    def refresh(self) -> None:
+        """Write all copies in 16 bits, after somebody has written parameters. Enqueued; no part of a step."""
+        for flat in self.flats:
+            self._copying(flat.copies, flat.params)()
+
+    def _copying(self, copies: Any, params: Any) -> Callable[[], None]:
+        """What enqueues the rounding of parameters to 16 bits."""
+        if copies is None or not params.size:
+            return _nothing
+        return self.memory.device.copies([(copies, params)])
 
     def box(self, name: str) -> Box:
         """Box of a parameter or state that this rank holds."""
@@ -295,6 +303,7 @@ class ParameterStore:
             None if flat.errors is None else flat.errors[start:stop],
             None if flat.copies is None else flat.copies[start:stop],
             self._widening(flat, names),
+            self._copying(None if flat.copies is None else flat.copies[start:stop], flat.params[start:stop]),
         )
 
     def _widening(self, flat: Flat, names: list[str]) -> Callable[[], None]:

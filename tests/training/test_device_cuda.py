@@ -21,14 +21,18 @@ from halograd.layers import (
     Resize,
     SoftmaxCrossEntropy,
 )
+from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array, run_layer
 from halograd.training.executor import Executor
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
 from tests.kernels.cuda.host import HostDevice, compiler
 from tests.layers.test_low_precision import near
 from tests.support.fake_device import FakeBackend
 from tests.training import test_device
 from tests.training.test_device import OPTIMIZERS, train
+from tests.training.test_exactness import fill
 
 
 def dropping():
@@ -82,6 +86,26 @@ def test_losses_dropout_and_messages(name, cuda):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(optimizer, clip, cuda):
     compare("regression", {}, cuda, optimizer, clip)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("scheme", ["bucketed", "sharded"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_prepares_nothing(dtype, scheme, cuda, monkeypatch):
+    """Tables of pieces, programs and scratch are made before the third step, that of a clipped one too."""
+    network, kernels = NETWORKS["unet"](), FakeBackend(cuda)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        strategy = Strategy({"height": comm.size}, bucket_bytes=4096, reduction=Scheme(scheme))
+        with Executor(network, comm, kernels, 4, strategy, dtype, seed=3) as executor:
+            trainer = Trainer(executor, OPTIMIZERS["sgd"](executor.store), Constant(0.01), clip_norm=1.0)
+            for step in range(3):
+                fill(executor, step)
+                if step == 2:
+                    for name in ("upload", "empty", "function", "bind"):
+                        monkeypatch.setattr(cuda.device, name, None)
+                trainer.step()
+            trainer.settle()
+    kernels.close()
 
 
 LAYERS = {
