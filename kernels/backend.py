@@ -98,18 +98,26 @@ class Backend(ABC):
         self.close()
 
     # ------------------------------------------------------------------ convolution
+    def padded_channels(self, channels: int, dtype: Any) -> int:
+        """Channels that the input of a convolution should have in memory; those behind its own must be zero.
+
+        `conv_forward` and `conv_backward_filter` take `x` so: a view of the leading channels of a packed array.
+        """
+        return channels
+
     def conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool = False) -> Kernel:
         """``y[n, o, k] = relu?(b[k] + sum_{t, c} w[k, t, c] * x[n, o * stride - lo + dilation * t, c])``.
 
         Parameters
         ----------
         x, w, b, y
-            ``(N, *spatial, C)``, ``(K, *kernel, C / groups)``, ``(K,)`` or None, ``(N, *outputs, K)``; local.
+            ``(N, *spatial, C)``, ``(K, *kernel, C / groups)``, ``(K,)`` or None, ``(N, *outputs, K)``; local. `x` may
+            lie as :meth:`padded_channels` says if there is one group.
         """
         self._check_conv_dtypes("conv_forward", x, y, w, b)
         if empty.has_nothing(x, y):
             return empty.bias_only(self.xp, b, y, relu)
-        checks.check_conv("conv_forward", x, w, b, y, geometry)
+        checks.check_conv("conv_forward", x, w, b, y, geometry, self._room(x, geometry))
         return self._conv_forward(x, w, b, y, geometry, relu)
 
     def conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
@@ -125,7 +133,7 @@ class Backend(ABC):
         self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
         if empty.has_nothing(x, dy):
             return empty.filter_of_nothing(self.xp, dy, dw, db)
-        checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry)
+        checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._room(x, geometry))
         return self._conv_backward_filter(x, dy, dw, db, geometry)
 
     def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
@@ -320,6 +328,10 @@ class Backend(ABC):
     # ------------------------------------------------------------------ checks
     def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
         self._check_dtypes(what, x=x, dy=dy, dw=dw, db=db)
+
+    def _room(self, x: Any, geometry: Geometry) -> int:
+        """Channels that the input of a convolution may have in memory."""
+        return self.padded_channels(x.shape[-1], x.dtype) if geometry.groups == 1 else x.shape[-1]
 
     def _check_dtypes(self, what: str, **arrays: Any) -> None:
         checks.check_dtypes(what, self.dtypes, self.dtype_remedy, **arrays)

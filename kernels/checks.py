@@ -10,6 +10,7 @@ import numpy as np
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormArrays
+from halograd.kernels.padded import channels_in_memory
 
 __all__ = [
     "check_batch_norm",
@@ -90,11 +91,13 @@ def _expect_output(what: str, x: Any, y: Any, geometry: Geometry) -> None:
         )
 
 
-def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry) -> None:
-    """Shapes and strides of a convolution, of its arrays or of their gradients."""
+def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, room: int = 0) -> None:
+    """Shapes and strides of a convolution, or of its gradients; in memory `x` may have `room` channels."""
     for name, a in (("input", x), ("weights", w), ("output", y)):
         _expect_rank(what, name, a, geometry.ndim + 2)
-    check_packed(what, input=x, weights=w, bias=b, output=y)
+    check_packed(what, weights=w, bias=b, output=y)
+    if channels_in_memory(x) != room:
+        check_packed(what, input=x)
     channels, filters, groups = x.shape[-1], y.shape[-1], geometry.groups
     if channels % groups or filters % groups:
         raise KernelError(

@@ -109,14 +109,18 @@ class Binding:
             return tuple(boxes)
         return tuple(_extend(b, owned, slack) for b, owned in zip(boxes, self.inputs[i].layout.boxes))
 
-    def gather(self, i: int, boxes: Sequence[Box], fill: float | None = None) -> Gathered:
-        """Bring boxes of input `i` together; a value that was gathered so before is not sent again."""
+    def gather(self, i: int, boxes: Sequence[Box], fill: float | None = None, padded: bool = False) -> Gathered:
+        """Bring boxes of input `i` together; a value that was gathered so before is not sent again.
+
+        `padded`: its channels may lie padded with zeros, where its storage is the value's own.
+        """
         value = self.inputs[i]
-        key = (tuple(boxes), fill)
+        key = (tuple(boxes), fill, padded and value.room > value.layout.shape[-1])
         if key in value.gathered:
             return value.gathered[key].borrowed()
         assert value.region is not None
-        found = gather(self.comm, value.region, value.stored, boxes, self._keeper(value.dtype), fill, self.name)
+        keeper = self._keeper(value.dtype)
+        found = gather(self.comm, value.region, value.stored, boxes, keeper, fill, self.name, padded=key[-1])
         value.gathered[key] = found
         return found
 

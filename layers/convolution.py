@@ -69,6 +69,7 @@ class Conv(Layer):
         self.filters, self.groups, self.bias, self.activation = filters, groups, bias, activation
         self.stencil: Stencil = Stencil(kernel, stride, padding, dilation)
         self.cuts_channels = "contracts" if groups == 1 else "no"
+        self.takes_padded_channels = groups == 1
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
@@ -108,7 +109,7 @@ class ConvOperator(Operator):
         self.windows = layer.windows(b.shapes[0])
         self.groups = layer.groups
         slack = [0, *(w.stride - 1 for w in self.windows), 0]
-        self.x = b.gather(0, b.clipped_boxes(0, slack))
+        self.x = b.gather(0, b.clipped_boxes(0, slack), padded=layer.takes_padded_channels)
         self.geometry = local_geometry(self.windows, self.x.box, b.box, layer.groups)
         relu = layer.activation == "relu"
         w, bias = b.params["w"], b.params.get("b")

@@ -11,6 +11,7 @@ import numpy as np
 from halograd.comm import Communicator
 from halograd.device import device_of
 from halograd.dtensor import Box, Exchange, Layout
+from halograd.kernels.padded import channels_in_memory
 from halograd.layers.memory import Memory
 
 __all__ = ["Gathered", "Region", "Value", "gather"]
@@ -53,6 +54,8 @@ class Value:
         Storage of the gradient, once all contributions are known.
     contributions
         Arrays that the layers which read this value write their gradients into.
+    room
+        Channels that the storage has, zeros behind those of the value; 0: as many as the value.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Value:
     _home: Region | None = None
     _at_home: Any = None
     gathered: dict[Any, Gathered] = field(default_factory=dict)
+    room: int = 0
 
     @property
     def box(self) -> Box:
@@ -77,7 +81,7 @@ class Value:
 
     @property
     def array(self) -> Any:
-        """View of the owned box; packed unless the value is an input."""
+        """View of the owned box; packed unless the value is an input (whose channels may be padded, too)."""
         assert self.region is not None, f"{self.name} has no storage yet"
         return self.region.view(self.box)
 
@@ -90,7 +94,9 @@ class Value:
     def allocate(self, memory: Memory, use: str) -> None:
         """Make the storage."""
         box = self.region_box or self.box
-        self.region = Region(memory.keep(box.shape, self.dtype, use), box)
+        *outer, channels = box.shape
+        array = memory.keep((*outer, max(self.room, channels)), self.dtype, use)
+        self.region = Region(array[..., :channels] if self.room > channels else array, box)
 
     def new_contribution(self, memory: Memory) -> Any:
         """A packed array of the owned shape for one more reader's gradient."""
@@ -167,6 +173,7 @@ def gather(
     fill: float | None = None,
     name: str | None = None,
     kind: str = "halo",
+    padded: bool = False,
 ) -> Gathered:
     """Bring the boxes `needed` together. Collective over `comm`.
 
@@ -186,11 +193,14 @@ def gather(
         Value of the padding.
     name, kind
         What the exchange is called in a timeline, and booked under.
+    padded
+        Whether the storage may be used itself though its channels lie padded.
     """
     rank = comm.rank
     box = needed[rank]
     array = region.view(box) if region.box.contains(box) else None
-    own = array is None or not array.flags.c_contiguous
+    fits = array is not None and (array.flags.c_contiguous or (padded and channels_in_memory(array) is not None))
+    own = array is None or not fits
     if own:
         array = allocate(box.shape)
         if fill is not None:

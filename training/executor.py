@@ -169,7 +169,7 @@ class Executor:
         )
         self.kernels.take_substitutes()  # those of others are not ours to report
         for name in self.network.inputs:
-            self.values[name].allocate(self.memory, "input")
+            self._allocate_input(self.values[name])
         self._bindings = [self._bind_forward(step, trainable) for step in self.steps]
         self._moves = self._find_moves()
         self._launched_after = {id(v): some for v, some in self._moves}
@@ -186,6 +186,13 @@ class Executor:
         if trainable:
             self._bind_backward()
             self.reducer = self._make_reducer()
+
+    def _allocate_input(self, value: Value) -> None:
+        """With channels as the kernels want them, where all layers that read it take them so."""
+        readers = [step for step in self.steps if any(v is value for v in step.inputs)]
+        if is_low(value.dtype) and all(step.layer.takes_padded_channels for step in readers):
+            value.room = self.kernels.padded_channels(value.layout.shape[-1], value.dtype)
+        value.allocate(self.memory, "input")
 
     def _make_reducer(self) -> Reducer:
         """Of the scheme for which the store has its buckets."""

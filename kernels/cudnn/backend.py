@@ -23,6 +23,7 @@ from halograd.kernels.cudnn.workspace import Workspaces
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
+from halograd.kernels.padded import tensor_core_channels
 
 __all__ = ["CudnnBackend"]
 
@@ -184,6 +185,9 @@ class CudnnBackend(Backend):
                     f"{what}: expected {name} of dtype {' or '.join(allowed)} beside arrays of {found}, got "
                     f"{np.dtype(a.dtype).name}; convert them"
                 )
+
+    def padded_channels(self, channels: int, dtype: Any) -> int:
+        return tensor_core_channels(channels, dtype)
 
     def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
         return conv.forward(self._engine, x, w, b, y, geometry, relu)

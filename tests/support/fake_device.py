@@ -15,6 +15,7 @@ from halograd.kernels.backend import Backend
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, chain
 from halograd.kernels.numpy import NumpyBackend
+from halograd.kernels.padded import tensor_core_channels
 from tests.support.device_array import DeviceArray, unwrap
 
 __all__ = ["FakeBackend", "FakeDevice", "operands"]
@@ -323,6 +324,9 @@ class FakeBackend(Backend):
     def _check_beside(self, what: str, x: Any, *others: Any) -> None:
         legal = {x.dtype.name, "float32"} if is_low(x.dtype) else {x.dtype.name}
         assert {a.dtype.name for a in others if a is not None} <= legal, f"{what}: {x.dtype} beside others"
+
+    def padded_channels(self, channels: int, dtype: Any) -> int:
+        return tensor_core_channels(channels, dtype)
 
     def _suited(self, array: Any, x: Any) -> Any:
         """As cuDNN wants it: of the dtype of the images, converted at every call where it is another."""
