@@ -89,6 +89,10 @@ class Backend(ABC):
         """One line for the log: what runs, and where it came from."""
         return f"{self.name} {self.version}, {self.threads} thread(s) per rank"
 
+    def describe_arithmetic(self, dtype: str) -> str:
+        """For the log: how products of this dtype are made where one may choose, and how; else nothing."""
+        return ""
+
     def __enter__(self) -> Backend:
         return self
 

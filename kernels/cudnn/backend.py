@@ -41,8 +41,8 @@ class CudnnBackend(Backend):
     threads
         Of host code; kernels on the GPU take none.
     autotune
-        Whether convolutions are chosen among cuDNN's plans by measurement when they are built. What was found is kept
-        on disk.
+        Whether convolutions are chosen among cuDNN's plans by measurement when they are built, some of each engine.
+        What was found is kept on disk.
     precision
         Of float32, see :class:`Arithmetic`.
     deterministic
@@ -115,7 +115,8 @@ class CudnnBackend(Backend):
         self.workspaces = Workspaces(runtime.bytes)
         handles = Handles(runtime.frontend.module, runtime.current_stream, runtime.check_device)
         kept = PlanStore(store, runtime.conditions)
-        plans = Plans(runtime.frontend, handles, kept, runtime.bytes, EventTimer(runtime.cupy.cuda))
+        timer = EventTimer(runtime.cupy.cuda)
+        plans = Plans(runtime.frontend, handles, kept, runtime.bytes, runtime.release, timer)
         self._engine = Engine(
             plans, handles, self.workspaces, self.cuda, self.empty, self.arithmetic, workspace_limit, autotune
         )
@@ -159,6 +160,9 @@ class CudnnBackend(Backend):
 
     def describe(self) -> str:
         return f"{self.name} {self.version}, {self.device_name}"
+
+    def describe_arithmetic(self, dtype: str) -> str:
+        return self.arithmetic.describe(dtype)
 
     def autotuned(self) -> dict[Any, dict[str, float]]:
         """Per convolution the times of the plans compared [s], the chosen one first."""

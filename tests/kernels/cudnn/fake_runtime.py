@@ -81,7 +81,7 @@ class CupyDouble:
 
     def __init__(self, devices: int = 1, capability: str = "90") -> None:
         self.stream, self.device, self.clock = 0, 0, lambda: 0.0
-        self.synchronized = 0
+        self.synchronized = self.released = 0
         self.cublas = CublasDouble(self)
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(
@@ -108,6 +108,12 @@ class CupyDouble:
 
     def _synchronize(self) -> None:
         self.synchronized += 1
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=self._release)
+
+    def _release(self) -> None:
+        self.released += 1
 
     @contextlib.contextmanager
     def on(self, stream: int) -> Iterator[None]:
