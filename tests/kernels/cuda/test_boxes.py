@@ -158,7 +158,7 @@ def test_conversion_of_rows_with_more_channels_is_by_pairs(cuda):
 def test_conversion_and_copies_together(cuda):
     """A launch for each pair of dtypes, whatever their order."""
     a, b = numbers((8,), np.float32), numbers((8,), np.float32, seed=1)
-    x, y, z = np.zeros(8, np.float32), np.zeros(8, BFLOAT16), np.zeros(8, np.float64)
+    x, y, z = (numbers((8,), dtype, seed=2) for dtype in (np.float32, BFLOAT16, np.float64))
     cuda.device.launched.clear()
     cuda.copy([(a, y), (a, x), (b, z)])()
     assert np.array_equal(x, a) and np.array_equal(y.astype(np.float32), a) and np.array_equal(z, b)
