@@ -137,9 +137,7 @@ def test_the_first_line_says_whether_float32_takes_tensor_cores(tmp_path, on_dev
     run(write_config(tmp_path), tmp_path / "out", 1, more=[f'training.dtype="{dtype}"'])
     (begin,) = read_log(tmp_path / "out" / "log.jsonl", "begin")
     for line in (said[0], begin["kernels"]):
-        assert (
-            'per rank, float32 without tensor cores (backend.precision = "tf32"' in line
-        ) == says
+        assert ('per rank, float32 without tensor cores (backend.precision = "tf32"' in line) == says
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
