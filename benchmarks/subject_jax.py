@@ -141,12 +141,13 @@ def _transposed(layer: hl.ConvTranspose, shape: tuple[int, ...]) -> Function:
 
 
 def _batch_norm(layer: hl.BatchNorm, shape: tuple[int, ...]) -> Function:
-    def run(p: Arrays, s: Arrays, x: jax.Array) -> tuple[jax.Array, dict]:
+    def run(p: Arrays, s: Arrays, x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, dict]:
         axes = tuple(range(x.ndim - 1))
         # Both moments in one pass over x, as flax does by default.
         mean = jnp.mean(x, axes)
         var = jnp.maximum(jnp.mean(x * x, axes) - mean * mean, 0)
         y = (x - mean) * (lax.rsqrt(var + layer.eps) * p["gamma"]) + p["beta"]
+        y = y + residual[0] if residual else y
         m, n = layer.momentum, x.size // x.shape[-1]
         new = {"mean": (1 - m) * s["mean"] + m * mean, "var": (1 - m) * s["var"] + m * var * (n / max(1, n - 1))}
         return (jax.nn.relu(y) if layer.activation else y), new

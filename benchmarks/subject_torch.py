@@ -144,7 +144,12 @@ def _batch_norm(layer: hl.BatchNorm, own: Params, shape: tuple[int, ...]) -> Fun
     gamma = own["gamma"].detach()
     mean, var = torch.zeros_like(gamma), torch.ones_like(gamma)
     rest = (own["gamma"], own["beta"], True, layer.momentum, layer.eps)
-    return _activated(lambda x: F.batch_norm(x, mean, var, *rest), layer.activation)
+
+    def run(x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
+        y = F.batch_norm(x, mean, var, *rest)
+        return y + residual[0] if residual else y
+
+    return _activated(run, layer.activation)
 
 
 def _max_pool(layer: hl.MaxPool, own: Params, shape: tuple[int, ...]) -> Function:

@@ -143,7 +143,8 @@ class Device(ABC):
 
     # -- copies within the device ---------------------------------------------------------------
     def copies(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-        """What enqueues ``target[...] = source`` for pairs of (target, source) views of one shape each."""
+        """What enqueues ``target[...] = source`` for pairs of (target, source) views of one shape each, of any two
+        floating-point dtypes, or of one dtype."""
         fixed = tuple(pairs)
 
         def run() -> None:

@@ -84,7 +84,8 @@ class CupyDevice(Device):
     pinned_bytes
         Pinned memory given out so far [B].
     fused_copies, fused_sums
-        What makes one launch of many copies, or sums, of boxes; None: one launch each.
+        What makes one launch of many copies, or sums, of boxes, of words as wide as addresses and strides permit; None:
+        CuPy's own operations, one each.
 
     Raises
     ------
@@ -180,10 +181,10 @@ class CupyDevice(Device):
         self.compute.synchronize()
 
     def copies(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-        return self.fused_copies(pairs) if self.fused_copies and len(pairs) > 1 else super().copies(pairs)
+        return self.fused_copies(pairs) if self.fused_copies else super().copies(pairs)
 
     def sums(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-        return self.fused_sums(pairs) if self.fused_sums and len(pairs) > 1 else super().sums(pairs)
+        return self.fused_sums(pairs) if self.fused_sums else super().sums(pairs)
 
     # -- time, graphs, memory -------------------------------------------------------------------
     def stamp(self) -> Any:

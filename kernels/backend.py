@@ -12,10 +12,11 @@ from types import ModuleType, TracebackType
 from typing import Any, ClassVar
 
 from halograd.device import HOST, Device
-from halograd.kernels import checks, empty
+from halograd.kernels import checks, clipping, empty
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel, Substitute
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, Substitute
+from halograd.kernels.norm_parts import with_residual, with_training, without_parts
 
 __all__ = ["ACTIVATIONS", "Backend"]
 
@@ -53,6 +54,8 @@ class Backend(ABC):
     dtype_remedy: str
     device: Device = HOST
     cuda: Any = None
+    #: Whether `_batch_norm` does itself what `training` and `residual` ask for.
+    fuses_batch_norm: bool = False
 
     # ------------------------------------------------------------------ arrays and life time
     @abstractmethod
@@ -86,6 +89,10 @@ class Backend(ABC):
         """One line for the log: what runs, and where it came from."""
         return f"{self.name} {self.version}, {self.threads} thread(s) per rank"
 
+    def describe_arithmetic(self, dtype: str) -> str:
+        """For the log: how products of this dtype are made where one may choose, and how; else nothing."""
+        return ""
+
     def __enter__(self) -> Backend:
         return self
 
@@ -95,18 +102,26 @@ class Backend(ABC):
         self.close()
 
     # ------------------------------------------------------------------ convolution
+    def padded_channels(self, channels: int, dtype: Any) -> int:
+        """Channels that the input of a convolution should have in memory; those behind its own must be zero.
+
+        `conv_forward` and `conv_backward_filter` take `x` so: a view of the leading channels of a packed array.
+        """
+        return channels
+
     def conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool = False) -> Kernel:
         """``y[n, o, k] = relu?(b[k] + sum_{t, c} w[k, t, c] * x[n, o * stride - lo + dilation * t, c])``.
 
         Parameters
         ----------
         x, w, b, y
-            ``(N, *spatial, C)``, ``(K, *kernel, C / groups)``, ``(K,)`` or None, ``(N, *outputs, K)``; local.
+            ``(N, *spatial, C)``, ``(K, *kernel, C / groups)``, ``(K,)`` or None, ``(N, *outputs, K)``; local. `x` may
+            lie as :meth:`padded_channels` says if there is one group.
         """
         self._check_conv_dtypes("conv_forward", x, y, w, b)
         if empty.has_nothing(x, y):
             return empty.bias_only(self.xp, b, y, relu)
-        checks.check_conv("conv_forward", x, w, b, y, geometry)
+        checks.check_conv("conv_forward", x, w, b, y, geometry, self._room(x, geometry))
         return self._conv_forward(x, w, b, y, geometry, relu)
 
     def conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
@@ -122,7 +137,7 @@ class Backend(ABC):
         self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
         if empty.has_nothing(x, dy):
             return empty.filter_of_nothing(self.xp, dy, dw, db)
-        checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry)
+        checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._room(x, geometry))
         return self._conv_backward_filter(x, dy, dw, db, geometry)
 
     def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
@@ -170,8 +185,11 @@ class Backend(ABC):
         eps: float,
         relu: bool,
         local: bool,
+        training: BatchNormTraining | None = None,
+        residual: Any = None,
+        dresidual: Any = None,
     ) -> BatchNormKernels:
-        """``y = relu?(gamma * xhat + beta)``, ``xhat = (x - mean) / sqrt(var + eps)``, per channel, with its adjoint.
+        """``y = relu?(gamma * xhat + beta + residual?)``, ``xhat = (x - mean) / sqrt(var + eps)``, with its adjoint.
 
         Parameters
         ----------
@@ -190,17 +208,31 @@ class Backend(ABC):
             ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat * means[1])``.
             True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
             other two do nothing.
+        training
+            What the kernels do besides: mean and variance from sums over all processes, running statistics, gradients
+            of the parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may use `means`
+            as it likes.
+        residual, dresidual
+            Of the shape of `x`, or None. With a residual and relu ``backward_sums()`` writes ``dresidual = dy'``,
+            which ``backward_data()`` reads; without relu the residual's gradient is `dy`, and `dresidual` None.
 
         A backward kernel belongs to the last ``forward()`` of the same call.
         """
-        self._check_dtypes("batch_norm", x=x, y=y, dy=dy, dx=dx)
+        self._check_dtypes("batch_norm", x=x, y=y, dy=dy, dx=dx, residual=residual, dresidual=dresidual)
+        arrays = BatchNormArrays(
+            x, y, dy, dx, gamma, beta, mean, var, sums, means, eps, relu, local, training, residual, dresidual
+        )
         if empty.has_nothing(x):
-            return empty.batch_norm_of_nothing(dx, mean, var, sums, local)
-        vectors = {"gamma": gamma, "beta": beta, "mean": mean, "var": var}
+            return with_training(arrays, empty.batch_norm_of_nothing(arrays), self.device)
+        vectors = {"gamma": gamma, "beta": beta, "mean": mean, "var": var, **(training.vectors if training else {})}
         checks.check_batch_norm(x, y, dy, dx, vectors, {"sums": sums, "means": means})
+        checks.check_residual(arrays)
         if eps <= 0:
             raise KernelError(f"batch_norm: expected eps > 0, got {eps}; 1e-5 is usual")
-        return self._batch_norm(x, y, dy, dx, gamma, beta, mean, var, sums, means, eps, relu, local)
+        if self.fuses_batch_norm:
+            return self._batch_norm(arrays)
+        alone = self._batch_norm(without_parts(arrays))
+        return with_training(arrays, with_residual(arrays, alone, self._add, self._activation), self.device)
 
     # ------------------------------------------------------------------ elementwise, dense
     def activation(
@@ -236,6 +268,21 @@ class Backend(ABC):
             return empty.filled(0)
         return self._add(list(xs), y, relu)
 
+    def bias(self, y: Any, b: Any) -> Kernel:
+        """``y = y + b`` in place; y ``(..., C)``, b ``(C,)``, or nothing where y is."""
+        self._check_bias("bias", y, b)
+        return empty.filled(0) if empty.has_nothing(y) else self._bias(y, b)
+
+    def bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        """``db`` = sum of dy ``(..., C)`` over all but the channels, of the ranks that have nothing 0."""
+        self._check_bias("bias_gradient", dy, db)
+        return empty.filled(0, db) if empty.has_nothing(dy) else self._bias_gradient(dy, db)
+
+    def _check_bias(self, what: str, y: Any, b: Any) -> None:
+        self._check_dense_gradients(what, y, y, None, b)
+        if not empty.has_nothing(y):
+            checks.check_bias(what, y, b)
+
     def dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         """``y = x w^T + b``; x ``(N, F)``, w ``(K, F)``, b ``(K,)`` or None, y ``(N, K)``."""
         self._check_dtypes("dense_forward", x=x, w=w, b=b, y=y)
@@ -260,8 +307,35 @@ class Backend(ABC):
         checks.check_dense("dense_backward_filter", x, dw, db, dy)
         return self._dense_backward_filter(x, dy, dw, db)
 
+    # ------------------------------------------------------------------ gradients
+    def sum_of_squares(self, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
+        """``out`` = sum over the terms, packed arrays and weights, of weight * sum of squares; out float64 ``(1,)``."""
+        arrays = [array for array, _ in terms]
+        checks.check_packed("sum_of_squares", **{f"array {i}": a for i, a in enumerate(arrays)})
+        checks.check_scalars("sum_of_squares", out=out)
+        return self._sum_of_squares(terms, out)
+
+    def clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        """``norm = sqrt(squares) * inverse?``, ``factor = min(1, max_norm / (norm + 1e-6))``; all float64 ``(1,)``.
+
+        `inverse` is that of a loss scale, or None. The factor is that of torch.nn.utils.clip_grad_norm_.
+        """
+        checks.check_scalars("clip", squares=squares, inverse=inverse, norm=norm, factor=factor)
+        return self._clip(squares, inverse, max_norm, norm, factor)
+
+    def _sum_of_squares(self, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
+        return clipping.sum_of_squares(terms, out)
+
+    def _clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        return clipping.clip(squares, inverse, max_norm, norm, factor)
+
+    # ------------------------------------------------------------------ checks
     def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
         self._check_dtypes(what, x=x, dy=dy, dw=dw, db=db)
+
+    def _room(self, x: Any, geometry: Geometry) -> int:
+        """Channels that the input of a convolution may have in memory."""
+        return self.padded_channels(x.shape[-1], x.dtype) if geometry.groups == 1 else x.shape[-1]
 
     def _check_dtypes(self, what: str, **arrays: Any) -> None:
         checks.check_dtypes(what, self.dtypes, self.dtype_remedy, **arrays)
@@ -285,22 +359,7 @@ class Backend(ABC):
     ) -> tuple[Kernel, Kernel | None]: ...
 
     @abstractmethod
-    def _batch_norm(
-        self,
-        x: Any,
-        y: Any,
-        dy: Any,
-        dx: Any,
-        gamma: Any,
-        beta: Any,
-        mean: Any,
-        var: Any,
-        sums: Any,
-        means: Any,
-        eps: float,
-        relu: bool,
-        local: bool,
-    ) -> BatchNormKernels: ...
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels: ...
 
     @abstractmethod
     def _activation(
@@ -309,6 +368,12 @@ class Backend(ABC):
 
     @abstractmethod
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel: ...
+
+    @abstractmethod
+    def _bias(self, y: Any, b: Any) -> Kernel: ...
+
+    @abstractmethod
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel: ...
 
     @abstractmethod
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel: ...

@@ -9,15 +9,20 @@ import numpy as np
 
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import BatchNormArrays
+from halograd.kernels.padded import channels_in_memory
 
 __all__ = [
     "check_batch_norm",
+    "check_bias",
     "check_conv",
     "check_dense",
     "check_dtypes",
     "check_packed",
     "check_pool",
+    "check_residual",
     "check_same_shape",
+    "check_scalars",
     "same_elements",
 ]
 
@@ -86,11 +91,13 @@ def _expect_output(what: str, x: Any, y: Any, geometry: Geometry) -> None:
         )
 
 
-def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry) -> None:
-    """Shapes and strides of a convolution, of its arrays or of their gradients."""
+def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, room: int = 0) -> None:
+    """Shapes and strides of a convolution, or of its gradients; in memory `x` may have `room` channels."""
     for name, a in (("input", x), ("weights", w), ("output", y)):
         _expect_rank(what, name, a, geometry.ndim + 2)
-    check_packed(what, input=x, weights=w, bias=b, output=y)
+    check_packed(what, weights=w, bias=b, output=y)
+    if channels_in_memory(x) != room:
+        check_packed(what, input=x)
     channels, filters, groups = x.shape[-1], y.shape[-1], geometry.groups
     if channels % groups or filters % groups:
         raise KernelError(
@@ -142,6 +149,32 @@ def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], 
             raise KernelError(
                 f"{what}: expected {name} of dtype float64, got {np.dtype(a.dtype).name}; sums of many terms need it"
             )
+
+
+def check_residual(a: BatchNormArrays) -> None:
+    """Shapes and strides of what is added to a batch norm, and whether its gradient is asked for where it is made."""
+    check_packed("batch_norm", residual=a.residual, dresidual=a.dresidual)
+    check_same_shape("batch_norm", x=a.x, residual=a.residual, dresidual=a.dresidual)
+    wanted = a.residual is not None and a.relu and a.dx is not None
+    if wanted != (a.dresidual is not None):
+        raise KernelError(
+            f"batch_norm: expected dresidual {'with' if wanted else 'only with'} a residual, relu and dx, got "
+            f"{'none' if wanted else 'one'}; without relu the residual's gradient is dy"
+        )
+
+
+def check_bias(what: str, y: Any, b: Any) -> None:
+    """One value per channel of a packed array ``(..., C)``."""
+    check_packed(what, y=y, b=b)
+    _expect_shape(what, "b", b, (y.shape[-1],), "it has one value per channel")
+
+
+def check_scalars(what: str, **arrays: Any) -> None:
+    """Numbers that stay on a device: float64 (1,), or None."""
+    for name, a in arrays.items():
+        if a is not None and (tuple(a.shape) != (1,) or np.dtype(a.dtype) != np.float64):
+            found = f"{np.dtype(a.dtype).name} {tuple(a.shape)}"
+            raise KernelError(f"{what}: expected {name} float64 (1,), got {found}; sums of many terms need it")
 
 
 def check_dense(what: str, x: Any, w: Any, b: Any, y: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from halograd.kernels.kernel import BatchNormKernels, Kernel, idle
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, idle
 
 __all__ = ["batch_norm_of_nothing", "bias_only", "filled", "filter_of_nothing", "has_nothing", "pool_of_nothing"]
 
@@ -62,11 +62,10 @@ def pool_of_nothing(value: float, y: Any, dx: Any) -> tuple[Kernel, Kernel | Non
     return filled(value, y), None if dx is None else filled(0, dx)
 
 
-def batch_norm_of_nothing(dx: Any, mean: Any, var: Any, sums: Any, local: bool) -> BatchNormKernels:
+def batch_norm_of_nothing(a: BatchNormArrays) -> BatchNormKernels:
     """Batch norm of a rank without elements: its sums are zero."""
-    zero_sums = filled(0, sums)
-    forward = filled(0, mean, var) if local else idle()
-    statistics = idle() if local else zero_sums
-    if dx is None:
+    forward = filled(0, a.mean, a.var) if a.local else idle()
+    statistics = idle() if a.local else filled(0, a.sums)
+    if a.dx is None:
         return BatchNormKernels(statistics, forward, None, None)
-    return BatchNormKernels(statistics, forward, filled(0, sums), idle())
+    return BatchNormKernels(statistics, forward, filled(0, a.sums), idle())

@@ -10,8 +10,8 @@ from halograd.kernels.errors import KernelError
 from halograd.kernels.scratch import Scratch
 
 __all__ = [
-    "BatchNormArrays", "BatchNormKernels", "Kernel", "ScratchKernel", "Substitute", "chain", "deferred", "either",
-    "fallback", "idle",
+    "BatchNormArrays", "BatchNormKernels", "BatchNormTraining", "Kernel", "ScratchKernel", "Substitute", "chain",
+    "deferred", "either", "fallback", "idle",
 ]  # fmt: skip
 
 
@@ -174,6 +174,45 @@ class Substitute:
 
 
 @dataclass(frozen=True)
+class BatchNormTraining:
+    """What the kernels of a batch norm do in training between the sums and the rest.
+
+    Attributes
+    ----------
+    count
+        Elements per channel, on all processes, that mean and variance are of.
+    from_sums
+        Whether ``forward()`` takes mean and variance from `sums`, which then hold those of all processes; else as they
+        are in `mean` and `var`. Without meaning where the statistics are local.
+    momentum
+        Weight of this batch in the running statistics.
+    running_mean, running_var
+        ``(C,)``, in which ``forward()`` takes up mean and unbiased variance; None: in no array.
+    dgamma, dbeta
+        ``(C,)``, which ``backward_sums()`` writes: the sums of this process; None: nowhere.
+    """
+
+    count: int
+    from_sums: bool = True
+    momentum: float = 0.0
+    running_mean: Any = None
+    running_var: Any = None
+    dgamma: Any = None
+    dbeta: Any = None
+
+    @property
+    def unbiased(self) -> float:
+        """Factor that makes the biased variance an unbiased one."""
+        return self.count / max(self.count - 1, 1)
+
+    @property
+    def vectors(self) -> dict[str, Any]:
+        """The arrays by name."""
+        names = ("running_mean", "running_var", "dgamma", "dbeta")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True)
 class BatchNormArrays:
     """The arguments of :meth:`Backend.batch_norm`."""
 
@@ -190,6 +229,9 @@ class BatchNormArrays:
     eps: float
     relu: bool
     local: bool = False
+    training: BatchNormTraining | None = None
+    residual: Any = None
+    dresidual: Any = None
 
     @property
     def rows(self) -> int:

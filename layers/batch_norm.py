@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.dtensor import Blocks, Groups
+from halograd.kernels.kernel import BatchNormKernels, BatchNormTraining
 from halograd.layers.chunks import Work
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
@@ -30,7 +31,8 @@ class BatchNorm(Layer):
     """Batch normalisation (Ioffe and Szegedy 2015) over samples and space, per channel.
 
     ``y = gamma * (x - mean) / sqrt(var + eps) + beta``, with the mean and the biased variance of the batch in
-    training and the running ones in evaluation. Works on ``(N, C)`` too.
+    training and the running ones in evaluation. Works on ``(N, C)`` too. A second input, of the shape of the first, is
+    added before the activation: the shortcut of a residual block (He et al. 2016, Figure 2), in the same kernels.
 
     Parameters
     ----------
@@ -53,8 +55,8 @@ class BatchNorm(Layer):
     -----
     Parameters `gamma`, `beta` and state `mean`, `var`, all ``(C,)``; a rank holds those of its channels. The
     running variance averages the unbiased variance, as torch does. Where statistics are not global, the running
-    ones average those of the blocks, weighted by their number of elements; so they are the same on all ranks. They
-    are complete once `backward` (or the next `forward`) has run.
+    ones average those of the blocks, weighted by their number of elements; so they are the same on all ranks, and
+    complete once `backward` (or the next `forward`) has run.
 
     Communication per process: with more than one rank in the group, one sum of ``2 C`` float64 forward (``sum x``,
     ``sum x^2``) and one backward (``sum dy``, ``sum dy * xhat``); evaluation none. If the group is not the whole
@@ -89,6 +91,12 @@ class BatchNorm(Layer):
         self.statistics, self.momentum, self.eps = statistics, momentum, eps
         self.affine, self.activation = affine, activation
 
+    def output_shape(self, *shapes: Shape) -> Shape:
+        if len(shapes) > 2 or len(set(shapes)) > 1:
+            found = ", ".join(map(str, shapes))
+            raise ValueError(f"BatchNorm: expected one input, or a second of the same shape to add, got {found}")
+        return shapes[0]
+
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
         return affine_parameters(shapes[0][-1]) if self.affine else {}
 
@@ -100,12 +108,16 @@ class BatchNorm(Layer):
         }
 
     def flops(self, *shapes: Shape) -> int:
-        return 7 * math.prod(shapes[0])
+        return (6 + len(shapes)) * math.prod(shapes[0])
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """The fused kernel where the statistics are the rank's own, else kernels around sums."""
+        """Kernels around sums over the ranks that share statistics; where these are the rank's own, kernels alone.
+
+        Where the host can look whether ``E[x^2] - E[x]^2`` cancels, and in float64, mean and variance are made here;
+        else by the kernels.
+        """
         boxes, statistics = context.output.layout.boxes, context.options.get("statistics", self.statistics)
-        x = context.gather(0, context.clipped(0))
+        inputs = [context.gather(i, context.clipped(i)) for i in range(len(context.inputs))]
         channels = context.state["mean"].size  # of this rank's block
         groups, whole = statistics_groups(statistics, boxes), statistics_groups("global", boxes)
         own, everyone = math.prod(context.box.shape[:-1]), math.prod(context.output.layout.shape[:-1])
@@ -113,45 +125,63 @@ class BatchNorm(Layer):
         views = {name: context.keep((channels,), context.wide, "statistics") for name in ("mean", "var")}
         views |= {name: context.keep((2, channels), "float64", "statistics") for name in ("sums", "means", "moments")}
         views |= lower_affine(context, channels)
-        views |= {"x": x.view, "y": context.y, **{f"running_{key}": view for key, view in context.state.items()}}
+        views |= {"x": inputs[0].view, "y": context.y}
+        views |= {f"running_{key}": view for key, view in context.state.items()}
         sizes = [16 * int(n) for n in boxes.extents[-1]]
         total = context.sum(groups, views["sums"], "statistics", _per_group(groups, boxes, sizes))
         running = None
         if groups != whole:
             running = context.sum(whole, views["moments"], "running statistics", sizes, f"{context.name} (running)")
-        # In float64, which is for proofs, the variance of the fused kernel would not be accurate enough.
-        fused = total is None and context.dtype != np.float64
+        # In float64, which is for proofs, the variance of kernels would not be accurate enough.
+        exact = context.dtype == np.float64
+        alone = total is None and not exact
+        looks = not alone and (exact or not context.fused)
         batch = context.output.layout.shape[0]
-        numbers = _Numbers(self, max(1, count), own / max(1, everyone), fused, running is not None, batch)
-        kernel = context.kernel(partial(_BatchNormKernel, numbers), **views)
-        forward = tuple(views)
-        x.start()
-        x.finish()
-        context.end_sum(running)
-        context.run(kernel, "settle", uses=forward)
+        numbers = _Numbers(self, max(1, count), own / max(1, everyone), alone, looks, running is not None, batch)
+        again = tuple(views)
+        kernel = context.kernel(partial(_BatchNormKernel, numbers), **views, residual=None)
+        if len(inputs) > 1:
+            kernel.add(residual=inputs[1].view)
+        forward = (*again, "residual")
+
+        def settle() -> None:
+            if running is not None:
+                context.end_sum(running)
+                context.run(kernel, "settle", uses=again)
+
+        for x in inputs:
+            x.start()
+        for x in inputs:
+            x.finish()
+        settle()
         context.run(kernel, "evaluate", uses=forward, when="evaluation", timing=context.timing("forward"))
-        context.run(kernel, "begin", uses=forward, when="training")
-        if fused:
-            context.run(kernel, "train", uses=forward, when="training", timing=context.timing("forward"))
-        else:
-            context.run(kernel, "statistics", uses=forward, when="training")
+        context.run(kernel, "begin", uses=(), when="training")
+        if not alone:
+            context.run(kernel, "statistics", uses=again, when="training")
             both = context.add_up(total, when="training")
-            centered, variance = (context.operation(kernel, part, uses=forward) for part in ("centered", "variance"))
-            context.run(kernel, "cancels", uses=forward, when="training", guarded=[centered, *both, variance])
-            context.run(kernel, "normalize", uses=forward, when="training", timing=context.timing("forward"))
-        context.run(kernel, "average", uses=forward, when="training")
-        context.begin_sum(running, when="training")
+        if looks:
+            centered, variance = (context.operation(kernel, part, uses=again) for part in ("centered", "variance"))
+            context.run(kernel, "cancels", uses=again, when="training", guarded=[centered, *both, variance])
+            context.run(kernel, "take", uses=again, when="training")
+        context.run(kernel, "train", uses=forward, when="training", timing=context.timing("forward"))
+        if running is not None:
+            context.run(kernel, "average", uses=again, when="training")
+            context.begin_sum(running, when="training")
 
         def backward() -> None:
             dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
-            kernel.add(dy=context.dy, dx=dx)
-            kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
-            context.end_sum(running)
-            context.run(kernel, "settle", uses=forward)
-            context.run(kernel, "backward_sums", timing=context.timing("backward_data"))
-            if not fused:
+            kernel.add(dy=context.dy, dx=dx, **{f"d{key}": view for key, view in context.grads.items()})
+            if len(inputs) > 1 and self.activation == "relu":
+                wanted = context.needs_gradient(1)
+                kernel.add(dresidual=context.gradient(1) if wanted else context.scratch(context.box.shape))
+            elif len(inputs) > 1 and context.needs_gradient(1):
+                context.pass_gradient(1)
+            used = tuple(name for name in kernel.views if name != "residual")
+            settle()
+            context.run(kernel, "backward_sums", uses=used, timing=context.timing("backward_data"))
+            if not alone:
                 context.add_up(total)
-                context.run(kernel, "backward_data")
+                context.run(kernel, "backward_data", uses=used)
 
         return backward
 
@@ -164,8 +194,10 @@ class _Numbers:
     ----------
     count, share
         Elements per channel of its group, and its own share in those of all.
-    fused
-        Whether training has a kernel of its own.
+    alone
+        Whether training needs no sums over ranks.
+    looks
+        Whether mean and variance are made by this layer, which looks whether they cancel; else by the kernels.
     averaged
         Whether running statistics average those of several groups.
     batch
@@ -175,38 +207,50 @@ class _Numbers:
     layer: BatchNorm
     count: int
     share: float
-    fused: bool
+    alone: bool
+    looks: bool
     averaged: bool
     batch: int
 
 
 class _BatchNormKernel:
-    """The backend's kernels around sums; running statistics."""
+    """The backend's kernels around sums; running statistics of several groups."""
 
     def __init__(self, numbers: _Numbers, environment: Any, **arrays: Any) -> None:
         self.n, self.layer, self.mode, self.name = numbers, numbers.layer, environment.mode, environment.name
-        get = arrays.get
-        self.mean, self.var, self.sums, self.means = (arrays[k] for k in ("mean", "var", "sums", "means"))
-        self.moments, self.running = arrays["moments"], (arrays["running_mean"], arrays["running_var"])
-        self.dgamma: Any = get("dgamma")
-        self.dbeta: Any = get("dbeta")
-        channels = len(self.mean)
-        blocks = [block(a, channels) for a in (arrays["x"], arrays["y"], get("dy"), get("dx"))]
+        self.arrays, self.mean, self.var = arrays, arrays["mean"], arrays["var"]
+        self.sums, self.moments = arrays["sums"], arrays["moments"]
+        self.running = arrays["running_mean"], arrays["running_var"]
         self.limit = cancellation_limit(self.mean.dtype)
-        self.rows = arrays["x"].reshape(-1, channels) if arrays["x"].size else arrays["x"].reshape(0, channels)
+        x, channels = arrays["x"], len(self.mean)
+        self.rows = x.reshape(-1, channels) if x.size else x.reshape(0, channels)
         self._work = Work(environment.kernels.device)
         self._pending = self._trained = False
+        self.apply = self._kernels(environment, self.running, None)
+        # Forward and backward of training share a workspace, so they are made together.
+        self.trained = self._kernels(environment, (self.mean, self.var), self._training())
 
-        def kernels(local: bool, gradients: bool) -> Any:
-            x, y, dy, dx = blocks if gradients else (*blocks[:2], None, None)
-            both = (arrays["gamma"], arrays["beta"], self.mean, self.var, self.sums, self.means)
-            relu = self.layer.activation == "relu"
-            return environment.kernels.batch_norm(x, y, dy, dx, *both, self.layer.eps, relu, local)
+    def _training(self) -> BatchNormTraining:
+        get, running = self.arrays.get, (None, None) if self.n.averaged else self.running
+        gradients = (get("dgamma"), get("dbeta")) if "dx" in self.arrays else (None, None)
+        return BatchNormTraining(self.n.count, not self.n.looks, self.layer.momentum, *running, *gradients)
 
-        # With running statistics; in training around sums, or where there are none a kernel of its own. Forward and
-        # backward of training share a workspace, so they are made together.
-        self.apply = kernels(local=False, gradients=False)
-        self.trained = kernels(local=numbers.fused, gradients=True)
+    def _kernels(self, environment: Any, moments: Any, training: BatchNormTraining | None) -> BatchNormKernels:
+        names = ("x", "y", "dy", "dx", "residual", "dresidual")
+        given = {name: block(self.arrays.get(name), len(self.mean)) for name in names}
+        if training is None:
+            given |= {"dy": None, "dx": None, "dresidual": None}
+        gamma, beta, sums, means = (self.arrays[name] for name in ("gamma", "beta", "sums", "means"))
+        made: BatchNormKernels = environment.kernels.batch_norm(
+            *(given.pop(name) for name in names[:4]),
+            *(gamma, beta, *moments, sums, means),
+            self.layer.eps,
+            self.layer.activation == "relu",
+            training is not None and self.n.alone,
+            training,
+            **given,
+        )
+        return made
 
     def settle(self) -> None:
         """The running statistics hold all batches so far when this returns."""
@@ -221,8 +265,6 @@ class _BatchNormKernel:
 
     def evaluate(self) -> None:
         self._trained = False
-        np.copyto(self.mean, self.running[0])
-        np.copyto(self.var, self.running[1])
         self.apply.forward()
 
     def begin(self) -> None:
@@ -233,12 +275,6 @@ class _BatchNormKernel:
                 "drop the short last batch of an epoch, or choose a batch size that divides the number of samples"
             )
 
-    def train(self) -> None:
-        """All of it, of this block's own statistics."""
-        self.trained.forward()
-        np.copyto(self.moments[0], self.mean)
-        np.copyto(self.moments[1], self.var)
-
     def statistics(self) -> None:
         self.trained.statistics()
 
@@ -247,8 +283,7 @@ class _BatchNormKernel:
 
         All ranks of the group have the same sums, so all go the same way.
         """
-        mean, var = self.moments
-        np.divide(self.sums, self.n.count, out=self.moments)
+        mean, var = np.divide(self.sums, self.n.count, out=self.moments)
         var -= np.multiply(mean, mean, out=self.sums[0])
         np.maximum(var, 0, out=var)
         return cancels(mean, var, self.layer.eps, self.limit, self.sums)
@@ -261,28 +296,31 @@ class _BatchNormKernel:
     def variance(self) -> None:
         np.divide(self.sums[1], self.n.count, out=self.moments[1])
 
-    def normalize(self) -> None:
+    def take(self) -> None:
+        """Give the kernels mean and variance."""
         np.copyto(self.mean, self.moments[0], casting="same_kind")
         np.copyto(self.var, self.moments[1], casting="same_kind")
+
+    def train(self) -> None:
         self.trained.forward()
 
     def average(self) -> None:
-        """Begin to take this batch's moments into the running statistics: the unbiased variance."""
-        self.moments[1] *= self.n.count / max(self.n.count - 1, 1)
+        """Begin to average this batch's moments over the groups, for the running statistics: the unbiased variance."""
+        mean, var = self.moments
+        np.copyto(mean, self.mean)
+        np.copyto(var, self.var)
+        var *= self.n.count / max(self.n.count - 1, 1)
+        self.moments *= self.n.share
         self._pending = True
-        if self.n.averaged:
-            self.moments *= self.n.share
 
     def backward_sums(self) -> None:
         if not self._trained:
             raise RuntimeError(f"{self.name}: backward() needs a forward() in training mode before")
+        assert self.trained.backward_sums is not None
         self.trained.backward_sums()
-        if self.dgamma is not None:
-            np.copyto(self.dbeta, self.sums[0], casting="same_kind")
-            np.copyto(self.dgamma, self.sums[1], casting="same_kind")
 
     def backward_data(self) -> None:
-        np.divide(self.sums, self.n.count, out=self.means)
+        assert self.trained.backward_data is not None
         self.trained.backward_data()
 
     def close(self) -> None:

@@ -71,6 +71,7 @@ class Conv(Layer):
         self.filters, self.groups, self.bias, self.activation = filters, groups, bias, activation
         self.stencil: Stencil = Stencil(kernel, stride, padding, dilation)
         self.cuts_channels = "contracts" if groups == 1 else "no"
+        self.takes_padded_channels = groups == 1
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
@@ -83,7 +84,7 @@ class Conv(Layer):
         kernel = tuple(w.kernel for w in self.windows(shape))
         fan_in = math.prod(kernel) * shape[-1] // self.groups
         shape_w = (self.filters, *kernel, shape[-1] // self.groups)
-        w = Parameter(shape_w, "he", fan_in, channel_axis=0, input_axis=len(kernel) + 1)
+        w = Parameter(shape_w, "he", fan_in, channel_axis=0, input_axis=len(kernel) + 1, rounded=True)
         return {"w": w, "b": Parameter((self.filters,), decay=False, channel_axis=0)} if self.bias else {"w": w}
 
     def flops(self, *shapes: Shape) -> int:
@@ -109,7 +110,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable
     then the boundary strips again)."""
     relu = layer.activation == "relu"
     slack = [0, *(w.stride - 1 for w in windows), 0]
-    x = context.gather(0, context.clipped(0, slack))
+    x = context.gather(0, context.clipped(0, slack), padded=layer.takes_padded_channels)
     geometry = local_geometry(windows, x.box, context.box, layer.groups)
     w, b = context.params["w"], context.params.get("b")
     kernel = context.kernel(partial(conv_forward, geometry, relu), x=x.view, w=w, b=b, y=context.y)

@@ -69,6 +69,8 @@ class Layer:
     cuts_channels: str = "no"
     #: Whether parameters are read in float32 where activations have 16 bits (norms); else as they are rounded to those.
     exact_parameters: bool = False
+    #: Whether it takes an input whose channels lie padded with zeros in memory, see `Backend.padded_channels`.
+    takes_padded_channels: bool = False
     #: What the elements outside the array count as.
     pad_value: float = 0.0
     #: Whether others look at its inputs when a step has ended (metrics at those of a loss).

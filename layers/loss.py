@@ -59,8 +59,8 @@ class Loss(Layer):
     ) -> Any | None:
         """The backend's kernel of this loss (a `LossKernel`), None where it has none.
 
-        It writes `loss`, float64 ``(1,)``, and counts targets that make no sense in `wrong`, int64 ``(1,)``. `factor`,
-        float64 ``(1,)`` on the device or None, is multiplied into `dx` only.
+        It writes `loss`, float64 ``(1,)``, and counts targets that make no sense in `wrong`, int64 ``(1,)``: with any
+        the loss is NaN. `factor`, float64 ``(1,)`` on the device or None, is multiplied into `dx` only.
         """
         return None
 
@@ -80,7 +80,7 @@ class Loss(Layer):
             )
         views: dict[str, View | None] = {"prediction": prediction.view, "target": target.view, "value": value}
         if context.fused:
-            views |= {"wrong": context.keep((1,), "int64", "loss"), "is_wrong": context.keep((1,), "bool", "loss")}
+            views["wrong"] = context.keep((1,), "int64", "loss")
         low = is_low(prediction.dtype)
         if low:
             views["copy"] = context.scratch(prediction.box.shape, context.wide)
@@ -139,13 +139,12 @@ class LossKernel:
         self.layer: Any = place.layer
         self.work = Work(environment.kernels.device)
         self.prediction, self.target, self.value = prediction, target, value
-        some: list[Any] = [more.get(k) for k in ("dx", "wrong", "is_wrong")]
-        self.dx, self.wrong, self.is_wrong = some
+        self.dx: Any = more.get("dx")
         self.kernel: Any = None
         cuda = environment.kernels.cuda
         if cuda is not None and all(a.size and a.flags.c_contiguous for a in (prediction, target)):
             factor = self.mode.loss_scale
-            self.kernel = self.layer.fused(cuda, prediction, target, self.dx, value, self.wrong, factor)
+            self.kernel = self.layer.fused(cuda, prediction, target, self.dx, value, more["wrong"], factor)
         self.copied: Any = None
         self.rounded: Any = None
         if self.kernel is None and "copy" in more:
@@ -182,7 +181,6 @@ class LossKernel:
         if self.kernel is not None:
             self.kernel.set(count, self.scale())
             self.kernel()
-            np.copyto(self.value, math.nan, where=np.greater(self.wrong, 0, out=self.is_wrong))
             return
         dx = None if self.dx is None else self.dx[:count]
         found = self.layer.local(self.prediction[:count], self.target[:count], dx, self.scale(), self.work)

@@ -115,16 +115,13 @@ class Concat(Layer):
             x.start()
         for x in inputs:
             x.finish()
-        for i, x in enumerate(inputs):
-            if x.box.size:
-                context.copy(x.view, channels(i, context.y), context.timing("forward") if not i else None)
+        pairs = [(x.view, channels(i, context.y)) for i, x in enumerate(inputs) if x.box.size]
+        context.copy(*pairs, timing=context.timing("forward"))
 
         def backward() -> None:
             returned = {i: context.return_gradient(i, b) for i, b in enumerate(boxes) if context.needs_gradient(i)}
-            for count, (i, some) in enumerate(returned.items()):
-                if inputs[i].box.size:
-                    timing = None if count else context.timing("backward_data")
-                    context.copy(channels(i, context.dy), some.view, timing)
+            pairs = [(channels(i, context.dy), some.view) for i, some in returned.items() if inputs[i].box.size]
+            context.copy(*pairs, timing=context.timing("backward_data"))
             for some in returned.values():
                 some.start()
             for some in returned.values():

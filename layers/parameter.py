@@ -29,6 +29,9 @@ class Parameter:
     channel_axis, input_axis
         Axes that run along the output's channels and along the input's: where those are cut, a rank holds the
         block of its channels. None: there is no such axis.
+    rounded
+        Whether the gradient is computed in the dtype of the activations where that has 16 bits (by a convolution); else
+        in float32.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +41,7 @@ class Parameter:
     decay: bool = True
     channel_axis: int | None = None
     input_axis: int | None = None
+    rounded: bool = False
 
     def __post_init__(self) -> None:
         if self.init not in ("he", "glorot", "zeros", "ones"):

@@ -51,17 +51,21 @@ def lower_strips(context: Context, windows: Sequence[Window], x: Gathered, group
 
     value = context.inputs[0]
     shape, y, origin = value.layout.shape, context.y, context.box.start
+    before, kernels, behind = [], [], []
     for box in boundary_boxes(windows, context.box, value.box, shape):
         need = input_box(windows, box, shape[-1]) & Box.of_shape(shape)
         source = x.view.part([a - o for a, o in zip(need.start, x.box.start)], need.shape)
         target = y.part([a - o for a, o in zip(box.start, origin)], box.shape)
         xs = source if source.packed else context.scratch(need.shape, value.dtype)
         ys = target if target.packed else context.scratch(box.shape)
-        if xs is not source:
-            context.copy(source, xs)
+        before += [] if xs is source else [(source, xs)]
+        behind += [] if ys is target else [(ys, target)]
         geometry = local_geometry(windows, need, box, groups)
         w, b = context.params["w"], context.params.get("b")
-        kernel = context.kernel(partial(conv_forward, geometry, relu), x=xs, w=w, b=b, y=ys)
-        context.run(kernel, timing=context.timing("forward", inputs=(need.shape,), outputs=box.shape[1:-1]))
-        if ys is not target:
-            context.copy(ys, target)
+        timing = context.timing("forward", inputs=(need.shape,), outputs=box.shape[1:-1])
+        kernels.append((context.kernel(partial(conv_forward, geometry, relu), x=xs, w=w, b=b, y=ys), timing))
+    # All strips in one copy: each has arrays of its own.
+    context.copy(*before)
+    for kernel, timing in kernels:
+        context.run(kernel, timing=timing)
+    context.copy(*behind)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from halograd.dtensor import Box, Window, input_box, output_box
 from halograd.layers.convolution import conv_data, conv_filter, conv_forward, local_geometry, zeroing
 from halograd.layers.layer import Layer, Shape
@@ -133,7 +131,8 @@ class ConvTranspose(Layer):
         kernel = tuple(w.kernel for w in windows)
         # An output element sums, on average, this many of the kernel's taps.
         taps = max(1, math.prod(kernel) // math.prod(w.stride for w in windows))
-        w = Parameter((shape[-1], *kernel, self.filters // self.groups), "he", taps * shape[-1] // self.groups)
+        shape_w, fan_in = (shape[-1], *kernel, self.filters // self.groups), taps * shape[-1] // self.groups
+        w = Parameter(shape_w, "he", fan_in, rounded=True)
         return {"w": w, "b": Parameter((self.filters,), decay=False)} if self.bias else {"w": w}
 
     def flops(self, *shapes: Shape) -> int:
@@ -158,15 +157,14 @@ class ConvTranspose(Layer):
             geometry = local_geometry(windows, context.box, x.box, groups)
             kernel = context.kernel(partial(conv_data, geometry), dy=x.view, w=w, dx=context.y)
         context.run(kernel, timing=context.timing("forward"))
-        # A rank that the layer does without has no bias either.
-        if bias is not None and context.box.size:
-            context.run(context.kernel(_add_bias, y=context.y, b=bias))
+        if bias is not None:
+            context.run(context.kernel(_bias, y=context.y, b=bias))
 
         def backward() -> None:
             dy = context.gather_gradient(context.gradient_blocks)
             dy.start()
             if bias is not None:
-                lower_channel_sum(context)
+                context.run(context.kernel(_bias_gradient, dy=context.dy, db=context.grads["b"]))
             # The filter gradient pairs each owned input with all outputs it reaches: no rank counts one twice.
             owned = context.gather(0, value.layout.boxes)
             owned.start()
@@ -190,38 +188,9 @@ class ConvTranspose(Layer):
         return backward
 
 
-def _add_bias(environment: Any, y: Any, b: Any) -> Callable[[], None]:
-    return lambda: np.add(y, b, out=y)
+def _bias(environment: Any, y: Any, b: Any) -> Any:
+    return environment.kernels.bias(y, b)
 
 
-def lower_channel_sum(context: Context) -> None:
-    """Bias gradient: the sum of `dy` over samples and positions, row by row and then in float64.
-
-    (One running sum in float32 would lose digits with every element.)
-    """
-    dy, db = context.dy, context.grads["b"]
-    if not dy.size:
-        context.run(context.kernel(zeroing, array=db))
-        return
-    if context.fused:
-        context.run(context.kernel(_fused_channel_sum, dy=dy, db=db))
-        return
-    *outer, width, channels = dy.shape
-    ones = context.keep((1, width), context.wide, "statistics", fill=1.0)
-    rows, total = context.scratch((*outer, 1, channels), context.wide), context.scratch((channels,), "float64")
-    context.run(context.kernel(_channel_sum, dy=dy, db=db, ones=ones, rows=rows, total=total))
-
-
-def _fused_channel_sum(environment: Any, dy: Any, db: Any) -> Any:
-    return environment.kernels.cuda.bias_gradient(dy, db)
-
-
-def _channel_sum(environment: Any, dy: Any, db: Any, ones: Any, rows: Any, total: Any) -> Callable[[], None]:
-    axes = tuple(range(dy.ndim - 1))
-
-    def run() -> None:
-        np.matmul(ones, dy, out=rows)
-        np.add.reduce(rows, axis=axes, dtype=np.float64, out=total)
-        np.copyto(db, total, casting="same_kind")
-
-    return run
+def _bias_gradient(environment: Any, dy: Any, db: Any) -> Any:
+    return environment.kernels.bias_gradient(dy, db)

@@ -8,7 +8,6 @@ from typing import Annotated
 from pydantic import Field
 
 from halograd.layers import (
-    Add,
     BatchNorm,
     Conv,
     Dense,
@@ -17,7 +16,6 @@ from halograd.layers import (
     MaxPool,
     Network,
     Node,
-    ReLU,
     SoftmaxCrossEntropy,
 )
 from halograd.models.options import Extent, Filters, Name, Statistics, Times
@@ -73,12 +71,11 @@ def _bottleneck(x: Node, filters: int, stride: int, label: str, statistics: str)
     y = Conv(filters, 3, stride, 1, bias=False, name=f"conv{label}b")(y)
     y = BatchNorm(statistics=statistics, activation="relu", name=f"bn{label}b")(y)
     y = Conv(4 * filters, 1, bias=False, name=f"conv{label}c")(y)
-    y = BatchNorm(statistics=statistics, name=f"bn{label}c")(y)
     shortcut = x
     if stride > 1 or x.shape[-1] != 4 * filters:
         shortcut = Conv(4 * filters, 1, stride, bias=False, name=f"conv{label}s")(x)
         shortcut = BatchNorm(statistics=statistics, name=f"bn{label}s")(shortcut)
-    return ReLU(name=f"relu{label}")(Add(name=f"add{label}")(y, shortcut))
+    return BatchNorm(statistics=statistics, activation="relu", name=f"bn{label}c")(y, shortcut)
 
 
 def resnet50(**options) -> Network:

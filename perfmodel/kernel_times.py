@@ -90,10 +90,18 @@ class Traffic:
     ----------
     forward, data
         Passes ``(x, y)`` of the forward kernels, and of the gradient of the inputs (x stands for dx, y for dy too).
+    others
+        Passes over each further input, forward and backward; None: as many as over the first.
     """
 
     forward: tuple[float, float] = (1, 1)
     data: tuple[float, float] = (1, 1)
+    others: tuple[float, float] | None = None
+
+    def inputs(self, backward: bool, sizes: Sequence[int]) -> float:
+        """What is read and written of inputs of these sizes, in the unit of the sizes."""
+        first = (self.data if backward else self.forward)[0]
+        return first * sizes[0] + (first if self.others is None else self.others[backward]) * sum(sizes[1:])
 
 
 #: Passes over memory by kind of layer. Weights are read once by every kernel, and their gradient is written once.
@@ -102,8 +110,9 @@ TRAFFIC: dict[str, Traffic] = {
     "Conv": Traffic(),
     "ConvTranspose": Traffic(),
     "Dense": Traffic(),
-    # forward reads x for the statistics and again to normalize; backward reads x, dy for two sums, again for dx
-    "BatchNorm": Traffic((2, 1), (3, 2)),
+    # forward reads x for the statistics and again to normalize; backward reads x, dy for two sums, again for dx; a
+    # residual is read once, and its gradient written
+    "BatchNorm": Traffic((2, 1), (3, 2), (1, 1)),
     "GroupNorm": Traffic((2, 1), (3, 2)),
     "InstanceNorm": Traffic((2, 1), (3, 2)),
     "LayerNorm": Traffic((2, 1), (3, 2)),
@@ -161,12 +170,13 @@ class RooflineTimes(_Times):
         traffic = _LOSS if kind == "loss" else TRAFFIC.get(kind, _OTHERS)
         itemsize = np.dtype(work.dtype).itemsize
         y_shape = work.layer.output_shape(*work.shapes)
-        x = sum(math.prod(shape) for shape in work.inputs) * itemsize
+        xs = [math.prod(shape) * itemsize for shape in work.inputs]
+        x = sum(xs)
         y = work.samples * math.prod(y_shape) * itemsize
         parameters = work.layer.parameters(*work.shapes)
         weights = sum(p.size for p in parameters.values()) * itemsize
         flops = work.samples * work.layer.flops(*work.shapes)
-        forward = self._kernel(work, flops, traffic.forward[0] * x + traffic.forward[1] * y + weights)
+        forward = self._kernel(work, flops, traffic.inputs(False, xs) + traffic.forward[1] * y + weights)
         if not work.trainable or kind == "loss":
             return LayerTime(forward)
         has_filter = "w" in parameters
@@ -174,7 +184,7 @@ class RooflineTimes(_Times):
         if has_filter and getattr(work.layer, "activation", None) == "relu":
             mask = self._kernel(work, 0, _MASK * y)
         if traffic.data != (0, 0) and (work.input_gradient or (parameters and not has_filter)):
-            data = self._kernel(work, flops, traffic.data[0] * x + traffic.data[1] * y + weights)
+            data = self._kernel(work, flops, traffic.inputs(True, xs) + traffic.data[1] * y + weights)
         if has_filter:
             filter_ = self._kernel(work, flops, x + y + weights)
         return LayerTime(forward, mask + data, filter_)

@@ -46,6 +46,9 @@ class Target:
         Whether the backend has kernels of its own for norms, losses and the like.
     probed
         Inputs whose gradient is wanted too.
+    padded_channels
+        ``padded_channels(channels, dtype)``: channels in memory of an input that convolutions alone read, see
+        :meth:`halograd.kernels.Backend.padded_channels`; None: its own.
     kept
         Layers whose outputs are still there when a step has ended, beside the outputs of the network.
     """
@@ -59,6 +62,7 @@ class Target:
     fused: bool = False
     probed: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
+    padded_channels: Callable[[int, np.dtype], int] | None = None
 
 
 def compile_program(
@@ -162,12 +166,21 @@ class _Compiler:
             for i, value in enumerate(step.inputs):
                 found = step.layer.needed_blocks(i, layouts, step.output.layout)
                 needs.setdefault(value, []).append(found.clipped(value.layout.shape))
+        for value in self.program.inputs.values():
+            self._pad(value)
         for value in (*self.program.inputs.values(), *(step.output for step in self.program.steps)):
             value.place(needs.get(value, []))
         for step in self.program.steps:
             blocks = step.layer.gradient_blocks(step.inputs[0].layout, step.output.layout)
             if blocks is not None:
                 step.output.place_gradient(blocks[self.target.rank])
+
+    def _pad(self, value: Value) -> None:
+        """Channels of an input as the kernels want them, where all layers that read it take them so."""
+        readers = [step for step in self.program.steps if value in step.inputs]
+        taken = all(step.layer.takes_padded_channels for step in readers)
+        if taken and is_low(value.dtype) and self.target.padded_channels is not None:
+            value.room = self.target.padded_channels(value.layout.shape[-1], value.dtype)
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -267,7 +280,7 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
     """Views of what the store holds of a layer, by short names."""
     dtype, rank = step.output.dtype, step.output.rank
     low, full = is_low(dtype) and not step.layer.exact_parameters, wide(dtype)
-    states = step.layer.state(*(v.layout.shape[1:] for v in step.inputs))
+    specs, states = _specs(step), step.layer.state(*(v.layout.shape[1:] for v in step.inputs))
     found: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
     for key, held in blocks.items():
         name, shape = f"{step.name}/{key}", held.boxes[rank].shape
@@ -276,7 +289,9 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
             continue
         place = ("copies", name) if low else ("params", name)
         found["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
-        found["grads"][key] = Buffer(shape, full, "parameter gradient", place=("grads", name)).view
+        rounded = is_low(dtype) and specs[key].rounded
+        place, given = ("rounded", dtype) if rounded else ("grads", full)
+        found["grads"][key] = Buffer(shape, given, "parameter gradient", place=(place, name)).view
     return found
 
 

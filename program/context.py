@@ -35,7 +35,8 @@ class Context:
         Values; `output.view` is this rank's block of the result, packed.
     params, grads, state
         Views of this layer's arrays by name. `grads` receive this rank's contribution only. Where activations have 16
-        bits, `grads` and `state` are float32, and `params` too if the layer says so (`exact_parameters`).
+        bits, `grads` and `state` are float32 (but not gradients that are rounded, `Parameter.rounded`), and `params`
+        too if the layer says so (`exact_parameters`).
     options
         This layer's entry in the strategy (`halo`: "pad" or "overlap", ...).
     parts
@@ -191,9 +192,11 @@ class Context:
         """A run of a kernel that is not added, for what others guard."""
         return Run(self.name, kernel, method, tuple(uses))
 
-    def copy(self, source: View, target: View, timing: Timing | None = None) -> None:
-        """Add a copy between arrays of one shape."""
-        self.run(self.kernel(copying, source=source, target=target), timing=timing)
+    def copy(self, *pairs: tuple[View, View], timing: Timing | None = None) -> None:
+        """Add copies ``(source, target)`` between arrays of one shape, all at once; nothing of none."""
+        if pairs:
+            views = {f"{name}{i}": v for i, pair in enumerate(pairs) for name, v in zip(("source", "target"), pair)}
+            self.run(self.kernel(copying, **views), timing=timing)
 
     def timing(self, phase: str, **changes: Any) -> Timing:
         """What a kernel of this layer is priced by: the fullest blocks."""
@@ -261,17 +264,20 @@ class Context:
 
     # -- boxes of inputs and gradients ---------------------------------------------------------
 
-    def gather(self, i: int, boxes: Blocks, fill: float | None = None) -> Gathered:
+    def gather(self, i: int, boxes: Blocks, fill: float | None = None, padded: bool = False) -> Gathered:
         """Bring boxes of input `i` together; what was gathered so before is not sent again.
 
-        With `fill` the boxes may reach outside the array, where they hold that.
+        With `fill` the boxes may reach outside the array, where they hold that. `padded`: the channels may lie padded
+        with zeros, where the storage is the value's own.
         """
-        value, key = self.inputs[i], (boxes, fill)
+        value = self.inputs[i]
+        padded = padded and value.room > value.layout.shape[-1]
+        key = (boxes, fill, padded)
         if key in value.gathered:
             return Gathered(self, value.gathered[key], boxes[self.rank])
         if fill is not None and Box.of_shape(value.layout.shape).contains(boxes[self.rank]):
             fill = None
-        found = self._gather(value.region, value.stored, boxes, "halo", value.dtype, "halo copy", fill)
+        found = self._gather(value.region, value.stored, boxes, "halo", value.dtype, "halo copy", fill, padded)
         value.gathered[key] = found.view
         return found
 
@@ -285,15 +291,24 @@ class Context:
         return self._gather(source, self.output.layout.boxes, boxes, kind, self.dtype, "transient", None)
 
     def _gather(
-        self, region: Region, stored: Blocks, boxes: Blocks, kind: str, dtype: np.dtype, use: str, fill: float | None
+        self,
+        region: Region,
+        stored: Blocks,
+        boxes: Blocks,
+        kind: str,
+        dtype: np.dtype,
+        use: str,
+        fill: float | None,
+        padded: bool = False,
     ) -> Gathered:
         """Uses the storage itself where the box is a packed view of it; copies otherwise."""
         box = boxes[self.rank]
         view = region.part(box) if region.box.contains(box) else None
         everyone_has = stored.contain(boxes)
-        if view is not None and view.packed and everyone_has:
+        fits = view is not None and (view.packed or (padded and view.packed_but_for_channels))
+        if view is not None and fits and everyone_has:
             return Gathered(self, view, box)
-        if view is None or not view.packed:
+        if view is None or not fits:
             # Padding is written once, so that what holds it has to stay.
             kept = fill is not None
             view = Buffer(box.shape, dtype, use, kept=kept, fill=fill or 0.0).view
@@ -336,7 +351,7 @@ class Gathered:
     def start(self) -> None:
         """Add the start of the exchange."""
         if self._copied is not None:
-            self._context.copy(self._copied, self.view)
+            self._context.copy((self._copied, self.view))
         self._context.start(self.exchange)
 
     def finish(self) -> None:
@@ -357,9 +372,10 @@ class Returned:
         self._context.finish(self.exchange)
 
 
-def copying(environment: Any, source: Any, target: Any) -> Callable[[], None]:
-    """The kernel that copies an array into another of its shape."""
-    return environment.kernels.device.copies([(target, source)])
+def copying(environment: Any, **arrays: Any) -> Callable[[], None]:
+    """The kernel that copies every array ``source{i}`` into ``target{i}``, of its shape."""
+    pairs = [(arrays[f"target{i}"], arrays[f"source{i}"]) for i in range(len(arrays) // 2)]
+    return environment.kernels.device.copies(pairs)
 
 
 def _fullest(boxes: Blocks) -> tuple[int, ...]:

@@ -41,6 +41,8 @@ class Value:
         Arrays that the layers which read this value write their gradients into.
     gathered
         What layers have brought together of it, by boxes and fill.
+    room
+        Channels that the storage has, zeros behind those of the value; 0: as many as the value.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Value:
     gradient: Region | None = None
     contributions: list[View] = field(default_factory=list)
     gathered: dict[Any, View] = field(default_factory=dict)
+    room: int = 0
     _home: Region | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +72,7 @@ class Value:
 
     @property
     def view(self) -> View:
-        """The owned box; packed unless the value is an input."""
+        """The owned box; packed unless the value is an input (whose channels may be padded, too)."""
         return self.region.part(self.box)
 
     @property
@@ -88,8 +91,9 @@ class Value:
             box = hull([self.box, *own])
             if not all(is_packed(box, part) for part in (self.box, *own)):
                 box = self.box
-        buffer = Buffer(box.shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read)
-        self.region = Region(buffer.view, box)
+        shape = (*box.shape[:-1], max(self.room, box.shape[-1]))
+        buffer = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read)
+        self.region = Region(buffer.view.part((0,) * box.ndim, box.shape), box)
 
     def place_gradient(self, needed: Box) -> None:
         """Leave room for the halo of the gradient, where its maker needs this box."""

@@ -96,6 +96,12 @@ class View:
             full = full and have == want
         return True
 
+    @property
+    def packed_but_for_channels(self) -> bool:
+        """Whether it would be packed with all channels of the buffer; these may be more than its own."""
+        channels = self.buffer.shape[-1]
+        return self.form is None and View(self.buffer, self.start, (*self.extent[:-1], channels)).packed
+
     def reshape(self, *shape: int) -> View:
         """The same elements in another shape; of a packed view."""
         if math.prod(shape) != self.size or not self.packed:

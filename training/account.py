@@ -25,7 +25,7 @@ def headline(session: Session) -> str:
     return (
         f"{session.network.name}: {executor.store.count:,} parameters, {len(session.training)} + "
         f"{len(session.validation)} samples, {session.comm.size} rank(s) ({_cuts(session)}), "
-        f"{executor.kernels.describe()}{_travels(session.comm)}"
+        f"{_kernels(session)}{_travels(session.comm)}"
     )
 
 
@@ -45,7 +45,7 @@ def begin_entry(session: Session, run: Run) -> dict[str, Any]:
         "ranks": comm.size,
         "hosts": dict(hosts),
         "cut": _cuts(session),
-        "kernels": session.executor.kernels.describe(),
+        "kernels": _kernels(session),
         "transport": comm.transport,
         "device_transport": None if comm.device_choice is None else comm.device_choice.describe(),
         "job": job_id(),
@@ -70,6 +70,12 @@ def report_plan(plan: RunPlan | None, run: Run, log: RunLog) -> None:
     if plan is not None and measured is not None:
         log.say(plan.compare(measured))
         log.write("prediction", step=run.optimizer.step, **plan.record(measured))
+
+
+def _kernels(session: Session) -> str:
+    """The backend, and how it makes products where one may choose."""
+    kernels = session.executor.kernels
+    return ", ".join(filter(None, (kernels.describe(), kernels.describe_arithmetic(session.executor.dtype.name))))
 
 
 def _travels(comm: Communicator) -> str:

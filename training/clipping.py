@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.kernels import Kernel
 from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.reduction import Reducer
 from halograd.training.shards import is_sharded, owned
@@ -65,37 +66,46 @@ class DeviceClip:
     """
 
     def __init__(self, store: ParameterStore, comm: Communicator, max_norm: float) -> None:
-        device = store.memory.device
-        self._store, self._max_norm = store, max_norm
-        self._square = device.zeros((1,), np.float64)
+        device, kernels = store.memory.device, store.memory.kernels
+        self._store = store
+        self._square, self._norm, self._factor = (device.zeros((1,), np.float64) for _ in range(3))
         self._fetched = FetchedNumber(device)
         self._sum = None if self._local else comm.reduction(self._square, kind="norm")
+        inverse = None if store.loss_scale is None else store.loss_scale.inverse
+        self._clip: Kernel = kernels.clip(self._square, inverse, max_norm, self._norm, self._factor)
+        self._squares: Kernel | None = None
+        self.bind()
         self.norm: PendingLoss | None = None
 
     @property
     def _local(self) -> bool:
         return self._store.whole and self._store.scheme.name != "sharded"
 
+    def bind(self) -> None:
+        """Make the kernel for the buckets that the store has now. Local."""
+        store = self._store
+        if self._squares is not None:
+            self._squares.close()
+        if self._local:
+            terms = [(flat.grads, 1.0) for flat in store.flats]
+        else:
+            terms = [(b.grads[owned(store, b)], 1.0 / _holders(store, b)) for b in store.buckets]
+        self._squares = store.memory.kernels.sum_of_squares(terms, self._square)
+
     def scale(self, reducer: Reducer) -> Any:
-        """Wait for the sums of all gradients; the factor, an array of no axes. Collective.
+        """Wait for the sums of all gradients; the factor, float64 ``(1,)`` on the device. Collective.
 
         `norm` becomes known one step later, as a loss does.
         """
         reducer.wait()
-        store = self._store
-        self._square.fill(0)
-        for bucket in store.buckets:
-            grads = bucket.grads[owned(store, bucket)]
-            if grads.size:
-                self._square += np.dot(grads, grads) / (1 if self._local else _holders(store, bucket))
+        assert self._squares is not None
+        self._squares()
         if self._sum is not None:
             self._sum.run()
-        norm = np.sqrt(self._square[0])
-        if store.loss_scale is not None:
-            norm = norm * store.loss_scale.inverse[0]
+        self._clip()
         if self.norm is not None and self.norm.value is None:
             self.norm.value = self._fetched.read()
-        self._fetched.put(norm)
+        self._fetched.put(self._norm)
         self._fetched.fetch()
         self.norm = PendingLoss(self._fetched.read)
-        return np.minimum(1.0, self._max_norm / (norm + 1e-6)).astype(store.dtype)
+        return self._factor

@@ -181,12 +181,14 @@ class Executor:
             self.memory.cuda is not None,
             self._probed,
             self._kept,
+            self.kernels.padded_channels,
         )
         replicable = self.replicable if trainable else ()
         self.program = compile_program(self.network, self.strategy, target, self.store.blocks, replicable)
         self.steps, self.values = self.program.steps, self.program.values
         store = self.store
         arrays = {"params": store.params, "copies": store.copies, "grads": store.grads, "state": store.state}
+        arrays["rounded"] = store.rounded
         self.runner = Runner(self.program, self.comm, self.kernels, arrays, self.mode)
         for use, nbytes in self.program.placement.uses.items():
             self.memory.count(nbytes, use)

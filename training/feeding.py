@@ -9,13 +9,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from halograd.data import LoadedBatch
-from halograd.device import Ticket
+from halograd.device import Ticket, is_low
 from halograd.training.memory import Memory
 
 __all__ = ["DeviceFeed"]
@@ -39,9 +41,20 @@ class DeviceFeed:
     def __init__(self, memory: Memory, x: Any, target: Any, slots: int, dtype: np.dtype) -> None:
         self._device, self._inputs = memory.device, (x, target)
         self._staged = [tuple(memory.keep(a.shape, dtype, "input ahead") for a in (x, target)) for _ in range(slots)]
+        self._copies = [self._taken(slot) for slot in range(slots)]
         self._uploaded: list[Ticket | None] = [None] * slots
         # Uploads run beside the queue, which may still be zeroing their targets.
         self._used = [self._device.mark()] * slots
+
+    def _taken(self, slot: int) -> list[Callable[[], None]]:
+        """What enqueues the copies of a slot into the inputs, in their dtypes."""
+        floats, others = [], []
+        for target, staged in zip(self._inputs, self._staged[slot]):
+            if is_low(target.dtype) or target.dtype.kind == "f":
+                floats.append((target, staged))
+            else:
+                others.append(partial(np.copyto, target, staged, casting="unsafe"))
+        return [self._device.copies(floats), *others]
 
     # -- the loader's thread --------------------------------------------------------------------
     def before_fill(self, slot: int) -> None:
@@ -63,6 +76,6 @@ class DeviceFeed:
         ticket = self._uploaded[item.slot]
         assert ticket is not None
         self._device.join(ticket)
-        for target, staged in zip(self._inputs, self._staged[item.slot]):
-            np.copyto(target, staged, casting="unsafe")
+        for copy in self._copies[item.slot]:
+            copy()
         self._used[item.slot] = self._device.mark()

@@ -22,6 +22,8 @@ class Memory:
 
     Attributes
     ----------
+    kernels
+        As given.
     device
         Where the arrays live.
     cuda
@@ -31,14 +33,14 @@ class Memory:
     """
 
     def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self.device: Device = getattr(kernels, "device", HOST)
         self.cuda: Any = getattr(kernels, "cuda", None)
         self.bytes: dict[str, int] = {}
 
     def keep(self, shape: Sequence[int], dtype: np.dtype, use: str) -> Any:
         """An array, zeroed, counted under `use`."""
-        array = self._kernels.zeros(tuple(shape), dtype)
+        array = self.kernels.zeros(tuple(shape), dtype)
         self.count(array.nbytes, use)
         return array
 

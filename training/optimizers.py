@@ -128,12 +128,15 @@ class Optimizer(ABC):
         return Piece(bucket.params[start:stop], bucket.grads[start:stop], views, a, b, decayed, name)
 
     def begin_step(self, learning_rate: float, gradient_scale: Any = 1.0) -> None:
-        """A step begins: all updates of the last one are done. The scale may be an array of no axes on the device."""
+        """A step begins: all updates of the last one are done. The scale may be an array ``(1,)`` on the device."""
         self.step += 1
         self.learning_rate, self.gradient_scale = learning_rate, gradient_scale
-        self._scaled = not isinstance(gradient_scale, (int, float)) or gradient_scale != 1.0
+        known = isinstance(gradient_scale, (int, float))
+        self._scaled = not known or gradient_scale != 1.0
         if self._fused is not None:
             self._fused.begin(self.step, (learning_rate, *self.corrections()), gradient_scale)
+        elif not known:
+            self.gradient_scale = gradient_scale.astype(self.store.dtype)
 
     def update(self, bucket: Bucket) -> None:
         """Update the parameters of one bucket, whose gradients are summed. Nothing is allocated."""
@@ -141,7 +144,7 @@ class Optimizer(ABC):
             self._fused.update(bucket)
             return
         self._update(bucket)
-        self.store.refresh(bucket)
+        bucket.refresh()
 
     def _update(self, bucket: Bucket) -> None:
         """The same in pieces, without copies in 16 bits."""

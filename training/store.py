@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,10 @@ __all__ = ["Bucket", "Flat", "ParameterStore"]
 _ALIGN = 64
 
 
+def _nothing() -> None:
+    """Nothing to convert."""
+
+
 @dataclass
 class Flat:
     """All parameters that the same ranks share, in the order in which backward finishes them.
@@ -39,6 +43,9 @@ class Flat:
         What rounding of gradients took away and is still to be added, on the host; None where nothing is rounded.
     copies
         The parameters in 16 bits, as most layers read them; None where they read `params`.
+    rounded
+        Gradients in 16 bits, of the parameters whose layers compute them so, where those lie in `grads`; None where
+        there are none.
     """
 
     params: Any
@@ -46,6 +53,7 @@ class Flat:
     slices: dict[str, slice]
     errors: np.ndarray | None = None
     copies: Any = None
+    rounded: Any = None
 
 
 @dataclass
@@ -68,6 +76,10 @@ class Bucket:
         Number of the flat arrays (in :attr:`ParameterStore.flats`), and where in them the bucket begins.
     replicated
         Every rank computes the gradients of the whole batch; they are not summed.
+    widen
+        Enqueues the conversion of all gradients that were computed in 16 bits, in one launch: call it before their sum.
+    refresh
+        Enqueues the writing of `copies`, after somebody else than a fused update has written `params`.
     """
 
     names: list[str]
@@ -81,6 +93,8 @@ class Bucket:
     replicated: bool = False
     errors: np.ndarray | None = None
     copies: Any = None
+    widen: Callable[[], None] = _nothing
+    refresh: Callable[[], None] = _nothing
 
 
 @dataclass
@@ -117,7 +131,7 @@ class ParameterStore:
         Of parameters, gradients and states.
     low
         Dtype of the copies; None where there are none.
-    copies
+    copies, rounded
         By ``layer/parameter``, as in :class:`Flat`; empty where there are none.
     loss_scale
         With float16, the factor on the gradient of the loss; else None.
@@ -145,6 +159,7 @@ class ParameterStore:
     state: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, np.ndarray] = field(default_factory=dict)
     copies: dict[str, Any] = field(default_factory=dict)
+    rounded: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.low = self.dtype if is_low(self.dtype) else None
@@ -171,11 +186,16 @@ class ParameterStore:
             self.memory.device.assign(self.state[name], spec.initial(name, self.seed)[box.slices()])
         self.refresh()
 
-    def refresh(self, bucket: Bucket | None = None) -> None:
-        """Write the copies in 16 bits, of one bucket or of all, after somebody has written parameters. Enqueued."""
-        for part in self.flats if bucket is None else [bucket]:
-            if part.copies is not None and part.params.size:
-                np.copyto(part.copies, part.params, casting="unsafe")
+    def refresh(self) -> None:
+        """Write all copies in 16 bits, after somebody has written parameters. Enqueued; no part of a step."""
+        for flat in self.flats:
+            self._copying(flat.copies, flat.params)()
+
+    def _copying(self, copies: Any, params: Any) -> Callable[[], None]:
+        """What enqueues the rounding of parameters to 16 bits."""
+        if copies is None or not params.size:
+            return _nothing
+        return self.memory.device.copies([(copies, params)])
 
     def box(self, name: str) -> Box:
         """Box of a parameter or state that this rank holds."""
@@ -231,6 +251,8 @@ class ParameterStore:
         params = self.memory.keep((end,), self.dtype, "parameter")
         grads = self.memory.keep((end,), self.dtype, "parameter gradient")
         copies = None if self.low is None else self.memory.keep((end,), self.low, "parameter")
+        rounds = self.low is not None and any(specs[name].rounded for name in names)
+        rounded = self.memory.keep((end,), self.low, "parameter gradient") if rounds and self.low is not None else None
         for name in names:
             box = self.box(name)
             self.params[name] = params[slices[name]].reshape(box.shape)
@@ -238,9 +260,11 @@ class ParameterStore:
             self._places[name] = len(self.flats)
             if copies is not None:
                 self.copies[name] = copies[slices[name]].reshape(box.shape)
+            if rounded is not None and specs[name].rounded:
+                self.rounded[name] = rounded[slices[name]].reshape(box.shape)
             if box.size:
                 self.memory.device.assign(self.params[name], specs[name].initial(name, self.seed)[box.slices()])
-        self.flats.append(Flat(params, grads, slices, self._errors(slices, end), copies))
+        self.flats.append(Flat(params, grads, slices, self._errors(slices, end), copies, rounded))
 
     def _errors(self, slices: Mapping[str, slice], size: int) -> np.ndarray | None:
         if self.scheme.payload == "float32" or not self.scheme.error_feedback:
@@ -278,7 +302,19 @@ class ParameterStore:
             replicated,
             None if flat.errors is None else flat.errors[start:stop],
             None if flat.copies is None else flat.copies[start:stop],
+            self._widening(flat, names),
+            self._copying(None if flat.copies is None else flat.copies[start:stop], flat.params[start:stop]),
         )
+
+    def _widening(self, flat: Flat, names: list[str]) -> Callable[[], None]:
+        """The conversion of the gradients among `names` that have 16 bits."""
+        where = [flat.slices[name] for name in names if name in self.rounded]
+        pairs = [(flat.grads[at], flat.rounded[at]) for at in where if at.stop > at.start]
+        return self.memory.device.copies(pairs) if pairs else _nothing
+
+    def written_by(self, layer: str) -> dict[str, Any]:
+        """The gradients of a layer as it writes them, by their short names."""
+        return self.of_layer(layer, {**self.grads, **self.rounded})
 
     def read_by(self, layer: str, exact: bool) -> dict[str, Any]:
         """The parameters of a layer as it reads them, by their short names; `exact`: :attr:`Layer.exact_parameters`."""

@@ -116,6 +116,8 @@ class Trainer:
         assert self.executor.reducer is not None
         self._reducer = self.executor.reducer
         self.optimizer.bind()
+        if self._clip is not None:
+            self._clip.bind()
 
     def _timed_update(self, bucket: Bucket) -> None:
         self.executor.timed("update", "update", partial(self.optimizer.update, bucket))

@@ -11,7 +11,7 @@ import numpy as np
 from halograd.kernels.cuda.device import Device, address
 from halograd.kernels.cuda.launch import LARGE, Launch, sequence
 from halograd.kernels.cuda.sources import Program, dtype_name
-from halograd.kernels.cuda.strided import AXES, Joined, joined_bytes
+from halograd.kernels.cuda.strided import AXES, Joined, joined_bytes, joined_elements
 from halograd.kernels.errors import KernelError
 from halograd.kernels.kernel import Kernel, chain, idle
 
@@ -23,14 +23,38 @@ COLUMNS = 4 + 3 * AXES
 
 
 def copy(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-    """Copy every source view to its target view, by bytes; source and target of all pairs must not overlap."""
-    pairs = _checked("copy", pairs)
-    if not pairs:
-        return idle()
+    """Copy every source view to its target view; source and target of all pairs must not overlap.
+
+    By bytes, or converted where their dtypes differ: one launch for all of the same two dtypes.
+    """
+    groups: dict[tuple[str, ...], list[tuple[Any, Any]]] = {}
+    for source, target in _checked("copy", pairs):
+        same = source.dtype == target.dtype
+        groups.setdefault(() if same else (dtype_name(source), dtype_name(target)), []).append((source, target))
+    made = [_convert(device, some, dtypes) if dtypes else _move(device, some) for dtypes, some in groups.items()]
+    return made[0] if len(made) == 1 else chain(*made) if made else idle()
+
+
+def _move(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
     word = min(joined_bytes("copy", *pair).lanes for pair in pairs)
     joined = [joined_bytes("copy", *pair, lanes=(word,)) for pair in pairs]
-    heads = [(address(source), address(target)) for source, target in pairs]
-    return _kernel(device, f"copy_{word}", "float32", joined, heads, pairs)
+    return _kernel(device, f"copy_{word}", Program("boxes", large=is_long(joined)), joined, _heads(pairs), pairs)
+
+
+def _convert(device: Device, pairs: Sequence[tuple[Any, Any]], dtypes: tuple[str, ...]) -> Kernel:
+    word = min(joined_elements("copy", *pair, lanes=(4, 2, 1)).lanes for pair in pairs)
+    joined = [joined_elements("copy", *pair, lanes=(word,)).in_words() for pair in pairs]
+    program = Program("boxes_cast", dtypes, is_long(joined))
+    return _kernel(device, f"convert_{word}", program, joined, _heads(pairs), pairs)
+
+
+def _heads(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int]]:
+    return [(address(source), address(target)) for source, target in pairs]
+
+
+def is_long(joined: Sequence[Joined]) -> bool:
+    """Whether the words of a piece have to be counted in 64 bits."""
+    return max(j.items for j in joined) >= LARGE
 
 
 def add_into(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
@@ -38,14 +62,16 @@ def add_into(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
     pairs = _checked("add_into", pairs)
     if not pairs:
         return idle()
+    if any(source.dtype != target.dtype for source, target in pairs):
+        found = next((s.dtype, t.dtype) for s, t in pairs if s.dtype != t.dtype)
+        raise KernelError(f"add_into: expected pairs of one dtype, got {found[0]} and {found[1]}; copy them first")
     size, dtype = np.dtype(pairs[0][1].dtype).itemsize, dtype_name(pairs[0][1])
     if any(dtype_name(target) != dtype for _, target in pairs):
         raise KernelError(f"add_into: expected arrays of one dtype, got {dtype} and others; convert them")
     word = min(joined_bytes("add_into", *pair, lanes=(16, size)).lanes for pair in pairs)
     joined = [joined_bytes("add_into", *pair, lanes=(word,)) for pair in pairs]
-    heads = [(address(source), address(target)) for source, target in pairs]
     name = "add_into_v" if word == 16 else "add_into_1"
-    return _kernel(device, name, dtype, joined, heads, pairs)
+    return _kernel(device, name, Program("boxes_add", (dtype,), is_long(joined)), joined, _heads(pairs), pairs)
 
 
 def fill(device: Device, value: float, arrays: Sequence[Any]) -> Kernel:
@@ -64,7 +90,9 @@ def fill(device: Device, value: float, arrays: Sequence[Any]) -> Kernel:
     for word, pieces in widths.items():
         heads = [(_pattern(value, view), address(view)) for view, _ in pieces]
         kept = [view for view, _ in pieces]
-        made.append(_kernel(device, f"fill_{word}", "float32", [joined for _, joined in pieces], heads, kept))
+        all_joined = [joined for _, joined in pieces]
+        program = Program("boxes", large=is_long(all_joined))
+        made.append(_kernel(device, f"fill_{word}", program, all_joined, heads, kept))
     return chain(*made) if made else idle()
 
 
@@ -80,15 +108,13 @@ def _checked(what: str, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any
     for source, target in pairs:
         if tuple(source.shape) != tuple(target.shape):
             raise KernelError(f"{what}: expected pairs of one shape, got {source.shape} and {target.shape}")
-        if source.dtype != target.dtype:
-            raise KernelError(f"{what}: expected pairs of one dtype, got {source.dtype} and {target.dtype}; use cast")
     return [pair for pair in pairs if pair[0].size]
 
 
 def _kernel(
     device: Device,
     name: str,
-    dtype: str,
+    program: Program,
     joined: Sequence[Joined],
     heads: Sequence[tuple[int, int]],
     kept: Any,
@@ -101,8 +127,6 @@ def _kernel(
         row[:2], row[2:] = (source, target), signed.astype(np.int64).view(np.uint64)
         blocks += math.ceil(piece.items / WORDS_PER_BLOCK)
     pieces = device.upload(table)
-    file = "boxes_add" if name.startswith("add_into") else "boxes"
-    program = Program(file, (dtype,), max(j.items for j in joined) >= LARGE)
     launch = Launch(device, program, name, (blocks,), pieces=pieces, count=len(joined))
     # The table holds bare addresses: the arrays must live as long as the kernel.
     launch.keep(kept)

@@ -1,4 +1,4 @@
-"""What the launchers need of a device: memory, compiled programs and somebody who launches them."""
+"""What the launchers need of a device: memory, compiled programs, and launches with everything bound."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import numpy as np
 
 from halograd.kernels.cuda.sources import Program
 
-__all__ = ["THREADS", "Device", "Function", "address"]
+__all__ = ["THREADS", "Device", "Extents", "Function", "address"]
 
 #: Threads per block of all kernels.
 THREADS = 256
 
-#: A compiled kernel: called with grid, block and a tuple of one record, by value; returns at once.
-Function = Callable[[tuple[int, int, int], tuple[int, int, int], tuple[Any]], Any]
+#: A compiled kernel, for :meth:`Device.bind`.
+Function = Any
+#: Blocks of a grid, or threads of a block, along x, y and z.
+Extents = tuple[int, int, int]
 
 
 class Device(ABC):
@@ -41,6 +43,14 @@ class Device(ABC):
     @abstractmethod
     def function(self, program: Program, name: str) -> Function:
         """A kernel of a program, which is compiled when first asked for."""
+
+    @abstractmethod
+    def bind(self, function: Function, grid: Extents, block: Extents, record: np.ndarray) -> Callable[[], Any]:
+        """What enqueues one launch on the current stream and returns at once.
+
+        Everything but the stream is prepared here, so that a call costs the host little more than the driver's own
+        time. The kernel takes the bytes of `record` by value as they are at the call; the caller keeps the array.
+        """
 
     @abstractmethod
     def describe(self) -> str:

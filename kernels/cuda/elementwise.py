@@ -1,27 +1,26 @@
-"""Activations, sums of arrays, bias and conversion."""
+"""Activations, sums of arrays and bias."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from halograd.kernels.checks import check_packed, check_same_shape, same_elements
+from halograd.kernels.checks import check_packed, same_elements
 from halograd.kernels.cuda.device import Device
 from halograd.kernels.cuda.launch import (
     Launch,
     is_float,
-    is_large,
     items_grid,
     scalar_program,
     sequence,
     vector_lanes,
 )
-from halograd.kernels.cuda.sources import Program, dtype_name
+from halograd.kernels.cuda.sources import Program
 from halograd.kernels.cuda.strided import Joined, joined_elements
 from halograd.kernels.errors import KernelError
 from halograd.kernels.kernel import Kernel, idle
 
-__all__ = ["activation", "add", "bias", "cast", "relu_gradient"]
+__all__ = ["activation", "add", "bias"]
 
 KINDS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu")
 #: Arrays that one launch adds up.
@@ -61,15 +60,6 @@ def _gradient(device: Device, program: Program, kind: str, arrays: Sequence[Any]
     return sequence(
         f"{kind} gradient", Launch(device, program, name, grid, **dict(zip(names, arrays)), **common, **axes)
     )
-
-
-def relu_gradient(device: Device, dy: Any, y: Any, dx: Any) -> Kernel:
-    """``dx = dy`` where ``y > 0``, else 0; any strides, `dx` may be `dy`."""
-    check_same_shape("relu_gradient", dy=dy, y=y, dx=dx)
-    if not dx.size:
-        return idle()
-    program = scalar_program("elementwise", y, dy, dx)
-    return _gradient(device, program, "relu", (y, y, dy, dx), {"kind": 0, "from_output": 1})
 
 
 def add(device: Device, xs: Sequence[Any], y: Any, relu: bool) -> Kernel:
@@ -119,16 +109,3 @@ def bias(device: Device, y: Any, b: Any, relu: bool) -> Kernel:
     members = {"y": y, "b": b, "b_float": is_float(b), "relu": relu, "items": items, "channels": channels}
     program = scalar_program("elementwise", y)
     return sequence("bias", Launch(device, program, f"bias_{_suffix(lanes)}", items_grid(device, items), **members))
-
-
-def cast(device: Device, source: Any, target: Any, scale: Any) -> Kernel:
-    """``target = source * scale?``; packed, any two of the dtypes; `scale` float64 (1,) on the device."""
-    check_packed("cast", source=source, target=target)
-    check_same_shape("cast", source=source, target=target)
-    if not source.size:
-        return idle()
-    program = Program("cast", (dtype_name(source), dtype_name(target)), is_large(source))
-    lanes = vector_lanes(source.size, source, target, lanes=4)
-    grid = items_grid(device, source.size // lanes)
-    members = {"source": source, "target": target, "scale": scale, "count": source.size}
-    return sequence("cast", Launch(device, program, f"cast_{lanes}", grid, **members))

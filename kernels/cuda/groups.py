@@ -9,15 +9,14 @@ from halograd.kernels.cuda.launch import Launch, is_float, items_grid, sequence
 from halograd.kernels.cuda.sources import Program, dtype_name
 from halograd.kernels.kernel import Kernel, idle
 
-__all__ = ["group_moments", "group_spread", "group_totals", "moments", "scale64", "sum_samples"]
+__all__ = ["group_moments", "group_spread", "group_totals", "sum_samples"]
 
 
 def _launch(device: Device, name: str, items: int, data: Any, **members: Any) -> Kernel:
     """`data`: an array of the dtype that per-channel vectors have if they are not float32."""
     if items == 0:
         return idle()
-    source = "reduce" if name in ("moments", "scale64") else "norm"
-    program = Program(source, (dtype_name(data) if data is not None else "float32",))
+    program = Program("norm", (dtype_name(data) if data is not None else "float32",))
     return sequence(name, Launch(device, program, name, items_grid(device, items), **members))
 
 
@@ -50,15 +49,3 @@ def sum_samples(device: Device, sums: Any, first: Any, second: Any) -> Kernel:
     given = {"sums": sums, "first": first, "second": second, "batch": batch, "channels": channels}
     given.update(first_float=is_float(first), second_float=is_float(second), groups=1)
     return _launch(device, "sum_samples", channels, first, **given)
-
-
-def moments(device: Device, sums: Any, count: float, mean: Any, var: Any) -> Kernel:
-    """mean and biased variance ``(C,)`` from float64 sums ``(2, C)`` over `count` elements."""
-    given = {"sums": sums, "mean": mean, "var": var, "mean_float": is_float(mean), "var_float": is_float(var)}
-    given.update(scale=1.0 / count, count=mean.size)
-    return _launch(device, "moments", mean.size, mean, **given)
-
-
-def scale64(device: Device, source: Any, factor: float, target: Any) -> Kernel:
-    """``target = factor * source``; packed float64, may be one array."""
-    return _launch(device, "scale64", source.size, None, sums=source, target=target, scale=factor, count=source.size)

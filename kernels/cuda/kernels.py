@@ -70,9 +70,9 @@ class CudaKernels:
         """See :meth:`Backend.average_pool`."""
         return pooling.average_pool(self.device, x, y, dy, dx, geometry, count_include_pad)
 
-    def batch_norm(self, *args: Any) -> BatchNormKernels:
+    def batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
         """See :meth:`Backend.batch_norm`."""
-        return norm.Norm(self.device, self.scratch, BatchNormArrays(*args)).kernels()
+        return norm.Norm(self.device, self.scratch, arrays).kernels()
 
     def activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         """See :meth:`Backend.activation`."""
@@ -91,21 +91,16 @@ class CudaKernels:
         """``db`` ``(C,)`` = sum of dy ``(..., C)`` over everything else; of its dtype, float32 or float64."""
         return columns.bias_gradient(self.device, self.scratch, dy, db)
 
-    def relu_gradient(self, dy: Any, y: Any, dx: Any) -> Kernel:
-        """``dx = dy`` where ``y > 0``, else 0; any strides, `dx` may be `dy`."""
-        return elementwise.relu_gradient(self.device, dy, y, dx)
-
-    def cast(self, source: Any, target: Any, scale: Any = None) -> Kernel:
-        """``target = source * scale?``; packed, any two dtypes; `scale` float64 (1,) on the device."""
-        return elementwise.cast(self.device, source, target, scale)
-
     # ------------------------------------------------------------------ boxes
     def fill(self, value: float, *arrays: Any) -> Kernel:
         """Write `value` into arrays and views of any strides and dtypes, in one launch."""
         return boxes.fill(self.device, value, arrays)
 
     def copy(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-        """Copy ``(source, target)`` views of any strides, in one launch: pack, unpack, local copies."""
+        """Copy ``(source, target)`` views of any strides, in one launch: pack, unpack, local copies.
+
+        Where source and target have two of the dtypes they are converted: one more launch per such pair of dtypes.
+        """
         return boxes.copy(self.device, pairs)
 
     def add_into(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
@@ -148,14 +143,6 @@ class CudaKernels:
     def sum_samples(self, sums: Any, first: Any, second: Any) -> Kernel:
         """The two quantities of ``sums`` (N, 2, C), summed over samples."""
         return groups.sum_samples(self.device, sums, first, second)
-
-    def moments(self, sums: Any, count: float, mean: Any, var: Any) -> Kernel:
-        """mean and var (C,) of sums (2, C) over `count` elements."""
-        return groups.moments(self.device, sums, count, mean, var)
-
-    def scale64(self, source: Any, factor: float, target: Any) -> Kernel:
-        """``target = factor * source`` in float64."""
-        return groups.scale64(self.device, source, factor, target)
 
     def channel_norm(self, *args: Any) -> tuple[Kernel, Kernel | None]:
         """Normalization over the channels of each position; see :func:`norm.channel_norm`."""
@@ -269,13 +256,13 @@ class CudaKernels:
         return optimizers.lars(self.device, self.scratch, p, g, v, scalars, segments, copy, skip, **members)
 
     # ------------------------------------------------------------------ reductions, loss scaling
-    def total(self, x: Any, out: Any, squares: bool = False) -> Kernel:
-        """float64 (1,): the sum of all elements, or of their squares."""
-        return reductions.total(self.device, self.scratch, x, out, squares)
+    def sum_of_squares(self, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
+        """See :meth:`Backend.sum_of_squares`."""
+        return reductions.sum_of_squares(self.device, self.scratch, terms, out)
 
-    def clip(self, norm_squares: Any, max_norm: float, scalars: Any) -> Kernel:
-        """Lower the gradient scale in ``scalars[1]`` so that the gradients' norm is at most `max_norm`."""
-        return reductions.clip(self.device, norm_squares, max_norm, scalars)
+    def clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        """See :meth:`Backend.clip`."""
+        return reductions.clip(self.device, squares, inverse, max_norm, norm, factor)
 
     def find_nonfinite(self, arrays: Sequence[Any], flag: Any) -> Kernel:
         """Set int32 (1,) to 1 if anything is infinite or NaN."""

@@ -56,7 +56,7 @@ class Launch:
         self._function = device.function(program, name)
         self._grid, self._block = _three(grid), _three(block)
         self._record = np.zeros((), record_of(program.source, kernels_of(program.source)[name]))
-        self._arguments = (self._record,)
+        self._enqueue = device.bind(self._function, self._grid, self._block, self._record)
         self._kept: dict[str, Any] = {}
         self.set(**members)
 
@@ -76,7 +76,7 @@ class Launch:
         self._kept["kept"] = arrays
 
     def __call__(self) -> None:
-        self._function(self._grid, self._block, self._arguments)
+        self._enqueue()
 
 
 def _three(extents: Sequence[int]) -> tuple[int, int, int]:

@@ -54,7 +54,7 @@ class Norm:
         a = self.a
         vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
         given = {
-            **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "sums", "means", "eps", "relu")},
+            **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "residual", "sums", "means", "eps", "relu")},
             **vectors,
             **{f"{name}_float": is_float(v) for name, v in vectors.items()},
             **{"batch": self.batch, "rows": self.rows, "channels": self.channels, "chunks": grid.chunks},
@@ -66,28 +66,48 @@ class Norm:
             return Launch(self.device, program, name, grid.finish_grid, FINISH_BLOCK, **given)
         return Launch(self.device, program, f"{name}_{grid.suffix}", grid.grid, grid.block, **given)
 
-    def _statistics(self, finish: str, *then: Launch) -> Kernel:
+    def _statistics(self, *then: Launch) -> Kernel:
         grid = self._grid(self.a.x, per_unit=4)
-        launches = (self._launch("statistics", grid), self._launch(finish, grid, finish=True))
+        launches = (self._launch("statistics", grid), self._launch("finish_sums", grid, finish=True))
         return with_partial(self.scratch, grid, "norm statistics", *launches, *then)
 
     def _forward(self) -> Launch:
-        return self._launch("forward", self._grid(self.a.x, self.a.y, per_unit=8))
+        """With mean and variance from `sums` where these are known by then: one launch less."""
+        a, t = self.a, self.a.training
+        name = "forward" if a.residual is None else "residual_forward"
+        grid = self._grid(a.x, a.y, a.residual, per_unit=8)
+        if t is None:
+            return self._launch(name, grid, count=self.rows if a.local else 0)
+        count = self.rows if a.local else t.count if t.from_sums else 0
+        running = {"running_mean": t.running_mean, "running_var": t.running_var}
+        running.update(running_float=is_float(t.running_mean), momentum=t.momentum, unbiased=t.unbiased)
+        return self._launch(name, grid, count=count, **running)
 
     def _gradient_sums(self, *then: Launch) -> Kernel:
-        grid = self._grid(self.a.x, self.a.y, self.a.dy, per_unit=4)
-        launches = (self._launch("gradient_sums", grid), self._launch("finish_sums", grid, finish=True))
-        return with_partial(self.scratch, grid, "norm gradient sums", *launches, *then)
+        a, t, members = self.a, self.a.training, dict[str, Any]()
+        grid = self._grid(a.x, a.y, a.dy, a.dresidual, per_unit=4)
+        if t is not None:
+            members.update(dgamma=t.dgamma, dbeta=t.dbeta, gradients_float=is_float(t.dgamma))
+        finish = self._launch("finish_sums", grid, finish=True, **members)
+        sums = self._launch("gradient_sums", grid, dresidual=a.dresidual)
+        return with_partial(self.scratch, grid, "norm gradient sums", sums, finish, *then)
 
-    def _gradient_data(self, **members: Any) -> Launch:
-        a = self.a
-        return self._launch("gradient_data", self._grid(a.x, a.y, a.dy, a.dx, per_unit=8), **members)
+    def _gradient_data(self) -> Launch:
+        """With the means that are given, or those that follow from the sums; of dy', where that was kept."""
+        a, members = self.a, dict[str, Any]()
+        if a.dresidual is not None:
+            members.update(dy=a.dresidual, relu=False)
+        if a.local or a.training is not None:
+            count = self.rows if a.training is None else a.training.count
+            members.update(means=a.sums, factor=1.0 / count)
+        dy = members.get("dy", a.dy)
+        return self._launch("gradient_data", self._grid(a.x, a.y, dy, a.dx, per_unit=8), **members)
 
     def kernels(self) -> BatchNormKernels:
         """All four; statistics and their corrections leave the process between them, unless they are local."""
         if self.a.local:
             return self._local_kernels()
-        statistics = self._statistics("finish_sums")
+        statistics = self._statistics()
         forward = sequence("norm", self._forward())
         if self.a.dx is None:
             return BatchNormKernels(statistics, forward, None, None)
@@ -96,11 +116,10 @@ class Norm:
 
     def _local_kernels(self) -> BatchNormKernels:
         """The statistics are those of `x` alone; no sums in between."""
-        forward = self._statistics("finish_moments", self._forward())
+        forward = self._statistics(self._forward())
         if self.a.dx is None:
             return BatchNormKernels(idle(), forward, None, None)
-        data = self._gradient_data(means=self.a.sums, factor=1.0 / self.rows)
-        return BatchNormKernels(idle(), forward, self._gradient_sums(data), idle())
+        return BatchNormKernels(idle(), forward, self._gradient_sums(self._gradient_data()), idle())
 
 
 def channel_norm(

@@ -14,7 +14,7 @@ from halograd.kernels.cuda.sources import Program
 from halograd.kernels.kernel import Kernel, ScratchKernel, idle
 from halograd.kernels.scratch import Scratch
 
-__all__ = ["clip", "find_nonfinite", "total", "update_loss_scale"]
+__all__ = ["clip", "find_nonfinite", "sum_of_squares", "update_loss_scale"]
 
 
 def _suffix(x: Any) -> str:
@@ -22,27 +22,30 @@ def _suffix(x: Any) -> str:
     return "1" if vector_lanes(0, x) == 1 else "v"
 
 
-def total(device: Device, scratch: Scratch, x: Any, out: Any, squares: bool) -> Kernel:
-    """``out`` float64 (1,) = the sum of all elements of a packed array, or of their squares."""
-    check_packed("total", x=x, out=out)
-    if not x.size:
+def sum_of_squares(device: Device, scratch: Scratch, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
+    """A launch per array, which leaves partial sums, and one that adds them up."""
+    full = [(x, weight) for x, weight in terms if x.size]
+    if not full:
         return Kernel(lambda: out.fill(0), "empty")
-    grid = items_grid(device, x.size // 4, per_unit=4)
-    members = {"x": x, "total": out, "count": x.size, "squares": squares, "partials": grid[0]}
-    program = scalar_program("reduce", x)
-    launches = [
-        Launch(device, program, f"total_{_suffix(x)}", grid, **members),
-        Launch(device, program, "finish_total", (1,), **members),
-    ]
+    launches, places, count = [], [], 0
+    for x, weight in full:
+        grid = items_grid(device, x.size // 4, per_unit=4)
+        members = {"x": x, "count": x.size, "weight": weight}
+        launches.append(Launch(device, scalar_program("reduce", x), f"squares_{_suffix(x)}", grid, **members))
+        places.append(count)
+        count += grid[0]
+    program = scalar_program("reduce", full[0][0])
+    launches.append(Launch(device, program, "finish_squares", (1,), partials=count, total=out))
+    places.append(0)
     run = run_all(launches)
 
     def bind() -> Callable[[], Any]:
-        partial = scratch.view(grid, np.float64)
-        for launch in launches:
-            launch.set(partial=partial)
+        partial = scratch.view((count,), np.float64)
+        for launch, first in zip(launches, places):
+            launch.set(partial=partial[first:])
         return run
 
-    return ScratchKernel(bind, scratch, 8 * grid[0], "cuda:total")
+    return ScratchKernel(bind, scratch, 8 * count, "cuda:squares")
 
 
 def find_nonfinite(device: Device, arrays: Sequence[Any], flag: Any) -> Kernel:
@@ -55,9 +58,9 @@ def find_nonfinite(device: Device, arrays: Sequence[Any], flag: Any) -> Kernel:
     return sequence("find_nonfinite", *launches) if launches else idle()
 
 
-def clip(device: Device, norm_squares: Any, max_norm: float, scalars: Any) -> Kernel:
-    """``scalars[1] *= min(1, max_norm / (norm + 1e-6))``, norm = ``sqrt(norm_squares) * |scalars[1]|``."""
-    members = {"squares": norm_squares, "scalars": scalars, "max_norm": max_norm}
+def clip(device: Device, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+    """See :meth:`Backend.clip`."""
+    members = {"squares": squares, "inverse": inverse, "max_norm": max_norm, "norm": norm, "factor": factor}
     return sequence("clip", Launch(device, Program("reduce"), "clip", (1,), **members))
 
 

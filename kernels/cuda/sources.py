@@ -173,7 +173,7 @@ def record_of(source: str, struct: str) -> np.dtype:
 PROGRAMS = {
     "boxes": 1,
     "boxes_add": 1,
-    "cast": 2,
+    "boxes_cast": 2,
     "channel_norm": 1,
     "channel_sums": 1,
     "dropout": 1,

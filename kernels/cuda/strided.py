@@ -47,6 +47,11 @@ class Joined:
         """Number of axes."""
         return len(self.shape)
 
+    def in_words(self) -> Joined:
+        """The same with strides in items, of arrays whose last axis is packed unless an item is one element."""
+        strides = tuple((*(s // self.lanes for s in f[:-1]), f[-1]) for f in self.strides)
+        return Joined(self.shape, strides, self.lanes)
+
     def padded(self, values: Sequence[int], fill: int) -> tuple[int, ...]:
         """`values`, one per axis, made up to :data:`AXES` with `fill`."""
         return (*values, *(fill,) * (AXES - len(values)))
@@ -75,21 +80,24 @@ def join(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[i
     return joined, found
 
 
-def joined_elements(what: str, *arrays: Any) -> Joined:
-    """Arrays of one dtype, with items as wide as alignment permits: 16 bytes or one element."""
-    size = np.dtype(arrays[0].dtype).itemsize
-    strides = [[s // size for s in a.strides] for a in arrays]
-    if any(s % size for a in arrays for s in a.strides):
+def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None) -> Joined:
+    """Arrays of one shape, items as wide as alignment permits: the first of `lanes` elements that fits.
+
+    By default 16 bytes of the first array or one element. Strides in elements.
+    """
+    sizes = [np.dtype(a.dtype).itemsize for a in arrays]
+    strides = [[s // size for s in a.strides] for a, size in zip(arrays, sizes)]
+    if any(s % size for a, size in zip(arrays, sizes) for s in a.strides):
         raise KernelError(f"{what}: expected strides of whole elements, got {[a.strides for a in arrays]}; copy them")
     shape, found = join(arrays[0].shape, strides)
     _check_axes(what, shape)
-    lanes = ACCESS // size
-    packed = all(f[-1] == 1 for f in found) and shape[-1] % lanes == 0
-    aligned = all(address(a) % ACCESS == 0 for a in arrays) and not any(s % lanes for f in found for s in f[:-1])
-    if not (packed and aligned):
-        lanes = 1
-    shape[-1] //= lanes
-    return Joined(tuple(shape), tuple(map(tuple, found)), lanes)
+    packed, gaps = all(f[-1] == 1 for f in found), [s for f in found for s in f[:-1]]
+    for wide in lanes or (ACCESS // sizes[0], 1):
+        aligned = all(address(a) % (wide * size) == 0 for a, size in zip(arrays, sizes))
+        if wide == 1 or (packed and aligned and not any(n % wide for n in (shape[-1], *gaps))):
+            break
+    shape[-1] //= wide
+    return Joined(tuple(shape), tuple(map(tuple, found)), wide)
 
 
 def joined_bytes(what: str, *arrays: Any, lanes: Sequence[int] = (16, 8, 4, 2, 1)) -> Joined:

@@ -10,7 +10,7 @@ from halograd.kernels.cudnn.graphs import Built, Candidates
 
 __all__ = ["TRIED", "EventTimer", "fastest"]
 
-#: Candidates that are measured: the first of cuDNN's order; each that needs a compiler takes 0.2-4 s to build.
+#: Candidates that are measured, of as many engines as there are; each that needs a compiler takes 0.2-4 s to build.
 TRIED = 12
 _ROUNDS = 5
 _ENOUGH = 2e-3  # [s] per round: a launch takes some microseconds, which a shorter round would mostly measure
@@ -50,7 +50,7 @@ class EventTimer:
 def fastest(
     candidates: Candidates, trial: Callable[[Built], Callable[[], Any]], timer: Timer
 ) -> tuple[Built, dict[str, float]]:
-    """The fastest of the first candidates, and the times of all that ran [s], in order of time.
+    """The fastest of some candidates of every engine, and the times of all that ran [s], in order of time.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def fastest(
     """
     found: dict[int, tuple[float, str]] = {}
     reason = ""
-    for built in candidates.all():
+    for built in candidates.each_engine():
         try:
             found[built.index] = (timer(trial(built)), built.name)
         except Exception as error:  # refused by cuDNN when launched, or its workspace does not fit

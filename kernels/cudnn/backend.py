@@ -22,7 +22,8 @@ from halograd.kernels.cudnn.store import PlanStore, store_path
 from halograd.kernels.cudnn.workspace import Workspaces
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
+from halograd.kernels.padded import tensor_core_channels
 
 __all__ = ["CudnnBackend"]
 
@@ -40,8 +41,8 @@ class CudnnBackend(Backend):
     threads
         Of host code; kernels on the GPU take none.
     autotune
-        Whether convolutions are chosen among cuDNN's plans by measurement when they are built. What was found is kept
-        on disk.
+        Whether convolutions are chosen among cuDNN's plans by measurement when they are built, some of each engine.
+        What was found is kept on disk.
     precision
         Of float32, see :class:`Arithmetic`.
     deterministic
@@ -72,6 +73,7 @@ class CudnnBackend(Backend):
     """
 
     name: ClassVar[str] = "cudnn"
+    fuses_batch_norm = True
 
     def __init__(
         self,
@@ -110,7 +112,8 @@ class CudnnBackend(Backend):
         self.workspaces = Workspaces(runtime.bytes)
         handles = Handles(runtime.frontend.module, runtime.current_stream, runtime.check_device)
         kept = PlanStore(store, runtime.conditions)
-        plans = Plans(runtime.frontend, handles, kept, runtime.bytes, EventTimer(runtime.cupy.cuda))
+        timer = EventTimer(runtime.cupy.cuda)
+        plans = Plans(runtime.frontend, handles, kept, runtime.bytes, runtime.release, timer)
         self._engine = Engine(
             plans, handles, self.workspaces, self.cuda, self.empty, self.arithmetic, workspace_limit, autotune
         )
@@ -163,6 +166,9 @@ class CudnnBackend(Backend):
     def describe(self) -> str:
         return f"{self.name} {self.version}, {self.device_name}"
 
+    def describe_arithmetic(self, dtype: str) -> str:
+        return self.arithmetic.describe(dtype)
+
     def autotuned(self) -> dict[Any, dict[str, float]]:
         """Per convolution the times of the plans compared [s], the chosen one first."""
         return {(key.direction, key.describe()): times for key, times in self._engine.plans.found.items()}
@@ -189,6 +195,9 @@ class CudnnBackend(Backend):
                     f"{np.dtype(a.dtype).name}; convert them"
                 )
 
+    def padded_channels(self, channels: int, dtype: Any) -> int:
+        return tensor_core_channels(channels, dtype)
+
     def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
         return conv.forward(self._engine, x, w, b, y, geometry, relu)
 
@@ -207,14 +216,26 @@ class CudnnBackend(Backend):
     ) -> tuple[Kernel, Kernel | None]:
         return self.cuda.average_pool(x, y, dy, dx, geometry, count_include_pad)
 
-    def _batch_norm(self, *args: Any) -> BatchNormKernels:
-        return self.cuda.batch_norm(*args)
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return self.cuda.batch_norm(arrays)
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         return self.cuda.activation(kind, x, y, dy, dx, alpha)
 
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
         return self.cuda.add(xs, y, relu)
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
+        return self.cuda.bias(y, b)
+
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        return self.cuda.bias_gradient(dy, db)
+
+    def _sum_of_squares(self, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
+        return self.cuda.sum_of_squares(terms, out)
+
+    def _clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        return self.cuda.clip(squares, inverse, max_norm, norm, factor)
 
     # ------------------------------------------------------------------ dense
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:

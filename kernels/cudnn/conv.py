@@ -16,6 +16,7 @@ from halograd.kernels.cudnn.shapes import Shapes
 from halograd.kernels.cudnn.workspace import Workspaces
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import Kernel, chain
+from halograd.kernels.padded import channels_in_memory
 
 __all__ = ["Engine", "backward_data", "backward_filter", "forward", "outside"]
 
@@ -50,7 +51,8 @@ class _Operands:
 
     All have the dtype of the images and an address divisible by 16. Weights in float32 beside arrays of 16 bits are
     converted at every call, gradients of them back; an array that begins elsewhere (rows of a block whose rows are
-    not multiples of 16 B) is copied.
+    not multiples of 16 B) is copied. Where the image has more channels in memory than it counts, weights and their
+    gradients are given as many, zeros in front of zeros.
     """
 
     def __init__(self, engine: Engine, dtype: Any) -> None:
@@ -61,16 +63,25 @@ class _Operands:
         self.addresses: dict[int, int] = {}
         self.nbytes = 0
 
-    def input(self, uid: int, array: Any) -> None:
-        suited = self._suited(array)
+    def image(self, uid: int, array: Any) -> int:
+        """An input that may have more channels in memory; their number."""
+        room = channels_in_memory(array)
+        if room is None or array.data.ptr % ALIGNMENT:
+            self.input(uid, array)
+            return int(array.shape[-1])
+        self._enter(uid, array)
+        return room
+
+    def input(self, uid: int, array: Any, channels: int | None = None) -> None:
+        suited, part = self._suited(array, channels)
         if suited is not array:
-            self.before.append(self._moved(array, suited))
+            self.before.append(self._moved(array, part))
         self._enter(uid, suited)
 
-    def output(self, uid: int, array: Any) -> None:
-        suited = self._suited(array)
+    def output(self, uid: int, array: Any, channels: int | None = None) -> None:
+        suited, part = self._suited(array, channels)
         if suited is not array:
-            self.after.append(self._moved(suited, array))
+            self.after.append(self._moved(part, array))
         self._enter(uid, suited)
 
     def zeros(self, uid: int, shape: Sequence[int]) -> None:
@@ -79,9 +90,17 @@ class _Operands:
         array.fill(0)
         self._enter(uid, array)
 
-    def _suited(self, array: Any) -> Any:
-        aligned = array.data.ptr % ALIGNMENT == 0
-        return array if aligned and np.dtype(array.dtype) == self._dtype else self._own(array.shape)
+    def _suited(self, array: Any, channels: int | None) -> tuple[Any, Any]:
+        """The array or one of its own for it, of so many channels, and the part of that which stands for it."""
+        *outer, count = array.shape
+        aligned, wanted = array.data.ptr % ALIGNMENT == 0, channels or count
+        if aligned and np.dtype(array.dtype) == self._dtype and wanted == count:
+            return array, array
+        own = self._own((*outer, wanted))
+        if wanted == count:
+            return own, own
+        own.fill(0)
+        return own, own[..., :count]
 
     def _own(self, shape: Sequence[int]) -> Any:
         array = self._engine.empty(tuple(shape), self._dtype)
@@ -89,9 +108,8 @@ class _Operands:
         return array
 
     def _moved(self, source: Any, target: Any) -> Kernel:
-        if source.dtype == target.dtype:
-            return self._engine.cuda.copy([(source, target)])
-        return self._engine.cuda.cast(source, target)
+        moved: Kernel = self._engine.cuda.copy([(source, target)])
+        return moved
 
     def _enter(self, uid: int, array: Any) -> None:
         self.arrays.append(array)
@@ -112,14 +130,14 @@ def outside(array: Any, part: Sequence[int]) -> list[Any]:
 def forward(engine: Engine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
     """``y = relu?(conv(x, w) + b)`` by one plan."""
     operands = _Operands(engine, x.dtype)
-    operands.input(X, x)
-    operands.input(W, w)
+    channels = operands.image(X, x)
+    operands.input(W, w, _of_group(channels, geometry))
     operands.output(Y, y)
     if b is not None:
         operands.input(BIAS, b)
     elif relu:
         operands.zeros(BIAS, (y.shape[-1],))
-    shapes = Shapes.of(x.shape, w.shape, y.shape, geometry)
+    shapes = _shapes(x, w, y, channels, geometry)
     return _kernel(engine, operands, FORWARD, shapes, bias=b is not None or relu, relu=relu)
 
 
@@ -139,12 +157,22 @@ def backward_data(engine: Engine, dy: Any, w: Any, dx: Any, geometry: Geometry) 
 def backward_filter(engine: Engine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
     """``dw`` by one plan, and ``db`` by a sum over the rows of ``dy``."""
     operands = _Operands(engine, x.dtype)
-    operands.input(X, x)
+    channels = operands.image(X, x)
     operands.input(Y, dy)
-    operands.output(W, dw)
+    operands.output(W, dw, _of_group(channels, geometry))
     if db is not None:
         operands.after.append(engine.cuda.bias_gradient(dy, db))
-    return _kernel(engine, operands, BACKWARD_FILTER, Shapes.of(x.shape, dw.shape, dy.shape, geometry))
+    return _kernel(engine, operands, BACKWARD_FILTER, _shapes(x, dw, dy, channels, geometry))
+
+
+def _of_group(channels: int, geometry: Geometry) -> int:
+    return channels // geometry.groups
+
+
+def _shapes(x: Any, w: Any, y: Any, channels: int, geometry: Geometry) -> Shapes:
+    """Of an image that has so many channels in memory, and weights for all of them."""
+    weights = (*w.shape[:-1], _of_group(channels, geometry))
+    return Shapes.of((*x.shape[:-1], channels), weights, y.shape, geometry)
 
 
 def _kernel(

@@ -185,6 +185,22 @@ class Candidates:
             if built is not None:
                 yield built
 
+    def each_engine(self) -> Iterator[Built]:
+        """Those that can be built: the first of every engine in cuDNN's order, then the second of every engine, ...
+
+        cuDNN lists an engine with many settings of its knobs one after the other, which differ little.
+        """
+        turns: dict[str, int] = {}
+        order = []
+        for index in range(self._count):
+            engine = self._name(index).split("_", 1)[0]
+            turns[engine] = turns.get(engine, -1) + 1
+            order.append((turns[engine], index))
+        for _, index in sorted(order):
+            built = self.build(index)
+            if built is not None:
+                yield built
+
     def named(self, name: str) -> Built | None:
         """The candidate of this name, built, or None."""
         for index in range(self._count):

@@ -89,6 +89,8 @@ class Plans:
     ----------
     allocate
         Workspace for a measurement: an array of so many bytes on the current stream.
+    release
+        Gives the device what such arrays have left in a pool; some candidates take a gigabyte.
 
     Attributes
     ----------
@@ -102,10 +104,11 @@ class Plans:
         handles: Handles,
         store: PlanStore,
         allocate: Callable[[int], Any],
+        release: Callable[[], Any],
         timer: Timer,
     ) -> None:
         self._frontend, self._handles, self._store = frontend, handles, store
-        self._allocate, self._timer = allocate, timer
+        self._allocate, self._release, self._timer = allocate, release, timer
         self._known: dict[PlanKey, Plan] = {}
         self.found: dict[PlanKey, dict[str, float]] = {}
 
@@ -161,7 +164,10 @@ class Plans:
         candidates = self._propose(key)
         seconds: dict[str, float] = {}
         if key.tuned:
-            built, seconds = fastest(candidates, lambda trial: self._trial(trial, table), self._timer)
+            try:
+                built, seconds = fastest(candidates, lambda trial: self._trial(trial, table), self._timer)
+            finally:
+                self._release()
             self.found[key] = seconds
         else:
             first = next(candidates.all(), None)

@@ -57,6 +57,14 @@ class Arithmetic:
             notes = ("REDUCED_PRECISION_REDUCTION",)
         return (*notes, "NONDETERMINISTIC") if self.deterministic else notes
 
+    def describe(self, dtype: str) -> str:
+        """How products of float32 are made, and how to choose otherwise; nothing of dtypes without a choice."""
+        if dtype != "float32":
+            return ""
+        if self.precision == "tf32":
+            return 'float32 on tensor cores (TF32: factors of 11 bits; backend.precision = "strict" for plain float32)'
+        return 'float32 without tensor cores (backend.precision = "tf32" to use them: factors of 11 bits)'
+
     def compute_type(self, dtype: str) -> int:
         """cuBLAS's number of the arithmetic for arrays of `dtype`."""
         if dtype == "float64":

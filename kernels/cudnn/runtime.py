@@ -139,6 +139,10 @@ class Runtime:
         """So many bytes of device memory, allocated on the current stream."""
         return self.cupy.empty(nbytes, "uint8")
 
+    def release(self) -> None:
+        """Give the device back what CuPy's pool holds for arrays to come."""
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
 
 def _open_device(ordinal: int) -> Device:
     from halograd.device.cupy import cupy_device

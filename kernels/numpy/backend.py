@@ -13,6 +13,7 @@ from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
 from halograd.kernels.numpy import conv, dense, elementwise, pooling
 from halograd.kernels.numpy.batch_norm import NumpyBatchNorm
+from halograd.kernels.numpy.rows import column_sums
 from halograd.kernels.scratch import Scratch
 from halograd.kernels.threads import BlasLimit
 
@@ -73,14 +74,20 @@ class NumpyBackend(Backend):
     ) -> tuple[Kernel, Kernel | None]:
         return pooling.average_pool(x, y, dy, dx, geometry, count_include_pad, self.scratch)
 
-    def _batch_norm(self, *args: Any) -> BatchNormKernels:
-        return NumpyBatchNorm(BatchNormArrays(*args), self.scratch).kernels()
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return NumpyBatchNorm(arrays, self.scratch).kernels()
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         return elementwise.activation(kind, x, y, dy, dx, alpha, self.scratch)
 
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
         return elementwise.add(xs, y, relu)
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
+        return elementwise.bias(y, b)
+
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        return Kernel(column_sums(dy, db), "numpy:column sums")
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         return dense.dense_forward(x, w, b, y)

@@ -8,27 +8,12 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, idle
+from halograd.kernels.norm_parts import mean_and_variance
 from halograd.kernels.numpy.moments import moments
 from halograd.kernels.numpy.rows import RowBlocks
 from halograd.kernels.scratch import Scratch, round_up
 
-__all__ = ["NumpyBatchNorm", "mean_and_variance"]
-
-
-def mean_and_variance(a: BatchNormArrays) -> Callable[[], None]:
-    """A function that turns ``sums = [sum x, sum x^2]`` of this process into `mean` and `var`."""
-    mean, var = np.empty((2, a.x.shape[-1]))
-
-    def run() -> None:
-        np.divide(a.sums[0], a.rows, out=mean)
-        np.divide(a.sums[1], a.rows, out=var)
-        np.copyto(a.mean, mean, casting="same_kind")
-        np.multiply(mean, mean, out=mean)
-        np.subtract(var, mean, out=var)
-        np.maximum(var, 0, out=var)
-        np.copyto(a.var, var, casting="same_kind")
-
-    return run
+__all__ = ["NumpyBatchNorm"]
 
 
 class NumpyBatchNorm:
@@ -63,7 +48,7 @@ class NumpyBatchNorm:
         a = self.a
         vectors = self.blocks.vectors(3, a.x.dtype)  # mean, gamma / sqrt(var + eps), beta
         first = moments(a.x, a.sums, self.scratch) if a.local else None
-        settle = mean_and_variance(a) if a.local else None
+        settle = mean_and_variance(a, a.rows) if a.local else None
         steps = [(p.view(a.x), p.view(a.y), *vectors.reshape(3, -1)[:, : p.shape[1]]) for p in self.blocks.pieces]
         inverse = self._inverse_deviation()
 

@@ -13,7 +13,7 @@ from halograd.kernels.kernel import Kernel, ScratchKernel
 from halograd.kernels.numpy.erf import BUFFERS, erf
 from halograd.kernels.scratch import Scratch, nbytes_of, round_up
 
-__all__ = ["activation", "add"]
+__all__ = ["activation", "add", "bias"]
 
 Step = Callable[[Any, Any, list[Any], float], None]
 
@@ -149,3 +149,8 @@ def _start(into: list[Any], terms: list[Any], y: Any) -> None:
         np.add(terms[0], terms[1], out=y)
     else:
         np.copyto(y, terms[0])
+
+
+def bias(y: Any, b: Any) -> Kernel:
+    """``y = y + b`` in place."""
+    return Kernel(lambda: np.add(y, b, out=y), "numpy:bias")

@@ -19,6 +19,7 @@ from halograd.kernels.numpy import elementwise as numpy_elementwise
 from halograd.kernels.numpy import pooling as numpy_pooling
 from halograd.kernels.numpy.backend import COLUMN_BYTES
 from halograd.kernels.numpy.batch_norm import NumpyBatchNorm
+from halograd.kernels.numpy.rows import column_sums
 from halograd.kernels.onednn import conv, elementwise, library, matmul, pooling
 from halograd.kernels.onednn.abi import Abi
 from halograd.kernels.onednn.autotune import Choice
@@ -192,8 +193,7 @@ class OnednnBackend(Backend):
             lambda: numpy_pooling.average_pool(x, y, dy, dx, geometry, count_include_pad, self._engine.scratch),
         )
 
-    def _batch_norm(self, *args: Any) -> BatchNormKernels:
-        arrays = BatchNormArrays(*args)
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
         return self._or_numpy(
             lambda: OnednnBatchNorm(self._engine, arrays).kernels(),
             lambda: NumpyBatchNorm(arrays, self._engine.scratch).kernels(),
@@ -209,6 +209,12 @@ class OnednnBackend(Backend):
         return self._or_numpy(
             lambda: elementwise.add(self._engine, xs, y, relu), lambda: numpy_elementwise.add(xs, y, relu)
         )
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
+        return numpy_elementwise.bias(y, b)
+
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        return Kernel(column_sums(dy, db), "numpy:column sums")
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         return self._or_numpy(

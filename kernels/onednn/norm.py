@@ -31,7 +31,8 @@ from halograd.kernels.kernel import (
     fallback,
     idle,
 )
-from halograd.kernels.numpy.batch_norm import NumpyBatchNorm, mean_and_variance
+from halograd.kernels.norm_parts import mean_and_variance
+from halograd.kernels.numpy.batch_norm import NumpyBatchNorm
 from halograd.kernels.numpy.moments import moments, moments_scratch_bytes
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.finite import Finite
@@ -100,7 +101,8 @@ class OnednnBatchNorm:
         program, descriptor = self._forward()
         forward, statistics = self._keeping_nan(program.kernel()), idle()
         if a.local and not self.own:
-            forward = chain(self._statistics(), Kernel(mean_and_variance(a), "numpy:mean and variance"), forward)
+            settle = Kernel(mean_and_variance(a, a.rows), "numpy:mean and variance")
+            forward = chain(self._statistics(), settle, forward)
         elif not a.local:
             statistics = self._statistics()
         if a.dx is None:

@@ -72,6 +72,13 @@ def test_one_line_without_a_gpu():
         CupyDevice()
 
 
+def test_a_single_copy_is_a_launch_of_our_own_too():
+    """Strided copies of CuPy are by single elements, whatever the alignment."""
+    device = CupyDevice.__new__(CupyDevice)
+    device.fused_copies = device.fused_sums = lambda pairs: ("fused", pairs)
+    assert device.copies([(1, 2)]) == device.sums([(1, 2)]) == ("fused", [(1, 2)])
+
+
 def test_a_device_without_graphs_says_so():
     with pytest.raises(DeviceError, match=r"^graph: expected a device that captures graphs, got host; set backend"):
         HOST.capture(lambda: None)

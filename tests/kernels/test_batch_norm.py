@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from halograd.kernels import KernelError
+from halograd.kernels.kernel import BatchNormTraining
+
 from . import reference
 from .conftest import EPS, Arrays, assert_close
 
@@ -151,3 +154,140 @@ def test_gradient_belongs_to_the_last_forward(arrays, local):
     np.divide(p.sums, p.count, out=p.means)
     p.k.backward_data()
     p.check_backward()
+
+
+class Training(Problem):
+    """A batch norm in training, of which another process has as many elements again, all of them 1 more."""
+
+    def __init__(self, a: Arrays, shape, relu: bool, local: bool, from_sums: bool = True, residual: bool = False):
+        super().__init__(a, shape, relu, local)
+        self.k.close()
+        c, wide = shape[-1], np.promote_types(np.float32, a.dtype) if a.dtype.itemsize > 2 else np.float32
+        self.mean, self.var = a.poisoned(c, dtype=wide), a.poisoned(c, dtype=wide)
+        self.running = a.draw(c, dtype=wide), a.draw(c, dtype=wide)
+        self.before = [array.astype(np.float64) for array in self.running]
+        self.gradients = a.poisoned(c, dtype=wide), a.poisoned(c, dtype=wide)
+        self.total = self.count if local else 2 * self.count
+        self.training = BatchNormTraining(self.total, from_sums, 0.1, *self.running, *self.gradients)
+        arrays = (self.gamma, self.beta, self.mean, self.var, self.sums, self.means)
+        self.residual = a.draw(*shape) if residual else None
+        self.dresidual = a.poisoned(*shape) if residual and relu else None
+        more = (self.training, self.residual, self.dresidual)
+        self.k = a.backend.batch_norm(self.x, self.y, self.dy, self.dx, *arrays, BN_EPS, relu, local, *more)
+        rows = self.x.astype(np.float64).reshape(-1, c)
+        rows = rows if local else np.concatenate([rows, rows + 1])
+        self.moments = rows.mean(axis=0), rows.var(axis=0)
+
+    def add_the_other(self) -> None:
+        """The sums of both processes."""
+        first, second = self.sums.copy()
+        self.sums[0] += first + self.count
+        self.sums[1] += second + 2 * first + self.count
+
+    def wanted(self, correction) -> dict:
+        """Outputs for these moments; dx for sums of which `correction` are the means."""
+        mean, var = self.moments
+        inverse = 1 / np.sqrt(var + BN_EPS)
+        xhat = (self.x.astype(np.float64) - mean) * inverse
+        y = self.gamma.astype(np.float64) * xhat + self.beta
+        if self.residual is not None:
+            y += self.residual
+        dy = np.where(self.y > 0, self.dy, 0).astype(np.float64) if self.relu else self.dy.astype(np.float64)
+        dx = self.gamma.astype(np.float64) * inverse * (dy - correction[0] - xhat * correction[1])
+        axes = tuple(range(dy.ndim - 1))
+        sums = np.stack([dy.sum(axis=axes), (dy * xhat).sum(axis=axes)])
+        return {"y": np.maximum(y, 0) if self.relu else y, "dx": dx, "sums": sums, "dy": dy}
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("how", ["from sums", "given", "local"])
+@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_training(typed, shape, relu, how, residual):
+    """Moments over all processes, running statistics, gradients of the parameters; sums are divided by the kernels."""
+    if how == "local" and np.prod(shape[:-1]) == 1:
+        return  # the variance of one element is 0, and so is the gradient: nothing to compare
+    p = Training(typed, shape, relu, how == "local", how == "from sums", residual)
+    if how != "local":
+        p.k.statistics()
+        p.add_the_other()
+    if how == "given":
+        p.mean[...], p.var[...] = p.moments
+        p.sums.fill(np.nan)
+    p.k.forward()
+    for name, array, want in zip(("mean", "var"), (p.mean, p.var), p.moments):
+        assert_close(array, want, p.total, name, scale=8)
+    for array, before, batch in zip(p.running, p.before, (p.moments[0], p.moments[1] * p.training.unbiased)):
+        assert_close(array, 0.9 * before + 0.1 * batch, p.total, "running", scale=8)
+    p.k.backward_sums()
+    means = p.wanted((0, 0))["sums"] / p.total
+    if how != "local":
+        p.sums *= 2  # those of the other are the same
+        means *= 2
+    p.k.backward_data()
+    want = p.wanted(means)
+    assert_close(p.y, want["y"], p.total, "y", scale=8)
+    for array, total in zip(reversed(p.gradients), want["sums"]):
+        assert_close(array, total, p.total, "gradients", scale=8)
+    assert_close(p.dx, want["dx"], p.total, "dx", scale=16)
+    if p.dresidual is not None:
+        assert np.array_equal(p.dresidual, want["dy"])
+    p.k.close()
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
+def test_training_of_a_rank_with_nothing(arrays, local):
+    """The running statistics of a rank without elements are those of the others."""
+    nothing, running, gradients = arrays.draw(0, 4, 4, 3), arrays.draw(2, 3), arrays.poisoned(2, 3)
+    before, (mean, var) = running.copy(), arrays.poisoned(2, 3)
+    sums, means = arrays.poisoned(2, 3, dtype=np.float64), arrays.poisoned(2, 3, dtype=np.float64)
+    training = BatchNormTraining(10, True, 0.5, *running, *gradients)
+    vectors = (arrays.draw(3), arrays.draw(3), mean, var, sums, means)
+    k = arrays.backend.batch_norm(*(nothing,) * 4, *vectors, BN_EPS, False, local, training)
+    k.statistics()
+    if not local:
+        assert not sums.any()
+        sums[...] = [[10, 20, 30], [15, 45, 100]]
+    k.forward()
+    k.backward_sums()
+    k.backward_data()
+    assert not gradients.any()
+    batch = np.zeros((2, 3)) if local else np.array([[1, 2, 3], [0.5 / 0.9, 0.5 / 0.9, 1 / 0.9]])
+    np.testing.assert_allclose(running, 0.5 * before + 0.5 * batch, rtol=1e-6)
+
+
+def test_a_residual_in_evaluation(typed):
+    """Given statistics, no gradient: one kernel."""
+    x, r, y = typed.draw(2, 5, 6, 18), typed.draw(2, 5, 6, 18), typed.poisoned(2, 5, 6, 18)
+    gamma, beta, mean, var = (typed.draw(18) for _ in range(4))
+    var[...] = np.abs(var.astype(np.float64)) + 0.5
+    sums = typed.poisoned(2, 18, dtype=np.float64)
+    vectors = (gamma, beta, mean, var, sums, sums)
+    k = typed.backend.batch_norm(x, y, None, None, *vectors, BN_EPS, True, False, residual=r)
+    k.forward()
+    wide = [a.astype(np.float64) for a in (x, r, gamma, beta, mean, var)]
+    want = wide[2] * (wide[0] - wide[4]) / np.sqrt(wide[5] + BN_EPS) + wide[3] + wide[1]
+    assert_close(y, np.maximum(want, 0), 8, "y", scale=8)
+    k.close()
+
+
+def test_wrong_residuals_are_refused(arrays):
+    x, c, b = arrays.draw(2, 5, 6, 4), [arrays.draw(4) for _ in range(4)], arrays.backend
+    sums, dx = arrays.poisoned(2, 4, dtype=np.float64), arrays.draw(2, 5, 6, 4)
+    given = (*c, sums, sums, BN_EPS)
+    with pytest.raises(KernelError, match=r"batch_norm: expected arrays of one shape, got .*residual \(2, 5, 6, 3\)"):
+        b.batch_norm(x, x, None, None, *given, False, False, residual=arrays.draw(2, 5, 6, 3))
+    with pytest.raises(KernelError, match="expected residual packed"):
+        b.batch_norm(x, x, None, None, *given, False, False, residual=arrays.draw(2, 6, 6, 4)[:, 1:])
+    with pytest.raises(KernelError, match="expected dresidual with a residual, relu and dx, got none"):
+        b.batch_norm(x, x, dx, dx, *given, True, False, residual=x)
+    with pytest.raises(KernelError, match="expected dresidual only with a residual, relu and dx, got one"):
+        b.batch_norm(x, x, dx, dx, *given, False, False, residual=x, dresidual=dx)
+
+
+def test_wrong_arrays_of_training_are_refused(arrays):
+    x, c = arrays.draw(2, 5, 6, 4), [arrays.draw(4) for _ in range(4)]
+    sums = arrays.poisoned(2, 4, dtype=np.float64)
+    training = BatchNormTraining(10, True, 0.1, running_mean=arrays.draw(3), running_var=arrays.draw(4))
+    with pytest.raises(KernelError, match=r"batch_norm: expected running_mean of shape \(4,\), got \(3,\)"):
+        arrays.backend.batch_norm(x, x, None, None, *c, sums, sums, BN_EPS, False, False, training)

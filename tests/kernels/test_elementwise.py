@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from halograd.kernels import ACTIVATIONS
+from halograd.kernels import ACTIVATIONS, KernelError
 
 from . import reference
 from .conftest import assert_close
@@ -87,6 +87,29 @@ def test_add(typed, terms, relu, where):
     kernel()
     assert_close(y, np.maximum(total, 0) if relu else total, terms + 1)
     kernel.close()
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 6, 16), (3, 7, 5), (1, 33, 31, 3), (4, 1), (0, 3, 4)], ids=str)
+def test_bias_and_its_gradient(typed, shape):
+    y, b, db = typed.draw(*shape), typed.draw(shape[-1]), typed.poisoned(shape[-1])
+    added, summed = typed.backend.bias(y, b), typed.backend.bias_gradient(y, db)
+    want = y.astype(np.float64) + b
+    added()
+    assert_close(y, want, 1, "y")
+    total = y.astype(np.float64).sum(axis=tuple(range(len(shape) - 1)))
+    summed()
+    assert_close(db, total, y.size // shape[-1] + 1, "db")
+    for kernel in (added, summed):
+        kernel.close()
+
+
+def test_wrong_arrays_of_a_bias_are_refused(arrays):
+    y, backend = arrays.draw(2, 6, 6, 4), arrays.backend
+    for make, what in ((backend.bias, "bias"), (backend.bias_gradient, "bias_gradient")):
+        with pytest.raises(KernelError, match=rf"{what}: expected b of shape \(4,\), got \(3,\)"):
+            make(y, arrays.draw(3))
+        with pytest.raises(KernelError, match=rf"{what}: expected y packed"):
+            make(y[:, 1:], arrays.draw(4))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])

@@ -47,6 +47,8 @@ def every_kernel(a: Arrays, size: int = 8) -> list[Kernel]:
         *b.max_pool(x, small, a.draw(*half), dx, G2),
         *b.average_pool(x, small, a.draw(*half), dx, G2, False),
         b.add([x, y, dx], dx, relu=True),
+        b.bias(y, v),
+        b.bias_gradient(y, a.draw(16)),
         b.dense_forward(m, k, a.draw(8), n),
         b.dense_backward_data(n, k, a.draw(4, 16)),
         b.dense_backward_filter(m, n, a.draw(8, 16), a.draw(8)),

@@ -86,6 +86,42 @@ def test_exact_on_uneven_and_empty_blocks(spatial, monkeypatch):
     check_layer(norm(activation="relu"), (*spatial, 2), batch=3)
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+@pytest.mark.parametrize("relu", [None, "relu"])
+def test_exact_with_a_residual(relu, backend, dtype, monkeypatch):
+    """Two inputs, blocks that do not divide and ranks that have nothing; gradients of both."""
+    needs(backend)
+    skew(monkeypatch)
+    options = {"gradient": dtype == "float64", "backend": backend, "dtype": dtype}
+    check_layer(norm(activation=relu), [(7, 6, 5)] * 2, batch=3, **options)
+    check_layer(norm(activation=relu), [(9, 3, 16)] * 2, batch=2, **options)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("statistics", ["global", "sample", "local"])
+def test_a_residual_is_added_before_the_activation(ranks, statistics):
+    x, r, g = (random_array((3, *SHAPE), name) for name in ("x0", "x1", "g"))
+    for parts in grids(ranks.size, AXES):
+        make = norm(statistics=statistics, activation="relu")
+        found = run_layer(make, [SHAPE, SHAPE], ranks, parts, batch=3, steps=2)
+        if found is None:
+            continue
+        blocks = blocks_of(statistics, 3, SHAPE, parts, ranks.size)
+        linear = oracle(x, 3, SHAPE, blocks)["y"] + r
+        close(found["y"], np.maximum(linear, 0))
+        close(found["dx1"], np.where(linear > 0, g, 0))
+
+
+def test_inputs_of_two_shapes_or_three_are_refused():
+    x, y = Input(SHAPE, "x"), Input((7, 5, 4), "y")
+    for nodes in ((x, y), (x, x, x)):
+        with pytest.raises(
+            ValueError, match="BatchNorm: expected one input, or a second of the same shape to add, got"
+        ):
+            BatchNorm()(*nodes)
+
+
 @pytest.mark.many_ranks
 def test_exact_on_samples_without_space():
     check_layer(norm(), (6,), batch=9)

@@ -10,6 +10,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import (
+    Add,
     AveragePool,
     BatchNorm,
     Concat,
@@ -41,9 +42,13 @@ BATCH = 4
 def zoo():
     """Layers that the models do not have, a value that two layers read, an input that two layers read."""
     x = Input((12, 10, 4), name="x")
-    a = GroupNorm(2, name="group")(Conv(6, 3, padding=1, name="first")(x))
+    # Residuals with a gradient and without, with an activation and without.
+    z = BatchNorm(activation="relu", name="with input")(Conv(4, 1, name="beside")(x), x)
+    a = GroupNorm(2, name="group")(Conv(6, 3, padding=1, name="first")(z))
     b = AveragePool(3, 2, 1, name="average")(a)
     c = MaxPool(3, 2, 1, name="max")(a)
+    b = BatchNorm(activation="relu", name="block")(b, Add(activation="relu", name="sum")(b, c))
+    c = BatchNorm(name="linear block")(c, Add(name="plain sum")(b, c))
     y = Gate(1)(Concat(name="join")(b, c), Concat(name="again")(c, b))
     y = Resize(2, mode="bilinear", name="up")(BatchNorm(statistics="sample", name="norm")(y))
     y = Concat(name="inputs")(y, Conv(4, 1, name="aside")(x))

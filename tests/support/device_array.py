@@ -47,6 +47,8 @@ _FUNCTIONS: dict[str, set[str]] = {
     "where": set(),
     "zeros_like": {"dtype", "shape"},
 }
+#: Those that enqueue nothing.
+_VIEWS = {"broadcast_to", "expand_dims", "moveaxis", "reshape", "squeeze", "transpose"}
 
 
 def unwrap(value: Any) -> Any:
@@ -181,7 +183,7 @@ class DeviceArray(NDArrayOperatorsMixin):
             raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {values.shape}")
         if not self.flags.c_contiguous:
             raise RuntimeError("Cannot set to non-contiguous array")
-        self.device.enqueued()
+        self.device.operated()
         np.copyto(self.memory, values)
 
     # -- views and elements ---------------------------------------------------------------------
@@ -193,7 +195,7 @@ class DeviceArray(NDArrayOperatorsMixin):
     def __setitem__(self, key: Any, value: Any) -> None:
         key, _ = self._key(key)
         self._check_operand(value)
-        self.device.enqueued()
+        self.device.operated()
         self.memory[key] = unwrap(value)
 
     def _key(self, key: Any) -> tuple[tuple, bool]:
@@ -230,15 +232,17 @@ class DeviceArray(NDArrayOperatorsMixin):
         return self.reshape(-1)
 
     def copy(self) -> DeviceArray:
+        self.device.operated()
         return self._new(self.memory.copy())
 
     def astype(self, dtype: Any, copy: bool = True) -> DeviceArray:
         if not copy and self.dtype == np.dtype(dtype):
             return self
+        self.device.operated()
         return self._new(self.memory.astype(dtype))
 
     def fill(self, value: Any) -> None:
-        self.device.enqueued()
+        self.device.operated()
         self.memory.fill(unwrap(value))
 
     # -- arithmetic -----------------------------------------------------------------------------
@@ -266,7 +270,7 @@ class DeviceArray(NDArrayOperatorsMixin):
             if not isinstance(operand, (DeviceArray, *_SCALARS)):
                 return NotImplemented
         target = unwrap(out[0]) if out else None
-        self.device.enqueued()
+        self.device.operated()
         result = getattr(ufunc, method)(*map(unwrap, inputs), **kwargs, **({"out": target} if out else {}))
         return out[0] if out else self._new(result)
 
@@ -283,7 +287,8 @@ class DeviceArray(NDArrayOperatorsMixin):
         flat = [*args, *kwargs.values()]
         for operand in [x for a in flat for x in (a if isinstance(a, (tuple, list)) else (a,))]:
             self._check_operand(operand)
-        self.device.enqueued()
+        if name not in _VIEWS:
+            self.device.operated()
         plain = [type(a)(map(unwrap, a)) if isinstance(a, (tuple, list)) else unwrap(a) for a in args]
         result = func(*plain, **{k: unwrap(v) for k, v in kwargs.items()})
         if kwargs.get("out") is not None:
@@ -300,7 +305,7 @@ class DeviceArray(NDArrayOperatorsMixin):
             source = source.item()
         for operand in (source, where):
             self._check_operand(operand)
-        self.device.enqueued()
+        self.device.operated()
         mask = {} if where is None else {"where": unwrap(where)}
         np.copyto(target.memory, unwrap(source), casting=casting, **mask)  # type: ignore[call-overload]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,11 +14,12 @@ from halograd.device.base import packed_as
 from halograd.kernels import checks
 from halograd.kernels.backend import Backend
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, chain
 from halograd.kernels.numpy import NumpyBackend
+from halograd.kernels.padded import tensor_core_channels
 from tests.support.device_array import DeviceArray, unwrap
 
-__all__ = ["FakeBackend", "FakeDevice"]
+__all__ = ["FakeBackend", "FakeDevice", "operands"]
 
 POISON = 0xA5
 
@@ -71,6 +73,11 @@ class FakeDevice(Device):
         Arrays made so far.
     strangers
         Threads that touched the device without `use`: CUDA would open a context on the first device of the machine.
+    operations
+        Operations on arrays that CuPy carries out itself: ufuncs, copies, casts, fills, reductions, each of which takes
+        the host several times as long as a launch.
+    library_calls
+        Kernels that a backend has of cuDNN or cuBLAS.
     """
 
     name = "fake:0"
@@ -78,7 +85,7 @@ class FakeDevice(Device):
     def __init__(self) -> None:
         self._here, self.strangers = threading.local(), set[str]()
         FakeDevice.use(self)
-        self.number = self.waits = self.idled = self.allocations = 0
+        self.number = self.waits = self.idled = self.allocations = self.operations = self.library_calls = 0
         self.synchronizations: list[str] = []
         self.fused_copies: Any = None
         self.fused_sums: Any = None
@@ -96,6 +103,10 @@ class FakeDevice(Device):
     # -- bookkeeping ----------------------------------------------------------------------------
     def enqueued(self) -> None:
         self.number += 1
+
+    def operated(self) -> None:
+        self.operations += 1
+        self.enqueued()
 
     def seen(self) -> None:
         """A thread touches the device."""
@@ -225,6 +236,15 @@ class _Stamp:
         return True
 
 
+def operands(args: Any) -> list[Any]:
+    """The arguments of a factory of kernels one by one, those of lists and of batch norms too."""
+    found: list[Any] = []
+    for arg in args:
+        whole = [getattr(arg, f.name) for f in fields(arg)] if isinstance(arg, BatchNormArrays) else [arg]
+        found += arg if isinstance(arg, list) else whole
+    return found
+
+
 def _each(kernels: Any) -> Any:
     made = list(kernels)
     return lambda: [kernel() for kernel in made]
@@ -244,6 +264,7 @@ class FakeBackend(Backend):
 
     def __init__(self, cuda: Any = None) -> None:
         self._numpy, self.cuda = NumpyBackend(), cuda
+        self.fuses_batch_norm = cuda is not None
         self.device = FakeDevice()
         self.xp, self.version, self.threads = np, "0", 1
         self._low = [as_dtype(name) for name in LOW]
@@ -268,7 +289,7 @@ class FakeBackend(Backend):
         self.device.close()
 
     def _on_host(self, factory: Any, *args: Any) -> Any:
-        for array in (a for arg in args for a in (arg if isinstance(arg, list) else (arg,))):
+        for array in operands(args):
             if isinstance(array, np.ndarray):
                 raise TypeError(f"a kernel of the device got an array of the host: {array.shape}")
         shadows: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
@@ -280,7 +301,13 @@ class FakeBackend(Backend):
             key = (array.__array_interface__["data"][0], array.shape, array.strides)
             return shadows.setdefault(key, (array, np.zeros(array.shape, np.float32)))[1]
 
-        made = factory(*([plain(a) for a in arg] if isinstance(arg, list) else plain(arg) for arg in args))
+        def all_plain(arg: Any) -> Any:
+            if isinstance(arg, BatchNormArrays):
+                arrays = {f.name: plain(getattr(arg, f.name)) for f in fields(arg) if f.name != "training"}
+                return BatchNormArrays(**arrays)
+            return [plain(a) for a in arg] if isinstance(arg, list) else plain(arg)
+
+        made = factory(*map(all_plain, args))
         return self._counted(made, list(shadows.values()))
 
     def _counted(self, made: Any, shadows: list[tuple[np.ndarray, np.ndarray]]) -> Any:
@@ -294,6 +321,7 @@ class FakeBackend(Backend):
 
         def run() -> None:
             self.device.enqueued()
+            self.device.library_calls += 1
             for low, wide in shadows:
                 np.copyto(wide, low)
             made()
@@ -314,29 +342,66 @@ class FakeBackend(Backend):
         legal = {x.dtype.name, "float32"} if is_low(x.dtype) else {x.dtype.name}
         assert {a.dtype.name for a in others if a is not None} <= legal, f"{what}: {x.dtype} beside others"
 
-    def _conv_forward(self, *args: Any) -> Kernel:
-        return self._on_host(self._numpy._conv_forward, *args)
+    def padded_channels(self, channels: int, dtype: Any) -> int:
+        return tensor_core_channels(channels, dtype)
+
+    def _suited(self, array: Any, x: Any) -> Any:
+        """As cuDNN wants it: of the dtype of the images, converted at every call where it is another."""
+        same = array is None or array.dtype == x.dtype or self.cuda is None
+        return array if same else self.empty(array.shape, x.dtype)
+
+    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
+        weights, bias = self._suited(w, x), self._suited(b, x)
+        kernel = self._on_host(self._numpy._conv_forward, x, weights, bias, y, geometry, relu)
+        return self._around(kernel, [(a, c) for a, c in ((w, weights), (b, bias)) if a is not c], [])
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
-        return self._on_host(self._numpy._conv_backward_data, dy, w, dx, geometry)
+        weights = self._suited(w, dx)
+        kernel = self._on_host(self._numpy._conv_backward_data, dy, weights, dx, geometry)
+        return self._around(kernel, [(w, weights)] if weights is not w else [], [])
 
     def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
-        return self._on_host(self._numpy._conv_backward_filter, x, dy, dw, db, geometry)
+        gradient = self._suited(dw, x)
+        kernel = self._on_host(self._numpy._conv_backward_filter, x, dy, gradient, None, geometry)
+        behind = [] if db is None else [self._bias_gradient(dy, db)]
+        return self._around(kernel, [], [] if gradient is dw else [(gradient, dw)], *behind)
+
+    def _around(self, kernel: Kernel, before: Any, after: Any, *more: Kernel) -> Kernel:
+        parts = [self.cuda.copy([pair]) for pair in before], [self.cuda.copy([pair]) for pair in after]
+        return chain(*parts[0], kernel, *parts[1], *more)
+
+    def _ours(self, name: str, *args: Any) -> Any:
+        """Our own kernels where there are some, else those of NumPy."""
+        if self.cuda is None:
+            return self._on_host(getattr(self._numpy, f"_{name}"), *args)
+        return getattr(self.cuda, name)(*args)
 
     def _max_pool(self, *args: Any) -> tuple[Kernel, Kernel | None]:
-        return self._on_host(self._numpy._max_pool, *args)
+        return self._ours("max_pool", *args)
 
     def _average_pool(self, *args: Any) -> tuple[Kernel, Kernel | None]:
-        return self._on_host(self._numpy._average_pool, *args)
+        return self._ours("average_pool", *args)
 
-    def _batch_norm(self, *args: Any) -> BatchNormKernels:
-        return self._on_host(self._numpy._batch_norm, *args)
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return self._ours("batch_norm", arrays)
 
     def _activation(self, *args: Any) -> tuple[Kernel, Kernel | None]:
-        return self._on_host(self._numpy._activation, *args)
+        return self._ours("activation", *args)
 
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
-        return self._on_host(self._numpy._add, xs, y, relu)
+        return self._ours("add", xs, y, relu)
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
+        return self._ours("bias", y, b)
+
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        return self._ours("bias_gradient", dy, db)
+
+    def _sum_of_squares(self, *args: Any) -> Kernel:
+        return super()._sum_of_squares(*args) if self.cuda is None else self.cuda.sum_of_squares(*args)
+
+    def _clip(self, *args: Any) -> Kernel:
+        return super()._clip(*args) if self.cuda is None else self.cuda.clip(*args)
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         return self._on_host(self._numpy._dense_forward, x, w, b, y)

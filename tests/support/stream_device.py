@@ -11,7 +11,7 @@ import numpy as np
 from halograd.kernels.kernel import BatchNormKernels, Kernel
 from tests.support.device_array import DeviceArray, unwrap
 from tests.support.fake_cuda import FakeCuda, FakeCupy, FakeEvent, FakeStream
-from tests.support.fake_device import FakeBackend, FakeDevice, FakeTicket
+from tests.support.fake_device import FakeBackend, FakeDevice, FakeTicket, operands
 from tests.support.trace import Trace, bounds
 
 __all__ = ["StreamBackend", "StreamDevice", "TracedArray"]
@@ -149,8 +149,7 @@ class StreamBackend(FakeBackend):
         self._operands: list[Any] = []
 
     def _on_host(self, factory: Any, *args: Any) -> Any:
-        self._operands = [a for arg in args for a in (arg if isinstance(arg, list) else (arg,)) if a is not None]
-        self._operands = [a for a in self._operands if isinstance(a, DeviceArray)]
+        self._operands = [a for a in operands(args) if isinstance(a, DeviceArray)]
         self._name = factory.__name__
         return super()._on_host(factory, *args)
 

@@ -8,6 +8,7 @@ from halograd.comm import Communicator
 from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import (
+    BatchNorm,
     Dense,
     Dropout,
     Flatten,
@@ -20,12 +21,18 @@ from halograd.layers import (
     Resize,
     SoftmaxCrossEntropy,
 )
-from halograd.testing import grids, run_layer
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.testing import grids, random_array, run_layer
+from halograd.training.executor import Executor
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
 from tests.kernels.cuda.host import HostDevice, compiler
 from tests.layers.test_low_precision import near
 from tests.support.fake_device import FakeBackend
 from tests.training import test_device
 from tests.training.test_device import OPTIMIZERS, train
+from tests.training.test_exactness import fill
 
 
 def dropping():
@@ -81,6 +88,26 @@ def test_optimizers(optimizer, clip, cuda):
     compare("regression", {}, cuda, optimizer, clip)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("scheme", ["bucketed", "sharded"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_prepares_nothing(dtype, scheme, cuda, monkeypatch):
+    """Tables of pieces, programs and scratch are made before the third step, that of a clipped one too."""
+    network, kernels = NETWORKS["unet"](), FakeBackend(cuda)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        strategy = Strategy({"height": comm.size}, bucket_bytes=4096, reduction=Scheme(scheme))
+        with Executor(network, comm, kernels, 4, strategy, dtype, seed=3) as executor:
+            trainer = Trainer(executor, OPTIMIZERS["sgd"](executor.store), Constant(0.01), clip_norm=1.0)
+            for step in range(3):
+                fill(executor, step)
+                if step == 2:
+                    for name in ("upload", "empty", "function", "bind"):
+                        monkeypatch.setattr(cuda.device, name, None)
+                trainer.step()
+            trainer.settle()
+    kernels.close()
+
+
 LAYERS = {
     "resize": lambda: Resize(2, mode="bilinear", name="l"),
     "resize down": lambda: Resize(size=[4, 9], mode="linear", name="l"),
@@ -116,6 +143,43 @@ def test_norms_of_all_samples_at_once(name, cuda):
             comm.agree(AssertionError(f"{parts}: {wrong} differ in bfloat16") if wrong else None)
     assert {"group_totals", "group_moments", "group_spread"} <= set(cuda.device.launched)
     kernels.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("options", [{"activation": "relu"}, {"affine": False}, {"statistics": "sample"}], ids=str)
+def test_batch_norm_in_training(options, residual, cuda):
+    """In float32, where the kernels make means, running statistics and gradients themselves; odd channels."""
+    kernels, shapes = FakeBackend(cuda), [(7, 6, 5)] * (1 + residual)
+
+    def make():
+        return BatchNorm(name="l", **options)
+
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for parts in grids(comm.size, ("sample", "height", "width")):
+            expected = run_layer(make, shapes, comm, parts, steps=2, batch=3)
+            found = run_layer(make, shapes, comm, parts, steps=2, batch=3, backend=kernels, dtype="float32")
+            wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=3e-5)]
+            comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
+            state = [running(backend, make, shapes, comm, parts) for backend in (NumpyBackend(), kernels)]
+            for ours, theirs in zip(*state):
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    kernels.close()
+
+
+def running(backend, make, shapes, comm, parts):
+    """The running statistics behind two steps."""
+    nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
+    target = Input(shapes[0], name="target")
+    network = Network({"loss": MeanSquaredError("loss")(make()(*nodes), target)})
+    with Executor(network, comm, backend, 3, Strategy(parts), "float32") as executor:
+        for _ in range(2):
+            for name in network.inputs:
+                executor.set_input(name, random_array((3, *shapes[0]), name))
+            executor.forward(training=True)
+            executor.backward()
+        executor.reducer.finish()
+        return [executor.device.to_host(array).copy() for array in executor.store.state.values()]
 
 
 @pytest.mark.ranks(1, 2)

@@ -10,11 +10,12 @@ import pytest
 from mpi4py import MPI
 
 from halograd.errors import UserError
+from halograd.kernels.cudnn.precision import Arithmetic
 from halograd.training import checkpointing, session
 from halograd.training.config import parse_config
 from halograd.training.feeding import DeviceFeed
 from halograd.training.kernels import open_kernels
-from halograd.training.log import read_log
+from halograd.training.log import RunLog, read_log
 from halograd.training.memory import Memory
 from halograd.training.run import evaluate, train
 from tests.support.fake_device import FakeBackend
@@ -125,6 +126,18 @@ def test_log_timeline_and_evaluation(tmp_path, on_device):
     assert result["loss"] == pytest.approx(clipped["validation"]["loss"], rel=1e-12)
     with h5py.File(tmp_path / "p.h5") as file:
         assert np.isfinite(file["prediction"][...]).all()
+
+
+@pytest.mark.parametrize(("dtype", "says"), [("float32", True), ("bfloat16", False)])
+def test_the_first_line_says_whether_float32_takes_tensor_cores(tmp_path, on_device, monkeypatch, dtype, says):
+    said = []
+    monkeypatch.setattr(RunLog, "say", lambda log, text: said.append(text))
+    monkeypatch.setattr(FakeBackend, "describe_arithmetic", lambda kernels, dtype: Arithmetic().describe(dtype))
+    on_device(True)
+    run(write_config(tmp_path), tmp_path / "out", 1, more=[f'training.dtype="{dtype}"'])
+    (begin,) = read_log(tmp_path / "out" / "log.jsonl", "begin")
+    for line in (said[0], begin["kernels"]):
+        assert ('per rank, float32 without tensor cores (backend.precision = "tf32"' in line) == says
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])

@@ -8,7 +8,9 @@ from halograd.comm import Communicator
 from halograd.device import as_dtype
 from halograd.errors import UserError
 from halograd.kernels.numpy import NumpyBackend
+from halograd.layers import Add, Conv, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
+from halograd.models import mesh
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
@@ -118,4 +120,41 @@ def test_float16_without_fused_kernels_is_refused():
     kernels = FakeBackend()
     with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(UserError, match=r"expected a backend with fused kernels"):
         executor(kernels, comm, dtype="float16")
+    kernels.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_channels_of_an_input_lie_padded_where_convolutions_read_it(monkeypatch):
+    """The stem of a mesh network: 18 channels in rows of 24, the same numbers, no copy."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        network = mesh(resolution=(20, 16), channels=18, widths=(4, 6), convs=1)
+        losses, strides = [], []
+        for rule in (FakeBackend.padded_channels, lambda kernels, channels, dtype: channels):
+            monkeypatch.setattr(FakeBackend, "padded_channels", rule)
+            kernels = FakeBackend()
+            strategy = Strategy({"height": comm.size}, bucket_bytes=4096)
+            with Executor(network, comm, kernels, 2, strategy, dtype="bfloat16", seed=3) as built:
+                trainer = Trainer(built, SGD(built.store, momentum=0.9), Constant(0.01))
+                for step in range(3):
+                    fill(built, step)
+                    losses.append(float(trainer.step()))
+                array = built.input("x").array
+                strides.append(array.strides[-2] // array.itemsize)
+                stem = next(o for segment in built.program.forward for o in segment.operations if "x" in o.kernel.views)
+                x = built.runner.view(stem.kernel.views["x"])
+                assert x.data.ptr == array.data.ptr and x.strides == array.strides
+                whole = built.runner.view(built.values["x"].region.view.buffer.view)
+                assert whole.shape[-1] == strides[-1] and not whole.memory[..., 18:].any()
+            kernels.close()
+        assert strides == [24, 18]
+        assert losses[:3] == losses[3:]
+
+
+@pytest.mark.ranks(1)
+def test_channels_stay_packed_where_another_layer_reads_the_input():
+    x, target = Input((6, 6, 18), "x"), Input((6, 6, 18), "target")
+    y = Add(name="sum")(Conv(18, 3, padding=1, name="conv")(x), x)
+    network, kernels = Network({"loss": MeanSquaredError("loss")(y, target)}), FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm, Executor(network, comm, kernels, 2, dtype="bfloat16") as built:
+        assert built.input("x").array.flags.c_contiguous
     kernels.close()

@@ -73,6 +73,7 @@ class BucketedReducer(Reducer):
     def _start(self, i: int) -> None:
         total = self._sums[i]
         if total is not None:
+            self.buckets[i].widen()
             if self._alone[i]:
                 self._add_errors(self.buckets[i])
             total.start()

@@ -83,7 +83,7 @@ class ShardedReducer(BucketedReducer):
             gather = self._gathers[i]
             assert gather is not None
             gather.finish()
-            self.store.refresh(self.buckets[i])
+            self.buckets[i].refresh()
 
     def finish(self) -> None:
         self._update_shards()

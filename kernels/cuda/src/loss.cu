@@ -10,7 +10,7 @@ struct LossParams {
     const double* factor;   // of dx alone, on the device, or none
     double* partial;
     double* loss;
-    uint64* wrong;  // counts targets that are no class, or none
+    uint64* wrong;  // counts targets that are no class, or none; with any the loss is NaN
     int64 rows;      // that there are
     int64 counted;   // leading rows that have a loss
     int64 channels;
@@ -32,7 +32,7 @@ BLOCK_KERNEL(finish_loss, LossParams) {
     double sum = 0;
     for (Index i = Index(threadIdx.x); i < Index(p.partials); i += Index(blockDim.x)) sum += p.partial[i];
     sum = block_sum(sum);
-    if (threadIdx.x == 0) *p.loss = sum * p.scale;
+    if (threadIdx.x == 0) *p.loss = p.wrong && *p.wrong ? INFINITY - INFINITY : sum * p.scale;
 }
 
 struct Label {

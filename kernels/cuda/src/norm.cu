@@ -7,6 +7,8 @@ struct NormParams {
     T* y;
     const T* dy;
     T* dx;
+    const T* residual;  // residual_forward: added before the ReLU
+    T* dresidual;       // gradient_sums: dy', or none
     const void* gamma;
     const void* beta;
     void* mean;
@@ -26,6 +28,15 @@ struct NormParams {
     int64 relu;
     int64 premultiplied;  // means are of gamma * dy', not of dy'
     double eps;
+    double count;  // forward: elements that `sums` are over, from which mean and var follow; 0: these are given
+    double momentum;
+    double unbiased;  // factor on var
+    void* running_mean;  // or none
+    void* running_var;
+    int64 running_float;
+    void* dgamma;  // or none
+    void* dbeta;
+    int64 gradients_float;
 };
 
 // Sums of x and of its square. Those of squares are taken about the mean of each tile and then moved to zero in double,
@@ -68,7 +79,7 @@ template <int V> DEVICE void statistics(const NormParams& p) {
     leave_partial<V>(at, sums, p.partial);
 }
 
-// Sums of dy' and of dy' * xhat, dy' = dy where y > 0.
+// Sums of dy' and of dy' * xhat, dy' = dy where y > 0, which is kept where a residual has it for gradient.
 template <int V> DEVICE void gradient_sums(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     double sums[2][V] = {};
@@ -92,10 +103,11 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
                 if (p.relu) load<V>(p.y + element(at, r), y);
 #pragma unroll
                 for (int k = 0; k < V; ++k) {
-                    const A gradient = p.relu && !(y[k] > A(0)) ? A(0) : dy[k];
-                    first[k] += gradient;
-                    second[k] += gradient * ((x[k] - mean[k]) * inverse[k]);
+                    if (p.relu && !(y[k] > A(0))) dy[k] = A(0);
+                    first[k] += dy[k];
+                    second[k] += dy[k] * ((x[k] - mean[k]) * inverse[k]);
                 }
+                if (p.dresidual) store<V>(dy, p.dresidual + element(at, r));
             }
 #pragma unroll
             for (int k = 0; k < V; ++k) {
@@ -107,29 +119,67 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
     leave_partial<V>(at, sums, p.partial);
 }
 
-template <int V> DEVICE void forward(const NormParams& p) {
+// What a number becomes where it is kept, from where backward reads it.
+DEVICE A kept(double value, int64 is_float) {
+    if (is_float) return A(float(value));
+    T stored;
+    narrow(value, stored);
+    return widen(stored);
+}
+
+DEVICE void take_up(double batch, void* running, int64 is_float, double momentum, Index i) {
+    set_parameter((1 - momentum) * double(parameter(running, is_float, i)) + momentum * batch, running, is_float, i);
+}
+
+// Mean and variance of channel c of a sample: those given, or from the sums over all processes. Then one block of those
+// that share the channel `writes` them, and takes them up into the running statistics.
+DEVICE void find_moments(const NormParams& p, Index set, Index c, bool writes, A& mean, A& var) {
+    if (p.count > 0) {
+        const double* sums = p.sums + int64(blockIdx.z) * 2 * p.channels + c;
+        const double first = sums[0] / p.count;
+        mean = kept(first, p.mean_float);
+        var = kept(larger(sums[p.channels] / p.count - first * first, 0.0), p.var_float);
+        if (writes) {
+            set_parameter(double(mean), p.mean, p.mean_float, set);
+            set_parameter(double(var), p.var, p.var_float, set);
+        }
+    } else {
+        mean = parameter(p.mean, p.mean_float, set);
+        var = parameter(p.var, p.var_float, set);
+    }
+    if (writes && p.running_mean) {
+        take_up(double(mean), p.running_mean, p.running_float, p.momentum, c);
+        take_up(double(var) * p.unbiased, p.running_var, p.running_float, p.momentum, c);
+    }
+}
+
+template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     if (!at.inside) return;
     A mean[V], scale[V], shift[V];
     const Index set = Index(blockIdx.z) * at.channels + at.channel;
 #pragma unroll
     for (int k = 0; k < V; ++k) {
-        mean[k] = parameter(p.mean, p.mean_float, set + k);
-        const A inverse = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
-        scale[k] = inverse * parameter(p.gamma, p.gamma_float, at.channel + k);
+        A var;
+        find_moments(p, set + k, at.channel + k, blockIdx.y == 0 && threadIdx.y == 0, mean[k], var);
+        scale[k] = A(1) / sqrt(var + A(p.eps)) * parameter(p.gamma, p.gamma_float, at.channel + k);
         shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
     }
     for (Index row = at.row; row < at.rows; row += 4 * at.step) {
-        A x[4][V];
+        A x[4][V], residual[RESIDUAL ? 4 : 1][V];
 #pragma unroll
-        for (int t = 0; t < 4; ++t)
-            if (row + t * at.step < at.rows) load<V>(p.x + element(at, row + t * at.step), x[t]);
+        for (int t = 0; t < 4; ++t) {
+            if (row + t * at.step >= at.rows) continue;
+            load<V>(p.x + element(at, row + t * at.step), x[t]);
+            if (RESIDUAL) load<V>(p.residual + element(at, row + t * at.step), residual[RESIDUAL ? t : 0]);
+        }
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
             if (row + t * at.step >= at.rows) continue;
 #pragma unroll
             for (int k = 0; k < V; ++k) {
                 x[t][k] = (x[t][k] - mean[k]) * scale[k] + shift[k];
+                if (RESIDUAL) x[t][k] += residual[RESIDUAL ? t : 0][k];
                 if (p.relu) x[t][k] = rectify(x[t][k]);
             }
             store<V>(x[t], p.y + element(at, row + t * at.step));
@@ -177,37 +227,28 @@ template <int V> DEVICE void gradient_data(const NormParams& p) {
     }
 }
 
-DEVICE Index finished_channel() { return Index(blockIdx.x) * Index(blockDim.x) + Index(threadIdx.x); }
-
-// sums = what all chunks found.
+// sums = what all chunks found; in backward they are the gradients of the parameters too.
 BLOCK_KERNEL(finish_sums, NormParams) {
     double sums[2];
-    const Index c = finished_channel(), channels = Index(p.channels);
+    const Index c = Index(blockIdx.x) * Index(blockDim.x) + Index(threadIdx.x), channels = Index(p.channels);
     add_partials(p.partial, Index(p.chunks), channels, c, sums);
     if (threadIdx.y != 0 || c >= channels) return;
     double* out = p.sums + int64(blockIdx.z) * 2 * channels + c;
     out[0] = sums[0];
     out[channels] = sums[1];
-}
-
-// mean and variance of this process alone.
-BLOCK_KERNEL(finish_moments, NormParams) {
-    double sums[2];
-    const Index c = finished_channel(), channels = Index(p.channels);
-    add_partials(p.partial, Index(p.chunks), channels, c, sums);
-    if (threadIdx.y != 0 || c >= channels) return;
-    const double mean = sums[0] / double(p.rows);
-    const Index set = Index(blockIdx.z) * channels + c;
-    set_parameter(mean, p.mean, p.mean_float, set);
-    set_parameter(larger(sums[1] / double(p.rows) - mean * mean, 0.0), p.var, p.var_float, set);
+    if (!p.dgamma) return;
+    set_parameter(sums[0], p.dbeta, p.gradients_float, c);
+    set_parameter(sums[1], p.dgamma, p.gradients_float, c);
 }
 
 BLOCK_KERNEL(statistics_1, NormParams) { statistics<1>(p); }
 BLOCK_KERNEL(statistics_v, NormParams) { statistics<VECTOR>(p); }
 BLOCK_KERNEL(gradient_sums_1, NormParams) { gradient_sums<1>(p); }
 BLOCK_KERNEL(gradient_sums_v, NormParams) { gradient_sums<VECTOR>(p); }
-KERNEL(forward_1, NormParams) { forward<1>(p); }
-KERNEL(forward_v, NormParams) { forward<VECTOR>(p); }
+KERNEL(forward_1, NormParams) { forward<1, false>(p); }
+KERNEL(forward_v, NormParams) { forward<VECTOR, false>(p); }
+KERNEL(residual_forward_1, NormParams) { forward<1, true>(p); }
+KERNEL(residual_forward_v, NormParams) { forward<VECTOR, true>(p); }
 KERNEL(gradient_data_1, NormParams) { gradient_data<1>(p); }
 KERNEL(gradient_data_v, NormParams) { gradient_data<VECTOR>(p); }
 

@@ -1,37 +1,37 @@
-// Sums of whole arrays, the search for what is not finite, and the small steps of scaling a loss.
+// Squares of whole arrays and clipping by them, the search for what is not finite, and small steps of scaling a loss.
 #include "common.cuh"
 
-struct TotalParams {
+struct SquaresParams {
     const T* x;
     int64 count;
-    int64 squares;
+    double weight;
     double* partial;
     int64 partials;
     double* total;
 };
 
-template <int V> DEVICE void total(const TotalParams& p) {
+template <int V> DEVICE void squares(const SquaresParams& p) {
     double sum = 0;
     const Index bulk = Index(p.count) / V;
     for (Index item = first_item(); item < bulk; item += item_step()) {
         A x[V];
         load<V>(p.x + item * V, x);
 #pragma unroll
-        for (int k = 0; k < V; ++k) sum += p.squares ? double(x[k]) * double(x[k]) : double(x[k]);
+        for (int k = 0; k < V; ++k) sum += double(x[k]) * double(x[k]);
     }
     const Index i = bulk * V + first_item();
     if (V > 1 && i < Index(p.count)) {
         const double x = double(widen(p.x[i]));
-        sum += p.squares ? x * x : x;
+        sum += x * x;
     }
     sum = block_sum(sum);
-    if (threadIdx.x == 0) p.partial[blockIdx.x] = sum;
+    if (threadIdx.x == 0) p.partial[blockIdx.x] = p.weight * sum;
 }
 
-BLOCK_KERNEL(total_1, TotalParams) { total<1>(p); }
-BLOCK_KERNEL(total_v, TotalParams) { total<VECTOR>(p); }
+BLOCK_KERNEL(squares_1, SquaresParams) { squares<1>(p); }
+BLOCK_KERNEL(squares_v, SquaresParams) { squares<VECTOR>(p); }
 
-BLOCK_KERNEL(finish_total, TotalParams) {
+BLOCK_KERNEL(finish_squares, SquaresParams) {
     double sum = 0;
     for (Index i = Index(threadIdx.x); i < Index(p.partials); i += Index(blockDim.x)) sum += p.partial[i];
     sum = block_sum(sum);
@@ -88,37 +88,15 @@ KERNEL(update_loss_scale, ScalingParams) {
 
 struct ClipParams {
     const double* squares;
-    double* scalars;
+    const double* inverse;  // of the loss scale, or none
     double max_norm;
+    double* norm;
+    double* factor;
 };
 
-// scalars[1] becomes the factor on all gradients that brings their norm down, as training/clipping.py.
 KERNEL(clip, ClipParams) {
     if (blockIdx.x || threadIdx.x) return;
-    const double scale = p.scalars[1], norm = sqrt(*p.squares) * (scale < 0 ? -scale : scale);
-    p.scalars[1] = scale * smaller(1.0, p.max_norm / (norm + 1e-6));
-}
-
-struct MomentsParams {
-    const double* sums;  // (2, channels)
-    void* mean;
-    void* var;
-    int64 mean_float;
-    int64 var_float;
-    double scale;
-    double* target;  // (count): scale * sums
-    int64 count;
-};
-
-// mean and biased variance from the sums over all ranks.
-KERNEL(moments, MomentsParams) {
-    for (Index c = first_item(); c < Index(p.count); c += item_step()) {
-        const double mean = p.sums[c] * p.scale;
-        set_parameter(mean, p.mean, p.mean_float, c);
-        set_parameter(larger(p.sums[Index(p.count) + c] * p.scale - mean * mean, 0.0), p.var, p.var_float, c);
-    }
-}
-
-KERNEL(scale64, MomentsParams) {
-    for (Index i = first_item(); i < Index(p.count); i += item_step()) p.target[i] = p.sums[i] * p.scale;
+    const double norm = sqrt(*p.squares) * (p.inverse ? *p.inverse : 1.0);
+    *p.norm = norm;
+    *p.factor = smaller(1.0, p.max_norm / (norm + 1e-6));
 }

@@ -14,6 +14,7 @@ import pytest
 from halograd.kernels import Backend
 from halograd.kernels.cuda import CudaKernels, CupyDevice
 from halograd.kernels.cuda.launch import Launch
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels
 from halograd.kernels.numpy import NumpyBackend
 from tests.gpu.place import PLACES
 
@@ -29,6 +30,7 @@ class HostBackend(NumpyBackend):
     """What cuDNN does by NumPy, all else by the CUDA kernels."""
 
     name: ClassVar[str] = "cuda on the host"
+    fuses_batch_norm = True
 
     def __init__(self, cuda: CudaKernels) -> None:
         super().__init__()
@@ -44,8 +46,20 @@ class HostBackend(NumpyBackend):
     def _average_pool(self, *args: Any) -> Any:
         return self.cuda.average_pool(*args)
 
-    def _batch_norm(self, *args: Any) -> Any:
-        return self.cuda.batch_norm(*args)
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return self.cuda.batch_norm(arrays)
+
+    def _bias(self, *args: Any) -> Any:
+        return self.cuda.bias(*args)
+
+    def _bias_gradient(self, *args: Any) -> Any:
+        return self.cuda.bias_gradient(*args)
+
+    def _sum_of_squares(self, *args: Any) -> Any:
+        return self.cuda.sum_of_squares(*args)
+
+    def _clip(self, *args: Any) -> Any:
+        return self.cuda.clip(*args)
 
     def _activation(self, *args: Any) -> Any:
         return self.cuda.activation(*args)

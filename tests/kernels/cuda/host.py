@@ -6,14 +6,14 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from halograd.kernels.aligned import aligned_empty
-from halograd.kernels.cuda.device import Device, Function
+from halograd.kernels.cuda.device import Device, Extents, Function, address
 from halograd.kernels.cuda.sources import Program
 
 SHIM = Path(__file__).parent / "host_shim.h"
@@ -69,17 +69,19 @@ class HostDevice(Device):
             self._libraries[program] = ctypes.CDLL(str(self._compile(program)))
             self._libraries[program].set_order(int(self._backward))
         self.programs.add(program)
-        kernel = getattr(self._libraries[program], name)
-        extents = ctypes.c_uint * 3
+        return program, name, getattr(self._libraries[program], name)
 
-        def launch(grid: tuple[int, int, int], block: tuple[int, int, int], arguments: tuple[Any]) -> None:
+    def bind(self, function: Function, grid: Extents, block: Extents, record: np.ndarray) -> Callable[[], None]:
+        program, name, kernel = function
+        extents = ctypes.c_uint * 3
+        arguments = ctypes.c_void_p(address(record)), extents(*grid), extents(*block)
+
+        def run() -> None:
             self.launched.append(name)
-            (record,) = arguments
-            at = ctypes.c_void_p(record.__array_interface__["data"][0])
-            fault = kernel(at, extents(*grid), extents(*block))
+            fault = kernel(*arguments)
             assert fault == 0, f"{program} {name}: {FAULTS[fault]}"
 
-        return launch
+        return run
 
     def _compile(self, program: Program) -> Path:
         macros = [f"-D{name}={value}" for name, value in program.defines.items()]

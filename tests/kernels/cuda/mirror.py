@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda.device import Device, Function
+from halograd.kernels.cuda.device import Device, Extents, Function
 from halograd.kernels.cuda.launch import Launch
 from halograd.kernels.cuda.sources import Program
 
@@ -86,6 +86,9 @@ class MirrorDevice(HostDevice):
         self.programs.add(program)
         return self._kernels.function(program, name)
 
+    def bind(self, function: Function, grid: Extents, block: Extents, record: np.ndarray) -> Callable[[], Any]:
+        return self._kernels.bind(function, grid, block, record)
+
     def run(self, launch: Launch) -> None:
         """What a launch on this device does instead."""
         self.launched.append(launch.name)
@@ -103,7 +106,7 @@ class MirrorDevice(HostDevice):
             if record.dtype[name].base == np.uint64 and any(True for _ in arrays_in(launch._kept.get(name))):
                 flat = np.atleast_1d(record[name])
                 record[name] = np.array([_moved(int(a), copies) for a in flat], np.uint64).reshape(record[name].shape)
-        launch._function(launch._grid, launch._block, (record,))
+        self._kernels.bind(launch._function, launch._grid, launch._block, record)()
         for copy in copies:
             if not any(start(t) == copy.first for t in tables):
                 copy.host[...] = self._get(copy.base, copy.offset, len(copy.host))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ import pytest
 from halograd.kernels import KernelError
 from halograd.kernels.cuda import CudaKernels, CupyDevice
 from halograd.kernels.cuda.device import address
+from halograd.kernels.cuda.launch import Launch
+from halograd.kernels.cuda.sources import PROGRAMS, Program, kernels_of, record_of, text_of
 
 
 class Memory:
@@ -44,7 +47,9 @@ class Recorder:
         self.launched: list[tuple] = []
         properties = {"multiProcessorCount": 132, "name": b"H200"}
         runtime = SimpleNamespace(getDevice=lambda: 0, getDeviceProperties=lambda i: properties)
-        self.cuda = SimpleNamespace(runtime=runtime)
+        driver = SimpleNamespace(launchKernel=self._launch)
+        self.stream, self._kernels = 0x77, []
+        self.cuda = SimpleNamespace(runtime=runtime, driver=driver, get_current_stream=self._current_stream)
 
     def empty(self, shape, dtype):
         return Memory(shape, dtype)
@@ -55,14 +60,26 @@ class Recorder:
     def RawModule(self, code, options):
         self.compiled.append(options)
         assert 'extern "C" __global__' in code and "#include" not in code.replace("#include HOST_SHIM", "")
-        return SimpleNamespace(get_function=self._function)
+        source = next(s for s in PROGRAMS if text_of(s) == code)
+        return SimpleNamespace(get_function=lambda name: self._function(source, name))
 
-    def _function(self, name):
-        def kernel(grid, block, arguments):
-            self.launched.append((name, grid, block, arguments))
+    def _function(self, source, name):
+        self._kernels.append((source, name))
+        function = SimpleNamespace(ptr=len(self._kernels))
+        return SimpleNamespace(compile=lambda: None, kernel=function)
 
-        kernel.compile = lambda: None
-        return kernel
+    def _current_stream(self):
+        return SimpleNamespace(ptr=self.stream)
+
+    def _launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
+        """``cuLaunchKernel``: one parameter, whose bytes are copied."""
+        source, name = self._kernels[function - 1]
+        assert all(type(n) is int for n in (function, gx, gy, gz, bx, by, bz, stream, parameters))
+        assert (shared, extra) == (0, 0) and stream == self.stream
+        layout = record_of(source, kernels_of(source)[name])
+        at = ctypes.c_uint64.from_address(parameters).value
+        record = np.frombuffer(ctypes.string_at(at, layout.itemsize), layout)[0]
+        self.launched.append((name, (gx, gy, gz), (bx, by, bz), record))
 
 
 @pytest.fixture
@@ -84,11 +101,25 @@ def test_a_launch(recorder):
     assert recorder.compiled == [("-std=c++17", "-DSCALAR=float", "-DINDEX=int")]
     assert (first[0], second[0]) == ("row_sums_v", "finish_row_sums")
     assert first[1:3] == ((1, 196, 1), (16, 16, 1)) and second[1:3] == ((8, 1, 1), (8, 32, 1))
-    (record,) = first[3]
-    assert isinstance(record, np.ndarray) and record.size == 1, "CuPy passes arrays of one element by value"
+    record = first[3]
     assert record["dy"] == 1 << 40 and record["first"] == 1 << 41 and record["chunks"] == 196
-    assert all(isinstance(n, int) for extents in first[1:3] for n in extents)
     assert recorder.launched[2:] == recorder.launched[:2]
+
+
+def test_a_launch_prepares_nothing(recorder, monkeypatch):
+    """Of a launch only the stream is asked for; arguments are those of the moment, at an address known before."""
+    launch = Launch(CupyDevice(), Program("reduce"), "clip", (1,), max_norm=1.0)
+    asked = []
+    monkeypatch.setattr(recorder.cuda, "get_current_stream", None)  # bound before
+    for module in ("halograd.kernels.cuda.cupy_device", "halograd.kernels.cuda.launch"):
+        monkeypatch.setattr(f"{module}.np", SimpleNamespace(array=asked.append, zeros=asked.append))
+        monkeypatch.setattr(f"{module}.address", asked.append)
+    launch()
+    launch._record["max_norm"] = 2.0
+    recorder.stream = 0x88
+    launch()
+    assert [record["max_norm"] for *_, record in recorder.launched] == [1.0, 2.0]
+    assert not asked
 
 
 def test_wide_arrays_take_all_multiprocessors(recorder):
@@ -129,4 +160,4 @@ def test_a_source_that_does_not_compile(recorder):
 
     recorder.RawModule = refuse
     with pytest.raises(KernelError, match="reduce<float32>: NVRTC does not compile clip: nvrtc: error; report this"):
-        CudaKernels(CupyDevice()).clip(Memory((1,), "float64"), 1.0, Memory((4,), "float64"))
+        CudaKernels(CupyDevice()).clip(*(Memory((1,), "float64"),) * 2, 1.0, *(Memory((1,), "float64"),) * 2)

@@ -27,11 +27,11 @@ def test_arguments_and_tables_are_translated(apart):
     apart.copy([(x[:, 1:3], y[:, 2:]), (x[:, 0], y[:, 0])])()
     apart.fill(7, y[:, 1])()
     apart.bias_gradient(x, sums)()
-    apart.total(y, total)()
+    apart.sum_of_squares([(y, 1.0), (x, 0.5)], total)()
     want = np.zeros_like(x)
     want[:, 2:], want[:, 0], want[:, 1] = x[:, 1:3], x[:, 0], 7
     assert np.array_equal(y, want) and np.array_equal(x, before)
-    assert total[0] == want.sum() and np.array_equal(sums, x.sum(axis=(0, 1)))
+    assert total[0] == (want**2).sum() + 0.5 * (x**2).sum() and np.array_equal(sums, x.sum(axis=(0, 1)))
 
 
 def test_the_kernels_work_on_copies(apart, monkeypatch):

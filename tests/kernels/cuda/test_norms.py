@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from halograd.kernels import KernelError
+from halograd.kernels.kernel import BatchNormArrays
 
-from ..conftest import EPS, assert_close
+from ..conftest import assert_close
 
 NORM_EPS = 1e-3
 FLOAT64 = np.dtype(np.float64)
@@ -104,25 +105,6 @@ def test_channel_norm_without_gradients(cuda, arrays):
     assert_close(y, group_norm(x[:, None], x[:, None], np.ones(6), np.zeros(6), 1, False)["y"][:, 0], 6)
 
 
-def test_moments_and_means(typed, cuda):
-    """Between an all-reduce of sums and the next kernel."""
-    c = 37
-    sums = np.stack([np.arange(c) * 100.0, np.arange(c) ** 2 * 100.0 + 25])
-    mean, var, means = typed.poisoned(c), typed.poisoned(c), typed.poisoned(2, c, dtype=FLOAT64)
-    cuda.moments(sums, 100, mean, var)()
-    cuda.scale64(sums, 0.01, means)()
-    assert np.array_equal(means, sums * 0.01)
-    assert_close(mean, np.arange(c, dtype=float), 1)
-    # E x^2 - mean^2 is formed in float64 and rounded once.
-    assert np.abs(var.astype(np.float64) - 0.25).max() <= EPS[var.dtype] + 1e-10
-
-
-def test_variance_never_negative(cuda, arrays):
-    mean, var = arrays.poisoned(2), arrays.poisoned(2)
-    cuda.moments(np.array([[10.0, 0.0], [10.0 - 1e-12, 0.0]]), 10, mean, var)()
-    assert np.array_equal(var, [0, 0])
-
-
 def test_the_order_of_threads_does_not_matter(cuda, arrays):
     """Bit for bit: trees of sums have one order, and no thread reads what another has not written yet."""
     x, dy = arrays.draw(2, 40, 13, 12), arrays.draw(2, 40, 13, 12)
@@ -133,11 +115,11 @@ def test_the_order_of_threads_does_not_matter(cuda, arrays):
         y, dx = arrays.poisoned(*x.shape), arrays.poisoned(*x.shape)
         mean, var, sums = arrays.poisoned(12), arrays.poisoned(12), arrays.poisoned(2, 12, dtype=FLOAT64)
         vectors = (gamma, beta, mean, var, sums, np.zeros((2, 12)))
-        k = cuda.batch_norm(x, y, dy, dx, *vectors, NORM_EPS, True, True)
+        k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, NORM_EPS, True, True))
         k.forward()
         k.backward_sums()
         total = np.zeros(1)
-        cuda.total(x, total, squares=True)()
+        cuda.sum_of_squares([(x, 1.0), (dy, 0.5)], total)()
         found.append((y, dx, mean, var, sums, total))
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*found))
 
@@ -146,7 +128,8 @@ def test_nothing_is_allocated_when_kernels_run(cuda, arrays, monkeypatch):
     x, y = arrays.draw(2, 5, 8), arrays.poisoned(2, 5, 8)
     dx, dy = arrays.poisoned(2, 5, 8), arrays.draw(2, 5, 8)
     c, sums = arrays.draw(8), arrays.poisoned(2, 8, dtype=FLOAT64)
-    k = cuda.batch_norm(x, y, dy, dx, c, c.copy(), c.copy(), c.copy(), sums, sums.copy(), NORM_EPS, True, True)
+    vectors = (c, c.copy(), c.copy(), c.copy(), sums, sums.copy())
+    k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, NORM_EPS, True, True))
     k.forward()
     k.backward_sums()
 

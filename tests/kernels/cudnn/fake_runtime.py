@@ -145,7 +145,7 @@ class CupyDouble:
 
     def __init__(self, devices: int = 1, capability: str = "90") -> None:
         self.stream, self.device, self.clock = 0, 0, lambda: 0.0
-        self.synchronized = 0
+        self.synchronized = self.released = 0
         self.cublas = CublasDouble(self)
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(
@@ -176,6 +176,12 @@ class CupyDouble:
 
     def _synchronize(self) -> None:
         self.synchronized += 1
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=self._release)
+
+    def _release(self) -> None:
+        self.released += 1
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
@@ -217,10 +223,6 @@ class CudaDouble:
         self.scratch = Scratch(device_empty)
         for name in ("max_pool", "average_pool", "batch_norm", "activation", "add"):
             setattr(self, name, getattr(self._numpy, f"_{name}"))
-
-    @staticmethod
-    def cast(source: Any, target: Any) -> Kernel:
-        return Kernel(lambda: target.__setitem__(..., source), "cuda:cast")
 
     @staticmethod
     def copy(pairs: list[tuple[Any, Any]]) -> Kernel:

@@ -16,6 +16,7 @@ from halograd.kernels.cudnn.frontend import Frontend
 from halograd.kernels.cudnn.graphs import BACKWARD_DATA, BACKWARD_FILTER, FORWARD, Candidates, PlanKey
 from halograd.kernels.cudnn.precision import Arithmetic
 from halograd.kernels.cudnn.shapes import Shapes
+from halograd.kernels.padded import tensor_core_channels
 from tests.kernels.geometries import CASES, Case
 
 #: What `cudnn.create_device_properties(0).serialize()` says of such a device, as far as is known without one.
@@ -50,6 +51,7 @@ HOPPER = {
 LARGE = [
     Case("mesh-2K", Geometry.of((3, 3), 1, 1), (1024, 1024), 1, 128, 128),
     Case("mesh-2K rows with halos", Geometry.of((3, 3), 1, ((0, 0), (1, 1))), (514, 1024), 1, 128, 128),
+    Case("mesh-2K stem, padded", Geometry.of((5, 5), 2, 2), (2048, 2048), 1, tensor_core_channels(18, "float16"), 128),
     Case("U-Net 3-D", Geometry.of((3, 3, 3), 1, 1), (128, 128, 128), 1, 32, 32),
     Case("ResNet stem", Geometry.of((7, 7), 2, 3), (224, 224), 64, 3, 64),
 ]

@@ -89,6 +89,46 @@ def test_arrays_that_begin_anywhere_are_copied(backend, direction):
     assert before - backend.held_bytes == held
 
 
+@pytest.mark.parametrize("kind", ["float32", "as x"], ids=str)
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 5)], ids=["whole", "rows"])
+def test_channels_that_lie_padded(machine, backend, rows, kind):
+    """18 of 24 channels in bfloat16: cuDNN is told of 24, and weights have as many; gradients are of 18."""
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    a = Arrays(backend, bfloat16)
+    room = a.draw(1, 6, 5, 24)
+    room[..., 18:] = 0
+    x = room[:, rows, :, :18]
+    y, dy = a.poisoned(1, *x.shape[1:3], 7), a.draw(1, *x.shape[1:3], 7)
+    w = a.draw(7, 3, 3, 18, dtype=np.float32 if kind == "float32" else None)
+    dw = a.poisoned(*w.shape, dtype=w.dtype)
+    assert not x.flags.c_contiguous and backend.padded_channels(18, bfloat16) == 24
+    forward, backward = backend.conv_forward(x, w, None, y, G), backend.conv_backward_filter(x, dy, dw, None, G)
+    for _ in range(2):
+        forward()
+        backward()
+        rounded = w.astype(bfloat16)
+        assert_close(y, reference.conv(x, rounded, None, G, y.shape), 2)
+        np.testing.assert_allclose(
+            dw.astype(np.float64), reference.conv_filter(x, dy, G, w.shape), rtol=2**-7, atol=2**-7
+        )
+        w *= 2
+    told = [tensor.dim for graph in machine.cudnn.graphs[-2:] for tensor in [*graph.tensors, graph.made]]
+    assert [1, 24, *x.shape[1:3]] in told and [7, 24, 3, 3] in told
+
+
+def test_other_strides_are_refused(backend):
+    a = Arrays(backend, np.dtype(ml_dtypes.bfloat16))
+    w, y = a.draw(7, 3, 3, 18), a.draw(2, 6, 5, 7)
+    for x in (a.draw(2, 6, 5, 32)[..., :18], a.draw(2, 7, 5, 24)[:, 1:, :, :18]):
+        with pytest.raises(KernelError, match=r"expected input packed \(C-contiguous\), got shape \(2, 6, 5, 18\)"):
+            backend.conv_forward(x, w, None, y, G)
+    single = Arrays(backend, np.float32)
+    with pytest.raises(KernelError, match="expected input packed"):
+        backend.conv_forward(
+            single.draw(2, 6, 5, 24)[..., :18], single.draw(7, 3, 3, 18), None, single.draw(2, 6, 5, 7), G
+        )
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_in_float32_beside_images_of_16_bits(backend, dtype):
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
@@ -99,7 +139,7 @@ def test_weights_in_float32_beside_images_of_16_bits(backend, dtype):
     rounded = w.astype(dtype)
     forward = backend.conv_forward(x, w, b, y, G)
     forward()
-    assert forward.impl.startswith("cuda:cast + cuda:cast + cudnn:")
+    assert forward.impl.startswith("cuda:copy + cuda:copy + cudnn:")
     np.testing.assert_allclose(
         y.astype(np.float64), reference.conv(x, rounded, b.astype(dtype), G, y.shape), rtol=2 * eps, atol=2 * eps
     )

@@ -62,3 +62,6 @@ def test_cudnn_has_a_plan_for_every_geometry(tmp_path):
     # A packed block with margins needs no hidden copy; its convolutions in bfloat16 are those of tensor cores.
     haloed = [line for line in found if line[0] == "mesh-2K rows with halos" and line[2] == "bfloat16"]
     assert len(haloed) == 3 and all(line[5] < 4 << 20 for line in haloed), haloed
+    # Nor does the stem, whose 18 channels cuDNN itself would pad in 192 MiB.
+    stem = [line for line in found if line[0] == "mesh-2K stem, padded" and line[2] == "bfloat16"]
+    assert len(stem) == 3 and all(line[5] < 4 << 20 for line in stem if line[1] != "backward data"), stem

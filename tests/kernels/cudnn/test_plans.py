@@ -263,6 +263,34 @@ def test_autotune_takes_the_fastest_and_keeps_it(machine):
         assert len(machine.cudnn.launches) == launched + 1, "not measured again"
 
 
+def test_engines_are_compared_before_settings_of_one(machine):
+    """The best engine stands behind fifteen settings of another; of each engine the first comes first."""
+    knobs = [EngineDouble(f"eng62_k2={i}", seconds=3e-3) for i in range(15)]
+    machine.cudnn.engines = lambda: [
+        *knobs,
+        EngineDouble("eng10_k1=1", seconds=2e-3),
+        EngineDouble("eng0", seconds=1e-3),
+    ]
+    with machine.open(autotune=True) as backend:
+        assert forward(backend).impl == "cudnn:eng0"
+        (times,) = backend.autotuned().values()
+        assert len(times) == 12 and list(times)[:2] == ["eng0", "eng10_k1=1"]
+    assert machine.cudnn.built[:4] == ["eng62_k2=0", "eng10_k1=1", "eng0", "eng62_k2=1"]
+
+
+def test_memory_of_a_measurement_is_given_back(machine):
+    """Losers may have taken a gigabyte each, which CuPy's pool would keep; also where none can be launched."""
+    with machine.open(autotune=True) as backend:
+        forward(backend)
+        assert machine.cupy.released == 1
+        forward(backend)
+        assert machine.cupy.released == 1, "nothing was measured"
+        machine.cudnn.engines = lambda: [EngineDouble("eng1", launches=False)]
+        with pytest.raises(KernelError, match="at launch"):
+            forward(backend, samples=3)
+        assert machine.cupy.released == 2
+
+
 def test_a_measured_plan_without_compiler_is_found_again_by_name(machine):
     machine.cudnn.engines = lambda: [EngineDouble("eng1", seconds=2e-3), EngineDouble("eng2", seconds=1e-3)]
     with machine.open(autotune=True) as backend:

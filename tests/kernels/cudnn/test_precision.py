@@ -60,3 +60,10 @@ def test_unknown_precision_is_refused():
         KernelError, match=r"^expected a precision out of strict, tf32, got 'bf16'; choose one \(float16"
     ):
         Arithmetic("bf16")
+
+
+def test_what_the_log_says():
+    strict, fast = Arithmetic().describe("float32"), Arithmetic("tf32").describe("float32")
+    assert strict == 'float32 without tensor cores (backend.precision = "tf32" to use them: factors of 11 bits)'
+    assert fast.startswith("float32 on tensor cores (TF32: ") and 'backend.precision = "strict"' in fast
+    assert {Arithmetic(p).describe(d) for p in ("strict", "tf32") for d in ("float64", "bfloat16", "float16")} == {""}

@@ -1,0 +1,34 @@
+"""Channels that lie padded in memory: the rule, and what is found of an array."""
+
+import doctest
+
+import numpy as np
+import pytest
+
+from halograd.kernels import padded
+from halograd.kernels.padded import channels_in_memory
+
+
+def test_docstrings():
+    assert doctest.testmod(padded).failed == 0
+
+
+@pytest.mark.parametrize("spatial", [(5,), (5, 4), (1, 4), (4, 1), (1, 1), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_room_of_any_extents(samples, spatial):
+    """Extents of 1 have strides that say nothing; where all are, there is no next position."""
+    whole = np.zeros((samples, *spatial, 24), np.float32)
+    alone = samples == np.prod(spatial) == 1
+    assert channels_in_memory(whole) == 24
+    assert channels_in_memory(whole[..., :18]) == (18 if alone else 24)
+    assert channels_in_memory(whole[..., :1]) == (1 if alone else 24)
+    if spatial[0] > 1:
+        assert channels_in_memory(whole[:, 1:, ..., :18]) == (
+            None if samples > 1 else 24 if whole[0, 1:].size > 24 else 18
+        )
+
+
+def test_arrays_that_are_neither():
+    a = np.zeros((2, 6, 5, 24), np.float32)
+    for view in (a[..., ::2], a[:, ::2], a[:, :, ::2, :18], a.transpose(0, 2, 1, 3), a[::-1]):
+        assert channels_in_memory(view) is None
