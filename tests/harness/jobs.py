@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.harness.limits import grace
+from tests.harness.record import HALF
 
 MARK = "HALOGRAD_TEST_JOB"
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 
-# A job must not believe to be a rank of the job that starts it.
-LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "HYDI_", "HYDRA_", "MPIR_CVAR_", "MPI_LOCAL", "SLURM_")
+# A job must not believe to be a rank of the job that starts it, nor a half of its tests.
+LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "HYDI_", "HYDRA_", "MPIR_CVAR_", "MPI_LOCAL", "SLURM_", HALF)
 
 # Threads: several ranks share few cores. Open MPI refuses root and more ranks than cores unless told.
 TEST_ENVIRONMENT = {
