@@ -231,9 +231,10 @@ class _BatchNormKernel:
         self.trained = self._kernels(environment, (self.mean, self.var), self._training())
 
     def _training(self) -> BatchNormTraining:
-        get, running = self.arrays.get, (None, None) if self.n.averaged else self.running
-        gradients = (get("dgamma"), get("dbeta")) if "dx" in self.arrays else (None, None)
-        return BatchNormTraining(self.n.count, not self.n.looks, self.layer.momentum, *running, *gradients)
+        given: dict[str, Any] = {name: self.arrays.get(name) for name in ("dgamma", "dbeta") if "dx" in self.arrays}
+        if not self.n.averaged:
+            given |= {"running_mean": self.running[0], "running_var": self.running[1]}
+        return BatchNormTraining(self.n.count, not self.n.looks, self.layer.momentum, **given)
 
     def _kernels(self, environment: Any, moments: Any, training: BatchNormTraining | None) -> BatchNormKernels:
         names = ("x", "y", "dy", "dx", "residual", "dresidual")

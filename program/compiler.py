@@ -290,8 +290,8 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
         place = ("copies", name) if low else ("params", name)
         found["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
         rounded = is_low(dtype) and specs[key].rounded
-        place, given = ("rounded", dtype) if rounded else ("grads", full)
-        found["grads"][key] = Buffer(shape, given, "parameter gradient", place=(place, name)).view
+        kind, given = ("rounded", dtype) if rounded else ("grads", full)
+        found["grads"][key] = Buffer(shape, given, "parameter gradient", place=(kind, name)).view
     return found
 
 
