@@ -165,7 +165,7 @@ def check_layer(
     AssertionError
         Naming the grid and the array that differs most; on all ranks.
     """
-    make = layer if callable(layer) and not isinstance(layer, Layer) else lambda: layer
+    make = (lambda: layer) if isinstance(layer, Layer) else layer
     several = bool(input_shape) and isinstance(input_shape[0], Sequence)
     shapes = [tuple(s) for s in input_shape] if several else [tuple(input_shape)]  # type: ignore[arg-type]
     world = comm if comm is not None else MPI.COMM_WORLD

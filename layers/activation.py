@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.pair import Pair
 
@@ -48,6 +49,8 @@ def _activation(layer: _Activation, environment: Any, x: Any, y: Any, dy: Any = 
 class ReLU(_Activation):
     """``y = max(x, 0)``; the gradient at 0 is 0."""
 
+    # Backward reads y (or x) and dy, writes dx.
+    passes = Passes((1, 1), (1, 2))
     function = "relu"
 
 
@@ -76,6 +79,7 @@ class Tanh(_Activation):
 class GELU(_Activation):
     """``y = x * (1 + erf(x / sqrt(2))) / 2``, the exact form of Hendrycks and Gimpel (2016)."""
 
+    passes = Passes((1, 1), (2, 1))
     function = "gelu"
 
 
@@ -84,6 +88,8 @@ class Softmax(Layer):
 
     (For training on classes use a cross-entropy loss on the logits: it contains the softmax.) Communication: none.
     """
+
+    passes = Passes((2, 1), (1, 2))
 
     def flops(self, *shapes: Shape) -> int:
         return 4 * math.prod(shapes[0])

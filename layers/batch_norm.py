@@ -13,6 +13,7 @@ import numpy as np
 from halograd.dtensor import Blocks, Groups
 from halograd.kernels.kernel import BatchNormKernels, BatchNormTraining
 from halograd.layers.chunks import Work
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.parameter import Parameter
@@ -67,6 +68,9 @@ class BatchNorm(Layer):
     In training a batch must be full (`mode.valid`): a short one is refused.
     """
 
+    # Forward reads x for the statistics and again to normalize; backward reads x, dy for two sums, again for dx. A
+    # residual is read once, and its gradient written.
+    passes = Passes((2, 1), (3, 2), (1, 1))
     cuts_channels = "channelwise"
     exact_parameters = True
 
@@ -109,6 +113,10 @@ class BatchNorm(Layer):
 
     def flops(self, *shapes: Shape) -> int:
         return (6 + len(shapes)) * math.prod(shapes[0])
+
+    def of_statistics(self, ranks: int, options: Mapping[str, Any]) -> tuple[Layer, bool]:
+        sums = ranks > 1 and options.get("statistics", self.statistics) != "local"
+        return self.changed(statistics="global" if sums else "local"), sums
 
     def lower(self, context: Context) -> Callable[[], None]:
         """Kernels around sums over the ranks that share statistics; where these are the rank's own, kernels alone.

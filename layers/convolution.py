@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from halograd.dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from halograd.kernels import Geometry
 from halograd.layers.contraction import cuts_channels, lower_contraction, masking
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.needs import all_of, reaching
 from halograd.layers.parameter import Parameter
@@ -50,6 +51,9 @@ class Conv(Layer):
     travels, the filter gradient runs; then the data gradient (Dryden et al. 2019, Sections III-A and IV-A).
     Communication per process: the halo, twice; the sum of the filter gradients over all ranks.
     """
+
+    # x -> y; dy -> dx; the gradient of the filter reads x and dy.
+    passes = Passes()
 
     def __init__(
         self,
@@ -97,6 +101,9 @@ class Conv(Layer):
     def gradient_blocks(self, x: Layout, output: Layout) -> Blocks:
         channels = all_of(x.boxes.axes[-1], output.shape[-1])
         return reaching(self.windows(x.shape[1:]), x.boxes, output.shape[1:-1], channels)
+
+    def of_filters(self, filters: int) -> Layer:
+        return self.changed(filters=filters)
 
     def lower(self, context: Context) -> Callable[[], None]:
         windows = self.windows(context.shapes[0])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from halograd.layers.contraction import cuts_channels, lower_contraction
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.parameter import Parameter
 from halograd.layers.replicated_dense import lower_replicated
@@ -35,6 +36,7 @@ class Dense(Layer):
     rank holds a block of the weights, and the samples are spread over the other parts only.
     """
 
+    passes = Passes()
     cuts_channels = "contracts"
 
     def __init__(self, units: int, bias: bool = True, name: str | None = None) -> None:
@@ -59,6 +61,9 @@ class Dense(Layer):
 
     def flops(self, *shapes: Shape) -> int:
         return 2 * self.units * shapes[0][0]
+
+    def of_filters(self, filters: int) -> Layer:
+        return self.changed(units=filters)
 
     def lower(self, context: Context) -> Callable[[], None]:
         if cuts_channels(context.parts):

@@ -9,6 +9,7 @@ import numpy as np
 from halograd.dtensor import Groups
 from halograd.layers.chunks import buffer, chunks, on_host, rows
 from halograd.layers.chunks import total as total_of
+from halograd.layers.costs import Judgement
 from halograd.layers.layer import Shape
 from halograd.layers.loss import Loss, LossKernel
 
@@ -67,6 +68,11 @@ class Dice(Loss):
 
     def reads_classes(self, target: Shape, prediction: Shape) -> bool:
         return target != prediction
+
+    def judgement(self, prediction: Shape, target: Shape) -> Judgement:
+        if self.activation == "softmax" or prediction[-1] != target[-1]:
+            return Judgement(prediction[-1])
+        return Judgement(2, threshold=0.0 if self.activation == "sigmoid" else 0.5)
 
     def kernel_type(self) -> type[LossKernel]:
         return _DiceKernel

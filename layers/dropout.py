@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.dtensor import Box
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Dropout(Layer):
     replaces the sequence (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
     """
 
+    # Reads its bytes or draws them again.
+    passes = Passes((1.25, 1), (1.25, 1))
     cuts_channels = "channelwise"
 
     def __init__(self, rate: float, name: str | None = None) -> None:

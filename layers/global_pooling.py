@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.dtensor import Blocks, Layout
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class GlobalAveragePool(Layer):
     backward, the adjoint, one number of the compute dtype (a broadcast to the ranks of the sample).
     """
 
+    passes = Passes()
     cuts_channels = "channelwise"
 
     def output_shape(self, *shapes: Shape) -> Shape:

@@ -12,6 +12,7 @@ import numpy as np
 from halograd.layers.batch_norm import affine_parameters, lower_affine
 from halograd.layers.channel_norm import lower_channel_norm
 from halograd.layers.chunks import Work, buffer, chunks
+from halograd.layers.costs import Passes
 from halograd.layers.fused_group_norm import lower_fused
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.moments import cancellation_limit, cancels, centered_squares
@@ -47,6 +48,7 @@ class GroupNorm(Layer):
     samples: one sum of ``2 G`` float64 per sample forward and one backward, over those ranks only.
     """
 
+    passes = Passes((2, 1), (3, 2))
     exact_parameters = True
 
     def __init__(

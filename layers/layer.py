@@ -11,12 +11,14 @@ Write your own by subclassing :class:`Layer`: see ``docs/custom_layers.md``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from halograd.dtensor import Blocks, Box, Layout, Window, input_box
+from halograd.layers.costs import Judgement, Passes
 from halograd.layers.needs import all_of, probe, sliding
 from halograd.layers.parameter import Parameter
 from halograd.layers.stencil import Stencil
@@ -73,6 +75,8 @@ class Layer:
     takes_padded_channels: bool = False
     #: What the elements outside the array count as.
     pad_value: float = 0.0
+    #: What its kernels move in memory; by default backward reads x and dy, and writes dx.
+    passes: Passes = Passes((1, 1), (2, 1))
     #: Whether others look at its inputs when a step has ended (metrics at those of a loss).
     keeps_inputs: bool = False
 
@@ -186,6 +190,49 @@ class Layer:
     def reads_classes(self, target: Shape, prediction: Shape) -> bool:
         """Whether a target of this sample shape holds numbers of classes."""
         return False
+
+    def target_range(self, prediction: Shape) -> tuple[float, float] | None:
+        """Least and largest target that makes sense beside a prediction of this sample shape; None: all do."""
+        return None
+
+    def judgement(self, prediction: Shape, target: Shape) -> Judgement | None:
+        """How the predictions that a loss reads are judged; None: there is nothing to judge."""
+        return None
+
+    def of_filters(self, filters: int) -> Layer:
+        """The layer with so many of its output channels, where these can be cut; it is not modified."""
+        return self
+
+    def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
+        """Layer and sample shape that make these outputs of a block: what to measure for it. Nothing is modified.
+
+        Along an axis where the block and its padding do not, the input gets the halo that a rank in the middle has,
+        and no padding.
+        """
+        if self.stencil is None:
+            return self, shape
+        windows = self.windows(shape)
+        fits = [w.output_size(n) == wanted for w, n, wanted in zip(windows, shape, outputs)]
+        if all(fits):
+            return self, shape
+        spatial = [
+            n if fit else (wanted - 1) * w.stride + w.extent for w, n, wanted, fit in zip(windows, shape, outputs, fits)
+        ]
+        pads = tuple((w.pad_lo, w.pad_hi) if fit else (0, 0) for w, fit in zip(windows, fits))
+        axes = {name: tuple(getattr(w, name) for w in windows) for name in ("kernel", "stride", "dilation")}
+        stencil = Stencil(axes["kernel"], axes["stride"], pads, axes["dilation"])
+        return self.changed(stencil=stencil), (*spatial, shape[-1])
+
+    def of_statistics(self, ranks: int, options: Mapping[str, Any]) -> tuple[Layer, bool]:
+        """The layer as it computes where it is cut into so many ranks, and whether it sums statistics over them."""
+        return self, False
+
+    def changed(self, **settings: Any) -> Layer:
+        """A copy with other settings."""
+        made = copy.copy(self)
+        for name, value in settings.items():
+            setattr(made, name, value)
+        return made
 
     def lower(self, context: Context) -> Callable[[], None] | None:
         """Add the operations of the forward pass of one rank to the program. Local.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.layers.chunks import Work, buffer, chunks, widened
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class LocalResponseNorm(Layer):
     Section 3.3. Their window reaches ``size / 2`` channels to both sides; for even sizes ours is torch's, one
     channel shorter behind.
     """
+
+    # The squares of neighboring channels are in the cache.
+    passes = Passes((1, 1), (2, 2))
 
     def __init__(
         self, size: int = 5, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0, name: str | None = None

@@ -9,6 +9,7 @@ import numpy as np
 
 from halograd.layers.chunks import buffer, chunks, constant, rows
 from halograd.layers.chunks import total as total_of
+from halograd.layers.costs import Judgement
 from halograd.layers.layer import Shape
 from halograd.layers.loss import Loss
 
@@ -81,6 +82,12 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
         self.pos_weight = np.asarray(pos_weight, np.float64)
         if self.pos_weight.ndim > 1 or not np.all(self.pos_weight > 0):
             raise ValueError(f"pos_weight: expected a number > 0 or one per channel, got {pos_weight!r}")
+
+    def target_range(self, prediction: Shape) -> tuple[float, float]:
+        return (0.0, 1.0)
+
+    def judgement(self, prediction: Shape, target: Shape) -> Judgement:
+        return Judgement(2, threshold=0.0)
 
     def check(self, *shapes: Shape) -> None:
         super().check(*shapes)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from halograd.dtensor import Box
 from halograd.layers.contraction import masking
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Add(Layer):
     The gradient of every input is that of the output; it is passed on without a copy. Communication: none.
     """
 
+    # The gradient of every summand is that of the sum: nothing is done.
+    passes = Passes((1, 1), (0, 0))
     cuts_channels = "channelwise"
 
     def __init__(self, activation: str | None = None, name: str | None = None) -> None:
@@ -78,6 +81,7 @@ class Concat(Layer):
     Inputs and output are cut alike in samples and space. Communication: none, unless channels are cut.
     """
 
+    passes = Passes()
     cuts_channels = "channelwise"
 
     def output_shape(self, *shapes: Shape) -> Shape:

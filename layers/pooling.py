@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from halograd.dtensor import Window
 from halograd.layers.convolution import local_geometry
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.pair import Pair
 from halograd.layers.stencil import Stencil
@@ -111,6 +112,9 @@ class MaxPool(_Pool):
     backward, added to the gradients of its owners.
     """
 
+    # The place of each maximum is kept.
+    passes = Passes((1, 1.25), (1, 1.25))
+
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
         return backend.max_pool(x, y, dy, dx, geometry)
 
@@ -128,6 +132,8 @@ class AveragePool(_Pool):
         True: `count` is the number of taps of the kernel, padding counts as zeros. False: `count` is the number
         of taps inside the (global) array.
     """
+
+    passes = Passes()
 
     def __init__(
         self,

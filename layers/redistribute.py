@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from halograd.dtensor import Blocks, Layout
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ class Redistribute(Layer):
     Communication per process: what it will own and does not own yet; backward the same, reversed. It travels while
     other branches of the network compute.
     """
+
+    passes = Passes()
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """It sends what is owned straight into its output: nothing is gathered beside the input."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from halograd.dtensor import Blocks, Box, Layout
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class Flatten(Layer):
     Before: blocks cut in samples and space; after: whole samples, spread over all ranks.
     Communication per process: what it owns behind and not before; backward the same, reversed.
     """
+
+    passes = Passes()
 
     def output_shape(self, *shapes: Shape) -> Shape:
         return (math.prod(shapes[0]),)

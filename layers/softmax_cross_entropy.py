@@ -11,6 +11,7 @@ import numpy as np
 from halograd.dtensor import Groups
 from halograd.layers.chunks import buffer, chunks, constant, on_host, rows, take
 from halograd.layers.chunks import total as total_of
+from halograd.layers.costs import Judgement
 from halograd.layers.layer import Shape
 from halograd.layers.loss import Loss, LossKernel
 
@@ -81,6 +82,12 @@ class SoftmaxCrossEntropy(Loss):
 
     def reads_classes(self, target: Shape, prediction: Shape) -> bool:
         return True
+
+    def target_range(self, prediction: Shape) -> tuple[float, float] | None:
+        return (0.0, prediction[-1] - 1.0) if self.ignore_index is None else None
+
+    def judgement(self, prediction: Shape, target: Shape) -> Judgement:
+        return Judgement(prediction[-1], ignored=self.ignore_index)
 
     def kernel_type(self) -> type[LossKernel]:
         return _WeightedKernel if self.normalization == "weights" else LossKernel

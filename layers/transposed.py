@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from halograd.dtensor import Box, Window, input_box, output_box
 from halograd.layers.convolution import conv_data, conv_filter, conv_forward, local_geometry, zeroing
+from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.parameter import Parameter
 from halograd.layers.stencil import spread
@@ -50,6 +51,8 @@ class ConvTranspose(Layer):
     `dy`, its forward for `dx`, its filter gradient for `dw`. Communication per process: the two halos; the sum of
     the filter gradients over all ranks.
     """
+
+    passes = Passes()
 
     def __init__(
         self,

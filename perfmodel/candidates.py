@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from halograd.dtensor import axis_names
-from halograd.layers import Layer, Loss
+from halograd.layers import Layer
 from halograd.perfmodel.cost.blocks import PARTS, Parts
 
 __all__ = ["CHANNELS", "FEW", "UNEVEN", "candidates", "divisors", "legal"]
@@ -81,8 +81,6 @@ def _extents(
     for shape in (shapes[0], output):
         for name, n in zip(axis_names(len(shape) + 1)[1:-1], shape):
             found.setdefault(name, []).append(n)
-    if isinstance(layer, Loss) and len(shapes[0]) == 1:
-        found = {"sample": [batch]}
     if layer.cuts_channels != "no":
         found["channel"] = [output[-1]]
     if layer.cuts_channels == "contracts":

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from halograd.errors import UserError
 from halograd.layers import Layer
-from halograd.layers.loss import Loss
 from halograd.perfmodel.layer_work import LayerKey, LayerTime, LayerWork
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile.cache import Conditions, TimeCache
@@ -24,7 +22,6 @@ __all__ = [
     "MeasuredTimes",
     "Recorded",
     "RooflineTimes",
-    "Traffic",
 ]
 
 
@@ -82,67 +79,6 @@ class _Times:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """How often a kernel of a kind passes over all inputs (x) and over the output (y), in memory.
-
-    Attributes
-    ----------
-    forward, data
-        Passes ``(x, y)`` of the forward kernels, and of the gradient of the inputs (x stands for dx, y for dy too).
-    others
-        Passes over each further input, forward and backward; None: as many as over the first.
-    """
-
-    forward: tuple[float, float] = (1, 1)
-    data: tuple[float, float] = (1, 1)
-    others: tuple[float, float] | None = None
-
-    def inputs(self, backward: bool, sizes: Sequence[int]) -> float:
-        """What is read and written of inputs of these sizes, in the unit of the sizes."""
-        first = (self.data if backward else self.forward)[0]
-        return first * sizes[0] + (first if self.others is None else self.others[backward]) * sum(sizes[1:])
-
-
-#: Passes over memory by kind of layer. Weights are read once by every kernel, and their gradient is written once.
-TRAFFIC: dict[str, Traffic] = {
-    # x -> y; dy -> dx; the filter gradient reads x and dy
-    "Conv": Traffic(),
-    "ConvTranspose": Traffic(),
-    "Dense": Traffic(),
-    # forward reads x for the statistics and again to normalize; backward reads x, dy for two sums, again for dx; a
-    # residual is read once, and its gradient written
-    "BatchNorm": Traffic((2, 1), (3, 2), (1, 1)),
-    "GroupNorm": Traffic((2, 1), (3, 2)),
-    "InstanceNorm": Traffic((2, 1), (3, 2)),
-    "LayerNorm": Traffic((2, 1), (3, 2)),
-    # reads the squares of neighboring channels, which are in the cache
-    "LocalResponseNorm": Traffic((1, 1), (2, 2)),
-    # backward reads y (or x) and dy, writes dx
-    "ReLU": Traffic((1, 1), (1, 2)),
-    "LeakyReLU": Traffic((1, 1), (1, 2)),
-    "Sigmoid": Traffic((1, 1), (1, 2)),
-    "Tanh": Traffic((1, 1), (1, 2)),
-    "GELU": Traffic((1, 1), (2, 1)),
-    "Softmax": Traffic((2, 1), (1, 2)),
-    # reads its bytes or draws them again
-    "Dropout": Traffic((1.25, 1), (1.25, 1)),
-    # the gradient of every summand is that of the sum: nothing is done
-    "Add": Traffic((1, 1), (0, 0)),
-    "Concat": Traffic(),
-    # the place of each maximum is kept
-    "MaxPool": Traffic((1, 1.25), (1, 1.25)),
-    "AveragePool": Traffic(),
-    "GlobalAveragePool": Traffic(),
-    "Flatten": Traffic(),
-    "Redistribute": Traffic(),
-    # axis after axis: an array in between, and sums into it backward
-    "Resize": Traffic((1.5, 2), (2, 2)),
-}
-#: A loss reads prediction and target, some times, and writes the gradient with it; backward does nothing.
-_LOSS = Traffic((3, 0), (0, 0))
-#: Kinds of your own: backward reads x and dy, writes dx.
-_OTHERS = Traffic((1, 1), (2, 1))
 #: A fused ReLU backward: reads y and dy, writes the masked dy [passes over y].
 _MASK = 3.0
 
@@ -152,7 +88,8 @@ class RooflineTimes(_Times):
 
     Each kernel takes ``machine.roofline(flops, bytes)``. Layers with weights run three kernels of the same number of
     operations (forward, gradient of the inputs, gradient of the weights); the gradients of others take as
-    many operations as their forward. Bytes are passes over inputs and output, see `TRAFFIC`, and the weights.
+    many operations as their forward. Bytes are passes over inputs and output, see
+    :class:`~halograd.layers.costs.Passes`, and the weights.
 
     Parameters
     ----------
@@ -166,8 +103,7 @@ class RooflineTimes(_Times):
 
     def of_work(self, work: LayerWork) -> LayerTime:
         """Time of a layer on local blocks that are not empty."""
-        kind = "loss" if isinstance(work.layer, Loss) else type(work.layer).__name__
-        traffic = _LOSS if kind == "loss" else TRAFFIC.get(kind, _OTHERS)
+        passes = work.layer.passes
         itemsize = np.dtype(work.dtype).itemsize
         y_shape = work.layer.output_shape(*work.shapes)
         xs = [math.prod(shape) * itemsize for shape in work.inputs]
@@ -176,15 +112,15 @@ class RooflineTimes(_Times):
         parameters = work.layer.parameters(*work.shapes)
         weights = sum(p.size for p in parameters.values()) * itemsize
         flops = work.samples * work.layer.flops(*work.shapes)
-        forward = self._kernel(work, flops, traffic.inputs(False, xs) + traffic.forward[1] * y + weights)
-        if not work.trainable or kind == "loss":
+        forward = self._kernel(work, flops, passes.inputs(False, xs) + passes.forward[1] * y + weights)
+        if not work.trainable:
             return LayerTime(forward)
         has_filter = "w" in parameters
         data = mask = filter_ = 0.0
         if has_filter and getattr(work.layer, "activation", None) == "relu":
             mask = self._kernel(work, 0, _MASK * y)
-        if traffic.data != (0, 0) and (work.input_gradient or (parameters and not has_filter)):
-            data = self._kernel(work, flops, traffic.inputs(True, xs) + traffic.data[1] * y + weights)
+        if passes.data != (0, 0) and (work.input_gradient or (parameters and not has_filter)):
+            data = self._kernel(work, flops, passes.inputs(True, xs) + passes.data[1] * y + weights)
         if has_filter:
             filter_ = self._kernel(work, flops, x + y + weights)
         return LayerTime(forward, mask + data, filter_)

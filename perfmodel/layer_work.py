@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import zlib
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.layers import AveragePool, BatchNorm, Conv, Layer, MaxPool, Resize, Stencil
+from halograd.layers import Layer
 
 __all__ = ["LayerKey", "LayerTime", "LayerWork"]
 
@@ -145,15 +144,11 @@ class LayerWork:
             Options of the layer in the strategy (`statistics`).
         """
         shapes = tuple(tuple(int(n) for n in shape) for shape in inputs)
-        local = _with_filters(layer, filters)
+        local = layer if filters is None else layer.of_filters(filters)
         if outputs is not None:
-            local, sample = _with_outputs(local, shapes[0][1:], tuple(outputs))
+            local, sample = local.of_outputs(shapes[0][1:], tuple(outputs))
             shapes = ((shapes[0][0], *sample), *shapes[1:])
-        spread = False
-        if isinstance(layer, BatchNorm):
-            wanted = (options or {}).get("statistics", layer.statistics)
-            spread = ranks > 1 and wanted != "local"
-            local = _changed(local, statistics="global" if spread else "local")
+        local, spread = local.of_statistics(ranks, options or {})
         return cls(local, shapes, dtype, trainable, input_gradient and trainable, spread)
 
     @cached_property
@@ -178,44 +173,6 @@ class LayerWork:
     def empty(self) -> bool:
         """Whether the rank has nothing of the layer."""
         return not all(math.prod(shape) for shape in self.inputs)
-
-
-def _changed(layer: Layer, **settings: Any) -> Layer:
-    """A copy of a layer with other settings."""
-    changed = copy.copy(layer)
-    for name, value in settings.items():
-        setattr(changed, name, value)
-    return changed
-
-
-def _with_filters(layer: Layer, filters: int | None) -> Layer:
-    for name in ("filters", "units"):
-        if filters is not None and hasattr(layer, name):
-            return _changed(layer, **{name: filters})
-    return layer
-
-
-def _with_outputs(layer: Layer, shape: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[Layer, tuple[int, ...]]:
-    """Layer and sample shape that make `outputs` of a block.
-
-    Along an axis where the block and its padding do not, the input gets the halo that a rank in the middle has, and
-    no padding.
-    """
-    if isinstance(layer, Resize):
-        return _changed(layer, scale=None, size=outputs), shape
-    if not isinstance(layer, Conv | MaxPool | AveragePool):
-        return layer, shape
-    windows = layer.windows(shape)
-    if all(w.output_size(n) == wanted for w, n, wanted in zip(windows, shape, outputs)):
-        return layer, shape
-    spatial, pads = [], []
-    for w, n, wanted in zip(windows, shape, outputs):
-        fits = w.output_size(n) == wanted
-        spatial.append(n if fits else (wanted - 1) * w.stride + w.extent)
-        pads.append((w.pad_lo, w.pad_hi) if fits else (0, 0))
-    axes = {name: tuple(getattr(w, name) for w in windows) for name in ("kernel", "stride", "dilation")}
-    stencil = Stencil(axes["kernel"], axes["stride"], tuple(pads), axes["dilation"])
-    return _changed(layer, stencil=stencil), (*spatial, shape[-1])
 
 
 def _config(layer: Layer, shape: tuple[int, ...]) -> str:

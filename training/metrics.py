@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 
 from halograd.device import is_low
-from halograd.layers.dice import Dice
-from halograd.layers.loss import Loss
-from halograd.layers.losses import BinaryCrossEntropyWithLogits
-from halograd.layers.softmax_cross_entropy import SoftmaxCrossEntropy
+from halograd.layers.costs import Judgement
 from halograd.program.values import Value
 from halograd.training.executor import Executor
 
@@ -132,8 +129,8 @@ class Evaluation:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._prediction, self._target, layer = _judged(executor)
-        self.counted = _counter(layer, self._prediction.layout.shape[-1], self._target.layout.shape[-1])
+        self._prediction, self._target, judgement = _judged(executor)
+        self.counted = _counter(judgement)
         self._reduction = executor.comm.reduction(self.counted.counts, kind="metrics")
         self._loss, self._samples = 0.0, 0
 
@@ -168,23 +165,19 @@ class Evaluation:
         self._reduction.close()
 
 
-def _judged(executor: Executor) -> tuple[Value, Value, Loss]:
-    """Prediction and target that the loss to be minimised reads, and its layer."""
+def _judged(executor: Executor) -> tuple[Value, Value, Judgement]:
+    """Prediction and target that the loss to be minimised reads, and how they are judged."""
     node = executor.network.outputs.get("loss")
     for step in executor.steps:
-        if node is not None and step.layer is node.layer and isinstance(step.layer, Loss):
-            return step.inputs[0], step.inputs[1], step.layer
+        if node is not None and step.layer is node.layer:
+            shapes = [value.layout.shape[1:] for value in step.inputs]
+            judgement = step.layer.judgement(*shapes[:2]) if len(shapes) > 1 else None
+            if judgement is not None:
+                return step.inputs[0], step.inputs[1], judgement
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
 
 
-def _counter(loss: Loss, channels: int, target_channels: int) -> Confusion | Errors:
-    """How the predictions of a network with this loss are judged."""
-    if isinstance(loss, SoftmaxCrossEntropy):
-        return Confusion(channels, ignored=loss.ignore_index)
-    if isinstance(loss, Dice):
-        if loss.activation == "softmax" or channels != target_channels:
-            return Confusion(channels)
-        return Confusion(2, threshold=0.0 if loss.activation == "sigmoid" else 0.5)
-    if isinstance(loss, BinaryCrossEntropyWithLogits):
-        return Confusion(2, threshold=0.0)
-    return Errors()
+def _counter(judgement: Judgement) -> Confusion | Errors:
+    if judgement.classes is None:
+        return Errors()
+    return Confusion(judgement.classes, judgement.threshold, judgement.ignored)

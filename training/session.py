@@ -25,7 +25,7 @@ from halograd.data.sampler import Batches
 from halograd.data.structure import Structure
 from halograd.device import HOST
 from halograd.errors import UserError
-from halograd.layers import BinaryCrossEntropyWithLogits, Network, SoftmaxCrossEntropy, Strategy
+from halograd.layers import Network, Strategy
 from halograd.training.build import make_network, make_strategy, with_reduction
 from halograd.training.config import Config, DataConfig
 from halograd.training.executor import Executor
@@ -232,11 +232,7 @@ def _check_shape(data: DataConfig, dataset: Hdf5Dataset, network: Network) -> No
 
 def _target_range(network: Network) -> tuple[float, float] | None:
     loss = network.outputs["loss"]
-    if isinstance(loss.layer, BinaryCrossEntropyWithLogits):
-        return (0.0, 1.0)
-    if isinstance(loss.layer, SoftmaxCrossEntropy) and loss.layer.ignore_index is None:
-        return (0.0, loss.inputs[0].shape[-1] - 1.0)
-    return None
+    return loss.layer.target_range(loss.inputs[0].shape)
 
 
 def _reduction(data: DataConfig, dataset: Hdf5Dataset, network: Network) -> TargetReduction | None:

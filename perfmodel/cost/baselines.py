@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from halograd.errors import UserError
-from halograd.layers import Dense, Network, Node, Strategy
+from halograd.layers import Network, Node, Strategy
 from halograd.perfmodel.candidates import candidates, divisors
 from halograd.perfmodel.cost.blocks import PARTS, Parts
 
@@ -71,7 +71,7 @@ def _owt(node: Node, batch: int, ranks: int, samples: int) -> Parts:
 
 def _behind_dense(node: Node) -> bool:
     """A dense layer, or one that treats its channels alike."""
-    while not isinstance(node.layer, Dense):
+    while node.layer.cuts_channels != "contracts" or node.layer.stencil is not None:
         if node.layer.cuts_channels != "channelwise" or not node.inputs:
             return False
         node = node.inputs[0]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from halograd.comm import Communicator
-from halograd.device import device_of
+from halograd.device import device_of, wide
 from halograd.dtensor import Layout
 from halograd.layers import Layer
 from halograd.layers.axes import AXES
@@ -77,7 +77,7 @@ class BoundLayer:
         mode = Mode(training=True, valid=batch * size)
         self.arrays = self._parameters(layer, shapes)
         arrays = {kind: {f"{step.name}/{k}": a for k, a in own.items()} for kind, own in self.arrays.items()}
-        arrays["copies"] = arrays["params"]
+        arrays |= {"copies": arrays["params"], "rounded": arrays["grads"]}
         self.runner = Runner(self.program, self._comm, kernels, arrays, mode)
         self.inputs = [self.runner.view(value.view) for value in values]
         self.output = self.runner.view(output.view)
@@ -112,11 +112,17 @@ class BoundLayer:
 
     def _parameters(self, layer: Layer, shapes: Sequence[tuple[int, ...]]) -> dict[str, dict[str, Any]]:
         params, state = layer.parameters(*shapes), layer.state(*shapes)
-        made = {key: self.kernels.zeros(spec.shape, self._dtype) for key, spec in {**params, **state}.items()}
-        for key, spec in {**params, **state}.items():
-            self.kernels.device.assign(made[key], spec.initial(key, 0))
-        grads = {key: self.kernels.zeros(spec.shape, self._dtype) for key, spec in params.items()}
-        return {"params": {k: made[k] for k in params}, "state": {k: made[k] for k in state}, "grads": grads}
+        zeros, low, full = self.kernels.zeros, self._dtype, wide(self._dtype)
+        read = full if layer.exact_parameters else low
+        made = {
+            "params": {key: zeros(spec.shape, read) for key, spec in params.items()},
+            "state": {key: zeros(spec.shape, full) for key, spec in state.items()},
+            "grads": {key: zeros(spec.shape, low if spec.rounded else full) for key, spec in params.items()},
+        }
+        for kind, specs in (("params", params), ("state", state)):
+            for key, spec in specs.items():
+                self.kernels.device.assign(made[kind][key], spec.initial(key, 0))
+        return made
 
     @property
     def memory_bytes(self) -> int:

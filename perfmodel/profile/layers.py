@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
-from halograd.layers.loss import Loss
 from halograd.perfmodel.layer_work import LayerTime, LayerWork
 from halograd.perfmodel.profile.bound import BoundLayer
 from halograd.perfmodel.profile.crowd import Crowd
@@ -82,10 +81,10 @@ class LayerTimer:
     def _needs_twin(self, work: LayerWork, bound: BoundLayer) -> bool:
         """Not where all data stay in the cache, nor for large layers, whose code does not count.
 
-        A loss comes once in a step: its code is as cold as its data.
+        What compares, a loss, comes once in a step: its code is as cold as its data.
         """
         flushed = len(self._passing)
-        return flushed > 0 and bound.memory_bytes <= 8 * flushed and not isinstance(work.layer, Loss)
+        return flushed > 0 and bound.memory_bytes <= 8 * flushed and not work.layer.compares(1)
 
     def _rough(self, timed: _Timed) -> float:
         """Time of both passes of the slowest rank, after one that warms up [s]."""
