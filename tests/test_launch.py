@@ -80,3 +80,15 @@ def test_process_that_outlives_a_good_job_is_an_error(tmp_path, monkeypatch):
     body = "import subprocess as s\ns.Popen(['sleep', '99999'], stdout=s.DEVNULL, stderr=s.DEVNULL, stdin=s.DEVNULL)\n"
     with pytest.raises(AssertionError, match="expected no process to outlive the job"):
         mpiexec(1, script(tmp_path, body))
+
+
+def test_a_job_knows_nothing_of_the_run_of_the_suite_that_started_it(monkeypatch):
+    """Checks that fail on purpose in a job once stood in the record of the suite, as failures of its own."""
+    inherited = {"HALOGRAD_TEST_RECORD": "outer", "HALOGRAD_TEST_HALF": "rest", "PMI_RANK": "1", "SLURM_PROCID": "1"}
+    for name, value in {**inherited, "KEPT": "yes"}.items():
+        monkeypatch.setenv(name, value)
+    environment = jobs.job_environment("mark", {"HALOGRAD_TEST_RECORD": "own"})
+    assert environment["KEPT"] == "yes"
+    assert environment["HALOGRAD_TEST_RECORD"] == "own"
+    assert not {"HALOGRAD_TEST_HALF", "PMI_RANK", "SLURM_PROCID"} & set(environment)
+    assert "HALOGRAD_TEST_RECORD" not in jobs.job_environment("mark")

@@ -15,14 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.harness.limits import grace
-from tests.harness.record import HALF
+from tests.harness.record import HALF, VARIABLE
 
 MARK = "HALOGRAD_TEST_JOB"
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 
-# A job must not believe to be a rank of the job that starts it, nor a half of its tests.
-LAUNCHER_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "HYDI_", "HYDRA_", "MPIR_CVAR_", "MPI_LOCAL", "SLURM_", HALF)
+# A job must not believe to be a rank of the job that starts it, nor run a half of its tests, nor write into its record.
+OF_OUTER_MPI = ("PMI_", "PMIX_", "OMPI_", "HYDI_", "HYDRA_", "MPIR_CVAR_", "MPI_LOCAL", "SLURM_")
+LAUNCHER_VARIABLES = (*OF_OUTER_MPI, HALF, VARIABLE)
 
 # Threads: several ranks share few cores. Open MPI refuses root and more ranks than cores unless told.
 TEST_ENVIRONMENT = {
