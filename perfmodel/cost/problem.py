@@ -218,7 +218,7 @@ class _Maker:
     def _memory(self, step: Step, parameters: int) -> float:
         total = parameters * (2 + self.training.slots) + step.output.layout.boxes.fullest * self.itemsize
         for value in step.inputs:
-            for boxes, _ in value.gathered:
+            for boxes, *_ in value.gathered:
                 if value.read or boxes != value.layout.boxes:
                     total += boxes.fullest * value.dtype.itemsize
         return float(total)
