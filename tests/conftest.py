@@ -119,6 +119,7 @@ class Recorder:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.outcome: dict[str, tuple[str, str]] = {}
+        self.seconds = 0.0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.record.write(collected=len(session.items))
@@ -130,9 +131,11 @@ class Recorder:
             self.record.write(end=report.nodeid, outcome="skipped", text=_reason(report))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.seconds = 0.0
         self.record.write(begin=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds += report.duration
         if report.failed:
             self.outcome[report.nodeid] = ("failed", report.longreprtext)
         elif report.skipped:
@@ -142,7 +145,7 @@ class Recorder:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         outcome, text = self.outcome.pop(nodeid, ("failed", "no outcome was reported"))
-        self.record.write(end=nodeid, outcome=outcome, text=text)
+        self.record.write(end=nodeid, outcome=outcome, text=text, seconds=round(self.seconds, 4))
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

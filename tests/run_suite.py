@@ -9,6 +9,7 @@ hangs is killed with all its ranks and counts as failed, with the tracebacks of 
     python tests/run_suite.py                         everything
     python tests/run_suite.py --runs 2,4 tests/comm   these tests, under 2 and 4 ranks only
     python tests/run_suite.py --runs serial -k box    other arguments go to pytest
+    python tests/run_suite.py --slowest 20            the 20 files of each run that took longest
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ class Run:
     seconds: float = 0.0
     failures: list[tuple[str, str]] = field(default_factory=list)
     skips: list[tuple[str, str]] = field(default_factory=list)
+    files: Counter[str] = field(default_factory=Counter)  # [s]
 
 
 def command(name: str, limit: float, arguments: list[str]) -> list[str]:
@@ -108,6 +110,7 @@ def execute_serial(options: argparse.Namespace, folder: Path) -> Run:
         whole.skipped += run.skipped
         whole.failures += run.failures
         whole.skips += run.skips
+        whole.files.update(run.files)
     return whole
 
 
@@ -138,6 +141,8 @@ def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: de
     run = Run(name, outcomes.count("passed"), outcomes.count("skipped"))
     run.skips = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "skipped"]
     run.failures = [(v.test, v.text) for v in outcomes.verdicts if v.outcome == "failed"]
+    for verdict in outcomes.verdicts:
+        run.files[verdict.test.partition("::")[0]] += verdict.seconds
     ended_well = code in ENDED_WELL
     if not ended_well and not run.failures:
         run.failures.append((name, "last output:\n" + "\n".join(tail) + f"\n{ended}, without a failed test"))
@@ -157,7 +162,7 @@ def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: de
     return run
 
 
-def summarize(runs: list[Run]) -> bool:
+def summarize(runs: list[Run], slowest: int = 0) -> bool:
     """Print failures, skip reasons, the table and the line of totals; return whether all is well."""
     print("\n" + "=" * 30 + " summary " + "=" * 30)
     reasons = sorted({text for run in runs for _, text in run.skips})
@@ -167,6 +172,9 @@ def summarize(runs: list[Run]) -> bool:
     for module in ("torch", "vtk", "tensorboard"):
         present = importlib.util.find_spec(module) is not None
         print(f"{module}: " + ("present" if present else "absent, its tests are skipped; `make oracle` installs it"))
+    for run in runs:
+        for file, seconds in run.files.most_common(slowest):
+            print(f"slow [{run.name}] {file}: {seconds:.1f} s")
     for run in runs:
         for test, text in run.failures:
             last = text.strip().splitlines()[-1] if text.strip() else ""
@@ -190,6 +198,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     limits = "on an idle machine [s] (default %(default)g)"
     parser.add_argument("--limit", type=float, default=3600, help=f"wall-clock limit of a run {limits}")
     parser.add_argument("--test-limit", type=float, default=TEST_LIMIT, help=f"limit of a test {limits}")
+    parser.add_argument("--slowest", type=int, default=0, help="how many files of each run to name, the slowest first")
     parser.add_argument("--directory", type=Path, default=ROOT, help="where to run pytest (default: the repository)")
     options, options.arguments = parser.parse_known_args(arguments)
     options.runs = options.runs.split(",")
@@ -213,7 +222,7 @@ def main() -> int:
             print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)
             halves = name == "serial" and options.whole
             runs.append(execute_serial(options, Path(folder)) if halves else execute(name, options, Path(folder)))
-    return 0 if summarize(runs) else 1
+    return 0 if summarize(runs, options.slowest) else 1
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Verdict:
     test: str
     outcome: str
     text: str = ""
+    seconds: float = 0.0
 
 
 @dataclass
@@ -93,7 +94,9 @@ def read(folder: Path) -> Outcomes:
             if "begin" in event:
                 begun.setdefault(event["begin"], Verdict(event["begin"], "failed", "did not end"))
             if "end" in event:
-                begun[event["end"]] = Verdict(event["end"], event["outcome"], event.get("text", ""))
+                begun[event["end"]] = Verdict(
+                    event["end"], event["outcome"], event.get("text", ""), event.get("seconds", 0.0)
+                )
     # A rank that gives up leaves its reason last: it outweighs what rank 0 knows of that test.
     for path in sorted(folder.glob("events-*.jsonl")):
         for event in _events(path):
