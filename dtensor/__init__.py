@@ -1,6 +1,6 @@
 """Distributed tensors: boxes, windows, blocks, layouts, groups, exchanges. Usable on its own."""
 
-from halograd.dtensor.blocks import Blocks, Interval, Intervals, balanced_boundaries, intervals
+from halograd.dtensor.blocks import Blocks, Interval, Intervals, balanced_boundaries, intervals, shared_boundaries
 from halograd.dtensor.box import Box, hull
 from halograd.dtensor.disttensor import DistTensor, Halo
 from halograd.dtensor.exchange import Exchange
@@ -28,4 +28,5 @@ __all__ = [
     "intervals",
     "output_box",
     "plan_exchange",
+    "shared_boundaries",
 ]

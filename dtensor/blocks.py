@@ -20,7 +20,7 @@ import numpy as np
 
 from halograd.dtensor.box import Box
 
-__all__ = ["Blocks", "Interval", "Intervals", "balanced_boundaries", "intervals", "outer"]
+__all__ = ["Blocks", "Interval", "Intervals", "balanced_boundaries", "intervals", "outer", "shared_boundaries"]
 
 Interval = tuple[int, int]
 Intervals = tuple[Interval, ...]
@@ -36,6 +36,21 @@ def balanced_boundaries(size: int, parts: int) -> tuple[int, ...]:
         raise ValueError(f"expected at least one part, got {parts}")
     base, more = divmod(size, parts)
     return tuple(i * base + min(i, more) for i in range(parts + 1))
+
+
+def shared_boundaries(size: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries of a split into parts that are as long as their shares say, each rounded to the nearest.
+
+    An array of half the size is cut at half the boundaries, but for the rounding: blocks of layers that stride
+    stay where they are.
+
+    >>> shared_boundaries(10, (3, 1, 1)), shared_boundaries(5, (3, 1, 1))
+    ((0, 6, 8, 10), (0, 3, 4, 5))
+    """
+    if not shares or min(shares) < 1:
+        raise ValueError(f"expected shares >= 1, one per part, got {tuple(shares)}")
+    whole = sum(shares)
+    return (0, *((2 * size * held + whole) // (2 * whole) for held in itertools.accumulate(shares)))
 
 
 @lru_cache(maxsize=65536)

@@ -34,6 +34,7 @@ __all__ = [
     "FilePath",
     "NotNegative",
     "Positive",
+    "Shares",
     "Size",
     "Table",
     "Text",
@@ -74,6 +75,8 @@ def _path(text: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
+#: Relative lengths, one per part.
+Shares = Annotated[tuple[Count, ...], Field(min_length=1)]
 Whole = Annotated[int, Field(ge=0, le=MOST)]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=1, lt=2**63)]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from halograd.documents import read_json, shown_path
-from halograd.dtensor import Layout, axis_names
+from halograd.dtensor import Layout, axis_names, shared_boundaries
 from halograd.errors import UserError
 from halograd.files import write_whole
 from halograd.layers.axes import AXES
@@ -20,20 +21,25 @@ from halograd.layers.layer import Node
 from halograd.layers.loss import Loss
 from halograd.layers.network import Network
 from halograd.layers.reduction_scheme import Scheme
-from halograd.schema import STRICT, As, Count, Size, Table, build, check_fields
+from halograd.schema import STRICT, As, Count, Shares, Size, Table, build, check_fields
 
-__all__ = ["AXES", "Strategy", "layout_of"]
+__all__ = ["AXES", "Cut", "CutField", "Strategy", "counts_of", "cuts_text", "layout_of"]
 
 _log = logging.getLogger(__name__)
+
+
+#: Parts along an axis: their number, for equal ones, or the share of each.
+Cut = int | tuple[int, ...]
+CutField = Count | Shares
 
 
 class PartsTable(Table):
     """Parts per axis."""
 
-    sample: Count = 1
-    depth: Count = 1
-    height: Count = 1
-    width: Count = 1
+    sample: CutField = 1
+    depth: CutField = 1
+    height: CutField = 1
+    width: CutField = 1
     channel: Count = 1
     input_channel: Count = 1
 
@@ -56,7 +62,9 @@ class Strategy:
     Attributes
     ----------
     parts
-        Parts per axis for every layer: ``{"sample": 2, "height": 2}``; axes not named are not cut.
+        Parts per axis for every layer: ``{"sample": 2, "height": 2}``; axes not named are not cut. In place of a number
+        the shares of the parts, where they are to differ: ``{"height": [2, 1, 1]}`` (half of the rows to the first).
+        Channels are cut evenly.
     layers
         Layer name -> what differs there: parts per axis (all of them together replace `parts`), and
         the options ``halo`` ("pad", "overlap" or "auto").
@@ -70,7 +78,7 @@ class Strategy:
 
     __pydantic_config__ = STRICT
 
-    parts: Annotated[Mapping[str, int], As(PartsTable)] = field(default_factory=dict)
+    parts: Annotated[Mapping[str, int | Sequence[int]], As(PartsTable)] = field(default_factory=dict)
     layers: Mapping[str, Annotated[Mapping[str, Any], As(LayerTable)]] = field(default_factory=dict)
     options: Annotated[Mapping[str, Any], As(OptionsTable)] = field(default_factory=dict)
     bucket_bytes: Size = 4 << 20
@@ -78,12 +86,22 @@ class Strategy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reduction", Scheme.of(self.reduction))
+        # Shares as tuples, as they are read from a file: strategies are compared.
+        if isinstance(self.parts, Mapping):
+            object.__setattr__(self, "parts", _hashable(self.parts))
+        if isinstance(self.layers, Mapping):
+            own = {k: _hashable(v) if isinstance(v, Mapping) else v for k, v in self.layers.items()}
+            object.__setattr__(self, "layers", own)
 
-    def parts_of(self, layer: str) -> dict[str, int]:
-        """Parts per axis of one layer; every axis is named."""
+    def cuts_of(self, layer: str) -> dict[str, Cut]:
+        """Parts per axis of one layer, with their shares where those are given; every axis is named."""
         own = {k: v for k, v in self.layers.get(layer, {}).items() if k in AXES}
         chosen = own or self.parts
-        return {axis: int(chosen.get(axis, 1)) for axis in AXES}
+        return {axis: _cut(chosen.get(axis, 1)) for axis in AXES}
+
+    def parts_of(self, layer: str) -> dict[str, int]:
+        """Number of parts per axis of one layer; every axis is named."""
+        return counts_of(self.cuts_of(layer))
 
     def options_of(self, layer: str) -> dict[str, Any]:
         """Options of one layer."""
@@ -125,7 +143,7 @@ class Strategy:
     def _largest(self) -> str:
         """The cut into the most parts, in words."""
         most = max(("", *self.layers), key=lambda name: math.prod(self.parts_of(name).values()))
-        return f"{_named(self.parts_of(most))}{f' of layer {most!r}' if most else ''}"
+        return f"{cuts_text(self.cuts_of(most))}{f' of layer {most!r}' if most else ''}"
 
     def _check_reduction(self, network: Network) -> None:
         from halograd.layers.reduction_chunks import check_scheme  # not at the top: layers know strategies
@@ -149,12 +167,18 @@ class Strategy:
         return next(name for name, reader in network.layers.items() if node in reader.inputs)
 
     def _check_extent(self, name: str, shape: tuple[int, ...], reader: str) -> None:
-        parts = self.parts_of(reader)
+        cuts = self.cuts_of(reader)
         for axis, extent in zip(axis_names(len(shape) + 1)[1:-1], shape):
-            if parts[axis] > extent:
+            cut, parts = cuts[axis], counts_of(cuts)[axis]
+            if parts > extent:
                 raise UserError(
-                    f"strategy: {parts[axis]} parts along {axis!r}, but input {name!r} has an extent of {extent} "
+                    f"strategy: {parts} parts along {axis!r}, but input {name!r} has an extent of {extent} "
                     f"there; use at most {extent} parts"
+                )
+            if isinstance(cut, tuple) and 0 in _extents(shared_boundaries(extent, cut)):
+                raise UserError(
+                    f"strategy: shares {list(cut)} along {axis!r} leave a part of input {name!r}, which has an extent "
+                    f"of {extent} there, without elements; use shares that differ less"
                 )
 
     def warn_of_idle_ranks(self, network: Network, batch: int, size: int) -> None:
@@ -180,7 +204,7 @@ class Strategy:
         idle = list(range(size))
         for name, node in network.layers.items():
             shape = node.inputs[0].shape if isinstance(node.layer, Loss) else node.shape
-            boxes = layout_of((batch, *shape), self.parts_of(name), size).boxes
+            boxes = layout_of((batch, *shape), self.cuts_of(name), size).boxes
             idle = [rank for rank in idle if not boxes[rank].size]
             if not idle:  # mostly the first layer tells
                 break
@@ -239,25 +263,56 @@ def _warn_once(text: str) -> None:
     _log.warning(text)
 
 
-def _named(parts: Mapping[str, int]) -> str:
-    return " x ".join(f"{n} {axis}" for axis, n in parts.items() if n > 1) or "no cut"
+def cuts_text(cuts: Mapping[str, Cut]) -> str:
+    """Parts per axis, those that are cut.
+
+    >>> cuts_text({"sample": 2, "height": (3, 1, 1), "width": 1}), cuts_text({})
+    ('2 sample x 3:1:1 height', 'no cut')
+    """
+    named = {axis: ":".join(map(str, n)) if isinstance(n, tuple) else str(n) for axis, n in cuts.items()}
+    return " x ".join(f"{text} {axis}" for axis, text in named.items() if text != "1") or "no cut"
 
 
-def layout_of(shape: tuple[int, ...], parts: Mapping[str, int], size: int) -> Layout:
+def _hashable(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+
+
+def _cut(given: int | Sequence[int]) -> Cut:
+    """Equal shares are no shares."""
+    if not isinstance(given, Sequence):
+        return int(given)
+    shares = tuple(int(n) for n in given)
+    return len(shares) if len(set(shares)) == 1 else shares
+
+
+def counts_of(cuts: Mapping[str, Cut]) -> dict[str, int]:
+    """Number of parts per axis."""
+    return {axis: len(n) if isinstance(n, tuple) else n for axis, n in cuts.items()}
+
+
+def _extents(boundaries: Sequence[int]) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(boundaries)]
+
+
+def layout_of(shape: tuple[int, ...], cuts: Mapping[str, Cut], size: int) -> Layout:
     """Layout of an array ``(N, *spatial, C)`` under these parts.
 
     Channels are cut into ``channel * input_channel`` blocks. An array without spatial axes has its samples spread
     over all the other parts, one block each: every element has one owner, so the layers behind a spatial trunk are
     computed once and parameter gradients are sums over the ranks without exception.
     """
-    return _layout(tuple(shape), tuple(parts.get(axis, 1) for axis in AXES), size)
+    return _layout(tuple(shape), tuple(cuts.get(axis, 1) for axis in AXES), size)
 
 
 @lru_cache(maxsize=65536)
-def _layout(shape: tuple[int, ...], counts: tuple[int, ...], size: int) -> Layout:
-    parts = dict(zip(AXES, counts))
+def _layout(shape: tuple[int, ...], given: tuple[Cut, ...], size: int) -> Layout:
+    cuts = dict(zip(AXES, given))
+    parts = counts_of(cuts)
     channel = parts["channel"] * parts["input_channel"]
     if len(shape) == 2:
-        return Layout.blocks(shape, (min(shape[0], math.prod(counts) // channel), channel), size)
-    known = {k: v for k, v in parts.items() if k in axis_names(len(shape))}
-    return Layout.blocks(shape, {**known, "channel": channel}, size)
+        return Layout.blocks(shape, (min(shape[0], math.prod(parts.values()) // channel), channel), size)
+    names = axis_names(len(shape))
+    shares = {d: cuts[name] for d, name in enumerate(names[:-1])}
+    uneven = {d: shared_boundaries(shape[d], cut) for d, cut in shares.items() if isinstance(cut, tuple)}
+    known = {name: parts[name] for name in names[:-1]}
+    return Layout.blocks(shape, {**known, "channel": channel}, size, uneven)

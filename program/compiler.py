@@ -16,7 +16,7 @@ from halograd.device import is_low, wide
 from halograd.layers import Input, Network, Node, Redistribute
 from halograd.layers.parameter import Parameter
 from halograd.layers.parameter_blocks import ParameterBlocks, blocks_of, parameter_blocks
-from halograd.layers.strategy import Strategy, layout_of
+from halograd.layers.strategy import Cut, Strategy, counts_of, layout_of
 from halograd.program.context import Context
 from halograd.program.operations import Kernel, Operation, Run
 from halograd.program.program import Program, Segment, Step
@@ -97,8 +97,8 @@ class _Compiler:
         self.network, self.strategy, self.target, self.blocks = network, strategy, target, blocks
         self.replicable: frozenset[str] = frozenset()
         self.program = Program(network.name, target)
-        self._values: dict[tuple[Node, tuple[int, ...]], Value] = {}
-        self._parts: dict[Node, tuple[int, ...]] = {}
+        self._values: dict[tuple[Node, tuple[Cut, ...]], Value] = {}
+        self._cuts: dict[Node, tuple[Cut, ...]] = {}
         self._moves: dict[Value, list[Step]] = {}
         self._contexts: dict[str, tuple[Context, Callable[[], None] | None]] = {}
         outputs = {network.names[node] for node in network.outputs.values()}
@@ -116,44 +116,44 @@ class _Compiler:
         if isinstance(node, Input):
             return  # placed when its first reader is known
         name = self.network.names[node]
-        parts = self.strategy.parts_of(name)
-        inputs = [self._read(n, parts) for n in node.inputs]
-        output = self._value(name, node.shape, parts, self.target.dtype)
+        cuts = self.strategy.cuts_of(name)
+        inputs = [self._read(n, cuts) for n in node.inputs]
+        output = self._value(name, node.shape, cuts, self.target.dtype)
         output.kept = name in self._kept
         has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
         output.trainable = has_parameters or any(v.trainable for v in inputs)
-        self._parts[node] = key = tuple(parts.values())
+        self._cuts[node] = key = tuple(cuts.values())
         self._values[node, key] = self.program.values[name] = output
         options = self.strategy.options_of(name)
         if self.target.trainable and name in self.replicable:
             options = {**options, "weight_gradient": "replicated"}
-        self.program.steps.append(Step(name, node.layer, inputs, output, options, parts))
+        self.program.steps.append(Step(name, node.layer, inputs, output, options, counts_of(cuts)))
 
-    def _value(self, name: str, shape: Sequence[int], parts: Mapping[str, int], dtype: np.dtype) -> Value:
-        layout = layout_of((self.target.batch, *shape), parts, self.target.size)
+    def _value(self, name: str, shape: Sequence[int], cuts: Mapping[str, Cut], dtype: np.dtype) -> Value:
+        layout = layout_of((self.target.batch, *shape), cuts, self.target.size)
         return Value(name, layout, dtype, self.target.rank)
 
-    def _read(self, node: Node, parts: dict[str, int]) -> Value:
-        """The value of `node` under `parts`; redistributed where it is made under others."""
-        key = tuple(parts.values())
+    def _read(self, node: Node, cuts: Mapping[str, Cut]) -> Value:
+        """The value of `node` under `cuts`; redistributed where it is made under others."""
+        key = tuple(cuts.values())
         if (node, key) in self._values:
             return self._values[node, key]
         name = self.network.names[node]
-        if isinstance(node, Input) and node not in self._parts:
-            self._parts[node] = key
+        if isinstance(node, Input) and node not in self._cuts:
+            self._cuts[node] = key
             dtype = wide(self.target.dtype) if node in self._targets else self.target.dtype
-            value = self._value(name, node.shape, parts, node.array_dtype(dtype))
+            value = self._value(name, node.shape, cuts, node.array_dtype(dtype))
             value.trainable, value.read = name in self.target.probed, True
             self._values[node, key] = self.program.values[name] = self.program.inputs[name] = value
             return value
-        source = self._values[node, self._parts[node]]
-        if layout_of(source.layout.shape, parts, self.target.size) == source.layout:
+        source = self._values[node, self._cuts[node]]
+        if layout_of(source.layout.shape, cuts, self.target.size) == source.layout:
             return source
-        label = f"{name}->{','.join(f'{axis}={n}' for axis, n in parts.items() if n > 1) or 'one rank'}"
-        value = self._value(label, node.shape, parts, source.dtype)
+        label = f"{name}->{','.join(f'{axis}={n}' for axis, n in cuts.items() if n != 1) or 'one rank'}"
+        value = self._value(label, node.shape, cuts, source.dtype)
         value.trainable = source.trainable
         self._values[node, key] = value
-        step = Step(label, Redistribute(label), [source], value, {}, parts)
+        step = Step(label, Redistribute(label), [source], value, {}, counts_of(cuts))
         self.program.steps.append(step)
         self._moves.setdefault(source, []).append(step)
         return value

@@ -9,6 +9,7 @@ from typing import Any
 
 from halograd import __version__
 from halograd.comm import Communicator
+from halograd.layers.strategy import cuts_text
 from halograd.training.directory import job_id
 from halograd.training.epochs import Run
 from halograd.training.log import RunLog
@@ -86,7 +87,5 @@ def _travels(comm: Communicator) -> str:
 
 def _cuts(session: Session) -> str:
     strategy = session.executor.strategy
-    every = {tuple(strategy.parts_of(name).items()) for name in session.network.layers}
-    if len(every) > 1:
-        return f"{len(every)} cuts, layer by layer"
-    return " x ".join(f"{n} {axis}" for axis, n in min(every) if n > 1) or "no cut"
+    every = {cuts_text(strategy.cuts_of(name)) for name in session.network.layers}
+    return f"{len(every)} cuts, layer by layer" if len(every) > 1 else every.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from halograd import schema
 from halograd.documents import read_json, shown_path
 from halograd.errors import UserError
 from halograd.layers import Network
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, counts_of, cuts_text
 from halograd.models import build
 from halograd.perfmodel.plan_file import PlanFile, is_plan
 from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
@@ -56,24 +57,24 @@ def make_strategy(
         )
     if config.file is not None:
         return _strategy_of_file(config.file, size, network, batch)
-    parts = {axis: getattr(config, axis) for axis in ("depth", "height", "width") if getattr(config, axis) > 1}
-    spatial = config.depth * config.height * config.width
+    cuts = {axis: getattr(config, axis) for axis in ("depth", "height", "width") if getattr(config, axis) != 1}
+    spatial = math.prod(counts_of(cuts).values())
     if config.sample is None and size % spatial:
         raise UserError(
             f"strategy: {spatial} spatial parts do not divide the {size} ranks; start a multiple of {spatial} ranks "
             f"or choose other parts{other_cuts(config, size, network, batch)}"
         )
-    parts["sample"] = size // spatial if config.sample is None else config.sample
-    if parts["sample"] * spatial != size:
-        cuts = " x ".join(f"{n} {axis}" for axis, n in parts.items() if n > 1) or "no cut"
+    cuts["sample"] = size // spatial if config.sample is None else config.sample
+    needed = math.prod(counts_of(cuts).values())
+    if needed != size:
         raise UserError(
-            f"strategy: {cuts} needs {parts['sample'] * spatial} ranks, the run has {size}; start as many or choose "
+            f"strategy: {cuts_text(cuts)} needs {needed} ranks, the run has {size}; start as many or choose "
             f"other parts{other_cuts(config, size, network, batch)}"
         )
     options: dict[str, Any] = {"halo": config.halo}
     if config.statistics is not None:
         options["statistics"] = config.statistics
-    return Strategy(parts, options=options, bucket_bytes=config.bucket_bytes)
+    return Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes)
 
 
 def with_reduction(strategy: Strategy, config: Config) -> Strategy:

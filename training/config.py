@@ -16,6 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 from halograd.documents import is_one_line, parse_option, parse_toml, read_toml, shown, shown_path
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Name, Payload, Scheme
+from halograd.layers.strategy import CutField
 from halograd.perfmodel.units import parse_quantity
 from halograd.schema import (
     LARGEST,
@@ -92,7 +93,7 @@ class DataConfig(Table):
 
 
 class StrategyConfig(Table):
-    """``[strategy]``: parts per axis, halo algorithm, statistics; or a file; or ``auto``.
+    """``[strategy]``: parts per axis (or their shares), halo algorithm, statistics; or a file; or ``auto``.
 
     Without `sample`, samples are cut into as many parts as ranks are left. `file` is what :meth:`Strategy.save` or
     `halograd plan` wrote.
@@ -103,10 +104,10 @@ class StrategyConfig(Table):
     plan and of baselines near it are tried.
     """
 
-    sample: Count | None = None
-    depth: Count = 1
-    height: Count = 1
-    width: Count = 1
+    sample: CutField | None = None
+    depth: CutField = 1
+    height: CutField = 1
+    width: CutField = 1
     halo: Literal["auto", "pad", "overlap"] = "auto"
     statistics: Literal["global", "sample", "local"] | None = None
     bucket_bytes: Size = 4 << 20

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from halograd.errors import UserError
 from halograd.layers import Network
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, counts_of
 from halograd.training.config import StrategyConfig
 
 __all__ = ["fitting_cuts", "other_cuts"]
@@ -56,7 +56,7 @@ def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch
     """What to put on the command line instead, in words; nothing without a network, or for more than `MOST_RANKS`."""
     if network is None or batch is None or size > MOST_RANKS:
         return ""
-    wanted = {axis: getattr(config, axis) or 1 for axis in AXES}
+    wanted = counts_of({axis: getattr(config, axis) or 1 for axis in AXES})
     named = config.model_fields_set
     cuts = [
         " ".join(f"--set strategy.{axis}={n}" for axis, n in parts.items() if n > 1 or axis in named)

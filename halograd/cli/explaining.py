@@ -228,7 +228,7 @@ class Explainer:
     def _candidate(self, v: int) -> int:
         from halograd.perfmodel.cost.blocks import parts_key
 
-        parts = parts_key(self.plan.strategy.parts_of(self.costs.names[v]))
+        parts = parts_key(self.plan.strategy.cuts_of(self.costs.names[v]))
         return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
 
     def _reducing(self, strategy: Strategy) -> Strategy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from halograd.dtensor import Blocks, axis_names, intervals
 
@@ -16,7 +17,7 @@ PARTS = ("sample", "depth", "height", "width", "channel", "input_channel")
 Parts = tuple[int, ...]
 
 
-def parts_key(parts: Mapping[str, int]) -> Parts:
+def parts_key(parts: Mapping[str, Any]) -> Parts:
     """Parts per axis as a tuple in the order of `PARTS`.
 
     >>> parts_key({"height": 2})

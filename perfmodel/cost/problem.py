@@ -92,10 +92,10 @@ class NetworkCosts:
         """The choice that a strategy stands for; None if it has a cut that is no candidate."""
         found = []
         for name, some in zip(self.names, self.candidates):
-            parts = tuple(strategy.parts_of(name).get(axis, 1) for axis in PARTS)
-            if parts not in some:
+            cuts = tuple(strategy.cuts_of(name).get(axis, 1) for axis in PARTS)
+            if cuts not in some:
                 return None
-            found.append(some.index(parts))
+            found.append(some.index(cuts))
         return found
 
 

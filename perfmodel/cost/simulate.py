@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from halograd.layers import Add, Network
 from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
@@ -210,15 +212,23 @@ class Simulation:
 
 
 def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int:
-    """A rank in the middle of the finest grid, which has halos on all sides."""
+    """A rank in the middle of the finest grid, which has halos on all sides, or one that has the most to compute."""
     layouts = [
-        layout_of((batch, *node.shape), strategy.parts_of(name), ranks).boxes for name, node in network.layers.items()
+        layout_of((batch, *node.shape), strategy.cuts_of(name), ranks).boxes for name, node in network.layers.items()
     ]
     blocks = max(layouts, key=lambda boxes: boxes.placed)
     middle = 0
-    for parts in blocks.grid:
-        middle = middle * parts + parts // 2
+    for extents in blocks.extents:
+        middle = middle * len(extents) + _middle_part(extents)
     return min(middle, blocks.placed - 1)
+
+
+def _middle_part(extents: np.ndarray) -> int:
+    """The part in the middle; that of the longest nearest to it where shares differ."""
+    middle = len(extents) // 2
+    if extents[middle] + 1 >= extents.max():
+        return middle
+    return int(min(np.flatnonzero(extents == extents.max()), key=lambda part: abs(part - middle)))
 
 
 def _costs(program: Program, pricing: Pricing) -> dict[str, LayerCost]:

@@ -19,6 +19,7 @@ from halograd.dtensor import (
     intervals,
     output_box,
     plan_exchange,
+    shared_boundaries,
 )
 
 boxes = st.builds(
@@ -108,6 +109,17 @@ def test_balanced_boundaries(size, parts):
     widths = np.diff(found)
     assert found[0] == 0 and found[-1] == size and len(found) == parts + 1
     assert widths.max() - widths.min() <= 1 and list(widths) == sorted(widths, reverse=True)
+
+
+@given(st.integers(0, 300), st.lists(st.integers(1, 50), min_size=1, max_size=8))
+def test_shared_boundaries(size, shares):
+    """Every boundary is the nearest to its share; layers of half the size are cut at half of it."""
+    found = shared_boundaries(size, shares)
+    exact = np.cumsum([0, *shares]) * size / sum(shares)
+    assert found[0] == 0 and found[-1] == size and list(found) == sorted(found)
+    assert np.abs(np.array(found) - exact).max() <= 0.5
+    doubled = np.array(shared_boundaries(2 * size, shares))
+    assert np.abs(doubled - 2 * np.array(found)).max() <= 1
 
 
 def test_layout_blocks_cover_and_are_in_row_major_order():

@@ -41,15 +41,23 @@ def _fits(parts, axis, prime, most):
     return blocks <= most["channel"] and parts[axis] * prime <= most[axis]
 
 
+def uneven(parts, rng):
+    """Some of the parts along samples and space with shares of their own."""
+    for axis, count in parts.items():
+        if count > 1 and "channel" not in axis and rng.random() < 0.3:
+            parts[axis] = [int(n) for n in rng.integers(1, 4, count)]
+    return parts
+
+
 def random_strategy(network: Network, size: int, seed: int) -> Strategy:
-    """Every layer cut by itself, on all ranks or on fewer; halo algorithms and buckets at random too."""
-    rng = np.random.default_rng([1807, seed])
+    """Every layer cut by itself, on all ranks or on fewer, evenly or not; halo algorithms and buckets at random too."""
+    rng, shares = np.random.default_rng([1807, seed]), np.random.default_rng([1808, seed])
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     layers = {}
     for name, node in network.layers.items():
         ranks = size if rng.random() < 0.7 else int(rng.integers(1, size + 1))
         own = {} if isinstance(node.layer, Loss) else {"halo": str(rng.choice(["pad", "overlap"]))}
-        layers[name] = {**random_parts(node, ranks, rng), **own}
+        layers[name] = {**uneven(random_parts(node, ranks, rng), shares), **own}
     everyone = {"sample": size // (d := int(rng.choice(divisors))), "height": d}
     return Strategy(everyone, layers, bucket_bytes=int(rng.choice([1, 4096, 4 << 20])))
 

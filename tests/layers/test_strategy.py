@@ -16,6 +16,9 @@ def test_saved_and_loaded_strategies_are_equal(tmp_path):
     strategy = Strategy({"sample": 2, "height": 2}, {"conv1_1": {"width": 4, "halo": "pad"}}, {"halo": "overlap"}, 1000)
     strategy.save(tmp_path / "s.json")
     assert Strategy.load(tmp_path / "s.json") == strategy
+    uneven = Strategy({"height": [3, 1]}, {"conv1_1": {"width": [1, 2]}})
+    uneven.save(tmp_path / "u.json")
+    assert Strategy.load(tmp_path / "u.json") == uneven == Strategy({"height": (3, 1)}, {"conv1_1": {"width": (1, 2)}})
     assert strategy.parts_of("conv1_1") == {**dict.fromkeys(AXES, 1), "width": 4}
     assert strategy.options_of("conv1_1") == {"halo": "pad"} and strategy.options_of("predict") == {"halo": "overlap"}
 
@@ -36,7 +39,7 @@ def test_arrays_without_space_are_spread_over_all_ranks():
             1,
             "parts.hight: unknown key; expected one of sample, .*, input_channel; did you mean height",
         ),
-        (Strategy({"height": 0}), 1, "strategy: parts.height: expected a whole number >= 1, got 0"),
+        (Strategy({"height": 0}), 1, "strategy: parts.height: expected a whole number >= 1 or a list, got 0"),
         (Strategy({}, options={"halo": "fast"}), 1, "options.halo: expected one of .*, got 'fast'"),
         (Strategy({}, {"conv1_1": {"height": 2}}), 1, "2 height of layer 'conv1_1' needs 2 ranks, the run has 1"),
     ],
@@ -100,6 +103,26 @@ def test_layouts_of_cut_channels():
     vector = layout_of((3, 6), parts, 9)
     assert [box.ranges[0] for box in vector.boxes[:8]] == [(0, 2)] * 4 + [(2, 3)] * 4
     assert [box.ranges[1] for box in vector.boxes[:4]] == [box.ranges[-1] for box in image.boxes[:4]]
+
+
+def test_parts_may_have_shares():
+    strategy = Strategy({"sample": 2, "height": [2, 1, 1]}, {"conv1_1": {"width": [1, 1]}})
+    assert strategy.parts_of("") == {**dict.fromkeys(AXES, 1), "sample": 2, "height": 3} and strategy.ranks == 6
+    assert strategy.cuts_of("conv1_1")["width"] == 2, "equal shares are an even cut"
+    layout = layout_of((3, 16, 4, 2), strategy.cuts_of(""), 6)
+    assert [box.ranges[1] for box in layout.boxes[:3]] == [(0, 8), (8, 12), (12, 16)]
+    assert [box.ranges[0] for box in layout.boxes[::3]] == [(0, 2), (2, 3)]
+    vectors = layout_of((12, 5), strategy.cuts_of(""), 6)
+    assert {box.shape for box in vectors.boxes} == {(2, 5)}, "vectors are spread evenly"
+    with pytest.raises(UserError, match=r"2 sample x 2:1:1 height needs 6 ranks, the run has 4"):
+        strategy.validate(NETWORK, 4)
+    with pytest.raises(UserError, match=r"shares \[40, 1\] along 'height' leave a part of input 'x', which has an ext"):
+        Strategy({"height": [40, 1]}).refuse_empty_blocks(NETWORK)
+    for given in ([2, 0], [], [1.5, 1], "2"):
+        with pytest.raises(UserError, match=r"parts.height.*: expected"):
+            Strategy({"height": given}).validate(NETWORK, 2)
+    with pytest.raises(UserError, match=r"parts.channel: expected a whole number"):
+        Strategy({"channel": [2, 1]}).validate(NETWORK, 2)
 
 
 def test_more_parts_than_rows_are_refused_for_samples():
@@ -181,8 +204,8 @@ def test_tables_have_the_axes():
         ('{"bucket_bytes": 0}', "bucket_bytes: expected a whole number >= 1, got 0"),
         ('{"options": "pad"}', "options: expected a table, got 'pad'"),
         ('{"options": {"halo": ["pad"]}}', r"options.halo: expected one of 'auto', 'pad' or 'overlap', got \['pad'\]"),
-        ('{"parts": {"height": true}}', "parts.height: expected a whole number, got true"),
-        ('{"parts": {"height": 2147483648}}', "parts.height: expected a whole number <= 2147483647, got 2147483648"),
+        ('{"parts": {"height": true}}', "parts.height: expected a whole number or a list, got true"),
+        ('{"parts": {"height": 2147483648}}', "expected a whole number <= 2147483647 or a list, got 2147483648"),
         ('{"layers": {"conv": 2}}', "layers.conv: expected a table, got 2"),
         ('{"layers": {"conv": {"hieght": 2}}}', "layers.conv.hieght: unknown key; .*; did you mean height"),
         ('{"parts": {}, "parts": {"height": 2}}', "expected every key once, got 'parts' twice"),

@@ -83,7 +83,14 @@ def strategies(network, size):
             some = candidates(node.layer, [n.shape for n in node.inputs], node.shape, BATCH, size)
             if draw.random() < 0.6:
                 layers[name] = {axis: n for axis, n in zip(PARTS, draw.choice(some)) if n > 1} or {"sample": 1}
+                layers[name] = {axis: shares(draw, axis, n) for axis, n in layers[name].items()}
         yield Strategy({"sample": size}, layers, bucket_bytes=2048)
+
+
+def shares(draw, axis, parts):
+    """Uneven parts in place of some even ones."""
+    even = parts == 1 or "channel" in axis or draw.random() < 0.7
+    return parts if even else [draw.randint(1, 3) for _ in range(parts)]
 
 
 def step(executor):

@@ -12,12 +12,14 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
 from halograd.models import inception_v3, lenet5, mesh, resnet, unet, vgg_a
 from halograd.training import evaluate, load_config
 from halograd.training import train as train_run
-from halograd.training.build import make_network
+from halograd.training.build import make_network, make_strategy
+from halograd.training.config import StrategyConfig
 from halograd.training.executor import Executor
 from halograd.training.log import read_log
 from tests.layers.cuts import random_strategy
@@ -114,6 +116,15 @@ def test_strategies_cut_channels_and_leave_ranks_out():
         for axis in ("sample", "height", "width", "channel", "input_channel"):
             assert sum(p[axis] > 1 for p in parts) > len(parts) / 20, (name, axis)
         assert sum(math.prod(p.values()) < 4 for p in parts) > len(parts) / 10
+
+
+def test_shares_in_a_configuration():
+    strategy = make_strategy(StrategyConfig(height=(2, 1)), 4)
+    assert strategy == Strategy({"sample": 2, "height": (2, 1)}, options={"halo": "auto"})
+    with pytest.raises(UserError, match="2 spatial parts do not divide the 3 ranks"):
+        make_strategy(StrategyConfig(height=(2, 1)), 3)
+    with pytest.raises(UserError, match="2:1 height x 3 sample needs 6 ranks, the run has 4"):
+        make_strategy(StrategyConfig(sample=3, height=(2, 1)), 4)
 
 
 @pytest.mark.ranks(2, 3, 4)
