@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from halograd.training.run import evaluate, train
     from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
     from halograd.training.store import ParameterStore
-    from halograd.training.timeline import Timeline
-    from halograd.training.trace import write_trace
+    from halograd.training.timeline import Timeline, write_trace
     from halograd.training.trainer import Diverged, Trainer
 
 __all__ = [

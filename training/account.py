@@ -15,7 +15,7 @@ from halograd.training.epochs import Run
 from halograd.training.log import RunLog
 from halograd.training.session import Session
 from halograd.training.step_times import RunPlan
-from halograd.training.trace import write_trace
+from halograd.training.timeline import write_trace
 
 __all__ = ["begin_entry", "headline", "report_plan", "report_times"]
 

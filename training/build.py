@@ -1,25 +1,46 @@
-"""What a configuration asks for: network, strategy, optimizer, schedule."""
+"""What a configuration asks for: network, strategy, optimizer, schedule; held against ranks, data and memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from halograd import schema
+from halograd.comm import Communicator
 from halograd.documents import read_json, shown_path
 from halograd.errors import UserError
 from halograd.layers import Network
+from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.strategy import Strategy, counts_of, cuts_text
 from halograd.models import build
+from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.perfmodel.plan_file import PlanFile, is_plan
+from halograd.perfmodel.planners import bytes_text
+from halograd.perfmodel.profile.device import memory_size
 from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
-from halograd.training.cuts import other_cuts
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
 from halograd.training.schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
 from halograd.training.store import ParameterStore
 
-__all__ = ["make_network", "make_optimizer", "make_schedule", "make_strategy", "with_reduction"]
+__all__ = [
+    "check_batch",
+    "check_memory",
+    "fitting_cuts",
+    "make_network",
+    "make_optimizer",
+    "make_schedule",
+    "make_strategy",
+    "other_cuts",
+    "with_reduction",
+]
+
+
+#: Cuts of all layers alike go along these.
+AXES = ("sample", "depth", "height", "width")
+#: How many a message names; for more ranks there are too many to try them all.
+SHOWN, MOST_RANKS = 3, 8192
 
 
 def make_network(config: Config) -> Network:
@@ -125,3 +146,106 @@ def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> 
     if config.warmup_epochs > 0:
         schedule = WarmUp(schedule, steps(config.warmup_epochs), config.warmup_start)
     return schedule
+
+
+# -- cuts that would fit ---------------------------------------------------------------------------
+
+
+def fitting_cuts(network: Network, size: int, batch: int, wanted: Mapping[str, int]) -> list[dict[str, int]]:
+    """All cuts of samples and space, for all layers alike, that `size` ranks can train with; most like `wanted` first.
+
+    Parameters
+    ----------
+    batch
+        Samples per step: at most so many parts along them.
+    wanted
+        Parts per axis; axes that are missing have one.
+    """
+    products = (dict(zip(AXES, parts)) for parts in _products(size, len(AXES)))
+    found = [parts for parts in products if parts["sample"] <= batch and _fits(network, parts, size)]
+    return sorted(found, key=lambda parts: sum(abs(math.log(parts[a] / wanted.get(a, 1))) for a in AXES))
+
+
+def _products(size: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Whole numbers whose product is `size`, so many of them."""
+    if factors == 1:
+        yield (size,)
+        return
+    for first in (d for d in range(1, size + 1) if size % d == 0):
+        yield from ((first, *rest) for rest in _products(size // first, factors - 1))
+
+
+def _fits(network: Network, parts: dict[str, int], size: int) -> bool:
+    strategy = Strategy(parts)
+    try:
+        strategy.validate(network, size)
+        strategy.refuse_empty_blocks(network)
+    except UserError:
+        return False
+    return True
+
+
+def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch: int | None) -> str:
+    """What to put on the command line instead, in words; nothing without a network, or for more than `MOST_RANKS`."""
+    if network is None or batch is None or size > MOST_RANKS:
+        return ""
+    wanted = counts_of({axis: getattr(config, axis) or 1 for axis in AXES})
+    named = config.model_fields_set
+    cuts = [
+        " ".join(f"--set strategy.{axis}={n}" for axis, n in parts.items() if n > 1 or axis in named)
+        or "--set strategy.sample=1"
+        for parts in fitting_cuts(network, size, batch, wanted)[:SHOWN]
+    ]
+    text = " or ".join(f"`{cut}`" for cut in [*cuts, "--set strategy=auto"])
+    return f"; for {size} rank{'s' if size > 1 else ''}: {text}"
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def check_batch(config: Config, samples: int, trainable: bool) -> None:
+    """Refuse a batch with more samples than there are. Local, the same on every rank.
+
+    Parameters
+    ----------
+    samples
+        Of which batches are made: those for training; of an evaluation, which fills its last batch, all.
+    """
+    if config.training.batch > samples:
+        some = "the training samples" if trainable else "the samples"
+        raise UserError(
+            f"training.batch: expected at most {samples}, {some} of {config.data.path}, got {config.training.batch}; "
+            "choose a smaller batch" + (", or hold out fewer samples by data.validation" if trainable else "")
+        )
+
+
+def check_memory(config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool) -> None:
+    """Refuse what cannot fit into the memory of a node. Collective; the same error on all ranks.
+
+    Counted are the arrays of the network and the batches that are read ahead, as the cost model knows them, without
+    optimizer state and kernels' workspaces: what is refused would not have come through its first step.
+    """
+    batch, dtype, size = config.training.batch, config.training.dtype, comm.size
+    blocks = parameter_blocks(network, strategy, size)
+    program = program_of(network, strategy, batch, size, comm.rank, dtype, train=trainable, blocks=blocks)
+    itemsize, scheme = program.wide.itemsize, strategy.reduction
+    buckets = buckets_of(network, blocks, itemsize, strategy.bucket_bytes, scheme) if trainable else []
+    needs = memory_of(program, blocks, buckets, strategy)
+    needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
+    _refuse_too_much(comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs)))
+
+
+def _refuse_too_much(ranks: Sequence[tuple[int, int, Mapping[str, int]]]) -> None:
+    """Node, memory of that node [B] and needs by use [B] of every rank."""
+    for node, there_is in {node: size for node, size, _ in ranks}.items():
+        mine = [needs for other, _, needs in ranks if other == node]
+        total = sum(sum(needs.values()) for needs in mine)
+        if total > there_is:
+            uses = {use: sum(needs.get(use, 0) for needs in mine) for needs in mine for use in needs}
+            most = sorted(uses.items(), key=lambda item: -item[1])[:3]
+            raise UserError(
+                f"training.batch: expected a network and a batch within the {bytes_text(there_is)} of memory of a "
+                f"node, got {bytes_text(total)} for its {len(mine)} rank(s): "
+                f"{', '.join(f'{use} {bytes_text(n)}' for use, n in most)}; use more nodes, a smaller batch or a "
+                "smaller network"
+            )

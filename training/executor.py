@@ -23,16 +23,16 @@ from halograd.program.compiler import Target, compile_program
 from halograd.program.mode import Mode
 from halograd.program.runner import Runner
 from halograd.program.values import Value
-from halograd.training.device_spans import DeviceSpans
 from halograd.training.graph import GraphedPass, check_graph
 from halograd.training.inputs import block_of, check_name
 from halograd.training.kernels import report_substitutes
 from halograd.training.memory import Memory
 from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.precision import check_dtype
-from halograd.training.pulse import Pulse
 from halograd.training.reduction import Reducer, make_reducer
+from halograd.training.stall import Pulse
 from halograd.training.store import ParameterStore
+from halograd.training.timeline import DeviceSpans
 
 __all__ = ["CHECKPOINT", "STOP", "VOTES", "Block", "Executor"]
 

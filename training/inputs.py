@@ -1,16 +1,21 @@
-"""Whole arrays that a script puts into the inputs of an executor: checked, then cut."""
+"""What comes into the inputs of an executor: whole arrays of a script, and batches copied ahead to a device."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from halograd.data import LoadedBatch
+from halograd.device import Ticket, is_low
 from halograd.dtensor import Box
 from halograd.errors import UserError
+from halograd.training.memory import Memory
 
-__all__ = ["block_of", "check_name"]
+__all__ = ["DeviceFeed", "block_of", "check_name"]
 
 
 def check_name(name: str, known: Collection[str]) -> None:
@@ -61,3 +66,69 @@ def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.
         if dtype.kind in "iu" and not np.array_equal(block.astype(dtype), block):
             raise UserError(f"input {name!r}: expected whole numbers that {dtype} holds, got others in {values.dtype}")
     return block
+
+
+# -- batches of a loader, on a device --------------------------------------------------------------
+# Pinned memory, copied ahead beside the step that computes:
+#
+#   loader's thread   wait until the pinned buffers are free | read | upload ahead -> ticket
+#   main thread                                  join(ticket) | staged -> inputs, enqueued | enqueue the step ...
+#   device            [uploads of the next batch]             [copies of this one][kernels ...]
+
+
+class DeviceFeed:
+    """Copies what a loader has read to a device, ahead of its use: the loader's `ahead`. Local.
+
+    Parameters
+    ----------
+    memory
+        Counts the buffers on the device, one set per slot of the loader.
+    x, target
+        Arrays on the device, inputs of the network.
+    slots
+        Sets of buffers of the loader.
+    dtype
+        Of the loader's buffers; on the device they become what the inputs are.
+    """
+
+    def __init__(self, memory: Memory, x: Any, target: Any, slots: int, dtype: np.dtype) -> None:
+        self._device, self._inputs = memory.device, (x, target)
+        self._staged = [tuple(memory.keep(a.shape, dtype, "input ahead") for a in (x, target)) for _ in range(slots)]
+        self._copies = [self._taken(slot) for slot in range(slots)]
+        self._uploaded: list[Ticket | None] = [None] * slots
+        # Uploads run beside the queue, which may still be zeroing their targets.
+        self._used = [self._device.mark()] * slots
+
+    def _taken(self, slot: int) -> list[Callable[[], None]]:
+        """What enqueues the copies of a slot into the inputs, in their dtypes."""
+        floats, others = [], []
+        for target, staged in zip(self._inputs, self._staged[slot]):
+            if is_low(target.dtype) or target.dtype.kind == "f":
+                floats.append((target, staged))
+            else:
+                others.append(partial(np.copyto, target, staged, casting="unsafe"))
+        return [self._device.copies(floats), *others]
+
+    # -- the loader's thread --------------------------------------------------------------------
+    def before_fill(self, slot: int) -> None:
+        """Return when the buffers of a slot may be written."""
+        self._device.use()
+        ticket = self._uploaded[slot]
+        if ticket is not None:
+            ticket.wait()
+
+    def after_fill(self, slot: int, x: NDArray[Any], y: NDArray[Any] | None) -> None:
+        """Begin to copy what was read; it goes where the batch before in this slot has been taken from."""
+        assert y is not None
+        pairs = list(zip((x, y), self._staged[slot]))
+        self._uploaded[slot] = self._device.upload_ahead(pairs, self._used[slot])
+
+    # -- the main thread ------------------------------------------------------------------------
+    def bring(self, item: LoadedBatch) -> None:
+        """Enqueue the copies into the inputs, behind the upload. Does not wait."""
+        ticket = self._uploaded[item.slot]
+        assert ticket is not None
+        self._device.join(ticket)
+        for copy in self._copies[item.slot]:
+            copy()
+        self._used[item.slot] = self._device.mark()

@@ -15,7 +15,7 @@ from halograd.comm import Communicator
 from halograd.comm.errors import mark_agreed
 from halograd.comm.interrupt import on_interrupt
 from halograd.training.folder import CheckpointFolder
-from halograd.training.pulse import Pulse
+from halograd.training.stall import Pulse
 from halograd.training.watchdog import Watchdog
 
 __all__ = ["Interruption"]

@@ -1,11 +1,15 @@
-"""What a run writes while it runs: one JSON object per line, and a progress bar on rank 0."""
+"""What a run writes while it runs: one JSON object per line, and a progress bar on rank 0; how it is read again."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
+import os
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,11 +19,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from halograd.errors import UserError
 from halograd.files import write_whole
-from halograd.training.log_lines import Entry, lines_of, parse_lines, warn_of_lines
+from halograd.training.timeline import BUSY
 
-__all__ = ["RunLog", "read_log", "rewind_log"]
+__all__ = ["Entry", "RunLog", "lines_of", "parse_line", "parse_lines", "read_log", "rewind_log", "warn_of_lines"]
 
 _log = logging.getLogger(__name__)
+_told: set[tuple[Path, int]] = set()
+
+Entry = dict[str, Any]
+Check = Callable[[Any], bool]
+
+MOST = 1 << 53  # larger integers are none that a run counts
+DEEPEST = 16  # levels of a line
+LATEST = 1e11  # so that a time has a date [s]
 
 
 class RunLog:
@@ -137,3 +149,149 @@ def rewind_log(path: Path, step: int) -> None:
         write_whole(path, b"".join(line + b"\n" for line in kept).decode())
     except OSError as error:
         raise UserError(f"{path}: expected a log that can be continued, got an error: {error.strerror}") from error
+
+
+# -- lines -----------------------------------------------------------------------------------------
+# Processes that append to a log are killed, and disks are full or fail: any line may be anything. One that is no object
+# of JSON, or in which a key that readers use is missing or of another kind, is left out and counted.
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file, each with its end; the last one may have none.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read, or is no file: nothing is waited for, as for somebody to write to a pipe.
+    """
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        yield from file
+
+
+def parse_lines(lines: Iterable[bytes]) -> tuple[list[tuple[bytes, Entry]], int]:
+    """The good lines with what they say, and the number of bad ones.
+
+    Empty lines do not count, nor a last one without an end: that is being written, or was when the run was killed.
+    """
+    good, bad = [], 0
+    for line in lines:
+        entry = parse_line(line)
+        if entry is not None:
+            good.append((line, entry))
+        elif line.strip() and line.endswith(b"\n"):
+            bad += 1
+    return good, bad
+
+
+def warn_of_lines(path: Path, bad: int) -> None:
+    """Say how many lines of a log are left out; once for what is read several times."""
+    if (path, bad) not in _told:
+        _log.warning("%s: %d line(s) cannot be read and are left out", path, bad)
+    _told.add((path, bad))
+
+
+def parse_line(line: bytes) -> Entry | None:
+    """What a line says; None if it is not a line of a log."""
+    try:
+        entry = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, numbers of thousands of digits
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("event"), str) or not _shallow(entry, DEEPEST):
+        return None
+    event = entry["event"]
+    metric = _or_none(_number) if event == "validation" else None  # their names are open
+    fits = all(_KEYS.get(key, metric or _any)(value) for key, value in entry.items() if key != "event")
+    return entry if fits and all(key in entry for key in _NEEDED.get(event, ())) else None
+
+
+def _shallow(value: Any, levels: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_shallow(part, levels - 1) for part in parts if isinstance(part, (dict, list)))
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _number(value: Any) -> bool:
+    """Also NaN and infinity: what a run measured may be either."""
+    return type(value) is float or (type(value) is int and abs(value) < MOST)
+
+
+def _finite(value: Any) -> bool:
+    return _number(value) and math.isfinite(value) and abs(value) < MOST
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _table_of(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _time(value: Any) -> bool:
+    return _finite(value) and 0 <= value < LATEST
+
+
+def _phase(name: str, value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if name in BUSY:
+        return _finite(value.get("seconds"))
+    known = _finite(value.get("communication")) and _finite(value.get("blocked"))
+    return known and "overlap" in value and _or_none(_finite)(value["overlap"])
+
+
+def _phases(value: Any) -> bool:
+    return isinstance(value, dict) and all(_phase(name, phase) for name, phase in value.items())
+
+
+def _layer(value: Any) -> bool:
+    return _table_of(_finite)(value) and {"predicted", "measured"} <= value.keys()
+
+
+def _config(value: Any) -> bool:
+    tables = isinstance(value, dict) and all(isinstance(table, dict) for table in value.values())
+    return tables and _count(value.get("output", {}).get("log_steps", 1))
+
+
+def _any(value: Any) -> bool:
+    return True
+
+
+#: By key, wherever it occurs.
+_KEYS: dict[str, Check] = {
+    **dict.fromkeys(("step", "epoch", "at_step", "steps", "epochs", "steps_per_epoch", "batch", "samples"), _count),
+    **dict.fromkeys(("held_out", "parameters", "ranks", "rank", "code"), _count),
+    "time": _time,
+    **dict.fromkeys(("seconds", "data_seconds", "learning_rate", "samples_per_second"), _finite),
+    **dict.fromkeys(("predicted_step_seconds", "measured_step_seconds"), _finite),
+    **dict.fromkeys(("loss", "gradient_norm"), _number),
+    **dict.fromkeys(("network", "cut", "kernels", "transport", "version"), _text),
+    **dict.fromkeys(("host", "cause", "reason", "path", "scheme"), _text),
+    **dict.fromkeys(("job", "device_transport"), _or_none(_text)),
+    "hosts": _table_of(_count),
+    "phases": _phases,
+    "layers": _table_of(_layer),
+    "waits": _table_of(_finite),
+    "config": _config,
+}
+
+#: By event, the keys that readers expect.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "step": ("step", "loss", "learning_rate", "seconds", "samples_per_second"),
+    "validation": ("step", "epoch", "loss"),
+    "phases": ("steps", "phases"),
+    "failed": ("rank", "host", "cause"),
+    "stopped": ("reason",),
+    "diverged": ("step", "reason"),
+    "prediction": ("steps", "predicted_step_seconds", "measured_step_seconds", "data_seconds", "waits", "layers"),
+}

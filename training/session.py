@@ -26,12 +26,11 @@ from halograd.data.structure import Structure
 from halograd.device import HOST
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
-from halograd.training.build import make_network, make_strategy, with_reduction
+from halograd.training.build import check_batch, check_memory, make_network, make_strategy, with_reduction
 from halograd.training.config import Config, DataConfig
 from halograd.training.executor import Executor
-from halograd.training.feeding import DeviceFeed
+from halograd.training.inputs import DeviceFeed
 from halograd.training.kernels import connect_device, open_kernels
-from halograd.training.limits import check_batch, check_memory
 from halograd.training.root import on_root
 from halograd.training.timeline import Timeline
 

@@ -12,15 +12,24 @@ for what the main thread does and for the messages that travel meanwhile::
 
 from __future__ import annotations
 
+import json
+import os
+import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Phase", "Timeline", "overlap_ratio"]
+from halograd.comm import Communicator, Recorder
+from halograd.device import Device, Stamp
+
+__all__ = ["DeviceSpans", "Phase", "Timeline", "merge_traces", "overlap_ratio", "trace_events", "write_trace"]
 
 #: Categories that the main thread is busy with; "communication" runs beside it, "wait" within it.
 BUSY = ("forward", "backward", "update", "io")
@@ -176,3 +185,146 @@ def kind_of(name: str) -> str:
     ('statistics', 'halo')
     """
     return name.partition(":")[0]
+
+
+# -- times of a device -----------------------------------------------------------------------------
+
+
+class DeviceSpans:
+    """Measures what is enqueued and tells a recorder of it later. Local.
+
+    Times are those of the device, counted from a moment that host and device shared when this was made, so that they
+    stand beside the spans of the host in one timeline.
+
+    Parameters
+    ----------
+    device
+        Where the work is enqueued.
+    recorder
+        Is told; one that is paused when work is enqueued is not told of it.
+    """
+
+    def __init__(self, device: Device, recorder: Recorder) -> None:
+        self._device, self._recorder = device, recorder
+        self._waiting: deque[tuple[str, str, Stamp, Stamp]] = deque()
+        device.synchronize()
+        self._origin, self._began = device.stamp(), time.perf_counter()
+
+    def run(self, name: str, category: str, run: Callable[[], object]) -> None:
+        """Call `run`, which enqueues, between two stamps."""
+        if getattr(self._recorder, "paused", False):
+            run()
+            return
+        first = self._device.stamp()
+        run()
+        self._waiting.append((name, category, first, self._device.stamp()))
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell of what is done. Does not wait."""
+        while self._waiting and self._waiting[0][3].done():
+            name, category, first, second = self._waiting.popleft()
+            times = (self._began + self._device.seconds(self._origin, stamp) for stamp in (first, second))
+            self._recorder.span(name, category, *times)
+
+    def finish(self) -> None:
+        """Tell of everything. Waits for the device."""
+        if self._waiting:
+            self._device.synchronize()
+            self.tell()
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+_ROWS = {"compute": 0, "wait": 1, "I/O": 2, "halo": 3, "all-reduce": 4, "other": 5}
+_REDUCTIONS = (
+    "allreduce",
+    "reduce_scatter",
+    "all_gather",
+    "replicated_dense",
+    "loss",
+    "statistics",
+    "running statistics",
+    "metrics",
+)
+
+
+def trace_events(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
+    """Events of one rank; times count from `origin` (`time.perf_counter` [s])."""
+    pid = timeline.rank
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"rank {pid}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    for title, row in _ROWS.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": title}}
+    for name, category, t0, t1 in timeline.spans():
+        yield {
+            "ph": "X",
+            "name": name,
+            "cat": category,
+            "pid": pid,
+            "tid": _ROWS[_row(name, category)],
+            "ts": round(1e6 * (t0 - origin), 3),
+            "dur": round(1e6 * (t1 - t0), 3),
+        }
+
+
+def _row(name: str, category: str) -> str:
+    if category == "communication":
+        kind = kind_of(name)
+        return "all-reduce" if kind in _REDUCTIONS else kind if kind in _ROWS else "other"
+    return {"wait": "wait", "io": "I/O"}.get(category, "compute")
+
+
+def write_trace(timeline: Timeline, comm: Communicator, path: str | Path) -> None:
+    """Write the timelines of all ranks to one file. Collective over `comm`.
+
+    Every rank writes its part beside `path` (a file system that all ranks see), rank 0 merges them.
+    """
+    path = Path(path)
+    origin = _common_origin(comm)
+    fault = None
+    try:
+        with _part(path, comm.rank).open("w") as file:
+            json.dump(list(trace_events(timeline, origin)), file)
+    except OSError as error:
+        fault = error
+    comm.agree(fault)
+    try:
+        if comm.rank == 0:
+            merge_traces([_part(path, r) for r in range(comm.size)], path)
+    except OSError as error:
+        fault = error
+    comm.agree(fault)
+
+
+def merge_traces(parts: list[Path], path: Path) -> None:
+    """Merge per-rank lists of events into one trace, whose times begin with 0; removes the parts. Local."""
+    events = [event for part in parts for event in json.loads(part.read_text())]
+    first = min((e["ts"] for e in events if "ts" in e), default=0.0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - first, 3)
+    beside = path.with_name(path.name + ".new")
+    with beside.open("w") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+    os.replace(beside, path)
+    for part in parts:
+        part.unlink()
+
+
+def _part(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}.rank{rank}")
+
+
+def _common_origin(comm: Communicator, rounds: int = 5) -> float:
+    """This rank's `perf_counter` at a moment that all ranks share [s]. Collective.
+
+    Ranks of one node read the same clock; of other nodes we know only when they left a barrier (some
+    microseconds), which is taken where the difference is too large for one clock.
+    """
+    ends = []
+    for _ in range(rounds):
+        comm.barrier()
+        ends.append(comm.allgather_objects(time.perf_counter()))
+    offset = statistics.median(row[comm.rank] - row[0] for row in ends)
+    return float(ends[0][0]) + (offset if abs(offset) > 0.05 else 0.0)

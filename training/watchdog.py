@@ -1,6 +1,6 @@
 """Watches over the ranks of a run: a rank that dies or does not move ends the job, with a message that says which.
 
-A thread on every rank looks once a second at where the main thread is (:class:`~halograd.training.pulse.Pulse`), and
+A thread on every rank looks once a second at where the main thread is (:class:`~halograd.training.stall.Pulse`), and
 keeps connections to some of the other ranks (:mod:`halograd.training.peers`); the main thread does nothing for it but
 note the layer. :mod:`halograd.training.watch` decides. Launchers that do not notice a dead rank (srun without
 ``--kill-on-bad-exit``) would wait for ever.
@@ -23,8 +23,7 @@ from halograd.comm.errors import is_agreed
 from halograd.errors import UserError
 from halograd.training.meeting import join
 from halograd.training.peers import Peers
-from halograd.training.pulse import Pulse
-from halograd.training.stall import Place
+from halograd.training.stall import Place, Pulse
 from halograd.training.tree import Tree
 from halograd.training.watch import LAST, Message, Watch
 

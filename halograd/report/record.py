@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halograd.errors import UserError
-from halograd.training.log_lines import Entry, lines_of, parse_lines, warn_of_lines
+from halograd.training.log import Entry, lines_of, parse_lines, warn_of_lines
 
 __all__ = ["Checkpoint", "Record", "read_record"]
 

@@ -13,7 +13,7 @@ from halograd.errors import UserError
 from halograd.kernels.cudnn.precision import Arithmetic
 from halograd.training import checkpointing, session
 from halograd.training.config import parse_config
-from halograd.training.feeding import DeviceFeed
+from halograd.training.inputs import DeviceFeed
 from halograd.training.kernels import open_kernels
 from halograd.training.log import RunLog, read_log
 from halograd.training.memory import Memory

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from halograd.training.event_file import EventFile, crc32c
 from halograd.training.log import read_log
 from halograd.training.run import train
-from halograd.training.tensorboard import TensorBoard, scalars_of
+from halograd.training.tensorboard import EventFile, TensorBoard, crc32c, scalars_of
 from tests.training.runs import write_config
 
 

@@ -22,9 +22,9 @@ from halograd.training.epochs import Run
 from halograd.training.folder import CheckpointFolder
 from halograd.training.interruption import Interruption, append
 from halograd.training.log import read_log
-from halograd.training.pulse import Pulse
 from halograd.training.run import train
 from halograd.training.session import Session
+from halograd.training.stall import Pulse
 from tests.harness import jobs
 from tests.harness.limits import LIMIT, wait_until
 from tests.launch import find_mpiexec

@@ -13,9 +13,8 @@ from halograd.errors import UserError
 from halograd.report.page import write_page
 from halograd.report.record import read_record
 from halograd.report.status import status_of, status_text
-from halograd.training import log_lines
-from halograd.training.log import read_log, rewind_log
-from halograd.training.log_lines import parse_line, parse_lines
+from halograd.training import log as training_log
+from halograd.training.log import parse_line, parse_lines, read_log, rewind_log
 from halograd.training.run import train
 from tests.training.runs import write_config
 
@@ -92,7 +91,7 @@ def test_every_reader(tmp_path, caplog, capsys):
     good = damaged(path)
     assert read_log(path) == good and told(caplog, path, len(BAD))
     assert read_log(path, "step") == good[1:7] and not caplog.messages, "said once for all that read it"
-    log_lines._told.clear()
+    training_log._told.clear()
     record = read_record(tmp_path)
     assert (record.steps, record.events) == (good[1:7], [good[0], *good[7:]]) and told(caplog, path, len(BAD))
     assert status_text(status_of(record))[0].endswith("finished, step 6 of 6 (100 %), epoch 2 of 2")

@@ -8,8 +8,8 @@ import pytest
 
 from halograd.errors import UserError
 from halograd.models import mesh
+from halograd.training.build import fitting_cuts, other_cuts
 from halograd.training.config import StrategyConfig
-from halograd.training.cuts import fitting_cuts, other_cuts
 from halograd.training.folder import CheckpointFolder
 from halograd.training.signals import StopSignals
 from halograd.training.stall import Place, describe_stall

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from halograd.training.timeline import Timeline, kind_of, overlap_ratio
-from halograd.training.trace import merge_traces, trace_events, write_trace
+from halograd.training.timeline import Timeline, kind_of, merge_traces, overlap_ratio, trace_events, write_trace
 
 
 def example(rank=0):
