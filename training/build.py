@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halograd import schema
-from halograd.comm import Communicator
 from halograd.documents import read_json, shown_path
 from halograd.errors import UserError
 from halograd.layers import Network
@@ -23,6 +22,9 @@ from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleCon
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
 from halograd.training.schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
 from halograd.training.store import ParameterStore
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = [
     "check_batch",

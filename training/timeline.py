@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm import Communicator, Recorder
-from halograd.device import Device, Stamp
+if TYPE_CHECKING:
+    from halograd.comm import Communicator, Recorder
+    from halograd.device import Device, Stamp
 
 __all__ = ["DeviceSpans", "Phase", "Timeline", "merge_traces", "overlap_ratio", "trace_events", "write_trace"]
 
