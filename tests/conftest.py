@@ -22,10 +22,10 @@ from tests.harness.jobs import TEST_ENVIRONMENT
 from tests.harness.limits import TEST_LIMIT, scaled
 from tests.harness.plugin import RankPlugin, limit_of, quiet
 from tests.harness.record import HALF, Record
+from tests.harness.sizes import sizes_in, sizes_of
 from tests.harness.watchdog import Watchdog
 
 SIZE = pytest.StashKey[int]()
-FEW, MANY = (1, 2, 3, 4), (1, 2, 3, 4, 6, 8)
 ROOT = Path(__file__).parent
 # Folders and files whose serial tests start programs.
 PROGRAMS = ("cli", "gpu", "harness", "jobs", "report", "test_demo.py", "test_docs.py", "test_examples.py")
@@ -37,21 +37,6 @@ for _name, _value in TEST_ENVIRONMENT.items():
 # The same draws on every rank and in every run; shared machines make deadlines meaningless.
 settings.register_profile("suite", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("suite")
-
-
-def sizes(item: pytest.Item) -> tuple[int, ...]:
-    """Numbers of ranks a test is to be run under; empty for a serial test."""
-    exact = item.get_closest_marker("ranks")
-    if exact is not None:
-        if not exact.args or not all(isinstance(n, int) and n > 0 for n in exact.args):
-            raise pytest.UsageError(f"{item.nodeid}: expected @pytest.mark.ranks(2, 6), got ranks{exact.args}")
-        return exact.args
-    mpi = item.get_closest_marker("mpi")
-    if mpi is None and item.get_closest_marker("many_ranks") is None:
-        return ()
-    smallest = mpi.kwargs.get("min_size", 1) if mpi else 1
-    every = MANY if item.get_closest_marker("many_ranks") else FEW
-    return tuple(n for n in every if n >= smallest)
 
 
 @pytest.hookimpl(trylast=True)  # the reporter to be silenced must be there
@@ -76,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Make ``-m mpi`` find the tests of the other two markers too; give every test a limit for this machine."""
-    if sizes(item) and item.get_closest_marker("mpi") is None:
+    if sizes_of(item) and item.get_closest_marker("mpi") is None:
         item.add_marker("mpi")
     own, common = item.get_closest_marker("timeout"), item.config.getoption("timeout")
     limit = max(own.args[0] if own else 0, TEST_LIMIT if common is None else common)
@@ -86,10 +71,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests for this number of ranks, or for this half of the serial ones."""
     size = config.stash[SIZE]
-    wanted = [size in sizes(item) if size else not sizes(item) and _in_half(item) for item in items]
+    _check_marks(items)
+    wanted = [size in sizes_of(item) if size else not sizes_of(item) and _in_half(item) for item in items]
     if not all(wanted):
         config.hook.pytest_deselected(items=[item for item, keep in zip(items, wanted) if not keep])
         items[:] = [item for item, keep in zip(items, wanted) if keep]
+
+
+def _check_marks(items: list[pytest.Item]) -> None:
+    """The runner chooses files by their text: a mark that comes from elsewhere would go unseen."""
+    named: dict[Path, set[int]] = {}
+    for item in items:
+        if item.path not in named:
+            named[item.path] = sizes_in(item.path.read_text(encoding="utf-8"))
+        if not named[item.path].issuperset(sizes_of(item)):
+            raise pytest.UsageError(f"{item.nodeid}: expected its marks for MPI in the text of its file, got none")
 
 
 def _in_half(item: pytest.Item) -> bool:

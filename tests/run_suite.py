@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.harness import jobs, record  # noqa: E402  (needs the line above)
 from tests.harness.limits import LIMIT, TEST_LIMIT, scaled, slowness  # noqa: E402
+from tests.harness.sizes import files_for  # noqa: E402
 from tests.harness.watchdog import ask_for_stacks  # noqa: E402
 from tests.launch import find_mpiexec  # noqa: E402
 
@@ -64,6 +65,13 @@ def command(name: str, limit: float, arguments: list[str]) -> list[str]:
     return [find_mpiexec(), "-n", name, *pytest, "--with-mpi", "-m", "mpi", *arguments]
 
 
+def arguments_for(name: str, options: argparse.Namespace) -> list[str]:
+    """Those for pytest; under MPI the whole suite is the files that have tests for so many ranks."""
+    if name == "serial" or not options.whole:
+        return options.arguments
+    return [*options.arguments[:-1], *(files_for(int(name), options.directory / "tests") or ["tests"])]
+
+
 def execute(name: str, options: argparse.Namespace, folder: Path, half: str = "") -> Run:
     """Do one run, or one half of the serial one, and judge it."""
     records, temporary = folder / f"record-{name}{half}", folder / f"tmp-{name}{half}"
@@ -74,7 +82,7 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
     extra |= {record.HALF: half}
     begin = time.monotonic()
     process = subprocess.Popen(
-        command(name, options.test_limit, options.arguments),
+        command(name, options.test_limit, arguments_for(name, options)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
