@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from halograd.comm import Communicator
+from halograd.comm.gpu.base import DEVICE_METHODS
 from halograd.dtensor import Exchange
 from halograd.kernels import Substitute
 from halograd.layers.groups import in_group
@@ -17,6 +18,7 @@ from halograd.program import operations
 from halograd.program.mode import Mode
 from halograd.program.operations import Kernel, Operation, Run, Sum, Total, Transfer
 from halograd.program.program import Program, Segment
+from halograd.program.recording import Item
 from halograd.program.views import Buffer, Region, View
 
 __all__ = ["Environment", "Pass", "Runner"]
@@ -138,6 +140,33 @@ class Runner:
         total = self._once(operation.sum, self._sum)
         return _nothing if total is None else getattr(total, operation.end)
 
+    def items(self, segment: Segment) -> list[Item]:
+        """The calls of one layer in a pass of training, for graphs. Local."""
+        pairs = self._pairs
+        return [
+            Item(self._call(operation), segment.name, self._held(operation), pairs.get(_travels(operation)))
+            for operation in segment.operations
+            if operation.when in (None, "training")
+        ]
+
+    def _held(self, operation: Operation) -> bool:
+        """Whether a graph may hold it: nothing in which the host takes part."""
+        if isinstance(operation, Run):
+            alone = operation.kernel.recordable and not operation.kernel.sums
+            return alone and all(map(self._held, operation.guarded))
+        if self.comm.size == 1:
+            return True
+        choice = self.comm.device_choice
+        by_host = isinstance(operation, Total) and operation.sum.method not in DEVICE_METHODS
+        return choice is not None and choice.captures and not by_host
+
+    @cached_property
+    def _pairs(self) -> dict[object, int]:
+        """Numbers of the exchanges and sums, in the order of operations, which is the same on all ranks."""
+        found = dict.fromkeys(_travels(operation) for operation in self.program)
+        found.pop(None, None)
+        return {key: number for number, key in enumerate(found)}
+
     def _once(self, key: Any, make: Callable[[Any], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make(key)
@@ -204,6 +233,13 @@ class UnderWay:
 
 def _reduction(total: Sum, buffer: Any, group: Communicator) -> Any:
     return group.reduction(buffer, kind=total.kind, name=total.name, method=total.method)
+
+
+def _travels(operation: Operation) -> object:
+    """The exchange or sum of which an operation is one end."""
+    if isinstance(operation, Transfer):
+        return operation.exchange
+    return operation.sum if isinstance(operation, Total) else None
 
 
 def _nothing() -> None:

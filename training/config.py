@@ -251,9 +251,9 @@ class BackendConfig(Table):
 
     `autotune`: measure the algorithms of every convolution when the network is built, and take the fastest.
     `precision`: how float32 is computed, ``"tf32"`` on a GPU only. `deterministic`: two runs agree in every bit.
-    `graph`: replay the forward and backward pass as one CUDA graph. `device`: ``"auto"`` (the ranks of a node take its
-    GPUs in turn), the number of a GPU, or numbers to be taken in turn. `device_transport`: how arrays of GPUs travel,
-    ``"auto"`` by the rule in docs/gpu.md.
+    `graph`: replay the forward and backward pass as CUDA graphs, between messages. `device`: ``"auto"`` (the ranks of a
+    node take its GPUs in turn), the number of a GPU, or numbers to be taken in turn. `device_transport`: how arrays of
+    GPUs travel, ``"auto"`` by the rule in docs/gpu.md.
     """
 
     kernels: str = "auto"

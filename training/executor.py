@@ -21,6 +21,7 @@ from halograd.layers.replication import dense_layers, replicable_layers
 from halograd.layers.strategy import Strategy
 from halograd.program.compiler import Target, compile_program
 from halograd.program.mode import Mode
+from halograd.program.recording import Item
 from halograd.program.runner import Runner
 from halograd.program.values import Value
 from halograd.training.graph import GraphedPass, check_graph
@@ -79,7 +80,8 @@ class Executor:
     probed
         Inputs whose gradient is wanted too.
     graph
-        Whether training passes are recorded, and launched as graphs of the device from then on.
+        Whether training passes are recorded, and launched as graphs of the device from then on: one graph per pass on
+        one rank, else several, between which messages travel (by NCCL within them).
     kept
         Layers whose outputs `gather` is asked for, beside the outputs of the network: others share memory.
 
@@ -145,16 +147,12 @@ class Executor:
                 self.mode.state = self.device.array([seed, 0], np.uint64)
             self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
             self.pulse = Pulse()
+            if graph:
+                check_graph(comm, self.device)
             self._bind(trainable)
-            self._graphs = self._make_graphs() if graph and trainable else None
+        self._graphed = graph and trainable
+        self._graphs: tuple[GraphedPass, GraphedPass] | None = None
         report_substitutes(comm, self.runner.substitutes)
-
-    def _make_graphs(self) -> tuple[GraphedPass, GraphedPass]:
-        """Forward and backward, to be recorded."""
-        check_graph(self.program, self.comm, self.device)
-        prepare = getattr(self.kernels, "before_capture", None)
-        device = self.device
-        return GraphedPass(device, self._compute, prepare), GraphedPass(device, self._differentiate, prepare)
 
     def _make_store(self, seed: int) -> ParameterStore:
         blocks = parameter_blocks(self.network, self.strategy, self.comm.size)
@@ -236,6 +234,7 @@ class Executor:
             self.store.rechunk(scheme, self.store.bucket_bytes if bucket_bytes is None else bucket_bytes)
             self.reducer = self._make_reducer()
         self.reducer.update = update
+        self._graphs = None  # sums begin and are waited for elsewhere
 
     # -- running ------------------------------------------------------------------------------
 
@@ -250,10 +249,8 @@ class Executor:
         if self.mode.state is not None:
             self.mode.state[1:].fill(self.mode.step)
         self.pulse.count += 1
-        if self._graphs is not None and self.mode.training and self.recorder is None:
-            assert self.reducer is not None
-            for step in self.steps:
-                self.reducer.require(step.name)  # within the graph nothing is due any more
+        if self._graphed and self.mode.training and self.recorder is None:
+            self._graphs = self._graphs or self._make_graphs()
             self._graphs[0]()
         else:
             self._compute()
@@ -312,18 +309,48 @@ class Executor:
         self.store.clear_untrained()
         if self._graphs is not None and self.recorder is None:
             self._graphs[1]()
-            for layer in self.runner.backward:
-                self.reducer.ready(layer.name)
         else:
             for layer in self.runner.backward:
                 self._run(layer.name, "backward", partial(layer.run, True))
                 self.reducer.ready(layer.name)
         self.reducer.flush()
 
-    def _differentiate(self) -> None:
-        """All layers backward."""
-        for layer in self.runner.backward:
-            self._run(layer.name, "backward", partial(layer.run, True))
+    def _make_graphs(self) -> tuple[GraphedPass, GraphedPass]:
+        """Forward and backward of training steps, with the calls of the reducer between their graphs."""
+        reducer, program = self.reducer, self.program
+        assert reducer is not None
+        summed = self._summed_from()
+        forward, backward, passed = list[Item](), list[Item](), list[str]()
+        if self.comm.size == 1:
+            forward.append(Item(partial(_each, reducer.require, [step.name for step in self.steps]), "", False))
+        for segment in program.forward:
+            if segment.name in summed:
+                forward.append(Item(partial(reducer.require, segment.name), segment.name, False))
+            forward += self.runner.items(segment)
+        if self.loss is not None and self._fetched is not None:
+            forward.append(Item(partial(self._fetched.put, self.loss), "loss"))
+        for segment in program.backward:
+            backward += self.runner.items(segment)
+            passed.append(segment.name)
+            if segment.name in summed or segment is program.backward[-1]:
+                backward.append(Item(partial(_each, reducer.ready, passed), segment.name, False))
+                passed = []
+        return self._graphed_pass(forward, "forward"), self._graphed_pass(backward, "backward")
+
+    def _graphed_pass(self, items: list[Item], phase: str) -> GraphedPass:
+        prepare = getattr(self.kernels, "before_capture", None)
+        return GraphedPass(self.comm, self.device, items, partial(self.pulse.at, phase), prepare)
+
+    def _summed_from(self) -> set[str]:
+        """Layers with which sums of gradients begin in backward, and are waited for in forward; none on one rank.
+
+        Of a bucket that is the first of its layers; of what the reducer computes itself, the layer.
+        """
+        if self.comm.size == 1:
+            return set()
+        order = {step.name: at for at, step in enumerate(self.steps)}
+        firsts = {min((n.rpartition("/")[0] for n in b.names), key=order.__getitem__) for b in self.store.buckets}
+        return firsts | set(self.program.exposed)
 
     def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
         self.pulse.place, self.pulse.phase = name, category
@@ -426,3 +453,8 @@ class Executor:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         if is_shared(value, self.comm.size):  # else the other ranks wait for this one, and this one would wait for them
             self.close()
+
+
+def _each(call: Callable[[str], None], names: Iterable[str]) -> None:
+    for name in names:
+        call(name)

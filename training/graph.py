@@ -1,25 +1,25 @@
-"""The forward and backward pass of a step as one graph: recorded once, then launched at once.
+"""A pass as graphs of a device: recorded once, then launched at once.
 
 A step enqueues hundreds of kernels, each of which costs the host some microseconds; on small blocks that is longer than
 the kernels take. A graph repeats exactly what was enqueued while it was recorded, so nothing in it may depend on the
-step but by what lies on the device (the batch, the parameters, the state of dropout), and nothing may wait.
+step but by what lies on the device (the batch, the parameters, the state of dropout), and nothing may wait. What does
+is called between two graphs (:mod:`halograd.program.recording`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from halograd.comm import Communicator
 from halograd.device import Device
 from halograd.errors import UserError
-from halograd.program.operations import Run
-from halograd.program.program import Program
+from halograd.program.recording import Item, Piece, apart, pieces
 
 __all__ = ["GraphedPass", "check_graph"]
 
 
-def check_graph(program: Program, comm: Communicator, device: Device) -> None:
-    """Refuse what cannot be in a graph. Local, alike on all ranks.
+def check_graph(comm: Communicator, device: Device) -> None:
+    """Refuse what cannot be had. Local, alike on all ranks.
 
     Raises
     ------
@@ -28,48 +28,76 @@ def check_graph(program: Program, comm: Communicator, device: Device) -> None:
     """
     if device.is_host:
         raise UserError('backend.graph: expected kernels = "cudnn" with it; remove graph')
-    if comm.size > 1:
-        raise UserError(
-            f"backend.graph: expected one rank, got {comm.size}: messages pass through the host, which a graph cannot "
-            "wait for; remove graph"
-        )
     if comm.recorder is not None and not getattr(comm.recorder, "paused", False):
         raise UserError(
             "backend.graph: expected no timeline, which times every layer by events that nobody may ask in a graph; "
             "remove graph or output.timeline"
         )
-    for run in (operation for operation in program if isinstance(operation, Run)):
-        if not run.kernel.recordable:
-            raise UserError(
-                f"backend.graph: expected layers whose kernels do the same in every step, got layer {run.layer!r}, "
-                "which makes its arrays or numbers anew; remove graph"
-            )
 
 
 class GraphedPass:
-    """Runs something twice as it is, the third time recording it, from then on as a graph. Local.
+    """Runs a pass twice as it is, the third time recording its graphs, from then on by them. Collective.
 
     What runs first compiles kernels and makes buffers, which a recording must not. `prepare` is called before it.
+
+    Parameters
+    ----------
+    items
+        The calls of the pass.
+    enter
+        Called with the name of a layer where a piece begins.
     """
 
     WARM = 2
 
-    def __init__(self, device: Device, run: Callable[[], None], prepare: Callable[[], None] | None = None) -> None:
-        self._device, self._run, self._prepare, self._count = device, run, prepare, 0
-        self._launch: Callable[[], None] | None = None
+    def __init__(
+        self,
+        comm: Communicator,
+        device: Device,
+        items: Sequence[Item],
+        enter: Callable[[str], None],
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self._device, self._enter, self._prepare, self._count = device, enter, prepare, 0
+        self.pieces = pieces(items, _apart_anywhere(comm, items))
+        self._launches: list[Callable[[], object]] = []
 
     @property
-    def recorded(self) -> bool:
-        """Whether a graph is launched."""
-        return self._launch is not None
+    def graphs(self) -> int:
+        """Number of graphs that are launched."""
+        return sum(piece.graph for piece in self.pieces) if self._launches else 0
 
     def __call__(self) -> None:
-        if self._launch is None:
-            if self._count < self.WARM:
-                self._count += 1
-                self._run()
-                return
-            if self._prepare is not None:
-                self._prepare()
-            self._launch = self._device.capture(self._run)
-        self._launch()
+        if self._launches:
+            for piece, launch in zip(self.pieces, self._launches):
+                self._enter(piece.items[0].layer)
+                launch()
+            return
+        recording = self._count == self.WARM
+        if recording and self._prepare is not None:
+            self._prepare()
+        launches = []
+        for piece in self.pieces:
+            self._enter(piece.items[0].layer)
+            launches.append(self._recorded(piece) if recording else piece.run)
+            launches[-1]()
+        self._count += 1
+        if recording:
+            self._launches = launches
+
+    def _recorded(self, piece: Piece) -> Callable[[], object]:
+        if not piece.graph:
+            return piece.run if len(piece.items) > 1 else piece.items[0].call
+        return self._device.capture(piece.run)
+
+
+def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
+    """Exchanges and sums that some rank cannot have in a graph: all ranks then send and sum alike. Collective."""
+    found = apart(items)
+    while True:
+        everyone = set().union(*comm.allgather_objects(sorted(found)))
+        more = apart(items, everyone)
+        settled = comm.allgather_objects(more == everyone)
+        found = more
+        if all(settled):
+            return found

@@ -20,15 +20,7 @@ DEVICE_METHODS = ("allreduce", "ordered", "reduce_scatter", "all_gather")
 
 
 class DeviceTransport(ABC):
-    """Makes channels and reductions whose buffers are on a device, on one communicator.
-
-    Attributes
-    ----------
-    captures
-        Whether all that it enqueues in a step can be part of a CUDA graph.
-    """
-
-    captures = False
+    """Makes channels and reductions whose buffers are on a device, on one communicator."""
 
     @abstractmethod
     def channel(self, pattern: Pattern, meter: Meter) -> Channel:

@@ -53,6 +53,11 @@ class Choice:
     name: str
     reason: str
 
+    @property
+    def captures(self) -> bool:
+        """Whether what it enqueues in a step can be part of a CUDA graph: with the others the host takes part."""
+        return self.name == "nccl"
+
     def describe(self) -> str:
         """One line for the log."""
         return f"{self.name} ({self.reason})"

@@ -152,8 +152,6 @@ class NcclTransport(DeviceTransport):
         a lane runs in that order, which is the same on all ranks, so that no two wait for each other.
     """
 
-    captures = True
-
     def __init__(
         self, lanes: tuple[Lane, Lane], context: Context, watchdog: Watchdog, nccl: Any, spans: LaneSpans
     ) -> None:

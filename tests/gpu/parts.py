@@ -45,8 +45,8 @@ def _staged() -> Iterator[Job]:
     for ranks in (1, 2, 4):
         for chosen in ("test_layers", "test_training and float32", "test_training and bfloat16"):
             yield Job(f"{ranks} ranks, {chosen}", (RANKS, "-k", chosen), ranks, 40, SHARING)
-        chosen = "slow or optimizers"
-        yield Job(f"{ranks} ranks, {chosen}", (RANKS, "-k", chosen), ranks, 34, SHARING)
+        chosen = "slow or optimizers or graphs"
+        yield Job(f"{ranks} ranks, {chosen}", (RANKS, "-k", chosen), ranks, 40, SHARING)
 
 
 def _transports() -> Iterator[Job]:

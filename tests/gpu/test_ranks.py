@@ -106,35 +106,54 @@ def test_training(opened, dtype, name, parts):
     compare_losses(*opened, dtype, name, parts)
 
 
+@pytest.mark.parametrize("name", ["mesh", "resnet"])
+def test_graphs(opened, name):
+    """Between messages, in the steps behind the third."""
+    compare_losses(*opened, "float32", name, {"height": SIZE}, steps=STEPS)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(opened, optimizer):
     compare_losses(*opened, "float32", "mesh", {"height": SIZE}, optimizer)
 
 
 def compare_losses(
-    kernels: Backend, comm: Communicator, dtype: str, name: str, parts: Mapping[str, int], optimizer: str = "sgd"
+    kernels: Backend,
+    comm: Communicator,
+    dtype: str,
+    name: str,
+    parts: Mapping[str, int],
+    optimizer: str = "sgd",
+    steps: int | None = None,
 ) -> None:
-    """Raise unless the losses are NumPy's, as far as `dtype` allows."""
+    """Raise unless the losses are NumPy's, as far as `dtype` allows; of so many `steps`, if given, by graphs."""
     network = NETWORKS[name]()
     with get_backend("numpy") as reference:
-        expected = _losses(network, comm, parts, reference, "float64", optimizer)
-    found = _losses(network, comm, parts, kernels, dtype, optimizer)
+        expected = _losses(network, comm, parts, reference, "float64", optimizer, steps or STEPS)
+    found = _losses(network, comm, parts, kernels, dtype, optimizer, steps or STEPS, graph=steps is not None)
     if is_low(dtype):  # every layer rounds what it writes once
-        bound = resolution(as_dtype(dtype)) * len(network.layers) * (1 + np.arange(STEPS))
+        bound = resolution(as_dtype(dtype)) * len(network.layers) * (1 + np.arange(len(found)))
     else:
         reduction = max(math.prod(n.shape) for n in network.layers.values()) * 4
-        bound = resolution(dtype) * math.sqrt(reduction) * 20 * (1 + np.arange(STEPS)) ** 2
+        bound = resolution(dtype) * math.sqrt(reduction) * 20 * (1 + np.arange(len(found))) ** 2
     error = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
     assert (error <= bound).all(), f"losses differ by {error.max():.1e}, allowed are {bound.max():.1e}"
 
 
 def _losses(
-    network: Any, comm: Communicator, parts: Mapping[str, int], kernels: Backend, dtype: str, optimizer: str
+    network: Any,
+    comm: Communicator,
+    parts: Mapping[str, int],
+    kernels: Backend,
+    dtype: str,
+    optimizer: str,
+    steps: int,
+    graph: bool = False,
 ) -> np.ndarray:
     strategy, losses = Strategy(dict(parts), bucket_bytes=4096), []
-    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3) as executor:
+    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3, graph=graph) as executor:
         trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Constant(0.01))
-        for step in range(STEPS):
+        for step in range(steps):
             fill(executor, step)
             losses.append(trainer.step())
         trainer.settle()

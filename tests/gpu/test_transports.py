@@ -171,6 +171,12 @@ def test_training(opened, name):
         compare_losses(kernels, comm, "float32", name, {"sample": 1, "height": SIZE, "width": 1})
 
 
+def test_graphs(opened):
+    """With NCCL a graph holds the messages too."""
+    kernels, comm, _ = opened
+    compare_losses(kernels, comm, "float32", "mesh", {"sample": 1, "height": SIZE, "width": 1}, steps=6)
+
+
 # -- NCCL with one rank: all that can be called where ranks share a GPU and it is older than 2.30.3 ------------
 @pytest.fixture(
     params=[

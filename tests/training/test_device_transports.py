@@ -6,8 +6,14 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.kernels.numpy import NumpyBackend
+from halograd.layers.strategy import Strategy
+from halograd.training.executor import Executor
+from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
 from tests.support.gpu_ranks import gpu_ranks
-from tests.training.test_device import NETWORKS, STEPS, train
+from tests.training.test_device import NETWORKS, STEPS, own_layer, train
+from tests.training.test_exactness import fill
 
 CUTS = {
     2: {"mesh": {"height": 2}, "resnet": {"sample": 2}},
@@ -26,7 +32,8 @@ def compare(monkeypatch, transport, name, scheme=None, **options):
     network, reduction = NETWORKS[name](), SCHEMES[scheme or "bucketed"]
     size = MPI.COMM_WORLD.size
     with Communicator(MPI.COMM_WORLD) as comm:
-        expected, params, _ = train(network, comm, NumpyBackend(), CUTS[size][name], reduction=reduction, **options)
+        wanted = {key: value for key, value in options.items() if key != "graph"}
+        expected, params, _ = train(network, comm, NumpyBackend(), CUTS[size][name], reduction=reduction, **wanted)
     with gpu_ranks(monkeypatch, transport) as r:
         found, ours, counts = train(network, r.comm, r.kernels, CUTS[size][name], reduction=reduction, **options)
         waits = [e.name for e in r.device.trace.entries if e.kind == "host wait"]
@@ -36,7 +43,7 @@ def compare(monkeypatch, transport, name, scheme=None, **options):
     for key, array in params.items():
         np.testing.assert_allclose(ours[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)
     assert counts["syncs"] == 0
-    assert counts["waits"] == STEPS - 1, "once per step, for the loss of the step before"
+    assert counts["waits"] == options.get("steps", STEPS) - 1, "once per step, for the loss of the step before"
     assert counts["idled"] == 0, "nothing was enqueued behind what was waited for"
     return waits, kinds
 
@@ -45,6 +52,27 @@ def compare(monkeypatch, transport, name, scheme=None, **options):
 def test_steps_over_nccl_never_wait_but_for_the_loss_of_the_step_before(monkeypatch):
     _, kinds = compare(monkeypatch, "nccl", "mesh")
     assert {"allReduce", "send", "recv"} <= kinds
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("scheme", ["bucketed", "overlap"])
+@pytest.mark.parametrize("transport", ["nccl", "cuda-ipc"])
+def test_graphs_between_messages(transport, scheme, monkeypatch):
+    """With NCCL a graph holds the messages too; each is launched, in the same order on all ranks."""
+    compare(monkeypatch, transport, "mesh", scheme, graph=True, steps=6)
+
+
+@pytest.mark.ranks(2)
+def test_a_pass_over_nccl_is_one_graph_but_for_what_a_custom_layer_does(monkeypatch):
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        for network, graphs in ((NETWORKS["mesh"](), (1, 1)), (own_layer(), (2, 2))):
+            with Executor(network, r.comm, r.kernels, 4, Strategy({"height": 2}), "float64", graph=True) as executor:
+                trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
+                for step in range(4):
+                    fill(executor, step)
+                    trainer.step()
+                trainer.settle()
+                assert tuple(graphed.graphs for graphed in executor._graphs) == graphs
 
 
 @pytest.mark.ranks(2)

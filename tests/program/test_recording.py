@@ -1,0 +1,50 @@
+"""Graphs of a pass: what they hold, and that nothing changes its place."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halograd.program.recording import Item, apart, pieces
+
+
+@st.composite
+def passes(draw):
+    """Kernels, messages whose ends follow each other, some of which a graph cannot hold."""
+    items, open_pairs, number = [], [], 0
+    for at in range(draw(st.integers(0, 14))):
+        what = draw(st.sampled_from(["kernel", "kernel", "start", "finish"]))
+        held = draw(st.integers(0, 4)) > 0
+        if what == "start":
+            open_pairs.append(number)
+            number += 1
+            items.append(Item(print, str(at), held, number - 1))
+        elif what == "finish" and open_pairs:
+            pair = open_pairs.pop(draw(st.integers(0, len(open_pairs) - 1)))
+            items.append(Item(print, str(at), held, pair))
+        else:
+            items.append(Item(print, str(at), held))
+    return items
+
+
+@given(passes(), st.sets(st.integers(0, 5)))
+def test_graphs_hold_whole_pairs_and_only_what_they_may(items, elsewhere):
+    out = apart(items, elsewhere)
+    found = pieces(items, out)
+    assert [item for piece in found for item in piece.items] == items
+    for piece in found:
+        if piece.graph:
+            assert all(item.held and item.pair not in elsewhere for item in piece.items) and len(piece.items) > 1
+            ends = [item.pair for item in piece.items if item.pair is not None]
+            assert all(ends.count(pair) == 2 for pair in ends)
+    assert apart(items, out) == out, "what another rank found changes nothing any more"
+
+
+@given(passes())
+def test_graphs_are_as_long_as_they_can_be(items):
+    """A pair stays out only for a reason: an end, or something between, that a graph cannot hold."""
+    out = apart(items)
+    for pair in out:
+        ends = [at for at, item in enumerate(items) if item.pair == pair]
+        between = items[ends[0] : ends[-1] + 1]
+        assert len(ends) < 2 or any(not item.held or (item.pair in out and item.pair != pair) for item in between)
+    kinds = [(item.held and item.pair not in out) for item in items]
+    assert len(pieces(items, out)) == sum(a != b for a, b in zip([None, *kinds], kinds))
