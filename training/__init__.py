@@ -60,8 +60,7 @@ _HOMES = {
     "schedules": ("Constant", "Cosine", "StepDecay", "WarmUp"),
     "store": ("ParameterStore",),
     "halograd.layers": ("Strategy",),
-    "timeline": ("Timeline",),
-    "trace": ("write_trace",),
+    "timeline": ("Timeline", "write_trace"),
     "trainer": ("Diverged", "Trainer"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -13,13 +13,16 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from halograd.data import Batch
+from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
+from halograd.schema import build
 from halograd.training.build import make_optimizer, make_schedule
 from halograd.training.checkpoint import CheckpointReader
 from halograd.training.checkpointing import Checkpoints
+from halograd.training.config import ScheduleConfig
 from halograd.training.executor import STOP
 from halograd.training.folder import CheckpointFolder
-from halograd.training.log import RunLog, read_log
+from halograd.training.log import Entry, RunLog, read_log
 from halograd.training.loss_watch import LossWatch
 from halograd.training.metrics import Errors, Evaluation
 from halograd.training.reduction.auto import Tuning
@@ -83,19 +86,42 @@ class Run:
         progress = checkpoint.restore(self.session.executor.store, self.optimizer)
         with comm.agreement():
             self.sampler.load_state_dict(progress.sampler)
-            judged = self._judged_before() if comm.rank == 0 else None
+            entries = read_log(self.log.path) if comm.rank == 0 else []
+            judged = self._judged_before(entries)
+            self._warn_of_schedule(entries)
         self.watch.first, self.watch.diverged = comm.bcast(judged)
         if self.trainer.auto is not None and progress.reduction is not None:
             self.trainer.auto.load_state_dict(progress.reduction)
         self._unvalidated = progress.unvalidated
         self.checkpoints.resumed(progress.unvalidated)
 
-    def _judged_before(self) -> tuple[float, str | None]:
+    def _judged_before(self, entries: Sequence[Entry]) -> tuple[float, str | None]:
         """The first loss that was logged, and how the run had diverged when its checkpoint was written."""
-        entries = read_log(self.log.path)
         first = next((entry["loss"] for entry in entries if entry["event"] == "step"), math.nan)
         last = {entry["step"]: entry["reason"] for entry in entries if entry["event"] == "diverged"}
         return first, last.get(self.optimizer.step)
+
+    def _warn_of_schedule(self, entries: Sequence[Entry]) -> None:
+        """Say so if the learning rate jumps because the run goes on with another schedule, or other epochs."""
+        before = next((entry for entry in reversed(entries) if entry["event"] == "begin"), None)
+        if before is None:
+            return
+        step, now = self.optimizer.step, self.trainer.learning_rate
+        try:
+            schedule = build(ScheduleConfig, before["config"]["schedule"])
+        except (KeyError, UserError):  # of another version
+            return
+        was = make_schedule(schedule, before["epochs"], before["steps_per_epoch"])(step)
+        if not math.isclose(was, now, rel_tol=1e-9):
+            _log.warning(
+                "the schedule is another than before (%d epochs then, %d now): the learning rate of step %d is %.3g, "
+                "it would have been %.3g",
+                before["epochs"],
+                self.epochs,
+                step + 1,
+                now,
+                was,
+            )
 
     def train(self) -> dict[str, Any]:
         """Train to the last epoch, or until a signal asks to stop.
@@ -134,7 +160,7 @@ class Run:
         if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # else there is nothing left to do
             self._stop(self._unvalidated)
         elif self._unvalidated:
-            self._end_epoch(self.sampler.epoch - 1, None)
+            self._end_epoch(self.sampler.epoch - 1)
 
     def _epoch(self) -> float:
         epoch = self.sampler.epoch
@@ -143,7 +169,7 @@ class Run:
         for batch in self.session.feed(self.sampler.rest_of_epoch()):
             rate = self.trainer.learning_rate
             loss = self._step(begin)
-            self.watch.add(self.trainer.known_loss)
+            self.watch.add(loss)
             self.steps += 1
             self.sampler.advance()
             end = time.perf_counter()
@@ -157,7 +183,7 @@ class Run:
             if self.checkpoints.due and not ended:  # at the end of an epoch it is written after the validation
                 self._checkpoint()
                 begin = time.perf_counter()
-        self._end_epoch(epoch, float(loss))
+        self._end_epoch(epoch)
         return float(loss)
 
     def _step(self, begin: float) -> SupportsFloat:
@@ -175,7 +201,7 @@ class Run:
     def _tell(self, epoch: int, batch: Batch, loss: SupportsFloat, rate: float, seconds: float) -> None:
         step, every = self.optimizer.step, self.session.config.output.log_steps
         total = self.epochs * len(self.sampler)
-        self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  loss {self.trainer.known_loss:.4f}")
+        self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  mean loss {self.watch.mean:.4f}")
         if step % every and step not in (1, total):  # the first one is what later ones are compared with
             return
         values: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": rate}
@@ -208,10 +234,11 @@ class Run:
         rank = next(rank for rank, vote in enumerate(votes) if vote)
         self.stopped_by = f"{signal.Signals(votes[rank]).name} to rank {rank} of {len(votes)}"
 
-    def _end_epoch(self, epoch: int, loss: float | None) -> None:
+    def _end_epoch(self, epoch: int) -> None:
         """Validate, and write a checkpoint if it is due; stop meanwhile if a signal comes. Collective."""
         self.trainer.settle()
-        text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if loss is None else f"loss {loss:.5f}")
+        mean = self.watch.end_epoch()
+        text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
         due = self.checkpoints.due
         if self._held_out:
             found = self.validate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,10 +34,27 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
         On all ranks, if a rank does not have the backend, the device or the precision.
     """
     mine = local_rank(comm) if config.kernels == "cudnn" else 0
+    if comm.rank == 0:
+        _warn_of_threads(config)
     with comm.agreement():
         if config.kernels != "cudnn":
             _refuse_gpu_only(config)
         return _open(config, mine)
+
+
+def _warn_of_threads(config: BackendConfig) -> None:
+    """What other programs read, ours do not; say so where it would make a difference."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if (
+        config.kernels != "cudnn"
+        and "threads" not in config.model_fields_set
+        and given not in ("", f"{config.threads}")
+    ):
+        _log.warning(
+            "OMP_NUM_THREADS=%s is not used: a rank computes with %d thread; set backend.threads (--threads N) instead",
+            given,
+            config.threads,
+        )
 
 
 def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:

@@ -6,6 +6,7 @@ A run whose loss is not finite any more is ended by :class:`halograd.training.tr
 from __future__ import annotations
 
 import math
+from typing import SupportsFloat
 
 __all__ = ["FACTOR", "LossWatch"]
 
@@ -43,15 +44,31 @@ class LossWatch:
         self.first = math.nan
         self.diverged: str | None = None
         self._sum, self._steps = 0.0, 0
+        self._last: SupportsFloat = math.nan
 
-    def add(self, loss: float) -> None:
-        """Count the loss of a step; one that is not known yet (nan) does not count."""
+    def add(self, loss: SupportsFloat) -> None:
+        """Count the loss of a step, once the next one has begun: by then a device has computed it."""
+        self._count()
+        self._last = loss
+
+    def _count(self) -> None:
+        loss, self._last = float(self._last), math.nan
         if not math.isfinite(loss):
             return
         if math.isnan(self.first):
             self.first = loss
         self._sum += loss
         self._steps += 1
+
+    @property
+    def mean(self) -> float:
+        """Mean loss of the steps counted in this epoch; nan before the first. Waits for nothing."""
+        return self._sum / self._steps if self._steps else math.nan
+
+    def end_epoch(self) -> float:
+        """Mean loss of all steps of this epoch. Waits for the last one."""
+        self._count()
+        return self.mean
 
     def judge(self, validation: float | None) -> str | None:
         """End an epoch: what has diverged in it, in words, or None. Forgets its losses.
@@ -61,12 +78,12 @@ class LossWatch:
         validation
             Loss of the validation after the epoch; None without.
         """
-        mean = self._sum / self._steps if self._steps else None
+        mean = self.end_epoch()
         self._sum, self._steps = 0.0, 0
         usual = max(abs(self.first), self._scale)  # a likelihood of densities may be negative
         self.diverged = None
         losses = (("mean loss", mean), ("validation loss", validation))
-        found = [(name, value) for name, value in losses if value is not None and value > FACTOR * usual > 0]
+        found = [(name, value) for name, value in losses if value is not None and value > FACTOR * usual > 0]  # not nan
         if found:
             name, value = max(found, key=lambda item: item[1])
             self.diverged = (

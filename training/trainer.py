@@ -74,7 +74,7 @@ class Trainer:
         if executor.reducer is None:
             raise ValueError("executor: expected one that trains, got trainable=False")
         self.executor, self.optimizer, self.schedule = executor, optimizer, schedule
-        self.clip_norm, self._known = clip_norm, math.nan
+        self.clip_norm = clip_norm
         self.gradient_norm: float | PendingLoss | None = None
         self._last: PendingLoss | None = None
         self._clip: DeviceClip | None = None
@@ -131,11 +131,6 @@ class Trainer:
     def loss_scale(self) -> float | None:
         return None if self._scaling is None else self._scaling.known
 
-    @property
-    def known_loss(self) -> float:
-        """The loss of the last step, or on a device that of the step before, which nobody has to wait for."""
-        return self._known
-
     def step(self) -> float | PendingLoss:
         """One step on the batch in the inputs; the mean loss of the batch, before the update.
 
@@ -163,7 +158,7 @@ class Trainer:
         executor.backward()
         if not executor.device.is_host:
             return self._step_on_device()
-        loss = self._known = executor.loss_value()
+        loss = executor.loss_value()
         self._check_loss(loss)
         scale = 1.0
         if self.clip_norm is not None:
@@ -198,8 +193,7 @@ class Trainer:
     def _check_last(self) -> None:
         """The loss of the step before, which is known since this step's forward pass."""
         if self._last is not None:
-            self._known = float(self._last)
-            self._check_loss(self._known)
+            self._check_loss(float(self._last))
 
     def _check_loss(self, loss: float) -> None:
         if not math.isfinite(loss):

@@ -14,6 +14,8 @@ from halograd.cli.run import run as command
 from halograd.layers import MeanSquaredError
 from halograd.report.record import read_record
 from halograd.report.status import status_of, status_text
+from halograd.training.config import BackendConfig
+from halograd.training.kernels import _warn_of_threads
 from halograd.training.log import read_log
 from halograd.training.loss_watch import LossWatch
 from halograd.training.run import train
@@ -68,6 +70,23 @@ def test_losses_that_are_not_known_yet_and_losses_that_come_back():
     assert watch.judge(None) is None and watch.diverged is None
 
 
+def test_the_mean_of_an_epoch_waits_for_its_last_loss_only():
+    class Pending:
+        asked = 0
+
+        def __float__(self):
+            Pending.asked += 1
+            return 3.0
+
+    watch = LossWatch()
+    watch.add(1.0)
+    watch.add(2.0)
+    watch.add(Pending())
+    assert watch.mean == 1.5 and not Pending.asked
+    assert watch.end_epoch() == 2.0 and watch.judge(None) is None and Pending.asked == 1
+    assert math.isnan(watch.mean)
+
+
 @pytest.fixture
 def config(comm, tmp_path):
     folder = Path(comm.bcast(str(tmp_path)))
@@ -106,6 +125,35 @@ def test_runs_that_do_not_diverge(comm, config, caplog):
     comm.Barrier()
     steps = [e["step"] for e in read_log(config.parent / "out" / "log.jsonl", "step")]
     assert steps == [1, 2, 4, 6, 8, 9, 10, 12]  # the first one is what later ones are compared with
+
+
+@pytest.mark.ranks(1)
+def test_a_schedule_that_is_stretched_is_said(comm, config, caplog, capsys):
+    """A cosine of more epochs is another cosine: the rate jumps where the run goes on."""
+    cosine = ["schedule.kind=cosine", "output.log_steps=1", "output.progress=true"]
+    train(config, cosine, comm=comm)
+    said = capsys.readouterr().err
+    losses = [e["loss"] for e in read_log(config.parent / "out" / "log.jsonl", "step") if e["epoch"] == 0]
+    assert len(losses) == 3 and f"epoch 1/3: mean loss {np.mean(losses):.5f}, validation" in said
+    train(config, cosine, resume=True, comm=comm)
+    assert not [r for r in caplog.records if "schedule" in r.message]
+    train(config, [*cosine, "training.epochs=4"], resume=True, comm=comm)
+    (told,) = [r.getMessage() for r in caplog.records if "schedule" in r.message]
+    assert "(3 epochs then, 4 now): the learning rate of step 10 is" in told and told.endswith("would have been 0")
+
+
+def test_threads_that_are_not_read_are_said(monkeypatch, caplog):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    _warn_of_threads(BackendConfig(kernels="numpy", threads=1))
+    _warn_of_threads(BackendConfig(kernels="cudnn"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    _warn_of_threads(BackendConfig(kernels="numpy"))
+    assert not caplog.messages
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    _warn_of_threads(BackendConfig(kernels="numpy"))
+    assert caplog.messages == [
+        "OMP_NUM_THREADS=2 is not used: a rank computes with 1 thread; set backend.threads (--threads N) instead"
+    ]
 
 
 @pytest.mark.ranks(1)
