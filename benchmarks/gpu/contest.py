@@ -17,7 +17,6 @@ from benchmarks.gpu.torch_process import TorchError, TorchProcess
 from halograd.kernels import Backend
 from halograd.layers.strategy import Strategy
 from halograd.training.executor import Executor
-from halograd.training.graph import GraphedPass
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
@@ -49,14 +48,7 @@ class Ours:
         network = subject.network()
         strategy = Strategy(dict(parts or {"sample": 1}))
         self._device = kernels.device
-        lone = graph and comm.size > 1  # whose messages are copies: the executor would refuse to record those of others
-        self.executor = Executor(network, comm, kernels, subject.batch, strategy, dtype, graph=graph and not lone)
-        if lone:
-            record = [
-                GraphedPass(self._device, run, getattr(kernels, "before_capture", None))
-                for run in (self.executor._compute, self.executor._differentiate)
-            ]
-            self.executor._graphs = (record[0], record[1])
+        self.executor = Executor(network, comm, kernels, subject.batch, strategy, dtype, graph=graph)
         self.trainer = Trainer(self.executor, SGD(self.executor.store, momentum=MOMENTUM), Constant(RATE))
         for name, array in subject.data(network).items():
             self.executor.set_input(name, array)
@@ -100,7 +92,8 @@ class Ours:
         prepare = getattr(self.executor.kernels, "before_capture", None)
         if prepare is not None:
             prepare()
-        return sum(_nodes(capture(run)) for run in (self.executor._compute, self.executor._differentiate))
+        found = [piece for graphed in self.executor._make_graphs() for piece in graphed.pieces if piece.graph]
+        return sum(_nodes(capture(piece.run)) for piece in found)
 
     def update(self) -> None:
         """The updates of all parameters once more."""

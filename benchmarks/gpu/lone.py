@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm.counters import Counters
+from halograd.comm.gpu.choice import Choice
 from halograd.device import HOST, Device
 
 __all__ = ["LoneCommunicator"]
@@ -28,6 +29,8 @@ class LoneCommunicator:
     recorder = None
     waits_for_network = False
     waiting = None
+    #: Copies within the device can be in a graph, as messages of NCCL can.
+    device_choice = Choice("nccl", "copies within the device")
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
