@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.comm.counters import Counters
+from halograd.comm.counters import Instruments
 from halograd.device import HOST, Device
 
 __all__ = ["LoneCommunicator"]
@@ -27,12 +27,12 @@ class LoneCommunicator:
     transport = "lone"
     recorder = None
     waits_for_network = False
-    waiting = None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
         self.nodes = (0,) * size
-        self.counters = Counters()
+        self.instruments = Instruments()
+        self.counters = self.instruments.counters
         self._channels: list[_Mirror] = []
 
     def channel(
@@ -120,13 +120,7 @@ class _Unchanged:
     """A reduction that leaves its buffer alone."""
 
     closed = False
-
-    @property
-    def on_host(self) -> _Unchanged:
-        return self
-
-    def compensate(self, errors: Any) -> None:
-        """Nothing is rounded."""
+    codec = None  # nothing is rounded
 
     def start(self) -> None:
         """Nothing."""

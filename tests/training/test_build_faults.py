@@ -35,7 +35,7 @@ from halograd.training.executor import Executor
 from halograd.training.memory import Memory
 from halograd.training.metrics import Evaluation
 from halograd.training.optimizers import SGD
-from halograd.training.reduction.bucketed import BucketedReducer
+from halograd.training.reduction import Reducer
 from halograd.training.schedules import Constant
 from halograd.training.store import ParameterStore
 from halograd.training.trainer import Trainer
@@ -138,8 +138,8 @@ STAGES = {
     "reduction of the transport": (Communicator, "_make_reduction", 3),
     "binding": (Runner, "_bind", 9),
     "sum of gradients": (Value, "close_gradient", 3),
-    "reducer": (executor_module, "make_reducer", 1),
-    "sum of a bucket": (BucketedReducer, "_sum", 2),
+    "reducer": (executor_module, "Reducer", 1),
+    "sum of a bucket": (Reducer, "_sum", 2),
 }
 
 
