@@ -7,6 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.comm.transports import Transport
 from halograd.dtensor import Exchange
 from halograd.kernels import get_backend
 from halograd.kernels.onednn import OnednnBackend
@@ -132,10 +133,10 @@ STAGES = {
     "exchange": (Exchange, "__init__", 2),
     "views of an exchange": (Exchange, "_bind", 3),
     "channel": (Communicator, "channel", 1),
-    "channel of the transport": (Communicator, "_make_channel", 2),
+    "channel of the transport": (Transport, "channel", 2),
     "group": (Communicator, "split", 1),
     "reduction": (Communicator, "reduction", 1),
-    "reduction of the transport": (Communicator, "_make_reduction", 3),
+    "reduction of the transport": (Transport, "plan", 3),
     "binding": (Runner, "_bind", 9),
     "sum of gradients": (Value, "close_gradient", 3),
     "reducer": (executor_module, "Reducer", 1),
