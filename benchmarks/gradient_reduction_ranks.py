@@ -72,7 +72,7 @@ class Place:
         self.reducer.update = self._update
         # Sums that begin where the device is at rest need not wait for it.
         pause = self.part.setting.slow * self.part.setting.synchronize
-        self.comm.synchronize = 0.0 if self.scheme.name == "blocking" else pause
+        self.comm.synchronize = 0.0 if self.scheme.kind.waits else pause
 
     def _update(self, bucket: Bucket) -> None:
         own = owned(self.executor.store, bucket)

@@ -1,7 +1,7 @@
-"""Communication: process grids, communicators over mpi4py, transports, progress and reductions.
+"""Communication: communicators over mpi4py, transports, progress and reductions.
 
 Importing this package does not initialize MPI: the names that need it are loaded when first used,
-so that pure arithmetic (planners, :class:`ProcessGrid`) runs where there is no MPI.
+so that pure arithmetic (planners, :func:`shards`) runs where there is no MPI.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from halograd.comm.boot import boot, launched_size, leave
 from halograd.comm.counters import Counters, Recorder, Traffic
 from halograd.comm.errors import CommError
-from halograd.comm.grid import ProcessGrid
-from halograd.comm.shard import shards
+from halograd.comm.sums import shards
 
 if TYPE_CHECKING:
     from halograd.comm.channel import Channel
@@ -25,7 +24,6 @@ __all__ = [
     "CommError",
     "Communicator",
     "Counters",
-    "ProcessGrid",
     "Recorder",
     "Reduction",
     "Traffic",

@@ -68,6 +68,11 @@ class Channel(ABC):
         return elements * self.dtype.itemsize
 
     @property
+    def device_bytes(self) -> int:
+        """Memory of a device that the messages take on this rank [B]."""
+        return 0
+
+    @property
     def slot(self) -> int:
         """The slot of the current exchange, 0 or 1."""
         return self._slot

@@ -13,17 +13,15 @@ from mpi4py import MPI
 
 from halograd.comm.boot import begin
 from halograd.comm.channel import Channel, check_counts, check_matching
-from halograd.comm.counters import Counters, Instruments, Meter, Recorder
+from halograd.comm.counters import Instruments, Meter, Recorder
+from halograd.comm.device_channel import StagedChannel, stage
 from halograd.comm.ending import Guard, end
-from halograd.comm.errors import CommError, is_agreed, is_shared
-from halograd.comm.faults import agree
-from halograd.comm.gpu.base import DEVICE_METHODS, DeviceTransport
+from halograd.comm.errors import CommError, agree, is_agreed, is_shared
 from halograd.comm.gpu.choice import Choice
 from halograd.comm.gpu.link import DeviceLinks
 from halograd.comm.progress import Progress
-from halograd.comm.reduction import Reduction, check_alike, check_buffer, check_method
-from halograd.comm.shard import shards
-from halograd.comm.staged import StagedChannel, StagedReduction, check_device_buffer
+from halograd.comm.reduction import REDUCIBLE, Plan, Reduction, check_alike, check_buffer, check_method
+from halograd.comm.sums import METHODS, Method, node_shares
 from halograd.comm.transports import Context, Transport, make_transport, parse_transport
 from halograd.comm.transports.base import Pattern
 from halograd.device import HOST, Device, on_device
@@ -52,6 +50,17 @@ class Communicator:
         Rank in the root communicator of each rank of this one.
     transport : str
         As given.
+    mpi
+        The clone, for libraries that want an MPI communicator (parallel HDF5). Do not free it.
+    counters
+        Traffic of this process, shared by the root communicator and all split from it.
+    instruments
+        These counters, the recorder, and what the main thread waits for now (``instruments.waiting``: an exchange or a
+        sum, as ``"kind: name"``), for another thread to ask.
+    devices
+        How arrays of devices travel; `choice` is None before `use_device`.
+    closed
+        Whether `close` was called.
 
     Raises
     ------
@@ -87,30 +96,14 @@ class Communicator:
         ranks: tuple[int, ...],
         links: DeviceLinks,
     ) -> None:
-        self._mpi = own
-        self.rank = own.rank
-        self.size = own.size
-        self.ranks = ranks
-        self.transport = transport
+        self.mpi, self.rank, self.size, self.ranks = own, own.rank, own.size, ranks
+        self.transport, self.devices = transport, links
+        self.instruments, self.counters = instruments, instruments.counters
         self._progress = progress
-        self._instruments = instruments
-        self._transport: Transport = make_transport(transport, Context(own, progress, self.agree, ranks))
-        self._links = links
-        self._over_device: DeviceTransport | None = None
+        self._context = Context(own, progress, self.agree, ranks)
+        self._transport: Transport = make_transport(transport, self._context)
         self._open: list[Communicator | Channel | Reduction] = []
-        self._channels_made = 0
-        self._is_root = False
-        self._closed = False
-
-    @property
-    def mpi(self) -> MPI.Intracomm:
-        """The clone, for libraries that want an MPI communicator (parallel HDF5). Do not free it."""
-        return self._mpi
-
-    @property
-    def counters(self) -> Counters:
-        """Traffic of this process, shared by the root communicator and all split from it."""
-        return self._instruments.counters
+        self._is_root = self.closed = False
 
     @cached_property
     def waits_for_network(self) -> bool:
@@ -118,8 +111,7 @@ class Communicator:
 
         Then there is time to compute meanwhile; ranks that read each other's memory copy a halo without a message.
         """
-        self.agree(None)
-        return self._transport.waits_for_network()
+        return max(self.nodes) > 0
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -141,16 +133,16 @@ class Communicator:
     @property
     def device_bytes(self) -> int:
         """Memory on a device that the messages of open channels take on this rank [B]; `buffer_bytes` is the host's."""
-        return sum(getattr(item, "device_bytes", 0) for item in self._open if not item.closed)
+        return sum(item.device_bytes for item in self._open if not item.closed)
 
     @property
     def recorder(self) -> Recorder | None:
         """Who is told of waits and communications, shared like the counters; None for nobody."""
-        return self._instruments.recorder
+        return self.instruments.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._instruments.recorder = recorder
+        self.instruments.recorder = recorder
 
     def use_device(self, device: Device, transport: str = "auto", timeout: float | None = None) -> Choice:
         """Choose how arrays of a device travel, here and in all that is split from it. Collective; before any does.
@@ -162,17 +154,7 @@ class Communicator:
         self._check_open()
         if not self._is_root:
             raise CommError("use_device(): expected the communicator that the others are split from, got one of those")
-        return self._links.choose(self, device, transport, timeout)
-
-    @property
-    def device_choice(self) -> Choice | None:
-        """What `use_device` has chosen; None before. Local."""
-        return self._links.choice
-
-    @property
-    def waiting(self) -> str | None:
-        """Exchange or sum, as ``"kind: name"``, that the main thread waits for now, for another to ask. Local."""
-        return self._instruments.waiting
+        return self.devices.choose(self, device, transport, timeout)
 
     def channel(
         self,
@@ -211,21 +193,17 @@ class Communicator:
             sends = {peer: int(count) for peer, count in sorted(send_counts.items()) if count}
             recvs = {peer: int(count) for peer, count in sorted(recv_counts.items()) if count}
         with self.agreement():
-            check_matching(self._mpi, sends, recvs, element.itemsize)
-        pattern = Pattern(sends, recvs, element, self._next_tag())
+            check_matching(self.mpi, sends, recvs, element.itemsize)
+        pattern = Pattern(sends, recvs, element, self._context.tag())
         nbytes = sum(sends.values()) * element.itemsize
-        meter = Meter(self._instruments, kind, name or kind, len(sends), nbytes)
+        meter = Meter(self.instruments, kind, name or kind, len(sends), nbytes)
         with self.agreement():
-            channel = self._make_channel(pattern, meter, device)
+            over = None if device.is_host else self.devices.transport(self._context, device)
+            channel = (over or self._transport).channel(pattern, meter)
+            if over is None and not device.is_host:
+                channel = StagedChannel(channel, device, meter)
         self._keep(channel)
         return channel
-
-    def _make_channel(self, pattern: Pattern, meter: Meter, device: Device) -> Channel:
-        over = None if device.is_host else self._device_transport(device)
-        if over is not None:
-            return over.channel(pattern, meter)
-        channel = self._transport.channel(pattern, meter)
-        return channel if device.is_host else StagedChannel(channel, device, meter)
 
     def reduction(
         self,
@@ -255,7 +233,7 @@ class Communicator:
                 in the buffer.
             ``"rounded"``
                 The sum of float32, in this order, that travels as bfloat16 with half the bytes. The reduction's
-                `on_host` can :meth:`~halograd.comm.ordered.MpiRoundedSum.compensate` for what that takes away.
+                `codec` can :meth:`~halograd.comm.rounding.Rounded.compensate` for what that takes away.
             ``"reduce_scatter"``
                 Afterwards this rank's shard (:func:`halograd.comm.shards`) holds the sum; the others are undefined.
             ``"all_gather"``
@@ -280,76 +258,34 @@ class Communicator:
         """
         if group is not None:
             return group.reduction(buffer, kind=kind, name=name, method=method)
-        device = on_device(buffer)
-        if device is not None:
-            return self._device_reduction(buffer, device, kind, name or kind, method)
         self._check_open()
+        device, over = on_device(buffer), None
+        if device is not None:
+            self.agree(None)
+            if method not in METHODS or METHODS[method].on_devices:
+                over = self.devices.transport(self._context, device)
         with self.agreement():
             check_method(method)
-            check_buffer(buffer, any_dtype=method == "all_gather")
-            if method == "rounded" and buffer.dtype != np.float32:
+            what = METHODS[method]
+            check_buffer(buffer, device is not None, () if not what.adds else over.summable if over else REDUCIBLE)
+            if what.codec == "bfloat16" and buffer.dtype != np.float32:
                 raise CommError(f"buffer: expected float32 to be rounded to bfloat16, got {buffer.dtype}")
         with self.agreement():
-            check_alike(self._mpi, self.ranks[0], buffer)
+            check_alike(self.mpi, self.ranks[0], buffer)
         with self.agreement():
-            reduction = self._make_reduction(buffer, kind, name or kind, method)
-        self._keep(reduction)
-        return reduction
-
-    def _make_reduction(self, buffer: np.ndarray, kind: str, name: str, method: str) -> Reduction:
-        if self.size > 1 and buffer.size > 0 and method in ("hierarchical", "accumulate"):
-            return self._sum_by_nodes(buffer, kind, name, method)
-        meter = self._meter(buffer, kind, name, method)
-        in_order = {"ordered": self._transport.ordered, "rounded": self._transport.rounded}
-        if method in in_order:
-            return in_order[method](buffer, meter, (self._next_tag(), self._next_tag()))
-        make = {"reduce_scatter": self._transport.scatter, "all_gather": self._transport.gather}
-        return make.get(method, self._transport.reduction)(buffer, meter)
-
-    def _sum_by_nodes(self, buffer: np.ndarray, kind: str, name: str, method: str) -> Reduction:
-        here = self.nodes[self.rank]
-        first, far = self.nodes.index(here) == self.rank, len(set(self.nodes)) > 1
-        across = Meter(self._instruments, kind, name, int(first and far), buffer.nbytes)
-        within = Meter(self._instruments, "node", name, int(self.nodes.count(here) > 1), buffer.nbytes)
-        return self._transport.sum_by_nodes(buffer, across, within, in_background=method == "accumulate")
-
-    def _meter(self, buffer: Any, kind: str, name: str, method: str) -> Meter:
-        """Of a sum that is not by nodes."""
-        nbytes = buffer.nbytes // 2 if method == "rounded" else buffer.nbytes
-        if method == "all_gather":
-            own = shards(buffer.size, self.size, buffer.itemsize)[self.rank]
-            nbytes = (own.stop - own.start) * buffer.itemsize
-        return Meter(self._instruments, kind, name, int(self.size > 1 and nbytes > 0), nbytes)
-
-    def _device_reduction(self, buffer: Any, device: Device, kind: str, name: str, method: str) -> Reduction:
-        """The sum of an array on a device: by the device's transport, or by way of the host."""
-        self._check_open()
-        self.agree(None)
-        over = self._device_transport(device) if method in DEVICE_METHODS else None
-        with self.agreement():
-            check_device_buffer(buffer)
-            if over is not None and method != "all_gather":
-                over.check(buffer.dtype)
-        with self.agreement():
-            check_alike(self._mpi, self.ranks[0], buffer)
-        idle = self.size == 1 or not buffer.size
-        if over is None or idle:
-            with self.agreement():
+            meters = _meters(self, buffer, what, kind, name or kind)
+            if self.size == 1 or not buffer.size:
+                reduction = Reduction(buffer, meters, Plan())
+            elif over is not None:
+                reduction = over.reduction(buffer, meters[0], what)
+            elif device is not None:
                 pinned = device.pinned(buffer.shape, buffer.dtype)
-            inner = self.reduction(pinned, kind=kind, name=name, method=method)
-            return StagedReduction(inner, device, buffer, pinned, idle=idle)
-        tags = (self._next_tag(), self._next_tag())
-        with self.agreement():
-            reduction = over.reduction(buffer, self._meter(buffer, kind, name, method), method, tags)
+                plan = stage(device, buffer, pinned, lambda host: self._transport.plan(host, what, name or kind))
+                reduction = Reduction(buffer, meters, plan)
+            else:
+                reduction = Reduction(buffer, meters, self._transport.plan(buffer, what, name or kind))
         self._keep(reduction)
         return reduction
-
-    def _device_transport(self, device: Device) -> DeviceTransport | None:
-        """What was chosen by `use_device`, on this communicator; None for the way by the host. Collective at first."""
-        if self._over_device is None:
-            context = Context(self._mpi, self._progress, self.agree, self.ranks)
-            self._over_device = self._links.transport(context, device)
-        return self._over_device
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of the ranks with the same color, ordered by key. Collective.
@@ -359,13 +295,13 @@ class Communicator:
         """
         self._check_open()
         self.agree(None)
-        part = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
         if part == MPI.COMM_NULL:
             return None
         assert isinstance(part, MPI.Intracomm)
         ranks = tuple(part.allgather(self.ranks[self.rank]))
         child = Communicator.__new__(Communicator)
-        child._set_up(part, self.transport, self._progress, self._instruments, ranks, self._links)
+        child._set_up(part, self.transport, self._progress, self.instruments, ranks, self.devices)
         self._keep(child)
         return child
 
@@ -382,7 +318,7 @@ class Communicator:
         Exception
             Of the type of the fault; a CommError if that type cannot be made from a text alone.
         """
-        agree(self._mpi, self.ranks, fault)
+        agree(self.mpi, self.ranks, fault)
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
@@ -408,15 +344,11 @@ class Communicator:
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """The small object that `root` passes. Collective."""
-        return self._mpi.bcast(value, root=root)
-
-    def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
-        """On `root` the small objects of all ranks, in order; None elsewhere. Collective."""
-        return self._mpi.gather(value, root=root)
+        return self.mpi.bcast(value, root=root)
 
     def allgather_objects(self, value: Any) -> list[Any]:
         """The small objects of all ranks, in order. Collective."""
-        return self._mpi.allgather(value)
+        return self.mpi.allgather(value)
 
     def allreduce_scalar(self, value: float, operation: str = "sum") -> float:
         """Sum (or ``"max"``, ``"min"``) of a number over all ranks, the same bits on all. Collective.
@@ -426,32 +358,31 @@ class Communicator:
         if operation not in _OPERATIONS:
             raise CommError(f"operation: expected one of {sorted(_OPERATIONS)}, got {operation!r}")
         buffer = np.array([value], np.int64 if isinstance(value, (int, np.integer)) else np.float64)
-        self._mpi.Allreduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation])
+        self.mpi.Allreduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation])
         return buffer[0].item()
 
     def barrier(self) -> None:
         """Return when all ranks have called it. Collective."""
-        self._mpi.Barrier()
+        self.mpi.Barrier()
 
     def abort(self, code: int = 1) -> NoReturn:
         """End all ranks of the job at once with this exit code. Local; does not return."""
-        end(self._mpi, code)
+        end(self.mpi, code)
 
     def close(self) -> None:
         """Free channels, reductions, split communicators, windows and the clone; idempotent. Collective."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         # Last in, first out: the order of making was the same on all ranks, and so is that of closing.
         for item in reversed(self._open):
             item.close()
         self._open.clear()
-        if self._over_device is not None:
-            self._over_device.close()
+        self.devices.leave(self._context)
         self._transport.close()
-        self._mpi.Free()
+        self.mpi.Free()
         if self._is_root:
-            self._links.close()
+            self.devices.close()
             self._progress.close()
             self._guard.close()
 
@@ -466,25 +397,23 @@ class Communicator:
         elif self._is_root and value is not None:
             # The other ranks know nothing of this fault: to free anything together would hang.
             self._guard.leave(value)
-            self._links.abort()
+            self.devices.abort()
             self._progress.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def _keep(self, item: Communicator | Channel | Reduction) -> None:
         """Remember what to close, and forget what its owner has closed."""
         self._open = [other for other in self._open if not other.closed]
         self._open.append(item)
 
-    def _next_tag(self) -> int:
-        tag = self._channels_made
-        self._channels_made += 1
-        # Wraps only where the first channels are long gone. (MPI keeps its limits as attributes of COMM_WORLD.)
-        return tag % (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
-
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise CommError("expected an open communicator, got a closed one")
+
+
+def _meters(comm: Communicator, buffer: Any, method: Method, kind: str, name: str) -> list[Meter]:
+    """What books a sum: by nodes what goes to other nodes, and what goes through shared memory. Collective."""
+    booked = [(kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
+    if method.by_nodes:
+        share = node_shares(comm.nodes)[comm.rank]
+        booked = [(kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
+    return [Meter(comm.instruments, kind, name, int(nbytes > 0), nbytes) for kind, nbytes in booked]

@@ -1,17 +1,33 @@
-"""Channels whose messages lie one behind the other in two buffers of a device."""
+"""Channels and sums of arrays on a device; by way of pinned host memory, if the transport of the host is to carry them.
+
+The one place that knows how device memory gets into a message; transports that reach device memory themselves
+(NCCL, CUDA-aware MPI, IPC) make channels and reductions of their own behind the same two calls of `Communicator`. ::
+
+    start    pack -> [device buffer] --download--> [pinned]  (enqueued, nobody waits)
+             ... kernels that do not need it are enqueued ...
+    finish   wait for the download; host channel, start and finish;
+             [pinned] --upload--> [device buffer] -> unpack (enqueued, nobody waits)
+
+The host is ahead of the device: it comes to `finish` while the kernels in between have hardly begun, and the message
+travels meanwhile. Were it sent in `start`, the device would have nothing to do until the host has seen the copy. The
+host waits for copies in two places: in `finish` until what is to be sent has come, and before pinned memory is written
+again, which the copies of the exchange before the last one have left long ago. A sum waits in `start`, because the
+ranks may finish sums in any order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
-from halograd.device import Device
+from halograd.comm.reduction import Plan
+from halograd.device import Device, Ticket
 
-__all__ = ["DeviceChannel"]
+__all__ = ["DeviceChannel", "StagedChannel", "stage"]
 
 _ALIGNMENT = 64  # [B]: copies and kernels of a device want messages to begin so
 
@@ -47,6 +63,84 @@ class DeviceChannel(Channel):
 
     def _recv_buffer(self, peer: int, slot: int) -> Any:
         return self._in[self._recvs[peer]]
+
+
+class StagedChannel(DeviceChannel):
+    """A channel whose buffers are on a device, around a channel of the host.
+
+    Both slots use one device buffer (what is enqueued runs in order) and two pinned ones.
+    """
+
+    def __init__(self, inner: Channel, device: Device, meter: Meter) -> None:
+        super().__init__(inner.send_counts, inner.recv_counts, inner.dtype, meter, device)
+        self._inner, self._device = inner, device
+        self._out_pinned = device.pinned(self._out.shape, self.dtype)
+        self._in_pinned = [device.pinned(self._in.shape, self.dtype) for _ in range(2)]
+        self._uploaded: list[Ticket | None] = [None, None]
+        self._downloaded: Ticket | None = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the host: pinned, and of the inner channel [B]."""
+        return self._out_pinned.nbytes + sum(a.nbytes for a in self._in_pinned) + self._inner.buffer_bytes
+
+    # The hooks of the inner channel, not its public calls: the meter and the state are kept here, once.
+    def _start(self) -> None:
+        if self._sends:
+            self._device.download(self._out, self._out_pinned)
+            self._downloaded = self._device.mark()
+
+    def _send(self) -> None:
+        """Start the host's channel, with what has been downloaded."""
+        if self._downloaded is not None:
+            self._downloaded.wait()
+            self._downloaded = None
+            for peer, where in self._sends.items():
+                np.copyto(self._inner._send_buffer(peer, self.slot), self._out_pinned[where])
+        self._inner._start()
+
+    def _finish(self) -> float:
+        # All ranks finish their channels in the same order, so no two wait here for what the other sends later.
+        self._send()
+        arrived = self._inner._finish()
+        if self._recvs:
+            pinned, before = self._in_pinned[self.slot], self._uploaded[self.slot]
+            if before is not None:
+                before.wait()
+            for peer, where in self._recvs.items():
+                np.copyto(pinned[where], self._inner._recv_buffer(peer, self.slot))
+            self._device.upload(pinned, self._in)
+            self._uploaded[self.slot] = self._device.mark()
+        return arrived
+
+    def _close(self) -> None:
+        for ticket in self._uploaded:
+            if ticket is not None:
+                ticket.wait()
+        self._inner._close()
+
+
+def stage(device: Device, buffer: Any, pinned: np.ndarray, make: Callable[[np.ndarray], Plan]) -> Plan:
+    """The plan of a sum of an array on a device: that of pinned memory, with copies there before and back behind.
+
+    Parameters
+    ----------
+    pinned
+        Of the shape and dtype of `buffer`.
+    make
+        Plans the sum of an array of the host.
+    """
+    plan = make(pinned)
+
+    def fetch() -> None:
+        # The upload of the sum before, enqueued first, has run when this returns.
+        device.download(buffer, pinned)
+        device.mark().wait()
+
+    plan.fetch, plan.put = fetch, lambda: device.upload(pinned, buffer)
+    plan.nbytes += pinned.nbytes
+    plan.close.insert(0, lambda: device.mark().wait())  # the last upload has left the pinned memory
+    return plan
 
 
 def places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:

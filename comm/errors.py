@@ -1,6 +1,17 @@
-"""The one error of the communication layer, and what is known of errors that all ranks raise."""
+"""The one error of the communication layer, and faults of one rank that all ranks raise."""
 
-__all__ = ["CommError", "is_agreed", "is_shared", "mark_agreed"]
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["CommError", "agree", "describe", "is_agreed", "is_shared", "mark_agreed", "recreate"]
 
 
 class CommError(RuntimeError):
@@ -28,3 +39,42 @@ def is_shared(leaving: BaseException | None, ranks: int) -> bool:
     if isinstance(leaving, SystemExit):
         return not leaving.code
     return leaving is None or is_agreed(leaving, ranks)
+
+
+def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None) -> None:
+    """Raise on all ranks if any rank has a fault; see `Communicator.agree`. Collective over `mpi_comm`.
+
+    `ranks` are their numbers in messages.
+    """
+    faulty = np.zeros(mpi_comm.size, np.uint8)
+    mpi_comm.Allgather(np.array([fault is not None], np.uint8), faulty)
+    if not faulty.any():
+        return
+    if fault is not None and faulty.all() and len(set(mpi_comm.allgather(describe(fault)))) == 1:
+        mark_agreed(fault, mpi_comm.rank == 0, mpi_comm.size)
+        raise fault
+    origin = int(np.argmax(faulty))
+    module, name, text, told = mpi_comm.bcast(None if fault is None else describe(fault), root=origin)
+    others = int(faulty.sum()) - 1
+    where = f"rank {ranks[origin]}" + (f" (and {others} more)" if others else "")
+    error = recreate(module, name, text, "" if told else f"{where}: ")
+    mark_agreed(error, origin == mpi_comm.rank, mpi_comm.size, needs_no_rank=True)
+    raise error from fault
+
+
+def describe(fault: Exception) -> tuple[str, str, str, bool]:
+    """Module and name of the type of a fault, its text, and whether that names a rank already. Local."""
+    kind = type(fault)
+    text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
+    return kind.__module__, kind.__qualname__, text, bool(getattr(fault, "needs_no_rank", False))
+
+
+def recreate(module: str, name: str, text: str, where: str) -> Exception:
+    """An error of this type that says where it arose; decided alike on all ranks. Local."""
+    try:
+        error = getattr(importlib.import_module(module), name)(f"{where}{text}")
+        if isinstance(error, Exception):
+            return error
+    except Exception:  # the type is not to be had, or wants more, such as UnicodeDecodeError
+        pass
+    return CommError(f"{where}{name}: {text}")

@@ -1,120 +1,273 @@
-"""One thread that lets communication proceed while the main thread computes.
+"""Operations that go on in stages, and the thread that lets them proceed while the main thread computes.
 
 No MPI library progresses by itself: a non-blocking all-reduce or a long message waits until somebody
-calls MPI. This thread calls ``Testall`` on whatever is pending and sleeps in between.
+calls MPI. The thread polls whatever is pending and sleeps in between.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-from mpi4py import MPI
-
-__all__ = ["Operation", "Progress", "Worker"]
+__all__ = ["Line", "Operation", "Progress", "Stage", "Work", "rest"]
 
 # After how long without a change [s] the thread sleeps how long between two polls [s]. Short at first, so that the
 # rounds of an all-reduce follow each other; what pends for long waits for a late rank, and a wake-up takes some 50 us
 # of a core: 0.8 ms between them would be 4 to 7 % of it, 2 ms is half of that. A rank that waits polls by itself.
 INTERVALS = ((2e-2, 2e-4), (2e-1, 8e-4), (float("inf"), 2e-3))
+# After so many offers of the core (some 0.1 ms on an idle one) a waiter sleeps between two polls: the peer may want
+# this very core, and other threads of this process too. Woken some 60 us later, it loses a fraction of its wait.
+OFFERS = 200
+NAP = 1e-5  # [s]
+# After so many naps (some ms) they become longer: hardly any CPU is used then.
+NAPS = 50
+LONG_NAP = 2e-4  # [s]
+PATIENCE = 1e-4  # [s] to wait for the other thread before looking whether it has done what is waited for
 
 
-class Operation:
-    """Requests that complete together, driven by the progress thread or by their owner, never by both.
+def rest(polls: int) -> None:
+    """Wait a little before looking again, longer when that was in vain many times."""
+    if polls < OFFERS:
+        os.sched_yield()
+    else:
+        time.sleep(NAP if polls < OFFERS + NAPS else LONG_NAP)
 
-    MPI forbids two threads to complete the same request; :class:`Progress` sees to it.
-    """
 
-    def __init__(self) -> None:
-        self.requests: Sequence[MPI.Request] = ()
-        self.fault: Exception | None = None
-        self.completed_at = 0.0
+class Stage:
+    """One stage of an operation: it begins when the one before is over. This one is over at once."""
 
-    def poll(self) -> bool:
-        """Let MPI progress; whether all requests are complete. Does not wait."""
-        if not MPI.Request.Testall(self.requests):
-            return False
-        self.completed_at = time.perf_counter()
+    works = False  # whether `over` does a piece of work when it returns False
+
+    def begin(self) -> None:
+        """Begin. Does not wait."""
+
+    def over(self) -> bool:
+        """Whether it is over. Does not wait; called until it is."""
         return True
 
     def wait(self) -> None:
-        """Wait for the requests in the calling thread (lowest latency, uses the core)."""
-        MPI.Request.Waitall(self.requests)
-        self.completed_at = time.perf_counter()
+        """Return when it is over."""
 
 
-class Worker(Protocol):
-    """Work that goes on in small pieces; may be driven by several threads."""
+class Work(Stage):
+    """Calls, one after the other; `over` makes one of them."""
+
+    works = True
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        self._calls, self._next = list(calls), 0
+
+    def over(self) -> bool:
+        if self._next < len(self._calls):
+            self._calls[self._next]()
+            self._next += 1
+        if self._next < len(self._calls):
+            return False
+        self._next = 0
+        return True
+
+    def wait(self) -> None:
+        while not self.over():
+            pass
+
+
+class Operation:
+    """Stages one after the other, driven by the progress thread or by their owner, never by both at once.
+
+    Parameters
+    ----------
+    turns
+        The stages of every first, second, ... run.
+    first
+        So many stages :meth:`start` does itself.
+    last
+        So many stages at the end are left to the owner.
+    line
+        Whose order it keeps to; None: it goes on independently of others.
+    prepare
+        Called before a thread goes on with it.
+
+    Attributes
+    ----------
+    at
+        Number of the stage that it is in.
+    completed_at
+        When all stages but the last ones were over (`time.perf_counter` [s]).
+    """
+
+    def __init__(
+        self,
+        *turns: Sequence[Stage],
+        first: int = 0,
+        last: int = 0,
+        line: Line | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self.turns, self._first, self._last = [list(turn) for turn in turns], first, last
+        self.line, self._prepare = line, prepare
+        self.fault: Exception | None = None
+        self.completed_at, self.worked, self.lock = 0.0, False, threading.Lock()
+        self._stages: list[Stage] = []
+        self._runs = 0
+        self.at = 0
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is left that could be done, now or later."""
+    def over(self) -> bool:
+        """Whether the run that was started last is over."""
+        return self.at == len(self._stages)
 
-    def advance(self) -> bool:
-        """Do one piece, if one can be done now. Does not wait. Whether something was done."""
+    @property
+    def arrived(self) -> bool:
+        """Whether it is over but for the stages that are left to the owner."""
+        return self.at >= len(self._stages) - self._last
+
+    def start(self) -> None:
+        """Begin a run. Does not wait for others."""
+        self._stages = self.turns[self._runs % len(self.turns)] if self.turns else []
+        self._runs += 1
+        self.at, self.fault = 0, None
+        for stage in self._stages[: self._first]:
+            stage.wait()
+            self.at += 1
+        if self.at < len(self._stages):
+            self._stages[self.at].begin()
+
+    def poll(self, limit: float = float("inf")) -> bool:
+        """Go on, to the stage of this number and by one piece of work at most; whether only the owner can go on.
+
+        Sets `worked` if something was done. Does not wait.
+        """
+        if self._prepare is not None:
+            self._prepare()
+        before, until = self.at, len(self._stages) - self._last
+        while self.at < min(until, limit):
+            stage = self._stages[self.at]
+            if not stage.over():
+                self.worked = stage.works or self.at > before
+                return False
+            self._go_on()
+        self.worked = self.at > before
+        return self.at >= until
+
+    def wait(self) -> None:
+        """Go on to the end in the calling thread (lowest latency, uses the core)."""
+        if self._prepare is not None:
+            self._prepare()
+        while self.at < len(self._stages):
+            self._stages[self.at].wait()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self.at += 1
+        if self.at == len(self._stages) - self._last:
+            self.completed_at = time.perf_counter()
+        if self.at < len(self._stages):
+            self._stages[self.at].begin()
+
+
+class Line:
+    """Operations that all ranks start in the same order, and that begin every stage in that order.
+
+    So a stage may be a collective. Only the first that waits in a stage is looked at: a poll costs the same however
+    many wait. The progress thread drives the line, and a thread that waits for one of its operations.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.worked = threading.Lock(), False
+        self.operations: list[Operation] = []
+
+    def poll(self) -> bool:
+        """Let operations go on, but do one piece of work at most; whether none is left. Called with the lock held."""
+        limit, self.worked = float("inf"), False
+        for operation in tuple(self.operations):
+            if operation.at >= limit:
+                continue
+            if _poll(operation, limit):
+                self.operations.remove(operation)
+            limit = operation.at
+            self.worked |= operation.worked
+            if self.worked:
+                break
+        return not self.operations
+
+    def complete(self, operation: Operation) -> None:
+        """Return when only the owner can go on with an operation, driving the line meanwhile."""
+        polls = 0
+        while operation in self.operations:
+            if not self.lock.acquire(timeout=PATIENCE):
+                continue  # the thread does a piece, and then perhaps another
+            try:
+                self.poll()
+                polls = 0 if self.worked else polls + 1
+            finally:
+                self.lock.release()
+            if polls:
+                rest(polls)
+
+
+def _poll(operation: Operation, *limit: float) -> bool:
+    """`Operation.poll`; a fault is kept for whoever waits for the operation."""
+    operation.worked = False
+    try:
+        return operation.fault is not None or operation.poll(*limit)
+    except Exception as fault:
+        operation.fault = fault
+        return True
 
 
 class Progress:
     """The progress thread of a root communicator and those split from it. All methods are local.
 
-    Started with the first operation or worker; sleeps on a condition while there is nothing to do.
+    Started with the first operation; sleeps on a condition while there is nothing to do.
     """
 
     def __init__(self) -> None:
         self._last_change = 0.0
-        self._pending: list[Operation] = []
-        self._workers: list[Worker] = []
+        self._pending: list[Operation | Line] = []
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._completed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def submit(self, operation: Operation) -> None:
-        """Hand over an operation whose requests were just started."""
-        operation.fault = None
+        """Start an operation, and see to it that it proceeds."""
+        line = operation.line
+        with (line or operation).lock:  # the thread may look at it once more, although it was complete
+            operation.start()
+            if line is not None:
+                line.operations.append(operation)
         with self._lock:
-            self._pending.append(operation)
-            self._last_change = time.perf_counter()
-            if self._thread is None:
-                self._launch()
-            self._work.notify()
-
-    def employ(self, worker: Worker) -> None:
-        """See to it that the worker advances until it is idle; to be called again whenever it has got new work."""
-        with self._lock:
-            if worker not in self._workers:
-                self._workers.append(worker)
+            if line is None:
+                self._pending.append(operation)
+            elif line not in self._pending:
+                self._pending.append(line)
             self._last_change = time.perf_counter()
             if self._thread is None:
                 self._launch()
             self._work.notify()
 
     def complete(self, operation: Operation) -> None:
-        """Return when the operation is complete, waiting in MPI if it is not yet (lowest latency).
+        """Return when the operation is complete: drive it in the calling thread if it is not yet (lowest latency).
 
         Raises
         ------
         Exception
             What the operation failed with, on this thread or on the progress thread.
         """
-        with self._lock:
-            unfinished = operation in self._pending
-            if unfinished:
-                self._pending.remove(operation)
-        if unfinished:
+        if operation.line is not None:
+            operation.line.complete(operation)
+        else:
+            with self._lock:
+                if operation in self._pending:
+                    self._pending.remove(operation)
+        with operation.lock:
+            fault, operation.fault = operation.fault, None
+            if fault is not None:
+                raise fault
             operation.wait()
-        self._raise(operation)
-
-    def sleep(self, operation: Operation) -> None:
-        """Like :meth:`complete`, but sleep meanwhile and leave the operation to the thread."""
-        with self._lock:
-            while operation in self._pending:
-                self._completed.wait()
-        self._raise(operation)
 
     def close(self) -> None:
         """End the thread; idempotent. Operations still pending are left alone."""
@@ -127,11 +280,6 @@ class Progress:
             atexit.unregister(self.close)
         self._closing = False
 
-    def _raise(self, operation: Operation) -> None:
-        fault, operation.fault = operation.fault, None
-        if fault is not None:
-            raise fault
-
     def _launch(self) -> None:
         # A daemon, so that a communicator somebody forgot to close does not keep the process alive; joined
         # at exit, before mpi4py finalizes MPI under its feet (exit handlers run last in, first out).
@@ -142,38 +290,33 @@ class Progress:
     def _run(self) -> None:
         while True:
             with self._lock:
-                while not self._pending and not self._workers and not self._closing:
+                while not self._pending and not self._closing:
                     self._work.wait()
                 if self._closing:
                     return
-                self._advance()
-                workers = self._workers
-                waited = time.perf_counter() - self._last_change
-            # Not under the lock: a piece of work takes some 0.1 ms, and `complete` must not wait for it.
-            if self._drive(workers):
+                pending, waited = tuple(self._pending), time.perf_counter() - self._last_change
+            if self._advance(pending):
                 self._last_change = time.perf_counter()
             else:
                 time.sleep(next(interval for limit, interval in INTERVALS if waited < limit))
 
-    def _drive(self, workers: list[Worker]) -> bool:
-        """Let every worker do one piece, and leave out those that are idle; whether something was done."""
-        done = False
-        for worker in workers:
-            done |= worker.advance()
-        if any(worker.idle for worker in workers):
-            with self._lock:
-                self._workers = [worker for worker in self._workers if not worker.idle]
-        return done
-
-    def _advance(self) -> None:
-        """Poll every pending operation once; called with the lock held."""
-        for operation in tuple(self._pending):
+    def _advance(self, pending: Sequence[Operation | Line]) -> bool:
+        """Poll once all that is pending; whether something was done."""
+        changed = False
+        for item in pending:
+            if not item.lock.acquire(blocking=False):  # its owner drives it
+                continue
             try:
-                done = operation.poll()
-            except Exception as fault:  # it belongs to whoever waits for the operation
-                operation.fault = fault
-                done = True
+                done = item.poll() if isinstance(item, Line) else _poll(item)
+                changed |= item.worked or (done and not isinstance(item, Line))
+            finally:
+                item.lock.release()
             if done:
-                self._pending.remove(operation)
-                self._last_change = time.perf_counter()
-                self._completed.notify_all()
+                self._forget(item)
+        return changed
+
+    def _forget(self, item: Operation | Line) -> None:
+        with self._lock:
+            # A line may have got another operation meanwhile.
+            if item in self._pending and not (isinstance(item, Line) and item.operations):
+                self._pending.remove(item)

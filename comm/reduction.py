@@ -1,26 +1,150 @@
-"""Sums over all ranks of a communicator, in place, while the ranks compute."""
+"""Sums over all ranks of a communicator, in place, while the ranks compute: one algorithm over every link.
+
+::
+
+    deposit    encode this rank's summand where its peers get it from
+    scatter    a move of the link: the own part of all summands is here
+    add        in the order of the ranks
+    gather     a move of the link: the sums of all parts are here
+    give back  decode them to the buffer
+
+A link says in a `Room` where all of this lies, and how what is deposited moves; a codec, what travels. Where nothing
+has to be copied, a step is left out; a reduce-scatter has no gather, an all-gather no scatter.
+"""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
-from halograd.comm.progress import Operation, Progress
+from halograd.comm.progress import Operation, Progress, Stage, Work
+from halograd.comm.sums import METHODS
 
-__all__ = ["METHODS", "DirectReduction", "MpiReduction", "Reduction", "check_alike", "check_buffer", "check_method"]
+__all__ = ["Plain", "Plan", "Reduction", "Room", "add_up", "check_alike", "check_buffer", "check_method", "cut"]
 
 REDUCIBLE = ("float32", "float64", "int32", "int64")
-#: What `Communicator.reduction` can make of a buffer.
-METHODS = ("allreduce", "ordered", "rounded", "reduce_scatter", "all_gather", "hierarchical", "accumulate")
+# Worked on at once [B]: fits the cache of a core, and whoever waits for the thread does not wait long.
+PIECE = 256 * 1024
+
+Pairs = Sequence[tuple[Any, Any]]
 
 
-class Reduction(ABC):
+@dataclass
+class Room:
+    """Where a sum, or a piece of one, lies on this rank. All arrays are flat.
+
+    Attributes
+    ----------
+    deposits
+        Targets and sources: what this rank copies where its peers get it from.
+    scatter
+        After it `summands` can be read; None: there is nothing to add.
+    summands
+        This rank's part of the summands of all ranks, in order. If `total` is one of them, they are overwritten.
+    total
+        Where their sum goes.
+    gather
+        After it the sources of `returns` can be read, and summands may be overwritten; None: no rank waits.
+    returns
+        Targets and sources: what this rank copies back.
+    """
+
+    deposits: Pairs = ()
+    scatter: Stage | None = None
+    summands: Sequence[Any] = ()
+    total: Any = None
+    gather: Stage | None = None
+    returns: Pairs = ()
+
+    def stages(self, codec: Codec) -> list[Stage]:
+        """The stages of the sum."""
+        found: list[Stage] = [codec.deposit(self.deposits)]
+        if self.scatter is not None:
+            found += [self.scatter, codec.add(self.summands, self.total)]
+        if self.gather is not None:
+            found.append(self.gather)
+        return [*found, codec.give_back(self.returns)] if len(self.returns) else found
+
+
+class Codec(Protocol):
+    """What travels, and the arithmetic on it."""
+
+    def deposit(self, pairs: Pairs) -> Stage:
+        """Copy summands, or parts of them, to where they travel from."""
+
+    def add(self, summands: Sequence[Any], total: Any) -> Stage:
+        """Add up summands in their order."""
+
+    def give_back(self, pairs: Pairs) -> Stage:
+        """Copy what has travelled to the buffer."""
+
+
+class Plain:
+    """Elements as they are, on the host."""
+
+    def deposit(self, pairs: Pairs) -> Stage:
+        return Work([partial(np.copyto, t[part], s[part]) for t, s in pairs for part in cut(t)])
+
+    give_back = deposit
+
+    def add(self, summands: Sequence[np.ndarray], total: np.ndarray) -> Stage:
+        # If the sum goes where another summand than the first lies, it is made in the place of the first.
+        within = any(one is total for one in summands[1:])
+        result = summands[0] if within else total
+        calls = [partial(add_up, [one[part] for one in summands], result[part]) for part in cut(total)]
+        return Work([*calls, partial(np.copyto, total, result)] if within else calls)
+
+
+@dataclass
+class Plan:
+    """How a sum is made on this rank; nothing is done without an operation.
+
+    Attributes
+    ----------
+    operation
+        The stages of a run.
+    progress
+        Drives them while the ranks compute; None: `finish` does.
+    queue
+        Where operations wait that use the same memory one after the other, driven by `finish` in the order of their
+        starts.
+    arrival
+        A move that knows since when the sum was there (`arrived`); None: when the operation was complete.
+    direct
+        Makes the sum at once, for `Reduction.run`; None: `start` and `finish` do.
+    codec
+        With ``"bfloat16"``: what rounding takes away (:class:`halograd.comm.rounding.Rounded`).
+    nbytes, device_nbytes
+        Memory beside the buffer, on the host and on a device [B].
+    fetch, put
+        Copy the buffer from a device before, and back afterwards.
+    close
+        Gives back what the sum holds.
+    """
+
+    operation: Operation | None = None
+    progress: Progress | None = None
+    queue: deque[Operation] | None = None
+    arrival: Any = None
+    direct: Callable[[], None] | None = None
+    codec: Any = None
+    nbytes: int = 0
+    device_nbytes: int = 0
+    fetch: Callable[[], None] | None = None
+    put: Callable[[], None] | None = None
+    close: list[Callable[[], object]] = field(default_factory=list)
+
+
+class Reduction:
     """In-place sum of an array over all ranks; made by `Communicator.reduction`.
 
     ::
@@ -34,33 +158,54 @@ class Reduction(ABC):
     may be finished in any order. The algorithm is the transport's choice; the result has the same bits on all ranks.
     `finish` may be where the ranks of a node meet and add up: until all have called it, none returns.
     Adjoint: the sum of the adjoints, that is, itself.
+
+    Attributes
+    ----------
+    codec
+        Of a rounded sum of several ranks: what rounding took away. None: nothing is rounded.
     """
 
-    def __init__(self, buffer: np.ndarray, meter: Meter) -> None:
-        self.buffer = buffer
-        self._meter = meter
+    def __init__(self, buffer: Any, meters: Sequence[Meter], plan: Plan) -> None:
+        self.buffer, self.codec = buffer, plan.codec
+        self._meter, self._meters, self._plan = meters[0], meters, plan
         self._started_at = 0.0
-        self._under_way = False
+        self.under_way = False
         self.closed = False
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that the sum takes beside the buffer on this rank, in MPI or in shared memory [B]."""
-        return self.buffer.nbytes
+        """Memory that the sum takes beside the buffer on this rank's host, in MPI or in shared memory [B]."""
+        return self._plan.nbytes + (0 if self.codec is None else self.codec.nbytes)
 
     @property
-    def on_host(self) -> Reduction:
-        """The sum that the host makes: this one, or the one within it if the buffer is on a device."""
-        return self
+    def device_bytes(self) -> int:
+        """Memory that the sum takes beside the buffer on a device [B]."""
+        return self._plan.device_nbytes
+
+    @property
+    def summed(self) -> bool:
+        """Whether the sum that was started last has been made: `finish` does not wait for other ranks."""
+        return self._plan.operation is None or self._plan.operation.arrived
 
     def start(self) -> None:
         """Begin to sum the buffer. Does not wait."""
-        if self._under_way:
+        if self.under_way:
             raise CommError(f"start(): expected finish() of {self._meter.name} before, got another start()")
-        self._under_way = True
+        self.under_way = True
+        plan = self._plan
+        if plan.fetch is not None:
+            plan.fetch()
         self._started_at = time.perf_counter()
-        self._meter.sent()
-        self._start()
+        for meter in self._meters:
+            meter.sent()
+        if plan.operation is None:
+            return
+        if plan.progress is not None:
+            plan.progress.submit(plan.operation)
+            return
+        plan.operation.start()
+        if plan.queue is not None:
+            plan.queue.append(plan.operation)
 
     def finish(self) -> None:
         """Return when the buffer holds the sum over all ranks.
@@ -70,109 +215,106 @@ class Reduction(ABC):
         CommError
             If the reduction was not started, or failed, be it on the progress thread.
         """
-        if not self._under_way:
+        if not self.under_way:
             raise CommError(f"finish(): expected start() of {self._meter.name} before")
-        self._under_way = False
+        self.under_way = False
         self._meter.waits()
         before = time.perf_counter()
-        arrived = self._finish()
+        arrived = self._complete() if self._plan.progress is None else self._attempt(self._complete)
         after = time.perf_counter()
         self._meter.took(self._started_at, before, arrived or after, after)
+        if self._plan.put is not None:
+            self._plan.put()
 
     def run(self) -> None:
         """`start` and `finish` at once, for small buffers that are needed now."""
-        self.start()
-        self.finish()
+        plan = self._plan
+        if self.under_way:
+            raise CommError(f"run(): expected finish() of {self._meter.name} before")
+        if plan.direct is None:
+            self.start()
+            self.finish()
+            return
+        if plan.fetch is not None:
+            plan.fetch()
+        self._meter.waits()
+        before = time.perf_counter()
+        self._meter.sent()
+        self._attempt(plan.direct)
+        after = time.perf_counter()
+        self._meter.took(before, before, after, after)
+        if plan.put is not None:
+            plan.put()
 
     def close(self) -> None:
         """Finish if under way; idempotent. Local, but all ranks do it."""
-        if self._under_way:
+        if self.under_way:
             self.finish()
         if not self.closed:
             self.closed = True
-            self._close()
-
-    @abstractmethod
-    def _start(self) -> None: ...
-
-    @abstractmethod
-    def _finish(self) -> float:
-        """Wait; return when the sum was there (`time.perf_counter` [s]), 0 if not known."""
-
-    def _close(self) -> None:
-        """Give back what the sum holds. Local."""
-        return None
-
-
-class MpiReduction(Reduction):
-    """A non-blocking all-reduce of MPI, which the progress thread drives."""
-
-    def __init__(self, mpi_comm: MPI.Intracomm, progress: Progress, buffer: np.ndarray, meter: Meter) -> None:
-        super().__init__(buffer, meter)
-        self._mpi = mpi_comm
-        self._progress = progress
-        self._operation = Operation()
-        self._idle = mpi_comm.size == 1 or not buffer.size
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.buffer.nbytes if self._mpi.size > 1 else 0
-
-    def _start(self) -> None:
-        if not self._idle:
-            self._operation.requests = self._post()
-            self._progress.submit(self._operation)
-
-    def _finish(self) -> float:
-        return 0.0 if self._idle else self._guard(self._complete)
-
-    def _post(self) -> Sequence[MPI.Request]:
-        return [self._mpi.Iallreduce(MPI.IN_PLACE, self.buffer, MPI.SUM)]
+            for call in self._plan.close:
+                call()
+            self._plan.close.clear()
 
     def _complete(self) -> float:
-        self._progress.complete(self._operation)
-        return self._operation.completed_at
+        """Wait; return when the sum was there (`time.perf_counter` [s]), 0 if not known."""
+        plan, operation = self._plan, self._plan.operation
+        if operation is None:
+            return 0.0
+        if plan.progress is not None:
+            plan.progress.complete(operation)
+        elif plan.queue is not None:
+            while not operation.over:
+                plan.queue.popleft().wait()
+        else:
+            operation.wait()
+        if plan.arrival is not None:
+            return float(plan.arrival.arrived)
+        return operation.completed_at if plan.progress is not None else 0.0
 
-    def _guard(self, call: Callable[[], float]) -> float:
+    def _attempt(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
+        except CommError:
+            raise
         except Exception as fault:
             raise CommError(f"reduction {self._meter.name} of {self.buffer.nbytes} bytes failed: {fault}") from fault
 
 
-class DirectReduction(MpiReduction):
-    """A reduction on the real network: `run` does not go through the progress thread."""
-
-    def run(self) -> None:
-        if self._under_way:
-            raise CommError(f"run(): expected finish() of {self._meter.name} before")
-        self._meter.waits()
-        before = time.perf_counter()
-        self._meter.sent()
-        if not self._idle:
-            self._guard(self._sum_now)
-        after = time.perf_counter()
-        self._meter.took(before, before, after, after)
-
-    def _sum_now(self) -> float:
-        self._mpi.Allreduce(MPI.IN_PLACE, self.buffer, MPI.SUM)
-        return 0.0
+def cut(array: np.ndarray) -> list[slice]:
+    """Slices of a flat array of at most `PIECE` bytes each."""
+    step = max(1, PIECE // array.itemsize)
+    return [slice(i, min(i + step, array.size)) for i in range(0, array.size, step)]
 
 
-def check_buffer(buffer: np.ndarray, any_dtype: bool = False) -> None:
-    """Raise CommError unless the array can be reduced in place (or gathered, whatever its dtype). Local."""
-    if not isinstance(buffer, np.ndarray):
+def add_up(summands: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """``out = summands[0] + summands[1] + ...``, in this order; at least two. Overflow gives inf, as in MPI."""
+    with np.errstate(all="ignore"):
+        np.add(summands[0], summands[1], out=out)
+        for other in summands[2:]:
+            np.add(out, other, out=out)
+
+
+def check_method(method: str) -> None:
+    """Raise CommError unless there is a reduction of this name. Local."""
+    if method not in METHODS:
+        raise CommError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+
+
+def check_buffer(buffer: Any, on_device: bool, legal: Sequence[str] = REDUCIBLE) -> None:
+    """Raise CommError unless the array can be reduced in place; `legal` are its types, none: all. Local."""
+    if not on_device and not isinstance(buffer, np.ndarray):
         raise CommError(f"buffer: expected a NumPy array, got {type(buffer).__name__}")
-    if not any_dtype and buffer.dtype.name not in REDUCIBLE:
-        raise CommError(f"buffer: expected one of {', '.join(REDUCIBLE)}, got {buffer.dtype}; convert it to float32")
-    if not (buffer.flags.c_contiguous and buffer.flags.writeable):
+    if legal and buffer.dtype.name not in legal:
+        raise CommError(f"buffer: expected one of {', '.join(legal)}, got {buffer.dtype}; convert it to float32")
+    if not buffer.flags.c_contiguous or not (on_device or buffer.flags.writeable):
         raise CommError(
-            f"buffer: expected a writeable C-contiguous array, got strides {buffer.strides} for shape "
-            f"{buffer.shape}; reduce a packed copy"
+            f"buffer: expected a {'' if on_device else 'writeable '}C-contiguous array, got strides {buffer.strides} "
+            f"for shape {buffer.shape}; reduce a packed copy"
         )
 
 
-def check_alike(mpi_comm: MPI.Intracomm, first: int, buffer: np.ndarray) -> None:
+def check_alike(mpi_comm: MPI.Intracomm, first: int, buffer: Any) -> None:
     """Raise CommError unless the buffer is like that of the first rank, which is called `first`. Collective, to be
     agreed on."""
     mine = (buffer.shape, buffer.dtype.name)
@@ -181,9 +323,3 @@ def check_alike(mpi_comm: MPI.Intracomm, first: int, buffer: np.ndarray) -> None
         raise CommError(
             f"buffer: expected shape {wanted[0]} and {wanted[1]} as on rank {first}, got {mine[0]} and {mine[1]}"
         )
-
-
-def check_method(method: str) -> None:
-    """Raise CommError unless there is a reduction of this name. Local."""
-    if method not in METHODS:
-        raise CommError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-__all__ = ["PIECE", "Rounding"]
+from halograd.comm.progress import Stage, Work
+from halograd.comm.reduction import Pairs, cut
+
+__all__ = ["PIECE", "Rounded", "Rounding"]
 
 #: Elements that are worked on in one go: three arrays of so many stay in the cache.
 PIECE = 1 << 14
@@ -73,6 +77,92 @@ class Rounding:
                 a = self._a[: part.stop - part.start]
                 _widen(wire[part], a)
                 np.add(out[part], a, out=out[part])
+
+
+class Rounded:
+    """The codec of sums of float32 that travel as bfloat16, added up in float32.
+
+    Summands are rounded where they are, parts of the sum where they were added up; all ranks get the same bits.
+
+    Parameters
+    ----------
+    flat
+        The buffer, flat. Sources of `deposit` are parts of it that follow each other, as are those that a rank adds.
+
+    Attributes
+    ----------
+    error
+        ``(n,)`` float32: what rounding took from this rank's summands so far, added to the next ones. None: it is lost,
+        until :meth:`compensate` is called.
+    share_error
+        The same for the parts of the sum that this rank rounds, one behind the other.
+    owned
+        Where in the buffer these parts lie.
+
+    References
+    ----------
+    Tang et al. 2019, *DoubleSqueeze*, Algorithm 1: both sides compensate for their own errors.
+    """
+
+    def __init__(self, owned: Sequence[slice]) -> None:
+        self.owned = list(owned)
+        self.error: np.ndarray | None = None
+        self.share_error: np.ndarray | None = None
+        # Two: the main thread rounds one sum while the progress thread adds up another.
+        self._rounding, self._adding = Rounding(), Rounding()
+        self._total = np.zeros(max((part.stop - part.start for part in self.owned), default=0), np.float32)
+        self._deposited = self._added = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Scratch memory [B]."""
+        kept = 0 if self.share_error is None else self.share_error.nbytes
+        return kept + self._total.nbytes + self._rounding.nbytes + self._adding.nbytes
+
+    def compensate(self, error: np.ndarray) -> None:
+        """From now on add to the summands what was rounded away from those before: `error`, ``(n,)`` float32. Local."""
+        self.error = error.reshape(-1)
+        self.share_error = np.zeros(sum(part.stop - part.start for part in self.owned), np.float32)
+
+    def collect(self) -> None:
+        """Move what was rounded away from this rank's parts of sums to `error`. Local."""
+        taken = 0
+        assert self.error is not None and self.share_error is not None
+        for part in self.owned:
+            length = part.stop - part.start
+            self.error[part] += self.share_error[taken : taken + length]
+            taken += length
+        self.share_error.fill(0)
+
+    def deposit(self, pairs: Pairs) -> Stage:
+        calls = []
+        for wire, values in pairs:
+            where = slice(self._deposited, self._deposited + values.size)
+            calls.append(partial(self._encode, values, wire, where))
+            self._deposited = where.stop
+        return Work(calls)
+
+    def _encode(self, values: np.ndarray, wire: np.ndarray, where: slice) -> None:
+        self._rounding.encode(values, wire, None if self.error is None else self.error[where])
+
+    def add(self, summands: Sequence[np.ndarray], total: np.ndarray) -> Stage:
+        first, self._added = self._added, self._added + total.size
+        return Work(
+            [
+                partial(self._add, [one[p] for one in summands], total[p], slice(first + p.start, first + p.stop))
+                for p in cut(total)
+            ]
+        )
+
+    def _add(self, summands: Sequence[np.ndarray], rounded: np.ndarray, where: slice) -> None:
+        total = self._total[: rounded.size]
+        total.fill(0)
+        for one in summands:
+            self._adding.add(one, total)
+        self._adding.encode(total, rounded, None if self.share_error is None else self.share_error[where])
+
+    def give_back(self, pairs: Pairs) -> Stage:
+        return Work([partial(self._rounding.decode, wire, out) for out, wire in pairs])
 
 
 def _widen(wire: np.ndarray, out: np.ndarray) -> None:

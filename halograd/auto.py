@@ -24,11 +24,10 @@ from halograd.cli.profiling import measure_overheads
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
-from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.reduction_scheme import BY_NODES, Scheme
 from halograd.perfmodel.confirm import rests_on
 from halograd.perfmodel.cost import Training
 from halograd.perfmodel.cost.baselines import BASELINES
-from halograd.perfmodel.cost.reductions import BY_NODES
 from halograd.perfmodel.kernel_times import KernelTimes, LayerKey, MeasuredTimes, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plan_file import PlanFile, Request
@@ -220,7 +219,7 @@ class _Planner:
 
     def _as_run(self, strategy: Strategy) -> Strategy:
         """With the scheme of the configuration, unless that is found while training."""
-        return strategy if self.config.reduction.name == "auto" else with_reduction(strategy, self.config)
+        return strategy if self.config.reduction.scheme().kind.searches else with_reduction(strategy, self.config)
 
     def _can_run(self, strategy: Strategy) -> bool:
         """Whether a strategy, made for another purpose, is one for this run. Local; alike on all ranks."""

@@ -183,7 +183,7 @@ def chunks_of(
     Lee et al. 2017, Algorithm 2 (two chunks); Le et al. 2018, Section 4.1 (chunks of equal numbers of layers, except
     for the last ones of backward).
     """
-    ends = _RULES[scheme.name](scheme, layers, bucket_bytes, itemsize)
+    ends = _RULES[scheme.kind.chunks](scheme, layers, bucket_bytes, itemsize)
     replicated = replicated_layers(layers, scheme)
     return _Filling(ends, replicated, apart).run(layers)
 
@@ -220,14 +220,11 @@ def _by_layers(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: in
 
 
 _RULES = {
-    "blocking": _never,
-    "per_layer": _always,
-    "bucketed": _by_bytes,
-    "two_chunks": _two,
-    "host_accumulate": _by_layers,
-    "hierarchical": _by_bytes,
-    "sharded": _by_bytes,
-    "auto": _by_bytes,
+    "never": _never,
+    "layer": _always,
+    "bytes": _by_bytes,
+    "first": _two,
+    "weights": _by_layers,
 }
 
 

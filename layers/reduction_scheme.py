@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from halograd.comm.sums import METHODS, Method
 from halograd.errors import UserError
 from halograd.schema import STRICT, Count, Whole, build, check_fields
 
-__all__ = ["NAMES", "Name", "Payload", "Scheme"]
+__all__ = ["BY_NODES", "KINDS", "NAMES", "Kind", "Name", "Payload", "Scheme"]
 
 #: Schemes: when which gradients are summed over which ranks.
 Name = Literal["blocking", "per_layer", "bucketed", "two_chunks", "host_accumulate", "hierarchical", "sharded", "auto"]
@@ -18,7 +19,50 @@ Payload = Literal["float32", "bfloat16"]
 
 NAMES: tuple[Name, ...] = get_args(Name)
 
-_CHUNKED = ("blocking", "per_layer", "bucketed", "two_chunks")
+
+@dataclass(frozen=True)
+class Kind:
+    """What schemes of one name have in common: all that anything else needs to know of the name.
+
+    Attributes
+    ----------
+    chunks
+        Where a chunk of gradients ends: ``"never"``, with every ``"layer"``, at so many ``"bytes"``, behind the
+        ``"first"`` layers, with every so many ``"weights"``.
+    method
+        How a chunk is summed, a name of `halograd.comm.sums.METHODS`.
+    shards
+        Each rank updates its shard of the parameters; then they are gathered.
+    waits
+        Sums start when backward is over, and are waited for at once.
+    searches
+        The scheme is found while training.
+    """
+
+    chunks: str
+    method: str = "allreduce"
+    shards: bool = False
+    waits: bool = False
+    searches: bool = False
+
+    @property
+    def settable(self) -> bool:
+        """Whether payload and order of its sums can be chosen."""
+        return self.method == "allreduce" and not self.searches
+
+
+KINDS: dict[Name, Kind] = {
+    "blocking": Kind("never", waits=True),
+    "per_layer": Kind("layer"),
+    "bucketed": Kind("bytes"),
+    "two_chunks": Kind("first"),
+    "host_accumulate": Kind("weights", "accumulate"),
+    "hierarchical": Kind("bytes", "hierarchical"),
+    "sharded": Kind("bytes", "reduce_scatter", shards=True),
+    "auto": Kind("bytes", searches=True),  # until one is found
+}
+#: Schemes whose sums are made in the memory of a node first.
+BY_NODES: tuple[Name, ...] = tuple(name for name, kind in KINDS.items() if METHODS[kind.method].by_nodes)
 
 
 @dataclass(frozen=True)
@@ -82,34 +126,60 @@ class Scheme:
         self._check_together()
 
     def _check_together(self) -> None:
-        if self.name == "two_chunks" and not self.first_layers:
+        chunks = self.kind.chunks
+        if chunks == "first" and not self.first_layers:
             raise UserError(
                 "reduction.first_layers: expected the number of layers in the first chunk (>= 1) with two_chunks, got 0"
             )
-        if self.name != "two_chunks" and self.first_layers:
+        if chunks != "first" and self.first_layers:
             raise UserError(
                 f'reduction.first_layers: expected name = "two_chunks" with it, got {self.name!r}; remove one of them'
             )
-        if self.name != "host_accumulate" and self.chunk != 1:
+        if chunks != "weights" and self.chunk != 1:
             raise UserError(
                 f'reduction.chunk: expected name = "host_accumulate" with it, got {self.name!r}; remove one of them'
             )
-        if self.name == "auto" and self.replicated_dense:
+        if self.kind.searches and self.replicated_dense:
             raise UserError(
                 'reduction.replicated_dense: expected none with name = "auto", which chooses it, got '
                 f"{self.replicated_dense}; remove it, or choose a scheme"
             )
+        settable = [name for name, kind in KINDS.items() if kind.settable]
         for key, plain in (("payload", self.payload == "float32"), ("deterministic", not self.deterministic)):
-            if not plain and self.name not in _CHUNKED:
+            if not plain and not self.kind.settable:
                 raise UserError(
-                    f"reduction.{key}: expected one of the schemes {', '.join(_CHUNKED)} with {getattr(self, key)!r}, "
+                    f"reduction.{key}: expected one of the schemes {', '.join(settable)} with {getattr(self, key)!r}, "
                     f"got {self.name!r}; choose one of them, or leave {key} out"
                 )
 
     @property
+    def kind(self) -> Kind:
+        """What its name stands for."""
+        return KINDS[self.name]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names of the sums of one chunk in a step, the first of gradients, the other of parameters."""
+        if self.payload == "bfloat16":
+            return ("rounded",)  # which has a fixed order too
+        if self.deterministic:
+            return ("ordered",)
+        return (self.kind.method, "all_gather") if self.kind.shards else (self.kind.method,)
+
+    @property
+    def sum(self) -> Method:
+        """How the gradients of a chunk are summed."""
+        return METHODS[self.methods[0]]
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether what rounding takes away is kept for the next step."""
+        return self.sum.codec == "bfloat16" and self.error_feedback
+
+    @property
     def has_buckets(self) -> bool:
         """Whether `Strategy.bucket_bytes` matters."""
-        return self.name in ("bucketed", "hierarchical", "sharded", "auto")
+        return self.kind.chunks == "bytes"
 
     @classmethod
     def of(cls, data: Scheme | Mapping[str, Any]) -> Scheme:
@@ -126,7 +196,7 @@ class Scheme:
 
     def __str__(self) -> str:
         """In words, for headlines and logs: ``two_chunks(9) + replicated_dense(2), bfloat16``."""
-        count = {"two_chunks": self.first_layers, "host_accumulate": self.chunk}.get(self.name)
+        count = {"first": self.first_layers, "weights": self.chunk}.get(self.kind.chunks)
         text = self.name if count is None else f"{self.name}({count})"
         if self.replicated_dense:
             text += f" + replicated_dense({self.replicated_dense})"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
-from halograd.comm.gpu.base import DEVICE_METHODS
+from halograd.comm.sums import METHODS
 from halograd.dtensor import Exchange
 from halograd.kernels import Substitute
 from halograd.layers.groups import in_group
@@ -156,8 +156,8 @@ class Runner:
             return alone and all(map(self._held, operation.guarded))
         if self.comm.size == 1:
             return True
-        choice = self.comm.device_choice
-        by_host = isinstance(operation, Total) and operation.sum.method not in DEVICE_METHODS
+        choice = self.comm.devices.choice
+        by_host = isinstance(operation, Total) and not METHODS[operation.sum.method].on_devices
         return choice is not None and choice.captures and not by_host
 
     @cached_property

@@ -48,7 +48,7 @@ def begin_entry(session: Session, run: Run) -> dict[str, Any]:
         "cut": _cuts(session),
         "kernels": _kernels(session),
         "transport": comm.transport,
-        "device_transport": None if comm.device_choice is None else comm.device_choice.describe(),
+        "device_transport": None if comm.devices.choice is None else comm.devices.choice.describe(),
         "job": job_id(),
         "version": __version__,
         "config": config.model_dump(mode="json", exclude_unset=True),
@@ -81,7 +81,7 @@ def _kernels(session: Session) -> str:
 
 def _travels(comm: Communicator) -> str:
     """How arrays of devices travel; said of several ranks only."""
-    choice = comm.device_choice
+    choice = comm.devices.choice
     return f", arrays by {choice.describe()}" if choice is not None and comm.size > 1 else ""
 
 

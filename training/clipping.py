@@ -79,7 +79,7 @@ class DeviceClip:
 
     @property
     def _local(self) -> bool:
-        return self._store.whole and self._store.scheme.name != "sharded"
+        return self._store.whole and not self._store.scheme.kind.shards
 
     def bind(self) -> None:
         """Make the kernel for the buckets that the store has now. Local."""

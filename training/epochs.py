@@ -25,8 +25,7 @@ from halograd.training.folder import CheckpointFolder
 from halograd.training.log import Entry, RunLog, read_log
 from halograd.training.loss_watch import LossWatch
 from halograd.training.metrics import Errors, Evaluation
-from halograd.training.reduction.auto import Tuning
-from halograd.training.reduction.report import report_to
+from halograd.training.reduction.auto import Tuning, report_to
 from halograd.training.session import Session
 from halograd.training.signals import CHECKPOINTED, StopSignals
 from halograd.training.step_times import StepTimes

@@ -30,7 +30,7 @@ from halograd.training.kernels import report_substitutes
 from halograd.training.memory import Memory
 from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.precision import check_dtype
-from halograd.training.reduction import Reducer, make_reducer
+from halograd.training.reduction import Reducer
 from halograd.training.stall import Pulse
 from halograd.training.store import ParameterStore
 from halograd.training.timeline import DeviceSpans
@@ -164,7 +164,7 @@ class Executor:
     def replicable(self) -> list[str]:
         """Dense layers whose gradients are replicated, or may be by :meth:`reduce_by`; in order of computation."""
         scheme = self.strategy.reduction
-        if scheme.name == "auto":
+        if scheme.kind.searches:
             return replicable_layers(self.strategy, self.network, self.batch)
         return list(dense_layers(self.network))[: scheme.replicated_dense]
 
@@ -213,7 +213,7 @@ class Executor:
         dense = [self.runner.made(kernel) for name, kernel in self.program.exposed.items() if name in reached]
         for operator in dense:
             operator.replicates = operator.name in self.replicable[: scheme.replicated_dense]
-        return make_reducer(self.store, self.comm, [s.name for s in self.steps], scheme, dense, self._run)
+        return Reducer(self.store, self.comm, scheme, dense, self._run)
 
     def reduce_by(self, scheme: Scheme, bucket_bytes: int | None = None) -> None:
         """Sum gradients by another scheme from now on; what is under way is finished and updated. Collective.

@@ -66,7 +66,7 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
         On all ranks, if the transport that is wanted cannot work here.
     """
     device: Device = getattr(kernels, "device", HOST)
-    if device.is_host or comm.device_choice is not None:
+    if device.is_host or comm.devices.choice is not None:
         return
     try:
         comm.use_device(device, wanted)

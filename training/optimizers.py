@@ -202,7 +202,7 @@ class Optimizer(ABC):
 
     def _owned_ranges(self) -> list[tuple[int, int, int]] | None:
         """Flat, start and stop of what this rank updates where buckets are sharded; None where they are not."""
-        if self.store.scheme.name != "sharded":
+        if not self.store.scheme.kind.shards:
             return None
         owns = [(b, owned(self.store, b)) for b in self.store.buckets]
         return [(b.flat, b.start + own.start, b.start + own.stop) for b, own in owns]
@@ -355,7 +355,7 @@ class LARS(Optimizer):
     def __init__(
         self, store: ParameterStore, momentum: float = 0.9, trust: float = 1e-3, weight_decay: float = 0.0
     ) -> None:
-        if store.scheme.name == "sharded":
+        if store.scheme.kind.shards:
             raise UserError(
                 'optimizer.kind: expected sgd, adam or adamw with reduction.name = "sharded", got lars, which needs '
                 "norms of whole gradients; choose one of these, or bucketed, two_chunks or hierarchical"

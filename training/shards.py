@@ -14,7 +14,7 @@ __all__ = ["gather_shards", "is_sharded", "owned"]
 
 def is_sharded(store: ParameterStore, bucket: Bucket) -> bool:
     """Whether every rank that holds the bucket updates a shard of it only. Local."""
-    return store.scheme.name == "sharded" and not bucket.replicated
+    return store.scheme.kind.shards and not bucket.replicated
 
 
 def owned(store: ParameterStore, bucket: Bucket) -> slice:

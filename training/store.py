@@ -267,7 +267,7 @@ class ParameterStore:
         self.flats.append(Flat(params, grads, slices, self._errors(slices, end), copies, rounded))
 
     def _errors(self, slices: Mapping[str, slice], size: int) -> np.ndarray | None:
-        if self.scheme.payload == "float32" or not self.scheme.error_feedback:
+        if not self.scheme.keeps_errors:
             return None
         errors = np.zeros(size, self.dtype)
         self.memory.count(errors.nbytes, "gradient error")

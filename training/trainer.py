@@ -92,10 +92,10 @@ class Trainer:
             self._clip = DeviceClip(executor.store, executor.comm, self.clip_norm)
         if self._scaling is not None:
             store = executor.store
-            shared = store.whole and store.scheme.name != "sharded"  # then all ranks see the same sums
+            shared = store.whole and not store.scheme.kind.shards  # then all ranks see the same sums
             self._scaling.watch([flat.grads for flat in store.flats], None if shared else executor.comm)
         self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
-        if executor.strategy.reduction.name == "auto":
+        if executor.strategy.reduction.kind.searches:
             self.auto = AutoReduction(executor, self.reduce_by, ranked, tuning)
 
     def reduce_by(self, scheme: Scheme) -> None:
@@ -108,7 +108,7 @@ class Trainer:
             executor was built for.
         """
         now = self.executor.store.scheme
-        if scheme != now and "sharded" in (scheme.name, now.name):
+        if scheme != now and (scheme.kind.shards or now.kind.shards):
             raise ValueError(
                 f"reduce_by(): expected {now.name!r} to stay, whose optimizer keeps other state, got {scheme}"
             )

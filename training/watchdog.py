@@ -119,14 +119,14 @@ class Here:
 
     def state(self) -> object:
         """Everything that the main thread notes."""
-        return None if self.pulse is None else (*self.pulse.state(), self._comm.waiting)
+        return None if self.pulse is None else (*self.pulse.state(), self._comm.instruments.waiting)
 
     def place(self, idle: float) -> Place:
         """Step, layer, exchange, and the line of code."""
         pulse = self.pulse or Pulse()
         frame = sys._current_frames().get(self._main)
         where = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        return Place(pulse.step, pulse.phase, pulse.place, self._comm.waiting or "", where, idle)
+        return Place(pulse.step, pulse.phase, pulse.place, self._comm.instruments.waiting or "", where, idle)
 
     def cause(self, rank: int, how: str) -> str:
         """Why a connection ended, in words."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from halograd.comm.counters import Counters
+from halograd.comm.counters import Instruments
 from halograd.comm.gpu.choice import Choice
 from halograd.device import HOST, Device
 
@@ -28,14 +29,14 @@ class LoneCommunicator:
     transport = "lone"
     recorder = None
     waits_for_network = False
-    waiting = None
-    #: Copies within the device can be in a graph, as messages of NCCL can.
-    device_choice = Choice("nccl", "copies within the device")
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
         self.nodes = (0,) * size
-        self.counters = Counters()
+        self.instruments = Instruments()
+        # Copies within the device can be in a graph, as messages of NCCL can.
+        self.devices = SimpleNamespace(choice=Choice("nccl", "copies within the device"))
+        self.counters = self.instruments.counters
         self._channels: list[_Mirror] = []
 
     def channel(
@@ -123,13 +124,7 @@ class _Unchanged:
     """A reduction that leaves its buffer alone."""
 
     closed = False
-
-    @property
-    def on_host(self) -> _Unchanged:
-        return self
-
-    def compensate(self, errors: Any) -> None:
-        """Nothing is rounded."""
+    codec = None  # nothing is rounded
 
     def start(self) -> None:
         """Nothing."""

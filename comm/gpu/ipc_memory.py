@@ -87,6 +87,10 @@ class Exchanged:
         """An event of another rank."""
         return self._peer_events[rank][which]
 
+    def peer_events(self, which: int) -> list[PeerEvent]:
+        """That event of all others."""
+        return [events[which] for events in self._peer_events.values()]
+
     def close(self) -> None:
         """Give the memory back, and the others' events. Local, but all ranks do it."""
         for events in self._peer_events.values():

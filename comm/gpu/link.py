@@ -19,8 +19,7 @@ from halograd.comm.gpu.ipc import IpcTransport
 from halograd.comm.gpu.mpi_aware import prove
 from halograd.comm.gpu.mpi_cuda import MpiCudaTransport
 from halograd.comm.gpu.nccl import NcclTransport, load_nccl
-from halograd.comm.gpu.spans import LaneSpans
-from halograd.comm.gpu.streams import Cuda, Lane
+from halograd.comm.gpu.streams import Cuda, Lane, LaneSpans
 from halograd.comm.gpu.watchdog import TIMEOUT, Watchdog
 from halograd.comm.transports.base import Context
 from halograd.device import Device
@@ -54,6 +53,14 @@ class _Opened:
     nccl: Any
     spans: LaneSpans
 
+    def make(self, context: Context) -> DeviceTransport:
+        """The transport of one communicator. Collective over it."""
+        if self.choice.name == "nccl":
+            return NcclTransport(self.lanes, context, self.watchdog, self.nccl, self.spans)
+        if self.choice.name == "cuda-ipc":
+            return IpcTransport(self.cuda, self.lanes[1], context, self.spans)
+        return MpiCudaTransport(self.cuda, self.lanes[1], context)
+
 
 class DeviceLinks:
     """The choice of a root communicator, shared with those split from it.
@@ -67,6 +74,7 @@ class DeviceLinks:
     def __init__(self) -> None:
         self.choice: Choice | None = None
         self._opened: _Opened | None = None
+        self._transports: dict[Context, DeviceTransport] = {}
 
     def choose(self, comm: Ranks, device: Device, wanted: str, timeout: float | None = None) -> Choice:
         """Choose, and prepare what is shared. Collective over the root communicator.
@@ -96,7 +104,10 @@ class DeviceLinks:
         return choice
 
     def transport(self, context: Context, device: Device) -> DeviceTransport | None:
-        """The transport of one communicator for arrays of this device; None: through the host. Collective over it."""
+        """The transport of one communicator for arrays of this device; None: through the host.
+
+        Collective over the communicator at the first call.
+        """
         opened = self._opened
         if opened is None:
             return None
@@ -105,11 +116,15 @@ class DeviceLinks:
                 f"expected arrays on {opened.cuda.device.name}, for which {opened.choice.name} was chosen, got some on "
                 f"{device.name}; use one device per run"
             )
-        if opened.choice.name == "nccl":
-            return NcclTransport(opened.lanes, context, opened.watchdog, opened.nccl, opened.spans)
-        if opened.choice.name == "cuda-ipc":
-            return IpcTransport(opened.cuda, opened.lanes[1], context, opened.spans)
-        return MpiCudaTransport(opened.cuda, opened.lanes[1], context)
+        if context not in self._transports:
+            self._transports[context] = opened.make(context)
+        return self._transports[context]
+
+    def leave(self, context: Context) -> None:
+        """Free the transport of a communicator, if it has one. Collective over it."""
+        transport = self._transports.pop(context, None)
+        if transport is not None:
+            transport.close()
 
     def abort(self) -> None:
         """Give up everything under way, without the other ranks. Local."""

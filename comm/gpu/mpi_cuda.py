@@ -10,24 +10,21 @@ there when it says so. So somebody on the host has to see both: the progress thr
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.device_channel import DeviceChannel
-from halograd.comm.gpu.adding import add_up
-from halograd.comm.gpu.base import DeviceTransport, check_dtype
-from halograd.comm.gpu.streams import Cuda, Lane, Passage
-from halograd.comm.progress import Operation
-from halograd.comm.reduction import Reduction
-from halograd.comm.shard import shards
+from halograd.comm.gpu.base import DeviceTransport
+from halograd.comm.gpu.streams import Cuda, Lane, LaneCodec, Passage
+from halograd.comm.progress import Operation, Stage
+from halograd.comm.reduction import Plan, Reduction, Room
+from halograd.comm.sums import Method, shards
 from halograd.comm.transports.base import Context, Pattern
-from halograd.device import Ticket
+from halograd.comm.transports.mpi import Messages
 
 __all__ = ["MpiCudaChannel", "MpiCudaTransport", "raw"]
 
@@ -37,81 +34,46 @@ def raw(address: int, nbytes: int) -> tuple[Any, MPI.Datatype]:
     return MPI.buffer.fromaddress(address, nbytes), MPI.BYTE
 
 
-class Stage:
-    """Something to begin, and how to know that it is over."""
-
-    def __init__(self, begin: Callable[[], None], over: Callable[[], bool], wait: Callable[[], object]) -> None:
-        self.begin, self.over, self.wait = begin, over, wait
-
-
-class Stages(Operation):
-    """One thing after the other, driven by the progress thread or by the owner, never by both."""
-
-    def __init__(self, stages: Sequence[Stage], prepare: Callable[[], None]) -> None:
-        super().__init__()
-        self._stages, self._prepare, self._at = list(stages), prepare, 0
-
-    def start(self) -> None:
-        """Begin the first. Does not wait."""
-        self._at = 0
-        self._stages[0].begin()
-
-    def poll(self) -> bool:
-        self._prepare()
-        while self._stages[self._at].over():
-            if not self._go_on():
-                return True
-        return False
-
-    def wait(self) -> None:
-        self._prepare()
-        while True:
-            self._stages[self._at].wait()
-            if not self._go_on():
-                return
-
-    def _go_on(self) -> bool:
-        """Begin the next; False if there is none."""
-        if self._at + 1 == len(self._stages):
-            self.completed_at = time.perf_counter()
-            return False
-        self._at += 1
-        self._stages[self._at].begin()
-        return True
-
-
 class Computed(Stage):
     """Over when the device has done what was enqueued so far."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self._ticket: Ticket | None = None
-        super().__init__(self._begin, lambda: self._now().done(), lambda: self._now().wait())
+        self._ticket: Any = None
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         self._ticket = self._device.mark()
 
-    def _now(self) -> Ticket:
-        assert self._ticket is not None
-        return self._ticket
+    def over(self) -> bool:
+        return bool(self._ticket.done())
+
+    def wait(self) -> None:
+        self._ticket.wait()
 
 
-class Messages(Stage):
-    """Persistent requests; over when all are complete."""
+class Added(Stage):
+    """Over when the lane has done what it was given: MPI sends it then."""
 
-    def __init__(self, requests: list[MPI.Prequest]) -> None:
-        self.requests = requests
-        super().__init__(
-            lambda: MPI.Prequest.Startall(requests),
-            lambda: MPI.Request.Testall(requests),
-            lambda: MPI.Request.Waitall(requests),
-        )
+    def __init__(self, passage: Passage, work: Stage) -> None:
+        self._passage, self._work = passage, work
 
-    def free(self) -> None:
-        """Free the requests; none is under way."""
-        for request in self.requests:
-            request.Free()
-        self.requests.clear()
+    def begin(self) -> None:
+        # All summands are there, and somebody on the host has seen it: the lane need not wait for anything.
+        self._work.wait()
+        self._passage.leave()
+
+    def over(self) -> bool:
+        return self._passage.done
+
+    def wait(self) -> None:
+        self._passage.wait()
+
+
+class AwaitedCodec(LaneCodec):
+    """Sums on a lane that the host sees the end of."""
+
+    def add(self, summands: Sequence[Any], total: Any) -> Stage:
+        return Added(Passage(self.lane), super().add(summands, total))
 
 
 class MpiCudaTransport(DeviceTransport):
@@ -121,35 +83,46 @@ class MpiCudaTransport(DeviceTransport):
     """
 
     def __init__(self, cuda: Cuda, lane: Lane, context: Context) -> None:
-        self._cuda, self._lane = cuda, lane
-        self._mpi, self._progress = context.mpi.Dup(), context.progress
-        self._tags = 0
-
-    def tag(self) -> int:
-        """A tag of no other message. Local, the same on all ranks."""
-        self._tags += 1
-        return self._tags % (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
+        self._cuda, self._lane, self._context = cuda, lane, context
 
     def channel(self, pattern: Pattern, meter: Meter) -> Channel:
-        return MpiCudaChannel(self._cuda, self._mpi, self._progress, pattern, meter, self.tag())
+        return MpiCudaChannel(self._cuda, self._context, pattern, meter)
 
-    def reduction(self, buffer: Any, meter: Meter, method: str, tags: tuple[int, int]) -> Reduction:
-        return MpiCudaSum(self._lane, self._mpi, self._progress, buffer, meter, method, (self.tag(), self.tag()))
+    def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
+        """Shards to those who add them up, on a lane, and the sums back; of a half, one of them."""
+        mpi, flat, device = self._context.mpi, buffer.reshape(-1), self._cuda.device
+        parts = [flat[part] for part in shards(flat.size, mpi.size, flat.itemsize)]
+        own, tags = parts[mpi.rank], (self._context.tag(), self._context.tag())
+        peers = [r for r in range(mpi.size) if r != mpi.rank]
+        filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
+        room, moves, held = Room(), [], 0
+        if method.adds:
+            received = device.zeros((mpi.size, own.size), flat.dtype)
+            there = [mpi.Send_init(self._message(parts[r]), r, tags[0]) for r in filled]
+            there += [mpi.Recv_init(self._message(received[r]), r, tags[0]) for r in mine]
+            moves.append(Messages(there))
+            room.scatter, room.total, held = moves[-1], own, int(received.nbytes)
+            room.summands = [own if r == mpi.rank else received[r] for r in range(mpi.size)]
+        if method.gathers:
+            back = [mpi.Recv_init(self._message(parts[r]), r, tags[1]) for r in filled]
+            back += [mpi.Send_init(self._message(own), r, tags[1]) for r in mine]
+            moves.append(Messages(back))
+            room.gather = moves[-1]
+        stages = [Computed(device), *room.stages(AwaitedCodec(self._lane))]
+        plan = Plan(Operation(stages, prepare=device.use), self._context.progress, device_nbytes=held)
+        plan.close += [move.free for move in moves]
+        return Reduction(buffer, [meter], plan)
 
-    def check(self, dtype: np.dtype) -> None:
-        check_dtype(dtype)
-
-    def close(self) -> None:
-        if self._mpi != MPI.COMM_NULL:
-            self._mpi.Free()
+    def _message(self, array: Any) -> tuple[Any, MPI.Datatype]:
+        return raw(self._cuda.device.address(array), array.nbytes)
 
 
 class MpiCudaChannel(DeviceChannel):
     """One buffer per direction for both slots: `finish` waits for the sends too."""
 
-    def __init__(self, cuda: Cuda, mpi: MPI.Intracomm, progress: Any, pattern: Pattern, meter: Meter, tag: int) -> None:
+    def __init__(self, cuda: Cuda, context: Context, pattern: Pattern, meter: Meter) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter, cuda.device)
-        device, self._progress = cuda.device, progress
+        device, mpi, self._progress = cuda.device, context.mpi, context.progress
 
         def message(array: Any, where: slice) -> tuple[Any, MPI.Datatype]:
             part = array[where]
@@ -157,16 +130,15 @@ class MpiCudaChannel(DeviceChannel):
 
         self._messages = Messages(
             [
-                *(mpi.Recv_init(message(self._in, where), peer, tag) for peer, where in self._recvs.items()),
-                *(mpi.Send_init(message(self._out, where), peer, tag) for peer, where in self._sends.items()),
+                *(mpi.Recv_init(message(self._in, where), peer, pattern.tag) for peer, where in self._recvs.items()),
+                *(mpi.Send_init(message(self._out, where), peer, pattern.tag) for peer, where in self._sends.items()),
             ]
         )
-        self._operation = Stages([Computed(device), self._messages], device.use)
+        self._operation = Operation([Computed(device), self._messages], prepare=device.use)
 
     def _start(self) -> None:
         if self.peers:
             # Behind the unpacking of the exchange before, too: receives may begin as soon as the ticket is done.
-            self._operation.start()
             self._progress.submit(self._operation)
 
     def _finish(self) -> float:
@@ -177,79 +149,3 @@ class MpiCudaChannel(DeviceChannel):
 
     def _close(self) -> None:
         self._messages.free()
-
-
-class MpiCudaSum(Reduction):
-    """Shards to those who add them up, on a lane, and the sums back; by messages of device memory.
-
-    A reduce-scatter is the first half, an all-gather the second.
-    """
-
-    def __init__(
-        self,
-        lane: Lane,
-        mpi: MPI.Intracomm,
-        progress: Any,
-        buffer: Any,
-        meter: Meter,
-        method: str,
-        tags: tuple[int, int],
-    ) -> None:
-        super().__init__(buffer, meter)
-        self._lane, self._progress, self._passage = lane, progress, Passage(lane)
-        device = lane.cuda.device
-        flat, rank = buffer.reshape(-1), mpi.rank
-        parts = [flat[part] for part in shards(flat.size, mpi.size, buffer.itemsize)]
-        own, adds = parts[rank], method != "all_gather"
-        self._received = device.zeros((mpi.size if adds else 0, own.size), buffer.dtype)
-        self._add_up: Callable[[], None] | None = None
-        if adds and own.size:
-            self._add_up = add_up(device, [own if r == rank else self._received[r] for r in range(mpi.size)], own)
-
-        def message(array: Any) -> tuple[Any, MPI.Datatype]:
-            return raw(device.address(array), array.nbytes)
-
-        peers = [r for r in range(mpi.size) if r != rank]
-        filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
-        stages: list[Stage] = [Computed(device)]
-        self._requests: list[Messages] = []
-        if adds:
-            there = [mpi.Send_init(message(parts[r]), r, tags[0]) for r in filled]
-            there += [mpi.Recv_init(message(self._received[r]), r, tags[0]) for r in mine]
-            self._requests.append(Messages(there))
-            stages += [self._requests[-1], Stage(self._add, lambda: self._passage.done, self._passage.wait)]
-        if method != "reduce_scatter":
-            back = [mpi.Recv_init(message(parts[r]), r, tags[1]) for r in filled]
-            back += [mpi.Send_init(message(own), r, tags[1]) for r in mine]
-            self._requests.append(Messages(back))
-            stages.append(self._requests[-1])
-        self._operation = Stages(stages, device.use)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of the host: none [B]."""
-        return 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Memory of the device beside the buffer [B]."""
-        return int(self._received.nbytes)
-
-    def _add(self) -> None:
-        # All summands are there, and somebody on the host has seen it: the lane need not wait for anything.
-        if self._add_up is not None:
-            with self._lane.stream:
-                self._add_up()
-        self._passage.leave()
-
-    def _start(self) -> None:
-        self._operation.start()
-        self._progress.submit(self._operation)
-
-    def _finish(self) -> float:
-        self._progress.complete(self._operation)
-        return self._operation.completed_at
-
-    def _close(self) -> None:
-        for requests in self._requests:
-            requests.free()

@@ -7,20 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.device_channel import DeviceChannel
 from halograd.comm.errors import CommError
-from halograd.comm.gpu.base import DeviceTransport, check_dtype
-from halograd.comm.gpu.spans import LaneMeter, LaneSpans
-from halograd.comm.gpu.streams import Lane, Passage
+from halograd.comm.gpu.base import DeviceTransport
+from halograd.comm.gpu.streams import Join, Lane, LaneCodec, LaneMeter, LaneSpans, Passage
 from halograd.comm.gpu.watchdog import Watchdog
-from halograd.comm.reduction import Reduction
+from halograd.comm.progress import Operation, Stage, Work
+from halograd.comm.reduction import Plan, Reduction, Room
+from halograd.comm.sums import Method, shards
 from halograd.comm.transports.base import Context, Pattern
 
-__all__ = ["SUMMABLE", "Link", "NcclChannel", "NcclTransport", "load_nccl"]
+__all__ = ["SUMMABLE", "Link", "NcclChannel", "NcclTransport", "load_nccl", "nccl_sum"]
 
 #: Types that NCCL sums, and its names for them.
 SUMMABLE = {
@@ -152,6 +151,8 @@ class NcclTransport(DeviceTransport):
         a lane runs in that order, which is the same on all ranks, so that no two wait for each other.
     """
 
+    summable = tuple(SUMMABLE)
+
     def __init__(
         self, lanes: tuple[Lane, Lane], context: Context, watchdog: Watchdog, nccl: Any, spans: LaneSpans
     ) -> None:
@@ -169,13 +170,8 @@ class NcclTransport(DeviceTransport):
     def channel(self, pattern: Pattern, meter: Meter) -> Channel:
         return NcclChannel(self.link(urgent=True), pattern, LaneMeter(meter, self._spans))
 
-    def reduction(self, buffer: Any, meter: Meter, method: str, tags: tuple[int, int]) -> Reduction:
-        from halograd.comm.gpu.nccl_sums import SUMS
-
-        return SUMS[method](self.link(urgent=buffer.nbytes <= URGENT), buffer, LaneMeter(meter, self._spans))
-
-    def check(self, dtype: np.dtype) -> None:
-        check_dtype(dtype, tuple(SUMMABLE))
+    def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
+        return nccl_sum(self.link(urgent=buffer.nbytes <= URGENT), buffer, LaneMeter(meter, self._spans), method)
 
     def close(self) -> None:
         for which in sorted(self._links, reverse=True):
@@ -224,6 +220,93 @@ class NcclChannel(DeviceChannel):
 
     def _close(self) -> None:
         self._link.forget(self._passage)
+
+
+def nccl_sum(link: Link, buffer: Any, meter: LaneMeter, method: Method) -> Reduction:
+    """A sum by NCCL, in place, all of it enqueued on the lane by `start`. The host never waits.
+
+    By a collective of NCCL, whose bits are the same on all ranks and depend on how many there are; or in the order of
+    the ranks, by messages: then the bits are those of all other links.
+    """
+    passage, calls = meter.passage(link.lane), _Calls(link, buffer)
+    label = f"sum {meter.label!r} of {buffer.nbytes} bytes"
+    stages, held = calls.in_order() if method.ordered else ([Work([calls.native(method)])], 0)
+    lane = [Work([passage.enter]), *stages, Work([lambda: link.leave(passage, label)])]
+    operation = Operation([*lane, Join(passage, link.raise_fault)], first=len(lane))
+    plan = Plan(operation, device_nbytes=held, close=[lambda: link.forget(passage)])
+    return Reduction(buffer, [meter], plan)
+
+
+class _Calls:
+    """Calls of NCCL on a buffer and its shards, each one group."""
+
+    def __init__(self, link: Link, buffer: Any) -> None:
+        self._link, self._flat = link, buffer.reshape(-1)
+        self._parts = shards(self._flat.size, link.size, buffer.itemsize)
+        self._lengths = [part.stop - part.start for part in self._parts]
+        self._address = link.lane.cuda.device.address(buffer)
+        self._at = [self._address + part.start * buffer.itemsize for part in self._parts]
+        #: Whether all shards are as long as each other: then NCCL has one call for all of them.
+        self._even = len(set(self._lengths)) == 1
+        self._bytes, self._stream = link.nccl.NCCL_UINT8, link.lane.ptr
+
+    def native(self, method: Method) -> Callable[[], None]:
+        """The collective for a method."""
+        if not method.adds:
+            return self._gather
+        return self._reduce if method.gathers else self._scatter
+
+    def _reduce(self) -> None:
+        at = self._address
+        with self._link.group() as comm:
+            comm.allReduce(at, at, self._flat.size, self._dtype, self._link.nccl.NCCL_SUM, self._stream)
+
+    def _scatter(self) -> None:
+        total = self._link.nccl.NCCL_SUM
+        with self._link.group() as comm:
+            if self._even:
+                own = self._at[self._link.rank]
+                comm.reduceScatter(self._address, own, self._lengths[0], self._dtype, total, self._stream)
+                return
+            for root, (at, length) in enumerate(zip(self._at, self._lengths)):
+                if length:
+                    comm.reduce(at, at, length, self._dtype, total, root, self._stream)
+
+    def _gather(self) -> None:
+        """All shards to all ranks, by bytes."""
+        size = self._flat.itemsize
+        with self._link.group() as comm:
+            if self._even:
+                own = self._at[self._link.rank]
+                comm.allGather(own, self._address, self._lengths[0] * size, self._bytes, self._stream)
+                return
+            for root, (at, length) in enumerate(zip(self._at, self._lengths)):
+                if length:
+                    comm.broadcast(at, at, length * size, self._bytes, root, self._stream)
+
+    @property
+    def _dtype(self) -> int:
+        return int(getattr(self._link.nccl, SUMMABLE[self._flat.dtype.name]))
+
+    def in_order(self) -> tuple[list[Stage], int]:
+        """Shards to those who add them up, and the sums back; and the memory of the device that takes [B]."""
+        link, own = self._link, self._flat[self._parts[self._link.rank]]
+        received = link.lane.cuda.device.zeros((link.size, own.size), own.dtype)
+        summands = [own if r == link.rank else received[r] for r in range(link.size)]
+        to = [(r, self._at[r], n * own.itemsize) for r, n in enumerate(self._lengths) if n and r != link.rank]
+        address = link.lane.cuda.device.address
+        back = [(r, address(received[r]), own.nbytes) for r in range(link.size) if own.size and r != link.rank]
+
+        def scatter() -> None:
+            with link.group() as comm:
+                for peer, at, nbytes in to:
+                    comm.send(at, nbytes, self._bytes, peer, self._stream)
+                for peer, at, nbytes in back:
+                    comm.recv(at, nbytes, self._bytes, peer, self._stream)
+
+        # What the lane is given runs in order: its moves are over as soon as they are enqueued.
+        room = Room(scatter=Work([scatter]), summands=summands, total=own, gather=Work([self._gather]))
+        return room.stages(LaneCodec(link.lane)), int(received.nbytes)
 
 
 def _tried(call: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:

@@ -1,4 +1,4 @@
-"""Streams beside that of the kernels, and the events that order them.
+"""Streams beside that of the kernels, the events that order them, the times they tell, and sums of arrays on them.
 
 ::
 
@@ -9,9 +9,17 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Cuda", "Lane", "Passage"]
+from halograd.comm.counters import Meter
+from halograd.comm.progress import Stage, Work
+from halograd.comm.reduction import Pairs
+from halograd.device import Device
+
+__all__ = ["Cuda", "Join", "Lane", "LaneCodec", "LaneMeter", "LaneSpans", "Passage", "TimedPassage", "add_up"]
 
 # Lower is higher; CUDA clamps what is out of its range. Blocks of a message are placed before those of kernels that
 # wait for room, or a halo would travel when the kernel that should hide it is over.
@@ -90,3 +98,158 @@ class Passage:
     def wait(self) -> None:
         """Return when the lane has come to the last `leave`: for those who have to see it on the host."""
         self._behind.synchronize()
+
+
+class LaneSpans:
+    """Events whose times a recorder is told of when the device has come there. Local; nobody waits.
+
+    Times are those of the device, counted from a moment that host and device shared.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._waiting: deque[tuple[LaneMeter, list[Any]]] = deque()
+        self._origin: Any = None
+        self._began = 0.0
+
+    def prepare(self) -> None:
+        """Begin to count. Waits for the device once; for when things are built, not for a step."""
+        if self._origin is None:
+            self._cuda.device.synchronize()
+            self._origin, self._began = self.stamp(self._cuda.compute), time.perf_counter()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `prepare` was called."""
+        return self._origin is not None
+
+    def stamp(self, stream: Any) -> Any:
+        """An event with a time, behind what the stream was given so far."""
+        event = self._cuda.cupy.cuda.Event()
+        event.record(stream)
+        return event
+
+    def put(self, meter: LaneMeter, stamps: list[Any]) -> None:
+        """Tell of these later: begin and end on the lane, begin and end of waiting. And of what is done by now."""
+        self._waiting.append((meter, stamps))
+        while self._waiting and self._waiting[0][1][-1].done:
+            whose, events = self._waiting.popleft()
+            elapsed = self._cuda.cupy.cuda.get_elapsed_time
+            whose.tell([self._began + 1e-3 * float(elapsed(self._origin, event)) for event in events])
+
+
+class LaneMeter(Meter):
+    """Books the traffic of something on a lane; its times are told by the device, not by the host."""
+
+    def __init__(self, meter: Meter, spans: LaneSpans) -> None:
+        super().__init__(meter._instruments, meter.kind, meter.name, meter.messages, meter.nbytes)
+        self._spans = spans
+        if self._instruments.recorder is not None:
+            spans.prepare()
+
+    def passage(self, lane: Lane) -> Passage:
+        """A way to the lane and back that is timed while there is a recorder."""
+        return TimedPassage(lane, self, self._spans)
+
+    @property
+    def timed(self) -> bool:
+        """Whether somebody wants to know."""
+        recorder = self._instruments.recorder
+        return recorder is not None and self._spans.ready and not getattr(recorder, "paused", False)
+
+    def took(self, started: float, waited_from: float, arrived: float, waited_to: float) -> None:
+        # What the host took to enqueue is of no interest.
+        self._instruments.waiting = None
+
+    def tell(self, times: list[float]) -> None:
+        """Tell the recorder: begin and end on the lane, begin and end of waiting [s]."""
+        recorder = self._instruments.recorder
+        if recorder is not None:
+            recorder.span(self.label, "communication", times[0], times[1])
+            recorder.span(self.label, "wait", times[2], times[3])
+
+
+class TimedPassage(Passage):
+    """A passage with stamps on both streams. No stamps while nobody wants to know."""
+
+    def __init__(self, lane: Lane, meter: LaneMeter, spans: LaneSpans) -> None:
+        super().__init__(lane)
+        self._meter, self._spans = meter, spans
+        self._stamps: list[Any] = []
+
+    def enter(self) -> None:
+        super().enter()
+        self._stamps = [self._spans.stamp(self.lane.stream)] if self._meter.timed else []
+
+    def leave(self) -> None:
+        if self._stamps:
+            self._stamps.append(self._spans.stamp(self.lane.stream))
+        super().leave()
+
+    def join(self) -> None:
+        if len(self._stamps) < 2:
+            super().join()
+            return
+        compute = self.lane.cuda.compute
+        before = self._spans.stamp(compute)
+        super().join()
+        self._spans.put(self._meter, [*self._stamps, before, self._spans.stamp(compute)])
+        self._stamps = []
+
+
+class Join(Stage):
+    """The kernels' stream goes on behind what the lane was given; checked for faults before."""
+
+    def __init__(self, passage: Passage, check: Callable[[], None] = lambda: None) -> None:
+        self._passage, self._check = passage, check
+
+    def wait(self) -> None:
+        self._check()
+        self._passage.join()
+
+
+class LaneCodec:
+    """Elements as they are, on a lane: arithmetic is enqueued there, and runs behind what the lane was given."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+
+    def deposit(self, pairs: Pairs) -> Stage:
+        return self._enqueued(self.lane.cuda.device.copies(list(pairs)) if len(pairs) else None)
+
+    give_back = deposit
+
+    def add(self, summands: Sequence[Any], total: Any) -> Stage:
+        return self._enqueued(add_up(self.lane.cuda.device, summands, total) if total.size else None)
+
+    def _enqueued(self, call: Callable[[], object] | None) -> Stage:
+        def run() -> None:
+            with self.lane.stream:
+                call()  # type: ignore[misc]
+
+        return Work([] if call is None else [run])
+
+
+def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], None]:
+    """What enqueues, on the current stream, ``total = summands[0] + summands[1] + ...`` in this order. Local.
+
+    `total` may be one of the summands; if it is not the first, the first is overwritten.
+    """
+    first, *others = summands
+    at = next((i for i, summand in enumerate(summands) if summand is total), None)
+    if at == 0:
+        return device.sums([(total, other) for other in others])
+    if at is None:
+        copy, sums = device.copies([(total, first)]), device.sums([(total, other) for other in others])
+        return both(copy, sums)
+    return both(device.sums([(first, other) for other in others]), device.copies([(total, first)]))
+
+
+def both(one: Callable[[], None], two: Callable[[], None]) -> Callable[[], None]:
+    """One, then the other."""
+
+    def run() -> None:
+        one()
+        two()
+
+    return run

@@ -17,15 +17,14 @@ from __future__ import annotations
 import math
 
 from halograd.comm.errors import CommError
-from halograd.comm.transports.auto import AutoTransport
-from halograd.comm.transports.base import Context, Transport
-from halograd.comm.transports.emulated import EmulatedTransport
-from halograd.comm.transports.mpi import MpiTransport
-from halograd.comm.transports.shared import SharedTransport
+from halograd.comm.transports.base import Context
+from halograd.comm.transports.emulated import Network
+from halograd.comm.transports.transport import Transport
 
 __all__ = ["Context", "Transport", "make_transport", "parse_transport"]
 
-_PLAIN: dict[str, type[Transport]] = {"auto": AutoTransport, "mpi": MpiTransport, "shared": SharedTransport}
+#: Whether ranks of a node share memory, and whether others exchange messages of MPI.
+_PLAIN = {"auto": (True, True), "mpi": (False, True), "shared": (True, False)}
 _EXPECTED = "expected 'auto', 'mpi', 'shared' or 'emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE'"
 _NODE = f"{_EXPECTED}, for the last also ',node=RANKS'"
 
@@ -63,5 +62,5 @@ def make_transport(text: str, context: Context) -> Transport:
     """The transport of this name on one communicator. Local; the transport may be collective to use."""
     name, options = parse_transport(text)
     if name == "emulated":
-        return EmulatedTransport(context, options["alpha"], options["beta"], int(options.get("node", 1)))
-    return _PLAIN[name](context)
+        return Transport(context, True, True, Network(options["alpha"], options["beta"], int(options.get("node", 1))))
+    return Transport(context, *_PLAIN[name])

@@ -1,18 +1,21 @@
-"""The `mpi` transport: one persistent message per peer."""
+"""Messages of MPI: channels of one persistent message per peer, and the moves of sums."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
-from halograd.comm.progress import Operation
-from halograd.comm.transports.base import Context, Pattern, Transport, aligned_bytes
+from halograd.comm.progress import Operation, Stage, Work
+from halograd.comm.reduction import Plain, Plan, Room
+from halograd.comm.rounding import Rounded
+from halograd.comm.sums import Method, shards
+from halograd.comm.transports.base import Context, Pattern, aligned_bytes
 
-__all__ = ["MpiChannel", "MpiTransport", "words"]
+__all__ = ["Messages", "MpiChannel", "Native", "plan_over_mpi", "words"]
 
 # Messages above this wait for the receiver (rendezvous): without the progress thread they would not even
 # leave before finish(). Below it a message has left when start() returns, and waking the thread costs more.
@@ -30,66 +33,147 @@ def words(memory: np.ndarray) -> tuple[np.ndarray, MPI.Datatype]:
     raise AssertionError("every number is a multiple of 1")
 
 
+class Messages(Stage):
+    """Persistent messages that are sent and received together."""
+
+    def __init__(self, requests: Sequence[MPI.Prequest]) -> None:
+        self._requests = list(requests)
+
+    def begin(self) -> None:
+        MPI.Prequest.Startall(self._requests)
+
+    def over(self) -> bool:
+        return bool(MPI.Request.Testall(self._requests))
+
+    def wait(self) -> None:
+        MPI.Request.Waitall(self._requests)
+
+    def free(self) -> None:
+        """Free the requests; none is under way."""
+        for request in self._requests:
+            request.Free()
+        self._requests.clear()
+
+
+class Native(Stage):
+    """A non-blocking collective of the MPI library."""
+
+    def __init__(self, post: Callable[[], MPI.Request]) -> None:
+        self._post, self._request = post, MPI.REQUEST_NULL
+
+    def begin(self) -> None:
+        self._request = self._post()
+
+    def over(self) -> bool:
+        return bool(self._request.Test())
+
+    def wait(self) -> None:
+        self._request.Wait()
+
+
 class MpiChannel(Channel):
-    """One buffer per peer for both slots; ``Startall`` in `start`, ``Waitall`` in `finish`.
+    """One buffer per peer for both slots; the messages start in `start`, `finish` waits for them.
 
     One buffer is enough: `finish` waits for the sends too, and the next receive begins in the next `start`.
     """
 
-    header = 0  # [B] before the payload, a multiple of the alignment
-
     def __init__(self, context: Context, pattern: Pattern, meter: Meter) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
         self._progress = context.progress
-        self._sent = self._allocate(pattern.sends)
-        self._received = self._allocate(pattern.recvs)
-        self._requests: list[MPI.Prequest] = [
-            *(context.mpi.Recv_init(words(m), peer, pattern.tag) for peer, m in self._received.items()),
-            *(context.mpi.Send_init(words(m), peer, pattern.tag) for peer, m in self._sent.items()),
-        ]
-        self._operation = Operation()
-        self._operation.requests = self._requests
-        self._send_views = self._payloads(self._sent)
-        self._recv_views = self._payloads(self._received)
-        for view in self._recv_views.values():
-            view.flags.writeable = False
+        self._sent, self._received = self._allocate(pattern.sends), self._allocate(pattern.recvs)
+        self._messages = Messages(
+            [
+                *(context.mpi.Recv_init(words(m), peer, pattern.tag) for peer, m in self._received.items()),
+                *(context.mpi.Send_init(words(m), peer, pattern.tag) for peer, m in self._sent.items()),
+            ]
+        )
+        self._operation = Operation([self._messages])
+        for array in self._received.values():
+            array.flags.writeable = False
         longest = max((m.nbytes for m in (*self._sent.values(), *self._received.values())), default=0)
         self._in_background = longest > EAGER_LIMIT
 
     def _allocate(self, counts: Mapping[int, int]) -> dict[int, np.ndarray]:
-        return {peer: aligned_bytes(self.header + count * self.dtype.itemsize) for peer, count in counts.items()}
-
-    def _payloads(self, memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-        return {peer: m[self.header :].view(self.dtype) for peer, m in memory.items()}
+        size, dtype = self.dtype.itemsize, self.dtype
+        return {peer: aligned_bytes(count * size).view(dtype) for peer, count in counts.items()}
 
     def _send_buffer(self, peer: int, slot: int) -> np.ndarray:
-        return self._send_views[peer]
+        return self._sent[peer]
 
     def _recv_buffer(self, peer: int, slot: int) -> np.ndarray:
-        return self._recv_views[peer]
+        return self._received[peer]
 
     def _start(self) -> None:
-        MPI.Prequest.Startall(self._requests)
         if self._in_background:
             self._progress.submit(self._operation)
+        else:
+            self._messages.begin()
 
     def _finish(self) -> float:
         if self._in_background:
             self._progress.complete(self._operation)
             return self._operation.completed_at
-        self._operation.wait()
+        self._messages.wait()
         return 0.0
 
     def _close(self) -> None:
-        for request in self._requests:
-            request.Free()
-        self._requests.clear()
-        for buffers in (self._sent, self._received, self._send_views, self._recv_views):
-            buffers.clear()
+        self._messages.free()
+        self._sent.clear()
+        self._received.clear()
 
 
-class MpiTransport(Transport):
-    """Messages of real MPI, within and between nodes."""
+def plan_over_mpi(context: Context, buffer: np.ndarray, method: Method) -> Plan:
+    """How a buffer is summed by messages of MPI; of several ranks, not empty, not by nodes.
 
-    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
-        return MpiChannel(self._context, pattern, meter)
+    A sum in the order of the ranks is a room of messages; all others are a collective of the MPI library, which may
+    add up in any order, and in another one for another number of bytes. The progress thread drives both.
+    """
+    mpi, flat = context.mpi, buffer.reshape(-1)
+    parts = shards(flat.size, mpi.size, flat.itemsize)
+    own = parts[mpi.rank]
+    feedback = method.codec == "bfloat16"
+    nbytes = method.held(flat.nbytes, mpi.size, (own.stop - own.start) * flat.itemsize)
+    if method.ordered:
+        return _in_order(context, flat, method, nbytes if not feedback else 0)
+    direct = None
+    if method.adds and method.gathers:
+        stages: list[Stage] = [Native(lambda: mpi.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM))]
+
+        def direct() -> None:
+            mpi.Allreduce(MPI.IN_PLACE, flat, MPI.SUM)
+    elif method.adds:
+        # In place, MPI would put the sum where the buffer begins, over the summands of another rank.
+        total, counts = np.empty_like(flat[own]), [part.stop - part.start for part in parts]
+        native = Native(lambda: mpi.Ireduce_scatter(flat, total, counts, MPI.SUM))
+        stages = [native, Work([lambda: np.copyto(flat[own], total)])]
+    else:
+        message = [flat, ([part.stop - part.start for part in parts], [part.start for part in parts])]
+        stages = [Native(lambda: mpi.Iallgatherv(MPI.IN_PLACE, message))]
+    return Plan(Operation(stages), context.progress, direct=direct, nbytes=nbytes)
+
+
+def _in_order(context: Context, flat: np.ndarray, method: Method, nbytes: int) -> Plan:
+    """Every rank receives its shard of all summands, adds them up, and sends the sum to all.
+
+    Reduce-scatter and all-gather with ``2 (P - 1) / P`` times the buffer per rank, as the best all-reduce.
+    """
+    mpi, rounds = context.mpi, method.codec == "bfloat16"
+    wire = np.zeros(flat.size, np.uint16) if rounds else flat
+    shares = shards(wire.size, mpi.size, wire.itemsize)
+    parts, peers = [wire[share] for share in shares], [r for r in range(mpi.size) if r != mpi.rank]
+    own, tags = parts[mpi.rank], (context.tag(), context.tag())
+    received = [own if r == mpi.rank else np.empty_like(own) for r in range(mpi.size)]
+    filled, mine = [r for r in peers if parts[r].size], peers if own.size else []
+    there = [mpi.Send_init(words(parts[r]), r, tags[0]) for r in filled]
+    there += [mpi.Recv_init(words(received[r]), r, tags[0]) for r in mine]
+    back = [mpi.Recv_init(words(parts[r]), r, tags[1]) for r in filled]
+    back += [mpi.Send_init(words(own), r, tags[1]) for r in mine]
+    scatter, gather = Messages(there), Messages(back)
+    codec = Rounded([shares[mpi.rank]]) if rounds else None
+    copies = [(wire, flat)] if rounds else []
+    room = Room(copies, scatter, received, own, gather, [(flat, wire)] if rounds else [])
+    stages = room.stages(codec or Plain())
+    # The owner encodes and decodes; the thread, or whoever waits, does what lies between.
+    operation = Operation(stages, first=1, last=len(room.returns))
+    held = wire.nbytes + sum(one.nbytes for one in received) - own.nbytes if rounds else nbytes
+    return Plan(operation, context.progress, codec=codec, nbytes=held, close=[scatter.free, gather.free])

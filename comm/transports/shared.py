@@ -1,8 +1,9 @@
-"""The `shared` transport: ranks of a node read each other's send buffers."""
+"""Memory that the ranks of a node share: peers read each other's send buffers, and sums are made there without MPI."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,167 +11,296 @@ from mpi4py import MPI
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
-from halograd.comm.errors import CommError
-from halograd.comm.ordered import Tags
-from halograd.comm.reduction import Reduction
+from halograd.comm.progress import Operation, Stage
+from halograd.comm.reduction import Plain, Plan, Room
+from halograd.comm.rounding import Rounded
+from halograd.comm.sums import Method, shards
 from halograd.comm.transports import base
-from halograd.comm.transports.accumulator import TALLIES, Accumulator, Team
-from halograd.comm.transports.arena import Arena, Chunk, rounded
-from halograd.comm.transports.base import ALIGNMENT, Context, Pattern, Transport
-from halograd.comm.transports.flags import FLAG_BYTES, Flags
-from halograd.comm.transports.node_sum import Across, MpiAcross, NodeSum, Room
-from halograd.comm.transports.places import Places
-from halograd.comm.transports.shared_rounded import StagedRoundedSum
-from halograd.comm.transports.shared_shards import SharedGather, SharedScatter, StagedScatter
-from halograd.comm.transports.shared_sum import LARGEST_AT_ONCE, SharedSum, Stage, StagedSum
+from halograd.comm.transports.base import ALIGNMENT, Context, Pattern
+from halograd.comm.transports.emulated import Network, Stamped, Stamps
+from halograd.comm.transports.memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Signal, rounded
 
-__all__ = ["SharedTransport"]
+__all__ = ["LARGEST_AT_ONCE", "NodeMemory", "SharedChannel", "blocks"]
 
-PIECE_BYTES = 256 * 1024  # of a large sum that is on the stage at once, per rank [B]: fits the cache of a core
+STAGE_BYTES = 256 * 1024  # of a large sum that is on the stage at once, per rank [B]: fits the cache of a core
+# Up to here [B] a sum is deposited when it starts; larger ones go through a common stage, piece by piece.
+LARGEST_AT_ONCE = 64 * 1024
 
 
-class SharedTransport(Transport):
-    """Each rank packs into its own segment of a shared window; peers on its node read straight from there."""
+class NodeMemory:
+    """What the ranks of a communicator that share memory do by it. Collective over the communicator to use.
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
+    Parameters
+    ----------
+    network
+        Whose time messages between its nodes take; None: there is no network between ranks that share memory.
+    node_of
+        Number of the emulated node of every rank.
+    crowded
+        Whether there are more ranks than cores: then a rank that waits must leave its core alone.
+    """
+
+    def __init__(
+        self, context: Context, network: Network | None = None, node_of: Sequence[int] = (), crowded: bool = True
+    ) -> None:
+        self.context, self.network, self.node_of, self._crowded = context, network, tuple(node_of), crowded
         self._arena: Arena | None = None
         self._node_ranks: list[int] = []
-        self._stage: Stage | None = None
-        self._accumulator: Accumulator | None = None
-        self._leaders: MPI.Comm = MPI.COMM_NULL
+        self._stage: _CommonStage | None = None
 
     def neighbors(self) -> set[int]:
         """Ranks on the node of this one. Collective at the first call."""
         self._open()
         return {rank for rank, here in enumerate(self._node_ranks) if here != MPI.UNDEFINED}
 
-    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
-        self._refuse_far(pattern)
-        return SharedChannel(pattern, meter, self.slots(pattern))
-
-    def _refuse_far(self, pattern: Pattern) -> None:
-        far = sorted(set(pattern.peers) - self.neighbors())
-        fault = None
-        if far:
-            fault = CommError(
-                f"shared transport: expected peers on the same node, got rank {far[0]} on another; use transport='auto'"
-            )
-        self._context.agree(fault)
-
-    def slots(self, pattern: Pattern) -> Slots:
-        """Shared memory for the messages of a pattern, all of whose peers are on this node. Collective."""
-        arena = self._open()
-        nbytes = {peer: rounded(count * pattern.dtype.itemsize) for peer, count in pattern.sends.items()}
-        chunk, first = arena.reserve(FLAG_BYTES + 2 * ALIGNMENT + 2 * sum(nbytes.values()))
-        mine = self._node_ranks[self._context.mpi.rank]
-        # The flag and two stamps, then two slots per peer.
-        start = first + FLAG_BYTES + 2 * ALIGNMENT
-        offsets: dict[int, tuple[int, int]] = {}
-        for peer, size in nbytes.items():
-            offsets[self._node_ranks[peer]] = (start, start + size)
-            start += 2 * size
-        told = arena.node.allgather((first, offsets))
-        sends = {
-            peer: _both(chunk.segment(mine), offsets[self._node_ranks[peer]], count, pattern.dtype)
-            for peer, count in pattern.sends.items()
-        }
-        recvs = {}
-        for peer, count in pattern.recvs.items():
-            owner = self._node_ranks[peer]
-            recvs[peer] = _both(chunk.segment(owner), told[owner][1][mine], count, pattern.dtype)
-            for view in recvs[peer]:
-                view.flags.writeable = False
-        places = {peer: (self._node_ranks[peer], told[self._node_ranks[peer]][0]) for peer in pattern.peers}
-        flags = Flags(chunk, first, dict(places.values()), mine)
-        stamps = {peer: _stamps(chunk, rank, offset) for peer, (rank, offset) in places.items()}
-        return Slots(sends, recvs, flags, _stamps(chunk, mine, first), stamps, chunk.give_back)
-
-    def reduction(self, buffer: np.ndarray, meter: Meter) -> Reduction:
-        """Through shared memory if all ranks are on this node; over MPI otherwise."""
-        if not self._near(buffer):
-            return super().reduction(buffer, meter)
-        return self._sum(buffer, meter, SharedSum, StagedSum)
-
-    def ordered(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
-        """In shared memory summands are added up in order anyway."""
-        return self.reduction(buffer, meter) if self._near(buffer) else super().ordered(buffer, meter, tags)
-
-    def rounded(self, buffer: np.ndarray, meter: Meter, tags: Tags) -> Reduction:
-        if not self._near(buffer):
-            return super().rounded(buffer, meter, tags)
-        return StagedRoundedSum(buffer, meter, self.stage())
-
-    def scatter(self, buffer: np.ndarray, meter: Meter) -> Reduction:
-        if not self._near(buffer):
-            return super().scatter(buffer, meter)
-        return self._sum(buffer, meter, SharedScatter, StagedScatter)
-
-    def gather(self, buffer: np.ndarray, meter: Meter) -> Reduction:
-        if not self._near(buffer):
-            return super().gather(buffer, meter)
-        return SharedGather(buffer, meter, self.places(SharedGather.bytes_for(buffer, self._context.mpi.size)))
-
-    def _near(self, buffer: np.ndarray) -> bool:
-        """Whether there is something to do, and all ranks are on this node. Collective at the first call."""
-        size = self._context.mpi.size
-        return size > 1 and buffer.size > 0 and len(self.neighbors()) == size
-
-    def _sum(self, buffer: np.ndarray, meter: Meter, small: type[SharedSum], large: type[StagedSum]) -> Reduction:
-        if buffer.nbytes > LARGEST_AT_ONCE:
-            return large(buffer, meter, self.stage())
-        return small(buffer, meter, self.places(small.bytes_for(buffer, self._context.mpi.size)))
-
-    def sum_by_nodes(self, buffer: np.ndarray, across: Meter, within: Meter, in_background: bool) -> Reduction:
-        if self._accumulator is None:
-            self._accumulator = self._make_accumulator()
-        team = self._accumulator.team
-        room = Room(self.places, team, buffer, Across.totals_needed)
-        alone = len(self.neighbors()) == self._context.mpi.size
-        way = Across(team, room) if alone else MpiAcross(team, room, self._leaders)
-        return NodeSum(buffer, across, within, self._accumulator, room, way, in_background)
-
-    def _make_accumulator(self) -> Accumulator:
-        places = self.places(TALLIES * ALIGNMENT)
-        team = Team(places, range(self._open().node.size), (0,))
-        self._leaders = self._context.mpi.Split(0 if team.leads else MPI.UNDEFINED, self._context.mpi.rank)
-        return Accumulator(team, self._context.progress)
+    @property
+    def node(self) -> MPI.Intracomm:
+        """The ranks that share memory. Collective at the first call."""
+        return self._open().node
 
     def places(self, nbytes: int) -> Places:
-        """So many bytes [B] in the segment of every rank of this node. Collective over the communicator."""
+        """So many bytes [B] in the segment of every rank of this node."""
         return Places(self._open(), nbytes)
-
-    def stage(self) -> Stage:
-        """The stage of all large sums, made at the first (collective)."""
-        if self._stage is None:
-            share = rounded(PIECE_BYTES // self._context.mpi.size + ALIGNMENT)
-            places = Places(self._open(), PIECE_BYTES + share)
-            summands, totals = places.views(0, PIECE_BYTES), places.views(PIECE_BYTES, share)
-            self._stage = Stage(summands, totals, places.mine, places.flags)
-        return self._stage
 
     @property
     def buffer_bytes(self) -> int:
-        return self._stage.nbytes if self._stage is not None else 0
+        """Memory of this rank that its large sums have in common [B]."""
+        return 0 if self._stage is None else self._stage.nbytes
 
     def close(self) -> None:
-        if self._leaders != MPI.COMM_NULL:
-            self._leaders.Free()
+        """Free the memory; idempotent."""
         if self._arena is not None:
             self._arena.close()
-            self._arena = self._stage = self._accumulator = None
+            self._arena = self._stage = None
 
     def _open(self) -> Arena:
         """The arena, made at the first call (collective): many communicators only reduce."""
         if self._arena is None:
-            comm = self._context.mpi
+            comm = self.context.mpi
+            self.context.agree(None)
             node = base.split_node(comm)
             everybody, here = comm.Get_group(), node.Get_group()
             self._node_ranks = list(everybody.Translate_ranks(range(comm.size), here))
             everybody.Free()
             here.Free()
-            self._arena = Arena(node, self._context.agree)
+            self._arena = Arena(node, self.context.agree)
         return self._arena
+
+    def signal(
+        self, flags: Flags, stamps: dict[int, Stamps], seconds: dict[int, float], others: Sequence[int] | None = None
+    ) -> Signal:
+        """A move that every rank awaits; one that takes time if there is a network.
+
+        Parameters
+        ----------
+        stamps
+            Of this rank and of those from which something comes, by their number on the node.
+        seconds
+            How long what comes from each is under way [s].
+        """
+        if self.network is None:
+            return Signal(flags, others)
+        own = stamps[self.node.rank]
+        return Stamped(flags, others, own, [(stamps[rank], s) for rank, s in seconds.items()], self._crowded)
+
+    # -- channels ------------------------------------------------------------------------------
+
+    def channel(self, pattern: Pattern, meter: Meter) -> SharedChannel:
+        """A channel of a pattern all of whose peers share memory."""
+        arena = self._open()
+        nbytes = {peer: rounded(count * pattern.dtype.itemsize) for peer, count in pattern.sends.items()}
+        chunk, first = arena.reserve(FLAG_BYTES + 2 * ALIGNMENT + 2 * sum(nbytes.values()))
+        mine, local = self._node_ranks[self.context.mpi.rank], self._node_ranks
+        # The flag and two stamps, then two slots per peer.
+        start = first + FLAG_BYTES + 2 * ALIGNMENT
+        offsets: dict[int, tuple[int, int]] = {}
+        for peer, size in nbytes.items():
+            offsets[local[peer]] = (start, start + size)
+            start += 2 * size
+        told = arena.node.allgather((first, offsets))
+        sends = {
+            peer: _both(chunk.segment(mine), offsets[local[peer]], count, pattern.dtype)
+            for peer, count in pattern.sends.items()
+        }
+        recvs = {
+            peer: _both(chunk.segment(local[peer]), told[local[peer]][1][mine], count, pattern.dtype)
+            for peer, count in pattern.recvs.items()
+        }
+        where = {local[peer]: told[local[peer]][0] for peer in pattern.peers} | {mine: first}
+        stamps = {
+            rank: _both(chunk.segment(rank), (at + FLAG_BYTES, at + FLAG_BYTES + ALIGNMENT), 1, np.dtype(np.float64))
+            for rank, at in where.items()
+        }
+        seconds = {local[peer]: self._seconds(peer, count * pattern.dtype.itemsize) for peer, count in
+                   pattern.recvs.items()}  # fmt: skip
+        signal = self.signal(Flags(chunk, where, mine), stamps, seconds)
+        return SharedChannel(pattern, meter, Slots(sends, recvs, signal, chunk))
+
+    def _seconds(self, peer: int, nbytes: int) -> float:
+        """How long a message from a peer takes [s]."""
+        if self.network is None or self.node_of[peer] == self.node_of[self.context.mpi.rank]:
+            return 0.0
+        return self.network.message(nbytes)
+
+    # -- sums ----------------------------------------------------------------------------------
+
+    def plan(self, buffer: np.ndarray, method: Method) -> Plan:
+        """How ranks that all share memory sum a buffer; of several ranks, not empty, not by nodes."""
+        flat = buffer.reshape(-1)
+        if method.codec == "plain" and (flat.nbytes <= LARGEST_AT_ONCE or not method.adds):
+            return self._at_once(flat, method)
+        return self._staged(flat, method)
+
+    def _travel(self, places: Places, method: Method, nbytes: int) -> Signal:
+        """A move of a collective, whose stamps are the first two cache lines of the places."""
+        far = self.network is not None and max(self.node_of) > 0
+        seconds = self.network.collective(method, places.ranks, nbytes) if self.network is not None and far else 0.0
+        stamps = {rank: _stamps(places, rank) for rank in range(places.ranks)}
+        return self.signal(places.flags, stamps, dict.fromkeys(stamps, seconds))
+
+    def _at_once(self, flat: np.ndarray, method: Method) -> Plan:
+        """Every rank deposits its summand when it starts, and each adds up all of them: of every element, or its shard.
+
+        To gather, every rank deposits its shard: of any size, as shards of all ranks are no more than one buffer.
+
+        Sum n uses slot n mod 2 and raises the flag to n + 1. *What is read is what was deposited*: `finish` waits for
+        n + 1 of all. *Nothing is overwritten while it is read*: a rank deposits sum n + 2 after its finish n + 1, so
+        all others have started n + 1, and they did that after their finish n: they have read everything of sum n.
+        """
+        ranks, me = self.node.size, self.node.rank
+        parts = shards(flat.size, ranks, flat.itemsize)
+        deposited = [slice(0, flat.size)] * ranks if method.adds else parts
+        half = rounded(max(part.stop - part.start for part in deposited) * flat.itemsize)
+        places = self.places(2 * ALIGNMENT + 2 * half)
+        move = self._travel(places, method, flat.nbytes)
+        own = slice(0, flat.size) if method.gathers else parts[me]
+        turns = []
+        for first in (2 * ALIGNMENT, 2 * ALIGNMENT + half):
+            slot = [
+                places.view(rank, first, (part.stop - part.start) * flat.itemsize, flat.dtype)
+                for rank, part in enumerate(deposited)
+            ]
+            room = Room([(slot[me], flat[deposited[me]])])
+            if method.adds:
+                room.scatter, room.summands, room.total = move, [one[own] for one in slot], flat[own]
+            else:
+                room.gather, room.returns = move, [(flat[parts[r]], slot[r]) for r in range(ranks) if r != me]
+            turns.append(room.stages(Plain()))
+        nbytes = 2 * flat[deposited[me]].nbytes
+        arrival = move if self.network is not None else None
+        return Plan(Operation(*turns, first=1), arrival=arrival, nbytes=nbytes, close=[places.give_back])
+
+    def _staged(self, flat: np.ndarray, method: Method) -> Plan:
+        """A large sum, made in `finish` by the ranks together: piece by piece, each adds up its share of a piece.
+
+        ``start`` only notes that the buffer is ready. The ranks of a node have no network to wait for: the sum is work
+        of the cores, wherever it is done, and done here it does not interrupt the kernels of backward. A piece is
+        copied to the stage (in the cache), every rank adds up its share of all summands, and copies the shares of the
+        others back, with two meetings.
+
+        *Nothing is overwritten while it is read*: summands are read between the first and the second meeting of a
+        piece, and written before the first; sums are written between them, and read after the second and before the
+        first of the next piece. So every write is parted by a meeting from all reads before it and after it.
+
+        Sums pass the stage in the order in which they were started, which is that of all ranks: to finish one is to
+        finish those before it too, so ranks may call `finish` in different orders.
+        """
+        stage, stages = self._common(), list[Stage]()
+        plan = Plan(queue=stage.waiting)
+        if self.network is not None:
+            places = self.places(2 * ALIGNMENT)
+            plan.arrival = self._travel(places, method, flat.nbytes)
+            stages.append(plan.arrival)
+            plan.close.append(places.give_back)
+        rounds, meet = method.codec == "bfloat16", Signal(stage.places.flags)
+        pieces = stage.pieces(flat, 2 if rounds else flat.itemsize) if method.gathers else stage.parts(flat)
+        codec = Rounded([piece.own for piece in pieces]) if rounds else None
+        for piece in pieces:
+            room = stage.room(piece, flat, np.dtype(np.uint16) if rounds else flat.dtype, method.gathers)
+            room.scatter = room.gather = meet
+            stages += room.stages(codec or Plain())
+        plan.operation, plan.codec = Operation(stages), codec
+        return plan
+
+    def _common(self) -> _CommonStage:
+        """The stage of all large sums, made at the first (collective)."""
+        if self._stage is None:
+            ranks = self.context.mpi.size
+            share = rounded(STAGE_BYTES // ranks + ALIGNMENT)
+            self._stage = _CommonStage(self.places(STAGE_BYTES + share), share)
+        return self._stage
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Part of a buffer that is on the stage at once: what of it is deposited, and every rank's share."""
+
+    deposited: Sequence[slice]
+    shares: Sequence[slice]
+    mine: int
+
+    @property
+    def own(self) -> slice:
+        return self.shares[self.mine]
+
+
+class _CommonStage:
+    """Shared memory through which large sums pass one after the other, one piece at a time.
+
+    Attributes
+    ----------
+    waiting
+        Sums that were started and not made yet, in the order of their starts: the same on all ranks.
+    """
+
+    def __init__(self, places: Places, share: int) -> None:
+        self.places, self.nbytes = places, STAGE_BYTES + share
+        self._share, self.waiting = share, deque[Operation]()
+
+    def pieces(self, flat: np.ndarray, itemsize: int) -> list[_Piece]:
+        """Runs of the buffer, with a block per rank."""
+        step, ranks = STAGE_BYTES // itemsize, self.places.ranks
+        found = []
+        for i in range(0, flat.size, step):
+            size = min(step, flat.size - i)
+            shares = [slice(i + a, i + b) for a, b in blocks(size, ranks)]
+            found.append(_Piece([slice(i, i + size)], shares, self.places.mine))
+        return found
+
+    def parts(self, flat: np.ndarray) -> list[_Piece]:
+        """A part of every rank's shard, as long as all of them fit on the stage together."""
+        whole = shards(flat.size, self.places.ranks, flat.itemsize)
+        longest = max(part.stop - part.start for part in whole)
+        step = STAGE_BYTES // self.places.ranks // ALIGNMENT * ALIGNMENT // flat.itemsize
+        found = []
+        for i in range(0, longest, step):
+            cut = [slice(min(p.start + i, p.stop), min(p.start + i + step, p.stop)) for p in whole]
+            found.append(_Piece(cut, cut, self.places.mine))
+        return found
+
+    def room(self, piece: _Piece, flat: np.ndarray, dtype: np.dtype, gathers: bool) -> Room:
+        """Where a piece lies: deposits one behind the other, the sums of the shares behind them, or in the buffer."""
+        size, own, deposits, first = dtype.itemsize, piece.own, [], 0
+        for part in piece.deposited:
+            nbytes = (part.stop - part.start) * size
+            deposits.append((self._view(piece.mine, first, nbytes, dtype), flat[part]))
+            first += nbytes
+        begin = size * sum(min(max(own.start - part.start, 0), part.stop - part.start) for part in piece.deposited)
+        ranks = range(self.places.ranks)
+        summands = [self._view(rank, begin, (own.stop - own.start) * size, dtype) for rank in ranks]
+        if not gathers:
+            return Room(deposits, summands=summands, total=flat[own])
+        totals = [
+            self._view(rank, STAGE_BYTES, (share.stop - share.start) * size, dtype)
+            for rank, share in enumerate(piece.shares)
+        ]
+        returns = [(flat[share], total) for share, total in zip(piece.shares, totals)]
+        return Room(deposits, summands=summands, total=totals[piece.mine], returns=returns)
+
+    def _view(self, rank: int, first: int, nbytes: int, dtype: np.dtype) -> np.ndarray:
+        """Of the memory of a rank, from any element on."""
+        line = first // ALIGNMENT * ALIGNMENT
+        return self.places.view(rank, line, first - line + nbytes)[first - line :].view(dtype)
 
 
 _Views = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -184,31 +314,16 @@ class Slots:
     ----------
     sends, recvs
         Per peer the two buffers that this rank packs into, and those that the peer does.
-    flags
-        Raised to n + 1 in ``start`` number n.
-    stamp, stamps
-        Per slot a float64 that this rank may leave for its peers, and theirs.
-    give_back
-        Frees the memory.
+    signal
+        The move of an exchange.
+    chunk
+        Takes the memory back.
     """
 
     sends: _Views
     recvs: _Views
-    flags: Flags
-    stamp: tuple[np.ndarray, np.ndarray]
-    stamps: dict[int, tuple[np.ndarray, np.ndarray]]
-    give_back: Callable[[], None]
-
-
-def _stamps(chunk: Chunk, rank: int, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """The two stamps of a rank of the node, behind its flag."""
-    return _both(chunk.segment(rank), (first + FLAG_BYTES, first + FLAG_BYTES + ALIGNMENT), 1, np.dtype(np.float64))
-
-
-def _both(segment: np.ndarray, offsets: tuple[int, int], count: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    nbytes = count * dtype.itemsize
-    first, second = (segment[offset : offset + nbytes].view(dtype) for offset in offsets)
-    return first, second
+    signal: Signal
+    chunk: Chunk
 
 
 class SharedChannel(Channel):
@@ -234,7 +349,9 @@ class SharedChannel(Channel):
     def __init__(self, pattern: Pattern, meter: Meter, slots: Slots) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
         self._slots = slots
-        self._count = 0
+        for both in slots.recvs.values():
+            for view in both:
+                view.flags.writeable = False
 
     @property
     def buffer_bytes(self) -> int:
@@ -247,14 +364,35 @@ class SharedChannel(Channel):
         return self._slots.recvs[peer][slot]
 
     def _start(self) -> None:
-        self._count += 1
-        self._slots.flags.raise_to(self._count)
+        self._slots.signal.begin()
 
     def _finish(self) -> float:
-        self._slots.flags.wait_for(self._count)
-        return 0.0
+        signal = self._slots.signal
+        signal.wait()
+        return signal.arrived if isinstance(signal, Stamped) else 0.0
 
     def _close(self) -> None:
         self._slots.sends.clear()
         self._slots.recvs.clear()
-        self._slots.give_back()
+        self._slots.chunk.give_back()
+
+
+def _stamps(places: Places, rank: int) -> Stamps:
+    """The first two cache lines of the places of a rank."""
+    first, second = (places.view(rank, i * ALIGNMENT, 8, np.float64) for i in range(2))
+    return first, second
+
+
+def _both(segment: np.ndarray, offsets: tuple[int, int], count: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    nbytes = count * dtype.itemsize
+    first, second = (segment[offset : offset + nbytes].view(dtype) for offset in offsets)
+    return first, second
+
+
+def blocks(size: int, parts: int) -> list[tuple[int, int]]:
+    """``(start, stop)`` of `parts` blocks of about equal size.
+
+    >>> blocks(5, 2)
+    [(0, 2), (2, 5)]
+    """
+    return [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]

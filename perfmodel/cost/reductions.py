@@ -10,17 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halograd.comm.shard import shards
+from halograd.comm.sums import METHODS, node_shares, shards
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost.buckets import Bucket
 from halograd.perfmodel.cost.timeline import Reduction
 from halograd.perfmodel.cost.wires import Wires
 from halograd.program.traffic import GroupSum, Traffic
 
-__all__ = ["BY_NODES", "Booked", "booked", "kept", "price"]
-
-#: Schemes whose sums are made in the memory of a node first.
-BY_NODES = ("hierarchical", "host_accumulate")
+__all__ = ["Booked", "booked", "kept", "price"]
 
 #: Memory that rounding passes over, in copies of the float32 gradients: to bfloat16 (with error feedback, without),
 #: and back.
@@ -68,43 +65,36 @@ def booked(bucket: Bucket, scheme: Scheme, per_node: int, itemsize: int) -> list
     if bucket.replicated:
         return []
     groups = [(members, size) for members, size in bucket.sum.groups if len(members) > 1]
-    if scheme.name in BY_NODES:
-        return [_within(groups, per_node), _across(groups, per_node)]
-    if scheme.name == "sharded":
-        return [GroupSum("reduce_scatter", bucket.sum.groups), _gathered(groups, itemsize)]
-    if scheme.payload == "bfloat16":
-        return [GroupSum("allreduce", tuple((members, size // 2) for members, size in bucket.sum.groups))]
-    return [bucket.sum]
+    found: list[GroupSum | Booked] = []
+    for name in scheme.methods:
+        method, kind = METHODS[name], name if scheme.kind.shards else "allreduce"
+        if method.by_nodes:
+            found += _by_nodes(groups, per_node)
+        elif method.adds:
+            found.append(GroupSum(kind, tuple((members, method.payload(size)) for members, size in bucket.sum.groups)))
+        else:
+            found.append(_gathered(kind, groups, itemsize))
+    return found
 
 
 _Groups = Iterable[tuple[range, int]]
 
 
-def _nodes(members: range, per_node: int) -> list[list[int]]:
-    found: dict[int, list[int]] = {}
-    for rank in members:
-        found.setdefault(rank // per_node, []).append(rank)
-    return list(found.values())
+def _by_nodes(groups: _Groups, per_node: int) -> list[Booked]:
+    """Through the memory of a node, and to others."""
+    within, across = dict[int, int](), dict[int, int]()
+    for members, size in groups:
+        for rank, share in zip(members, node_shares([rank // per_node for rank in members])):
+            within[rank], across[rank] = share.within(size), share.across(size)
+    return [Booked("node", within), Booked("allreduce", across)]
 
 
-def _within(groups: _Groups, per_node: int) -> Booked:
-    """Through the memory of a node, by all who share it."""
-    nodes = [(node, size) for members, size in groups for node in _nodes(members, per_node)]
-    return Booked("node", {rank: size for node, size in nodes if len(node) > 1 for rank in node})
-
-
-def _across(groups: _Groups, per_node: int) -> Booked:
-    """By the first rank of each node, where there are several nodes."""
-    found = [(_nodes(members, per_node), size) for members, size in groups]
-    return Booked("allreduce", {node[0]: size for nodes, size in found if len(nodes) > 1 for node in nodes})
-
-
-def _gathered(groups: _Groups, itemsize: int) -> Booked:
+def _gathered(kind: str, groups: _Groups, itemsize: int) -> Booked:
     nbytes: dict[int, int] = {}
     for members, size in groups:
         parts = shards(size // itemsize, len(members), itemsize)
         nbytes |= {rank: (part.stop - part.start) * itemsize for rank, part in zip(members, parts)}
-    return Booked("all_gather", nbytes)
+    return Booked(kind, nbytes)
 
 
 # -- time ---------------------------------------------------------------------------------------
@@ -112,21 +102,22 @@ def _gathered(groups: _Groups, itemsize: int) -> Booked:
 
 def price(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
     """What summing and updating a bucket takes, on the ranks that take longest."""
-    found = _PRICES.get(scheme.name, _price_sum)(bucket, scheme, wires, slots)
+    of_kind = _price_by_nodes if scheme.sum.by_nodes else _price_shards if scheme.kind.shards else _price_sum
+    found = of_kind(bucket, scheme, wires, slots)
     nbytes, members = bucket.sum.largest
     if len(members) < 2 or not nbytes:
         return found
-    if scheme.name != "blocking":  # which finds the device at rest
+    if not scheme.kind.waits:  # which finds the device at rest
         found = replace(found, begin=found.begin + wires.machine.runtime.synchronize)
     # Small sums have their own places in shared memory; large ones share a stage, sums by nodes a thread.
-    staged = nbytes > LARGEST_AT_ONCE or scheme.payload == "bfloat16" or scheme.name in BY_NODES
+    staged = nbytes > LARGEST_AT_ONCE or not scheme.sum.on_devices
     return replace(found, in_order=wires.emulated and staged)
 
 
 def _price_sum(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
     nbytes, members = bucket.sum.largest
     update = wires.update(max(bucket.nbytes), slots)
-    if scheme.payload == "bfloat16" and len(members) > 1:
+    if scheme.sum.codec == "bfloat16" and len(members) > 1:
         seconds = wires.sum(nbytes / 2, members)
         back = _WIDENING * wires.copy(nbytes)
         work = min(seconds, wires.sum_work(nbytes / 2, members)) + back
@@ -149,17 +140,10 @@ def _price_by_nodes(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) ->
     """``hierarchical`` copies on the main thread, ``host_accumulate`` behind it."""
     parts = wires.sum_by_nodes(*bucket.sum.largest)
     update = wires.update(max(bucket.nbytes), slots)
-    if scheme.name == "host_accumulate":
+    if scheme.sum.in_background:
         return Reduction(bucket, parts.seconds, update)
     behind = parts.addition + parts.across
     return Reduction(bucket, behind + parts.way_back, update, parts.way_back, parts.deposit)
-
-
-_PRICES = {
-    "sharded": _price_shards,
-    "hierarchical": _price_by_nodes,
-    "host_accumulate": _price_by_nodes,
-}
 
 
 # -- memory -------------------------------------------------------------------------------------
@@ -174,9 +158,9 @@ def kept(bucket: Bucket, scheme: Scheme, rank: int, per_node: int, slots: int) -
     if color is None:
         return {}
     members, own = bucket.holders.members(color), bucket.nbytes[color]
-    sharded = scheme.name == "sharded" and not bucket.replicated
+    sharded = scheme.kind.shards and not bucket.replicated
     found = {"optimizer state": slots * (_share(own, members, rank) if sharded else own)} if slots else {}
-    if scheme.payload == "bfloat16" and scheme.error_feedback:
+    if scheme.keeps_errors:
         found["gradient error"] = own
     if not bucket.replicated and len(members) > 1:
         found["messages"] = _messages(scheme, own, members, rank, per_node)
@@ -190,15 +174,7 @@ def _share(own: int, members: range, rank: int) -> int:
 
 
 def _messages(scheme: Scheme, own: int, members: range, rank: int, per_node: int) -> int:
-    size, share = len(members), _share(own, members, rank)
-    if scheme.name in BY_NODES:
-        nodes = _nodes(members, per_node)
-        (here,) = (node for node in nodes if rank in node)
-        leads, far = rank == here[0], len(nodes) > 1
-        return own * ((len(here) > 1) + leads + (leads and far))
-    if scheme.name == "sharded":
-        return 2 * own + share
-    if scheme.payload == "bfloat16":
-        # What travels, what was received, the sum of the own share and what rounding took of it.
-        return own // 2 + (size - 1) * share // 2 + share * (1 + scheme.error_feedback)
-    return (size - 1) * share if scheme.deterministic else own
+    if scheme.sum.by_nodes:
+        return node_shares([other // per_node for other in members])[members.index(rank)].held(own)
+    share, feedback = _share(own, members, rank), scheme.keeps_errors
+    return sum(METHODS[name].held(own, len(members), share, feedback) for name in scheme.methods)

@@ -182,7 +182,7 @@ class Simulation:
             pricing.wires.emulated,
             self.training.barrier,
             replications,
-            scheme.name == "blocking",
+            scheme.kind.waits,
         )
         return _Step(costs, reductions, replications, timeline)
 

@@ -113,7 +113,7 @@ def test_a_communicator_that_is_not_closed_does_not_keep_the_program():
 
 
 def test_pure_arithmetic_does_not_start_mpi():
-    check = "import sys, halograd.comm; halograd.comm.ProcessGrid({}, 1); sys.exit('mpi4py' in sys.modules)"
+    check = "import sys, halograd.comm; halograd.comm.shards(1, 1, 1); sys.exit('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=LIMIT).returncode == 0
     check = "import halograd.comm as c; c.nonsense"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=LIMIT)

@@ -15,10 +15,9 @@ import pytest
         "gpu.choice",
         "gpu.link",
         "gpu.mpi_aware",
-        "grid",
-        "shard",
+        "sums",
         "transports",
-        "transports.shared_sum",
+        "transports.shared",
     ],
 )
 def test_examples(module):

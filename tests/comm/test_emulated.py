@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from halograd.comm import Communicator
-from halograd.comm.transports import timing
+from halograd.comm.transports import emulated
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -46,8 +46,8 @@ def test_a_message_takes_alpha_plus_beta_bytes_and_no_cpu(network, clock):
         channel.finish()
         seconds = clock.seconds - begin
         assert TRAVEL <= seconds < TRAVEL + READINGS
-        assert len(clock.naps) <= 1 + timing.LATE / timing.NAP
-        assert awake(clock, seconds) < timing.LATE + READINGS
+        assert len(clock.naps) <= 1 + emulated.LATE / emulated.NAP
+        assert awake(clock, seconds) < emulated.LATE + READINGS
         assert (channel.recv_buffer(left, channel.slot) == left + step).all()
         channel.release()
 
@@ -111,7 +111,7 @@ def test_an_all_reduce_takes_the_time_of_a_ring_from_the_last_start(network, clo
         reduction.finish()
         seconds = clock.seconds - begin
         assert late + ring_time <= seconds < late + ring_time + READINGS
-        assert awake(clock, seconds) < late + timing.LATE + READINGS
+        assert awake(clock, seconds) < late + emulated.LATE + READINGS
         assert (buffer == float(ranks) ** (step + 1)).all()
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from halograd.comm.transports import flags
+from halograd.comm import progress
+from halograd.comm.transports import memory
 from tests.support.clock import DrivenClock
 
 
@@ -20,22 +21,22 @@ class Peer:
 @pytest.fixture
 def clock(monkeypatch):
     """Stands still but for naps; `offers` counts how often the core was offered to others."""
-    made = DrivenClock(tick=0.0).drive(monkeypatch, flags)
+    made = DrivenClock(tick=0.0).drive(monkeypatch, progress)
     made.offers = []
-    monkeypatch.setattr(flags.os, "sched_yield", lambda: made.offers.append(1))
+    monkeypatch.setattr(progress.os, "sched_yield", lambda: made.offers.append(1))
     return made
 
 
 def test_a_peer_that_is_near_is_awaited_without_a_nap(clock):
-    flags._wait(Peer(clock, flags.SPINS - 1), 1)
+    memory._wait(Peer(clock, memory.SPINS - 1), 1)
     assert not clock.offers and not clock.naps
-    flags._wait(Peer(clock, flags.SPINS + flags.OFFERS - 1), 1)
-    assert len(clock.offers) == flags.OFFERS and not clock.naps
+    memory._wait(Peer(clock, memory.SPINS + progress.OFFERS - 1), 1)
+    assert len(clock.offers) == progress.OFFERS and not clock.naps
 
 
 def test_a_peer_that_is_late_is_looked_for_now_and_then(clock):
     peer = Peer(clock, seconds=0.2)
-    flags._wait(peer, 1)
-    assert 0.2 <= clock.seconds <= 0.2 + flags.LONG_NAP
-    assert len(clock.naps) <= flags.NAPS + 0.2 / flags.LONG_NAP
-    assert peer.looked <= flags.SPINS + flags.OFFERS + len(clock.naps) + 1
+    memory._wait(peer, 1)
+    assert 0.2 <= clock.seconds <= 0.2 + progress.LONG_NAP
+    assert len(clock.naps) <= progress.NAPS + 0.2 / progress.LONG_NAP
+    assert peer.looked <= memory.SPINS + progress.OFFERS + len(clock.naps) + 1

@@ -58,14 +58,23 @@ def test_rounded_sums_have_the_bits_of_their_definition(communicator, count):
             np.testing.assert_array_equal(total.buffer, summand(0, count, step))
 
 
+def compensated(communicator, count):
+    """A rounded sum with error feedback."""
+    total = communicator.reduction(np.zeros(count, "float32"), method="rounded")
+    if total.codec is not None:
+        total.codec.compensate(np.zeros(count, "float32"))
+    return total
+
+
 def everything_taken(communicator, total):
-    """What rounding took from all summands and sums so far: ``(n,)``, the same on all ranks."""
-    whole, taken = total.error.copy(), 0
-    for part in total.owned:
-        length = part.stop - part.start
-        whole[part] += total.share_error[taken : taken + length]
-        taken += length
-    assert taken == total.share_error.size
+    """What rounding took from all summands and sums so far: ``(n,)``, the same on all ranks; of one rank nothing."""
+    if communicator.size == 1:
+        assert total.codec is None
+        return np.zeros_like(total.buffer)
+    assert sum(part.stop - part.start for part in total.codec.owned) == total.codec.share_error.size
+    total.codec.collect()
+    assert not total.codec.share_error.any()
+    whole = total.codec.error.copy()
     communicator.reduction(whole).run()
     return whole
 
@@ -74,8 +83,7 @@ def everything_taken(communicator, total):
 def test_what_is_rounded_away_comes_back_in_later_sums(communicator, count):
     """The sum of T results is that of the summands but for one rounding, not T: all of it lies in the errors."""
     steps, mine = 40, np.abs(summand(communicator.rank, count)) + 1
-    total = communicator.reduction(np.zeros(count, "float32"), method="rounded").on_host
-    total.compensate(np.zeros(count, "float32"))
+    total = compensated(communicator, count)
     plain = communicator.reduction(np.zeros(count, "float32"), method="rounded")
     exact = steps * sum(np.abs(summand(r, count)).astype("float64") + 1 for r in range(communicator.size))
     found, lossy = np.zeros(count), np.zeros(count)
@@ -96,8 +104,7 @@ def test_transports_agree_bit_for_bit(comm):
     count, results = 33_001, []
     for transport in ("mpi", "shared", "auto", "emulated:alpha=1e-5,beta=1e-11"):
         with Communicator(comm, transport) as communicator:
-            total = communicator.reduction(np.zeros(count, "float32"), method="rounded").on_host
-            total.compensate(np.zeros(count, "float32"))
+            total = compensated(communicator, count)
             for step in range(4):
                 total.buffer[...] = summand(communicator.rank, count, step)
                 total.run()
@@ -112,7 +119,7 @@ def test_transports_agree_bit_for_bit(comm):
 @pytest.mark.parametrize("communicator", ["mpi"], indirect=True)
 def test_the_progress_thread_adds_up_piece_by_piece(communicator, method, monkeypatch):
     """Both phases, and the work between them, go on while the main thread does not call MPI."""
-    monkeypatch.setattr("halograd.comm.ordered.STEP", 1000)
+    monkeypatch.setattr("halograd.comm.reduction.PIECE", 4000)
     count = 20_003
     total = communicator.reduction(summand(communicator.rank, count), method=method)
     total.start()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from halograd.comm import progress as module
-from halograd.comm.progress import Operation, Progress
-from halograd.comm.transports import timing
-from halograd.comm.transports.timing import ring_seconds, sleep_until
+from halograd.comm.progress import Line, Operation, Progress, Stage, Work
+from halograd.comm.transports import emulated as timing
+from halograd.comm.transports.emulated import ring_seconds, sleep_until
 from tests.harness.limits import LIMIT, wait_until
 from tests.support.clock import DrivenClock
 
@@ -44,14 +44,20 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "halograd-progress"]
 
 
+def left_to_the_thread(progress, *operations):
+    """Wait until the thread has brought these to their ends."""
+    wait_until(lambda: not set(operations) & set(progress._pending), "the thread to complete them")
+    for operation in operations:
+        progress.complete(operation)
+
+
 def test_the_thread_starts_with_the_first_operation_and_ends(progress):
     assert not threads()
     first, second = Countdown(3), Countdown(1)
     progress.submit(first)
     progress.submit(second)
     assert len(threads()) == 1
-    progress.sleep(first)
-    progress.sleep(second)
+    wait_until(lambda: not progress._pending, "the thread to complete both")
     assert first.pollers == second.pollers == {"halograd-progress"}
     assert not first.waiters | second.waiters
     progress.close()
@@ -59,7 +65,7 @@ def test_the_thread_starts_with_the_first_operation_and_ends(progress):
     assert not threads()
     again = Countdown(2)
     progress.submit(again)
-    progress.sleep(again)
+    left_to_the_thread(progress, again)
     assert again.left == 0
 
 
@@ -70,32 +76,29 @@ def test_who_cannot_wait_takes_the_operation_over(progress):
     progress.complete(operation)
     polls = operation.left
     progress.submit(other)
-    progress.sleep(other)  # the thread has polled since
+    left_to_the_thread(progress, other)  # it has polled since
     assert operation.left == polls, "two threads must not drive one request"
     assert operation.waiters == {threading.main_thread().name}
 
 
-@pytest.mark.parametrize("wait", ["complete", "sleep"])
-def test_a_fault_is_raised_once_where_the_operation_is_waited_for(progress, wait):
+def test_a_fault_is_raised_once_where_the_operation_is_waited_for(progress):
     operation, other = Countdown(1, OSError("cable pulled")), Countdown(5)
     progress.submit(operation)
     progress.submit(other)
     wait_until(lambda: not progress._pending, "both operations to end")
     with pytest.raises(OSError, match="cable pulled"):
-        getattr(progress, wait)(operation)
-    progress.sleep(other)
+        progress.complete(operation)
+    progress.complete(other)
     operation.failure = None
     progress.submit(operation)
-    getattr(progress, wait)(operation)
+    progress.complete(operation)
 
 
 def test_an_idle_thread_waits_for_work(progress, monkeypatch):
     """It does not look now and then: it is woken."""
     idle, wait = threading.Event(), progress._work.wait
     monkeypatch.setattr(progress._work, "wait", lambda: (idle.set(), wait()))
-    done = Countdown(1)
-    progress.submit(done)
-    progress.sleep(done)
+    progress.submit(Countdown(1))
     assert idle.wait(LIMIT)
 
 
@@ -104,7 +107,7 @@ def test_a_thread_polls_often_at_first_and_then_less_and_less(progress, monkeypa
     clock = DrivenClock().drive(monkeypatch, module)
     pending = Countdown(1000)
     progress.submit(pending)
-    progress.sleep(pending)
+    left_to_the_thread(progress, pending)
     naps = np.array(clock.naps[:999])
     assert naps.size == 999, "it sleeps between two polls"
     begins = np.cumsum(naps) - naps
@@ -112,8 +115,82 @@ def test_a_thread_polls_often_at_first_and_then_less_and_less(progress, monkeypa
     assert naps[begins > 0.25].min() >= 2e-3
     again = Countdown(2)
     progress.submit(again)
-    progress.sleep(again)
-    assert clock.naps[1000] <= 2e-4, "what is new is polled often"
+    left_to_the_thread(progress, again)
+    assert clock.naps[999] <= 2e-4, "what is new is polled often"
+
+
+# -- stages ---------------------------------------------------------------------------------------
+
+
+class Gate(Stage):
+    """Over when it was opened; notes what happens to it."""
+
+    def __init__(self, log, name):
+        self.log, self.name, self.open, self.looks = log, name, False, 0
+
+    def begin(self):
+        self.log.append(f"begin {self.name}")
+
+    def over(self):
+        self.looks += 1
+        return self.open
+
+    def wait(self):
+        self.log.append(f"wait {self.name}")
+
+
+def test_stages_follow_each_other_in_pieces():
+    log = []
+    gate, work = Gate(log, "gate"), Work([lambda: log.append("a"), lambda: log.append("b")])
+    last = Work([lambda: log.append("owner's")])
+    operation = Operation([Work([lambda: log.append("first")]), gate, work, last], first=1, last=1)
+    for _ in range(2):
+        log.clear()
+        gate.open = False
+        operation.start()
+        assert log == ["first", "begin gate"] and not operation.poll() and not operation.worked
+        gate.open = True
+        assert not operation.poll() and operation.worked and log[2:] == ["a"] and not operation.arrived
+        assert operation.poll() and log[3:] == ["b"] and operation.arrived and not operation.over
+        operation.wait()
+        assert log[4:] == ["owner's"] and operation.over
+
+
+def test_turns_alternate_and_a_waiter_does_everything():
+    log = []
+    turns = [[Work([lambda n=n: log.append(n)]), Gate(log, n)] for n in "ab"]
+    operation = Operation(*turns)
+    for _ in range(3):
+        operation.start()
+        operation.wait()
+    assert [entry for entry in log if len(entry) == 1] == ["a", "b", "a"]
+    assert log[:3] == ["a", "begin a", "wait a"]
+
+
+def test_of_a_line_only_the_first_in_every_stage_is_looked_at(progress):
+    """None passes another, so that a stage may be a collective, and many that wait cost no more than one."""
+    line, log = Line(), []
+    gates = [(Gate(log, f"{i} 1"), Gate(log, f"{i} 2")) for i in range(20)]
+    operations = [Operation(both, line=line) for both in gates]
+    for operation in operations:
+        operation.start()
+        line.operations.append(operation)
+    assert not line.poll() and not line.worked
+    assert [one.looks for one, _ in gates] == [1] + [0] * 19
+    for one, _ in gates[1:]:
+        one.open = True
+    assert not line.poll() and [one.at for one in operations] == [0] * 20
+    gates[0][0].open = True
+    while line.poll() or line.worked:
+        pass
+    assert [one.at for one in operations] == [1] * 20 and [other.looks for _, other in gates[1:]] == [0] * 19
+    assert [entry for entry in log if entry.endswith("2")] == [f"begin {i} 2" for i in range(20)]
+    for _, other in gates:
+        other.open = True
+    operations[7].wait = lambda: log.append("the owner's")
+    progress._pending.append(line)
+    progress.complete(operations[7])
+    assert log[-1] == "the owner's" and operations[7].arrived and operations[0] not in line.operations
 
 
 def test_sleep_until_is_never_early():

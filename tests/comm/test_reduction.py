@@ -130,7 +130,7 @@ def test_buffers_must_be_alike(communicator):
 def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
     """The other reductions under way, and later ones, are not harmed."""
     bad, good = communicator.reduction(np.ones(20_000), name="bucket 7"), communicator.reduction(np.ones(20_000))
-    poll, polled = bad._operation.poll, []
+    poll, polled = bad._plan.operation.poll, []
 
     def fail():
         polled.append(poll())
@@ -138,7 +138,7 @@ def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
             return False
         raise RuntimeError("the network is down")
 
-    bad._operation.poll = fail
+    bad._plan.operation.poll = fail
     bad.start()
     good.start()
     wait_until(lambda: polled and polled[-1], "the thread to find it complete")
@@ -188,14 +188,21 @@ def test_large_sums_share_one_stage(communicator):
     assert communicator.buffer_bytes - before == staged
 
 
+def address_of(total):
+    """Where a small sum deposits."""
+    deposit = total._plan.operation.turns[0][0]
+    target, _ = deposit._calls[0].args
+    return target.ctypes.data
+
+
 @on_a_node
 @pytest.mark.mpi(min_size=2)
 def test_memory_of_a_closed_small_sum_is_used_again(communicator):
     first = communicator.reduction(np.ones(1000))
-    place = first._slots[0][0].ctypes.data
+    place = address_of(first)
     first.close()
     again = communicator.reduction(np.full(1000, 2.0))
-    assert again._slots[0][0].ctypes.data == place
+    assert address_of(again) == place
     again.run()
     assert (again.buffer == 2 * communicator.size).all()
 

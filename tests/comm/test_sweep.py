@@ -25,7 +25,7 @@ peers = {p: 100_000 for p in range(comm.size) if p != comm.rank}
 channel = comm.channel(peers, peers, np.float32)
 for _ in range(3):
     channel.start(); channel.finish(); channel.release()
-pids = comm.gather_objects(os.getpid())
+pids = comm.allgather_objects(os.getpid())
 if comm.rank == 0:
     print(*pids, flush=True)
 time.sleep(10**6)

@@ -18,7 +18,7 @@ from halograd.comm.gpu.ipc_memory import IpcMemory
 from halograd.comm.gpu.nccl import SUMMABLE, Link
 from halograd.comm.gpu.streams import Cuda, Passage
 from halograd.comm.gpu.watchdog import Watchdog
-from halograd.comm.shard import shards
+from halograd.comm.sums import shards
 from halograd.comm.transports.base import Context
 from halograd.device import as_dtype
 from halograd.dtensor import Exchange, Layout

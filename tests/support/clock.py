@@ -58,7 +58,7 @@ def network_clock(monkeypatch: pytest.MonkeyPatch) -> DrivenClock:
     """
     from halograd.comm import Communicator
 
-    names = ("channel", "reduction", "transports.node_sum", "transports.timing")
+    names = ("channel", "reduction", "transports.emulated")
     modules = [importlib.import_module(f"halograd.comm.{name}") for name in names]
     clock, barrier = DrivenClock().drive(monkeypatch, *modules), Communicator.barrier
 

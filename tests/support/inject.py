@@ -17,9 +17,8 @@ __all__ = ["AtCall", "Injected", "raising"]
 ROOT = Path(halograd.__file__).parent
 #: Code that raises nothing by itself: the agreement, and arithmetic on a few numbers between two calls of MPI.
 ATOMIC: dict[str, set[str] | None] = {
-    "comm/faults.py": None,
     "comm/errors.py": None,
-    "comm/transports/arena.py": None,
+    "comm/transports/memory.py": None,
     "comm/communicator.py": {"agree", "agreement"},
     "comm/channel.py": {"check_matching"},
     "comm/reduction.py": {"check_alike"},

@@ -7,6 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.comm.transports import Transport
 from halograd.dtensor import Exchange
 from halograd.kernels import get_backend
 from halograd.kernels.onednn import OnednnBackend
@@ -35,7 +36,7 @@ from halograd.training.executor import Executor
 from halograd.training.memory import Memory
 from halograd.training.metrics import Evaluation
 from halograd.training.optimizers import SGD
-from halograd.training.reduction.bucketed import BucketedReducer
+from halograd.training.reduction import Reducer
 from halograd.training.schedules import Constant
 from halograd.training.store import ParameterStore
 from halograd.training.trainer import Trainer
@@ -132,14 +133,14 @@ STAGES = {
     "exchange": (Exchange, "__init__", 2),
     "views of an exchange": (Exchange, "_bind", 3),
     "channel": (Communicator, "channel", 1),
-    "channel of the transport": (Communicator, "_make_channel", 2),
+    "channel of the transport": (Transport, "channel", 2),
     "group": (Communicator, "split", 1),
     "reduction": (Communicator, "reduction", 1),
-    "reduction of the transport": (Communicator, "_make_reduction", 3),
+    "reduction of the transport": (Transport, "plan", 3),
     "binding": (Runner, "_bind", 9),
     "sum of gradients": (Value, "close_gradient", 3),
-    "reducer": (executor_module, "make_reducer", 1),
-    "sum of a bucket": (BucketedReducer, "_sum", 2),
+    "reducer": (executor_module, "Reducer", 1),
+    "sum of a bucket": (Reducer, "_sum", 2),
 }
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.layers.reduction_scheme import Scheme
-from halograd.training.reduction.chunk_search import ChunkSearch
-from halograd.training.reduction.tuner import Tuner
+from halograd.training.reduction.tuner import ChunkSearch, Tuner
 
 
 def listing(times, step, reach):

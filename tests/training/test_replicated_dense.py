@@ -16,7 +16,6 @@ from halograd.models import lenet5
 from halograd.testing import grids
 from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, SGD, Adam
-from halograd.training.reduction.replicated_dense import ReplicatedDenseReducer
 from halograd.training.schedules import Cosine
 from halograd.training.timeline import Timeline, kind_of
 from halograd.training.trainer import Diverged, Trainer
@@ -44,8 +43,7 @@ def build(comm, parts, scheme, dtype="float64", batch=4, layers=None, backend="n
 def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, delayed=True):
     """Losses, and parameters and optimizer state when all is done. Collective."""
     with executor:
-        if isinstance(executor.reducer, ReplicatedDenseReducer):
-            executor.reducer.delayed = delayed
+        executor.reducer.delayed = delayed
         trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Cosine(RATE, 2 * steps), clip)
         losses = []
         for step in range(steps):

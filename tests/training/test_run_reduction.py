@@ -16,7 +16,7 @@ from halograd.training.build import make_network
 from halograd.training.checkpoint import read_header
 from halograd.training.config import load_config
 from halograd.training.log import read_log
-from halograd.training.reduction.report import pinned
+from halograd.training.reduction.auto import pinned
 from halograd.training.run import train
 from tests.support.clock import DrivenClock
 from tests.training.runs import write_config

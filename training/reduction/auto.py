@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -11,10 +11,10 @@ from halograd.layers.reduction_chunks import gradient_layers
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.reduction_choice import candidate_schemes, shortlist
 from halograd.training.executor import Executor
-from halograd.training.reduction.chunk_search import ChunkSearch
-from halograd.training.reduction.tuner import Tuner
+from halograd.training.log import RunLog
+from halograd.training.reduction.tuner import ChunkSearch, Tuner
 
-__all__ = ["AutoReduction", "Tuning"]
+__all__ = ["AutoReduction", "Tuning", "pinned", "report_to"]
 
 #: Steps after a change that are not counted: buffers and messages are used for the first time.
 FIRST = 1
@@ -87,7 +87,7 @@ class AutoReduction:
         if not ranked:
             return shortlist(candidate_schemes(executor.network, executor.strategy, executor.batch))
         most = len(executor.replicable)
-        possible = [s for s in ranked if s.replicated_dense <= most and s.name not in ("auto", "sharded")]
+        possible = [s for s in ranked if s.replicated_dense <= most and not (s.kind.searches or s.kind.shards)]
         return possible[: self.tuning.candidates] or [Scheme("bucketed")]
 
     def _search(self) -> ChunkSearch | None:
@@ -149,3 +149,40 @@ class AutoReduction:
         """Go on from there; what was measured on other ranks, by another transport or for other layers is forgotten."""
         if all(state.get(key) == value for key, value in self._conditions.items()):
             self.tuner.load_state_dict(state["tuner"])
+
+
+def report_to(log: RunLog, auto: AutoReduction, step: Callable[[], int]) -> None:
+    """Have `auto` write every scheme that was measured, and what it settled on; `step` gives the step's number."""
+
+    def told(scheme: Scheme, seconds: float, last: bool) -> None:
+        log.write("reduction", step=step(), scheme=str(scheme), seconds=seconds, chosen=False)
+        if last:
+            best = auto.tuner.best
+            assert best is not None
+            chosen = asdict(best.scheme)
+            log.write(
+                "reduction", step=step(), scheme=str(best.scheme), seconds=best.seconds, chosen=True, table=chosen
+            )
+            log.say(
+                f"gradient reduction: {best.scheme}, {1e3 * best.seconds:.2f} ms/step, the best of "
+                f"{len(auto.tuner.trials)}; to pin it: {pinned(best.scheme)}"
+            )
+
+    auto.told = told
+
+
+def pinned(scheme: Scheme) -> str:
+    """The table of a configuration that asks for this scheme, in a line.
+
+    >>> pinned(Scheme("two_chunks", first_layers=9, replicated_dense=2))
+    'reduction = { name = "two_chunks", first_layers = 9, replicated_dense = 2 }'
+    """
+    plain = asdict(Scheme())
+    settings = {k: v for k, v in asdict(scheme).items() if k == "name" or v != plain[k]}
+    return "reduction = { " + ", ".join(f"{k} = {_toml(v)}" for k, v in settings.items()) + " }"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)

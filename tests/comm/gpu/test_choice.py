@@ -209,12 +209,12 @@ def test_a_run_says_how_arrays_travel_or_why_they_cannot(monkeypatch):
     with gpu_ranks(monkeypatch, "auto") as r:
         kernels = r.kernels
         connect_device(kernels, r.comm, "auto")  # chosen already: nothing to do
-        assert r.comm.device_choice is r.choice
+        assert r.comm.devices.choice is r.choice
         with Communicator(MPI.COMM_WORLD) as comm:
             connect_device(NumpyBackend(), comm, "auto")
-            assert comm.device_choice is None
+            assert comm.devices.choice is None
             connect_device(kernels, comm, "mpi-staged")
-            assert comm.device_choice.describe() == "mpi-staged (asked for)"
+            assert comm.devices.choice.describe() == "mpi-staged (asked for)"
         r.nccl.version = 20604
         with (
             Communicator(MPI.COMM_WORLD) as comm,

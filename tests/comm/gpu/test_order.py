@@ -2,9 +2,10 @@
 
 import pytest
 
-from halograd.comm.gpu import ipc, ipc_memory, ipc_sums, nccl, nccl_sums
+from halograd.comm.gpu import ipc, ipc_memory, nccl
 from halograd.comm.gpu.streams import Passage
-from halograd.comm.shard import shards
+from halograd.comm.sums import METHODS as METHODS_OF_ALL
+from halograd.comm.sums import shards
 from tests.support.gpu_ranks import gpu_ranks
 from tests.support.happens_before import Ordered, check_collectives, find_races
 from tests.support.trace import Entry
@@ -162,12 +163,8 @@ def test_one_slot_is_not_enough_where_peers_read_it(monkeypatch):
 @pytest.mark.parametrize("which", [0, 1])
 def test_events_of_others_that_are_not_waited_for(which, monkeypatch):
     """Event 0 guards what is read, event 1 also what is overwritten in the next run."""
-    steps = ipc_sums.IpcSum._make_steps
-
-    def without(self, method):
-        return [ipc_sums.Step(None if s.behind == which else s.behind, s.work, s.event) for s in steps(self, method)]
-
-    monkeypatch.setattr(ipc_sums.IpcSum, "_make_steps", without)
+    follow = ipc.EventMove.follow
+    monkeypatch.setattr(ipc.EventMove, "follow", lambda self: None if self._which == which else follow(self))
     with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "):
         two_ranks(monkeypatch, "cuda-ipc")
 
@@ -267,5 +264,7 @@ def test_a_message_and_a_kernel_may_run_at_once(monkeypatch):
 def test_shards_are_what_the_tests_think():
     assert len({s.stop - s.start for s in shards(320, 2, 4)}) == 1
     assert len({s.stop - s.start for s in shards(300, 2, 4)}) == 2
-    assert nccl.URGENT < 40000 * 4 and nccl_sums.SUMS.keys() == {"allreduce", "ordered", "reduce_scatter", "all_gather"}
+    assert nccl.URGENT < 40000 * 4
+    made_on_devices = {name for name, method in METHODS_OF_ALL.items() if method.on_devices}
+    assert made_on_devices == {"allreduce", "ordered", "reduce_scatter", "all_gather"}
     assert ipc_memory.GRAIN == 2 << 20

@@ -9,6 +9,7 @@ from mpi4py import MPI
 from halograd.comm import CommError, Communicator
 from halograd.comm.gpu import link
 from halograd.comm.gpu import watchdog as module
+from halograd.comm.gpu.streams import TimedPassage
 from halograd.comm.gpu.watchdog import Watchdog
 from tests.harness.limits import LIMIT, wait_until
 from tests.support.clock import DrivenClock
@@ -176,7 +177,9 @@ def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, clock, monk
             mine = {"exchange": channel, "sum": total}[begun]
             fault = None
             if r.comm.rank == 0:
-                mine._passage, dog = Unfinished(mine._passage), mine._link._watchdog
+                monkeypatch.setattr(TimedPassage, "done", False)  # the lane never comes to the end
+                monkeypatch.setattr(TimedPassage, "join", lambda self: pytest.fail("nobody joins what was lost"))
+                dog = watchdog_of(r)
                 dog._interval, dog._grace = 0.01, LIMIT
                 mine.start()
                 clock.seconds += 1001
@@ -201,7 +204,7 @@ def test_what_a_graph_records_is_not_watched_any_more(begun, monkeypatch):
             mine.finish()
             if begun == "exchange":
                 mine.release()
-            return id(mine._passage) in mine._link._watchdog._under_way
+            return bool(watchdog_of(r)._under_way)
 
         assert watched_after_a_run()
         monkeypatch.setattr(type(r.device.compute), "is_capturing", lambda stream: True)
@@ -222,14 +225,8 @@ def test_the_thread_is_on_the_device_of_its_rank(monkeypatch):
         assert looks[0] is not threading.main_thread() and not r.device.strangers
 
 
-class Unfinished:
-    """A passage whose lane never comes to the end."""
-
-    def __init__(self, inner):
-        self.lane, self.enter, self.leave, self.done = inner.lane, inner.enter, inner.leave, False
-
-    def join(self):
-        raise AssertionError("nobody joins what was lost")
+def watchdog_of(r):
+    return r.comm.devices._opened.watchdog
 
 
 @pytest.mark.ranks(2)
@@ -247,7 +244,7 @@ def test_what_nccl_refuses_is_raised_everywhere(where, monkeypatch):
                 pytest.raises(CommError, match="to enqueue messages or sums, got NCCL_ERROR_SYSTEM"),
             ):
                 total.start()
-            total._under_way = False
+            total.under_way = False
             assert r.nccl._depth == 0, "the group was ended"
             return
         monkeypatch.setattr(r.nccl, where, refuse)

@@ -1,0 +1,282 @@
+"""Memory that the ranks of a node share: windows that grow together, places in them, and flags."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from itertools import count as counting
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from halograd.comm.errors import CommError
+from halograd.comm.progress import Stage, rest
+from halograd.comm.transports.base import ALIGNMENT
+
+__all__ = ["FLAG_BYTES", "Arena", "Chunk", "Flags", "Places", "Signal", "rounded"]
+
+PAGE = 4096  # [B]
+SMALLEST = 64 * 1024  # [B] per rank
+SHARED_MEMORY = Path("/dev/shm")
+FLAG_BYTES = ALIGNMENT  # a cache line each: a rank that polls does not disturb the writer of another flag
+
+# Polls before the core is offered to others: with a core per rank a peer is seldom later than that (some 10 us).
+SPINS = 200
+
+
+def rounded(nbytes: int, multiple: int = ALIGNMENT) -> int:
+    """The smallest multiple that is not below `nbytes`. Local."""
+    return -(-nbytes // multiple) * multiple
+
+
+class Chunk:
+    """One window: a segment of shared memory per rank of the node. Collective over the node to make and free."""
+
+    def __init__(self, node: MPI.Intracomm, nbytes: int) -> None:
+        # Separate segments begin on pages of their own, near the rank that first touches them.
+        info = MPI.Info.Create()
+        info.Set("alloc_shared_noncontig", "true")
+        self._window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
+        info.Free()
+        self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for Sync; nobody uses RMA calls
+        self._rank = node.rank
+        self._nbytes = nbytes
+        self._used = 0
+        self._live = 0
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether this rank's segment has room. Local."""
+        return self._used + nbytes <= self._nbytes
+
+    def take(self, nbytes: int) -> int:
+        """Offset [B] in this rank's segment of fresh memory, zeroed. Local."""
+        first = self._used
+        self._used += nbytes
+        self._live += 1
+        self.segment(self._rank)[first : first + nbytes].fill(0)  # commit the pages now, not in a step
+        return first
+
+    def give_back(self) -> None:
+        """Undo one `take`; the segment is used afresh once all are given back. Local."""
+        self._live -= 1
+        if not self._live:
+            self._used = 0
+
+    def segment(self, rank: int) -> np.ndarray:
+        """The memory of a rank of the node: ``(bytes,)`` uint8, shared. Local."""
+        memory, _ = self._window.Shared_query(rank)
+        return np.asarray(memory.cast("B"))
+
+    def sync(self) -> None:
+        """Memory fence between what this rank wrote or read and its next message. Local."""
+        self._window.Sync()
+
+    def free(self) -> None:
+        """Collective over the node."""
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+class Arena:
+    """Shared memory of the ranks of one node, for all channels of a communicator.
+
+    Parameters
+    ----------
+    node
+        Communicator of the ranks of this node; freed by `close`.
+    agree
+        Raises on all ranks of all nodes what failed on one of them. Collective.
+
+    Notes
+    -----
+    A window per channel would cost an MPI context and some milliseconds each; this makes a number of windows that
+    grows with the logarithm of the memory. MPI takes the names of the segments away as soon as all ranks
+    have mapped them, so they cannot outlive the run.
+    """
+
+    def __init__(self, node: MPI.Intracomm, agree: Callable[[Exception | None], None]) -> None:
+        self.node = node
+        self._agree = agree
+        self._chunks: list[Chunk] = []
+        self._nbytes = 0
+
+    def reserve(self, nbytes: int) -> tuple[Chunk, int]:
+        """A chunk, the same on all ranks of the node, and the offset [B] of `nbytes` in this rank's segment.
+
+        Collective over the ranks of all nodes.
+
+        Raises
+        ------
+        CommError
+            On all ranks, if a node has not enough shared memory.
+        """
+        self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
+        room = np.array([chunk.fits(nbytes) for chunk in self._chunks] + [True], np.int32)
+        self.node.Allreduce(MPI.IN_PLACE, room, MPI.MIN)
+        index = int(np.argmax(room))
+        grows = index == len(self._chunks)
+        size = rounded(max(nbytes, SMALLEST, self._nbytes), PAGE) if grows else 0
+        total = self.node.allreduce(size)
+        self._agree(_shortage(total))
+        if grows:
+            self._chunks.append(Chunk(self.node, size))
+            self._nbytes += size
+        chunk = self._chunks[index]
+        return chunk, chunk.take(nbytes)
+
+    def close(self) -> None:
+        """Free all windows; idempotent. Collective over the node."""
+        for chunk in reversed(self._chunks):
+            chunk.free()
+        self._chunks.clear()
+        if self.node != MPI.COMM_NULL:
+            self.node.Free()
+
+
+def _shortage(nbytes: int) -> CommError | None:
+    """The error to raise if the node cannot hold `nbytes` more of shared memory: to find out by touching
+    the memory would be a bus error."""
+    if not SHARED_MEMORY.is_dir():
+        return None
+    status = os.statvfs(SHARED_MEMORY)
+    free = status.f_bavail * status.f_frsize
+    if nbytes <= free:
+        return None
+    return CommError(
+        f"shared transport: expected {nbytes / 2**20:.1f} MiB free in {SHARED_MEMORY}, got {free / 2**20:.1f} MiB; "
+        f"enlarge it (docker: --shm-size) or use transport='mpi'"
+    )
+
+
+class Flags:
+    """One counter per rank of the node; a rank raises its own and looks at those of others.
+
+    What a rank wrote to shared memory before :meth:`raise_to` is seen by whoever waited for that count.
+
+    Parameters
+    ----------
+    chunk
+        Window that the counters lie in.
+    offsets
+        Offset [B] of the counter of this rank and of every other one that is looked at, by rank on the node.
+    mine
+        This rank on the node.
+
+    Attributes
+    ----------
+    count
+        To which this rank has counted.
+    """
+
+    def __init__(self, chunk: Chunk, offsets: dict[int, int], mine: int) -> None:
+        self._sync, self._mine, self.count = chunk.sync, mine, 0
+        self._counters = {rank: _counter(chunk, rank, first) for rank, first in sorted(offsets.items())}
+        self._own = self._counters[mine]
+
+    def others(self, ranks: Iterable[int] | None = None) -> list[memoryview]:
+        """Counters of these ranks, this one left out; by default of all."""
+        wanted = self._counters if ranks is None else ranks
+        return [self._counters[rank] for rank in wanted if rank != self._mine]
+
+    def raise_to(self, count: int) -> None:
+        """Tell the others that this rank has come to `count`."""
+        self._sync()
+        self._own[0] = count
+
+    def reached(self, count: int, counters: Iterable[memoryview]) -> bool:
+        """Whether these have come to `count`. Does not wait."""
+        for counter in counters:
+            if counter[0] < count:
+                return False
+        self._sync()
+        return True
+
+    def wait_for(self, count: int, counters: Iterable[memoryview]) -> None:
+        """Return when these have come to `count`."""
+        for counter in counters:
+            if counter[0] < count:
+                _wait(counter, count)
+        self._sync()
+
+
+class Signal(Stage):
+    """A move through memory that ranks share: raise the own flag by one, and wait for those of others.
+
+    All ranks count alike: one that raises no flag counts on all the same.
+
+    Parameters
+    ----------
+    others
+        Ranks whose flags are waited for; by default all.
+    raises
+        Whether this rank has something to say.
+    """
+
+    def __init__(self, flags: Flags, others: Iterable[int] | None = None, raises: bool = True) -> None:
+        self.flags, self._others, self._raises = flags, flags.others(others), raises
+        self._count = 0
+
+    def begin(self) -> None:
+        self.flags.count += 1
+        self._count = self.flags.count
+        if self._raises:
+            self.flags.raise_to(self._count)
+
+    def over(self) -> bool:
+        return self.flags.reached(self._count, self._others)
+
+    def wait(self) -> None:
+        self.flags.wait_for(self._count, self._others)
+
+
+class Places:
+    """`nbytes` [B] in the segment of every rank of the node, behind a flag each. Collective over all nodes to make.
+
+    Ranks may ask for different numbers of bytes.
+
+    Attributes
+    ----------
+    mine, ranks
+        This rank on the node, and how many there are.
+    flags
+        The flags of these places.
+    """
+
+    def __init__(self, arena: Arena, nbytes: int) -> None:
+        self._chunk, first = arena.reserve(FLAG_BYTES + nbytes)
+        self.mine = arena.node.rank
+        self._offsets = dict(enumerate(arena.node.allgather(first)))
+        self.flags = Flags(self._chunk, self._offsets, self.mine)
+        self.ranks = len(self._offsets)
+
+    def view(self, rank: int, first: int, nbytes: int, dtype: Any = np.uint8) -> np.ndarray:
+        """The bytes ``[first, first + nbytes)`` of one rank, shared; `first` is a multiple of a cache line."""
+        assert first % ALIGNMENT == 0, first
+        start = self._offsets[rank] + FLAG_BYTES + first
+        return self._chunk.segment(rank)[start : start + nbytes].view(dtype)
+
+    def views(self, first: int, nbytes: int, dtype: Any = np.uint8) -> list[np.ndarray]:
+        """The same of every rank."""
+        return [self.view(rank, first, nbytes, dtype) for rank in range(self.ranks)]
+
+    def give_back(self) -> None:
+        """Free the memory. Local, but all ranks do it."""
+        self._chunk.give_back()
+
+
+def _counter(chunk: Chunk, rank: int, offset: int) -> memoryview:
+    """The counter as a memoryview of one integer: read and written in one instruction, without making an array."""
+    counter: Any = chunk.segment(rank)[offset : offset + 8].view(np.int64)
+    return memoryview(counter)
+
+
+def _wait(flag: memoryview, count: int) -> None:
+    for _ in range(SPINS):
+        if flag[0] >= count:
+            return
+    for polls in counting():
+        rest(polls)
+        if flag[0] >= count:
+            return

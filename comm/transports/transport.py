@@ -1,0 +1,177 @@
+"""How arrays of the host travel between the ranks of a communicator: shared memory, messages of MPI, or both."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from mpi4py import MPI
+
+from halograd.comm.channel import Channel
+from halograd.comm.counters import Meter
+from halograd.comm.errors import CommError
+from halograd.comm.reduction import Plan
+from halograd.comm.sums import Method
+from halograd.comm.transports import base
+from halograd.comm.transports.base import Context, Pattern, numbered
+from halograd.comm.transports.emulated import Network
+from halograd.comm.transports.mpi import MpiChannel, plan_over_mpi
+from halograd.comm.transports.nodes import Team, plan_by_nodes
+from halograd.comm.transports.shared import NodeMemory, SharedChannel
+
+__all__ = ["Transport"]
+
+
+class Transport:
+    """Makes channels and sums on one communicator.
+
+    Parameters
+    ----------
+    shares
+        Whether ranks that share memory use it.
+    messages
+        Whether channels between other ranks go by MPI; else they are refused.
+    network
+        That shared memory stands for; None: it is no network.
+    """
+
+    def __init__(self, context: Context, shares: bool, messages: bool, network: Network | None = None) -> None:
+        self._context, self._messages, self._network = context, messages, network
+        self._memory: NodeMemory | None = None
+        node_of: tuple[int, ...] = ()
+        if network is not None:
+            node_of = numbered([rank // network.node for rank in context.ranks])
+        if shares:
+            crowded = context.mpi.size > len(os.sched_getaffinity(0))
+            self._memory = NodeMemory(context, network, node_of, crowded)
+        self._node_of, self._one_machine = node_of, network is None
+        self._team: Team | None = None
+
+    def nodes(self) -> tuple[int, ...]:
+        """Number of the node of every rank, counted from 0 as they appear. Collective."""
+        if self._network is not None:
+            return self._node_of
+        mpi = self._context.mpi
+        node = base.split_node(mpi)
+        first = node.bcast(mpi.rank, root=0)
+        node.Free()
+        return numbered(mpi.allgather(first))
+
+    def neighbors(self) -> set[int]:
+        """Ranks that are reached by shared memory. Collective at the first call."""
+        return set() if self._memory is None else self._memory.neighbors()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of this rank that all its channels and reductions share [B]."""
+        return 0 if self._memory is None else self._memory.buffer_bytes
+
+    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
+        """A channel of this (valid and matching) pattern. Collective over the communicator."""
+        self._check_clock()
+        if self._memory is None:
+            return MpiChannel(self._context, pattern, meter)
+        near = self.neighbors()
+        far = set(pattern.peers) - near
+        if not self._messages:
+            self._context.agree(_refusal(min(far)) if far else None)
+        # Collective over the node, so made also where no peer is near.
+        shared = self._memory.channel(pattern.among(near), meter)
+        if not far:
+            return shared
+        return MixedChannel(pattern, meter, shared, MpiChannel(self._context, pattern.among(far), meter))
+
+    def plan(self, buffer: np.ndarray, method: Method, name: str) -> Plan:
+        """How `buffer` is summed; of several ranks, not empty. Collective over the communicator.
+
+        Raises
+        ------
+        CommError
+            If the method needs shared memory, and this transport has none.
+        """
+        self._check_clock()
+        if self._memory is None and method.by_nodes:
+            raise CommError(
+                f"reduction {name}: expected a transport by which ranks of a node share memory ('auto', 'shared' or "
+                "'emulated'), got 'mpi'; choose another transport, or a sum that needs none (allreduce, reduce_scatter)"
+            )
+        if self._memory is not None and method.by_nodes:
+            if self._team is None:
+                self._team = self._make_team(self._memory)
+            flat = buffer.reshape(-1)
+            return plan_by_nodes(flat, method, self._team, self._memory.places, self._context.progress)
+        if self._memory is not None and len(self.neighbors()) == self._context.mpi.size:
+            return self._memory.plan(buffer, method)
+        return plan_over_mpi(self._context, buffer, method)
+
+    def _make_team(self, memory: NodeMemory) -> Team:
+        """The ranks of sums by nodes. Collective."""
+        mpi, nodes = self._context.mpi, self._node_of
+        if self._network is not None:
+            here = [rank for rank in range(mpi.size) if nodes[rank] == nodes[mpi.rank]]
+            heads = [nodes.index(node) for node in range(max(nodes) + 1)]
+            return Team(mpi.rank, here, heads, network=self._network)
+        mine, size = memory.node.rank, memory.node.size
+        leaders: MPI.Comm = MPI.COMM_NULL
+        if size < mpi.size:
+            self._context.agree(None)
+            leaders = mpi.Split(0 if mine == 0 else MPI.UNDEFINED, mpi.rank)
+        return Team(mine, range(size), (0,), leaders)
+
+    def close(self) -> None:
+        """Free what the transport holds, after its channels. Collective over the communicator."""
+        if self._team is not None and self._team.leaders != MPI.COMM_NULL:
+            self._team.leaders.Free()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _check_clock(self) -> None:
+        """Raise on all ranks if they are on an emulated network and do not share a clock. Collective once."""
+        if self._one_machine:
+            return
+        node = base.split_node(self._context.mpi)
+        here, all_ranks = node.size, self._context.mpi.size
+        node.Free()
+        fault = None
+        if here != all_ranks:
+            fault = CommError(
+                f"emulated network: expected all {all_ranks} ranks on one machine, whose clock they share, got "
+                f"{here} here; run on one node or use transport='auto'"
+            )
+        self._context.agree(fault)
+        self._one_machine = True
+
+
+class MixedChannel(Channel):
+    """Two channels that start and finish together, each for its own peers."""
+
+    def __init__(self, pattern: Pattern, meter: Meter, near: SharedChannel, far: MpiChannel) -> None:
+        super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
+        self._parts: tuple[Channel, Channel] = (far, near)  # far first: these messages take longer
+        self._part_of = {peer: part for part in self._parts for peer in part.peers}
+
+    def _send_buffer(self, peer: int, slot: int) -> np.ndarray:
+        return self._part_of[peer]._send_buffer(peer, slot)
+
+    def _recv_buffer(self, peer: int, slot: int) -> np.ndarray:
+        return self._part_of[peer]._recv_buffer(peer, slot)
+
+    # The parts' own hooks, not their public calls: the meter and the state are kept here, once.
+    def _start(self) -> None:
+        for part in self._parts:
+            part._start()
+
+    def _finish(self) -> float:
+        for part in self._parts:
+            part._finish()
+        return 0.0
+
+    def _close(self) -> None:
+        for part in self._parts:
+            part._close()
+
+
+def _refusal(peer: int) -> CommError:
+    return CommError(
+        f"shared transport: expected peers on the same node, got rank {peer} on another; use transport='auto'"
+    )
