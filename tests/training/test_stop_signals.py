@@ -62,11 +62,11 @@ def patch():
     from halograd.training.folder import CheckpointFolder
     from mpi4py import MPI
     end = Run._end_epoch
-    def last(run, epoch, loss):
+    def last(run, epoch):
         if epoch == 2:
             stage("last step")
             before(CheckpointFolder, "write", "last checkpoint")
-        end(run, epoch, loss)
+        end(run, epoch)
     Run._end_epoch = last
     before(halograd.training.run, "report_times", "report")
     before(halograd.training.run.StopSignals, "__exit__", "handlers")
