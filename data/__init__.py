@@ -2,10 +2,12 @@
 
 from .dataset import Hdf5Dataset
 from .errors import DataError
+from .files import FileSet, find_files, open_dataset
 from .loader import LoadedBatch, Loader
 from .mesh_tangling import generate
 from .normalize import ChannelStatistics, channel_statistics
 from .sampler import Batch, Sampler, split
+from .source import Dataset
 from .targets import TargetReduction
 from .verdict import quad_metrics
 
@@ -13,13 +15,17 @@ __all__ = [
     "Batch",
     "ChannelStatistics",
     "DataError",
+    "Dataset",
+    "FileSet",
     "Hdf5Dataset",
     "LoadedBatch",
     "Loader",
     "Sampler",
     "TargetReduction",
     "channel_statistics",
+    "find_files",
     "generate",
+    "open_dataset",
     "quad_metrics",
     "split",
 ]

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..dtensor.box import Box
-from .dataset import Hdf5Dataset
 from .errors import DataError
 from .normalize import ChannelStatistics
 from .sampler import Batch
+from .source import Dataset
 from .targets import TargetReduction
 
 __all__ = ["Ahead", "LoadedBatch", "Loader"]
@@ -67,7 +67,7 @@ class Loader:
 
     Parameters
     ----------
-    dataset : Hdf5Dataset
+    dataset : Dataset
         Used by the thread only, while a loop runs.
     input_box : Box
         Of the global batch ``(N, *spatial, C)``: the owned box with the halo the first layer needs. May reach outside.
@@ -95,7 +95,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Hdf5Dataset,
+        dataset: Dataset,
         input_box: Box,
         target_box: Box | None = None,
         *,

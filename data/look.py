@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
-from .dataset import Hdf5Dataset
 from .normalize import ChannelStatistics
+from .source import Dataset
 
 __all__ = ["Look", "look_at", "look_at_data"]
 
@@ -92,12 +92,12 @@ def _part(read: Callable[..., Any], sample: int, shape: tuple[int, ...], where: 
     return out
 
 
-def look_at_data(dataset: Hdf5Dataset, statistics: ChannelStatistics | None, sample: int = 0, least: int = 1) -> float:
+def look_at_data(dataset: Dataset, statistics: ChannelStatistics | None, sample: int = 0, least: int = 1) -> float:
     """Log a warning of constant inputs and of targets with a single value; the scale of the targets. Local.
 
     Parameters
     ----------
-    dataset : Hdf5Dataset
+    dataset : Dataset
         With targets.
     statistics : ChannelStatistics, optional
         Of its training samples: then the inputs are not looked at, because these say more.
@@ -127,8 +127,8 @@ def look_at_data(dataset: Hdf5Dataset, statistics: ChannelStatistics | None, sam
     if len(targets.constant) == dataset.target_shape[-1]:
         numbers = ", ".join(f"{v:g}" for v in sorted(set(targets.constant.values())))
         _log.warning(
-            "%s: targets %r are %s %s: a network learns that and nothing else; check the file and data.targets",
-            dataset.path, dataset.structure.targets, numbers, _looked_at(targets.samples, len(dataset)),
+            "%s: the targets are %s %s: a network learns that and nothing else; check the file and data.targets",
+            dataset.path, numbers, _looked_at(targets.samples, len(dataset)),
         )  # fmt: skip
     return targets.scale
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
-from .dataset import Hdf5Dataset
 from .errors import DataError
+from .source import Dataset
 
 __all__ = ["HEAVY_TAILED", "TRANSFORMS", "ChannelStatistics", "channel_statistics"]
 
@@ -129,7 +129,7 @@ def _raise(fault: Exception | None) -> None:
 
 
 def channel_statistics(
-    dataset: Hdf5Dataset,
+    dataset: Dataset,
     indices: Sequence[int] | NDArray[np.int64],
     *,
     rank: int = 0,
@@ -146,7 +146,7 @@ def channel_statistics(
 
     Parameters
     ----------
-    dataset : Hdf5Dataset
+    dataset : Dataset
     indices : sequence of int
         The training samples; the same on every rank.
     rank, size : int
@@ -185,7 +185,7 @@ def channel_statistics(
     return ChannelStatistics(shift + mean, np.sqrt(variance), rules, int(count))
 
 
-def _announce(dataset: Hdf5Dataset, samples: int, size: int) -> None:
+def _announce(dataset: Dataset, samples: int, size: int) -> None:
     """Say what takes long before it does."""
     nbytes = samples * math.prod(dataset.sample_shape) * np.dtype(np.float32).itemsize
     if nbytes > _LONG * size:
@@ -209,7 +209,7 @@ def _add_up(buffer: _Blocks, indices: Sequence[int] | NDArray[np.int64], shift: 
 class _Blocks:
     """Transformed blocks of rows of one sample at a time, in one buffer."""
 
-    def __init__(self, dataset: Hdf5Dataset, rules: tuple[str, ...]) -> None:
+    def __init__(self, dataset: Dataset, rules: tuple[str, ...]) -> None:
         self._dataset, self._rules = dataset, rules
         rows = min(_ROWS, dataset.sample_shape[0])
         self._buffer = np.empty((1, rows, *dataset.sample_shape[1:]), np.float32)

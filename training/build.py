@@ -216,7 +216,7 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
     if config.training.batch > samples:
         some = "the training samples" if trainable else "the samples"
         raise UserError(
-            f"training.batch: expected at most {samples}, {some} of {config.data.path}, got {config.training.batch}; "
+            f"training.batch: expected at most {samples}, {some} of {config.data.where}, got {config.training.batch}; "
             "choose a smaller batch" + (", or hold out fewer samples by data.validation" if trainable else "")
         )
 

@@ -71,15 +71,18 @@ class ModelConfig(Table):
 
 
 class DataConfig(Table):
-    """``[data]``: the HDF5 file, its datasets, and how samples are drawn.
+    """``[data]``: HDF5 files, their datasets, and how samples are drawn.
 
-    `layout` is that on disk where the file does not say; `rule` reduces targets per cell to the patches that
-    the network predicts; `transforms` are rules by channel name, in place of the default ones; `prefetch` is the
-    number of batches read ahead. `allow_external`: numbers may lie in files outside the folder of the file, to which
-    its virtual datasets, external links and external datasets refer.
+    `path` is a file, a pattern (``"runs/*/fields.h5"``), a folder, or a list of these; samples are numbered over all
+    files, of which a rank keeps at most `open_files` open. `split` says what `validation` holds out: ``"random"``
+    samples, whole groups (``"group"``: of one number in the dataset ``simulation``), or whole files (``"file"``);
+    ``"auto"``: groups where there are some, else samples. `layout` is that on disk where the file does not say; `rule`
+    reduces targets per cell to the patches that the network predicts; `transforms` are rules by channel name, in place
+    of the default ones; `prefetch` is the number of batches read ahead. `allow_external`: numbers may lie in files
+    outside the folder of the file, to which its virtual datasets, external links and external datasets refer.
     """
 
-    path: FilePath
+    path: FilePath | Annotated[list[FilePath], Field(min_length=1)]
     inputs: FilePath = "inputs"
     targets: FilePath = "mask"
     layout: Literal["NHWC", "NCHW"] | None = None
@@ -90,6 +93,15 @@ class DataConfig(Table):
     shuffle: bool = True
     prefetch: Annotated[Count, Field(le=64)] = 1
     allow_external: bool = False
+    split: Literal["auto", "random", "group", "file"] = "auto"
+    open_files: Annotated[Count, Field(le=65536)] = 64
+
+    @property
+    def where(self) -> str:
+        """The path, of several the first, for messages."""
+        if isinstance(self.path, str):
+            return self.path
+        return self.path[0] + (f" (and {len(self.path) - 1} more)" if len(self.path) > 1 else "")
 
 
 class StrategyConfig(Table):

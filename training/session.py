@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -13,13 +14,18 @@ from halograd.comm import Communicator
 from halograd.data import (
     Batch,
     ChannelStatistics,
+    DataError,
+    Dataset,
+    FileSet,
     Hdf5Dataset,
     Loader,
     Sampler,
     TargetReduction,
     channel_statistics,
+    find_files,
     split,
 )
+from halograd.data.files import check_alike
 from halograd.data.look import LOOKS, look_at_data
 from halograd.data.sampler import Batches
 from halograd.data.structure import Structure
@@ -35,6 +41,8 @@ from halograd.training.root import on_root
 from halograd.training.timeline import Timeline
 
 __all__ = ["Session"]
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -61,7 +69,7 @@ class Session:
     comm: Communicator
     network: Network
     executor: Executor
-    dataset: Hdf5Dataset
+    dataset: Dataset
     training: np.ndarray
     validation: np.ndarray
     statistics: ChannelStatistics | None
@@ -105,11 +113,13 @@ class Session:
         strategy = with_reduction(strategy, config)
         strategy.validate(network, comm.size)
         strategy.refuse_empty_blocks(network)
-        dataset = stack.enter_context(_open_dataset(data, network, comm))
+        dataset = stack.enter_context(closing(_open_dataset(data, network, comm)))
         with comm.agreement():
             _check_shape(data, dataset, network)
             reduction = _reduction(data, dataset, network)
-        training, validation = split(len(dataset), data.validation, settings.seed, dataset.groups)
+        training, validation = split(len(dataset), data.validation, settings.seed, _groups(data, dataset))
+        if comm.rank == 0:
+            _warn_of_neighbors(data, dataset, training, validation)
         check_batch(config, len(training) if trainable else len(dataset), trainable)
         statistics = computed = None
         if data.normalize and normalization is not None:
@@ -203,29 +213,67 @@ def _on_root(comm: Communicator, call: Callable[[], Result]) -> Result:
     return on_root(comm.mpi, call)
 
 
-def _open_dataset(data: DataConfig, network: Network, comm: Communicator) -> Hdf5Dataset:
-    """The data set, which rank 0 examines for all: the others open the file when they first read. Collective."""
-    opened: list[Hdf5Dataset] = []
+def _open_dataset(data: DataConfig, network: Network, comm: Communicator) -> Dataset:
+    """The data set. Every file is examined by one rank for all: the others open it when they first read. Collective."""
+    paths = _on_root(comm, lambda: find_files(data.path))
+    limits = _target_range(network)
 
-    def open_(structure: Structure | None = None) -> Structure:
-        found = Hdf5Dataset(
-            data.path, data.inputs, data.targets, data.layout, _target_range(network), structure, data.allow_external
+    def open_(number: int, structure: Structure | None = None) -> Hdf5Dataset:
+        some = (data.inputs, data.targets, data.layout, limits, structure, data.allow_external)
+        return Hdf5Dataset(paths[number], *some)
+
+    opened: dict[int, Hdf5Dataset] = {}
+    fault: DataError | None = None
+    try:
+        for number in range(comm.rank, len(paths), comm.size):
+            opened[number] = open_(number)
+            if len(paths) > 1:
+                opened[number].close()
+    except DataError as error:
+        error.needs_no_rank = True  # type: ignore[attr-defined]  # it names the file
+        fault = error
+    comm.agree(fault)
+    found = comm.allgather_objects({number: part.structure for number, part in opened.items()})
+    structures = {number: structure for some in found for number, structure in some.items()}
+    check_alike(paths, [structures[number] for number in range(len(paths))])
+    parts = [opened.get(number) or open_(number, structures[number]) for number in range(len(paths))]
+    return parts[0] if len(parts) == 1 else FileSet(parts, data.open_files)
+
+
+def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
+    """Which samples are held out together."""
+    files = dataset.file_of if isinstance(dataset, FileSet) else None
+    if data.split == "file":
+        if files is None:
+            raise UserError(f'data.split: expected several files, to hold out whole ones, got {data.where}; use "auto"')
+        return files
+    if data.split == "group" and dataset.groups is None:
+        raise UserError(
+            f"data.split: expected a dataset 'simulation', a whole number per sample, got none in {data.where}; write "
+            'one, or use "random" or "file"'
         )
-        opened.append(found)
-        return found.structure
-
-    structure = _on_root(comm, open_)
-    if comm.rank:
-        open_(structure)
-    return opened[0]
+    return None if data.split == "random" else dataset.groups
 
 
-def _check_shape(data: DataConfig, dataset: Hdf5Dataset, network: Network) -> None:
+def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray, validation: np.ndarray) -> None:
+    """Samples of one simulation are much alike: validation by neighbors in time says little."""
+    if isinstance(dataset, FileSet) and data.split == "auto" and dataset.groups is None:
+        both = np.intersect1d(dataset.file_of[training], dataset.file_of[validation])
+        if both.size:
+            _log.warning(
+                "data.split: samples of %d of %d files are both trained on and held out; if those of a file are much "
+                'alike (neighbors in time), hold out whole files by data.split = "file"',
+                both.size,
+                len(dataset.parts),
+            )
+
+
+def _check_shape(data: DataConfig, dataset: Dataset, network: Network) -> None:
     expected = network.inputs["x"].shape
     if dataset.sample_shape != expected:
         raise UserError(
             f"data.path: expected samples of shape {expected} for model {network.name!r}, got {dataset.sample_shape} "
-            f"in {data.path}; change the options of [model] or the data"
+            f"in {data.where}; change the options of [model] or the data"
         )
 
 
@@ -234,7 +282,7 @@ def _target_range(network: Network) -> tuple[float, float] | None:
     return loss.layer.target_range(loss.inputs[0].shape)
 
 
-def _reduction(data: DataConfig, dataset: Hdf5Dataset, network: Network) -> TargetReduction | None:
+def _reduction(data: DataConfig, dataset: Dataset, network: Network) -> TargetReduction | None:
     """How the targets of the file become those of the network, None where they are the same."""
     have, want = dataset.target_shape, network.inputs["target"].shape
     if have == want:
@@ -242,7 +290,7 @@ def _reduction(data: DataConfig, dataset: Hdf5Dataset, network: Network) -> Targ
     divides = len(have) == len(want) > 1 and all(n and not m % n for m, n in zip(have, want)) and have[-1] == want[-1]
     if not divides:
         raise UserError(
-            f"data.targets: expected targets of shape {want} (or finer by whole factors), got {have} in {data.path}"
+            f"data.targets: expected targets of shape {want} (or finer by whole factors), got {have} in {data.where}"
         )
     if data.rule is None:
         raise UserError(
@@ -252,7 +300,7 @@ def _reduction(data: DataConfig, dataset: Hdf5Dataset, network: Network) -> Targ
     return TargetReduction(data.rule, tuple(m // n for m, n in zip(have[:-1], want[:-1])))
 
 
-def _statistics(data: DataConfig, dataset: Hdf5Dataset, training: np.ndarray, comm: Communicator) -> ChannelStatistics:
+def _statistics(data: DataConfig, dataset: Dataset, training: np.ndarray, comm: Communicator) -> ChannelStatistics:
     def total(array: np.ndarray) -> np.ndarray:
         comm.reduction(array, kind="data").run()
         return array

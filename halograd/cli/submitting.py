@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import sys
@@ -199,7 +200,7 @@ def _job(config: Path, loaded: Config, resources: Any, software: Any, name: str 
         loaded.output.directory,
         resources,
         software,
-        data=loaded.data.path,
+        data=loaded.data.path if isinstance(loaded.data.path, str) else loaded.data.path[0],
         profiling=_profiling(loaded, profile_nodes),
     )
 
@@ -249,7 +250,7 @@ def _start(kind: str, job: Job, dry_run: bool) -> int:
         return 0
     if kind != "local":
         require_slurm()
-    if job.data and not Path(job.data).exists():
+    if job.data and not any(glob.iglob(job.data)):
         print(f"halograd: note: data.path {job.data} is not here; the nodes must see it", file=sys.stderr)
     path = _write(Path(job.run) / f"{job.name}{Path(KINDS[kind]).suffix}", script)
     if kind == "local":

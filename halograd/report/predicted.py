@@ -8,7 +8,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from halograd.data import DataError, Hdf5Dataset
+from halograd.data import DataError, open_dataset
 from halograd.data.reading import open_file
 from halograd.data.storage import Storage
 from halograd.data.structure import find, looking_into
@@ -91,7 +91,7 @@ def _image(samples: np.ndarray, data: dict[str, Any]) -> tuple[np.ndarray | None
     try:
         outside = bool(data.get("allow_external", False))
         name, layout = data.get("inputs", "inputs"), data.get("layout")
-        with Hdf5Dataset(data["path"], name, None, layout, allow_external=outside) as dataset:
+        with open_dataset(data["path"], name, None, layout, allow_external=outside) as dataset:
             names = dataset.channel_names
             channel = names.index("Density") if "Density" in names else 0
             whole = Box.of_shape((len(samples), *dataset.sample_shape))

@@ -94,7 +94,7 @@ def test_messages(path: Path, caplog: pytest.LogCaptureFixture) -> None:
         look_at_data(data, None)
     inputs, targets = caplog.messages
     assert inputs.startswith(f"{path}: channel 1 (b) is 7") and "in all 20 samples: a network learns nothing" in inputs
-    assert f"{path}: targets 'mask' are 1 in all 20 samples" in targets and "data.targets" in targets
+    assert f"{path}: the targets are 1 in all 20 samples" in targets and "data.targets" in targets
 
 
 def test_messages_of_statistics(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,218 @@
+"""Samples in many files: one per simulation, per day or per sample, numbered over all of them."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dtensor.box import Box
+from .dataset import Hdf5Dataset
+from .errors import DataError
+from .structure import Structure
+
+__all__ = ["FileSet", "check_alike", "find_files", "open_dataset"]
+
+SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
+"""Of HDF5 files, in a folder."""
+_WILD = "*?["
+
+
+def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files that a path, a pattern, a folder, or a list of these stands for, in order. Local.
+
+    A pattern (``runs/*/fields.h5``; ``**`` for any folders) and a folder give files in the order of their names.
+
+    Raises
+    ------
+    DataError
+        A pattern or a folder without a file; a file that comes twice.
+    """
+    several = [given] if isinstance(given, str | os.PathLike) else list(given)
+    found = [path for one in several for path in _expanded(os.fspath(one))]
+    if not found:
+        raise DataError("data.path: expected a file, a pattern, a folder, or a list of these, got an empty list")
+    seen: set[Path] = set()
+    for path in found:
+        if path in seen:
+            raise DataError(f"data.path: expected every file once, got {path} twice; name it once")
+        seen.add(path)
+    return found
+
+
+def _expanded(text: str) -> list[Path]:
+    if os.path.exists(text) and not os.path.isdir(text):
+        return [Path(text)]  # also one with a star in its name
+    if os.path.isdir(text):
+        found = sorted(entry.path for entry in os.scandir(text) if entry.name.lower().endswith(SUFFIXES))
+        kind = f"a folder with HDF5 files ({', '.join(SUFFIXES)})"
+    elif any(sign in text for sign in _WILD):
+        found, kind = sorted(path for path in glob.glob(text, recursive=True) if not os.path.isdir(path)), "a pattern"
+    else:
+        return [Path(text)]  # not there: whoever opens it says so
+    if not found:
+        raise DataError(f"data.path: expected files, got none by {text} ({kind})")
+    return [Path(path) for path in found]
+
+
+def open_dataset(
+    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *arguments: Any, **options: Any
+) -> Hdf5Dataset | FileSet:
+    """The samples of all files that `given` stands for, each examined. Local.
+
+    Other arguments are those of :class:`Hdf5Dataset`.
+
+    Raises
+    ------
+    DataError
+        As of :func:`find_files`, :class:`Hdf5Dataset` and :func:`check_alike`.
+    """
+    paths = find_files(given)
+    parts = [Hdf5Dataset(path, *arguments, **options) for path in paths]
+    if len(parts) == 1:
+        return parts[0]
+    for part in parts:
+        part.close()
+    check_alike(paths, [part.structure for part in parts])
+    return FileSet(parts)
+
+
+def check_alike(paths: Sequence[Path], structures: Sequence[Structure]) -> None:
+    """Refuse files whose samples differ, naming the first that does. Local.
+
+    Raises
+    ------
+    DataError
+        Other shapes of inputs or targets, other channels than in the first file.
+    """
+    first = structures[0]
+    for path, other in zip(paths, structures):
+        for what, mine, theirs in (
+            ("samples of shape", first.sample_shape, other.sample_shape),
+            ("targets of shape", first.target_shape, other.target_shape),
+            ("the channels", first.channel_names, other.channel_names),
+        ):
+            if mine != theirs:
+                raise DataError(f"{path}: expected {what} {mine} as in {paths[0]}, got {theirs}; leave that file out")
+
+
+class FileSet:
+    """The samples of several HDF5 files, one file after the other; a :class:`Dataset`. Local.
+
+    Parameters
+    ----------
+    parts
+        The files, whose samples are alike (:func:`check_alike`), opened or not.
+    most_open
+        Files that this process keeps open at a time: the one that was not read for longest is closed.
+
+    Attributes
+    ----------
+    path
+        Of the first file, and how many more there are.
+    groups
+        As in the files, numbered anew so that no two files share a group; a file without them counts as samples that
+        do not belong together. None if no file has any.
+    file_of : int64 array ``(N,)``
+        Number of the file of every sample.
+    """
+
+    def __init__(self, parts: Sequence[Hdf5Dataset], most_open: int = 64) -> None:
+        self.parts = list(parts)
+        first = self.parts[0]
+        more = f" (and {len(parts) - 1} more files)" if len(parts) > 1 else ""
+        self.path = Path(f"{first.path}{more}")
+        self.sample_shape, self.target_shape = first.sample_shape, first.target_shape
+        self.channel_names = first.channel_names
+        lengths = np.array([len(part) for part in self.parts], np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        self.file_of = np.repeat(np.arange(len(self.parts), dtype=np.int64), lengths)
+        self.groups = _groups(self.parts)
+        self._open: OrderedDict[int, None] = OrderedDict()
+        self._most_open = max(1, most_open)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __enter__(self) -> FileSet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes requested of all files so far, as stored."""
+        return sum(part.bytes_read for part in self.parts)
+
+    def close(self) -> None:
+        """Close all files; what is read afterwards opens them again."""
+        for part in self.parts:
+            part.close()
+        self._open.clear()
+
+    def read(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """See :meth:`Hdf5Dataset.read`; messages name the file, and the sample in it."""
+        return self._read(Hdf5Dataset.read, self.sample_shape, indices, box, out)
+
+    def read_targets(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """See :meth:`Hdf5Dataset.read_targets`."""
+        return self._read(Hdf5Dataset.read_targets, self.target_shape, indices, box, out)
+
+    def _read(
+        self,
+        read: Callable[[Hdf5Dataset, Sequence[int], Box, NDArray[Any]], tuple[slice, ...]],
+        shape: tuple[int, ...],
+        indices: Sequence[int],
+        box: Box,
+        out: NDArray[Any],
+    ) -> tuple[slice, ...]:
+        if box.ndim != len(shape) + 1 or out.shape != box.shape:
+            raise DataError(
+                f"{self.path}: expected a box of {len(shape) + 1} axes and an array of its shape, got {box} and "
+                f"{out.shape}"
+            )
+        part = box & Box.of_shape((len(indices), *shape))
+        filled = part.slices(origin=box.start)
+        if part.size == 0:
+            return tuple(slice(0, 0) for _ in filled)
+        first, last = part.ranges[0]
+        for k in range(first, last):
+            file, local = self._place(int(indices[k]))
+            at = k - box.start[0]
+            read(self._opened(file), [local], box.replace(0, 0, 1), out[at : at + 1])
+        return filled
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """File, and number in it, of a sample."""
+        if not 0 <= index < len(self):
+            raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
+        file = int(self.file_of[index])
+        return file, index - int(self._starts[file])
+
+    def _opened(self, file: int) -> Hdf5Dataset:
+        self._open[file] = None
+        self._open.move_to_end(file)
+        while len(self._open) > self._most_open:
+            self.parts[self._open.popitem(last=False)[0]].close()
+        return self.parts[file]
+
+
+def _groups(parts: Sequence[Hdf5Dataset]) -> NDArray[np.int64] | None:
+    if all(part.groups is None for part in parts):
+        return None
+    found, first = [], 0
+    for part in parts:
+        own = np.arange(len(part)) if part.groups is None else np.unique(part.groups, return_inverse=True)[1]
+        found.append(first + own.reshape(-1).astype(np.int64))
+        first += int(own.max()) + 1
+    return np.concatenate(found)

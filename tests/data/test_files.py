@@ -1,0 +1,118 @@
+"""Samples in many files: read as from one, whatever the order; files that differ are named."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halograd.data import DataError, FileSet, Hdf5Dataset, find_files, open_dataset
+from halograd.dtensor import Box
+
+LENGTHS = (3, 1, 4, 2)
+SHAPE, CHANNELS = (5, 6), 3
+
+
+def write(folder, lengths=LENGTHS, groups=False):
+    """Files of these lengths; all inputs and masks of all of them."""
+    rng = np.random.default_rng(7)
+    xs, ys = [], []
+    for i, n in enumerate(lengths):
+        x = rng.standard_normal((n, *SHAPE, CHANNELS)).astype(np.float32)
+        y = rng.integers(0, 2, (n, *SHAPE)).astype(np.uint8)
+        with h5py.File(folder / f"run{i}.h5", "w") as file:
+            # Every other one channels first: what differs on disk need not differ in the samples.
+            first = bool(i % 2)
+            file["inputs"] = np.moveaxis(x, -1, 1) if first else x
+            file["inputs"].attrs["layout"] = "NCHW" if first else "NHWC"
+            file["mask"] = y
+            if groups and i != 1:
+                file["simulation"] = np.arange(n) // 2
+        xs.append(x)
+        ys.append(y[..., None])
+    return np.concatenate(xs), np.concatenate(ys)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    return folder, *write(folder)
+
+
+@given(st.lists(st.integers(0, sum(LENGTHS) - 1), min_size=1, max_size=6), st.data(), st.integers(1, 3))
+@settings(max_examples=60)
+def test_any_box_of_any_batch_is_that_of_one_array(written, indices, data, most):
+    folder, x, y = written
+    with open_dataset(folder) as found:
+        found._most_open = most
+        assert len(found) == len(x) and found.sample_shape == x.shape[1:] and found.target_shape == y.shape[1:]
+        for array, read in ((x, found.read), (y, found.read_targets)):
+            batch = array[indices].astype(np.float32)
+            low = [data.draw(st.integers(-1, n - 1)) for n in batch.shape]
+            high = [data.draw(st.integers(a + 1, n + 1)) for a, n in zip(low, batch.shape)]
+            low[0], high[0] = max(low[0], 0), min(high[0], len(batch))
+            if low[-1] < 0 or high[-1] > batch.shape[-1] or low[0] >= high[0]:
+                continue
+            box = Box(tuple(low), tuple(high))
+            out = np.full(box.shape, 9.0, np.float32)
+            filled = read(indices, box, out)
+            inside = box & Box.of_shape(batch.shape)
+            np.testing.assert_array_equal(out[filled], batch[inside.slices()])
+            outside = np.ones(box.shape, bool)
+            outside[filled] = False
+            assert (out[outside] == 9).all()
+        assert sum(part._opened is not None for part in found.parts) <= most
+
+
+def test_what_a_path_stands_for(tmp_path):
+    write(tmp_path)
+    (tmp_path / "notes.txt").write_text("no data")
+    names = [tmp_path / f"run{i}.h5" for i in range(4)]
+    assert find_files(tmp_path) == names == find_files(str(tmp_path / "run*.h5")) == find_files([tmp_path])
+    assert find_files([names[2], names[0]]) == [names[2], names[0]]
+    assert find_files(tmp_path / "missing.h5") == [tmp_path / "missing.h5"]
+    odd = tmp_path / "a[1].h5"
+    odd.write_bytes(names[0].read_bytes())
+    assert find_files(odd) == [odd]
+    (tmp_path / "empty").mkdir()
+    for given_, message in (
+        (tmp_path / "empty", "expected files, got none by .*empty .a folder with HDF5 files"),
+        (tmp_path / "*.nc", "expected files, got none by .*nc .a pattern"),
+        ([names[0], tmp_path], "expected every file once, got .*run0.h5 twice"),
+        ([], "got an empty list"),
+    ):
+        with pytest.raises(DataError, match=message):
+            find_files(given_)
+    assert isinstance(open_dataset(names[0]), Hdf5Dataset)
+
+
+def test_files_that_differ_are_named(tmp_path):
+    write(tmp_path)
+    with h5py.File(tmp_path / "run2.h5", "r+") as file:
+        x = file["inputs"][:, :-1]
+        del file["inputs"], file["mask"]
+        file["inputs"], file["mask"] = x, np.zeros(x.shape[:-1], np.uint8)
+        file["inputs"].attrs["layout"] = "NHWC"
+    message = r"run2.h5: expected samples of shape \(5, 6, 3\) as in .*run0.h5, got \(4, 6, 3\); leave that file out"
+    with pytest.raises(DataError, match=message):
+        open_dataset(tmp_path)
+
+
+def test_messages_name_the_file_and_the_sample_in_it(tmp_path):
+    write(tmp_path)
+    with h5py.File(tmp_path / "run2.h5", "r+") as file:
+        file["inputs"][1, 2, 3, 0] = np.nan
+    with open_dataset(tmp_path) as found, pytest.raises(DataError, match=r"run2.h5: nan in sample 1, channel 0"):
+        found.read([0, 5], Box.of_shape((2, *found.sample_shape)), np.zeros((2, *found.sample_shape), np.float32))
+    with pytest.raises(DataError, match=r"and 3 more files.*: expected a sample of 0 .. 9, got 10"):
+        found.read([10], Box.of_shape((1, *found.sample_shape)), np.zeros((1, *found.sample_shape), np.float32))
+
+
+def test_groups_are_those_of_the_files_and_shared_by_none(tmp_path):
+    write(tmp_path, groups=True)
+    with open_dataset(tmp_path) as found:
+        assert isinstance(found, FileSet)
+        assert found.groups.tolist() == [0, 0, 1, 2, 3, 3, 4, 4, 5, 5]
+        assert found.file_of.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]

@@ -1,0 +1,100 @@
+"""Runs on samples in many files give what one file gives; whole files can be held out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from halograd.errors import UserError
+from halograd.training.log import read_log
+from halograd.training.run import evaluate, train
+from tests.training.runs import write_config
+
+LENGTHS = (4, 7, 1, 7)
+
+
+@pytest.fixture
+def config(comm, tmp_path):
+    """The data in one file, and cut into several."""
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+        (folder / "parts").mkdir()
+        first = 0
+        with h5py.File(folder / "data.h5") as whole:
+            for i, n in enumerate(LENGTHS):
+                with h5py.File(folder / "parts" / f"run{i}.h5", "w") as file:
+                    for name in ("inputs", "mask"):
+                        file[name] = whole[name][first : first + n]
+                    file["inputs"].attrs["layout"] = "NHWC"
+                first += n
+    comm.Barrier()
+    yield folder / "run.toml"
+    comm.Barrier()
+
+
+def losses(folder):
+    return [e["loss"] for e in read_log(folder / "log.jsonl", "step")]
+
+
+@pytest.mark.ranks(1, 3)
+def test_the_run_is_that_of_one_file(comm, config, caplog):
+    folder = config.parent
+    cut = [f"strategy.height={comm.size}", "data.open_files=2", "output.log_steps=1"]
+    whole = train(config, [*cut, f"output.directory={folder / 'one'}"], comm=comm)
+    for name, path in (("folder", folder / "parts"), ("pattern", folder / "parts" / "*.h5")):
+        found = train(config, [*cut, f"data.path={path}", f"output.directory={folder / name}"], comm=comm)
+        assert found["validation"] == whole["validation"]
+        comm.Barrier()
+        assert losses(folder / name) == losses(folder / "one")
+    told = [r.message for r in caplog.records if "are both trained on and held out" in r.message]
+    assert len(told) == (2 if comm.rank == 0 else 0)
+    judged = evaluate(folder / "folder", cut, comm=comm)
+    assert judged["loss"] == pytest.approx(whole["validation"]["loss"], rel=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_whole_files_are_held_out(comm, config, caplog):
+    folder = config.parent
+    cut = ["strategy.height=2", f"data.path={folder / 'parts'}", "data.split=file", "training.epochs=1"]
+    train(config, cut, comm=comm)
+    comm.Barrier()
+    begun = read_log(folder / "out" / "log.jsonl", "begin")[-1]
+    assert begun["held_out"] in LENGTHS and begun["samples"] + begun["held_out"] == sum(LENGTHS)
+    assert not [r for r in caplog.records if "held out" in r.message]
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_differs_is_named_on_all_ranks(comm, config):
+    """Of files examined by different ranks."""
+    folder = config.parent
+    if comm.rank == 0:
+        with h5py.File(folder / "parts" / "run1.h5", "r+") as file:
+            x = file["inputs"][:, :-1]
+            del file["inputs"], file["mask"]
+            file["inputs"], file["mask"] = x, np.zeros(x.shape[:-1], np.uint8)
+            file["inputs"].attrs["layout"] = "NHWC"
+    comm.Barrier()
+    cut = ["strategy.height=2", f"data.path={folder / 'parts'}"]
+    with pytest.raises(
+        UserError, match=r"^\S*run1.h5: expected samples of shape .* as in \S*run0.h5, got \(15, 16, 3\)"
+    ):
+        train(config, cut, comm=comm)
+    if comm.rank == 0:
+        (folder / "parts" / "run3.h5").write_bytes(b"no HDF5")
+    comm.Barrier()
+    with pytest.raises(UserError, match=r"^\S*run3.h5: "):
+        train(config, cut, comm=comm)
+    with pytest.raises(UserError, match="expected files, got none by"):
+        train(config, ["strategy.height=2", f"data.path={folder / '*.none'}"], comm=comm)
+
+
+@pytest.mark.ranks(1)
+def test_splits_that_the_data_do_not_allow(comm, config):
+    with pytest.raises(UserError, match=r"data.split: expected several files, to hold out whole ones, got"):
+        train(config, ["data.split=file"], comm=comm)
+    with pytest.raises(UserError, match=r"data.split: expected a dataset 'simulation'"):
+        train(config, ["data.split=group"], comm=comm)
