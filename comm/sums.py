@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["METHODS", "Method", "NodeShare", "node_shares", "shards"]
+__all__ = ["LARGEST_AT_ONCE", "METHODS", "Method", "NodeShare", "node_shares", "shards"]
 
 ALIGNMENT = 64  # [B]: a shard begins on a cache line if the array does
+#: Up to here [B] a sum in shared memory is deposited when it starts; larger ones go through a common stage, piece by
+#: piece.
+LARGEST_AT_ONCE = 64 * 1024
 
 
 def shards(size: int, ranks: int, itemsize: int) -> list[slice]:

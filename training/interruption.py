@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from halograd.comm import Communicator
+from halograd.comm.boot import on_interrupt
 from halograd.comm.errors import mark_agreed
-from halograd.comm.interrupt import on_interrupt
 from halograd.training.folder import CheckpointFolder
 from halograd.training.stall import Pulse
 from halograd.training.watchdog import Watchdog

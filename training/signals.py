@@ -28,7 +28,7 @@ class StopSignals:
 
     A further signal changes nothing: launchers deliver one wish several times (Slurm to the batch script and to the
     ranks, and SIGTERM once more before SIGKILL), and a checkpoint under way must not be lost by that. SIGINT
-    (Ctrl-C) is left alone; it ends the job at once (:mod:`halograd.comm.interrupt`).
+    (Ctrl-C) is left alone; it ends the job at once (:mod:`halograd.comm.boot`).
 
     Attributes
     ----------

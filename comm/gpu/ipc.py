@@ -1,26 +1,25 @@
 """The `cuda-ipc` transport: ranks of one node read each other's send buffers on the device, ordered by events.
 
-The device counterpart of :class:`halograd.comm.transports.shared.SharedChannel`, with one difference: what a process
-records, another can wait for only once it *has been* recorded, or it waits for the time before. So a flag in shared
-host memory says that; nobody waits on the host for a device.
+The device counterpart of `halograd.comm.transports.shared`: the same channels, with other moves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
-from halograd.comm.gpu.base import DeviceTransport
 from halograd.comm.gpu.ipc_memory import ALIGNMENT, Exchanged, IpcMemory
 from halograd.comm.gpu.streams import Cuda, Join, Lane, LaneCodec, LaneMeter, LaneSpans
 from halograd.comm.progress import Operation, Work
-from halograd.comm.reduction import Plan, Reduction, Room
+from halograd.comm.reduction import REDUCIBLE, Plan, Reduction, Room
 from halograd.comm.sums import Method, shards
 from halograd.comm.transports.base import Context, Pattern, split_node
 from halograd.comm.transports.memory import FLAG_BYTES, Arena, Flags, Signal, rounded
+from halograd.comm.transports.shared import WindowChannel, Windows
 
-__all__ = ["EventMove", "IpcChannel", "IpcTransport", "Notices"]
+__all__ = ["EventMove", "IpcTransport", "Notices"]
 
 
 class Notices:
@@ -46,20 +45,41 @@ class Notices:
 
 
 class EventMove(Signal):
-    """A move between devices: record an event behind what the stream was given, and go on behind those of others.
+    """A move between devices: record an event behind what a stream was given, and go on behind those of others.
+
+    What a process records, another can wait for only once it *has been* recorded, or it waits for the time before. So a
+    flag in shared host memory says that; nobody waits on the host for a device.
+
+    Of a channel, whose exchange n uses event n mod 2: *what is read is what was packed*, as the stream has waited for
+    the event that was recorded behind it. It is that one and no later one: the peer records this event again in its
+    start n+2, behind its finish n+1, for which this rank has to have called start n+1, thus finish n. *Nothing is
+    overwritten while it is read*: rank p packs exchange n+2 on its stream behind the events of n+1 of all peers. Rank q
+    recorded that of n+1 behind what reads exchange n, on the same stream.
 
     Parameters
     ----------
     which
         Number of the event.
+    stream
+        Gives the stream.
+    peers
+        Whose events are waited for; by default those of all others.
     """
 
-    def __init__(self, flags: Flags, shared: Exchanged, which: int, stream: Any) -> None:
+    def __init__(
+        self,
+        flags: Flags,
+        shared: Exchanged,
+        which: int,
+        stream: Callable[[], Any],
+        peers: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__(flags)
-        self._shared, self._which, self._stream = shared, which, stream
+        self._which, self._stream, self._event = which, stream, shared.events[which]
+        self._events = shared.peer_events(which, peers)
 
     def begin(self) -> None:
-        self._shared.events[self._which].record(self._stream)
+        self._event.record(self._stream())
         super().begin()
 
     def over(self) -> bool:
@@ -74,12 +94,15 @@ class EventMove(Signal):
 
     def follow(self) -> None:
         """Let the stream wait for the events of the others; all of them have been recorded."""
-        for event in self._shared.peer_events(self._which):
-            self._stream.wait_event(event)
+        stream = self._stream()
+        for event in self._events:
+            stream.wait_event(event)
 
 
-class IpcTransport(DeviceTransport):
+class IpcTransport:
     """Messages that are read where they were packed; sums of which each rank adds up its shard."""
+
+    summable = REDUCIBLE
 
     def __init__(self, cuda: Cuda, lane: Lane, context: Context, spans: LaneSpans) -> None:
         self._cuda, self._lane, self._context, self._spans = cuda, lane, context, spans
@@ -89,13 +112,24 @@ class IpcTransport(DeviceTransport):
     def channel(self, pattern: Pattern, meter: Meter) -> Channel:
         sizes = {peer: rounded(count * pattern.dtype.itemsize, ALIGNMENT) for peer, count in pattern.sends.items()}
         shared = self._memory.share(2 * sum(sizes.values()), events=2)
-        offsets, first = {}, 0
+        offsets, at = {}, 0
         for peer, size in sizes.items():
-            offsets[peer] = (first, first + size)
-            first += 2 * size
+            offsets[peer] = (at, at + size)
+            at += 2 * size
         told = self._context.mpi.allgather(offsets)
-        notices = Notices(self._arena, pattern.peers)
-        return IpcChannel(self._cuda, pattern, meter, shared, told, notices)
+        notices, mine = Notices(self._arena, pattern.peers), shared.rank
+
+        def both(owner: int, reader: int, count: int) -> tuple[Any, Any]:
+            first, second = (shared.array(owner, offset, count, pattern.dtype) for offset in told[owner][reader])
+            return first, second
+
+        sends = {peer: both(mine, peer, count) for peer, count in pattern.sends.items()}
+        recvs = {peer: both(peer, mine, count) for peer, count in pattern.recvs.items()}
+        first, second = (
+            EventMove(notices.flags, shared, slot, lambda: self._cuda.compute, pattern.peers) for slot in (0, 1)
+        )
+        close = [shared.close, notices.close]
+        return WindowChannel(pattern, meter, Windows(sends, recvs, (first, second), close, on_device=True))
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
         """A sum in the order of the ranks, or half of it, on the lane. ::
@@ -120,7 +154,7 @@ class IpcTransport(DeviceTransport):
         own = parts[mpi.rank]
         nbytes = behind + rounded(lengths[mpi.rank] * flat.itemsize, ALIGNMENT)
         shared, notices = self._memory.share(nbytes, events=2), Notices(self._arena, tuple(range(mpi.size)))
-        moves = [EventMove(notices.flags, shared, which, self._lane.stream) for which in (0, 1)]
+        moves = [EventMove(notices.flags, shared, which, lambda: self._lane.stream) for which in (0, 1)]
         totals = [shared.array(r, behind, n, flat.dtype) for r, n in enumerate(lengths)]
         room = Room(gather=moves[method.adds])
         if method.adds:
@@ -147,77 +181,3 @@ class IpcTransport(DeviceTransport):
         self._lane.stream.synchronize()
         self._memory.close()
         self._arena.close()
-
-
-class IpcChannel(Channel):
-    """Send buffers that the peers have mapped, receive buffers that are theirs; two slots, one event for each.
-
-    ``start`` number n records the event of slot n mod 2 behind the packing, then raises this rank's flag to n + 1.
-    ``finish`` number n waits on the host until all peers have raised theirs to n + 1, those that are sent to, too;
-    then lets the stream wait for their events of this slot.
-
-    *What is read is what was packed*: the stream has waited for the event that was recorded behind it. It is that one
-    and no later one: the peer records this event again in its start n+2, behind its finish n+1, for which this rank
-    has to have called start n+1, thus finish n.
-
-    *Nothing is overwritten while it is read*: rank p packs exchange n+2 on its stream behind the events of n+1 of all
-    peers. Rank q recorded that of n+1 behind what reads exchange n, on the same stream.
-    """
-
-    def __init__(
-        self,
-        cuda: Cuda,
-        pattern: Pattern,
-        meter: Meter,
-        shared: Exchanged,
-        offsets: list[dict[int, tuple[int, int]]],
-        notices: Notices,
-    ) -> None:
-        super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
-        self._cuda, self._shared, self._notices = cuda, shared, notices
-        self._flags, self._count = notices.flags, 0
-        self._counters = self._flags.others()
-        mine = shared.rank
-        self._out = {
-            peer: [shared.array(mine, offset, count, self.dtype) for offset in offsets[mine][peer]]
-            for peer, count in self.send_counts.items()
-        }
-        self._in = {
-            peer: [shared.array(peer, offset, count, self.dtype) for offset in offsets[peer][mine]]
-            for peer, count in self.recv_counts.items()
-        }
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of the host: a flag [B]."""
-        return FLAG_BYTES
-
-    @property
-    def device_bytes(self) -> int:
-        """Memory of the device: two slots; received where it was sent from [B]."""
-        return 2 * sum(self.send_counts.values()) * self.dtype.itemsize
-
-    def _send_buffer(self, peer: int, slot: int) -> Any:
-        return self._out[peer][slot]
-
-    def _recv_buffer(self, peer: int, slot: int) -> Any:
-        return self._in[peer][slot]
-
-    def _start(self) -> None:
-        self._count += 1
-        if self.peers:
-            self._shared.events[self.slot].record(self._cuda.compute)
-            self._flags.raise_to(self._count)
-
-    def _finish(self) -> float:
-        if self.peers:
-            self._flags.wait_for(self._count, self._counters)
-            for peer in self.peers:
-                self._cuda.compute.wait_event(self._shared.peer_event(peer, self.slot))
-        return 0.0
-
-    def _close(self) -> None:
-        self._out.clear()
-        self._in.clear()
-        self._shared.close()
-        self._notices.close()

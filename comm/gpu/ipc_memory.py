@@ -83,13 +83,9 @@ class Exchanged:
         """``(count,)`` in the memory of a rank, `offset` [B] behind where its part begins."""
         return self._memory.view(self._bases[rank] + offset, count, dtype)
 
-    def peer_event(self, rank: int, which: int) -> PeerEvent:
-        """An event of another rank."""
-        return self._peer_events[rank][which]
-
-    def peer_events(self, which: int) -> list[PeerEvent]:
-        """That event of all others."""
-        return [events[which] for events in self._peer_events.values()]
+    def peer_events(self, which: int, peers: Sequence[int] | None = None) -> list[PeerEvent]:
+        """That event of these ranks, by default of all others."""
+        return [self._peer_events[rank][which] for rank in (self._peer_events if peers is None else peers)]
 
     def close(self) -> None:
         """Give the memory back, and the others' events. Local, but all ranks do it."""

@@ -10,21 +10,23 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
+from halograd.comm.channel import Channel
+from halograd.comm.counters import Meter
 from halograd.comm.ending import end
 from halograd.comm.errors import CommError, mark_agreed
-from halograd.comm.gpu.base import DeviceTransport
 from halograd.comm.gpu.choice import Choice, RankFacts, check_name, choose
-from halograd.comm.gpu.facts import gpu_address, rank_facts
 from halograd.comm.gpu.ipc import IpcTransport
-from halograd.comm.gpu.mpi_aware import prove
+from halograd.comm.gpu.mpi_aware import claim_fault, prove
 from halograd.comm.gpu.mpi_cuda import MpiCudaTransport
 from halograd.comm.gpu.nccl import NcclTransport, load_nccl
 from halograd.comm.gpu.streams import Cuda, Lane, LaneSpans
 from halograd.comm.gpu.watchdog import TIMEOUT, Watchdog
-from halograd.comm.transports.base import Context
+from halograd.comm.reduction import Reduction
+from halograd.comm.sums import Method
+from halograd.comm.transports.base import Context, Pattern
 from halograd.device import Device
 
-__all__ = ["DeviceLinks", "Ranks", "timeout_from"]
+__all__ = ["DeviceLinks", "DeviceTransport", "Ranks", "gpu_address", "rank_facts", "reachable_gpus", "timeout_from"]
 
 
 class Ranks(Protocol):
@@ -40,6 +42,27 @@ class Ranks(Protocol):
     def mpi(self) -> MPI.Intracomm: ...
 
     def agree(self, fault: Exception | None) -> None: ...
+
+
+class DeviceTransport(Protocol):
+    """Makes channels and sums whose buffers are on a device, on one communicator.
+
+    Attributes
+    ----------
+    summable
+        Types of arrays that it sums.
+    """
+
+    summable: tuple[str, ...]
+
+    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
+        """A channel of this (valid and matching) pattern. Collective over the communicator."""
+
+    def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
+        """A sum of several ranks, not empty, of a method that devices make. Collective over the communicator."""
+
+    def close(self) -> None:
+        """Free what the transport holds, after its channels. Collective over the communicator."""
 
 
 @dataclass
@@ -201,3 +224,47 @@ def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opene
     watchdog = Watchdog(f"rank {comm.rank} of {comm.size}", timeout, end=lost, begin=device.use)
     nccl = load_nccl() if choice.name == "nccl" else None
     return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl, LaneSpans(cuda))
+
+
+def rank_facts(device: Device, node: int, on_node: list[str]) -> RankFacts:
+    """What this rank knows of itself. Local.
+
+    Parameters
+    ----------
+    on_node
+        Addresses of the GPUs of all ranks of this node.
+    """
+    gpu = gpu_address(device)
+    if not gpu:
+        return RankFacts(node, "")
+    version, fault = 0, ""
+    try:
+        version = int(load_nccl().get_version())
+    except CommError as error:
+        fault = str(error)
+    except Exception as error:  # a library that does not answer
+        fault = f"it does not tell its version: {error}"
+    shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return RankFacts(node, gpu, reachable_gpus(device, on_node), version, fault, shares, claim_fault(MPI))
+
+
+def gpu_address(device: Any) -> str:
+    """PCI address of a CUDA device, the same in all processes of a node; empty for any other device. Local."""
+    cupy = getattr(device, "cupy", None)
+    if cupy is None:
+        return ""
+    found = cupy.cuda.runtime.deviceGetPCIBusId(device.ordinal)
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def reachable_gpus(device: Any, addresses: list[str]) -> tuple[str, ...]:
+    """Those of the GPUs whose memory this device can read: itself, and its peers. Local."""
+    runtime, own = device.cupy.cuda.runtime, gpu_address(device)
+    found = []
+    for address in sorted(set(addresses)):
+        try:
+            if address == own or runtime.deviceCanAccessPeer(device.ordinal, runtime.deviceGetByPCIBusId(address)):
+                found.append(address)
+        except Exception:  # hidden from this process
+            continue
+    return tuple(found)

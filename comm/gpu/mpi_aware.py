@@ -16,6 +16,7 @@ from typing import Any
 
 __all__ = ["PROOF_SECONDS", "claim_fault", "clean_environment", "prove"]
 
+SIZES = (8, 1 << 20)  # [B]: messages that are sent at once, and by rendezvous
 PROOF_SECONDS = 120.0  # [s]: CuPy and CUDA start slowly on a busy node
 SWITCHES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "HALOGRAD_MPI_CUDA")
 # By these a launcher tells a process that it is a rank; the proof must be a program of its own.
@@ -73,9 +74,9 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def prove(ordinal: int, seconds: float = PROOF_SECONDS) -> str:
     """Why MPI cannot send device memory to itself; empty if it was seen to. Local; takes some seconds.
 
-    Runs ``python -m halograd.comm.gpu.mpi_proof`` on the device of this number, as a program of one rank.
+    Runs this module (``python -m halograd.comm.gpu.mpi_aware``) on the device of this number, as a program of one rank.
     """
-    command = [sys.executable, "-m", "halograd.comm.gpu.mpi_proof", str(ordinal)]
+    command = [sys.executable, "-m", "halograd.comm.gpu.mpi_aware", str(ordinal)]
     try:
         done = subprocess.run(
             command, env=clean_environment(os.environ), capture_output=True, text=True, timeout=seconds, check=False
@@ -95,3 +96,35 @@ def judge(code: int, out: str, err: str) -> str:
         return f"MPI died of {signal.Signals(-code).name} when it was to send device memory to itself"
     lines = [line for line in (err or out).splitlines() if line.strip()]
     return f"MPI could not send device memory to itself ({lines[-1].strip() if lines else f'exit code {code}'})"
+
+
+def main(ordinal: int) -> int:
+    """The proof, a program of its own: does MPI send device memory to itself? Prints ``proven`` if so; may die.
+
+    Returns 0 if what was sent came back as it was, 2 if not.
+    """
+    from mpi4py import MPI
+
+    from halograd.comm.gpu.mpi_cuda import raw
+    from halograd.device.cupy import CupyDevice
+
+    device = CupyDevice(ordinal)
+    for nbytes in SIZES:
+        source, target = device.zeros((nbytes,), "uint8"), device.zeros((nbytes,), "uint8")
+        source.fill(nbytes % 251 + 1)
+        device.synchronize()
+        message, room = raw(device.address(source), nbytes), raw(device.address(target), nbytes)
+        MPI.COMM_SELF.Sendrecv(message, 0, 0, room, 0, 0)
+        if not (device.to_host(target) == nbytes % 251 + 1).all():
+            print(f"{nbytes} bytes came back changed", file=sys.stderr)
+            return 2
+    print("proven")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(int(sys.argv[1])))
+    except Exception as error:
+        print(error, file=sys.stderr)
+        sys.exit(3)

@@ -18,10 +18,9 @@ from mpi4py import MPI
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.device_channel import DeviceChannel
-from halograd.comm.gpu.base import DeviceTransport
 from halograd.comm.gpu.streams import Cuda, Lane, LaneCodec, Passage
 from halograd.comm.progress import Operation, Stage
-from halograd.comm.reduction import Plan, Reduction, Room
+from halograd.comm.reduction import REDUCIBLE, Plan, Reduction, Room
 from halograd.comm.sums import Method, shards
 from halograd.comm.transports.base import Context, Pattern
 from halograd.comm.transports.mpi import Messages
@@ -76,11 +75,13 @@ class AwaitedCodec(LaneCodec):
         return Added(Passage(self.lane), super().add(summands, total))
 
 
-class MpiCudaTransport(DeviceTransport):
+class MpiCudaTransport:
     """Persistent messages of device memory; sums by such messages, added up on the device in the order of the ranks.
 
     Not ``MPI_Iallreduce``: libraries that reach device memory by point-to-point messages often do not by that.
     """
+
+    summable = REDUCIBLE
 
     def __init__(self, cuda: Cuda, lane: Lane, context: Context) -> None:
         self._cuda, self._lane, self._context = cuda, lane, context
@@ -112,6 +113,9 @@ class MpiCudaTransport(DeviceTransport):
         plan = Plan(Operation(stages, prepare=device.use), self._context.progress, device_nbytes=held)
         plan.close += [move.free for move in moves]
         return Reduction(buffer, [meter], plan)
+
+    def close(self) -> None:
+        """Nothing to free but its channels and sums."""
 
     def _message(self, array: Any) -> tuple[Any, MPI.Datatype]:
         return raw(self._cuda.device.address(array), array.nbytes)

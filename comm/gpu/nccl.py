@@ -11,7 +11,6 @@ from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.device_channel import DeviceChannel
 from halograd.comm.errors import CommError
-from halograd.comm.gpu.base import DeviceTransport
 from halograd.comm.gpu.streams import Join, Lane, LaneCodec, LaneMeter, LaneSpans, Passage
 from halograd.comm.gpu.watchdog import Watchdog
 from halograd.comm.progress import Operation, Stage, Work
@@ -141,7 +140,7 @@ class Link:
             comm.destroy()
 
 
-class NcclTransport(DeviceTransport):
+class NcclTransport:
     """Messages and small sums on one lane, large sums on another, each with a link of its own.
 
     Parameters

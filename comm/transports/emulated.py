@@ -73,11 +73,6 @@ class Stamped(Signal):
         Whether a rank that waits must leave its core alone all the time.
     now
         Gives the time that is noted; by default the clock.
-
-    Attributes
-    ----------
-    arrived
-        When the last signal arrived (`time.perf_counter` [s]).
     """
 
     def __init__(
@@ -93,7 +88,7 @@ class Stamped(Signal):
         super().__init__(flags, others, raises)
         self._stamp, self._stamps, self._nap, self._now = own, list(stamps), nap, now
         self._delayed = any(seconds for _, seconds in self._stamps)
-        self._turn, self.arrived = 1, 0.0
+        self._turn = 1
 
     def begin(self) -> None:
         self._turn = 1 - self._turn

@@ -212,7 +212,14 @@ class Signal(Stage):
         Ranks whose flags are waited for; by default all.
     raises
         Whether this rank has something to say.
+
+    Attributes
+    ----------
+    arrived
+        Since when all were there (`time.perf_counter` [s]); 0 if not known.
     """
+
+    arrived = 0.0
 
     def __init__(self, flags: Flags, others: Iterable[int] | None = None, raises: bool = True) -> None:
         self.flags, self._others, self._raises = flags, flags.others(others), raises

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -14,17 +15,15 @@ from halograd.comm.counters import Meter
 from halograd.comm.progress import Operation, Stage
 from halograd.comm.reduction import Plain, Plan, Room
 from halograd.comm.rounding import Rounded
-from halograd.comm.sums import Method, shards
+from halograd.comm.sums import LARGEST_AT_ONCE, Method, shards
 from halograd.comm.transports import base
 from halograd.comm.transports.base import ALIGNMENT, Context, Pattern
 from halograd.comm.transports.emulated import Network, Stamped, Stamps
-from halograd.comm.transports.memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Signal, rounded
+from halograd.comm.transports.memory import FLAG_BYTES, Arena, Flags, Places, Signal, rounded
 
-__all__ = ["LARGEST_AT_ONCE", "NodeMemory", "SharedChannel", "blocks"]
+__all__ = ["NodeMemory", "WindowChannel", "Windows", "blocks"]
 
 STAGE_BYTES = 256 * 1024  # of a large sum that is on the stage at once, per rank [B]: fits the cache of a core
-# Up to here [B] a sum is deposited when it starts; larger ones go through a common stage, piece by piece.
-LARGEST_AT_ONCE = 64 * 1024
 
 
 class NodeMemory:
@@ -105,7 +104,7 @@ class NodeMemory:
 
     # -- channels ------------------------------------------------------------------------------
 
-    def channel(self, pattern: Pattern, meter: Meter) -> SharedChannel:
+    def channel(self, pattern: Pattern, meter: Meter) -> WindowChannel:
         """A channel of a pattern all of whose peers share memory."""
         arena = self._open()
         nbytes = {peer: rounded(count * pattern.dtype.itemsize) for peer, count in pattern.sends.items()}
@@ -133,8 +132,10 @@ class NodeMemory:
         }
         seconds = {local[peer]: self._seconds(peer, count * pattern.dtype.itemsize) for peer, count in
                    pattern.recvs.items()}  # fmt: skip
-        signal = self.signal(Flags(chunk, where, mine), stamps, seconds)
-        return SharedChannel(pattern, meter, Slots(sends, recvs, signal, chunk))
+        for view in (view for both in recvs.values() for view in both):
+            view.flags.writeable = False
+        move = self.signal(Flags(chunk, where, mine), stamps, seconds)
+        return WindowChannel(pattern, meter, Windows(sends, recvs, (move, move), [chunk.give_back]))
 
     def _seconds(self, peer: int, nbytes: int) -> float:
         """How long a message from a peer takes [s]."""
@@ -303,30 +304,33 @@ class _CommonStage:
         return self.places.view(rank, line, first - line + nbytes)[first - line :].view(dtype)
 
 
-_Views = dict[int, tuple[np.ndarray, np.ndarray]]
+_Views = dict[int, tuple[Any, Any]]
 
 
 @dataclass
-class Slots:
-    """Shared memory of one channel.
+class Windows:
+    """Memory of one channel that its ranks share.
 
     Attributes
     ----------
     sends, recvs
         Per peer the two buffers that this rank packs into, and those that the peer does.
-    signal
-        The move of an exchange.
-    chunk
-        Takes the memory back.
+    moves
+        Per slot the move of an exchange.
+    give_back
+        Frees it all.
+    on_device
+        Where it is.
     """
 
     sends: _Views
     recvs: _Views
-    signal: Signal
-    chunk: Chunk
+    moves: tuple[Signal, Signal]
+    give_back: Sequence[Callable[[], object]]
+    on_device: bool = False
 
 
-class SharedChannel(Channel):
+class WindowChannel(Channel):
     """Send buffers in shared memory, receive buffers that are those of the peers, one flag per rank.
 
     ``start`` number n raises this rank's flag to n + 1, behind what was packed (fence); ``finish`` number n waits until
@@ -344,37 +348,48 @@ class SharedChannel(Channel):
         p:  pack 0a | start 0 --flag 1-->  ...                 finish 1 | pack 0b
                                \\                              ^
         q:                      finish 0 | read 0a | start 1 --flag 2
+
+    On devices (CUDA IPC) the same holds of what is enqueued: see `halograd.comm.gpu.ipc.EventMove`.
     """
 
-    def __init__(self, pattern: Pattern, meter: Meter, slots: Slots) -> None:
+    def __init__(self, pattern: Pattern, meter: Meter, windows: Windows) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
-        self._slots = slots
-        for both in slots.recvs.values():
-            for view in both:
-                view.flags.writeable = False
+        self._windows = windows
 
     @property
     def buffer_bytes(self) -> int:
+        return FLAG_BYTES if self._windows.on_device else self._nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        return self._nbytes if self._windows.on_device else 0
+
+    @property
+    def _nbytes(self) -> int:
         return 2 * sum(self.send_counts.values()) * self.dtype.itemsize  # two slots; received where it was sent from
 
-    def _send_buffer(self, peer: int, slot: int) -> np.ndarray:
-        return self._slots.sends[peer][slot]
+    def _send_buffer(self, peer: int, slot: int) -> Any:
+        return self._windows.sends[peer][slot]
 
-    def _recv_buffer(self, peer: int, slot: int) -> np.ndarray:
-        return self._slots.recvs[peer][slot]
+    def _recv_buffer(self, peer: int, slot: int) -> Any:
+        return self._windows.recvs[peer][slot]
 
     def _start(self) -> None:
-        self._slots.signal.begin()
+        if self.send_counts or self.recv_counts:
+            self._windows.moves[self.slot].begin()
 
     def _finish(self) -> float:
-        signal = self._slots.signal
-        signal.wait()
-        return signal.arrived if isinstance(signal, Stamped) else 0.0
+        if not (self.send_counts or self.recv_counts):
+            return 0.0
+        move = self._windows.moves[self.slot]
+        move.wait()
+        return move.arrived
 
     def _close(self) -> None:
-        self._slots.sends.clear()
-        self._slots.recvs.clear()
-        self._slots.chunk.give_back()
+        self._windows.sends.clear()
+        self._windows.recvs.clear()
+        for call in self._windows.give_back:
+            call()
 
 
 def _stamps(places: Places, rank: int) -> Stamps:

@@ -17,7 +17,7 @@ from halograd.comm.transports.base import Context, Pattern, numbered
 from halograd.comm.transports.emulated import Network
 from halograd.comm.transports.mpi import MpiChannel, plan_over_mpi
 from halograd.comm.transports.nodes import Team, plan_by_nodes
-from halograd.comm.transports.shared import NodeMemory, SharedChannel
+from halograd.comm.transports.shared import NodeMemory, WindowChannel
 
 __all__ = ["Transport"]
 
@@ -145,7 +145,7 @@ class Transport:
 class MixedChannel(Channel):
     """Two channels that start and finish together, each for its own peers."""
 
-    def __init__(self, pattern: Pattern, meter: Meter, near: SharedChannel, far: MpiChannel) -> None:
+    def __init__(self, pattern: Pattern, meter: Meter, near: WindowChannel, far: MpiChannel) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
         self._parts: tuple[Channel, Channel] = (far, near)  # far first: these messages take longer
         self._part_of = {peer: part for part in self._parts for peer in part.peers}

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from halograd.comm.boot import boot, launched_size, leave
-from halograd.comm.interrupt import INTERRUPTED, end_on_interrupt
+from halograd.comm.boot import INTERRUPTED, boot, end_on_interrupt, launched_size, leave
 from halograd.documents import shown
 from halograd.errors import TRACEBACK, UserError
 from halograd.training.signals import ignore_stop_signals

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halograd.comm.sums import METHODS, node_shares, shards
+from halograd.comm.sums import LARGEST_AT_ONCE, METHODS, node_shares, shards
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost.buckets import Bucket
 from halograd.perfmodel.cost.timeline import Reduction
@@ -22,8 +22,6 @@ __all__ = ["Booked", "booked", "kept", "price"]
 #: Memory that rounding passes over, in copies of the float32 gradients: to bfloat16 (with error feedback, without),
 #: and back.
 _ROUNDING, _PLAIN_ROUNDING, _WIDENING = 14 / 8, 6 / 8, 6 / 8
-#: Sums up to here are deposited when they start [B] (`comm/transports/shared_sum.py`).
-LARGEST_AT_ONCE = 64 * 1024
 
 
 @dataclass(frozen=True)

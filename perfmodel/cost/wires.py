@@ -34,7 +34,7 @@ Ranks = range | tuple[int, ...]
 
 @dataclass(frozen=True)
 class NodeSum:
-    """What a sum by nodes takes, part by part [s] (`comm/transports/node_sum.py`).
+    """What a sum by nodes takes, part by part [s] (`comm/transports/nodes.py`).
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Halves of an all-reduce, and sums by nodes, over every transport and every shape of nodes."""
+"""Every method of a sum, over every transport and every shape of nodes."""
 
 from itertools import pairwise
 
@@ -7,6 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator, shards
+from halograd.comm.sums import METHODS
 from halograd.comm.transports import base
 from tests.harness.limits import wait_until
 
@@ -34,17 +35,17 @@ def nodes_of_two(monkeypatch):
 
 
 def draw(rank, number, size, dtype="float64"):
-    """Whole numbers: sums are the same in whatever order."""
-    return np.random.default_rng([rank, number, size]).integers(-1000, 1000, size).astype(dtype)
+    """Whole numbers of few bits: sums are the same in whatever order, and in bfloat16."""
+    return np.random.default_rng([rank, number, size]).integers(-8, 8, size).astype(dtype)
 
 
 def total(communicator, number, size, dtype="float64"):
     return sum(draw(rank, number, size, dtype) for rank in range(communicator.size))
 
 
-def run_all(communicator, method, dtype="float64", order=None, steps=3):
-    """Sums of all sizes under way at once, finished in another order on every rank; yields each that is finished."""
-    order = np.roll(order or np.arange(len(SIZES)), communicator.rank)
+def check_all(communicator, method, dtype="float64", order=(3, 1, 0, 2), steps=3):
+    """Sums of all sizes under way at once, finished in another order on every rank, are right."""
+    order = np.roll(order, communicator.rank)
     reductions = [communicator.reduction(np.zeros(size, dtype), method=method) for size in SIZES]
     for step in range(steps):
         for i, reduction in enumerate(reductions):
@@ -52,26 +53,46 @@ def run_all(communicator, method, dtype="float64", order=None, steps=3):
             reduction.start()
         for i in order:
             reductions[i].finish()
-            yield step + i, reductions[i].buffer
+            check(communicator, method, reductions[i].buffer, step + i)
     for reduction in reductions:
         reduction.close()
 
 
-@transports
-def test_a_reduce_scatter_leaves_the_sum_in_the_own_shard(communicator):
-    dtype = "float32"
-    for number, buffer in run_all(communicator, "reduce_scatter", dtype):
-        own = shards(buffer.size, communicator.size, buffer.itemsize)[communicator.rank]
-        np.testing.assert_array_equal(buffer[own], total(communicator, number, buffer.size, dtype)[own])
-
-
-@pytest.mark.parametrize("dtype", ["float64", "uint16"])
-@transports
-def test_an_all_gather_brings_every_shard_to_all(communicator, dtype):
-    for number, buffer in run_all(communicator, "all_gather", dtype):
-        parts = shards(buffer.size, communicator.size, buffer.itemsize)
+def check(communicator, method, buffer, number):
+    """Raise unless the buffer is what `draw` gives of this number, by this method."""
+    size, dtype = buffer.size, buffer.dtype.name
+    parts = shards(size, communicator.size, buffer.itemsize)
+    if method == "all_gather":
         for rank, part in enumerate(parts):
-            np.testing.assert_array_equal(buffer[part], draw(rank, number, buffer.size, dtype)[part])
+            np.testing.assert_array_equal(buffer[part], draw(rank, number, size, dtype)[part])
+        return
+    own = parts[communicator.rank] if method == "reduce_scatter" else slice(None)
+    np.testing.assert_array_equal(buffer[own], total(communicator, number, size, dtype)[own])
+
+
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if not method.by_nodes])
+@transports
+def test_sums_of_every_method_finish_in_any_order(communicator, method):
+    check_all(communicator, method, "float32")
+
+
+@transports
+def test_what_is_no_number_can_be_gathered(communicator):
+    check_all(communicator, "all_gather", "uint16")
+
+
+@pytest.mark.parametrize("method", ["hierarchical", "accumulate"])
+@sharing
+def test_sums_by_nodes(communicator, method):
+    check_all(communicator, method, "float32")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("transport", ["auto", "shared"])
+def test_every_method_with_mpi_between_nodes(comm, nodes_of_two, transport, method):
+    with Communicator(comm, transport) as communicator:
+        assert communicator.nodes == (0, 0, 1, 1)[: comm.size]
+        check_all(communicator, method, "float32")
 
 
 @transports
@@ -84,32 +105,6 @@ def test_both_halves_are_an_all_reduce(communicator):
         scatter.run()
         gather.run()
         np.testing.assert_array_equal(buffer.reshape(-1), total(communicator, step, buffer.size))
-
-
-@pytest.mark.parametrize("method", ["hierarchical", "accumulate"])
-@sharing
-def test_sums_by_nodes(communicator, method):
-    dtype = "float32"
-    for number, buffer in run_all(communicator, method, dtype, steps=3):
-        np.testing.assert_array_equal(buffer, total(communicator, number, buffer.size, dtype))
-
-
-@pytest.mark.parametrize("method", ["hierarchical", "accumulate"])
-@pytest.mark.parametrize("transport", ["auto", "shared"])
-def test_sums_by_nodes_with_mpi_between_them(comm, nodes_of_two, transport, method):
-    with Communicator(comm, transport) as communicator:
-        assert communicator.nodes == (0, 0, 1, 1)[: comm.size]
-        for number, buffer in run_all(communicator, method, steps=3):
-            np.testing.assert_array_equal(buffer, total(communicator, number, buffer.size))
-
-
-@pytest.mark.parametrize("method", ["reduce_scatter", "all_gather"])
-def test_halves_with_mpi_between_nodes(comm, nodes_of_two, method):
-    with Communicator(comm, "auto") as communicator:
-        for number, buffer in run_all(communicator, method):
-            own = shards(buffer.size, communicator.size, 8)[communicator.rank]
-            expected = total if method == "reduce_scatter" else lambda c, *args: draw(c.rank, *args)
-            np.testing.assert_array_equal(buffer[own], expected(communicator, number, buffer.size)[own])
 
 
 @pytest.mark.mpi(min_size=3)
@@ -156,32 +151,50 @@ def test_what_is_counted(comm):
     """A contribution per sum; across nodes only what the first of a node sends."""
     size, rank = comm.size, comm.rank
     with Communicator(comm, f"{FAST},node=2") as communicator:
-        own = shards(1000, size, 8)[rank]
-        for method in ("reduce_scatter", "all_gather", "hierarchical", "accumulate"):
-            reduction = communicator.reduction(np.zeros(1000), method=method, kind=method)
-            for _ in range(2):
-                reduction.run()
+        own = shards(1000, size, 4)[rank]
+        for method in METHODS:
+            reduction = communicator.reduction(np.zeros(1000, np.float32), method=method, kind=method)
+            reduction.run()
+            reduction.start()
+            reduction.finish()
         found = {kind: (t.messages, t.bytes) for kind, t in communicator.counters.snapshot().items()}
     expected = {}
     if size > 1:
-        expected["reduce_scatter"] = (2, 16_000)
-        expected["all_gather"] = (2, 2 * 8 * (own.stop - own.start))
+        expected = dict.fromkeys(("allreduce", "ordered", "reduce_scatter"), (2, 8000))
+        expected["rounded"], expected["all_gather"] = (2, 4000), (2, 2 * 4 * (own.stop - own.start))
     if size > 2 and rank % 2 == 0:
-        expected["hierarchical"] = expected["accumulate"] = (2, 16_000)
+        expected["hierarchical"] = expected["accumulate"] = (2, 8000)
     if rank // 2 * 2 + 1 < size:
-        expected["node"] = (4, 32_000)
+        expected["node"] = (4, 16_000)
     assert found == expected
+
+
+@pytest.mark.parametrize("communicator", EVERY[:4], indirect=True)
+def test_all_transports_count_alike(communicator):
+    for method in ("allreduce", "ordered", "rounded"):
+        communicator.reduction(np.zeros(1001, np.float32), method=method, kind=method).run()
+    found = {kind: (t.messages, t.bytes) for kind, t in communicator.counters.snapshot().items()}
+    alone = communicator.size == 1
+    assert found == ({} if alone else {"allreduce": (1, 4004), "ordered": (1, 4004), "rounded": (1, 2002)})
 
 
 @transports
 def test_nothing_and_one_element(communicator):
-    methods = ["reduce_scatter", "all_gather"] + ["hierarchical", "accumulate"] * (communicator.transport != "mpi")
-    for method in methods:
-        for shape in ((0, 3), (1,)):
+    """Also closed under way: what was begun is finished. Nothing is booked for nothing."""
+    for method in METHODS:
+        if METHODS[method].by_nodes and communicator.transport == "mpi":
+            continue
+        for shape in ((0, 3), (1,), (100_000,)):
+            communicator.counters.reset()
             reduction = communicator.reduction(np.ones(shape, np.float32), method=method)
             reduction.run()
+            assert shape[0] or communicator.counters.snapshot() == {}
+            reduction.buffer.fill(1)
             reduction.start()
             reduction.close()
+            reduction.close()
+            if METHODS[method].adds and METHODS[method].gathers:
+                assert (reduction.buffer == communicator.size).all()
 
 
 @pytest.mark.parametrize("communicator", ["auto"], indirect=True)

@@ -133,42 +133,6 @@ def test_the_progress_thread_adds_up_piece_by_piece(communicator, method, monkey
     np.testing.assert_array_equal(total.buffer, expected)
 
 
-@pytest.mark.parametrize("method", ["ordered", "rounded"])
-def test_several_at_once_finish_in_any_order_on_each_rank(communicator, method):
-    order = np.roll((3, 1, 0, 2), communicator.rank)
-    counts = (1, 1000, 20_000, 70_000)
-    totals = [communicator.reduction(np.zeros(count, "float32"), method=method) for count in counts]
-    for step in range(4):
-        for count, total in zip(counts, totals):
-            total.buffer[...] = step + count % 7  # few bits: exact in bfloat16 too
-            total.start()
-        for i in order:
-            totals[i].finish()
-            expected = communicator.size * (step + counts[i] % 7)
-            assert (totals[i].buffer == expected).all()
-
-
-@pytest.mark.parametrize(("method", "itemsize"), [("ordered", 4), ("rounded", 2)])
-def test_what_is_counted(communicator, method, itemsize):
-    total = communicator.reduction(np.zeros(1001, "float32"), method=method)
-    communicator.counters.reset()
-    for _ in range(3):
-        total.run()
-    booked, several = communicator.counters["allreduce"], int(communicator.size > 1)
-    assert (booked.messages, booked.bytes) == (3 * several, 3 * 1001 * itemsize * several)
-
-
-def test_empty_buffers_and_closing_under_way(communicator):
-    for method in ("ordered", "rounded"):
-        empty = communicator.reduction(np.zeros((0, 3), "float32"), method=method)
-        empty.run()
-        large = communicator.reduction(np.ones(100_000, "float32"), method=method)
-        large.start()
-        large.close()
-        assert (large.buffer == communicator.size).all()
-        large.close()
-
-
 def test_only_float32_is_rounded(communicator):
     with pytest.raises(CommError, match="buffer: expected float32 to be rounded to bfloat16, got float64"):
         communicator.reduction(np.zeros(3), method="rounded")

@@ -1,4 +1,4 @@
-"""The progress thread, with operations that need no network."""
+"""The progress thread, stages, and how ranks wait, with operations that need no network."""
 
 import threading
 import time
@@ -9,6 +9,7 @@ import pytest
 from halograd.comm import progress as module
 from halograd.comm.progress import Line, Operation, Progress, Stage, Work
 from halograd.comm.transports import emulated as timing
+from halograd.comm.transports import memory
 from halograd.comm.transports.emulated import ring_seconds, sleep_until
 from tests.harness.limits import LIMIT, wait_until
 from tests.support.clock import DrivenClock
@@ -213,3 +214,41 @@ def test_sleep_until_is_precise_and_awake_for_the_last_moment_only(nap, monkeypa
 def test_time_of_a_ring():
     assert ring_seconds(1, 1000, 1e-3, 1e-9) == 0
     assert ring_seconds(4, 1000, 1e-3, 1e-6) == pytest.approx(6e-3 + 1.5e-3)
+
+
+# -- flags in shared memory: quick where the peer is near, hardly awake where it is late --------------
+
+
+class Peer:
+    """A flag that is raised after so many looks at it, or at some time of a clock."""
+
+    def __init__(self, clock, looks=0, seconds=0.0):
+        self.clock, self.looks, self.seconds, self.looked = clock, looks, seconds, 0
+
+    def __getitem__(self, index):
+        self.looked += 1
+        return int(self.looked > self.looks and self.clock.seconds >= self.seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands still but for naps; `offers` counts how often the core was offered to others."""
+    made = DrivenClock(tick=0.0).drive(monkeypatch, module)
+    made.offers = []
+    monkeypatch.setattr(module.os, "sched_yield", lambda: made.offers.append(1))
+    return made
+
+
+def test_a_peer_that_is_near_is_awaited_without_a_nap(clock):
+    memory._wait(Peer(clock, memory.SPINS - 1), 1)
+    assert not clock.offers and not clock.naps
+    memory._wait(Peer(clock, memory.SPINS + module.OFFERS - 1), 1)
+    assert len(clock.offers) == module.OFFERS and not clock.naps
+
+
+def test_a_peer_that_is_late_is_looked_for_now_and_then(clock):
+    peer = Peer(clock, seconds=0.2)
+    memory._wait(peer, 1)
+    assert 0.2 <= clock.seconds <= 0.2 + module.LONG_NAP
+    assert len(clock.naps) <= module.NAPS + 0.2 / module.LONG_NAP
+    assert peer.looked <= memory.SPINS + module.OFFERS + len(clock.naps) + 1

@@ -34,20 +34,6 @@ def test_the_buffer_becomes_the_sum(communicator, dtype):
         np.testing.assert_array_equal(buffer.ravel(), total(communicator, step, dtype=dtype))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
-def test_several_at_once_finish_in_any_order_on_each_rank(communicator, order):
-    order = np.roll(order, communicator.rank)  # ranks need not agree on it
-    sizes = (1, 1000, 50_000, 400_000)
-    reductions = [communicator.reduction(np.zeros(count)) for count in sizes]
-    for step in range(5):
-        for number, reduction in enumerate(reductions):
-            reduction.buffer[...] = filled(communicator, number + step, sizes[number])
-            reduction.start()
-        for number in order:
-            reductions[number].finish()
-            np.testing.assert_array_equal(reductions[number].buffer, total(communicator, number + step, sizes[number]))
-
-
 def test_a_small_sum_may_run_while_large_ones_are_under_way(communicator):
     large = communicator.reduction(np.ones(200_000))
     small = communicator.reduction(np.ones(3))
@@ -67,26 +53,6 @@ def test_sums_of_a_split_group(communicator):
         reduction.buffer[...] = communicator.rank
         reduction.run()
         assert (reduction.buffer == expected).all()
-
-
-def test_what_is_counted(communicator):
-    reductions = communicator.reduction(np.zeros(10)), communicator.reduction(np.zeros(6, "f4"), kind="statistics")
-    for reduction in reductions:
-        reduction.run()
-        reduction.start()
-        reduction.finish()
-    alone = communicator.size == 1
-    for kind, nbytes in (("allreduce", 80), ("statistics", 24)):
-        booked = communicator.counters[kind]
-        assert (booked.messages, booked.bytes) == ((0, 0) if alone else (2, 2 * nbytes))
-
-
-def test_empty_buffers(communicator):
-    reduction = communicator.reduction(np.zeros((0, 3)))
-    reduction.run()
-    reduction.start()
-    reduction.finish()
-    assert communicator.counters.snapshot() == {}
 
 
 def test_the_order_of_calls_is_checked(communicator):

@@ -86,7 +86,7 @@ def test_memory_of_another_process(opened, how):
         comm.barrier()
         for rank, part in enumerate(parts):
             if how == "events" and rank != comm.rank:
-                device.compute.wait_event(shared.peer_event(rank, 0))
+                device.compute.wait_event(*shared.peer_events(0, [rank]))
             np.copyto(copy[rank], part)
         device.synchronize()
         comm.barrier()
@@ -188,11 +188,11 @@ def link(request, monkeypatch) -> Iterator[tuple[Backend, Link]]:
     """A communicator of NCCL with one rank, on a lane of its own."""
 
     def connected(kernels: Backend, comm: Communicator) -> Iterator[tuple[Backend, Link]]:
-        from halograd.comm.gpu import facts
+        from halograd.comm.gpu import link as links
 
         cuda, watchdog = Cuda(kernels.device), Watchdog("the only rank", begin=kernels.device.use)
         context = Context(comm.mpi, None, comm.agree, (0,))
-        made = Link(facts.load_nccl(), cuda.lane(), context, watchdog)
+        made = Link(links.load_nccl(), cuda.lane(), context, watchdog)
         try:
             yield kernels, made
         finally:

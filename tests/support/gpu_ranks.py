@@ -13,7 +13,7 @@ from typing import Any
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.comm.gpu import facts, link
+from halograd.comm.gpu import link
 from tests.support.fake_nccl import FakeNccl
 from tests.support.happens_before import check_collectives, find_races
 from tests.support.stream_device import StreamBackend, StreamDevice
@@ -63,9 +63,8 @@ def gpu_ranks(monkeypatch: Any, transport: str, sharing: bool = False, **options
     kernels = StreamBackend(world.rank, address)
     nccl = FakeNccl(kernels.device, world, folder)
     monkeypatch.setattr(link, "load_nccl", lambda: nccl)
-    monkeypatch.setattr(facts, "load_nccl", lambda: nccl)
     # MPI does reach the memory of this double.
-    monkeypatch.setattr(facts, "claim_fault", lambda mpi: "")
+    monkeypatch.setattr(link, "claim_fault", lambda mpi: "")
     monkeypatch.setattr(link, "prove", lambda ordinal: "")
     with Communicator(MPI.COMM_WORLD) as comm:
         rank = Rank(comm, kernels, nccl)

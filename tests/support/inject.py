@@ -67,13 +67,24 @@ class AtCall:
 
     def __init__(self, n: int | None = None) -> None:
         self._n, self.count, self.where = n, 0, ""
+        self._lost = sys.unraisablehook
 
     def __enter__(self) -> AtCall:
+        self._lost, sys.unraisablehook = sys.unraisablehook, self._on_lost
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *exc: object) -> None:
         sys.setprofile(None)
+        sys.unraisablehook = self._lost
+
+    def _on_lost(self, lost: Any) -> None:
+        """A generator that was being freed swallows the fault: the next call raises it."""
+        if not isinstance(lost.exc_value, Injected):
+            self._lost(lost)
+            return
+        self._n = self.count + 1
+        sys.setprofile(self._event)
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not _counts(frame):

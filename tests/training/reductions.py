@@ -21,6 +21,7 @@ from halograd.training.trainer import Trainer
 from tests.training.test_exactness import NETWORKS, RATE, STEPS, fill
 
 BATCH, BUCKET = 4, 4096
+NODES_OF_TWO = "emulated:alpha=1e-5,beta=1e-11,node=2"
 AXES = ("sample", "height", "width")
 
 

@@ -1,4 +1,4 @@
-"""Sums by nodes, and shards: the training of one process, the bytes of the formula, nothing allocated."""
+"""Sums by nodes, and shards: what runs beside, clipping, checkpoints, faults."""
 
 import threading
 
@@ -6,116 +6,24 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from halograd.comm import Communicator, shards
+from halograd.comm import Communicator
 from halograd.errors import UserError
-from halograd.kernels import get_backend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
-from halograd.models import lenet5
 from halograd.training.checkpoint import Snapshot, read_checkpoint, write_checkpoint
-from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.harness.limits import wait_until
-from tests.support.lean import check_allocations
-from tests.training.reductions import BUCKET, advance, build, check_grids, check_strategy, trainer_of
+from tests.training.reductions import BUCKET, NODES_OF_TWO, advance, build, trainer_of
 from tests.training.test_exactness import RATE
 
 SCHEMES = [Scheme("hierarchical"), Scheme("host_accumulate"), Scheme("host_accumulate", chunk=3), Scheme("sharded")]
 WITH_DENSE = [Scheme("host_accumulate", chunk=2, replicated_dense=1), Scheme("sharded", replicated_dense=2)]
-NODES_OF_TWO = "emulated:alpha=1e-5,beta=1e-11,node=2"
 
 
 def strategy_of(comm, scheme):
     return Strategy({"sample": comm.size}, bucket_bytes=BUCKET, reduction=scheme)
-
-
-@pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize(("name", "dtype"), [("lenet", "float64"), ("mesh", "float32")])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_ten_steps_are_those_of_one_process(name, dtype, scheme):
-    with Communicator(MPI.COMM_WORLD) as comm:
-        check_grids(name, comm, scheme, dtype)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("scheme", SCHEMES + WITH_DENSE, ids=str)
-def test_nodes_of_two_ranks_give_the_same(scheme):
-    with Communicator(MPI.COMM_WORLD, NODES_OF_TWO) as comm:
-        check_strategy("lenet", comm, strategy_of(comm, scheme), "float64")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_shards_by_messages_of_mpi_give_the_same():
-    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
-        check_strategy("lenet", comm, strategy_of(comm, Scheme("sharded")), "float64")
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("transport", ["auto", NODES_OF_TWO])
-def test_gradients_of_blocks_are_summed_by_those_who_hold_them(transport, scheme):
-    with Communicator(MPI.COMM_WORLD, transport) as comm:
-        size = comm.size
-        layers = {
-            "conv2": {"channel": size},
-            "dense3": {"input_channel": 2},
-            "relu3": {"sample": size},
-            "dense4": {"channel": size},
-            "dense5": {"sample": 1},
-        }
-        strategy = Strategy({"sample": size}, layers, bucket_bytes=BUCKET, reduction=scheme)
-        check_strategy("lenet", comm, strategy, "float64")
-
-
-# -- bytes, memory, threads ---------------------------------------------------------------------
-
-
-@pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("transport", ["auto", NODES_OF_TWO])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_bytes_and_messages_of_a_step_are_those_of_the_formula(scheme, transport):
-    with Communicator(MPI.COMM_WORLD, transport) as comm:
-        size, rank = comm.size, comm.rank
-        with build("lenet", comm, strategy_of(comm, scheme)) as executor:
-            trainer = trainer_of(executor)
-            advance(trainer, [0])
-            trainer.settle()
-            comm.counters.reset()
-            advance(trainer, [1, 2])
-            trainer.settle()
-            buckets = [b.grads for b in executor.store.buckets]
-        kinds = ("allreduce", "node", "reduce_scatter", "all_gather")
-        found = {k: (comm.counters[k].messages, comm.counters[k].bytes) for k in kinds}
-        whole = 2 * len(buckets), 2 * sum(g.nbytes for g in buckets)
-        own = [shards(g.size, size, g.itemsize)[rank] for g in buckets]
-        parts = 2 * len(buckets), 2 * sum(g[part].nbytes for g, part in zip(buckets, own))
-        per_node = size if transport == "auto" else 2
-        first, near = rank % per_node == 0, rank // per_node * per_node + 1 < size
-        expected = dict.fromkeys(kinds, (0, 0))
-        if scheme.name == "sharded" and size > 1:
-            expected |= {"reduce_scatter": whole, "all_gather": parts}
-        elif scheme.name != "sharded" and size > 1:
-            expected |= {"allreduce": whole if size > per_node and first else (0, 0)}
-            expected |= {"node": whole if near else (0, 0)}
-        assert found == expected
-
-
-@pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("transport", ["auto", NODES_OF_TWO])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_a_step_allocates_no_array(scheme, transport):
-    """Gradients have 400 KiB: any temporary of a quarter of them would be seen."""
-    with Communicator(MPI.COMM_WORLD, transport) as comm:
-        network = lenet5(classes=4, resolution=36)
-        with Executor(network, comm, get_backend("onednn"), 4, strategy_of(comm, scheme)) as executor:
-            assert sum(b.grads.nbytes for b in executor.store.buckets) > 400 << 10
-            trainer = trainer_of(executor)
-            advance(trainer, range(2))
-            for _ in range(2):
-                trainer.step()
-            check_allocations(comm, lambda: [trainer.step() for _ in range(2)], 96 * 1024)
 
 
 @pytest.mark.mpi(min_size=2)

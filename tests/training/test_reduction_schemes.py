@@ -1,65 +1,171 @@
-"""Gradient reduction by chunks of every kind gives the training of one process."""
+"""Gradient reduction under every scheme: the training of one process, the bytes of the formula, nothing allocated."""
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from halograd.comm import Communicator
+from halograd.comm import Communicator, shards
 from halograd.errors import UserError
+from halograd.kernels import get_backend
+from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.reduction_chunks import chunks_of, gradient_layers
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
-from tests.training.reductions import BUCKET, alone, build, check_grids, check_strategy, train
+from halograd.models import lenet5
+from halograd.training.executor import Executor
+from tests.support.lean import check_allocations
+from tests.training.reductions import (
+    BUCKET,
+    NODES_OF_TWO,
+    advance,
+    alone,
+    build,
+    check_grids,
+    check_strategy,
+    train,
+    trainer_of,
+)
 from tests.training.test_exactness import fill
 
-SCHEMES = [
+CHUNKS = [
     Scheme("blocking"),
     Scheme("per_layer"),
     Scheme("two_chunks", first_layers=3),
     Scheme("bucketed", deterministic=True),
     Scheme("two_chunks", first_layers=2, deterministic=True),
 ]
+BY_NODES = [Scheme("hierarchical"), Scheme("host_accumulate"), Scheme("host_accumulate", chunk=3)]
+SHARDS = [Scheme("sharded")]
+WITH_DENSE = [Scheme("host_accumulate", chunk=2, replicated_dense=1), Scheme("sharded", replicated_dense=2)]
+ROUNDED = [
+    Scheme("two_chunks", first_layers=3, payload="bfloat16"),
+    Scheme("two_chunks", first_layers=3, payload="bfloat16", error_feedback=False),
+]
+WITH_NORMS = [Scheme("two_chunks", first_layers=3), Scheme("per_layer", deterministic=True), *BY_NODES, *SHARDS]
+LINE = 64  # [B]: parameters begin at multiples of it
 
 
-@pytest.mark.mpi(min_size=1)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_ten_steps_are_those_of_one_process(scheme):
-    with Communicator(MPI.COMM_WORLD) as comm:
-        check_grids("lenet", comm, scheme, "float64")
+def over(schemes, *transports):
+    """These schemes over each of the transports."""
+    return [pytest.param(s, t, id=f"{s} {t.partition(':')[0]}") for t in transports for s in schemes]
+
+
+def strategy_of(size, scheme, layers=None):
+    return Strategy({"sample": size}, layers or {}, bucket_bytes=BUCKET, reduction=scheme)
 
 
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize(
-    "scheme", [Scheme("two_chunks", first_layers=3), Scheme("per_layer", deterministic=True)], ids=str
+    ("name", "dtype", "scheme"),
+    [
+        *(("lenet", "float64", scheme) for scheme in CHUNKS + BY_NODES + SHARDS),
+        *(("mesh", "float32", scheme) for scheme in WITH_NORMS),
+    ],
+    ids=str,
 )
-def test_ten_steps_with_norms_are_those_of_one_process(scheme):
+def test_ten_steps_are_those_of_one_process(name, dtype, scheme):
     with Communicator(MPI.COMM_WORLD) as comm:
-        check_grids("mesh", comm, scheme, "float32")
+        check_grids(name, comm, scheme, dtype)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_messages_of_mpi_give_the_same(scheme):
-    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
-        check_strategy("lenet", comm, Strategy({"sample": comm.size}, bucket_bytes=BUCKET, reduction=scheme), "float64")
+@pytest.mark.parametrize(
+    ("scheme", "transport"),
+    over(CHUNKS + SHARDS, "mpi") + over(BY_NODES + SHARDS + WITH_DENSE, NODES_OF_TWO),
+)
+def test_other_transports_give_the_same(scheme, transport):
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        check_strategy("lenet", comm, strategy_of(comm.size, scheme), "float64")
 
 
-def cut(size, scheme):
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("scheme", "transport"), over(CHUNKS + BY_NODES + SHARDS, "auto") + over(BY_NODES + SHARDS, NODES_OF_TWO)
+)
+def test_gradients_of_blocks_are_summed_by_those_who_hold_them(scheme, transport):
     """Blocks of filters and of features, a layer on one rank: some gradients are summed by few ranks, some by none."""
-    layers = {
-        "conv2": {"channel": size},
-        "dense3": {"input_channel": 2},
-        "relu3": {"sample": size},
-        "dense4": {"channel": size},
-        "dense5": {"sample": 1},
-    }
-    return Strategy({"sample": size}, layers, bucket_bytes=BUCKET, reduction=scheme)
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        size = comm.size
+        layers = {
+            "conv2": {"channel": size},
+            "dense3": {"input_channel": 2},
+            "relu3": {"sample": size},
+            "dense4": {"channel": size},
+            "dense5": {"sample": 1},
+        }
+        check_strategy("lenet", comm, strategy_of(size, scheme, layers), "float64")
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_gradients_of_blocks_are_summed_by_those_who_hold_them(scheme):
+def expected_traffic(scheme, comm, per_node, sizes):
+    """Messages and bytes of a step by the formulas of docs/gradient_reduction.md, of chunks of these elements."""
+    size, rank, nbytes = comm.size, comm.rank, 4 * sum(sizes)
+    whole, nothing = (len(sizes), nbytes), (0, 0)
+    found = dict.fromkeys(("allreduce", "node", "reduce_scatter", "all_gather"), nothing)
+    if size == 1:
+        return found
+    if scheme.name == "sharded":
+        parts = [shards(n, size, 4)[rank] for n in sizes]
+        return found | {"reduce_scatter": whole, "all_gather": (len(sizes), 4 * sum(p.stop - p.start for p in parts))}
+    if scheme.name in ("hierarchical", "host_accumulate"):
+        first, near = rank % per_node == 0, rank // per_node * per_node + 1 < size
+        return found | {
+            "allreduce": whole if size > per_node and first else nothing,
+            "node": whole if near else nothing,
+        }
+    return found | {"allreduce": (len(sizes), nbytes // 2 if scheme.payload == "bfloat16" else nbytes)}
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize(
+    ("scheme", "transport"),
+    over([*CHUNKS, Scheme("bucketed"), *ROUNDED], "mpi", "auto") + over(BY_NODES + SHARDS, "auto", NODES_OF_TWO),
+)
+def test_bytes_and_messages_of_a_step_are_those_of_the_formula(scheme, transport):
+    """One message per chunk, of its parameters in whole lines."""
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        strategy = strategy_of(comm.size, scheme)
+        network = lenet5(classes=4, resolution=28)
+        layers = gradient_layers(network, parameter_blocks(network, strategy, comm.size))
+        chunks = chunks_of(layers, scheme, BUCKET, 4)
+        sizes = [sum(-(-4 * g.size // LINE) * LINE // 4 for g in chunk.gradients) for chunk in chunks]
+        with build("lenet", comm, strategy) as executor:
+            trainer = trainer_of(executor)
+            advance(trainer, [0])
+            trainer.settle()
+            comm.counters.reset()
+            advance(trainer, [1, 2])
+            trainer.settle()
+        expected = expected_traffic(scheme, comm, 2 if transport == NODES_OF_TWO else comm.size, sizes)
+        found = {kind: (comm.counters[kind].messages, comm.counters[kind].bytes) for kind in expected}
+        assert found == {kind: (2 * messages, 2 * nbytes) for kind, (messages, nbytes) in expected.items()}
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize(
+    ("scheme", "transport"),
+    over([*CHUNKS[:4], Scheme("bucketed", payload="bfloat16"), ROUNDED[1]], "mpi", "auto")
+    + over(BY_NODES + SHARDS, "auto", NODES_OF_TWO),
+)
+def test_a_step_allocates_no_array(scheme, transport):
+    """Gradients have 400 KiB: any temporary of a quarter of them would be seen."""
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        network = lenet5(classes=4, resolution=36)
+        with Executor(network, comm, get_backend("onednn"), 4, strategy_of(comm.size, scheme)) as executor:
+            assert sum(b.grads.nbytes for b in executor.store.buckets) > 400 << 10
+            trainer = trainer_of(executor)
+            advance(trainer, range(2))
+            for _ in range(2):
+                trainer.step()
+            check_allocations(comm, lambda: advance(trainer, [2, 3]), 96 * 1024)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_error_feedback_takes_the_memory_of_the_gradients():
     with Communicator(MPI.COMM_WORLD) as comm:
-        check_strategy("lenet", comm, cut(comm.size, scheme), "float64")
+        for scheme, keeps in ((ROUNDED[0], True), (ROUNDED[1], False), (Scheme("bucketed"), False)):
+            with build("lenet", comm, strategy_of(comm.size, scheme)) as executor:
+                held = executor.memory.bytes
+                assert held.get("gradient error", 0) == (held["parameter gradient"] if keeps else 0)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
-from halograd.comm.gpu import NAMES, RankFacts, choice, choose, facts, link, mpi_aware
+from halograd.comm.gpu import NAMES, RankFacts, choice, choose, link, mpi_aware
 from halograd.comm.gpu.nccl import load_nccl
 from halograd.device import HOST
 from halograd.errors import UserError
@@ -201,7 +201,7 @@ def test_gpus_that_this_process_does_not_see():
 
     device = type("D", (), {"ordinal": 0})()
     device.cupy = type("C", (), {"cuda": type("c", (), {"runtime": Runtime()})})
-    assert facts.reachable_gpus(device, [A, B, "hidden", "far", A]) == (A, B)
+    assert link.reachable_gpus(device, [A, B, "hidden", "far", A]) == (A, B)
 
 
 @pytest.mark.ranks(1, 2)

@@ -142,7 +142,7 @@ def test_a_way_into_a_lane_or_back_that_is_left_out(transport, left_out, monkeyp
         two_ranks(monkeypatch, transport)
 
 
-class SameSlot(ipc.IpcChannel):
+class SameSlot(ipc.WindowChannel):
     """As if one slot were enough."""
 
     def _send_buffer(self, peer, slot):
@@ -154,7 +154,7 @@ class SameSlot(ipc.IpcChannel):
 
 @pytest.mark.ranks(2)
 def test_one_slot_is_not_enough_where_peers_read_it(monkeypatch):
-    monkeypatch.setattr(ipc, "IpcChannel", SameSlot)
+    monkeypatch.setattr(ipc, "WindowChannel", SameSlot)
     with pytest.raises(AssertionError, match=r"rank 0: .* and rank 1: |rank 1: .* and rank 0: "):
         two_ranks(monkeypatch, "cuda-ipc")
 
@@ -195,20 +195,19 @@ def test_memory_that_was_given_back_is_used_again_when_all_devices_are_done(monk
 def test_an_event_that_is_waited_for_before_it_is_recorded(monkeypatch):
     """Without the flags of the host a stream waits for the record before: CUDA does not say that this is wrong."""
     monkeypatch.setattr(ipc.Flags, "wait_for", nothing)
-    original = ipc.IpcChannel._finish
-
-    def early(self):
-        # As if the other rank were later than this one by an exchange.
-        peer = self._shared.peer_event(self.peers[0], self.slot)
-        event = self._cuda.device.cuda.events[peer.ptr]
-        before, event.counts = event.counts, event.counts - 1
-        try:
-            return original(self) if before[0] > 1 else None
-        finally:
-            event.counts = before
-
-    monkeypatch.setattr(ipc.IpcChannel, "_finish", early)
+    follow = ipc.EventMove.follow
     with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "), gpu_ranks(monkeypatch, "cuda-ipc") as r:
+
+        def early(self):
+            # As if the other rank were later than this one by an exchange.
+            event = r.device.cuda.events[self._events[0].ptr]
+            before, event.counts = event.counts, event.counts - 1
+            try:
+                return follow(self) if before[0] > 1 else None
+            finally:
+                event.counts = before
+
+        monkeypatch.setattr(ipc.EventMove, "follow", early)
         other = 1 - r.comm.rank
         channel = r.comm.channel({other: 50}, {other: 50}, "float32", device=r.device)
         for run in range(4):
