@@ -18,8 +18,7 @@ from halograd.models import build
 from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.simulate import Simulation, Training
 from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.kernel_times import RooflineTimes
-from halograd.perfmodel.layer_work import LayerTime
+from halograd.perfmodel.kernel_times import LayerTime, RooflineTimes
 from halograd.perfmodel.machine import Machine, Runtime
 
 __all__ = ["PAPERS", "Part", "Setting"]

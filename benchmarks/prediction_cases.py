@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from halograd.auto import CONFIRMATIONS
+from halograd.auto import CONFIRMATIONS, rests_on, rivals, settle
 from halograd.layers import Network, Strategy
 from halograd.models import build, mesh
-from halograd.perfmodel.confirm import rests_on
 from halograd.perfmodel.cost import Training
-from halograd.perfmodel.cost.baselines import BASELINES, baseline
+from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import LayerKey, MeasuredTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import plan_network
-from halograd.trials import rivals, settle
 
 __all__ = ["CASES", "Case", "grids", "strategies"]
 

@@ -1,8 +1,7 @@
-"""What collectives cost among ranks that are joined by equal links.
+"""What collectives cost: among ranks that are joined by equal links, and of groups that span nodes.
 
 p ranks, every message of n bytes takes ``alpha + beta * n`` [s], adding up costs `gamma` [s/B] per byte. Each
 collective has several algorithms; without a name the cheapest for the size is taken, as MPI libraries do.
-Groups that span nodes are priced by `halograd.perfmodel.hierarchy`.
 
 =================== ============================================== ==================================================
 algorithm           messages one after the other                   bytes through the slowest rank (p a power of two)
@@ -11,36 +10,30 @@ recursive_doubling  lg p                                           n lg p (all-r
 recursive_halving   lg p                                           n (p-1)/p
 rabenseifner        2 lg p                                         2 n (p-1)/p
 ring                p-1 (all-reduce: 2 (p-1))                      n (p-1)/p (all-reduce: twice that)
-bruck               ceil(lg p)                                     n (p-1)/p (all-gather), n/2 lg p (all-to-all)
-binomial            ceil(lg p)                                     n ceil(lg p)
-scatter_allgather   lg p + those of the all-gather                 2 n (p-1)/p
-pairwise            p-1                                            n (p-1)/p
+bruck               ceil(lg p)                                     n (p-1)/p
 =================== ============================================== ==================================================
+
+A group that spans nodes is described by its stages, from the inside out (`Machine.stages`): devices of a node, nodes
+of a switch, switches. An all-reduce is a reduce-scatter within the node, an all-reduce among the devices that hold the
+same part on other nodes, and an all-gather within the node (as NCCL's and Aluminum's two-level algorithms do);
+reduce-scatter and all-gather are done stage by stage. The devices of a node share its network adapters, so with one
+adapter all their parts together, the whole vector, go through it; nodes of a switch have adapters of their own, so
+behind that stage every node carries its own part only (a fat tree without contention). The flat ring over all ranks,
+which passes each node's adapter once in either direction at the pace of the slowest link, is taken where it is cheaper.
 
 References
 ----------
 Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", Sections 3 and 4.
-What differs: all-to-all counts the share that a rank keeps as not sent, where the paper rounds (p-1)/p up to 1, and
-Bruck's all-to-all counts its blocks exactly when p is not a power of two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+import math
+from collections.abc import Callable, Mapping, Sequence
 
-from halograd.perfmodel.machine import Link
+from halograd.perfmodel.machine import Link, Stage
 
-__all__ = [
-    "ALGORITHMS",
-    "all_gather",
-    "all_to_all",
-    "allreduce",
-    "broadcast",
-    "point_to_point",
-    "reduce",
-    "reduce_scatter",
-]
+__all__ = ["ALGORITHMS", "GROUP_COLLECTIVES", "all_gather", "allreduce", "group_seconds", "reduce_scatter"]
 
 #: nbytes, ranks (at least 2), link, gamma -> seconds
 Formula = Callable[[float, int, Link, float], float]
@@ -107,49 +100,11 @@ def _rabenseifner(n: float, p: int, link: Link, gamma: float) -> float:
     return seconds if p == q else seconds + _folded(n, link, gamma)
 
 
-def _broadcast_binomial(n: float, p: int, link: Link, gamma: float) -> float:
-    return _ceil_log(p) * link.seconds(n)
-
-
-def _tree_scatter(n: float, p: int, link: Link) -> float:
-    """Scatter (or, backwards, gather) along a binomial tree: half of what is left with every message."""
-    return _ceil_log(p) * link.alpha + link.beta * _part(n, p)
-
-
-def _broadcast_scatter(n: float, p: int, link: Link, gamma: float) -> float:
-    return _tree_scatter(n, p, link) + all_gather(n, p, link)
-
-
-def _reduce_binomial(n: float, p: int, link: Link, gamma: float) -> float:
-    return _ceil_log(p) * (link.seconds(n) + gamma * n)
-
-
-def _reduce_rabenseifner(n: float, p: int, link: Link, gamma: float) -> float:
-    return reduce_scatter(n, p, link, gamma=gamma) + _tree_scatter(n, p, link)
-
-
-def _exchange_pairwise(n: float, p: int, link: Link, gamma: float) -> float:
-    return (p - 1) * link.alpha + link.beta * _part(n, p)
-
-
-@lru_cache
-def _bruck_blocks(ranks: int) -> int:
-    """Blocks that a rank passes on: in step k those whose distance has bit k set."""
-    return sum(bin(distance).count("1") for distance in range(ranks))
-
-
-def _exchange_bruck(n: float, p: int, link: Link, gamma: float) -> float:
-    return _ceil_log(p) * link.alpha + link.beta * n * _bruck_blocks(p) / p
-
-
 #: Collective -> algorithm -> formula.
 ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
     "allreduce": {"recursive_doubling": _reduce_doubling, "rabenseifner": _rabenseifner, "ring": _reduce_ring},
     "reduce_scatter": {"recursive_halving": _scatter_halving, "ring": _scatter_ring},
     "all_gather": {"recursive_doubling": _gather_doubling, "bruck": _gather_bruck, "ring": _gather_ring},
-    "broadcast": {"binomial": _broadcast_binomial, "scatter_allgather": _broadcast_scatter},
-    "reduce": {"binomial": _reduce_binomial, "rabenseifner": _reduce_rabenseifner},
-    "all_to_all": {"pairwise": _exchange_pairwise, "bruck": _exchange_bruck},
 }
 
 
@@ -164,11 +119,6 @@ def _seconds(collective: str, nbytes: float, ranks: int, link: Link, algorithm: 
     if algorithm is not None:
         return formulas[algorithm](nbytes, ranks, link, gamma)
     return min(formula(nbytes, ranks, link, gamma) for formula in formulas.values())
-
-
-def point_to_point(nbytes: float, link: Link) -> float:
-    """One message of `nbytes` [B]: ``alpha + beta * nbytes`` [s]; 0 where nothing is sent."""
-    return link.seconds(nbytes) if nbytes else 0.0
 
 
 def allreduce(nbytes: float, ranks: int, link: Link, algorithm: str | None = None, gamma: float = 0.0) -> float:
@@ -217,25 +167,77 @@ def all_gather(nbytes: float, ranks: int, link: Link, algorithm: str | None = No
     return _seconds("all_gather", nbytes, ranks, link, algorithm, 0.0)
 
 
-def broadcast(nbytes: float, ranks: int, link: Link, algorithm: str | None = None) -> float:
-    """A vector of `nbytes` [B] from one rank to all [s].
+def group_seconds(collective: str, nbytes: float, stages: Sequence[Stage], gamma: float = 0.0) -> float:
+    """What a collective of a group of ranks costs.
 
-    Algorithms: "binomial" (short), "scatter_allgather" (long; van de Geijn). The rest as `allreduce`.
+    Parameters
+    ----------
+    collective
+        A key of `GROUP_COLLECTIVES`.
+    nbytes
+        Size [B], with the meaning that it has for the function of that name.
+    stages
+        Of the group: ``machine.stages(ranks)``; none for a group of one, which pays nothing.
+    gamma
+        Adding up [s/B]; of no effect where nothing is added.
+
+    Returns
+    -------
+    float
+        [s]
+
+    Raises
+    ------
+    ValueError
+        Another collective.
     """
-    return _seconds("broadcast", nbytes, ranks, link, algorithm, 0.0)
+    if collective not in GROUP_COLLECTIVES:
+        raise ValueError(f"expected a collective of {', '.join(GROUP_COLLECTIVES)}, got {collective!r}")
+    if not stages or nbytes == 0:
+        return 0.0
+    staged = GROUP_COLLECTIVES[collective](nbytes, tuple(stages), gamma)
+    if len(stages) == 1:
+        return staged
+    ranks = math.prod(stage.size for stage in stages)
+    slowest = Link(max(stage.link.alpha for stage in stages), max(stage.link.beta for stage in stages))
+    return min(staged, ALGORITHMS[collective]["ring"](nbytes, ranks, slowest, gamma))
 
 
-def reduce(nbytes: float, ranks: int, link: Link, algorithm: str | None = None, gamma: float = 0.0) -> float:
-    """Sum of a vector of `nbytes` [B] over all ranks, on one of them [s].
-
-    Algorithms: "binomial" (short), "rabenseifner" (long: reduce-scatter, then gather). The rest as `allreduce`.
-    """
-    return _seconds("reduce", nbytes, ranks, link, algorithm, gamma)
+Stages = tuple[Stage, ...]
 
 
-def all_to_all(nbytes: float, ranks: int, link: Link, algorithm: str | None = None) -> float:
-    """Every rank has an equal part for every rank; `nbytes` [B] are all the parts of one, its own included [s].
+def _beyond(nbytes: float, stage: Stage) -> float:
+    """Of `nbytes` spread over the members of `stage`: what goes through one link of the next stage [B]."""
+    return nbytes * stage.sharing / stage.size
 
-    Algorithms: "bruck" (short), "pairwise" (long). The rest as `allreduce`.
-    """
-    return _seconds("all_to_all", nbytes, ranks, link, algorithm, 0.0)
+
+def _group_allreduce(nbytes: float, stages: Stages, gamma: float) -> float:
+    first, rest = stages[0], stages[1:]
+    if not rest:
+        return allreduce(nbytes, first.size, first.link, gamma=gamma)
+    inside = reduce_scatter(nbytes, first.size, first.link, gamma=gamma)
+    inside += all_gather(nbytes, first.size, first.link)
+    return inside + _group_allreduce(_beyond(nbytes, first), rest, gamma)
+
+
+def _group_reduce_scatter(nbytes: float, stages: Stages, gamma: float) -> float:
+    if not stages:
+        return 0.0
+    first = stages[0]
+    inside = reduce_scatter(nbytes, first.size, first.link, gamma=gamma)
+    return inside + _group_reduce_scatter(_beyond(nbytes, first), stages[1:], gamma)
+
+
+def _group_all_gather(nbytes: float, stages: Stages, gamma: float) -> float:
+    if not stages:
+        return 0.0
+    first = stages[0]
+    return all_gather(nbytes, first.size, first.link) + _group_all_gather(_beyond(nbytes, first), stages[1:], 0)
+
+
+#: Collective -> its cost over stages.
+GROUP_COLLECTIVES: Mapping[str, Callable[[float, Stages, float], float]] = {
+    "allreduce": _group_allreduce,
+    "reduce_scatter": _group_reduce_scatter,
+    "all_gather": _group_all_gather,
+}

@@ -11,7 +11,7 @@ from halograd.errors import UserError
 from halograd.layers import Network
 from halograd.layers.strategy import Strategy
 from halograd.models import build
-from halograd.perfmodel.plan_file import PlanFile, is_plan
+from halograd.perfmodel.plans import Plan, is_plan
 from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
 from halograd.training.cuts import other_cuts
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
@@ -88,7 +88,7 @@ def _strategy_of_file(path: str, size: int, network: Network | None, batch: int 
     data = read_json(path, "strategy")
     if not is_plan(data):
         return schema.build(Strategy, data, f"strategy {shown_path(path)}")
-    plan = PlanFile.from_dict(data, f"plan {shown_path(path)}").plan
+    plan = Plan.from_dict(data, f"plan {shown_path(path)}")
     if network is not None:
         try:
             plan.check(network, size, batch)

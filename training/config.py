@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 from halograd.documents import is_one_line, parse_option, parse_toml, read_toml, shown, shown_path
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Name, Payload, Scheme
-from halograd.perfmodel.units import parse_quantity
+from halograd.perfmodel.machine_file import parse_quantity
 from halograd.schema import (
     LARGEST,
     Below1,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from halograd.comm import Communicator
+from halograd.documents import bytes_text
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
 from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
-from halograd.perfmodel.planners import bytes_text
 from halograd.perfmodel.profile.device import memory_size
+from halograd.program.compiler import Target
+from halograd.program.dtypes import dtype_of
 from halograd.training.config import Config
 
 __all__ = ["check_batch", "check_memory"]
@@ -40,9 +42,9 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
     """
     batch, dtype, size = config.training.batch, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
-    program = program_of(network, strategy, batch, size, comm.rank, dtype, train=trainable, blocks=blocks)
-    itemsize, scheme = program.wide.itemsize, strategy.reduction
-    buckets = buckets_of(network, blocks, itemsize, strategy.bucket_bytes, scheme) if trainable else []
+    target = Target(batch, size, comm.rank, dtype_of(dtype), trainable)
+    program = program_of(network, strategy, target, blocks)
+    buckets = buckets_of(network, blocks, program.wide.itemsize, strategy) if trainable else []
     needs = memory_of(program, blocks, buckets, strategy)
     needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
     _refuse_too_much(comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs)))

@@ -13,19 +13,71 @@ from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.perfmodel.cost.account import count_program, memory_of, program_of
-from halograd.perfmodel.cost.buckets import Bucket, buckets_of
 from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, price_layer
-from halograd.perfmodel.cost.prediction import LayerRecord, Prediction
 from halograd.perfmodel.cost.reductions import price
-from halograd.perfmodel.cost.replicated import lighter, replication, rows_of
-from halograd.perfmodel.cost.timeline import Reduction, Replication, Timeline, run_step
-from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.kernel_times import KernelTimes
-from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.cost.timeline import Bucket, Reduction, Replication, Timeline, buckets_of, run_step
+from halograd.perfmodel.plans import LayerRecord, Prediction
+from halograd.program.compiler import Target
+from halograd.program.dtypes import dtype_of
 from halograd.program.operations import Operation, Run
 from halograd.program.program import Program, Step
 
-__all__ = ["Simulation", "Training", "simulate"]
+__all__ = ["Rows", "Simulation", "Training", "lighter", "replication", "rows_of", "simulate"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the ranks gather of one replicated layer.
+
+    Attributes
+    ----------
+    group
+        Ranks that hold the layer: the first so many.
+    rows
+        Rows that every one of them sends, padding included.
+    activations, errors
+        What every one of them sends [B].
+    """
+
+    group: int
+    rows: int
+    activations: int
+    errors: int
+
+
+def rows_of(program: Program, name: str) -> Rows:
+    """Of a layer that a program exposes."""
+    sums = program.exposed[name].sums
+    activations, errors = sums["rows_gather"], sums["errors_gather"]
+    assert activations is not None and errors is not None
+    features = program.values[name].layout.shape[-1]
+    rows = errors.sizes[0] // (features * program.target.dtype.itemsize)
+    return Rows(activations.groups.members_each, rows, activations.sizes[0], errors.sizes[0])
+
+
+def lighter(cost: LayerCost, rows: Rows, pricing: Pricing) -> LayerCost:
+    """The cost of a layer that leaves its weight gradient for later: its rows are copied instead."""
+    copy = pricing.wires.copy
+    return replace(
+        cost,
+        backward_filter=0.0,
+        packing_forward=cost.packing_forward + copy(rows.activations),
+        packing_backward=cost.packing_backward + copy(rows.errors),
+    )
+
+
+def replication(step: Step, rows: Rows, nbytes: int, slots: int, pricing: Pricing) -> Replication:
+    """What gathering, multiplying and updating take; `nbytes` [B] of parameters."""
+    group, wires = range(rows.group), pricing.wires
+    whole = (rows.group * rows.rows, step.inputs[0].layout.shape[-1])
+    time = pricing.times.time(step.layer, [whole], pricing.dtype, True)
+    return Replication(
+        step.name,
+        wires.gather(rows.group * rows.activations, group),
+        wires.gather(rows.group * rows.errors, group),
+        time.backward_filter,
+        wires.update(nbytes, slots),
+    )
 
 
 @dataclass(frozen=True)
@@ -51,11 +103,9 @@ def simulate(
     network: Network,
     strategy: Strategy,
     batch: int,
-    machine: Machine,
-    times: KernelTimes,
+    pricing: Pricing,
     training: Training | None = None,
     ranks: int | None = None,
-    pricing: Pricing | None = None,
     account: bool = True,
 ) -> Prediction:
     """What one training step takes.
@@ -67,20 +117,16 @@ def simulate(
         (`Strategy.validate`).
     batch
         Global number of samples.
-    machine, times
-        Links and kernels.
+    pricing
+        Links and kernels of the machine.
     training
         Dtype and optimizer.
     ranks
         How many there are; those of the strategy if None.
-    pricing
-        To share what was priced already; made of machine and times if None.
     account
         Whether to find memory and traffic too.
     """
-    training = training or Training()
-    pricing = pricing or Pricing(Wires(machine), times, training.dtype)
-    return Simulation(network, strategy, batch, pricing, training, ranks).prediction(account)
+    return Simulation(network, strategy, batch, pricing, training or Training(), ranks).prediction(account)
 
 
 @dataclass(frozen=True)
@@ -121,10 +167,9 @@ class Simulation:
         """Of one rank, under the dense layers that the scheme replicates."""
         key = rank, self.strategy.reduction.replicated_dense
         if key not in self._programs:
-            overlaps, dtype = self.pricing.wires.waits_for_network, self.training.dtype
-            self._programs[key] = program_of(
-                self.network, self.strategy, self.batch, self.ranks, rank, dtype, overlaps=overlaps, blocks=self.blocks
-            )
+            overlaps, dtype = self.pricing.wires.waits_for_network, dtype_of(self.training.dtype)
+            target = Target(self.batch, self.ranks, rank, dtype, overlaps=overlaps)
+            self._programs[key] = program_of(self.network, self.strategy, target, self.blocks)
         return self._programs[key]
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
@@ -153,7 +198,7 @@ class Simulation:
 
     def _buckets(self) -> list[Bucket]:
         itemsize = self.program.wide.itemsize
-        return buckets_of(self.network, self.blocks, itemsize, self.strategy.bucket_bytes, self.strategy.reduction)
+        return buckets_of(self.network, self.blocks, itemsize, self.strategy)
 
     def _step(self) -> _Step:
         key = self.strategy.reduction, self.strategy.bucket_bytes

@@ -20,13 +20,64 @@ forward pass of the step before, their errors behind its backward, and compute t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from halograd.perfmodel.cost.buckets import Bucket
+from halograd.dtensor import Groups
+from halograd.layers import Network, Strategy
+from halograd.layers.parameter_blocks import ParameterBlocks
+from halograd.layers.reduction_chunks import chunks_of, gradient_layers
 from halograd.perfmodel.cost.layer_cost import LayerCost
+from halograd.program.traffic import GroupSum
 
-__all__ = ["Reduction", "Replication", "Timeline", "run_step"]
+__all__ = ["ALIGN", "Bucket", "Reduction", "Replication", "Timeline", "aligned", "buckets_of", "run_step"]
+
+#: Parameters begin at multiples of this [B].
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed together.
+
+    Attributes
+    ----------
+    layers
+        Names, last layer first.
+    holders
+        Who sums them: ranks of one group hold the same block.
+    nbytes
+        Per group, alignment included [B].
+    replicated
+        Every rank computes the gradients of the whole batch: there is nothing to sum.
+    """
+
+    layers: tuple[str, ...]
+    holders: Groups
+    nbytes: tuple[int, ...]
+    replicated: bool = False
+
+    @property
+    def sum(self) -> GroupSum:
+        """The reduction of its gradients."""
+        return GroupSum.of("allreduce", self.holders, self.nbytes)
+
+
+def buckets_of(
+    network: Network, blocks: Mapping[str, ParameterBlocks], itemsize: int, strategy: Strategy
+) -> list[Bucket]:
+    """All buckets of a network under the strategy's scheme, in the order in which the store makes them."""
+    found = []
+    for chunk in chunks_of(gradient_layers(network, blocks), strategy.reduction, strategy.bucket_bytes, itemsize):
+        columns = [[aligned(n * itemsize) for n in blocks[g.name].sizes] for g in chunk.gradients]
+        assert isinstance(chunk.sharing, Groups)
+        found.append(Bucket(chunk.layers, chunk.sharing, tuple(map(sum, zip(*columns))), chunk.replicated))
+    return found
+
+
+def aligned(nbytes: int) -> int:
+    """What so many bytes take [B]."""
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from halograd.dtensor import Blocks
-from halograd.perfmodel.collectives import allreduce
-from halograd.perfmodel.hierarchy import group_seconds
+from halograd.perfmodel.collectives import allreduce, group_seconds
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.program.traffic import Move
 

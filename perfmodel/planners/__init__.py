@@ -9,14 +9,11 @@ candidates, a `Planner` returns a `Choice`. By name in `PLANNERS`:
 ``exhaustive``          looks at everything: the oracle of the others
 """
 
-from .alternatives import Alternatives, next_best
-from .elimination import Elimination
-from .exhaustive import Exhaustive
-from .longest_path import LongestPathFirst
-from .planner import NoneFits, Planner
-from .problem import Choice, Problem, Work, bytes_text
-from .pruning import Pruned, prune
-from .shortest_path import ShortestPath
+from .elimination import Alternatives, Elimination, next_best
+from .paths import LongestPathFirst, ShortestPath
+from .problem import Choice, NoneFits, Planner, Problem, Work
+from .search import Exhaustive
+from .tables import Pruned, prune
 
 __all__ = [
     "PLANNERS",
@@ -31,7 +28,6 @@ __all__ = [
     "Pruned",
     "ShortestPath",
     "Work",
-    "bytes_text",
     "next_best",
     "prune",
 ]

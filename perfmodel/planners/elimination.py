@@ -1,22 +1,147 @@
-"""The optimum for any graph and any memory limit (Jia et al. 2018, Section 5, and what goes beyond it)."""
+"""The optimum for any graph and any memory limit (Jia et al. 2018, Section 5, and what goes beyond it).
+
+A memory limit is met by a price for memory. For any price ``p >= 0`` [s/B], ``min_x time(x) + p * (memory(x) - limit)``
+is at most the time of the fastest choice that fits, and one elimination finds it. As a function of the price it is
+concave and piecewise linear; its maximum is found by the cutting planes of one variable (Handler and Zang 1980, for the
+constrained shortest path).
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
+import numpy as np
+
 from halograd.errors import UserError
+from halograd.perfmodel.planners.clusters import SUM_LIMIT, TABLE_LIMIT, Clusters, Messages
+from halograd.perfmodel.planners.problem import (
+    Array,
+    Choice,
+    NoneFits,
+    Planner,
+    Problem,
+    Work,
+    choice_of,
+    no_fit,
+    not_allowed,
+)
+from halograd.perfmodel.planners.search import Bounds, search
+from halograd.perfmodel.planners.tables import Costs, memory_problem, prune
 
-from .buckets import SUM_LIMIT, TABLE_LIMIT, Buckets, Messages
-from .costs import Costs, memory_problem
-from .labels import Bounds, search
-from .lagrangian import Relaxation, relax
-from .planner import Planner, choice_of, no_fit, not_allowed
-from .problem import Choice, Problem, Work
-from .pruning import prune
+__all__ = ["Alternatives", "Elimination", "Relaxation", "next_best", "relax"]
 
-__all__ = ["Elimination"]
+#: Price steps at most; a handful is usual.
+STEPS = 60
+
+
+@dataclass
+class Relaxation:
+    """The best price found.
+
+    Attributes
+    ----------
+    multiplier
+        Price of memory [s/B].
+    messages
+        Of the elimination at this price.
+    bound
+        No choice that fits is faster [s].
+    indices, seconds
+        The fastest choice that fits seen on the way; None and inf if none was.
+    passes
+        Eliminations made.
+    """
+
+    multiplier: float
+    messages: Messages
+    bound: float
+    indices: list[int] | None = None
+    seconds: float = math.inf
+    passes: int = 0
+
+    def offer(self, problem: Problem, indices: list[int]) -> None:
+        """Keep a choice if it fits and is the fastest so far."""
+        if problem.fits(indices) and (seconds := problem.seconds(indices)) < self.seconds:
+            self.indices, self.seconds = indices, seconds
+
+
+def relax(
+    problem: Problem, clusters: Clusters, costs: Costs, free: Messages, small: list[int] | None, rounding: float
+) -> Relaxation:
+    """Maximize the lower bound over the price.
+
+    Parameters
+    ----------
+    free
+        Messages at price 0, whose choice does not fit.
+    small
+        A choice that fits, if one is known.
+    rounding
+        Bounds closer than this count as equal [s].
+    """
+    assert problem.limit is not None
+    best = Relaxation(0.0, free, free.value)
+    large = clusters.decide(free)
+    if small is not None:
+        best.offer(problem, small)
+    best.offer(problem, large)
+    if clusters.exact and small is not None:
+        _cutting_planes(problem, clusters, costs, best, large, small, rounding)
+    else:
+        for multiplier in _geometric(problem, free.value, best.seconds):
+            _step(problem, clusters, costs, best, multiplier)
+    return best
+
+
+def _step(problem: Problem, clusters: Clusters, costs: Costs, best: Relaxation, multiplier: float) -> list[int]:
+    """Eliminate at a price, keep what is better; returns the choice."""
+    assert problem.limit is not None
+    messages = clusters.run(costs.weighted(multiplier))
+    best.passes += 1
+    bound = messages.value - multiplier * problem.limit
+    if bound > best.bound:
+        best.multiplier, best.messages, best.bound = multiplier, messages, bound
+    indices = clusters.decide(messages)
+    best.offer(problem, indices)
+    return indices
+
+
+def _cutting_planes(
+    problem: Problem,
+    clusters: Clusters,
+    costs: Costs,
+    best: Relaxation,
+    large: list[int],
+    small: list[int],
+    rounding: float,
+) -> None:
+    """Two choices, one too large, one that fits, are two lines; where they meet is the next price."""
+    for _ in range(STEPS):
+        (t0, m0), (t1, m1) = ((problem.seconds(x), problem.bytes(x)) for x in (large, small))
+        if not (math.isfinite(t1) and m0 > m1) or best.seconds - best.bound <= rounding:
+            return
+        multiplier = max(0.0, (t1 - t0) / (m0 - m1))
+        between = _step(problem, clusters, costs, best, multiplier)
+        value = problem.seconds(between) + multiplier * problem.bytes(between)
+        if value >= t0 + multiplier * m0 - rounding:
+            return
+        if problem.fits(between):
+            small = between
+        else:
+            large = between
+
+
+def _geometric(problem: Problem, fastest: float, seconds: float) -> Iterator[float]:
+    """Prices over twelve orders of magnitude around one that would matter, for bounds that are not exact."""
+    span = sum(float(m.max() - m.min()) for m in problem.memory)
+    span += sum(float(t.max() - t.min()) for t in problem.edge_memory.values())
+    scale = max(seconds - fastest, 0.01 * abs(fastest)) if math.isfinite(seconds) else abs(fastest)
+    for exponent in range(-10, 11):
+        yield 4.0**exponent * scale / max(span, 1.0)
+
 
 #: Sums of times closer than this, relative to the total, are equal.
 ROUNDING = 1e-12
@@ -32,14 +157,14 @@ class Elimination(Planner):
     """Node and edge elimination, continued to larger tables where the graph asks for it; the optimum.
 
     1. Candidates that are provably needless are removed (`prune`).
-    2. All layers are eliminated (`Buckets`): on series-parallel networks these are the node and edge eliminations
+    2. All layers are eliminated (`Clusters`): on series-parallel networks these are the node and edge eliminations
        of Jia et al. 2018; on others tables over more than two layers appear. If the result fits, it is the optimum.
     3. Under a memory limit that binds, prices for memory give a lower bound (`relax`), and a search among all
        choices near it (`search`) the optimum. The same search closes the gap where tables would be too large and
-       buckets were split.
+       clusters were split.
 
-    Where buckets are too large for `FIRST_LIMITS`, all this is tried with small tables first: bounds from split
-    buckets are often so tight that the search proves the optimum in a fraction of the time of the large tables.
+    Where clusters are too large for `FIRST_LIMITS`, all this is tried with small tables first: bounds from split
+    clusters are often so tight that the search proves the optimum in a fraction of the time of the large tables.
 
     The search widens the distance to the lower bound until it has found a choice within. If it would need more than
     ``labels`` partial choices at once, it stops with the best choice found and a proved gap, ``optimal=False``.
@@ -76,9 +201,9 @@ class Elimination(Planner):
         return choice_of(problem, pruned.original(list(choice.indices)), choice.optimal, choice.gap, work)
 
     def _staged(self, problem: Problem, whole: Problem) -> Choice:
-        """With small tables first, where that splits buckets: their bounds are often tight, and cheap."""
+        """With small tables first, where that splits clusters: their bounds are often tight, and cheap."""
         limits = (min(FIRST_LIMITS[0], self.limits[0]), min(FIRST_LIMITS[1], self.limits[1]))
-        small = Buckets(problem.sizes, list(problem.edges), None, *limits)
+        small = Clusters(problem.sizes, list(problem.edges), None, *limits)
         if small.exact or limits == self.limits:
             return self._solve(problem, whole, small, self.labels)
         first = None
@@ -86,38 +211,40 @@ class Elimination(Planner):
             first = self._solve(problem, whole, small, min(FIRST_LABELS, self.labels))
             if first.optimal:
                 return first
-            large = Buckets(problem.sizes, list(problem.edges), None, *self.limits)
+            large = Clusters(problem.sizes, list(problem.edges), None, *self.limits)
             return _better(first, self._solve(problem, whole, large, self.labels))
         except GaveUp:
             if first is not None:
                 return first
-        return self._solve(problem, whole, Buckets(problem.sizes, list(problem.edges), None, *self.limits), self.labels)
+        return self._solve(
+            problem, whole, Clusters(problem.sizes, list(problem.edges), None, *self.limits), self.labels
+        )
 
-    def _solve(self, problem: Problem, whole: Problem, buckets: Buckets, labels: int) -> Choice:
+    def _solve(self, problem: Problem, whole: Problem, clusters: Clusters, labels: int) -> Choice:
         costs = Costs(problem)
-        free = buckets.run(costs.weighted())
+        free = clusters.run(costs.weighted())
         if math.isinf(free.value):
             self._why_none(whole)
-        if buckets.exact:
-            indices = buckets.decide(free)
+        if clusters.exact:
+            indices = clusters.decide(free)
             if problem.fits(indices):
-                return choice_of(problem, indices, optimal=True, work=buckets.work())
+                return choice_of(problem, indices, optimal=True, work=clusters.work())
         if problem.limit is None:
             relaxation = Relaxation(0.0, free, free.value)
-            relaxation.offer(problem, buckets.decide(free))
-            return self._close(problem, whole, buckets, relaxation, None, labels)
-        weight = buckets.run(costs.memory())
+            relaxation.offer(problem, clusters.decide(free))
+            return self._close(problem, whole, clusters, relaxation, None, labels)
+        weight = clusters.run(costs.memory())
         if weight.value > problem.limit:
             self._why_none(whole)
-        smallest = buckets.decide(weight) if buckets.exact else None
-        relaxation = relax(problem, buckets, costs, free, smallest, ROUNDING * abs(free.value))
-        return self._close(problem, whole, buckets, relaxation, weight, labels)
+        smallest = clusters.decide(weight) if clusters.exact else None
+        relaxation = relax(problem, clusters, costs, free, smallest, ROUNDING * abs(free.value))
+        return self._close(problem, whole, clusters, relaxation, weight, labels)
 
     def _close(
         self,
         problem: Problem,
         whole: Problem,
-        buckets: Buckets,
+        clusters: Clusters,
         relaxation: Relaxation,
         weight: Messages | None,
         labels: int,
@@ -131,7 +258,7 @@ class Elimination(Planner):
         while best.seconds > best.bound + proved + rounding:
             excess = min(max(excess, 2 * rounding), best.seconds - best.bound + rounding)
             bounds = Bounds(excess, room, best.multiplier, 0.1 * rounding, labels)
-            found = search(buckets, best.messages, weight, bounds)
+            found = search(clusters, best.messages, weight, bounds)
             states += found.states
             if found.indices is not None:
                 best.offer(problem, found.indices)
@@ -139,7 +266,7 @@ class Elimination(Planner):
             if found.proved < excess or excess == math.inf:
                 break
             excess = excess * 4 if excess < 1e6 * abs(best.bound) else math.inf
-        work = buckets.work(best.passes + 1 + (weight is not None)) + Work(states=states)
+        work = clusters.work(best.passes + 1 + (weight is not None)) + Work(states=states)
         if best.indices is None and proved < math.inf:
             raise GaveUp(
                 f"planner elimination: expected to find a choice within {labels} partial choices per layer, found "
@@ -165,3 +292,89 @@ def _better(first: Choice, second: Choice) -> Choice:
     optimal = second.optimal
     gap = 0.0 if optimal else max(0.0, best.seconds - bound)
     return replace(second if optimal else best, optimal=optimal, gap=gap, work=first.work + second.work)
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """The best total for every candidate of a layer, all other layers chosen anew (*min-marginals*).
+
+    Attributes
+    ----------
+    layer, chosen
+        Number of the layer; its candidate in the plan.
+    seconds
+        ``[candidates]``, total of the best choice with this candidate [s]; ``inf``: none is allowed or fits;
+        ``nan``: not asked for.
+    extra
+        ``[candidates]``, what that is more than the plan [s].
+    """
+
+    layer: int
+    chosen: int
+    seconds: Array
+    extra: Array
+
+    def ranking(self) -> list[int]:
+        """Other candidates that are possible, the fastest first."""
+        order = np.argsort(self.seconds, kind="stable")
+        return [int(c) for c in order if c != self.chosen and np.isfinite(self.seconds[c])]
+
+
+def next_best(
+    problem: Problem,
+    choice: Choice,
+    layer: int,
+    candidates: Sequence[int] | None = None,
+    planner: Elimination | None = None,
+) -> Alternatives:
+    """What the whole network would take at best if one layer had another candidate; exact.
+
+    Without a memory limit, or where it does not bind, one elimination with this layer last gives all answers at once.
+    A candidate whose best choice does not fit is planned again, under the limit.
+
+    Parameters
+    ----------
+    choice
+        The plan to compare with.
+    layer
+        Number of the layer.
+    candidates
+        Which ones are wanted; None: all.
+    planner
+        For candidates under a limit; its settings bound the work. Where it proves no optimum, its best is returned.
+    """
+    wanted = range(problem.sizes[layer]) if candidates is None else candidates
+    pruned = prune(problem.with_limit(None), keep=layer)
+    costs = Costs(pruned.problem)
+    planner = planner or Elimination()
+    clusters = Clusters(pruned.problem.sizes, costs.edges, layer, *planner.limits)
+    messages = clusters.run(costs.weighted())
+    lower = _marginal(clusters, messages, layer)
+    seconds = np.full(problem.sizes[layer], math.nan)
+    for c in wanted:
+        seconds[c] = lower[c]
+        best = pruned.original(clusters.decide(messages, {layer: c}))
+        if math.isfinite(lower[c]) and not (clusters.exact and problem.fits(best)):
+            seconds[c] = _planned(problem, layer, c, planner)
+    return Alternatives(layer, choice.indices[layer], seconds, seconds - choice.seconds)
+
+
+def _marginal(clusters: Clusters, messages: Messages, layer: int) -> Array:
+    """Total per candidate of the layer that was eliminated last; where clusters were split, a lower bound."""
+    total = np.full(clusters.sizes[layer], messages.value)
+    if math.isinf(messages.value):
+        return total
+    for part in clusters.of[layer].parts:
+        own = sum((t for f in part.factors if (t := messages.tables[f]) is not None), np.zeros(len(total)))
+        total = total + own - own.min()
+    return total
+
+
+def _planned(problem: Problem, layer: int, candidate: int, planner: Elimination) -> float:
+    """Best total with a candidate, planned anew; inf if nothing fits."""
+    kept = [np.arange(size) for size in problem.sizes]
+    kept[layer] = np.array([candidate])
+    try:
+        return planner.plan(problem.restricted(kept)).seconds
+    except NoneFits:
+        return math.inf

@@ -11,7 +11,7 @@ import numpy as np
 
 from halograd.comm import Communicator
 from halograd.dtensor import Blocks, Exchange
-from halograd.perfmodel.profile.fit import Fit, fit_line
+from halograd.perfmodel.profile.record import Fit, fit_line
 
 __all__ = ["LARGE", "SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "fit_reduction", "fit_reduction_behind"]
 

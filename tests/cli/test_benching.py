@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from halograd.cli.benching import METHODS
+from halograd.cli.profiling import METHODS
 from tests.cli.test_cli import halograd
 from tests.launch import mpiexec
 

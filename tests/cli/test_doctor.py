@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from halograd.cli.doctor.finding import Finding, careful
-from halograd.cli.doctor.report import merge, show
+from halograd.cli.doctor import Finding, careful, merge, show
 from tests.harness.jobs import job_environment, new_mark
 from tests.harness.limits import LIMIT
 from tests.launch import mpiexec

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import halograd.kernels
-from halograd.cli.doctor import gpu
-from halograd.cli.doctor.finding import Finding
+from halograd.cli.doctor import Finding, gpu
 from tests.kernels.cudnn.fake_runtime import Machine
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.perfmodel.candidates import candidates
-from halograd.perfmodel.cost.blocks import cut
-from halograd.perfmodel.cost.edges import Grids, edge_seconds, redistributed_bytes
+from halograd.perfmodel.cost.network_costs import Grids, edge_seconds, redistributed_bytes
 from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.cuts import candidates
 from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine, Runtime
 from halograd.program.traffic import Move
+from tests.perfmodel.pricing import cut
 from tests.perfmodel.test_cost_traffic import RANKS, parts, shapes
 
 #: One node, messages of 1 s and bytes of 1/8 s; nothing else costs anything.

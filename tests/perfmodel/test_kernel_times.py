@@ -21,7 +21,7 @@ from halograd.layers import (
 )
 from halograd.perfmodel.kernel_times import LayerKey, LayerTime, LayerWork, MeasuredTimes, RooflineTimes
 from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
-from halograd.perfmodel.profile import Conditions, Crowd, TimeCache
+from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
 
 RATE, BANDWIDTH, LAUNCH = 1e12, 1e11, 1e-6
 HERE = Conditions("a device", "numpy", "1")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.profile import Profile
+from halograd.perfmodel.profile.record import Profile
 from tests.harness.jobs import job_environment, new_mark
 from tests.harness.limits import LIMIT
 from tests.launch import mpiexec

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.perfmodel.profile import Fit, fit_line
 from halograd.perfmodel.profile.messages import SIZES
+from halograd.perfmodel.profile.record import Fit, fit_line
 from halograd.schema import build
 
 ALPHAS, BETAS = st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7)

@@ -6,8 +6,8 @@ from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.machine import LEVELS, Machine
-from halograd.perfmodel.profile import Profile, crowd, measure, measure_machine, messages
-from halograd.perfmodel.profile.measure import group_sizes
+from halograd.perfmodel.profile import cache, device, messages
+from halograd.perfmodel.profile.device import group_sizes, measure_machine
 from halograd.perfmodel.profile.messages import (
     Places,
     fit_channel,
@@ -15,6 +15,7 @@ from halograd.perfmodel.profile.messages import (
     fit_reduction,
     fit_reduction_behind,
 )
+from halograd.perfmodel.profile.record import Profile
 from tests.support.clock import network_clock
 
 ALPHA, BETA = 1e-2, 2e-8
@@ -40,7 +41,7 @@ def test_groups():
 @pytest.fixture
 def clock(monkeypatch):
     """The network and who measures it, computation included, by a clock that the test drives."""
-    made = network_clock(monkeypatch).drive(monkeypatch, crowd, measure)
+    made = network_clock(monkeypatch).drive(monkeypatch, cache, device)
     monkeypatch.setattr(messages, "_compute", made.sleep)
     return made
 

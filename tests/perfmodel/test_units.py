@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.perfmodel.units import UNITS, format_quantity, parse_quantity
+from halograd.perfmodel.machine_file import UNITS, format_quantity, parse_quantity
 
 
 @pytest.mark.parametrize(

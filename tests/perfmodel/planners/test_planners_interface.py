@@ -11,7 +11,7 @@ import pytest
 
 from halograd.errors import UserError
 from halograd.perfmodel.planners import PLANNERS, Choice, Elimination, Exhaustive, NoneFits, Problem, next_best
-from halograd.perfmodel.planners.longest_path import path_order
+from halograd.perfmodel.planners.paths import path_order
 
 from .graphs import any_graph, line, priced, series_parallel
 
