@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import halograd.kernels
-from halograd.cli.doctor import Finding, gpu
+from halograd.cli import doctor
+from halograd.cli.doctor import Finding
 from tests.kernels.cudnn.fake_runtime import Machine
 
 
@@ -28,10 +29,10 @@ def findings(monkeypatch, devices: int, modules: dict[str, object], backend=None
             raise halograd.kernels.KernelError("cudnn: expected CuPy,\ngot none; pip install 'halograd[gpu]'")
         return backend()
 
-    monkeypatch.setattr(gpu, "_driver", lambda: (f"CUDA 13.0, {devices} devices", devices))
-    monkeypatch.setattr(gpu, "_load", load)
+    monkeypatch.setattr(doctor, "_driver", lambda: (f"CUDA 13.0, {devices} devices", devices))
+    monkeypatch.setattr(doctor, "_load", load)
     monkeypatch.setattr(halograd.kernels, "get_backend", get_backend)
-    return {finding.name: finding for finding in gpu.probe_gpu()}
+    return {finding.name: finding for finding in doctor.probe_gpu()}
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_with_a_gpu_what_is_missing_is_a_warning(monkeypatch, modules):
 
 @pytest.mark.parametrize(("version", "warns"), [("2.4.6", False), ("2.5.0", True), ("3.0.1rc1", True)])
 def test_a_numpy_that_cupy_was_not_tested_with(monkeypatch, modules, version, warns):
-    monkeypatch.setattr(gpu.np, "__version__", version)
+    monkeypatch.setattr(doctor.np, "__version__", version)
     found = findings(monkeypatch, 1, modules)
     assert ("NumPy for CuPy" in found) is warns
     if warns:
@@ -77,7 +78,7 @@ def test_a_numpy_that_cupy_was_not_tested_with(monkeypatch, modules, version, wa
 
 def test_what_is_installed_for_a_gpu_is_a_numpy_that_cupy_was_tested_with():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'"numpy>=2.1.2,<{gpu.NUMPY[0]}.{gpu.NUMPY[1] + 1}"' in text
+    assert f'"numpy>=2.1.2,<{doctor.NUMPY[0]}.{doctor.NUMPY[1] + 1}"' in text
 
 
 def test_a_library_that_breaks_is_a_finding(monkeypatch, modules):

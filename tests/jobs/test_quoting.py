@@ -214,10 +214,16 @@ def test_several_lines_are_refused_in_lists(text):
             parse([f"a={text}"])
 
 
-@pytest.mark.parametrize("name", ["A B", "A;touch PWNED", "1A", "", "A$(x)", "A'", "Ä"])
+@pytest.mark.parametrize("name", ["A B", "A;touch PWNED", "1A", "A$(x)", "A'", "Ä"])
 def test_names_of_variables_are_checked(name):
     with pytest.raises(UserError, match="--env: expected a name of letters"):
         parse_environment([f"{name}=1"])
+
+
+@pytest.mark.parametrize("text", ["=1", "A"])
+def test_variables_are_pairs(text):
+    with pytest.raises(UserError, match=f"--env: expected KEY=VALUE, such as NCCL_DEBUG=INFO, got '{text}'"):
+        parse_environment([text])
 
 
 @pytest.mark.parametrize("key", ["mem\n", "Mem", "mem x", "", "-", "$(id)", "mem;x"])
