@@ -182,10 +182,6 @@ def _kind(kind: str | None, job: JobOptions) -> str:
 
 
 def _load(path: Path, overrides: Sequence[str]) -> Config:
-    """The configuration, without MPI being started: login nodes may not allow it."""
-    import mpi4py
-
-    mpi4py.rc.initialize = False
     from halograd.training.config import load_config
 
     return load_config(path, overrides)

@@ -17,16 +17,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from halograd import __version__
 from halograd import kernels as kernels_package
 from halograd import layers as layers_package
-from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.schema import NotNegative
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["CACHE_VARIABLE", "Conditions", "Crowd", "TimeCache", "cache_path", "device_name"]
 

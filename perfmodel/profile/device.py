@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.kernels import Geometry
 from halograd.perfmodel.machine import Efficiency, Link, Machine
 from halograd.perfmodel.profile.cache import Crowd, device_name
@@ -27,6 +26,9 @@ from halograd.perfmodel.profile.messages import (
     fit_reduction_behind,
 )
 from halograd.perfmodel.profile.record import Fit, Profile, fit_line
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["group_sizes", "measure_device", "measure_machine", "memory_size"]
 

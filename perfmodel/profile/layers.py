@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.layers import Network
 from halograd.perfmodel.kernel_times import LayerTime, LayerWork
 from halograd.perfmodel.profile.bound import BoundLayer
 from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["Coverage", "LayerTimer", "last_level_cache", "measure_layers", "passing_bytes"]
 

@@ -6,12 +6,15 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.dtensor import Blocks, Exchange
 from halograd.perfmodel.profile.record import Fit, fit_line
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["LARGE", "SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "fit_reduction", "fit_reduction_behind"]
 
