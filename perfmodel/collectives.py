@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from halograd.perfmodel.machine import Link, Stage
+from halograd.perfmodel.machine import GroupStage, Link
 
 __all__ = ["ALGORITHMS", "GROUP_COLLECTIVES", "all_gather", "allreduce", "group_seconds", "reduce_scatter"]
 
@@ -167,7 +167,7 @@ def all_gather(nbytes: float, ranks: int, link: Link, algorithm: str | None = No
     return _seconds("all_gather", nbytes, ranks, link, algorithm, 0.0)
 
 
-def group_seconds(collective: str, nbytes: float, stages: Sequence[Stage], gamma: float = 0.0) -> float:
+def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage], gamma: float = 0.0) -> float:
     """What a collective of a group of ranks costs.
 
     Parameters
@@ -203,10 +203,10 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[Stage], gamma
     return min(staged, ALGORITHMS[collective]["ring"](nbytes, ranks, slowest, gamma))
 
 
-Stages = tuple[Stage, ...]
+Stages = tuple[GroupStage, ...]
 
 
-def _beyond(nbytes: float, stage: Stage) -> float:
+def _beyond(nbytes: float, stage: GroupStage) -> float:
     """Of `nbytes` spread over the members of `stage`: what goes through one link of the next stage [B]."""
     return nbytes * stage.sharing / stage.size
 

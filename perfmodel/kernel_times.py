@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -121,7 +122,6 @@ class LayerWork:
         input_gradient: bool = True,
         filters: int | None = None,
         outputs: Sequence[int] | None = None,
-        ranks: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> LayerWork:
         """The work of `layer` on local blocks.
@@ -143,17 +143,16 @@ class LayerWork:
         outputs
             Local spatial extents of the output. Without them they follow from those of the input as in the
             whole network, which is a few rows off for a layer without padding that is cut in space.
-        ranks
-            Ranks that the layer is cut into: more than one may mean sums for statistics.
         options
-            Options of the layer in the strategy (`statistics`).
+            Of a layer that is cut into several ranks, which may sum for its `statistics`: its options in the strategy;
+            None: it is on one rank.
         """
         shapes = tuple(tuple(int(n) for n in shape) for shape in inputs)
         local = layer if filters is None else layer.of_filters(filters)
         if outputs is not None:
             local, sample = local.of_outputs(shapes[0][1:], tuple(outputs))
             shapes = ((shapes[0][0], *sample), *shapes[1:])
-        local, spread = local.of_statistics(ranks, options or {})
+        local, spread = local.of_statistics(1 if options is None else 2, options or {})
         return cls(local, shapes, dtype, trainable, input_gradient and trainable, spread)
 
     @cached_property
@@ -207,28 +206,8 @@ def _plain(value: Any) -> Any:
     return [getattr(named, "__qualname__", type(value).__qualname__), inner]
 
 
-class KernelTimes(Protocol):
-    """Tells what a layer costs on one rank, without messages."""
-
-    def time(
-        self,
-        layer: Layer,
-        inputs: Sequence[tuple[int, ...]],
-        dtype: str = "float32",
-        trainable: bool = True,
-        *,
-        input_gradient: bool = True,
-        filters: int | None = None,
-        outputs: Sequence[int] | None = None,
-        ranks: int = 1,
-        options: Mapping[str, Any] | None = None,
-    ) -> LayerTime:
-        """Time of `layer` on local blocks; parameters as in :meth:`LayerWork.of`."""
-        ...
-
-
-class _Times:
-    """`time`, remembered by its arguments: planners ask for the same again and again."""
+class KernelTimes(ABC):
+    """Tells what a layer takes on one rank, without messages; remembers what it told: planners ask again and again."""
 
     def __init__(self) -> None:
         self._known: dict[Any, LayerTime] = {}
@@ -243,29 +222,36 @@ class _Times:
         input_gradient: bool = True,
         filters: int | None = None,
         outputs: Sequence[int] | None = None,
-        ranks: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> LayerTime:
         """Time of `layer` on local blocks; parameters as in :meth:`LayerWork.of`."""
-        statistics = (options or {}).get("statistics")
-        asked = (layer, tuple(inputs), dtype, trainable, input_gradient, filters, outputs and tuple(outputs))
-        known = (*asked, ranks > 1, statistics)
+        statistics = None if options is None else (options.get("statistics"),)
+        known = (
+            layer,
+            tuple(inputs),
+            dtype,
+            trainable,
+            input_gradient,
+            filters,
+            outputs and tuple(outputs),
+            statistics,
+        )
         if known not in self._known:
             more: dict[str, Any] = {"input_gradient": input_gradient, "filters": filters, "outputs": outputs}
-            work = LayerWork.of(layer, inputs, dtype, trainable, **more, ranks=ranks, options=options)
+            work = LayerWork.of(layer, inputs, dtype, trainable, **more, options=options)
             self._known[known] = LayerTime(0.0) if work.empty else self.of_work(work)
         return self._known[known]
 
+    @abstractmethod
     def of_work(self, work: LayerWork) -> LayerTime:
         """Time of a layer on local blocks that are not empty."""
-        raise NotImplementedError
 
 
 #: A fused ReLU backward: reads y and dy, writes the masked dy [passes over y].
 _MASK = 3.0
 
 
-class RooflineTimes(_Times):
+class RooflineTimes(KernelTimes):
     """Times from `Layer.flops` and bytes moved, on a machine that need not be there.
 
     Each kernel takes ``machine.roofline(flops, bytes)``. Layers with weights run three kernels of the same number of
@@ -311,7 +297,7 @@ class RooflineTimes(_Times):
         return self.machine.roofline(flops, nbytes, work.dtype)
 
 
-class MeasuredTimes(_Times):
+class MeasuredTimes(KernelTimes):
     """Times that were measured on this machine, from a cache on disk.
 
     Parameters
@@ -365,7 +351,7 @@ class MeasuredTimes(_Times):
                 f"kernel times: expected a measured time of {work.key.kind} on {work.inputs} in {self.cache.path}, "
                 "there is none; run `halograd profile` for this model, ranks and threads"
             )
-        return _ask(self.fallback, work)
+        return self.fallback.of_work(work)
 
     def forget(self) -> None:
         """Look everything up again: the cache has grown."""
@@ -373,7 +359,7 @@ class MeasuredTimes(_Times):
         self.missing.clear()
 
 
-class Recorded(_Times):
+class Recorded(KernelTimes):
     """Times of another, with a list of what they were asked for.
 
     Attributes
@@ -390,12 +376,4 @@ class Recorded(_Times):
     def of_work(self, work: LayerWork) -> LayerTime:
         """What the other says."""
         self.asked[work.key] = work
-        return _ask(self._times, work)
-
-
-def _ask(times: KernelTimes, work: LayerWork) -> LayerTime:
-    """What other times say of work that is local already."""
-    if isinstance(times, _Times):
-        return times.of_work(work)
-    layer, ranks = work.layer, 2 if work.spread else 1
-    return times.time(layer, work.inputs, work.dtype, work.trainable, input_gradient=work.input_gradient, ranks=ranks)
+        return self._times.of_work(work)

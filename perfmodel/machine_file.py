@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from halograd.documents import parse_toml, read_toml, shown, shown_path, to_toml
 from halograd.errors import UserError
-from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Runtime
+from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Overheads
 from halograd.schema import LARGEST, MOST, Count, Table, build
 
 __all__ = ["UNITS", "format_quantity", "load_machine", "machine_to_toml", "parse_machine", "parse_quantity"]
@@ -152,7 +152,7 @@ class DeviceTable(Table):
 
 
 class RuntimeTable(Table):
-    """``[runtime]``: see `halograd.perfmodel.machine.Runtime`; written by ``halograd profile``."""
+    """``[runtime]``: see `halograd.perfmodel.machine.Overheads`; written by ``halograd profile``."""
 
     update: SecondsPerByte = 0.0
     layer: Seconds = 0.0
@@ -162,10 +162,10 @@ class RuntimeTable(Table):
     sums: dict[Ranks, LinkTable] = Field(default_factory=dict)
     work: dict[Ranks, LinkTable] = Field(default_factory=dict)
 
-    def runtime(self) -> Runtime:
+    def runtime(self) -> Overheads:
         """As the model uses it."""
         sums, work = ({n: table.link() for n, table in found.items()} for found in (self.sums, self.work))
-        return Runtime(self.update, self.layer, self.step, self.packed, sums, work, self.synchronize)
+        return Overheads(self.update, self.layer, self.step, self.packed, sums, work, self.synchronize)
 
 
 class LinksTable(Table):
@@ -276,8 +276,8 @@ def _link(table: str, link: Link) -> list[str]:
     return [*lines, f"note = {to_toml(link.note)}"] if link.note else lines
 
 
-def _runtime(runtime: Runtime) -> list[str]:
-    if runtime == Runtime():
+def _runtime(runtime: Overheads) -> list[str]:
+    if runtime == Overheads():
         return []
     lines = ["", "[runtime]", f"update = {_value(runtime.update, 's/B')}"]
     lines += [f"{key} = {_value(getattr(runtime, key), 's')}" for key in ("layer", "step", "synchronize")]

@@ -19,7 +19,7 @@ from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.planners import PLANNERS, Choice, NoneFits
+from halograd.perfmodel.planners import PLANNERS, NoneFits, Selection
 from halograd.perfmodel.plans import Alternative, Plan, Prediction, Ranks
 from halograd.perfmodel.reduction_choice import planned_schemes
 from halograd.schema import build
@@ -173,7 +173,7 @@ class _Search:
                 # What the backward pass borrows is not in the problem: leave room for it.
                 limit = min(limit, choice.memory) - over
 
-    def _candidate(self, costs: NetworkCosts, choice: Choice, exposed: float) -> _Found:
+    def _candidate(self, costs: NetworkCosts, choice: Selection, exposed: float) -> _Found:
         name = f"{self.planning.planner}, {exposed:.0%} of gradient sums charged"
         return self._try(name, costs.strategy(choice.indices, self.middle), choice.optimal)
 

@@ -182,15 +182,13 @@ class Explainer:
         """The best other cuts of a layer, fastest step first, and how many cuts there were to choose from."""
         import numpy as np
 
-        from halograd.perfmodel.planners import PLANNERS, Choice, NoneFits, next_best
+        from halograd.perfmodel.planners import Elimination, NoneFits, next_best
 
         v = self.costs.names.index(layer)
         chosen = self.costs.indices(self.plan.strategy)
         # A baseline may cut a layer as no candidate does; then there is nothing to leave out.
         own = chosen[v] if chosen else self._candidate(v)
-        reference = Choice(tuple(chosen or [0] * len(self.costs.names)), 0.0, 0.0, optimal=False)
-        ranking = next_best(self.costs.problem(self.exposed), reference, v).seconds
-        planner = PLANNERS["elimination"]()
+        ranking = next_best(self.costs.problem(self.exposed), v)
         found: list[Rival] = []
         for c in np.argsort(ranking, kind="stable"):
             if c == own or not np.isfinite(ranking[c]):
@@ -198,7 +196,7 @@ class Explainer:
             kept = [np.arange(size) for size in self.problem.sizes]
             kept[v] = np.array([c])
             try:
-                indices = list(planner.plan(self.problem.restricted(kept)).indices)
+                indices = list(Elimination().plan(self.problem.restricted(kept)).indices)
             except NoneFits:
                 continue
             indices[v] = int(c)

@@ -24,7 +24,7 @@ from halograd.data.logistic import LogisticModel, best_threshold, fit, predict
 from halograd.data.reading import open_to_read
 from halograd.demo.files import DemoSettings, Files
 from halograd.dtensor.box import Box
-from halograd.report.document import Block, Code, Heading, Picture, Table, Text, to_html, to_markdown
+from halograd.report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
 from halograd.report.pictures import Masks, Quality, best_to_worst, draw_curves, draw_masks
 from halograd.report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
 from halograd.training.checkpoint import read_header
@@ -36,7 +36,7 @@ __all__ = [
     "Clock",
     "Judged",
     "Score",
-    "Stage",
+    "StageTimes",
     "describe_machine",
     "draw_pictures",
     "judge",
@@ -46,7 +46,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageTimes:
     """Wall-clock time, and CPU time of this process and the jobs it started [s]."""
 
     name: str
@@ -58,18 +58,18 @@ class Stage:
 class Clock:
     """Stages in the order in which they ended."""
 
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[StageTimes] = field(default_factory=list)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Book what runs inside."""
         begin, cpu = time.perf_counter(), _cpu()
         yield
-        self.stages.append(Stage(name, time.perf_counter() - begin, _cpu() - cpu))
+        self.stages.append(StageTimes(name, time.perf_counter() - begin, _cpu() - cpu))
 
     @property
-    def total(self) -> Stage:
-        return Stage("total", sum(s.seconds for s in self.stages), sum(s.cpu for s in self.stages))
+    def total(self) -> StageTimes:
+        return StageTimes("total", sum(s.seconds for s in self.stages), sum(s.cpu for s in self.stages))
 
 
 def _cpu() -> float:
@@ -299,7 +299,7 @@ def _summary(files: Files, settings: DemoSettings, judged: Judged, headline: str
 
 def _quality(judged: Judged, out: Path) -> Iterator[Block]:
     yield Heading("Prediction against truth")
-    yield Table([("on held-out cells", "threshold", *COLUMNS.values()), *map(_score, judged.scores)])
+    yield TableBlock([("on held-out cells", "threshold", *COLUMNS.values()), *map(_score, judged.scores)])
     yield Text(
         f"The regression was fitted to all {judged.training_cells:,} training cells until it converged "
         f"({judged.iterations} Newton steps), on inputs normalised as those of the network. Both thresholds are those "
@@ -325,12 +325,12 @@ def _timeline(entry: dict[str, Any], out: Path) -> Iterator[Block]:
 
 
 def _times(clock: Clock) -> Iterator[Block]:
-    def row(stage: Stage) -> tuple[str, ...]:
+    def row(stage: StageTimes) -> tuple[str, ...]:
         return stage.name, f"{stage.seconds:.1f}", f"{stage.cpu:.1f}"
 
     yield Heading("Times and machine")
-    yield Table([("stage", "wall [s]", "CPU [s]"), *map(row, (*clock.stages, clock.total))])
-    yield Table([("machine", ""), *describe_machine()])
+    yield TableBlock([("stage", "wall [s]", "CPU [s]"), *map(row, (*clock.stages, clock.total))])
+    yield TableBlock([("machine", ""), *describe_machine()])
 
 
 def _what_next(files: Files, settings: DemoSettings) -> Iterator[Block]:

@@ -21,7 +21,7 @@ from halograd.documents import to_toml
 from halograd.dtensor.box import Box
 from halograd.errors import UserError
 from halograd.perfmodel.plans import Plan
-from halograd.report.document import Block, Code, Heading, Picture, Table, Text, to_html
+from halograd.report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html
 from halograd.report.pictures import Masks, best_to_worst, draw_curves, draw_masks, draw_speed, iou
 from halograd.report.status import Record, duration_text, status_of
 from halograd.report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
@@ -94,7 +94,7 @@ def _summary(record: Record) -> Iterator[Block]:
         ]
     if status.checkpoint:
         rows.append(("newest checkpoint", Path(status.checkpoint).name))
-    yield Table(rows, "text")
+    yield TableBlock(rows, "text")
 
 
 def _training(record: Record, pictures: Path, left_out: list[str]) -> Iterator[Block]:
@@ -165,7 +165,7 @@ def _reduction(record: Record) -> Iterator[Block]:
             (f"{entry['scheme']}{' (chosen)' if entry.get('chosen') else ''}", f"{1e3 * entry['seconds']:.3f}")
             for entry in trials
         ]
-        yield Table([("scheme", "ms/step"), *rows])
+        yield TableBlock([("scheme", "ms/step"), *rows])
 
 
 def _events(record: Record) -> Iterator[Block]:
@@ -176,7 +176,7 @@ def _events(record: Record) -> Iterator[Block]:
     ]
     if rows:
         yield Heading("What happened")
-        yield Table([("when", "step", "what"), *rows], "text")
+        yield TableBlock([("when", "step", "what"), *rows], "text")
 
 
 def _when(entry: dict[str, Any]) -> str:
@@ -223,11 +223,11 @@ def prediction_table(entry: Mapping[str, Any], plan: Path) -> Iterator[Block]:
         f"Forward and backward; middle half of {entry['steps']} step(s) of rank 0. Waiting for data takes "
         f"{1e3 * entry['data_seconds']:.3f} ms more."
     )
-    yield Table([("layer", "cut", "predicted [ms]", "measured [ms]", "error"), *rows])
+    yield TableBlock([("layer", "cut", "predicted [ms]", "measured [ms]", "error"), *rows])
     waits = entry["waits"]
     if waits:
         rows = [(kind, f"{1e3 * seconds:.3f}") for kind, seconds in waits.items()]
-        yield Table([("waited for", "[ms]"), *rows])
+        yield TableBlock([("waited for", "[ms]"), *rows])
 
 
 def _compared(name: str, cut: str, predicted: float, measured: float) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import Patch
 
-from halograd.report.document import Block, Table, Text
+from halograd.report.document import Block, TableBlock, Text
 from halograd.report.pictures import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, YELLOW, picture
 
 __all__ = [
@@ -177,7 +177,7 @@ def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
     blocked = sum(p.get("blocked") or 0.0 for p in phases.values())
     reading = phases.get("io", {}).get("seconds", 0.0)
     spent += [("of these, blocked in communication", blocked), ("reading, beside", reading)]
-    yield Table([("phase (rank 0)", "ms/step"), *((name, f"{1e3 * s / steps:.1f}") for name, s in spent)])
+    yield TableBlock([("phase (rank 0)", "ms/step"), *((name, f"{1e3 * s / steps:.1f}") for name, s in spent)])
     rows = [
         (
             KINDS.get(name, name),
@@ -188,7 +188,7 @@ def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
         for name, p in phases.items()
         if "communication" in p
     ]
-    yield Table([("communication (rank 0)", "duration, ms/step", "blocked, ms/step", "hidden"), *rows])
+    yield TableBlock([("communication (rank 0)", "duration, ms/step", "blocked, ms/step", "hidden"), *rows])
 
 
 def hidden_text(phases: dict[str, Any]) -> str:

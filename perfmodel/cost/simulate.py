@@ -15,7 +15,7 @@ from halograd.layers.strategy import Strategy, layout_of
 from halograd.perfmodel.cost.account import count_program, memory_of, program_of
 from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, price_layer
 from halograd.perfmodel.cost.reductions import price
-from halograd.perfmodel.cost.timeline import Bucket, Reduction, Replication, Timeline, buckets_of, run_step
+from halograd.perfmodel.cost.timeline import Bucket, Reduction, Replication, StepTimeline, buckets_of, run_step
 from halograd.perfmodel.plans import LayerRecord, Prediction
 from halograd.program.compiler import Target
 from halograd.program.dtypes import dtype_of
@@ -130,13 +130,13 @@ def simulate(
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Played:
     """What layers, sums and replicated layers cost under one scheme, and the step that they make."""
 
     costs: Sequence[LayerCost]
     reductions: Sequence[Reduction]
     replications: Sequence[Replication]
-    timeline: Timeline
+    timeline: StepTimeline
 
 
 class Simulation:
@@ -161,7 +161,7 @@ class Simulation:
         self._programs: dict[tuple[int, int], Program] = {}
         self.program = self._program(_middle(network, strategy, batch, self.ranks))
         self.costs = _costs(self.program, pricing)
-        self._made: dict[tuple[Scheme, int], _Step] = {}
+        self._made: dict[tuple[Scheme, int], _Played] = {}
 
     def _program(self, rank: int) -> Program:
         """Of one rank, under the dense layers that the scheme replicates."""
@@ -200,13 +200,13 @@ class Simulation:
         itemsize = self.program.wide.itemsize
         return buckets_of(self.network, self.blocks, itemsize, self.strategy)
 
-    def _step(self) -> _Step:
+    def _step(self) -> _Played:
         key = self.strategy.reduction, self.strategy.bucket_bytes
         if key not in self._made:
             self._made[key] = self._make(key[0])
         return self._made[key]
 
-    def _make(self, scheme: Scheme) -> _Step:
+    def _make(self, scheme: Scheme) -> _Played:
         pricing, slots = self.pricing, self.training.slots
         buckets = self._buckets()
         replicated = {name for bucket in buckets if bucket.replicated for name in bucket.layers}
@@ -227,7 +227,7 @@ class Simulation:
             replications,
             scheme.name == "blocking",
         )
-        return _Step(costs, reductions, replications, timeline)
+        return _Played(costs, reductions, replications, timeline)
 
     def prediction(self, account: bool = True) -> Prediction:
         """Everything; memory and traffic if `account`."""
@@ -288,7 +288,7 @@ def _costs(program: Program, pricing: Pricing) -> dict[str, LayerCost]:
     return found
 
 
-def _records(network: Network, steps: Sequence[Step], step: _Step) -> list[LayerRecord]:
+def _records(network: Network, steps: Sequence[Step], step: _Played) -> list[LayerRecord]:
     shares = _shares(network, steps, step)
     whole = {r.layer: r.compute for r in step.replications}
     records, before = [], 0.0
@@ -323,7 +323,7 @@ def _record(one: Step, cost: LayerCost, before: float, share: tuple[float, float
     )
 
 
-def _shares(network: Network, steps: Sequence[Step], step: _Step) -> Mapping[str, tuple[float, float]]:
+def _shares(network: Network, steps: Sequence[Step], step: _Played) -> Mapping[str, tuple[float, float]]:
     """Per layer, its part of the sum of its bucket and of the wait for it, by parameters."""
     weights = {
         one.name: sum(p.size for p in one.layer.parameters(*(v.layout.shape[1:] for v in one.inputs)).values())

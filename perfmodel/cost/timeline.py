@@ -30,7 +30,7 @@ from halograd.layers.reduction_chunks import chunks_of, gradient_layers
 from halograd.perfmodel.cost.layer_cost import LayerCost
 from halograd.program.traffic import GroupSum
 
-__all__ = ["ALIGN", "Bucket", "Reduction", "Replication", "Timeline", "aligned", "buckets_of", "run_step"]
+__all__ = ["ALIGN", "Bucket", "Reduction", "Replication", "StepTimeline", "aligned", "buckets_of", "run_step"]
 
 #: Parameters begin at multiples of this [B].
 ALIGN = 64
@@ -149,7 +149,7 @@ class Replication:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """What a step takes [s].
 
     Attributes
@@ -183,7 +183,7 @@ def run_step(
     barrier: bool = False,
     replications: Sequence[Replication] = (),
     blocking: bool = False,
-) -> Timeline:
+) -> StepTimeline:
     """A step in its steady state.
 
     Parameters
@@ -201,7 +201,7 @@ def run_step(
     blocking
         Sums begin when backward is over and end before the next forward begins; updates come where they are needed.
     """
-    step = _Step(reductions, replications, _Link(concurrent))
+    step = _Player(reductions, replications, _Link(concurrent))
     step.gather_activations(names, costs)
     step.backward(names, costs, blocking)
     if blocking:
@@ -228,7 +228,7 @@ class _Link:
         return self._free
 
 
-class _Step:
+class _Player:
     """Where computation stands, and what is under way; time 0 is the beginning of backward."""
 
     def __init__(self, reductions: Sequence[Reduction], replications: Sequence[Replication], link: _Link) -> None:
@@ -350,9 +350,9 @@ class _Step:
             self.now += cost.forward_seconds
             self.forward_seconds += cost.forward_seconds
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> StepTimeline:
         update = sum(r.update for r in self.reductions) + sum(r.update for r in self.replications)
-        return Timeline(
+        return StepTimeline(
             self.now,
             self.forward_seconds,
             self.backward_seconds,

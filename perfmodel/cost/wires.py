@@ -23,7 +23,7 @@ from halograd.perfmodel.collectives import allreduce, group_seconds
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.program.traffic import Move
 
-__all__ = ["NodeSum", "Ranks", "Wires"]
+__all__ = ["NodeSumTimes", "Ranks", "Wires"]
 
 #: With at most so many ranks all are looked at.
 FEW = 8
@@ -32,7 +32,7 @@ Ranks = range | tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class NodeSum:
+class NodeSumTimes:
     """What a sum by nodes takes, part by part [s] (`comm/transports/node_sum.py`).
 
     Attributes
@@ -148,14 +148,14 @@ class Wires:
             return 0.0
         return measured.seconds(nbytes)
 
-    def sum_by_nodes(self, nbytes: float, ranks: Ranks) -> NodeSum:
+    def sum_by_nodes(self, nbytes: float, ranks: Ranks) -> NodeSumTimes:
         """An all-reduce of `nbytes` [B] in the memory of each node, then by one rank of each [s].
 
         Copies are those of the device, or of the links within a node where these are slower (they bring gradients to
         the host).
         """
         if len(ranks) < 2 or not nbytes:
-            return NodeSum()
+            return NodeSumTimes()
         nodes = self._nodes(ranks)
         here, leaders = max(map(len, nodes.values())), tuple(some[0] for some in nodes.values())
         link = self.machine.links["node"]
@@ -164,7 +164,7 @@ class Wires:
             copy = max(copy, link.seconds(nbytes))
         addition = copy * (here + 1) / (2 * here) if here > 1 else 0.0
         across = self._collective_seconds("allreduce", nbytes, leaders) if len(leaders) > 1 else 0.0
-        return NodeSum(copy, addition, across, copy)
+        return NodeSumTimes(copy, addition, across, copy)
 
     def _nodes(self, ranks: Ranks) -> Mapping[int, list[int]]:
         found: dict[int, list[int]] = {}

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from halograd.perfmodel.planners.problem import Array, Edge, Work
+from halograd.perfmodel.planners.problem import Array, Edge, Effort
 from halograd.perfmodel.planners.tables import Table, aligned, minimum_of_sum
 
-__all__ = ["Cluster", "Clusters", "Messages", "Part", "decision_order", "elimination_order", "neighbors_of"]
+__all__ = ["Cluster", "Clusters", "Part", "Pass", "decision_order", "elimination_order", "neighbors_of"]
 
 
 def neighbors_of(count: int, edges: Iterable[Edge]) -> list[set[int]]:
@@ -168,7 +168,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Messages:
+class Pass:
     """Result of a pass: a table for every factor, and the sum of those over no layer: the optimum or a bound below."""
 
     tables: list[Table]
@@ -256,7 +256,7 @@ class Clusters:
         entries = math.prod(self.sizes[u] for u in scope)
         return entries <= self.limits[0] and entries * self.sizes[v] <= self.limits[1]
 
-    def run(self, tables: Sequence[Table]) -> Messages:
+    def run(self, tables: Sequence[Table]) -> Pass:
         """Eliminate all layers.
 
         Parameters
@@ -274,7 +274,7 @@ class Clusters:
                 if message is not None and not part.scope:
                     value += float(message)
                 filled.append(message)
-        return Messages(filled, value)
+        return Pass(filled, value)
 
     def _message(self, v: int, part: Part, tables: list[Table], known: dict[tuple, Array]) -> Table:
         present = [(f, table) for f in part.factors if (table := tables[f]) is not None]
@@ -287,7 +287,7 @@ class Clusters:
             known[key] = minimum_of_sum([aligned(table, self.scopes[f], v, part.scope) for f, table in present])
         return known[key]
 
-    def decide(self, messages: Messages, fixed: Mapping[int, int] | None = None) -> list[int]:
+    def decide(self, messages: Pass, fixed: Mapping[int, int] | None = None) -> list[int]:
         """Candidate per layer, each the best given those decided before: the optimum, if `exact`.
 
         ``fixed``: layers whose candidate is given. If it is the one eliminated last, the result is still the best.
@@ -311,9 +311,9 @@ class Clusters:
         )
         return table[at]
 
-    def work(self, passes: int = 1) -> Work:
+    def work(self, passes: int = 1) -> Effort:
         """What this many passes cost at most (equal tables are worked on once)."""
         parts = [(cluster, part) for cluster in self.clusters for part in cluster.parts]
         entries = [math.prod(self.sizes[u] for u in part.scope) for _, part in parts]
         operations = sum(n * self.sizes[cluster.layer] for n, (cluster, _) in zip(entries, parts))
-        return Work(passes * len(self.clusters), passes * operations, max(entries, default=0))
+        return Effort(passes * len(self.clusters), passes * operations, max(entries, default=0))

@@ -9,21 +9,21 @@ constrained shortest path).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners.clusters import SUM_LIMIT, TABLE_LIMIT, Clusters, Messages
+from halograd.perfmodel.planners.clusters import SUM_LIMIT, TABLE_LIMIT, Clusters, Pass
 from halograd.perfmodel.planners.problem import (
     Array,
-    Choice,
+    Effort,
     NoneFits,
     Planner,
     Problem,
-    Work,
+    Selection,
     choice_of,
     no_fit,
     not_allowed,
@@ -31,7 +31,7 @@ from halograd.perfmodel.planners.problem import (
 from halograd.perfmodel.planners.search import Bounds, search
 from halograd.perfmodel.planners.tables import Costs, memory_problem, prune
 
-__all__ = ["Alternatives", "Elimination", "Relaxation", "next_best", "relax"]
+__all__ = ["Elimination", "Relaxation", "next_best", "relax"]
 
 #: Price steps at most; a handful is usual.
 STEPS = 60
@@ -56,7 +56,7 @@ class Relaxation:
     """
 
     multiplier: float
-    messages: Messages
+    messages: Pass
     bound: float
     indices: list[int] | None = None
     seconds: float = math.inf
@@ -69,7 +69,7 @@ class Relaxation:
 
 
 def relax(
-    problem: Problem, clusters: Clusters, costs: Costs, free: Messages, small: list[int] | None, rounding: float
+    problem: Problem, clusters: Clusters, costs: Costs, free: Pass, small: list[int] | None, rounding: float
 ) -> Relaxation:
     """Maximize the lower bound over the price.
 
@@ -192,15 +192,15 @@ class Elimination(Planner):
         self.limits = (table_limit, sum_limit)
         self.pruning = pruning
 
-    def _search(self, problem: Problem) -> Choice:
+    def _search(self, problem: Problem) -> Selection:
         if not self.pruning:
             return self._staged(problem, problem)
         pruned = prune(problem)
         choice = self._staged(pruned.problem, problem)
-        work = choice.work + Work(pruned=pruned.removed)
+        work = choice.work + Effort(pruned=pruned.removed)
         return choice_of(problem, pruned.original(list(choice.indices)), choice.optimal, choice.gap, work)
 
-    def _staged(self, problem: Problem, whole: Problem) -> Choice:
+    def _staged(self, problem: Problem, whole: Problem) -> Selection:
         """With small tables first, where that splits clusters: their bounds are often tight, and cheap."""
         limits = (min(FIRST_LIMITS[0], self.limits[0]), min(FIRST_LIMITS[1], self.limits[1]))
         small = Clusters(problem.sizes, list(problem.edges), None, *limits)
@@ -220,7 +220,7 @@ class Elimination(Planner):
             problem, whole, Clusters(problem.sizes, list(problem.edges), None, *self.limits), self.labels
         )
 
-    def _solve(self, problem: Problem, whole: Problem, clusters: Clusters, labels: int) -> Choice:
+    def _solve(self, problem: Problem, whole: Problem, clusters: Clusters, labels: int) -> Selection:
         costs = Costs(problem)
         free = clusters.run(costs.weighted())
         if math.isinf(free.value):
@@ -246,9 +246,9 @@ class Elimination(Planner):
         whole: Problem,
         clusters: Clusters,
         relaxation: Relaxation,
-        weight: Messages | None,
+        weight: Pass | None,
         labels: int,
-    ) -> Choice:
+    ) -> Selection:
         """Search near the lower bound, wider and wider, until the fastest choice found is proved to be the best."""
         best, rounding = relaxation, ROUNDING * max(abs(relaxation.messages.value), abs(relaxation.bound))
         room = math.inf if weight is None or problem.limit is None else problem.limit - weight.value
@@ -266,7 +266,7 @@ class Elimination(Planner):
             if found.proved < excess or excess == math.inf:
                 break
             excess = excess * 4 if excess < 1e6 * abs(best.bound) else math.inf
-        work = clusters.work(best.passes + 1 + (weight is not None)) + Work(states=states)
+        work = clusters.work(best.passes + 1 + (weight is not None)) + Effort(states=states)
         if best.indices is None and proved < math.inf:
             raise GaveUp(
                 f"planner elimination: expected to find a choice within {labels} partial choices per layer, found "
@@ -285,7 +285,7 @@ class Elimination(Planner):
         raise no_fit(problem, self._staged(memory_problem(problem), problem.with_limit(None)).seconds)
 
 
-def _better(first: Choice, second: Choice) -> Choice:
+def _better(first: Selection, second: Selection) -> Selection:
     """The faster of two choices, with the smaller of what both leave open, and the work of both."""
     bound = max(first.seconds - first.gap, second.seconds - second.gap)
     best = min(first, second, key=lambda choice: choice.seconds)
@@ -294,72 +294,38 @@ def _better(first: Choice, second: Choice) -> Choice:
     return replace(second if optimal else best, optimal=optimal, gap=gap, work=first.work + second.work)
 
 
-@dataclass(frozen=True)
-class Alternatives:
-    """The best total for every candidate of a layer, all other layers chosen anew (*min-marginals*).
-
-    Attributes
-    ----------
-    layer, chosen
-        Number of the layer; its candidate in the plan.
-    seconds
-        ``[candidates]``, total of the best choice with this candidate [s]; ``inf``: none is allowed or fits;
-        ``nan``: not asked for.
-    extra
-        ``[candidates]``, what that is more than the plan [s].
-    """
-
-    layer: int
-    chosen: int
-    seconds: Array
-    extra: Array
-
-    def ranking(self) -> list[int]:
-        """Other candidates that are possible, the fastest first."""
-        order = np.argsort(self.seconds, kind="stable")
-        return [int(c) for c in order if c != self.chosen and np.isfinite(self.seconds[c])]
-
-
-def next_best(
-    problem: Problem,
-    choice: Choice,
-    layer: int,
-    candidates: Sequence[int] | None = None,
-    planner: Elimination | None = None,
-) -> Alternatives:
-    """What the whole network would take at best if one layer had another candidate; exact.
+def next_best(problem: Problem, layer: int, planner: Elimination | None = None) -> Array:
+    """The best total for every candidate of one layer, all other layers chosen anew (*min-marginals*); exact.
 
     Without a memory limit, or where it does not bind, one elimination with this layer last gives all answers at once.
     A candidate whose best choice does not fit is planned again, under the limit.
 
     Parameters
     ----------
-    choice
-        The plan to compare with.
     layer
         Number of the layer.
-    candidates
-        Which ones are wanted; None: all.
     planner
         For candidates under a limit; its settings bound the work. Where it proves no optimum, its best is returned.
+
+    Returns
+    -------
+    Array
+        ``[candidates]`` [s]; ``inf``: none is allowed or fits.
     """
-    wanted = range(problem.sizes[layer]) if candidates is None else candidates
     pruned = prune(problem.with_limit(None), keep=layer)
     costs = Costs(pruned.problem)
     planner = planner or Elimination()
     clusters = Clusters(pruned.problem.sizes, costs.edges, layer, *planner.limits)
     messages = clusters.run(costs.weighted())
-    lower = _marginal(clusters, messages, layer)
-    seconds = np.full(problem.sizes[layer], math.nan)
-    for c in wanted:
-        seconds[c] = lower[c]
-        best = pruned.original(clusters.decide(messages, {layer: c}))
-        if math.isfinite(lower[c]) and not (clusters.exact and problem.fits(best)):
-            seconds[c] = _planned(problem, layer, c, planner)
-    return Alternatives(layer, choice.indices[layer], seconds, seconds - choice.seconds)
+    seconds = _marginal(clusters, messages, layer)
+    for c in np.flatnonzero(np.isfinite(seconds)):
+        best = pruned.original(clusters.decide(messages, {layer: int(c)}))
+        if not (clusters.exact and problem.fits(best)):
+            seconds[c] = _planned(problem, layer, int(c), planner)
+    return seconds
 
 
-def _marginal(clusters: Clusters, messages: Messages, layer: int) -> Array:
+def _marginal(clusters: Clusters, messages: Pass, layer: int) -> Array:
     """Total per candidate of the layer that was eliminated last; where clusters were split, a lower bound."""
     total = np.full(clusters.sizes[layer], messages.value)
     if math.isinf(messages.value):

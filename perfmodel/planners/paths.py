@@ -9,7 +9,7 @@ import numpy as np
 
 from halograd.errors import UserError
 from halograd.perfmodel.planners.elimination import Elimination
-from halograd.perfmodel.planners.problem import Array, Choice, Edge, Planner, Problem, Work, choice_of
+from halograd.perfmodel.planners.problem import Array, Edge, Effort, Planner, Problem, Selection, choice_of
 from halograd.perfmodel.planners.tables import memory_problem
 
 __all__ = ["LongestPathFirst", "ShortestPath", "best_along", "branching", "follow", "inputs_of", "lines", "path_order"]
@@ -83,7 +83,7 @@ class ShortestPath(Planner):
 
     name = "shortest_path"
 
-    def _search(self, problem: Problem) -> Choice:
+    def _search(self, problem: Problem) -> Selection:
         v = branching(problem)
         if v is not None:
             raise UserError(
@@ -97,7 +97,7 @@ class ShortestPath(Planner):
             total += seconds
             for u, candidate in zip(path, chosen):
                 indices[u] = candidate
-        work = Work(operations=sum(t.size for t in problem.edges.values()), states=sum(problem.sizes))
+        work = Effort(operations=sum(t.size for t in problem.edges.values()), states=sum(problem.sizes))
         if math.isfinite(total) and problem.fits(indices):
             return choice_of(problem, indices, optimal=True, work=work)
         choice = Elimination().plan(problem)
@@ -123,7 +123,7 @@ class LongestPathFirst(Planner):
 
     name = "longest_path_first"
 
-    def _search(self, problem: Problem) -> Choice:
+    def _search(self, problem: Problem) -> Selection:
         paths = path_order(problem)
         indices = follow(problem, paths)
         passes = 1
@@ -137,7 +137,7 @@ class LongestPathFirst(Planner):
             )
         bound = sum(float(t.min()) for t in [*problem.times, *problem.edges.values()])
         gap = max(0.0, problem.seconds(indices) - bound)
-        return choice_of(problem, indices, gap == 0.0, gap, Work(states=passes * sum(problem.sizes)))
+        return choice_of(problem, indices, gap == 0.0, gap, Effort(states=passes * sum(problem.sizes)))
 
 
 def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[list[int], int]:

@@ -16,12 +16,12 @@ from halograd.errors import UserError
 
 __all__ = [
     "Array",
-    "Choice",
     "Edge",
+    "Effort",
     "NoneFits",
     "Planner",
     "Problem",
-    "Work",
+    "Selection",
     "choice_of",
     "no_fit",
     "not_allowed",
@@ -123,7 +123,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Work:
+class Effort:
     """What a search cost.
 
     Attributes
@@ -149,8 +149,8 @@ class Work:
     pruned: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: Effort) -> Effort:
+        return Effort(
             self.eliminations + other.eliminations,
             self.operations + other.operations,
             max(self.largest_table, other.largest_table),
@@ -169,7 +169,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """One candidate per layer.
 
     Attributes
@@ -193,7 +193,7 @@ class Choice:
     memory: float
     optimal: bool
     gap: float = 0.0
-    work: Work = Work()
+    work: Effort = Effort()
 
 
 def _floats(values: Any, converted: dict[int, Array]) -> Array:
@@ -259,7 +259,7 @@ class Planner(ABC):
 
     name: ClassVar[str]
 
-    def plan(self, problem: Problem) -> Choice:
+    def plan(self, problem: Problem) -> Selection:
         """The best choice this planner finds, within the memory limit.
 
         Raises
@@ -271,21 +271,21 @@ class Planner(ABC):
         """
         start = time.perf_counter()
         if not problem.names:
-            return Choice((), 0.0, 0.0, optimal=True)
+            return Selection((), 0.0, 0.0, optimal=True)
         choice = self._search(problem)
         return replace(choice, work=replace(choice.work, seconds=time.perf_counter() - start))
 
     @abstractmethod
-    def _search(self, problem: Problem) -> Choice:
+    def _search(self, problem: Problem) -> Selection:
         """The choice, without wall time."""
 
 
 def choice_of(
-    problem: Problem, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Work | None = None
-) -> Choice:
+    problem: Problem, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Effort | None = None
+) -> Selection:
     """The choice of these candidates, its sums taken from the problem itself."""
     whole = tuple(int(i) for i in indices)
-    return Choice(whole, problem.seconds(whole), problem.bytes(whole), optimal, gap, work or Work())
+    return Selection(whole, problem.seconds(whole), problem.bytes(whole), optimal, gap, work or Effort())
 
 
 def no_fit(problem: Problem, smallest: float) -> NoneFits:

@@ -18,8 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners.clusters import Cluster, Clusters, Messages
-from halograd.perfmodel.planners.problem import Array, Choice, Planner, Problem, Work, choice_of, no_fit, not_allowed
+from halograd.perfmodel.planners.clusters import Cluster, Clusters, Pass
+from halograd.perfmodel.planners.problem import (
+    Array,
+    Effort,
+    Planner,
+    Problem,
+    Selection,
+    choice_of,
+    no_fit,
+    not_allowed,
+)
 
 __all__ = ["Bounds", "Exhaustive", "Found", "search"]
 
@@ -84,7 +93,7 @@ class _Labels:
         return _Labels(self.layers, self.states[rows], self.cost[rows], self.weight[rows])
 
 
-def search(clusters: Clusters, cost: Messages, weight: Messages | None, bounds: Bounds) -> Found:
+def search(clusters: Clusters, cost: Pass, weight: Pass | None, bounds: Bounds) -> Found:
     """The fastest choice within bounds.
 
     Parameters
@@ -126,7 +135,7 @@ def _users(clusters: Clusters) -> list[int]:
 
 
 def _extend(
-    clusters: Clusters, cluster: Cluster, cost: Messages, weight: Messages | None, labels: _Labels, bounds: Bounds
+    clusters: Clusters, cluster: Cluster, cost: Pass, weight: Pass | None, labels: _Labels, bounds: Bounds
 ) -> tuple[Index, Index, tuple[Array, Array]]:
     """Labels with one more layer decided, within bounds: rows extended, with which candidate, cost and weight."""
     found = []
@@ -146,7 +155,7 @@ def _extend(
     return rows, candidates, (costs, weights)
 
 
-def _regret(clusters: Clusters, cluster: Cluster, messages: Messages, labels: _Labels) -> Array:
+def _regret(clusters: Clusters, cluster: Cluster, messages: Pass, labels: _Labels) -> Array:
     """What each candidate costs beyond the message of its cluster, ``[labels, candidates]``; never below 0."""
     columns = {u: labels.states[:, i].astype(np.intp) for i, u in enumerate(labels.layers)}
     total = np.zeros((len(labels.cost), clusters.sizes[cluster.layer]))
@@ -234,7 +243,7 @@ class Exhaustive(Planner):
     def __init__(self, states: int = 20_000_000) -> None:
         self.states = states
 
-    def _search(self, problem: Problem) -> Choice:
+    def _search(self, problem: Problem) -> Selection:
         total = math.prod(problem.sizes)
         if total > self.states:
             raise UserError(
@@ -253,7 +262,7 @@ class Exhaustive(Planner):
         if found < 0:
             raise not_allowed(problem) if smallest == math.inf else no_fit(problem, smallest)
         indices = numbered(np.array([found]), problem.sizes)
-        return choice_of(problem, [int(i[0]) for i in indices], optimal=True, work=Work(states=total))
+        return choice_of(problem, [int(i[0]) for i in indices], optimal=True, work=Effort(states=total))
 
 
 def numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:

@@ -18,7 +18,7 @@ from halograd.perfmodel.profile.cache import Crowd, device_name
 from halograd.perfmodel.profile.messages import (
     LARGE,
     SIZES,
-    Places,
+    Nodes,
     fit_channel,
     fit_copy,
     fit_face,
@@ -83,8 +83,8 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     name
         Of the machine.
     """
-    hosts = Places(tuple(comm.allgather_objects(platform.node())))
-    nodes = Places(tuple(map(str, comm.nodes)))
+    hosts = Nodes(tuple(comm.allgather_objects(platform.node())))
+    nodes = Nodes(tuple(map(str, comm.nodes)))
     # An emulated network between all ranks is taken for the link within their node.
     places = nodes if nodes.has("node") else hosts
     clock = time.perf_counter if comm.waits_for_network else Crowd.of(comm, kernels).clock

@@ -16,7 +16,7 @@ from halograd.perfmodel.profile.record import Fit, fit_line
 if TYPE_CHECKING:
     from halograd.comm import Communicator
 
-__all__ = ["LARGE", "SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "fit_reduction", "fit_reduction_behind"]
+__all__ = ["LARGE", "SIZES", "Nodes", "fit_channel", "fit_copy", "fit_face", "fit_reduction", "fit_reduction_behind"]
 
 #: Sizes of messages [B].
 SIZES = (8, 64, 512, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20)
@@ -35,7 +35,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Places:
+class Nodes:
     """Which node every rank is on.
 
     Attributes

@@ -14,7 +14,7 @@ from pydantic import Field
 from halograd.documents import read_json, shown_path
 from halograd.errors import UserError
 from halograd.files import write_whole
-from halograd.perfmodel.machine import Link, Machine, Runtime
+from halograd.perfmodel.machine import Link, Machine, Overheads
 from halograd.schema import STRICT, Count, NotNegative, build
 
 __all__ = ["Fit", "Profile", "fit_line", "record_path"]
@@ -171,7 +171,7 @@ class Profile:
         """
         sums = {ranks: fit.link("all-reduce") for ranks, fit in self.reduction.items()}
         work = {ranks: fit.link("made where it is waited for") for ranks, fit in self.reduction_exposed.items()}
-        runtime = Runtime(update, layer_overhead, packed=True, sums=sums, work=work)
+        runtime = Overheads(update, layer_overhead, packed=True, sums=sums, work=work)
         machine = replace(self.machine, runtime=runtime)
         return replace(self, machine=machine, update=update, layer_overhead=layer_overhead)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from halograd.perfmodel import collectives
 from halograd.perfmodel.collectives import ALGORITHMS, GROUP_COLLECTIVES, group_seconds
-from halograd.perfmodel.machine import MACHINES, Link, Machine, Stage
+from halograd.perfmodel.machine import MACHINES, GroupStage, Link, Machine
 
 LINK = Link(alpha=10.0, beta=1.0)  # times below are whole numbers: 10 s a message, 1 s a byte
 CASES = [(name, algorithm) for name, formulas in ALGORITHMS.items() for algorithm in formulas]
@@ -153,7 +153,7 @@ def test_refusal(nbytes: float, ranks: int, algorithm: str | None, message: str)
 # -- groups that span nodes -------------------------------------------------------------------------
 
 IN, OUT, FAR = Link(1.0, 0.1), Link(10.0, 1.0), Link(20.0, 2.0)
-NODE, SWITCH, ACROSS = Stage("node", 4, IN, 4), Stage("switch", 8, OUT), Stage("across", 2, FAR)
+NODE, SWITCH, ACROSS = GroupStage("node", 4, IN, 4), GroupStage("switch", 8, OUT), GroupStage("across", 2, FAR)
 
 
 @pytest.mark.parametrize("name", GROUP_COLLECTIVES)

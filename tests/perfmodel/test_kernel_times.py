@@ -93,10 +93,10 @@ def test_a_resize_to_a_size_is_one_to_the_size_of_the_block():
 
 def test_statistics_over_ranks_have_other_kernels():
     shape = [(2, 8, 8, 4)]
-    alone, spread = LayerWork.of(BatchNorm(), shape), LayerWork.of(BatchNorm(), shape, ranks=4)
+    alone, spread = LayerWork.of(BatchNorm(), shape), LayerWork.of(BatchNorm(), shape, options={})
     assert spread.spread and not alone.spread and alone.key != spread.key
-    assert alone.key == LayerWork.of(BatchNorm("local"), shape, ranks=4).key
-    assert alone.key == LayerWork.of(BatchNorm(), shape, ranks=4, options={"statistics": "local"}).key
+    assert alone.key == LayerWork.of(BatchNorm("local"), shape, options={}).key
+    assert alone.key == LayerWork.of(BatchNorm(), shape, options={"statistics": "local"}).key
 
 
 def test_keys_are_the_same_in_every_process():
@@ -209,15 +209,12 @@ def test_times_of_other_conditions_are_not(tmp_path, machine):
 def test_a_fallback_is_asked_for_the_same_work(machine):
     roofline = RooflineTimes(machine)
     times = MeasuredTimes(TimeCache(None), HERE, roofline)
-    for layer, more in ((Conv(8, 3), {"filters": 2}), (BatchNorm(), {"ranks": 2}), (Conv(8, 5), {"outputs": (8, 8)})):
+    for layer, more in (
+        (Conv(8, 3), {"filters": 2}),
+        (BatchNorm(), {"options": {}}),
+        (Conv(8, 5), {"outputs": (8, 8)}),
+    ):
         assert times.time(layer, [(1, 8, 8, 4)], **more) == roofline.time(layer, [(1, 8, 8, 4)], **more)
-
-    class Other:
-        def time(self, layer, inputs, dtype="float32", trainable=True, **more):
-            return roofline.time(layer, inputs, dtype, trainable, **more)
-
-    other = MeasuredTimes(TimeCache(None), HERE, Other())
-    assert other.time(Conv(8, 3), [(1, 8, 8, 4)], filters=2) == times.time(Conv(8, 3), [(1, 8, 8, 4)], filters=2)
 
 
 def test_without_a_fallback_the_remedy_is_said(tmp_path):

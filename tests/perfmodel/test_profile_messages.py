@@ -9,7 +9,7 @@ from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.perfmodel.profile import cache, device, messages
 from halograd.perfmodel.profile.device import group_sizes, measure_machine
 from halograd.perfmodel.profile.messages import (
-    Places,
+    Nodes,
     fit_channel,
     fit_face,
     fit_reduction,
@@ -24,14 +24,14 @@ ROUNDS = 2
 
 
 def test_partners_are_mutual_and_on_the_right_node():
-    places = Places(("a", "a", "a", "b", "b"))
+    places = Nodes(("a", "a", "a", "b", "b"))
     assert [places.partner(r, "node") for r in range(5)] == [1, 0, None, 4, 3]
     assert [places.partner(r, "across") for r in range(5)] == [3, 4, None, 0, 1]
     assert places.fullest == 3
     assert places.has("node") and places.has("across")
-    alone = Places(("a",))
+    alone = Nodes(("a",))
     assert not alone.has("node") and not alone.has("across")
-    assert Places(("a", "b", "c")).partner(2, "across") is None
+    assert Nodes(("a", "b", "c")).partner(2, "across") is None
 
 
 def test_groups():
