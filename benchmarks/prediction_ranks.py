@@ -26,7 +26,7 @@ from halograd.kernels import get_backend
 from halograd.layers import Strategy
 from halograd.measuring import measure_overheads
 from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
-from halograd.perfmodel.kernel_times import LayerKey, LayerTime, LayerWork, MeasuredTimes
+from halograd.perfmodel.kernel_times import LayerTime, LayerWork, MeasuredTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
 from halograd.perfmodel.profile.device import measure_machine
@@ -92,7 +92,7 @@ class Predictor:
 
     def _measure(self, timer: LayerTimer, conditions: Conditions, work: LayerWork) -> LayerTime:
         found = timer.measure(work)
-        self._works[conditions, work.key.text()] = (timer, work, [found])
+        self._works[conditions, work.key] = (timer, work, [found])
         return found
 
     def sweep(self) -> None:
@@ -100,9 +100,9 @@ class Predictor:
         for one in self._works:
             self._again(one)
 
-    def again(self, keys: Iterable[LayerKey]) -> None:
+    def again(self, keys: Iterable[str]) -> None:
         """Measure these once more."""
-        texts = {key.text() for key in keys}
+        texts = set(keys)
         for one in self._works:
             if one[1] in texts:
                 self._again(one)

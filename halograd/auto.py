@@ -35,7 +35,6 @@ from halograd.perfmodel.cost.reductions import BY_NODES
 from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import (
     KernelTimes,
-    LayerKey,
     LayerWork,
     MeasuredTimes,
     Recorded,
@@ -55,7 +54,7 @@ from halograd.training.schedules import Constant
 from halograd.training.step_times import Measured
 from halograd.training.trainer import Trainer
 
-__all__ = ["PlannedRun", "measure_steps", "plan_run", "rank_schemes_of", "rests_on", "rivals", "settle"]
+__all__ = ["measure_steps", "plan_run", "rank_schemes_of", "rests_on", "rivals", "settle"]
 
 #: How often a plan is made again because it asks for layers that were not measured.
 ROUNDS = 3
@@ -194,7 +193,7 @@ class _Planner:
         self.batch, self.training = config.training.batch, Training(config.training.dtype, _slots(config))
         self.measuring = _measuring(config, comm, network, kernels)
         self.machine_file, self.machine = self._machine()
-        self._once: set[LayerKey] = set()  # measured in this run, and not again yet
+        self._once: set[str] = set()  # measured in this run, and not again yet
 
     def _machine(self) -> tuple[str, Machine]:
         """That of the configuration; else this one, measured now or before."""
@@ -355,7 +354,7 @@ def _without(config: Config) -> frozenset[str]:
 
 def rests_on(
     plan: Plan, network: Network, machine: Machine, times: KernelTimes, training: Training
-) -> dict[LayerKey, LayerWork]:
+) -> dict[str, LayerWork]:
     """The layers on local blocks that decide between a plan and the baselines, by key. Local.
 
     Measured again and averaged they lose what was luck, and another plan may be the fastest.

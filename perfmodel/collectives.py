@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from halograd.perfmodel.machine import GroupStage, Link
 
-__all__ = ["ALGORITHMS", "GROUP_COLLECTIVES", "all_gather", "allreduce", "group_seconds", "reduce_scatter"]
+__all__ = ["ALGORITHMS", "GROUP_COLLECTIVES", "allreduce", "group_seconds"]
 
 #: nbytes, ranks (at least 2), link, gamma -> seconds
 Formula = Callable[[float, int, Link, float], float]

@@ -33,7 +33,7 @@ from halograd.errors import UserError
 from halograd.layers import Layer, Network, Node, Strategy
 from halograd.layers.axes import AXES
 
-__all__ = ["BASELINES", "CHANNELS", "FEW", "UNEVEN", "Parts", "baseline", "candidates", "divisors"]
+__all__ = ["BASELINES", "CHANNELS", "UNEVEN", "Parts", "baseline", "candidates", "divisors"]
 
 #: Parts per axis of a strategy, in the order of `AXES`.
 Parts = tuple[int, ...]

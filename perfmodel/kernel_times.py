@@ -20,7 +20,7 @@ from halograd.perfmodel.machine import Machine
 if TYPE_CHECKING:
     from halograd.perfmodel.profile.cache import Conditions, TimeCache
 
-__all__ = ["KernelTimes", "LayerKey", "LayerTime", "LayerWork", "MeasuredTimes", "Recorded", "RooflineTimes"]
+__all__ = ["KernelTimes", "LayerTime", "LayerWork", "MeasuredTimes", "Recorded", "RooflineTimes"]
 
 #: Attributes that say what a layer is called, not what it computes.
 _NAMES = ("name",)
@@ -53,47 +53,6 @@ class LayerTime:
     def total(self) -> float:
         """Forward and backward [s]."""
         return self.forward + self.backward
-
-
-@dataclass(frozen=True)
-class LayerKey:
-    """Identity of the work of one layer on one rank: equal keys take equal time. The same in every process.
-
-    Attributes
-    ----------
-    kind
-        Class of the layer.
-    config
-        Its settings as JSON, without its name.
-    inputs
-        Shapes ``(n, *spatial, C)`` that the kernels see.
-    dtype
-        Of the computation.
-    trainable, input_gradient
-        Whether there is a backward pass, and whether it computes the gradient of the inputs.
-    spread
-        Whether the layer's statistics are sums over several ranks (other kernels are used then).
-    """
-
-    kind: str
-    config: str
-    inputs: tuple[tuple[int, ...], ...]
-    dtype: str
-    trainable: bool = True
-    input_gradient: bool = True
-    spread: bool = False
-
-    def text(self) -> str:
-        """The key as one line of JSON; `parse` reads it."""
-        shapes = [list(shape) for shape in self.inputs]
-        flags = [self.trainable, self.input_gradient, self.spread]
-        return json.dumps([self.kind, self.config, shapes, self.dtype, *flags], separators=(",", ":"))
-
-    @classmethod
-    def parse(cls, text: str) -> LayerKey:
-        """The key that `text` was written from; ValueError if it was not."""
-        kind, config, shapes, dtype, trainable, input_gradient, spread = json.loads(text)
-        return cls(kind, config, tuple(tuple(s) for s in shapes), dtype, trainable, input_gradient, spread)
 
 
 @dataclass(frozen=True)
@@ -156,12 +115,20 @@ class LayerWork:
         return cls(local, shapes, dtype, trainable, input_gradient and trainable, spread)
 
     @cached_property
-    def key(self) -> LayerKey:
-        """What its time is kept under."""
+    def kind(self) -> str:
+        """Class of the layer."""
         kind = type(self.layer)
-        name = kind.__name__ if kind.__module__.startswith("halograd.") else f"{kind.__module__}.{kind.__qualname__}"
-        config = _config(self.layer, self.inputs[0][1:])
-        return LayerKey(name, config, self.inputs, self.dtype, self.trainable, self.input_gradient, self.spread)
+        return kind.__name__ if kind.__module__.startswith("halograd.") else f"{kind.__module__}.{kind.__qualname__}"
+
+    @cached_property
+    def key(self) -> str:
+        """What its time is kept under, as one line of JSON: equal keys take equal time. The same in every process.
+
+        The layer's class, its settings without its name, shapes, dtype, and whether there is a backward pass, it
+        computes the gradient of the inputs, and statistics are sums over several ranks.
+        """
+        config, flags = _config(self.layer, self.inputs[0][1:]), [self.trainable, self.input_gradient, self.spread]
+        return json.dumps([self.kind, config, self.inputs, self.dtype, *flags], separators=(",", ":"))
 
     @property
     def samples(self) -> int:
@@ -328,7 +295,7 @@ class MeasuredTimes(KernelTimes):
         super().__init__()
         self.cache, self.conditions = cache, conditions
         self.fallback, self.measure = fallback, measure
-        self.missing: dict[LayerKey, LayerWork] = {}
+        self.missing: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
         """Time of a layer on local blocks that are not empty.
@@ -338,17 +305,17 @@ class MeasuredTimes(KernelTimes):
         UserError
             If it was not measured, and there is neither `measure` nor `fallback`.
         """
-        found = self.cache.get(self.conditions, work.key.text())
+        found = self.cache.get(self.conditions, work.key)
         if found is not None:
             return LayerTime(*found)
         if self.measure is not None:
             time = self.measure(work)
-            self.cache.put(self.conditions, work.key.text(), (time.forward, time.backward_data, time.backward_filter))
+            self.cache.put(self.conditions, work.key, (time.forward, time.backward_data, time.backward_filter))
             return time
         self.missing[work.key] = work
         if self.fallback is None:
             raise UserError(
-                f"kernel times: expected a measured time of {work.key.kind} on {work.inputs} in {self.cache.path}, "
+                f"kernel times: expected a measured time of {work.kind} on {work.inputs} in {self.cache.path}, "
                 "there is none; run `halograd profile` for this model, ranks and threads"
             )
         return self.fallback.of_work(work)
@@ -371,7 +338,7 @@ class Recorded(KernelTimes):
     def __init__(self, times: KernelTimes) -> None:
         super().__init__()
         self._times = times
-        self.asked: dict[LayerKey, LayerWork] = {}
+        self.asked: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
         """What the other says."""

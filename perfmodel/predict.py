@@ -24,7 +24,7 @@ from halograd.perfmodel.plans import Alternative, Plan, Prediction, Ranks
 from halograd.perfmodel.reduction_choice import planned_schemes
 from halograd.schema import build
 
-__all__ = ["EXPOSED", "Planning", "plan_network"]
+__all__ = ["Planning", "plan_network"]
 
 #: Parts of the sums of gradients that are charged to layers, one plan each; `simulate` decides between them.
 EXPOSED = (1.0, 0.3, 0.0)

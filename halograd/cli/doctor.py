@@ -26,24 +26,7 @@ if TYPE_CHECKING:
 
     from halograd.kernels import Backend
 
-__all__ = [
-    "STATUSES",
-    "Finding",
-    "careful",
-    "convolve",
-    "examine",
-    "merge",
-    "probe_gpu",
-    "probe_hdf5",
-    "probe_mpi",
-    "probe_numpy",
-    "probe_onednn",
-    "probe_python",
-    "probe_ranks",
-    "probe_shared_memory",
-    "probe_threads",
-    "show",
-]
+__all__ = ["Finding", "careful", "examine", "merge", "probe_gpu", "probe_mpi", "show"]
 
 STATUSES = ("ok", "note", "warn", "fail")
 """From good to bad. ``note``: not there, and not needed here. ``warn``: training runs, but slower or at risk.

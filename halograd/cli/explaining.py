@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from halograd.perfmodel.plans import LayerRecord, Plan
     from halograd.planning import Asked
 
-__all__ = ["Explainer", "Rival", "explain"]
+__all__ = ["explain"]
 
 #: Layers that are explained if none is asked for: those that take longest.
 FEW = 5

@@ -26,7 +26,6 @@ __all__ = [
     "AsJson",
     "Batch",
     "Cache",
-    "Dtype",
     "Full",
     "Memory",
     "ModelOptions",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from halograd.perfmodel.cost import Prediction
     from halograd.planning import Asked
 
-__all__ = ["Point", "Series", "predict"]
+__all__ = ["Series", "predict"]
 
 
 def predict(

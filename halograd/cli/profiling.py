@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from halograd.perfmodel.profile.layers import Coverage
     from halograd.perfmodel.profile.record import Profile
 
-__all__ = ["METHODS", "allreduce", "open_communicator", "profile"]
+__all__ = ["METHODS", "allreduce", "profile"]
 
 #: Ways of `Communicator.reduction`, and the schemes of gradient reduction that they serve.
 METHODS = {

@@ -20,17 +20,7 @@ from halograd.data.reading import open_to_read
 from halograd.errors import UserError
 from halograd.training.directory import RunLock
 
-__all__ = [
-    "FULL",
-    "QUICK",
-    "DemoSettings",
-    "Files",
-    "clear_run",
-    "make_dataset",
-    "prepare",
-    "replace_run",
-    "write_config",
-]
+__all__ = ["FULL", "QUICK", "DemoSettings", "Files", "make_dataset", "prepare", "replace_run", "write_config"]
 
 
 @dataclass(frozen=True)

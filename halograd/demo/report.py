@@ -32,17 +32,7 @@ from halograd.training.folder import CheckpointFolder
 from halograd.training.log import read_log
 from halograd.training.metrics import Confusion
 
-__all__ = [
-    "Clock",
-    "Judged",
-    "Score",
-    "StageTimes",
-    "describe_machine",
-    "draw_pictures",
-    "judge",
-    "read_phases",
-    "write_report",
-]
+__all__ = ["Clock", "Judged", "draw_pictures", "judge", "write_report"]
 
 
 @dataclass(frozen=True)

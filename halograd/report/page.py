@@ -26,7 +26,7 @@ from halograd.report.pictures import Masks, best_to_worst, draw_curves, draw_mas
 from halograd.report.status import Record, duration_text, status_of
 from halograd.report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
 
-__all__ = ["prediction_table", "read_masks", "write_page"]
+__all__ = ["read_masks", "write_page"]
 
 #: What the table of events shows, oldest first.
 SHOWN = ("begin", "stopped", "interrupted", "failed", "checkpoint_failed", "finished")

@@ -21,7 +21,6 @@ from halograd.training.metrics import Confusion
 
 __all__ = [
     "BLUE",
-    "CLASSES",
     "DARK",
     "GREEN",
     "GREY",
@@ -29,7 +28,6 @@ __all__ = [
     "ORANGE",
     "PURPLE",
     "RED",
-    "SHOWN",
     "SILVER",
     "SKY",
     "YELLOW",

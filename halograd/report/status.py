@@ -13,7 +13,7 @@ from halograd.cli.output import bytes_text
 from halograd.errors import UserError
 from halograd.training.log_lines import Entry, lines_of, parse_lines, warn_of_lines
 
-__all__ = ["TAIL", "Checkpoint", "Record", "Status", "duration_text", "read_record", "status_of", "status_text"]
+__all__ = ["TAIL", "Record", "duration_text", "read_record", "status_of", "status_text"]
 
 
 class Checkpoint(NamedTuple):

@@ -20,7 +20,6 @@ __all__ = [
     "draw_timeline",
     "hidden_text",
     "phase_tables",
-    "read_bars",
     "step_begins",
     "typical_steps",
     "without",

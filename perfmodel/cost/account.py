@@ -17,7 +17,7 @@ from halograd.program.dtypes import dtype_of
 from halograd.program.program import Program
 from halograd.program.traffic import GroupSum, Move, Traffic
 
-__all__ = ["LOSS_BYTES", "count_program", "count_step", "memory_of", "program_of"]
+__all__ = ["count_program", "count_step", "memory_of", "program_of"]
 
 #: What is summed with every loss [B]: it, and two numbers by which the ranks agree on checkpoints
 #: (`halograd.training.executor.VOTES`).

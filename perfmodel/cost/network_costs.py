@@ -33,7 +33,7 @@ from halograd.perfmodel.cost.layer_cost import Pricing, price_layer
 from halograd.perfmodel.cost.simulate import Training
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.cuts import Parts, candidates
-from halograd.perfmodel.kernel_times import LayerKey, LayerWork, Recorded, RooflineTimes
+from halograd.perfmodel.kernel_times import LayerWork, Recorded, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import Problem
 from halograd.program.compiler import Target, compile_program, lower_alone
@@ -269,7 +269,7 @@ def network_costs(
 
 def works_of(
     network: Network, batch: int, ranks: int, machine: Machine, dtype: str = "float32", full: bool = False
-) -> dict[LayerKey, LayerWork]:
+) -> dict[str, LayerWork]:
     """The layers on local blocks that the costs of all candidates are made of, boundary strips among them, by key.
 
     Parameters

@@ -22,7 +22,7 @@ from halograd.program.dtypes import dtype_of
 from halograd.program.operations import Operation, Run
 from halograd.program.program import Program, Step
 
-__all__ = ["Rows", "Simulation", "Training", "lighter", "replication", "rows_of", "simulate"]
+__all__ = ["Simulation", "Training", "simulate"]
 
 
 @dataclass(frozen=True)

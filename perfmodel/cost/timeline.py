@@ -30,7 +30,7 @@ from halograd.layers.reduction_chunks import chunks_of, gradient_layers
 from halograd.perfmodel.cost.layer_cost import LayerCost
 from halograd.program.traffic import GroupSum
 
-__all__ = ["ALIGN", "Bucket", "Reduction", "Replication", "StepTimeline", "aligned", "buckets_of", "run_step"]
+__all__ = ["Bucket", "Reduction", "Replication", "StepTimeline", "aligned", "buckets_of", "run_step"]
 
 #: Parameters begin at multiples of this [B].
 ALIGN = 64

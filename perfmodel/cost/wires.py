@@ -23,7 +23,7 @@ from halograd.perfmodel.collectives import allreduce, group_seconds
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.program.traffic import Move
 
-__all__ = ["NodeSumTimes", "Ranks", "Wires"]
+__all__ = ["Ranks", "Wires"]
 
 #: With at most so many ranks all are looked at.
 FEW = 8

@@ -19,7 +19,7 @@ import numpy as np
 from halograd.perfmodel.planners.problem import Array, Edge, Effort
 from halograd.perfmodel.planners.tables import Table, aligned, minimum_of_sum
 
-__all__ = ["Cluster", "Clusters", "Part", "Pass", "decision_order", "elimination_order", "neighbors_of"]
+__all__ = ["Cluster", "Clusters", "Part", "Pass"]
 
 
 def neighbors_of(count: int, edges: Iterable[Edge]) -> list[set[int]]:

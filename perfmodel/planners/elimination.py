@@ -31,7 +31,7 @@ from halograd.perfmodel.planners.problem import (
 from halograd.perfmodel.planners.search import Bounds, search
 from halograd.perfmodel.planners.tables import Costs, memory_problem, prune
 
-__all__ = ["Elimination", "Relaxation", "next_best", "relax"]
+__all__ = ["Elimination", "next_best"]
 
 #: Price steps at most; a handful is usual.
 STEPS = 60

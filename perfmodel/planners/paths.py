@@ -12,7 +12,7 @@ from halograd.perfmodel.planners.elimination import Elimination
 from halograd.perfmodel.planners.problem import Array, Edge, Effort, Planner, Problem, Selection, choice_of
 from halograd.perfmodel.planners.tables import memory_problem
 
-__all__ = ["LongestPathFirst", "ShortestPath", "best_along", "branching", "follow", "inputs_of", "lines", "path_order"]
+__all__ = ["LongestPathFirst", "ShortestPath", "path_order"]
 
 
 def best_along(own: Sequence[Array], between: Callable[[int], Array | None]) -> tuple[float, list[int]]:

@@ -30,7 +30,7 @@ from halograd.perfmodel.planners.problem import (
     not_allowed,
 )
 
-__all__ = ["Bounds", "Exhaustive", "Found", "search"]
+__all__ = ["Bounds", "Exhaustive", "search"]
 
 Index = NDArray[np.intp]
 

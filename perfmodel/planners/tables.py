@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from halograd.perfmodel.planners.problem import Array, Edge, Problem
 
-__all__ = ["Costs", "Pool", "Pruned", "aligned", "memory_problem", "minimum_of_sum", "prune", "scope_shape"]
+__all__ = ["Costs", "Pruned", "aligned", "memory_problem", "minimum_of_sum", "prune"]
 
 Table = Array | None  # None: zero everywhere
 

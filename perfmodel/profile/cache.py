@@ -30,7 +30,7 @@ from halograd.schema import NotNegative
 if TYPE_CHECKING:
     from halograd.comm import Communicator
 
-__all__ = ["CACHE_VARIABLE", "Conditions", "Crowd", "TimeCache", "cache_path", "device_name"]
+__all__ = ["Conditions", "Crowd", "TimeCache", "cache_path", "device_name"]
 
 
 @dataclass(frozen=True)

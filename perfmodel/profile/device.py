@@ -30,7 +30,7 @@ from halograd.perfmodel.profile.record import Fit, Profile, fit_line
 if TYPE_CHECKING:
     from halograd.comm import Communicator
 
-__all__ = ["group_sizes", "measure_device", "measure_machine", "memory_size"]
+__all__ = ["group_sizes", "measure_machine", "memory_size"]
 
 ROUNDS = 7
 #: Rows of the square matrices whose product tells the peak rate.

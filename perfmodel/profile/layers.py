@@ -246,7 +246,7 @@ def measure_layers(
     """
     comm, begin = timer.comm, time.perf_counter()
     todo = list(works)
-    wanted = comm.bcast([again or cache.get(conditions, work.key.text()) is None for work in todo])
+    wanted = comm.bcast([again or cache.get(conditions, work.key) is None for work in todo])
     state = Coverage(known=wanted.count(False))
     try:
         for done, (work, missing) in enumerate(zip(todo, wanted)):
@@ -259,7 +259,7 @@ def measure_layers(
             found = timer.measure(work)
             state.measured += 1
             if comm.rank == 0:
-                _keep(cache, conditions, work.key.text(), astuple(found))
+                _keep(cache, conditions, work.key, astuple(found))
     finally:
         if comm.rank == 0:
             cache.flush()

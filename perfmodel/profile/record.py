@@ -175,15 +175,6 @@ class Profile:
         machine = replace(self.machine, runtime=runtime)
         return replace(self, machine=machine, update=update, layer_overhead=layer_overhead)
 
-    def pack(self, level: str = "node", strided: bool = False) -> float:
-        """What packing and unpacking adds to a message, per byte [s/B]; 0 where it was not measured.
-
-        The links of the measured machine have the contiguous part in them, an emulated network does not.
-        """
-        packed = (self.strided if strided else self.face).get(level)
-        bare = self.channel.get(level)
-        return max(0.0, packed.beta - bare.beta) if packed and bare else 0.0
-
     def save(self, path: str | Path) -> None:
         """Write the machine file `path` and the record beside it.
 

@@ -185,7 +185,7 @@ def test_what_is_measured_again_is_averaged(alone):
     measure_layers(some, FakeTimer(alone), cache, HERE)  # 1, 2, 3, ... seconds
     state = measure_layers(some[1:2], FakeTimer(alone), cache, HERE, again=True)
     assert (state.known, state.measured) == (0, 1)
-    assert [cache.get(HERE, w.key.text())[0] for w in some[:3]] == [1.0, 1.5, 3.0]
+    assert [cache.get(HERE, w.key)[0] for w in some[:3]] == [1.0, 1.5, 3.0]
 
 
 def test_a_budget_leaves_layers(alone):
