@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from halograd.dtensor import Blocks
-from halograd.perfmodel.collectives import allreduce, group_seconds
+from halograd.perfmodel import collectives
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.program.traffic import Move
 
@@ -138,8 +138,9 @@ class Wires:
         if self.emulated:
             if len(self._nodes(ranks)) == 1:
                 return 0.0
-            return part * allreduce(nbytes, len(ranks), self.machine.links["across"], "ring")
-        return group_seconds(kind, nbytes, self.machine.stages(ranks))
+            link = self.machine.links["across"]
+            return part * collectives.seconds("allreduce", nbytes, len(ranks), link, "ring")
+        return collectives.group_seconds(kind, nbytes, self.machine.stages(ranks))
 
     def sum_work(self, nbytes: float, ranks: Ranks) -> float:
         """The part of a sum that is done where it is waited for, not behind computation [s]."""
