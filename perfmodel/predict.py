@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -130,6 +132,10 @@ class _Search:
         self.middle = self.buckets[len(self.buckets) // 2]
 
     def run(self) -> Plan:
+        with _uncollected():
+            return self._run()
+
+    def _run(self) -> Plan:
         began = time.perf_counter()
         fixed = self.planning.planner in BASELINES
         for name in [self.planning.planner] if fixed else BASELINES:
@@ -233,6 +239,18 @@ class _Search:
             best.optimal,
             seconds,
         )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: programs live to the end of a search, and to look through them takes an eighth of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _with_halos(strategy: Strategy, prediction: Prediction) -> Strategy:
