@@ -31,7 +31,7 @@ from halograd.layers.parameter_blocks import blocks_of
 from halograd.layers.strategy import layout_of
 from halograd.perfmodel.cost.layer_cost import Pricing, price_layer
 from halograd.perfmodel.cost.simulate import Training
-from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.cost.wires import Wires, middle_rank
 from halograd.perfmodel.cuts import Parts, candidates
 from halograd.perfmodel.kernel_times import LayerWork, Recorded, RooflineTimes
 from halograd.perfmodel.machine import Machine
@@ -418,7 +418,5 @@ def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:
         layout = layout_of(value.layout.shape, parts, ranks)
         return Value(value.name, layout, value.dtype, middle, value.trainable, value.read)
 
-    boxes, middle = layout_of(plain.output.layout.shape, parts, ranks).boxes, 0
-    for count in boxes.grid:
-        middle = middle * count + count // 2
+    middle = middle_rank(layout_of(plain.output.layout.shape, parts, ranks).boxes)
     return Step(plain.name, plain.layer, [cut(v) for v in plain.inputs], cut(plain.output), plain.options, parts)

@@ -16,6 +16,7 @@ from halograd.perfmodel.cost.account import count_program, memory_of, program_of
 from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, price_layer
 from halograd.perfmodel.cost.reductions import price
 from halograd.perfmodel.cost.timeline import Bucket, Reduction, Replication, StepTimeline, buckets_of, run_step
+from halograd.perfmodel.cost.wires import middle_rank
 from halograd.perfmodel.plans import LayerRecord, Prediction
 from halograd.program.compiler import Target
 from halograd.program.dtypes import dtype_of
@@ -255,15 +256,10 @@ class Simulation:
 
 
 def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int:
-    """A rank in the middle of the finest grid, which has halos on all sides."""
-    layouts = [
-        layout_of((batch, *node.shape), strategy.parts_of(name), ranks).boxes for name, node in network.layers.items()
-    ]
-    blocks = max(layouts, key=lambda boxes: boxes.placed)
-    middle = 0
-    for parts in blocks.grid:
-        middle = middle * parts + parts // 2
-    return min(middle, blocks.placed - 1)
+    """A rank in the middle of the finest grid."""
+    nodes = network.layers.items()
+    layouts = [layout_of((batch, *node.shape), strategy.parts_of(name), ranks).boxes for name, node in nodes]
+    return middle_rank(max(layouts, key=lambda boxes: boxes.placed))
 
 
 def _costs(program: Program, pricing: Pricing) -> dict[str, LayerCost]:

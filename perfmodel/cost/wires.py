@@ -23,7 +23,7 @@ from halograd.perfmodel import collectives
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.program.traffic import Move
 
-__all__ = ["Ranks", "Wires"]
+__all__ = ["Ranks", "Wires", "middle_rank"]
 
 #: With at most so many ranks all are looked at.
 FEW = 8
@@ -213,7 +213,11 @@ class Wires:
         ranks = max(move.source.placed, move.target.placed)
         if ranks <= max(FEW, self.machine.devices_per_node):
             return list(range(ranks))
-        some = {_middle(move.source)} if self.quick else {0, ranks - 1, _middle(move.source), _middle(move.target)}
+        some = (
+            {middle_rank(move.source)}
+            if self.quick
+            else {0, ranks - 1, middle_rank(move.source), middle_rank(move.target)}
+        )
         width = self.machine.devices_per_node
         nodes = {rank // width for rank in some}
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
@@ -247,8 +251,8 @@ class Wires:
         return (peers // width != rank // width).astype(np.int64) + (peers // wide != rank // wide)
 
 
-def _middle(blocks: Blocks) -> int:
-    """The rank in the middle of the grid."""
+def middle_rank(blocks: Blocks) -> int:
+    """The rank in the middle of a grid, which has neighbors on all sides."""
     rank = 0
     for parts in blocks.grid:
         rank = rank * parts + parts // 2

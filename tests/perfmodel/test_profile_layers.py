@@ -1,5 +1,7 @@
 """Layers on their own: bound as in an executor, timed, and kept; what is measured of a network."""
 
+from __future__ import annotations
+
 import os
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ from mpi4py import MPI
 from halograd import layers as L
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import Input, Network, Strategy
+from halograd.layers import BatchNorm, Conv, Dropout, Input, MaxPool, Network, SoftmaxCrossEntropy, Strategy
 from halograd.models import build
 from halograd.perfmodel.cost import simulate
 from halograd.perfmodel.cost.network_costs import network_costs, works_of
@@ -23,6 +25,7 @@ from halograd.perfmodel.profile.layers import LayerTimer, measure_layers
 from halograd.program.operations import Total
 from halograd.training import Executor
 from tests.perfmodel.pricing import priced
+from tests.support.fake_device import FakeBackend
 
 MACHINE = Machine.load("lassen")
 HERE = Conditions("a device", "numpy", "1")
@@ -239,3 +242,24 @@ def test_ranks_measure_together(comm, tmp_path):
         assert len(cache) == (len(some) if comm.rank == 0 else 0)
         assert measure_layers(some.values(), timer, cache, HERE).known == len(some)
         timer.close()
+
+
+LAYERS = {
+    "conv": (Conv(4, 3, padding=1), [(2, 8, 8, 3)]),
+    "batch norm": (BatchNorm(), [(2, 8, 8, 3)]),
+    "max pool": (MaxPool(2), [(2, 8, 8, 3)]),
+    "dropout": (Dropout(0.5), [(2, 8, 8, 3)]),
+    "loss": (SoftmaxCrossEntropy(), [(2, 5), (2, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_measured_there_too(name):
+    layer, inputs = LAYERS[name]
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_SELF) as comm, BoundLayer(layer, inputs, "float32", kernels, comm) as bound:
+        before = len(kernels.device.synchronizations)
+        bound.forward()
+        bound.backward(lambda call: call())
+        assert len(kernels.device.synchronizations) == before
+    kernels.close()

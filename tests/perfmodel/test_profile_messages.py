@@ -1,6 +1,13 @@
-"""Times of messages, against an emulated network whose numbers are known."""
+"""Times of messages against an emulated network whose numbers are known, and fits of lines through them."""
 
+from __future__ import annotations
+
+import math
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
@@ -8,14 +15,9 @@ from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.perfmodel.profile import cache, device, messages
 from halograd.perfmodel.profile.device import group_sizes, measure_machine
-from halograd.perfmodel.profile.messages import (
-    Nodes,
-    fit_channel,
-    fit_face,
-    fit_reduction,
-    fit_reduction_behind,
-)
-from halograd.perfmodel.profile.record import Profile
+from halograd.perfmodel.profile.messages import Nodes, fit_channel, fit_face, fit_reduction, fit_reduction_behind
+from halograd.perfmodel.profile.record import Fit, Profile, fit_line
+from halograd.schema import build
 from tests.support.clock import network_clock
 
 ALPHA, BETA = 1e-2, 2e-8
@@ -125,3 +127,59 @@ def test_a_machine_with_an_emulated_network_is_measured_node_by_node(comm, node,
         assert wires.sum(8, (0, comm.size - 1)) == pytest.approx(2 * alpha, rel=0.02)
     if node > 1:
         assert links["node"].note.startswith("shared, with packing") and links["node"].alpha < alpha
+
+
+ALPHAS, BETAS = st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7)
+
+
+@given(alpha=ALPHAS, beta=BETAS)
+def test_exact_lines_are_found(alpha, beta):
+    times = [alpha + beta * n for n in messages.SIZES]
+    fit = fit_line(messages.SIZES, times)
+    assert fit.error < 1e-6
+    for n, t in zip(messages.SIZES, times):
+        assert math.isclose(fit.at(n), t, rel_tol=1e-6)
+
+
+@given(alpha=st.floats(1e-6, 1e-3), beta=st.floats(1e-10, 1e-8), seed=st.integers(0, 100))
+def test_noise_of_five_percent_is_survived(alpha, beta, seed):
+    sizes = np.array([8, 64, 512, 4096, 32768, 2**18, 2**21, 2**23, 2**24, 2**25])
+    noise = 1 + 0.05 * np.random.default_rng(seed).uniform(-1, 1, len(sizes))
+    fit = fit_line(sizes, (alpha + beta * sizes) * noise)
+    assert fit.error < 0.06
+    # Where a number decides the times at all, it is found.
+    if beta * sizes[0] < 0.01 * alpha:
+        assert fit.alpha == pytest.approx(alpha, rel=0.1)
+    if beta * sizes[-1] > 30 * alpha:
+        assert fit.beta == pytest.approx(beta, rel=0.1)
+
+
+def test_one_disturbed_size_does_not_bend_the_line():
+    alpha, beta = 2e-4, 1e-9
+    times = [alpha + beta * n for n in messages.SIZES]
+    times[3] *= 10
+    fit = fit_line(messages.SIZES, times)
+    assert fit.alpha == pytest.approx(alpha, rel=0.05)
+    assert fit.beta == pytest.approx(beta, rel=0.05)
+    assert fit.error > 0.1, "and the error says that something was wrong"
+
+
+def test_neither_number_is_negative():
+    falling = fit_line([1, 1000, 100_000], [3e-6, 2e-6, 1e-6])
+    assert falling.beta == 0 and falling.alpha > 0
+    steep = fit_line([1000, 2000, 4000], [1e-6, 3e-6, 9e-6])
+    assert steep.alpha == 0 and steep.beta > 0
+
+
+@pytest.mark.parametrize(("sizes", "times"), [([8], [1.0]), ([8, 8], [1.0, 2.0]), ([8, 9], [1.0, 0.0])])
+def test_what_makes_no_line_is_refused(sizes, times):
+    with pytest.raises(ValueError, match="expected positive times of at least two sizes"):
+        fit_line(sizes, times)
+
+
+def test_a_fit_is_read_back_and_becomes_a_link():
+    fit = fit_line(messages.SIZES, [1e-6 + 1e-9 * n for n in messages.SIZES])
+    assert build(Fit, fit.to_dict()) == fit
+    link = fit.link("auto")
+    assert (link.alpha, link.beta) == (fit.alpha, fit.beta)
+    assert link.note == "auto; fit within 0%"
