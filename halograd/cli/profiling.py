@@ -199,14 +199,15 @@ def allreduce(
 def _measured(comm: Communicator, transport: str, method: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """Times of one way of summing; without times where the transport cannot. Collective."""
     from halograd.comm import CommError
-    from halograd.perfmodel.profile.messages import fit_reduction, fit_reduction_behind
+    from halograd.perfmodel.profile.messages import MessageTimer
 
     row = {"transport": transport, "method": method, "schemes": METHODS[method]}
     if comm.size == 1:
         return row | {"refused": "one rank has nobody to sum with"}
     try:
-        waited = fit_reduction(comm, sizes, rounds, method)
-        _, left = fit_reduction_behind(comm, waited, sizes, rounds, method)
+        timer = MessageTimer(comm, sizes, rounds)
+        waited = timer.reduction(method)
+        _, left = timer.reduction_behind(waited, method)
     except CommError as error:
         return row | {"refused": str(error)}
     return row | {"waited": waited.to_dict(), "left": left.to_dict()}

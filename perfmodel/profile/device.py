@@ -15,16 +15,7 @@ import numpy as np
 from halograd.kernels import Geometry
 from halograd.perfmodel.machine import Efficiency, Link, Machine
 from halograd.perfmodel.profile.cache import Crowd, device_name
-from halograd.perfmodel.profile.messages import (
-    LARGE,
-    SIZES,
-    Nodes,
-    fit_channel,
-    fit_copy,
-    fit_face,
-    fit_reduction,
-    fit_reduction_behind,
-)
+from halograd.perfmodel.profile.messages import LARGE, SIZES, MessageTimer, Nodes, fit_copy
 from halograd.perfmodel.profile.record import Fit, Profile, fit_line
 
 if TYPE_CHECKING:
@@ -88,13 +79,13 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     # An emulated network between all ranks is taken for the link within their node.
     places = nodes if nodes.has("node") else hosts
     clock = time.perf_counter if comm.waits_for_network else Crowd.of(comm, kernels).clock
-    channel, face, strided = {}, {}, {}
+    channel, face, strided, timer = {}, {}, {}, MessageTimer(comm, clock=clock)
     for level in ("node", "across"):
         if places.has(level):
             partner = places.partner(comm.rank, level)
-            channel[level] = fit_channel(comm, partner, clock=clock)
-            face[level] = fit_face(comm, partner, strided=False, clock=clock)
-            strided[level] = fit_face(comm, partner, strided=True, clock=clock)
+            channel[level] = timer.channel(partner)
+            face[level] = timer.face(partner, strided=False)
+            strided[level] = timer.face(partner, strided=True)
     comm.barrier()
     copy = fit_copy(clock=clock)
     sums = _reductions(comm, clock)
@@ -166,8 +157,9 @@ def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any
         group = comm.split(comm.rank // size if whole else None)
         fits = None
         if group is not None:
-            waited = fit_reduction(group, sizes, clock=clock)
-            fits = (waited, *fit_reduction_behind(group, waited, sizes, clock=clock))
+            timer = MessageTimer(group, sizes, clock=clock)
+            waited = timer.reduction()
+            fits = (waited, *timer.reduction_behind(waited))
             group.close()
         for by_size, fit in zip(found.values(), comm.bcast(fits)):
             by_size[size] = fit

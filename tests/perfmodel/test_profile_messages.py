@@ -15,7 +15,7 @@ from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.perfmodel.profile import cache, device, messages
 from halograd.perfmodel.profile.device import group_sizes, measure_machine
-from halograd.perfmodel.profile.messages import Nodes, fit_channel, fit_face, fit_reduction, fit_reduction_behind
+from halograd.perfmodel.profile.messages import MessageTimer, Nodes
 from halograd.perfmodel.profile.record import Fit, Profile, fit_line
 from halograd.schema import build
 from tests.support.clock import network_clock
@@ -63,22 +63,24 @@ def assert_found(fit, alpha, beta):
 
 @pytest.mark.ranks(2)
 def test_messages_of_an_emulated_network(network, clock):
-    assert_found(fit_channel(network, 1 - network.rank, SIZES, ROUNDS, clock.perf_counter), ALPHA, BETA)
+    assert_found(MessageTimer(network, SIZES, ROUNDS, clock.perf_counter).channel(1 - network.rank), ALPHA, BETA)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strided", [False, True], ids=["rows", "columns"])
 def test_faces_of_an_emulated_network(network, strided, clock):
-    assert_found(fit_face(network, 1 - network.rank, strided, SIZES, ROUNDS, clock.perf_counter), ALPHA, BETA)
+    timer = MessageTimer(network, SIZES, ROUNDS, clock.perf_counter)
+    assert_found(timer.face(1 - network.rank, strided), ALPHA, BETA)
 
 
 @pytest.mark.ranks(2, 3)
 def test_sums_of_an_emulated_network(network, clock):
     """A ring: 2 (P - 1) messages of a P-th of the bytes."""
     p = network.size
-    waited = fit_reduction(network, SIZES, ROUNDS, clock=clock.perf_counter)
+    timer = MessageTimer(network, SIZES, ROUNDS, clock.perf_counter)
+    waited = timer.reduction()
     assert_found(waited, 2 * (p - 1) * ALPHA, 2 * (p - 1) / p * BETA)
-    arrival, exposed = fit_reduction_behind(network, waited, SIZES, clock=clock.perf_counter)
+    arrival, exposed = timer.reduction_behind(waited)
     assert_found(arrival, waited.alpha, waited.beta)
     assert exposed.at(SIZES[-1]) < 1e-3 * waited.at(SIZES[-1]), "it arrived behind the computation"
 
@@ -86,9 +88,10 @@ def test_sums_of_an_emulated_network(network, clock):
 @pytest.mark.ranks(3)
 def test_who_has_no_partner_looks_on(network, clock):
     partner = (1, 0, None)[network.rank]
-    fit = fit_channel(network, partner, (8, 1000), 1, clock.perf_counter)
+    fit = MessageTimer(network, (8, 1000), 1, clock.perf_counter).channel(partner)
     assert network.allgather_objects(fit) == [fit] * 3
-    assert_found(fit_face(network, partner, True, (8, 100_000), ROUNDS, clock.perf_counter), ALPHA, BETA)
+    timer = MessageTimer(network, (8, 100_000), ROUNDS, clock.perf_counter)
+    assert_found(timer.face(partner, True), ALPHA, BETA)
 
 
 @pytest.mark.ranks(1, 2)
