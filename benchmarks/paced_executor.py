@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.comm.transports.emulated import sleep_until
-from halograd.perfmodel.layer_work import LayerTime
+from halograd.perfmodel.kernel_times import LayerTime
 from halograd.training.executor import Executor
 
 __all__ = ["Clock", "PacedCommunicator", "PacedExecutor"]

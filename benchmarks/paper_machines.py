@@ -8,19 +8,18 @@ paper's. Layers take the time that the whole network's take there, on the share 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from halograd.layers import Layer, Network, Strategy
+from halograd.layers import Network, Strategy
 from halograd.models import build
 from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.simulate import Simulation, Training
 from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.kernel_times import RooflineTimes
-from halograd.perfmodel.layer_work import LayerTime
-from halograd.perfmodel.machine import Machine, Runtime
+from halograd.perfmodel.kernel_times import KernelTimes, LayerTime, LayerWork, RooflineTimes
+from halograd.perfmodel.machine import Machine, Overheads
 
 __all__ = ["PAPERS", "Part", "Setting"]
 
@@ -83,16 +82,17 @@ PAPERS: dict[str, Setting] = {
 }
 
 
-class _Scaled:
+class _Scaled(KernelTimes):
     """Kernel times of a setting for its narrow network: those of the whole one, by the name of the layer."""
 
     def __init__(self, times: Mapping[str, LayerTime], whole: Mapping[str, float], rows: int) -> None:
+        super().__init__()
         self._times, self._whole, self._rows = times, whole, rows
 
-    def time(self, layer: Layer, inputs: Sequence[tuple[int, ...]], *args: Any, **kwargs: Any) -> LayerTime:
-        """As `KernelTimes`; more rows than a rank has are those of all ranks."""
-        name = layer.name or ""
-        if name in self._whole and inputs[0][0] > self._rows:
+    def of_work(self, work: LayerWork) -> LayerTime:
+        """More rows than a rank has are those of all ranks."""
+        name = work.layer.name or ""
+        if name in self._whole and work.samples > self._rows:
             return LayerTime(0.0, 0.0, self._whole[name])
         return self._times.get(name, LayerTime(0.0))
 
@@ -211,7 +211,7 @@ class Part:
         base = Machine.load(self.setting.machine)
         alpha, beta = self.links
         arrays = 3 + 2 * self.setting.slots
-        runtime = Runtime(update=self.update * 5 / arrays, synchronize=self.setting.slow * self.setting.synchronize)
+        runtime = Overheads(update=self.update * 5 / arrays, synchronize=self.setting.slow * self.setting.synchronize)
         machine = replace(base, launch=0.0, runtime=runtime, memory_bandwidth=1e10, devices_per_node=1)
         machine = machine.emulated(alpha, beta, node=node)
         times = _Scaled(self.pace, self.whole, self.batch // self.ranks)

@@ -23,7 +23,7 @@ import typer
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners import PLANNERS, Choice, Problem
+from halograd.perfmodel.planners import PLANNERS, Problem, Selection
 
 #: Sustained [flop/s], latency [s] and [s/B] of a device and its links.
 FLOPS, ALPHA, BETA = 5e12, 5e-6, 1e-10
@@ -163,7 +163,7 @@ def problem(graph: Graph, candidates: int) -> Problem:
     return Problem(names, tuple(times), tuple(memory), {(u, v): tables[layers[u][2]] for u, v in edges})
 
 
-def limited(free: Problem, fastest: Choice, share: float) -> Problem:
+def limited(free: Problem, fastest: Selection, share: float) -> Problem:
     """Under a memory limit between the least that is possible (0) and what the fastest choice takes (1)."""
     least = sum(float(m.min()) for m in free.memory)
     return free.with_limit(math.ceil(least + share * (fastest.memory - least)))

@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from halograd.auto import CONFIRMATIONS
+from halograd.auto import CONFIRMATIONS, rests_on, rivals, settle
 from halograd.layers import Network, Strategy
 from halograd.models import build, mesh
-from halograd.perfmodel.confirm import rests_on
 from halograd.perfmodel.cost import Training
-from halograd.perfmodel.cost.baselines import BASELINES, baseline
-from halograd.perfmodel.kernel_times import LayerKey, MeasuredTimes
+from halograd.perfmodel.cuts import BASELINES, baseline
+from halograd.perfmodel.kernel_times import MeasuredTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.predict import plan_network
-from halograd.trials import rivals, settle
 
 __all__ = ["CASES", "Case", "grids", "strategies"]
 
@@ -67,7 +65,7 @@ def strategies(
     kind: str,
     machine: Machine,
     times: MeasuredTimes,
-    again: Callable[[Iterable[LayerKey]], None],
+    again: Callable[[Iterable[str]], None],
     tried: Callable[[dict[str, Strategy]], dict[str, float]],
 ) -> dict[str, Strategy]:
     """What is compared, by label: every grid, or the choice and the four baselines.
@@ -78,14 +76,14 @@ def strategies(
     if kind == "grids":
         options = {"halo": "auto"}
         return {_label(g): Strategy(g, options=options) for g in grids(ranks) if g["sample"] <= case.batch}
-    network, done = case.make(), set[LayerKey]()
+    network, done = case.make(), set[str]()
     plan = plan_network(network, case.batch, ranks, machine, times)
     for _ in range(CONFIRMATIONS):
         works = rests_on(plan, network, machine, times, Training()).keys() - done
         if not works:
             break
         done |= works
-        again(sorted(works, key=LayerKey.text))
+        again(sorted(works))
         times.forget()
         plan = plan_network(network, case.batch, ranks, machine, times)
     others = {name: baseline(name, case.make(), case.batch, ranks) for name in BASELINES}

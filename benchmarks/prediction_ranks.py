@@ -20,20 +20,21 @@ import numpy as np
 from mpi4py import MPI
 
 from benchmarks.prediction_cases import CASES, Case, strategies
-from halograd.cli.profiling import measure_overheads
+from halograd.auto import measure_steps
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import Strategy
-from halograd.perfmodel.cost import Training, simulate
-from halograd.perfmodel.kernel_times import MeasuredTimes
-from halograd.perfmodel.layer_work import LayerKey, LayerTime, LayerWork
+from halograd.measuring import measure_overheads
+from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+from halograd.perfmodel.kernel_times import LayerTime, LayerWork, MeasuredTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.profile import Conditions, Crowd, LayerTimer, TimeCache, conditions_of, measure_machine
+from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
+from halograd.perfmodel.profile.device import measure_machine
+from halograd.perfmodel.profile.layers import LayerTimer, passing_bytes
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
-from halograd.trials import measure_steps
 
 __all__ = ["Run", "run"]
 
@@ -75,22 +76,23 @@ class Predictor:
     """
 
     def __init__(self, world: Communicator, backend: Any) -> None:
-        overheads = measure_overheads(world, backend)
         profile = measure_machine(world, backend)
-        self.machine: Machine = profile.with_overheads(overheads.update, overheads.layer_overhead).machine
+        overheads = measure_overheads(world, backend, profile.machine)
+        self.machine: Machine = profile.with_overheads(*overheads).machine
         self.world, self.backend, self.cache = world, backend, TimeCache(None)
         self._works: dict[tuple[Conditions, str], tuple[LayerTimer, LayerWork, list[LayerTime]]] = {}
 
     def times(self, case: Case) -> MeasuredTimes:
         """Times of the layers of a network, as they pass through the cache in its steps."""
         crowd = Crowd.of(self.world, self.backend)
-        conditions = conditions_of(case.make(), case.batch, self.world.size, self.backend, crowd)
+        flush = passing_bytes(case.make(), case.batch, self.world.size)
+        conditions = Conditions.here(self.backend, crowd, flush=flush)
         timer = LayerTimer(self.backend, self.world, conditions.flush, repeats=6)
         return MeasuredTimes(self.cache, conditions, measure=lambda work: self._measure(timer, conditions, work))
 
     def _measure(self, timer: LayerTimer, conditions: Conditions, work: LayerWork) -> LayerTime:
         found = timer.measure(work)
-        self._works[conditions, work.key.text()] = (timer, work, [found])
+        self._works[conditions, work.key] = (timer, work, [found])
         return found
 
     def sweep(self) -> None:
@@ -98,9 +100,9 @@ class Predictor:
         for one in self._works:
             self._again(one)
 
-    def again(self, keys: Iterable[LayerKey]) -> None:
+    def again(self, keys: Iterable[str]) -> None:
         """Measure these once more."""
-        texts = {key.text() for key in keys}
+        texts = set(keys)
         for one in self._works:
             if one[1] in texts:
                 self._again(one)
@@ -116,7 +118,7 @@ class Predictor:
 
     def seconds(self, case: Case, strategy: Strategy, times: MeasuredTimes) -> dict[str, float]:
         """Step time and its parts [s]."""
-        found = simulate(case.make(), strategy, case.batch, self.machine, times, Training(slots=1))
+        found = simulate(case.make(), strategy, case.batch, Pricing(Wires(self.machine), times), Training(slots=1))
         terms = ("forward", "backward", "halo_exposed", "channel", "statistics", "redistribution", "packing")
         parts = {term: found.total(term) for term in terms}
         return parts | {

@@ -89,6 +89,7 @@ class Blocks(Sequence[Box]):
         self.size = self.placed if size is None else size
         if self.size < self.placed:
             raise ValueError(f"{self.grid} parts need {self.placed} ranks, there are {self.size}")
+        self._last: tuple[int, Box] | None = None  # what a program asks for is one rank's, again and again
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Blocks) and self.size == other.size and self.axes == other.axes)
@@ -115,8 +116,11 @@ class Blocks(Sequence[Box]):
             return [self[r] for r in range(self.size)[rank]]
         if not -self.size <= rank < self.size:
             raise IndexError(f"expected a rank below {self.size}, got {rank}")
-        at = self.coordinates(rank % self.size)
-        return self.nothing if at is None else Box.of_ranges([axis[i] for axis, i in zip(self.axes, at)])
+        if self._last is None or self._last[0] != rank:
+            at = self.coordinates(rank % self.size)
+            box = self.nothing if at is None else Box.of_ranges([axis[i] for axis, i in zip(self.axes, at)])
+            self._last = rank, box
+        return self._last[1]
 
     def __iter__(self) -> Iterator[Box]:
         for ranges in itertools.product(*self.axes):

@@ -6,13 +6,16 @@ Usable without the rest of halograd, by a stencil code for instance (``examples/
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.dtensor.box import Box
 from halograd.dtensor.exchange import Exchange
 from halograd.dtensor.layout import Layout
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["DistTensor", "Halo"]
 

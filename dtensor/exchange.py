@@ -11,15 +11,17 @@ else in halograd moves tensor data. It is built once, over arrays that stay, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.device import Device, device_of
 from halograd.dtensor.blocks import Blocks
 from halograd.dtensor.box import Box
 from halograd.dtensor.plan import Piece, plan_exchange
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["Exchange"]
 

@@ -23,15 +23,18 @@ else:
     import tomli as tomllib
 
 __all__ = [
+    "bytes_text",
     "dotted",
     "is_one_line",
     "parse_json",
     "parse_option",
+    "parse_pair",
     "parse_toml",
     "read_json",
     "read_toml",
     "shown",
     "shown_path",
+    "to_toml",
 ]
 
 #: The largest file that is read, by kind [B]: the plan of a network of 500 layers has 1 MB, a machine 4 kB.
@@ -110,6 +113,50 @@ def parse_option(option: str, key: str, text: str) -> Any:
         raise UserError(f"{source}: expected {several}, got {shown(text)}")
     _check_plain(found["value"], source)
     return found["value"]
+
+
+def parse_pair(option: str, text: str, expected: str) -> tuple[str, str]:
+    """Key and value of ``KEY=VALUE`` on the command line; the key without blanks around it.
+
+    Raises
+    ------
+    UserError
+        ``OPTION: expected ..., got ...`` in one line.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"{option}: expected {expected}, got {text!a}")
+    return key.strip(), value
+
+
+def to_toml(value: Any) -> str:
+    """A value as in TOML, on one line.
+
+    >>> to_toml({"widths": [8, 16], "name": "a", "decoder": True})
+    '{"widths" = [8, 16], "name" = "a", "decoder" = true}'
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(to_toml, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{to_toml(str(key))} = {to_toml(item)}" for key, item in value.items()) + "}"
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) == "Cc" else c for c in escaped) + '"'
+
+
+def bytes_text(nbytes: float) -> str:
+    """A size with the unit that suits it.
+
+    >>> bytes_text(1.5 * 2**30), bytes_text(640)
+    ('1.5 GiB', '640 B')
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def dotted(path: Iterable[str | int], before: str = "") -> str:

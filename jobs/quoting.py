@@ -1,4 +1,4 @@
-"""Values in scripts: every one is quoted where it is rendered, or refused in one line.
+"""Values in scripts: every one is quoted where it is rendered, or refused in one line. And those of a sweep.
 
 A template says ``{{ value }}`` and gets one word of the shell; what is no word says so itself by `Raw`. Forgetting
 to quote is thus not possible; forgetting to allow is a test that fails.
@@ -6,15 +6,17 @@ to quote is thus not possible; forgetting to allow is a test that fails.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from halograd.documents import parse_option, parse_pair, to_toml
 from halograd.errors import UserError
 
-__all__ = ["Raw", "directive", "folder", "one_line", "toml", "word", "words"]
+__all__ = ["Raw", "directive", "folder", "one_line", "parse_sweep", "word", "words"]
 
 _PLAIN_DIRECTIVE = re.compile(r"[\w@%+:,./=-]+", re.ASCII)
 _VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)((?:/.*)?)", re.DOTALL)
@@ -85,28 +87,52 @@ def folder(value: str) -> Raw:
     return Raw(f"${{{match[1]}:?is not set on this node}}" + (word(rest) if rest else ""))
 
 
-def toml(value: Any) -> str:
-    """A value as in TOML, on one line.
-
-    >>> toml({"widths": [8, 16], "name": "a", "decoder": True})
-    '{"widths" = [8, 16], "name" = "a", "decoder" = true}'
-    """
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(toml, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{toml(str(key))} = {toml(item)}" for key, item in value.items()) + "}"
-    return _text(str(value))
-
-
-def _text(text: str) -> str:
-    """A basic string of TOML."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) == "Cc" else c for c in escaped) + '"'
-
-
 def _short(text: str) -> str:
     return ascii(text if len(text) <= 60 else text[:57] + "...")
+
+
+#: Slurm's own limit of array tasks is 1001 unless a site has raised it.
+MOST = 1000
+
+
+def parse_sweep(options: Sequence[str]) -> list[list[str]]:
+    """Overrides of every combination; the last key varies fastest.
+
+    Values are separated by commas; if they hold commas themselves, they are a list in TOML.
+
+    >>> parse_sweep(["training.batch=2,4", "model.widths=[[8], [8, 16]]"])[1]
+    ['training.batch=2', 'model.widths=[8, 16]']
+
+    Raises
+    ------
+    UserError
+        A key twice, no value, too many combinations.
+    """
+    axes: dict[str, list[str]] = {}
+    for option in options:
+        key, text = parse_pair("--sweep", one_line("--sweep", option), "KEY=VALUE,VALUE,...")
+        if key in axes:
+            raise UserError(f"--sweep: expected every key once, got {key} twice")
+        if key == "output.directory":
+            raise UserError(
+                "--sweep: expected another key than output.directory: each task has a folder of its own in it"
+            )
+        axes[key] = _sweep_values(key, text.strip())
+    combinations = 1
+    for values in axes.values():
+        combinations *= len(values)
+    if combinations > MOST:
+        raise UserError(f"--sweep: expected at most {MOST} combinations, got {combinations}; leave values out")
+    return [[f"{k}={v}" for k, v in zip(axes, chosen)] for chosen in itertools.product(*axes.values())] if axes else []
+
+
+def _sweep_values(key: str, text: str) -> list[str]:
+    if text.startswith("["):
+        found = [to_toml(value) for value in parse_option("--sweep", key, text)]
+    else:
+        found = [value.strip() for value in text.split(",")]
+    if not found or not all(found):
+        raise UserError(f"--sweep {key}: expected values separated by commas, got {text!a}")
+    if len(set(found)) != len(found):
+        raise UserError(f"--sweep {key}: expected every value once, got {text!a}")
+    return found

@@ -1,21 +1,24 @@
-"""Scripts: what is to be done, by what, rendered from the templates in `templates/`."""
+"""Scripts: what is to be done, by what, rendered from the templates in `templates/`; and handed to Slurm."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from halograd.documents import to_toml
 from halograd.errors import UserError
-from halograd.jobs.quoting import Raw, directive, folder, one_line, toml, word, words
-from halograd.jobs.resources import Resources
-from halograd.jobs.software import Software
+from halograd.jobs.quoting import Raw, directive, folder, one_line, word, words
+from halograd.jobs.resources import Resources, Software
 
-__all__ = ["AFTER_CRASH", "KINDS", "Job", "Profiling", "render"]
+__all__ = ["AFTER_CRASH", "KINDS", "Job", "Profiling", "render", "require_slurm", "start_chain", "submit_chain"]
 
 #: Kinds of jobs, and the template of each.
 KINDS = {
@@ -154,7 +157,7 @@ def _sweep(job: Job) -> str:
         raise UserError("--sweep: expected KEY=VALUE,VALUE,... at least once, got none")
     last, limit = len(job.settings) - 1, "" if job.at_most is None else f"%{job.at_most}"
     runs = [f"{job.run}/{i:03d}" for i in range(len(job.settings))]
-    settings = [[*changes, f"output.directory={toml(run)}"] for changes, run in zip(job.settings, runs)]
+    settings = [[*changes, f"output.directory={to_toml(run)}"] for changes, run in zip(job.settings, runs)]
     directives = _directives(job, array=f"0-{last}{limit}")
     return _fill(KINDS["sweep"], job, directives, settings=settings, runs=runs)
 
@@ -186,7 +189,7 @@ def _plan(job: Job) -> str:
 
 
 def _plan_then_train(job: Job) -> str:
-    plan = toml({"file": f"{job.run}/plan.json"})
+    plan = to_toml({"file": f"{job.run}/plan.json"})
     planned = replace(job, overrides=[*job.overrides, f"strategy={plan}"])
     scripts = {"profile": _profile(job), "plan": _plan(job), "train": _train(planned)}
     return _template(KINDS["plan-then-train"]).render(scripts={k: v.rstrip("\n") for k, v in scripts.items()})
@@ -217,7 +220,7 @@ def _profiling(job: Job) -> Profiling:
 
 def _options(profiling: Profiling) -> list[str]:
     """Options of the model for the command line."""
-    return [text for key, value in profiling.options.items() for text in ("--option", f"{key}={toml(value)}")]
+    return [text for key, value in profiling.options.items() for text in ("--option", f"{key}={to_toml(value)}")]
 
 
 def _directives(job: Job, array: str | None = None, signal: bool = True) -> list[tuple[str, Any]]:
@@ -280,3 +283,51 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters |= {"directive": directive, "folder": folder, "words": words, "raw": Raw}
     return environment
+
+
+def require_slurm() -> None:
+    """Refuse where there is no Slurm."""
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "expected sbatch on PATH, got none; call this on a login node of the cluster, or print the script by "
+            "--dry-run, or train here by --kind local"
+        )
+
+
+def submit_chain(script: Path, links: int = 1) -> list[str]:
+    """Submit a script, or a chain of `links` jobs; their numbers. Local.
+
+    A job of a chain starts when the one before it has ended with another code than 0. It waits for all before it:
+    once one has ended with 0, what the others wait for cannot happen any more, and Slurm removes them.
+
+    Raises
+    ------
+    UserError
+        What sbatch says; those of a chain that it had taken are canceled.
+    """
+    require_slurm()
+    jobs: list[str] = []
+    for _ in range(links):
+        waiting = [f"--dependency=afternotok:{':'.join(jobs)}", "--kill-on-invalid-dep=yes"] if jobs else []
+        try:
+            jobs.append(_call(["sbatch", "--parsable", *waiting, str(script)]).split(";")[0])
+        except UserError:
+            if jobs:
+                subprocess.run(["scancel", *jobs], check=False)
+            raise
+    return jobs
+
+
+def start_chain(script: Path) -> list[str]:
+    """Run a script that submits jobs itself and prints their numbers. Local."""
+    require_slurm()
+    return _call(["bash", str(script)]).split()
+
+
+def _call(command: list[str]) -> str:
+    """What a command prints; UserError with what it says if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UserError(f"expected {command[0]} {command[-1]} to submit a job, got: {said}")
+    return done.stdout.strip()

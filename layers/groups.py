@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-from halograd.comm import Communicator
 from halograd.dtensor import Groups
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["group_of", "in_group"]
 

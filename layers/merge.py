@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from halograd.dtensor import Box
+from halograd.dtensor import Blocks, Box, Interval, Layout
 from halograd.layers.contraction import masking
 from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
@@ -99,6 +99,17 @@ class Concat(Layer):
             boxes.append(box.replace(box.ndim - 1, start, min(max(high - first, start), shape[-1])))
             first += shape[-1]
         return tuple(boxes)
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        """As `input_boxes`, of one input and per axis."""
+        first, own = sum(layout.shape[-1] for layout in inputs[:i]), inputs[i].shape[-1]
+
+        def channels(low: int, high: int) -> Interval:
+            start = min(max(low - first, 0), own)
+            return start, min(max(high - first, start), own)
+
+        same = [lambda a, b: (a, b)] * (len(output.shape) - 1)
+        return output.boxes.map(*same, channels)
 
     def lower(self, context: Context) -> Callable[[], None]:
         """Copies between packed arrays and a range of the channels of another.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from halograd.comm import Communicator, Reduction
 from halograd.dtensor import Blocks, Groups
 from halograd.layers.groups import in_group
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator, Reduction
 
 __all__ = ["sample_groups", "sum_over"]
 

@@ -1,52 +1,180 @@
-"""Times of layers on one rank: from a machine's roofline, or measured and kept on disk."""
+"""Times of layers on one rank: what is computed (pure arithmetic), by a roofline, or measured and kept on disk."""
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from halograd.errors import UserError
 from halograd.layers import Layer
-from halograd.perfmodel.layer_work import LayerKey, LayerTime, LayerWork
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.profile.cache import Conditions, TimeCache
 
-__all__ = [
-    "KernelTimes",
-    "LayerKey",
-    "LayerTime",
-    "LayerWork",
-    "MeasuredTimes",
-    "Recorded",
-    "RooflineTimes",
-]
+if TYPE_CHECKING:
+    from halograd.perfmodel.profile.cache import Conditions, TimeCache
+
+__all__ = ["KernelTimes", "LayerTime", "LayerWork", "MeasuredTimes", "Recorded", "RooflineTimes"]
+
+#: Attributes that say what a layer is called, not what it computes.
+_NAMES = ("name",)
 
 
-class KernelTimes(Protocol):
-    """Tells what a layer costs on one rank, without messages."""
+@dataclass(frozen=True)
+class LayerTime:
+    """Time that one layer takes on one rank, messages left out.
 
-    def time(
-        self,
+    Attributes
+    ----------
+    forward
+        [s]
+    backward_data
+        The gradient of the inputs, and whatever is not the gradient of the weights [s].
+    backward_filter
+        The gradient of the weights, where a layer computes it with a kernel of its own; 0 elsewhere [s].
+    """
+
+    forward: float
+    backward_data: float = 0.0
+    backward_filter: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        """Both gradients [s]."""
+        return self.backward_data + self.backward_filter
+
+    @property
+    def total(self) -> float:
+        """Forward and backward [s]."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """A layer on blocks of one rank: the layer itself, made local, with the shapes that its kernels see.
+
+    Made by :meth:`of`. Under a cut of the output channels (`filters`) the inputs have all their channels, because
+    they are gathered before; under a cut of the input channels they have those of the rank.
+    """
+
+    layer: Layer
+    inputs: tuple[tuple[int, ...], ...]
+    dtype: str = "float32"
+    trainable: bool = True
+    input_gradient: bool = True
+    spread: bool = False
+
+    @classmethod
+    def of(
+        cls,
         layer: Layer,
-        inputs: Sequence[tuple[int, ...]],
+        inputs: Sequence[Sequence[int]],
         dtype: str = "float32",
         trainable: bool = True,
         *,
         input_gradient: bool = True,
         filters: int | None = None,
         outputs: Sequence[int] | None = None,
-        ranks: int = 1,
         options: Mapping[str, Any] | None = None,
-    ) -> LayerTime:
-        """Time of `layer` on local blocks; parameters as in :meth:`LayerWork.of`."""
-        ...
+    ) -> LayerWork:
+        """The work of `layer` on local blocks.
+
+        Parameters
+        ----------
+        layer
+            As in the network; it is not modified.
+        inputs
+            Local shapes ``(n, *spatial, C)`` of what the kernels read, without halos and padding.
+        dtype
+            Of the computation.
+        trainable
+            Whether there is a backward pass.
+        input_gradient
+            Whether it computes the gradient of the inputs (the first layer of a network does not).
+        filters
+            Local output channels of a convolution or dense layer; all of them if None.
+        outputs
+            Local spatial extents of the output. Without them they follow from those of the input as in the
+            whole network, which is a few rows off for a layer without padding that is cut in space.
+        options
+            Of a layer that is cut into several ranks, which may sum for its `statistics`: its options in the strategy;
+            None: it is on one rank.
+        """
+        shapes = tuple(tuple(int(n) for n in shape) for shape in inputs)
+        local = layer if filters is None else layer.of_filters(filters)
+        if outputs is not None:
+            local, sample = local.of_outputs(shapes[0][1:], tuple(outputs))
+            shapes = ((shapes[0][0], *sample), *shapes[1:])
+        local, spread = local.of_statistics(1 if options is None else 2, options or {})
+        return cls(local, shapes, dtype, trainable, input_gradient and trainable, spread)
+
+    @cached_property
+    def kind(self) -> str:
+        """Class of the layer."""
+        kind = type(self.layer)
+        return kind.__name__ if kind.__module__.startswith("halograd.") else f"{kind.__module__}.{kind.__qualname__}"
+
+    @cached_property
+    def key(self) -> str:
+        """What its time is kept under, as one line of JSON: equal keys take equal time. The same in every process.
+
+        The layer's class, its settings without its name, shapes, dtype, and whether there is a backward pass, it
+        computes the gradient of the inputs, and statistics are sums over several ranks.
+        """
+        config, flags = _config(self.layer, self.inputs[0][1:]), [self.trainable, self.input_gradient, self.spread]
+        return json.dumps([self.kind, config, self.inputs, self.dtype, *flags], separators=(",", ":"))
+
+    @property
+    def samples(self) -> int:
+        """Local samples."""
+        return self.inputs[0][0]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Sample shapes of the inputs."""
+        return [shape[1:] for shape in self.inputs]
+
+    @property
+    def empty(self) -> bool:
+        """Whether the rank has nothing of the layer."""
+        return not all(math.prod(shape) for shape in self.inputs)
 
 
-class _Times:
-    """`time`, remembered by its arguments: planners ask for the same again and again."""
+def _config(layer: Layer, shape: tuple[int, ...]) -> str:
+    """Settings of a layer as JSON; equal for layers that compute the same, and in every process."""
+    settings = {k: _plain(v) for k, v in vars(layer).items() if k not in _NAMES}
+    if layer.stencil is not None:
+        # "same" and the numbers it stands for are one and the same.
+        settings["stencil"] = [[w.kernel, w.stride, w.pad_lo, w.pad_hi, w.dilation] for w in layer.windows(shape)]
+    return json.dumps(settings, sort_keys=True, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it: no addresses, no order of sets or dictionaries."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        return [array.dtype.name, list(array.shape), zlib.crc32(array.tobytes())]
+    if isinstance(value, Mapping):
+        return sorted([str(k), _plain(v)] for k, v in value.items())
+    if isinstance(value, Sequence):
+        return [_plain(v) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_plain(v)) for v in value)
+    named = type(value) if not callable(value) or is_dataclass(value) else value
+    inner = {k: _plain(v) for k, v in vars(value).items()} if is_dataclass(value) else {}
+    return [getattr(named, "__qualname__", type(value).__qualname__), inner]
+
+
+class KernelTimes(ABC):
+    """Tells what a layer takes on one rank, without messages; remembers what it told: planners ask again and again."""
 
     def __init__(self) -> None:
         self._known: dict[Any, LayerTime] = {}
@@ -61,29 +189,36 @@ class _Times:
         input_gradient: bool = True,
         filters: int | None = None,
         outputs: Sequence[int] | None = None,
-        ranks: int = 1,
         options: Mapping[str, Any] | None = None,
     ) -> LayerTime:
         """Time of `layer` on local blocks; parameters as in :meth:`LayerWork.of`."""
-        statistics = (options or {}).get("statistics")
-        asked = (layer, tuple(inputs), dtype, trainable, input_gradient, filters, outputs and tuple(outputs))
-        known = (*asked, ranks > 1, statistics)
+        statistics = None if options is None else (options.get("statistics"),)
+        known = (
+            layer,
+            tuple(inputs),
+            dtype,
+            trainable,
+            input_gradient,
+            filters,
+            outputs and tuple(outputs),
+            statistics,
+        )
         if known not in self._known:
             more: dict[str, Any] = {"input_gradient": input_gradient, "filters": filters, "outputs": outputs}
-            work = LayerWork.of(layer, inputs, dtype, trainable, **more, ranks=ranks, options=options)
+            work = LayerWork.of(layer, inputs, dtype, trainable, **more, options=options)
             self._known[known] = LayerTime(0.0) if work.empty else self.of_work(work)
         return self._known[known]
 
+    @abstractmethod
     def of_work(self, work: LayerWork) -> LayerTime:
         """Time of a layer on local blocks that are not empty."""
-        raise NotImplementedError
 
 
 #: A fused ReLU backward: reads y and dy, writes the masked dy [passes over y].
 _MASK = 3.0
 
 
-class RooflineTimes(_Times):
+class RooflineTimes(KernelTimes):
     """Times from `Layer.flops` and bytes moved, on a machine that need not be there.
 
     Each kernel takes ``machine.roofline(flops, bytes)``. Layers with weights run three kernels of the same number of
@@ -129,7 +264,7 @@ class RooflineTimes(_Times):
         return self.machine.roofline(flops, nbytes, work.dtype)
 
 
-class MeasuredTimes(_Times):
+class MeasuredTimes(KernelTimes):
     """Times that were measured on this machine, from a cache on disk.
 
     Parameters
@@ -160,7 +295,7 @@ class MeasuredTimes(_Times):
         super().__init__()
         self.cache, self.conditions = cache, conditions
         self.fallback, self.measure = fallback, measure
-        self.missing: dict[LayerKey, LayerWork] = {}
+        self.missing: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
         """Time of a layer on local blocks that are not empty.
@@ -170,20 +305,20 @@ class MeasuredTimes(_Times):
         UserError
             If it was not measured, and there is neither `measure` nor `fallback`.
         """
-        found = self.cache.get(self.conditions, work.key.text())
+        found = self.cache.get(self.conditions, work.key)
         if found is not None:
             return LayerTime(*found)
         if self.measure is not None:
             time = self.measure(work)
-            self.cache.put(self.conditions, work.key.text(), (time.forward, time.backward_data, time.backward_filter))
+            self.cache.put(self.conditions, work.key, (time.forward, time.backward_data, time.backward_filter))
             return time
         self.missing[work.key] = work
         if self.fallback is None:
             raise UserError(
-                f"kernel times: expected a measured time of {work.key.kind} on {work.inputs} in {self.cache.path}, "
+                f"kernel times: expected a measured time of {work.kind} on {work.inputs} in {self.cache.path}, "
                 "there is none; run `halograd profile` for this model, ranks and threads"
             )
-        return _ask(self.fallback, work)
+        return self.fallback.of_work(work)
 
     def forget(self) -> None:
         """Look everything up again: the cache has grown."""
@@ -191,7 +326,7 @@ class MeasuredTimes(_Times):
         self.missing.clear()
 
 
-class Recorded(_Times):
+class Recorded(KernelTimes):
     """Times of another, with a list of what they were asked for.
 
     Attributes
@@ -203,17 +338,9 @@ class Recorded(_Times):
     def __init__(self, times: KernelTimes) -> None:
         super().__init__()
         self._times = times
-        self.asked: dict[LayerKey, LayerWork] = {}
+        self.asked: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
         """What the other says."""
         self.asked[work.key] = work
-        return _ask(self._times, work)
-
-
-def _ask(times: KernelTimes, work: LayerWork) -> LayerTime:
-    """What other times say of work that is local already."""
-    if isinstance(times, _Times):
-        return times.of_work(work)
-    layer, ranks = work.layer, 2 if work.spread else 1
-    return times.time(layer, work.inputs, work.dtype, work.trainable, input_gradient=work.input_gradient, ranks=ranks)
+        return self._times.of_work(work)

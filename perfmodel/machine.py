@@ -16,7 +16,7 @@ from typing import NamedTuple
 from halograd.errors import UserError
 from halograd.files import write_whole
 
-__all__ = ["LEVELS", "MACHINES", "Efficiency", "Link", "Machine", "Runtime", "Stage"]
+__all__ = ["LEVELS", "MACHINES", "Efficiency", "GroupStage", "Link", "Machine", "Overheads"]
 
 FOLDER = Path(__file__).parent / "machines"
 #: Names of the shipped machines.
@@ -58,7 +58,7 @@ class Link:
         return self.alpha + self.beta * nbytes
 
 
-class Stage(NamedTuple):
+class GroupStage(NamedTuple):
     """One level of a group of ranks: `size` members joined by `link`, which is of `level`.
 
     `sharing` members send through one and the same link when all of them send to the next level.
@@ -105,7 +105,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
-class Runtime:
+class Overheads:
     """What the library itself takes on a machine where it was measured; nothing is known of it by default.
 
     Parameters
@@ -182,7 +182,7 @@ class Machine:
     efficiency: Efficiency = Efficiency()
     rails: int = 1
     device: str = ""
-    runtime: Runtime = field(default_factory=Runtime)
+    runtime: Overheads = field(default_factory=Overheads)
 
     def __hash__(self) -> int:
         return hash((self.name, self.devices_per_node, self.nodes_per_switch, self.memory))
@@ -261,12 +261,12 @@ class Machine:
         members = tuple(ranks)
         return self.level(min(members), max(members)) if members else "device"
 
-    def stages(self, ranks: Iterable[int]) -> tuple[Stage, ...]:
+    def stages(self, ranks: Iterable[int]) -> tuple[GroupStage, ...]:
         """How a group of ranks spreads over the machine, from the inside out.
 
         Returns
         -------
-        tuple of Stage
+        tuple of GroupStage
             How many devices of a node, nodes of a switch and switches take part (the most of any node or
             switch, so that an uneven group costs what its fullest part costs), with the link between them.
             Levels with one member are left out, so a group of one has no stages.
@@ -275,7 +275,7 @@ class Machine:
         counts = _counts(members, self.devices_per_node, self.nodes_per_switch)
         sharing = (-(-counts[0] // self.rails), 1, 1)  # nodes of a switch have adapters of their own
         stages = zip(LEVELS[1:], counts, sharing)
-        return tuple(Stage(level, n, self.links[level], share) for level, n, share in stages if n > 1)
+        return tuple(GroupStage(level, n, self.links[level], share) for level, n, share in stages if n > 1)
 
     def roofline(self, flops: float, nbytes: float, dtype: str) -> float:
         """Time of one kernel on one device [s].

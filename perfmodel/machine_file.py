@@ -1,21 +1,96 @@
-"""Machine files: TOML in which every quantity carries its unit, checked key by key."""
+"""Machine files: TOML in which every quantity carries its unit (``"1.2 us"``, ``"16 GiB"``), checked key by key."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from halograd.documents import parse_toml, read_toml, shown, shown_path
+from halograd.documents import parse_toml, read_toml, shown, shown_path, to_toml
 from halograd.errors import UserError
-from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Runtime
-from halograd.perfmodel.units import format_quantity, parse_quantity
+from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Overheads
 from halograd.schema import LARGEST, MOST, Count, Table, build
 
-__all__ = ["load_machine", "machine_to_toml", "parse_machine"]
+__all__ = ["UNITS", "format_quantity", "load_machine", "machine_to_toml", "parse_machine", "parse_quantity"]
+
+#: What each unit measures, and how one would write it.
+UNITS = {
+    "s": ("a time", "1.2 us"),
+    "s/B": ("a time per byte", "25.7 ps/B"),
+    "B": ("a size", "16 GiB"),
+    "B/s": ("a bandwidth", "12.5 GB/s"),
+    "flop": ("a number of operations", "300 Mflop"),
+    "flop/s": ("a rate of operations", "15.7 Tflop/s"),
+}
+_DECIMAL = {"p": 1e-12, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3, "": 1.0}
+_LARGE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_PREFIXES = {
+    "s": _DECIMAL,
+    "s/B": _DECIMAL,
+    "B": _LARGE | _BINARY,
+    "B/s": _LARGE | _BINARY,
+    "flop": _LARGE,
+    "flop/s": _LARGE,
+}
+_QUANTITY = re.compile(r"\s*(?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>\S*)\s*", re.ASCII)
+_LONGEST = 100  # characters
+
+
+def parse_quantity(text: object, unit: str) -> float:
+    """The number that `text` stands for, in `unit`.
+
+    Parameters
+    ----------
+    text
+        A number and a unit with an optional prefix: ``p n u m`` (or none) before seconds, ``k M G T P`` before
+        bytes and operations, ``Ki Mi Gi Ti`` before bytes. The space between the two may be left out.
+    unit
+        One of `UNITS`: "s", "s/B", "B", "B/s", "flop", "flop/s".
+
+    Returns
+    -------
+    float
+        At least 0, in `unit`.
+
+    Raises
+    ------
+    ValueError
+        It is not a text, has no unit or one of another kind, or is negative.
+
+    Examples
+    --------
+    >>> parse_quantity("16GiB", "B") == 16 * 2**30
+    True
+    >>> parse_quantity("15.7 Tflop/s", "flop/s")
+    15700000000000.0
+    """
+    kind, example = UNITS[unit]
+    expected = f'expected {kind} with its unit, such as "{example}", got {shown(text)}'
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST else None
+    if match is None:
+        raise ValueError(f"{expected}; write a number and a unit in quotes")
+    scales = {prefix + unit: scale for prefix, scale in _PREFIXES[unit].items()}
+    if match["unit"] not in scales:
+        raise ValueError(f"{expected}; the unit must be one of {', '.join(dict.fromkeys(scales))}")
+    value = _scaled(float(match["number"]), scales[match["unit"]])
+    if value < 0 or not math.isfinite(value):
+        raise ValueError(f"{expected}; it must be finite and not negative")
+    return value
+
+
+def _scaled(value: float, scale: float) -> float:
+    """Divide by 1e6 rather than multiply by 1e-6: "1.2 us" is then the float 1.2e-06, as a reader expects."""
+    return value / round(1 / scale) if scale < 1 else value * scale
+
+
+def format_quantity(value: float, unit: str) -> str:
+    """`value` [`unit`] as a text that `parse_quantity` reads back to the very same float."""
+    return f"{value!r} {unit}" if value != int(value) or value >= 2**53 else f"{int(value)} {unit}"
 
 
 def _read_as(unit: str) -> BeforeValidator:
@@ -77,7 +152,7 @@ class DeviceTable(Table):
 
 
 class RuntimeTable(Table):
-    """``[runtime]``: see `halograd.perfmodel.machine.Runtime`; written by ``halograd profile``."""
+    """``[runtime]``: see `halograd.perfmodel.machine.Overheads`; written by ``halograd profile``."""
 
     update: SecondsPerByte = 0.0
     layer: Seconds = 0.0
@@ -87,10 +162,10 @@ class RuntimeTable(Table):
     sums: dict[Ranks, LinkTable] = Field(default_factory=dict)
     work: dict[Ranks, LinkTable] = Field(default_factory=dict)
 
-    def runtime(self) -> Runtime:
+    def runtime(self) -> Overheads:
         """As the model uses it."""
         sums, work = ({n: table.link() for n, table in found.items()} for found in (self.sums, self.work))
-        return Runtime(self.update, self.layer, self.step, self.packed, sums, work, self.synchronize)
+        return Overheads(self.update, self.layer, self.step, self.packed, sums, work, self.synchronize)
 
 
 class LinksTable(Table):
@@ -169,14 +244,14 @@ def machine_to_toml(machine: Machine) -> str:
     """`Machine.to_toml`. Quantities are written in base units, so that they are read back exactly."""
     curve = machine.efficiency
     lines = [
-        f"name = {_text(machine.name)}",
-        f"source = {_text(machine.source)}",
+        f"name = {to_toml(machine.name)}",
+        f"source = {to_toml(machine.source)}",
         f"devices_per_node = {machine.devices_per_node}",
         f"nodes_per_switch = {machine.nodes_per_switch}",
         f"rails = {machine.rails}",
         "",
         "[device]",
-        f"name = {_text(machine.device)}",
+        f"name = {to_toml(machine.device)}",
         f"memory = {_value(machine.memory, 'B')}",
         f"memory_bandwidth = {_value(machine.memory_bandwidth, 'B/s')}",
         f"launch = {_value(machine.launch, 's')}",
@@ -198,11 +273,11 @@ def machine_to_toml(machine: Machine) -> str:
 
 def _link(table: str, link: Link) -> list[str]:
     lines = ["", f"[{table}]", f"alpha = {_value(link.alpha, 's')}", f"beta = {_value(link.beta, 's/B')}"]
-    return [*lines, f"note = {_text(link.note)}"] if link.note else lines
+    return [*lines, f"note = {to_toml(link.note)}"] if link.note else lines
 
 
-def _runtime(runtime: Runtime) -> list[str]:
-    if runtime == Runtime():
+def _runtime(runtime: Overheads) -> list[str]:
+    if runtime == Overheads():
         return []
     lines = ["", "[runtime]", f"update = {_value(runtime.update, 's/B')}"]
     lines += [f"{key} = {_value(getattr(runtime, key), 's')}" for key in ("layer", "step", "synchronize")]
@@ -219,10 +294,4 @@ def _value(value: float, unit: str) -> str:
 
 def _key(text: str) -> str:
     """A TOML key, in quotes where it must be."""
-    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _text(text)
-
-
-def _text(text: str) -> str:
-    """A TOML basic string."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'
+    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else to_toml(text)

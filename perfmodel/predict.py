@@ -1,30 +1,32 @@
-"""Planning a network for a machine, and plans as data: what was chosen, what it will take, and what else was tried."""
+"""Planning a network for a machine: planners, baselines and schemes of gradient reduction, compared by simulation."""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from halograd.documents import bytes_text
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
 from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.cost.baselines import BASELINES, baseline
 from halograd.perfmodel.cost.layer_cost import Pricing
-from halograd.perfmodel.cost.prediction import Prediction, Ranks
-from halograd.perfmodel.cost.problem import NetworkCosts, network_costs
+from halograd.perfmodel.cost.network_costs import NetworkCosts, network_costs
 from halograd.perfmodel.cost.simulate import Simulation, Training
 from halograd.perfmodel.cost.wires import Wires
+from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import KernelTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.planners import PLANNERS, Choice, NoneFits, bytes_text
+from halograd.perfmodel.planners import PLANNERS, NoneFits, Selection
+from halograd.perfmodel.plans import Alternative, Plan, Prediction, Ranks
 from halograd.perfmodel.reduction_choice import planned_schemes
-from halograd.schema import STRICT, Bytes, Count, NotNegative, Positive, Text, build
+from halograd.schema import build
 
-__all__ = ["EXPOSED", "Alternative", "Plan", "Planning", "plan_network"]
+__all__ = ["Planning", "plan_network"]
 
 #: Parts of the sums of gradients that are charged to layers, one plan each; `simulate` decides between them.
 EXPOSED = (1.0, 0.3, 0.0)
@@ -64,110 +66,6 @@ class Planning:
     training: Training = field(default_factory=Training)
     bucket_bytes: int | None = None
     without: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A strategy that was not chosen: what a step would take [s], and memory of the fullest rank [B]."""
-
-    __pydantic_config__ = STRICT
-
-    name: str
-    step_seconds: NotNegative
-    memory_bytes: Bytes
-    fits: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A strategy for one network, batch and number of ranks, with what was predicted of it.
-
-    Attributes
-    ----------
-    network, layers
-        Name of the network, and of its layers.
-    batch, ranks, dtype, machine
-        What it was made for.
-    planner
-        Who made it.
-    strategy
-        How every layer is cut.
-    prediction
-        Of a step.
-    alternatives
-        Baselines and other plans.
-    limit
-        Memory of one rank that it was made for [B].
-    optimal
-        Whether the planner proved that no other choice of candidates is faster, by the additive costs it minimizes.
-    planning_seconds
-        Wall time of the search: pricing, planners, simulation of what they and the baselines chose [s].
-    """
-
-    __pydantic_config__ = STRICT
-
-    network: str
-    layers: tuple[str, ...]
-    batch: Count
-    ranks: Ranks
-    dtype: Text
-    machine: str
-    planner: Text
-    strategy: Strategy
-    prediction: Prediction
-    alternatives: tuple[Alternative, ...] = ()
-    limit: Positive | None = None
-    optimal: bool = False
-    planning_seconds: NotNegative = 0.0
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted time of a step [s]."""
-        return self.prediction.step_seconds
-
-    def check(self, network: Network, ranks: int, batch: int | None = None) -> None:
-        """Refuse to be used for anything else than it was made for.
-
-        Raises
-        ------
-        UserError
-            Another network, number of ranks or batch; a strategy that the network cannot have.
-        """
-        if tuple(network.layers) != self.layers:
-            raise UserError(
-                f"plan: expected network {self.network!r} ({len(self.layers)} layers), which it was made for, got "
-                f"{network.name!r} ({len(network.layers)} layers); run `halograd plan` for that one"
-            )
-        if ranks != self.ranks:
-            raise UserError(
-                f"plan: expected {self.ranks} ranks, which it was made for, got {ranks}; start {self.ranks} ranks or "
-                "run `halograd plan` again"
-            )
-        if batch is not None and batch != self.batch:
-            raise UserError(
-                f"plan: expected a batch of {self.batch} samples, which it was made for, got {batch}; set that or run "
-                "`halograd plan` again"
-            )
-        self.strategy.validate(network, ranks)
-
-    def save(self, path: str | Path) -> None:
-        """Write as JSON; see :class:`halograd.perfmodel.plan_file.PlanFile`, which can keep what was asked for too."""
-        from halograd.perfmodel.plan_file import PlanFile  # not at the top: it knows plans
-
-        PlanFile(self).save(path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read what `save`, or ``halograd plan -o``, wrote.
-
-        Raises
-        ------
-        UserError
-            The file is not there or is no plan.
-        """
-        from halograd.perfmodel.plan_file import PlanFile
-
-        return PlanFile.load(path).plan
 
 
 def plan_network(
@@ -234,6 +132,10 @@ class _Search:
         self.middle = self.buckets[len(self.buckets) // 2]
 
     def run(self) -> Plan:
+        with _uncollected():
+            return self._run()
+
+    def _run(self) -> Plan:
         began = time.perf_counter()
         fixed = self.planning.planner in BASELINES
         for name in [self.planning.planner] if fixed else BASELINES:
@@ -257,9 +159,8 @@ class _Search:
     def _plan(self) -> None:
         """Ask the planner, once per charge."""
         training, full = self.planning.training, self.planning.full
-        costs = network_costs(
-            self.network, self.batch, self.ranks, self.machine, self.times, training, full, self.middle
-        )
+        pricing = Pricing(Wires(self.machine, quick=True), self.times, training.dtype, best_halo=True)
+        costs = network_costs(self.network, self.batch, self.ranks, pricing, training, full, self.middle)
         planner = PLANNERS[self.planning.planner]()
         seen: set[tuple[int, ...]] = set()
         for exposed in EXPOSED:
@@ -278,7 +179,7 @@ class _Search:
                 # What the backward pass borrows is not in the problem: leave room for it.
                 limit = min(limit, choice.memory) - over
 
-    def _candidate(self, costs: NetworkCosts, choice: Choice, exposed: float) -> _Found:
+    def _candidate(self, costs: NetworkCosts, choice: Selection, exposed: float) -> _Found:
         name = f"{self.planning.planner}, {exposed:.0%} of gradient sums charged"
         return self._try(name, costs.strategy(choice.indices, self.middle), choice.optimal)
 
@@ -338,6 +239,18 @@ class _Search:
             best.optimal,
             seconds,
         )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: programs live to the end of a search, and to look through them takes an eighth of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _with_halos(strategy: Strategy, prediction: Prediction) -> Strategy:

@@ -68,6 +68,7 @@ class Context:
         self.parts, self.options = {**dict.fromkeys(AXES, 1), **parts}, options
         self.params, self.grads, self.state = arrays["params"], arrays["grads"], arrays["state"]
         self.trainable, self.fused, self._overlaps = trainable, fused, overlaps
+        self._needed: dict[int, Blocks] = {}
         self.operations: list[Operation] = []
         #: Of a layer that only moves data: adds what is left to do when the output, or the input's gradient, is needed.
         self.finishing: Callable[[], None] | None = None
@@ -127,7 +128,9 @@ class Context:
 
     def needed(self, i: int) -> Blocks:
         """Per rank, the box of input `i` that its output box needs; may reach outside the array."""
-        return self.layer.needed_blocks(i, [v.layout for v in self.inputs], self.output.layout)
+        if i not in self._needed:
+            self._needed[i] = self.layer.needed_blocks(i, [v.layout for v in self.inputs], self.output.layout)
+        return self._needed[i]
 
     def clipped(self, i: int, slack: Sequence[int] | None = None) -> Blocks:
         """`needed` without what lies outside the array.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.comm.sums import METHODS
 from halograd.dtensor import Exchange
 from halograd.kernels import Substitute
@@ -20,6 +19,9 @@ from halograd.program.operations import Kernel, Operation, Run, Sum, Total, Tran
 from halograd.program.program import Program, Segment
 from halograd.program.recording import Item
 from halograd.program.views import Buffer, Region, View
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["Environment", "Pass", "Runner"]
 

@@ -28,6 +28,8 @@ from halograd.layers.strategy import Strategy
 from halograd.models import mesh
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.perfmodel.machine import FOLDER
+from halograd.program.compiler import Target
+from halograd.program.dtypes import dtype_of
 from halograd.training.build import make_network, make_schedule, make_strategy
 from halograd.training.config import load_config
 from tests.support.mutants import mutant
@@ -102,9 +104,10 @@ def built(network, strategy: Strategy, batch: int, size: int, dtype: str = "floa
     strategy.refuse_empty_blocks(network)
     if size <= RANKS:
         blocks = parameter_blocks(network, strategy, size)
-        buckets = buckets_of(network, blocks, 4, strategy.bucket_bytes, strategy.reduction)
+        buckets = buckets_of(network, blocks, 4, strategy)
         for rank in {0, size - 1}:
-            memory_of(program_of(network, strategy, batch, size, rank, dtype), blocks, buckets, strategy)
+            program = program_of(network, strategy, Target(batch, size, rank, dtype_of(dtype)))
+            memory_of(program, blocks, buckets, strategy)
 
 
 def use_config(path: Path) -> None:

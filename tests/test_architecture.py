@@ -216,6 +216,30 @@ def test_no_file_over_500_lines():
     assert not long, f"expected at most 500 lines per file, got {long}; split by concept"
 
 
+def oversized(path: Path, text: str | None = None) -> list[str]:
+    """Functions of a file with more than 8 parameters, and classes with more than 25 methods."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8") if text is None else text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            given = node.args
+            names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            count = len([n for n in names if n not in ("self", "cls")]) + bool(given.vararg) + bool(given.kwarg)
+            found += [f"{name(path)}:{node.lineno} {node.name}: {count} parameters"] if count > 8 else []
+        elif isinstance(node, ast.ClassDef):
+            count = sum(isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in node.body)
+            found += [f"{name(path)}:{node.lineno} {node.name}: {count} methods"] if count > 25 else []
+    return found
+
+
+def test_functions_and_classes_are_no_larger_than_a_reader_can_hold():
+    """Options of commands are groups (`halograd.cli.options.grouped`)."""
+    files = [path for path in sources("halograd", "jobs", "perfmodel") if path.name != "testing.py"]
+    found = [line for path in files for line in oversized(path)]
+    assert not found, "expected at most 8 parameters and 25 methods, got\n" + "\n".join(found)
+    nine = ", ".join(f"a{i}" for i in range(9))
+    assert oversized(files[0], f"def f({nine}): pass\nclass C:\n" + "    def f(self): pass\n" * 26)
+
+
 def test_every_folder_is_a_package_of_halograd():
     links = {path.name: os.readlink(path) for path in (ROOT / "halograd").iterdir() if path.is_symlink()}
     assert links == {folder: f"../{folder}" for folder in BELOW}

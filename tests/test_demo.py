@@ -11,10 +11,10 @@ import h5py
 import numpy as np
 import pytest
 
-from halograd.demo.job import find_mpiexec, run_ranks
+from halograd.demo.demonstration import find_mpiexec, run_ranks
 from halograd.errors import UserError
-from halograd.report.document import Code, Heading, Picture, Table, Text, to_html, to_markdown
-from halograd.report.lanes import Bar, step_begins, typical_steps, without
+from halograd.report.document import Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
+from halograd.report.timeline import Bar, step_begins, typical_steps, without
 from tests.harness import jobs
 from tests.launch import mpiexec
 
@@ -173,7 +173,7 @@ def test_document_in_both_forms(tmp_path):
     blocks = [
         Heading("A < B", 1),
         Text("**bold** and `code`"),
-        Table([("name", "n"), ("x", "1")]),
+        TableBlock([("name", "n"), ("x", "1")]),
         Code("a < b"),
         Picture(tmp_path / "a.png", "a picture"),
     ]

@@ -8,16 +8,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from halograd import schema
-from halograd.documents import read_json, shown_path
+from halograd.documents import bytes_text, read_json, shown_path
 from halograd.errors import UserError
 from halograd.layers import Network
 from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.strategy import Strategy, counts_of, cuts_text
 from halograd.models import build
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
-from halograd.perfmodel.plan_file import PlanFile, is_plan
-from halograd.perfmodel.planners import bytes_text
+from halograd.perfmodel.plans import Plan, is_plan
 from halograd.perfmodel.profile.device import memory_size
+from halograd.program.compiler import Target
+from halograd.program.dtypes import dtype_of
 from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
 from halograd.training.schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
@@ -112,7 +113,7 @@ def _strategy_of_file(path: str, size: int, network: Network | None, batch: int 
     data = read_json(path, "strategy")
     if not is_plan(data):
         return schema.build(Strategy, data, f"strategy {shown_path(path)}")
-    plan = PlanFile.from_dict(data, f"plan {shown_path(path)}").plan
+    plan = Plan.from_dict(data, f"plan {shown_path(path)}")
     if network is not None:
         try:
             plan.check(network, size, batch)
@@ -229,9 +230,9 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
     """
     batch, dtype, size = config.training.batch, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
-    program = program_of(network, strategy, batch, size, comm.rank, dtype, train=trainable, blocks=blocks)
-    itemsize, scheme = program.wide.itemsize, strategy.reduction
-    buckets = buckets_of(network, blocks, itemsize, strategy.bucket_bytes, scheme) if trainable else []
+    target = Target(batch, size, comm.rank, dtype_of(dtype), trainable)
+    program = program_of(network, strategy, target, blocks)
+    buckets = buckets_of(network, blocks, program.wide.itemsize, strategy) if trainable else []
     needs = memory_of(program, blocks, buckets, strategy)
     needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
     _refuse_too_much(comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs)))

@@ -17,7 +17,7 @@ from halograd.documents import is_one_line, parse_option, parse_toml, read_toml,
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Name, Payload, Scheme
 from halograd.layers.strategy import CutField
-from halograd.perfmodel.units import parse_quantity
+from halograd.perfmodel.machine_file import parse_quantity
 from halograd.schema import (
     LARGEST,
     Below1,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm import Communicator, Reduction
 from halograd.device import Ticket
 from halograd.errors import UserError
 from halograd.training.memory import Memory
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator, Reduction
 
 __all__ = ["LossScale"]
 

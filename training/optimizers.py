@@ -11,15 +11,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.training.fused_updates import FusedUpdates
 from halograd.training.shards import gather_shards, is_sharded, owned
 from halograd.training.store import Bucket, ParameterStore
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["LARS", "SGD", "Adam", "AdamW", "Optimizer"]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from halograd.comm import Communicator, shards
+from halograd.comm import shards
 from halograd.layers.groups import group_of
 from halograd.training.store import Bucket, ParameterStore
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["gather_shards", "is_sharded", "owned"]
 

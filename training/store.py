@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.device import device_of, is_low, wide
 from halograd.dtensor import Box, Exchange, Groups, Layout
 from halograd.layers import Network, Parameter, Strategy
@@ -18,6 +17,9 @@ from halograd.layers.reduction_chunks import chunks_of, gradient_layers, replica
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.loss_scale import LossScale
 from halograd.training.memory import Memory
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["Bucket", "Flat", "ParameterStore"]
 

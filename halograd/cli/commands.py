@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from halograd.cli.benching import allreduce
 from halograd.cli.explaining import explain
+from halograd.cli.options import Several, grouped
 from halograd.cli.planning import plan
 from halograd.cli.predicting import predict
-from halograd.cli.profiling import profile
+from halograd.cli.profiling import allreduce, profile
 from halograd.cli.submitting import submit
-from halograd.cli.watching import report, status
 
 __all__ = ["app"]
 
@@ -24,21 +23,16 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-generate = typer.Typer(help="Make a data set.", rich_markup_mode=None)
-app.add_typer(generate, name="generate")
+generators = typer.Typer(help="Make a data set.", rich_markup_mode=None)
+app.add_typer(generators, name="generate")
 bench = typer.Typer(help="Measure what the library does on this machine.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 bench.command()(allreduce)
-app.command()(profile)
-app.command()(plan)
-app.command()(explain)
-app.command()(predict)
-app.command()(submit)
-app.command()(status)
-app.command()(report)
+for command in (profile, plan, explain, predict, submit):
+    app.command()(grouped(command))
 
 Sets = Annotated[
-    list[str] | None,
+    Several,
     typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the configuration; may be given several times."),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads per rank; the same as --set backend.threads=N.")]
@@ -72,7 +66,7 @@ def doctor() -> int:
     return examine()
 
 
-@generate.command("mesh-tangling")
+@generators.command("mesh-tangling")
 def mesh_tangling(
     out: Annotated[Path, typer.Argument(metavar="OUT.h5", help="The HDF5 file to write.")],
     resolution: Annotated[int, typer.Option(help="Cells per axis, up to 2048.")] = 256,
@@ -85,9 +79,20 @@ def mesh_tangling(
     Example:
       halograd generate mesh-tangling mesh.h5 --resolution 256 --samples 32 --seed 1
     """
-    from halograd.cli.generating import generate_mesh_tangling
+    from halograd.cli.output import progress_bar
+    from halograd.comm.boot import launched_size
 
-    generate_mesh_tangling(out, resolution, samples, seed)
+    if launched_size() is not None:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.rank:
+            return  # one process does it
+    from halograd.data.mesh_tangling import generate
+
+    with progress_bar("blocks") as progress:
+        generate(out, resolution, samples, seed, progress=progress)
+    size = out.stat().st_size / 2**20
+    print(f"{out}: {samples} samples of {resolution} x {resolution} cells, seed {seed}, {size:.1f} MiB", flush=True)
 
 
 @app.command()
@@ -170,5 +175,72 @@ def demo(
     run_demo(out, QUICK if quick else FULL)
 
 
-def _overrides(sets: list[str] | None, threads: int | None) -> list[str]:
+@app.command()
+def status(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run and line, for scripts.")] = False,
+) -> int:
+    """Progress, speed, time left, last checkpoint and overlap ratio of a run, from its log.
+
+    It may be running, on whatever machine: nothing but the directory is looked at.
+
+    \b
+    Examples:
+      halograd status runs/mesh
+      watch halograd status runs/*
+    """
+    import json
+    import sys
+
+    from halograd.errors import UserError
+    from halograd.report.status import TAIL, read_record, status_of, status_text
+
+    code = 0
+    for run in runs:
+        try:
+            one = status_of(read_record(run, TAIL))
+        except UserError as error:
+            if len(runs) == 1:
+                raise
+            print(f"halograd: error: {error}", file=sys.stderr)
+            code = 2
+        else:
+            print(json.dumps(one.as_dict()) if as_json else "\n".join(status_text(one)))
+    return code
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, finished or not.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="The page to write; report.html of the run if left out.")
+    ] = None,
+    predictions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.h5", help="What `evaluate --predictions` wrote; predictions.h5 of the run if left out."
+        ),
+    ] = None,
+) -> None:
+    """One self-contained HTML page about a run: curves, predicted against measured, timeline, masks.
+
+    \b
+    Examples:
+      halograd report runs/mesh
+      mpiexec -n 4 halograd evaluate runs/mesh --predictions runs/mesh/predictions.h5 && halograd report runs/mesh
+    """
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # login nodes may not allow it
+    from halograd.report.page import write_page
+    from halograd.report.status import read_record
+
+    path = run / "report.html" if out is None else out
+    left_out = write_page(read_record(run), path, predictions)
+    for line in left_out:
+        print(f"without {line}")
+    print(f"wrote {path}")
+
+
+def _overrides(sets: Several, threads: int | None) -> list[str]:
     return [*(sets or []), *([] if threads is None else [f"backend.threads={threads}"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halograd.cli.plan_options import Asked, Cache, ask, source_of
+from halograd.cli.options import Cache
+from halograd.cli.output import bytes_text, cut_text, idle_text, milliseconds, table, time_text
+from halograd.errors import UserError
 
 if TYPE_CHECKING:
     from halograd.layers import Strategy
     from halograd.perfmodel.cost import Prediction
-    from halograd.perfmodel.cost.prediction import LayerRecord
-    from halograd.perfmodel.plan_file import PlanFile
+    from halograd.perfmodel.plans import LayerRecord, Plan
+    from halograd.planning import Asked
 
-__all__ = ["Explainer", "Rival", "explain"]
+__all__ = ["explain"]
 
 #: Layers that are explained if none is asked for: those that take longest.
 FEW = 5
@@ -59,23 +62,23 @@ def explain(
       halograd explain plan.json --layer conv3_1 --picture strip.png
       halograd explain plan.json --program --rank 3 --layer conv3_1
     """
-    from halograd.perfmodel.plan_file import PlanFile
+    from halograd.perfmodel.plans import Plan
 
-    made = PlanFile.load(path)
+    made = Plan.load(path)
     if program:
         print("\n".join(_program(made, _asked(made, path, cache), rank, layers or ())))
         return
-    explainer = Explainer.of(made, path, cache)
+    explainer = Explainer(made, _asked(made, path, cache))
     chosen = explainer.check_layers(layers or ())
     print("\n".join(explainer.text(chosen, bool(layers))))
     if image is not None:
-        from halograd.cli.plan_picture import draw_strip
+        from halograd.cli.pictures import draw_strip
 
-        draw_strip(made.plan, image)
+        draw_strip(made, image)
         print(f"{image}: written")
 
 
-def _asked(made: PlanFile, path: Path, cache: Path | None) -> Asked:
+def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
     """The network and the machine of a plan, made again.
 
     Raises
@@ -83,46 +86,41 @@ def _asked(made: PlanFile, path: Path, cache: Path | None) -> Asked:
     UserError
         The plan does not say what it was asked for, or the model is another one by now.
     """
-    from halograd.errors import UserError
+    from halograd.planning import Asked
 
-    plan, request = made.plan, made.request
+    request = plan.request
     if request is None:
         raise UserError(
             f"plan {path}: expected one with its model and machine, as `halograd plan -o` writes, got one of "
             "Plan.save; run `halograd plan`"
         )
     machine = request.load_machine()
-    asked = ask(request.model, request.options, request.machine_file, plan.dtype, cache, machine)
+    asked = Asked.of(request.model, request.options, request.machine_file, plan.dtype, cache, machine)
     plan.check(asked.network, plan.ranks)
     return asked
 
 
-def _program(made: PlanFile, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
+def _program(plan: Plan, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
     """Lines of the program of one rank."""
-    from halograd.errors import UserError
     from halograd.perfmodel.cost import Wires, program_of
+    from halograd.program.compiler import Target
+    from halograd.program.dtypes import dtype_of
     from halograd.program.listing import lines_of
 
-    plan = made.plan
     if rank >= plan.ranks:
         raise UserError(f"--rank: expected one of 0 to {plan.ranks - 1}, got {rank}")
     for name in layers:
-        _check_layer(made, name)
+        _check_layer(plan, name)
     overlaps = Wires(asked.machine).waits_for_network
-    program = program_of(asked.network, plan.strategy, plan.batch, plan.ranks, rank, plan.dtype, overlaps=overlaps)
-    return lines_of(program, frozenset(layers) or None)
+    target = Target(plan.batch, plan.ranks, rank, dtype_of(plan.dtype), overlaps=overlaps)
+    return lines_of(program_of(asked.network, plan.strategy, target), frozenset(layers) or None)
 
 
-def _check_layer(made: PlanFile, name: str) -> None:
-    import difflib
-
-    from halograd.errors import UserError
-
-    there = made.plan.layers
-    if name not in there:
-        near = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(there[:6])}, ..."
-        raise UserError(f"--layer: expected a layer of {made.plan.network!r}, got {name!r}; {hint}")
+def _check_layer(plan: Plan, name: str) -> None:
+    if name not in plan.layers:
+        near = difflib.get_close_matches(name, plan.layers, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(plan.layers[:6])}, ..."
+        raise UserError(f"--layer: expected a layer of {plan.network!r}, got {name!r}; {hint}")
 
 
 @dataclass(frozen=True)
@@ -146,47 +144,32 @@ class Explainer:
 
     Parameters
     ----------
-    made
-        The plan, with what was asked for.
+    plan
+        With what was asked for.
     asked
         Its network and machine.
     """
 
-    def __init__(self, made: PlanFile, asked: Asked) -> None:
+    def __init__(self, plan: Plan, asked: Asked) -> None:
         from halograd.perfmodel.cost import Pricing, Training, Wires
-        from halograd.perfmodel.cost.problem import network_costs
+        from halograd.perfmodel.cost.network_costs import network_costs
 
-        assert made.request is not None
-        self.made, plan = made, made.plan
-        self.plan = plan
-        self.asked, self.request = asked, made.request
-        self.times = asked.times(plan.batch, plan.ranks)
-        self.training = Training(plan.dtype, made.request.slots)
-        self.pricing = Pricing(Wires(asked.machine), self.times, plan.dtype, best_halo=True)
-        self.costs = network_costs(
-            asked.network,
-            plan.batch,
-            plan.ranks,
-            asked.machine,
-            self.times,
-            self.training,
-            made.request.full,
-            plan.strategy.bucket_bytes,
-        )
+        assert plan.request is not None
+        self.plan, self.asked, self.request = plan, asked, plan.request
+        self.pricing = asked.pricing(plan.batch, plan.ranks)
+        self.training = Training(plan.dtype, plan.request.slots)
+        quick = Pricing(Wires(asked.machine, quick=True), self.pricing.times, plan.dtype, best_halo=True)
+        some = (asked.network, plan.batch, plan.ranks, quick, self.training)
+        self.costs = network_costs(*some, plan.request.full, plan.strategy.bucket_bytes)
         p = plan.prediction
         self.exposed = p.allreduce_exposed / p.allreduce_seconds if p.allreduce_seconds else 0.0
         self.problem = self.costs.problem(self.exposed, plan.limit)
         self.chosen = self._simulate(plan.strategy)
 
-    @classmethod
-    def of(cls, made: PlanFile, path: Path, cache: Path | None = None) -> Explainer:
-        """That of a plan; raises what `_asked` raises."""
-        return cls(made, _asked(made, path, cache))
-
     def check_layers(self, layers: Sequence[str]) -> list[str]:
         """Names of layers to explain; those that take longest if none are given."""
         for name in layers:
-            _check_layer(self.made, name)
+            _check_layer(self.plan, name)
         if layers:
             return list(dict.fromkeys(layers))
         slowest: dict[object, str] = {}  # of layers that are alike, the first
@@ -199,15 +182,13 @@ class Explainer:
         """The best other cuts of a layer, fastest step first, and how many cuts there were to choose from."""
         import numpy as np
 
-        from halograd.perfmodel.planners import PLANNERS, Choice, NoneFits, next_best
+        from halograd.perfmodel.planners import Elimination, NoneFits, next_best
 
         v = self.costs.names.index(layer)
         chosen = self.costs.indices(self.plan.strategy)
         # A baseline may cut a layer as no candidate does; then there is nothing to leave out.
         own = chosen[v] if chosen else self._candidate(v)
-        reference = Choice(tuple(chosen or [0] * len(self.costs.names)), 0.0, 0.0, optimal=False)
-        ranking = next_best(self.costs.problem(self.exposed), reference, v).seconds
-        planner = PLANNERS["elimination"]()
+        ranking = next_best(self.costs.problem(self.exposed), v)
         found: list[Rival] = []
         for c in np.argsort(ranking, kind="stable"):
             if c == own or not np.isfinite(ranking[c]):
@@ -215,7 +196,7 @@ class Explainer:
             kept = [np.arange(size) for size in self.problem.sizes]
             kept[v] = np.array([c])
             try:
-                indices = list(planner.plan(self.problem.restricted(kept)).indices)
+                indices = list(Elimination().plan(self.problem.restricted(kept)).indices)
             except NoneFits:
                 continue
             indices[v] = int(c)
@@ -226,9 +207,7 @@ class Explainer:
         return sorted(found, key=lambda r: r.prediction.step_seconds), len(ranking)
 
     def _candidate(self, v: int) -> int:
-        from halograd.perfmodel.cost.blocks import parts_key
-
-        parts = parts_key(self.plan.strategy.cuts_of(self.costs.names[v]))
+        parts = tuple(self.plan.strategy.cuts_of(self.costs.names[v]).values())
         return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
 
     def _reducing(self, strategy: Strategy) -> Strategy:
@@ -243,22 +222,13 @@ class Explainer:
         from halograd.perfmodel.cost import simulate
 
         plan = self.plan
-        return simulate(
-            self.asked.network,
-            strategy,
-            plan.batch,
-            self.asked.machine,
-            self.times,
-            self.training,
-            plan.ranks,
-            self.pricing,
-        )
+        return simulate(self.asked.network, strategy, plan.batch, self.pricing, self.training, plan.ranks)
 
     # -- output --------------------------------------------------------------------------------
 
     def text(self, layers: Sequence[str], details: bool) -> list[str]:
         """Everything that is told, in lines."""
-        from halograd.cli.tables import idle_text, time_text
+        from halograd.planning import source_of
 
         plan = self.plan
         lines = [
@@ -269,10 +239,8 @@ class Explainer:
         ]
         now = self.chosen.step_seconds
         if abs(now - plan.step_seconds) > 0.02 * plan.step_seconds:
-            lines.append(
-                f"by today's kernel times ({source_of(self.times, self.asked.machine)}) it takes {time_text(now)}; "
-                "what follows is by these"
-            )
+            source = source_of(self.pricing.times, self.asked.machine)
+            lines.append(f"by today's kernel times ({source}) it takes {time_text(now)}; what follows is by these")
         for name in layers:
             lines += ["", *self._of_layer(name, RIVALS if details else 1)]
         if not details:
@@ -280,8 +248,6 @@ class Explainer:
         return lines
 
     def _of_layer(self, name: str, count: int) -> list[str]:
-        from halograd.cli.tables import bytes_text, cut_text, time_text
-
         record = next(r for r in self.chosen.layers if r.name == name)
         rivals, choices = self.rivals(name, count)
         halo = f", halos: {record.halo_algorithm}" if record.halo_algorithm else ""
@@ -308,8 +274,6 @@ class Explainer:
 
     def _comparison(self, rivals: Sequence[Rival]) -> list[str]:
         """Steps under the other cuts, and where the difference comes from."""
-        from halograd.cli.tables import bytes_text, cut_text, milliseconds, table
-
         heading = ["cut", "step [ms]", "more [ms]", "", "memory"]
         base = self.chosen.step_seconds
         rows = []
@@ -347,7 +311,5 @@ def _likeness(record: LayerRecord) -> object:
 
 
 def _terms(record: LayerRecord) -> str:
-    from halograd.cli.tables import time_text
-
     values = {term: sum(getattr(record, f) for f in fields) for term, fields in TERMS.items()}
     return ", ".join(f"{term} {time_text(value)}" for term, value in values.items() if value)

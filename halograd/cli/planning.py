@@ -1,4 +1,4 @@
-"""`halograd plan`: how every layer of a network is best cut on a machine."""
+"""`halograd plan`: how every layer is best cut on a machine; a plan as text, and beside what was measured."""
 
 from __future__ import annotations
 
@@ -9,45 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halograd.cli.plan_options import (
-    Asked,
-    Cache,
-    Dtype,
-    Full,
-    MachineName,
-    Memory,
-    ModelName,
-    Options,
-    Planner,
-    ask,
-    check_counts,
-    check_planner,
-    parse_memory,
-    source_of,
-)
+from halograd.cli.options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_counts
+from halograd.cli.output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, table, time_text
 
 if TYPE_CHECKING:
-    from halograd.perfmodel.plan_file import PlanFile
-    from halograd.perfmodel.predict import Alternative, Plan
+    from halograd.perfmodel.plans import Alternative, LayerRecord, Plan
+    from halograd.training.step_times import Measured
 
-__all__ = ["baselines_of", "known_baselines", "make_plan", "plan", "plan_text"]
+__all__ = ["compared", "comparison", "plan", "plan_text"]
 
 
 def plan(
-    model: ModelName,
-    machine: MachineName,
+    what: ModelOptions,
     ranks: Annotated[int, typer.Option(help="How many there are; a layer may use fewer.")],
-    batch: Annotated[int, typer.Option(help="Samples of a global batch.")],
+    batch: Batch,
     memory: Memory = None,
     planner: Planner = "elimination",
-    options: Options = None,
-    dtype: Dtype = "float32",
     full: Full = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="PLAN.json", help="Write the plan to this file.")
     ] = None,
-    cache: Cache = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Choose how every layer of a model is cut on a machine, within its memory.
 
@@ -60,122 +42,50 @@ def plan(
       halograd plan mesh_1k --option resolution=512 --machine machine.toml --ranks 2 --batch 1 --json
     """
     check_counts(ranks=ranks, batch=batch)
+    from halograd.perfmodel.cost import Training
+    from halograd.perfmodel.predict import Planning
+    from halograd.planning import baselines_of, check_planner, make_plan, parse_memory
+
     check_planner(planner)
-    limit = parse_memory(memory)
-    asked = ask(model, options, machine, dtype, cache)
-    made = make_plan(asked, batch, ranks, limit, planner, full)
-    others = baselines_of(asked, made.plan)
+    planning = Planning(planner, parse_memory(memory), full, Training(what.dtype))
+    asked = what.asked()
+    made = make_plan(asked, batch, ranks, planning)
+    others = baselines_of(asked, made)
     if out is not None:
         made.save(out)
     if as_json:
         print(json.dumps(_as_json(made, others)), flush=True)
         return
-    print("\n".join(plan_text(made.plan, others, made.request.kernel_times if made.request else "")))
+    print("\n".join(plan_text(made, others)))
     if out is not None:
         print(f'{out}: written; `halograd explain {out}` tells why, strategy.file = "{out}" trains by it')
-
-
-def make_plan(
-    asked: Asked,
-    batch: int,
-    ranks: int,
-    limit: float | None = None,
-    planner: str = "elimination",
-    full: bool = False,
-    slots: int = 1,
-) -> PlanFile:
-    """The plan of a model on a machine, and what was asked for.
-
-    Parameters
-    ----------
-    limit
-        Memory of one rank [B]; that of the machine's device if None.
-    slots
-        Arrays of the parameters' size that the optimizer keeps.
-    """
-    from halograd.perfmodel.cost import Training
-    from halograd.perfmodel.plan_file import PlanFile, Request
-    from halograd.perfmodel.predict import Planning, plan_network
-
-    times = asked.times(batch, ranks)
-    planning = Planning(planner, limit, full, Training(asked.dtype, slots))
-    found = plan_network(asked.network, batch, ranks, asked.machine, times, planning)
-    told = source_of(times, asked.machine)
-    request = Request(
-        asked.model, dict(asked.options), asked.machine.to_toml(), asked.machine_file, told, full=full, slots=slots
-    )
-    return PlanFile(found, request)
-
-
-def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
-    """What a step takes under each baseline, in their order; a baseline that was chosen is the plan itself."""
-    from halograd.perfmodel.cost.baselines import BASELINES, baseline
-    from halograd.perfmodel.cost.layer_cost import Pricing
-    from halograd.perfmodel.cost.simulate import Training, simulate
-    from halograd.perfmodel.cost.wires import Wires
-    from halograd.perfmodel.predict import Alternative
-
-    known = {a.name: a for a in known_baselines(plan)}
-    found = []
-    for name in BASELINES:
-        if name not in known:
-            strategy = baseline(name, asked.network, plan.batch, plan.ranks, plan.strategy.bucket_bytes)
-            times = asked.times(plan.batch, plan.ranks)
-            pricing = Pricing(Wires(asked.machine), times, plan.dtype, best_halo=True)
-            prediction = simulate(
-                asked.network, strategy, plan.batch, asked.machine, times, Training(plan.dtype), plan.ranks, pricing
-            )
-            nbytes = prediction.memory_bytes
-            limit = asked.machine.memory if plan.limit is None else plan.limit
-            known[name] = Alternative(name, prediction.step_seconds, nbytes, nbytes <= limit)
-        found.append(known[name])
-    return found
-
-
-def known_baselines(plan: Plan) -> list[Alternative]:
-    """Baselines that were priced when the plan was made; those with the plan's own cuts take what it takes."""
-    from halograd.perfmodel.cost.baselines import BASELINES
-    from halograd.perfmodel.predict import Alternative
-
-    known = {a.name: a for a in plan.alternatives}
-    # Equal strategies are left out of `alternatives`; a baseline that was asked for by name is the only one priced.
-    same = BASELINES if set(known) & set(BASELINES) else (plan.planner,)
-    own = plan.step_seconds, plan.prediction.memory_bytes
-    return [known.get(name, Alternative(name, *own, True)) for name in BASELINES if name in known or name in same]
 
 
 # -- output -------------------------------------------------------------------------------------
 
 
-def _as_json(made: PlanFile, others: Sequence[Alternative]) -> dict[str, Any]:
-    plan = made.plan
+def _as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
     rows = [{**vars(a), "speed_up": a.step_seconds / plan.step_seconds if plan.step_seconds else None} for a in others]
-    return {**made.as_dict(), "step_seconds": plan.step_seconds, "baselines": rows}
+    return {**plan.as_dict(), "step_seconds": plan.step_seconds, "baselines": rows}
 
 
-def plan_text(plan: Plan, others: Sequence[Alternative], kernel_times: str) -> list[str]:
+def plan_text(plan: Plan, others: Sequence[Alternative]) -> list[str]:
     """The plan as lines: what it is for, its layers, its totals, and the baselines beside it."""
-    from halograd.cli.tables import idle_text
-
     totals = [*_totals(plan), *idle_text(plan)]
-    return [*_headline(plan, kernel_times), "", *_layers(plan), "", *totals, "", *_comparison(plan, others)]
+    return [*_headline(plan), "", *_layers(plan), "", *totals, "", *_beside(plan, others)]
 
 
-def _headline(plan: Plan, kernel_times: str) -> list[str]:
-    from halograd.cli.tables import bytes_text
-
+def _headline(plan: Plan) -> list[str]:
     limit = "" if plan.limit is None else f", at most {bytes_text(plan.limit)} per rank"
     lines = [
         f"{plan.network} on {plan.ranks} ranks of {plan.machine}, batch {plan.batch}, {plan.dtype}{limit}",
         f"planner {plan.planner}{', optimal among its candidates' if plan.optimal else ''}, "
-        f"{plan.planning_seconds:.2f} s; kernel times: {kernel_times}",
+        f"{plan.planning_seconds:.2f} s; kernel times: {plan.kernel_times}",
     ]
     return lines
 
 
 def _layers(plan: Plan) -> list[str]:
-    from halograd.cli.tables import cut_text, mebibytes, milliseconds, table
-
     digits = 3 if plan.step_seconds < 1 else 1
     heading = ["layer", "cut", "ranks", "forward", "backward", "halo", "all-reduce", "redistr.", "other", "memory"]
     units = ["", "", "", *["[ms]"] * 6, "[MiB]"]
@@ -193,8 +103,6 @@ def _layers(plan: Plan) -> list[str]:
 
 
 def _totals(plan: Plan) -> list[str]:
-    from halograd.cli.tables import bytes_text, time_text
-
     p = plan.prediction
     hidden = p.total("halo") - p.total("halo_exposed")
     lines = [
@@ -215,15 +123,11 @@ def _totals(plan: Plan) -> list[str]:
 
 def _scheme(plan: Plan) -> str:
     """How gradients are summed, in words."""
-    from halograd.cli.tables import bytes_text
-
     scheme = plan.strategy.reduction
     return f"{scheme}, {bytes_text(plan.strategy.bucket_bytes)} each" if scheme.has_buckets else str(scheme)
 
 
-def _comparison(plan: Plan, others: Sequence[Alternative]) -> list[str]:
-    from halograd.cli.tables import mebibytes, milliseconds, table
-
+def _beside(plan: Plan, others: Sequence[Alternative]) -> list[str]:
     rows = [["", "[ms]", "of the plan", "[MiB]", ""]]
     rows.append(["plan", milliseconds(plan.step_seconds), "", mebibytes(plan.prediction.memory_bytes), ""])
     for a in others:
@@ -233,3 +137,68 @@ def _comparison(plan: Plan, others: Sequence[Alternative]) -> list[str]:
             note = "the plan"
         rows.append([a.name, milliseconds(a.step_seconds), faster, mebibytes(a.memory_bytes), note])
     return table(["strategy", "step", "speed-up", "memory", ""], rows)
+
+
+# -- beside what was measured ---------------------------------------------------------------------
+
+# Kinds of communication by which schemes of reduction sum gradients, or bring the sum to all.
+_GRADIENTS = ("allreduce", "reduce_scatter", "all_gather", "replicated_dense")
+
+
+def comparison(plan: Plan, measured: Measured) -> list[str]:
+    """Lines of a table: predicted and measured time of every layer, and of the whole step."""
+    p = plan.prediction
+    rows = [["", "", "[ms]", "[ms]", ""]]
+    for record in p.layers:
+        seen = sum(measured.layers.get(record.name, (0.0, 0.0)))
+        rows.append(_row(record.name, cut_text(record.parts), _predicted(record), seen))
+    rows += [_row(name, "", *pair) for name, pair in _of_step(plan, measured).items()]
+    rows.append(_row("step", "", p.step_seconds, measured.step_seconds))
+    heading = ["layer", "cut", "predicted", "measured", "error"]
+    data = f"; {1e3 * measured.data:.3f} ms more for the data" if measured.data else ""
+    return [
+        f"predicted against measured, forward and backward; middle half of {measured.steps} step(s), rank 0{data}",
+        *table(heading, rows, left=2),
+    ]
+
+
+def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
+    """What makes up the step: predicted and measured [s]."""
+    p = plan.prediction
+    found = {
+        "layers together": (sum(map(_predicted, p.layers)), sum(map(sum, measured.layers.values()))),
+        "gradients, waited for": (p.allreduce_exposed, sum(measured.waits.get(kind, 0.0) for kind in _GRADIENTS)),
+        "loss, waited for": (0.0, measured.waits.get("loss", 0.0)),
+        "update": (p.update_seconds, measured.update),
+    }
+    told, seen = (sum(pair[i] for pair in found.values()) for i in (0, 1))
+    return {**found, "between them": (max(0.0, p.step_seconds - told), max(0.0, measured.step_seconds - seen))}
+
+
+def compared(plan: Plan, measured: Measured) -> dict[str, object]:
+    """The same as plain data; times in [s]."""
+    layers = {
+        record.name: {
+            "predicted": _predicted(record),
+            "measured": sum(measured.layers.get(record.name, (0.0, 0.0))),
+        }
+        for record in plan.prediction.layers
+    }
+    return {
+        "steps": measured.steps,
+        "predicted_step_seconds": plan.step_seconds,
+        "measured_step_seconds": measured.step_seconds,
+        "data_seconds": measured.data,
+        "waits": dict(measured.waits),
+        "layers": layers,
+    }
+
+
+def _predicted(record: LayerRecord) -> float:
+    """What a layer takes from its start to its end, both passes; waiting for gradients is told apart [s]."""
+    return record.seconds - record.allreduce_exposed
+
+
+def _row(name: str, cut: str, predicted: float, measured: float) -> list[str]:
+    error = f"{predicted / measured - 1:+.0%}" if measured else ""
+    return [name, cut, milliseconds(predicted), milliseconds(measured), error]

@@ -10,34 +10,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halograd.cli.plan_options import (
-    Asked,
-    Cache,
-    Dtype,
-    MachineName,
+from halograd.cli.options import (
+    AsJson,
     Memory,
-    ModelName,
-    Options,
+    ModelOptions,
     Planner,
-    ask,
     check_counts,
-    check_planner,
     parse_grid,
-    parse_memory,
     parse_ranks,
-    source_of,
     strategy_of_grid,
 )
+from halograd.cli.output import bytes_text, mebibytes, milliseconds, table, time_text
+from halograd.errors import UserError
 
 if TYPE_CHECKING:
     from halograd.perfmodel.cost import Prediction
+    from halograd.planning import Asked
 
-__all__ = ["Point", "Series", "predict"]
+__all__ = ["Series", "predict"]
 
 
 def predict(
-    model: ModelName,
-    machine: MachineName,
+    what: ModelOptions,
     ranks: Annotated[str, typer.Option(metavar="P,...", help="Numbers of ranks: 16, or 4,8,...,2048.")],
     batch: Annotated[
         int, typer.Option(help="Samples of a global batch; on the fewest ranks where it grows with them.")
@@ -48,10 +42,7 @@ def predict(
     ] = None,
     planner: Planner = "elimination",
     memory: Memory = None,
-    options: Options = None,
-    dtype: Dtype = "float32",
-    cache: Cache = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
 ) -> None:
     """Predict the time of a training step, without running anything: strong and weak scaling.
@@ -66,17 +57,18 @@ def predict(
       halograd predict resnet50 --machine dgx-h100 --ranks 8,16,32 --batch 1024 --planner data --json
     """
     check_counts(batch=batch)
+    from halograd.planning import check_planner, parse_memory
+
     check_planner(planner)
     counts, limit = parse_ranks(ranks), parse_memory(memory)
     cut = None if grid is None else parse_grid(grid)
-    asked = ask(model, options, machine, dtype, cache)
-    predictor = _Predictor(asked, cut, planner, limit)
+    predictor = _Predictor(what.asked(), cut, planner, limit)
     if len(counts) == 1:
         _one(predictor, counts[0], batch, as_json, plot)
         return
     series = [Series.run(kind, predictor, counts, batch) for kind in ("strong", "weak")]
     if plot is not None:
-        from halograd.cli.predict_plot import draw_scaling
+        from halograd.cli.pictures import draw_scaling
 
         draw_scaling(series, predictor.title(), plot)
     if as_json:
@@ -170,28 +162,31 @@ class _Predictor:
         return self._known[key]
 
     def _cut(self, ranks: int, batch: int) -> Point:
-        from halograd.perfmodel.cost import Training, simulate
+        from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+        from halograd.planning import source_of
 
         asked = self.asked
         assert self.grid is not None
         strategy = strategy_of_grid(asked.network, self.grid, batch, ranks)
-        times = asked.times(batch, ranks)
-        found = simulate(asked.network, strategy, batch, asked.machine, times, Training(asked.dtype), ranks)
-        self.told = source_of(times, asked.machine)
+        pricing = Pricing(Wires(asked.machine), asked.times(batch, ranks), asked.dtype)
+        found = simulate(asked.network, strategy, batch, pricing, Training(asked.dtype), ranks)
+        self.told = source_of(pricing.times, asked.machine)
         limit = asked.machine.memory if self.limit is None else self.limit
         return Point(ranks, batch, found, "grid", found.memory_bytes <= limit)
 
     def _planned(self, ranks: int, batch: int) -> Point:
-        from halograd.cli.planning import baselines_of, make_plan
-        from halograd.errors import UserError
+        from halograd.perfmodel.cost import Training
+        from halograd.perfmodel.predict import Planning
+        from halograd.planning import baselines_of, make_plan
 
+        planning = Planning(self.planner, self.limit, training=Training(self.asked.dtype))
         try:
-            made = make_plan(self.asked, batch, ranks, self.limit, self.planner)
+            made = make_plan(self.asked, batch, ranks, planning)
         except UserError as error:
             return Point(ranks, batch, None, fits=False, fault=str(error))
-        self.told = made.request.kernel_times if made.request else ""
-        rows = {a.name: (a.step_seconds, a.fits) for a in baselines_of(self.asked, made.plan)}
-        return Point(ranks, batch, made.plan.prediction, made.plan.planner, baselines=rows)
+        self.told = made.kernel_times
+        rows = {a.name: (a.step_seconds, a.fits) for a in baselines_of(self.asked, made)}
+        return Point(ranks, batch, made.prediction, made.planner, baselines=rows)
 
 
 @dataclass(frozen=True)
@@ -218,8 +213,6 @@ class Series:
         UserError
             Nothing fits anywhere, or samples per rank cannot be kept.
         """
-        from halograd.errors import UserError
-
         points = [predictor.point(p, _batch(kind, batch, ranks[0], p)) for p in ranks]
         if kind == "strong" and all(point.prediction is None for point in points):
             raise UserError(points[-1].fault)
@@ -248,8 +241,6 @@ class Series:
 
     def text(self) -> list[str]:
         """A table."""
-        from halograd.cli.tables import mebibytes, milliseconds, table
-
         names = list(next((p.baselines for p in self.points if p.baselines), {}))
         heading = ["ranks", "batch", "step", "samples", "speed-up", "efficiency", "memory", *names, ""]
         rows = [["", "", "[ms]", "[1/s]", "", "", "[MiB]", *["[ms]"] * len(names), ""]]
@@ -286,8 +277,6 @@ def parts_of(p: Prediction) -> dict[str, float]:
 
 
 def _batch(kind: str, batch: int, first: int, ranks: int) -> int:
-    from halograd.errors import UserError
-
     if kind == "strong":
         return batch
     if batch * ranks % first:
@@ -305,9 +294,6 @@ def _brief(fault: str) -> str:
 
 def _one(predictor: _Predictor, ranks: int, batch: int, as_json: bool, plot: Path | None) -> None:
     """One number of ranks: the record with its parts."""
-    from halograd.cli.tables import bytes_text, time_text
-    from halograd.errors import UserError
-
     if plot is not None:
         raise UserError("--plot: expected several numbers of ranks for a curve, got one; write --ranks 4,8,...,64")
     point = predictor.point(ranks, batch)

@@ -7,78 +7,132 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from halograd.cli.options import Several
 from halograd.errors import UserError
 from halograd.files import write_whole
 
 if TYPE_CHECKING:
-    from halograd.jobs import Job, Profiling, Resources
+    from halograd.jobs import Job, Resources, Software
     from halograd.training.config import BackendConfig, Config
 
 __all__ = ["submit"]
 
-Several = list[str] | None
 _SHELL_NAME = re.compile(r"[^\w.+-]+", re.ASCII)
 
 
-def submit(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")],
-    kind: Annotated[
-        str | None,
-        typer.Option(help="train, profile, plan-then-train, sweep or local; train, or sweep if --sweep is given."),
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of every node, for kernels = cudnn; one rank each.")] = 0,
+@dataclass(frozen=True)
+class ResourceOptions:
+    """Nodes, ranks and time of a job, and where it queues."""
+
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of every node, for kernels = cudnn; one rank each.")] = 0
     ranks_per_node: Annotated[
         int | None, typer.Option(help="Ranks on every node; one per GPU if left out, or one without GPUs.")
-    ] = None,
+    ] = None
     cpus_per_rank: Annotated[
         int | None, typer.Option(help="Cores of a rank, and its threads unless backend.threads says how many it uses.")
-    ] = None,
-    time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Minutes, HH:MM:SS or D-HH:MM:SS.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Where to queue.")] = None,
-    account: Annotated[str | None, typer.Option(help="Who pays.")] = None,
-    job_name: Annotated[str | None, typer.Option(help="Also names the log; the configuration's if left out.")] = None,
+    ] = None
+    time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Minutes, HH:MM:SS or D-HH:MM:SS.")] = None
+    partition: Annotated[str | None, typer.Option(help="Where to queue.")] = None
+    account: Annotated[str | None, typer.Option(help="Who pays.")] = None
     sbatch: Annotated[
         Several, typer.Option("--sbatch", metavar="KEY=VALUE", help="Any other option of sbatch; repeatable.")
-    ] = None,
-    sets: Annotated[
-        Several, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the configuration; repeatable.")
-    ] = None,
+    ] = None
+    warning: Annotated[int, typer.Option(help="Seconds before the time limit to write a checkpoint at.")] = 120
+
+    def resources(self, threads: int) -> Resources:
+        """What the job asks Slurm for, of ranks with so many threads."""
+        from halograd.jobs import Resources, parse_directives
+
+        return Resources(
+            self.nodes,
+            self.ranks_per_node if self.ranks_per_node is not None else max(1, self.gpus_per_node),
+            threads if self.cpus_per_rank is None else self.cpus_per_rank,
+            self.gpus_per_node,
+            self.time,
+            self.partition,
+            self.account,
+            self.warning,
+            parse_directives(self.sbatch or []),
+        )
+
+
+@dataclass(frozen=True)
+class SoftwareOptions:
+    """What a job runs with."""
+
     modules: Annotated[
         Several, typer.Option("--module", metavar="NAME", help="Module to load, in this order; repeatable.")
-    ] = None,
-    env: Annotated[
-        Several, typer.Option("--env", metavar="KEY=VALUE", help="Environment of the job; repeatable.")
-    ] = None,
-    container: Annotated[str | None, typer.Option(metavar="IMAGE", help="Run in this container.")] = None,
-    container_runtime: Annotated[str, typer.Option(help="apptainer, singularity or pyxis.")] = "apptainer",
-    python: Annotated[str | None, typer.Option(metavar="PATH", help="Interpreter on the nodes; else this one.")] = None,
-    launcher: Annotated[str, typer.Option(help="What starts the ranks: srun or mpirun.")] = "srun",
+    ] = None
+    env: Annotated[Several, typer.Option("--env", metavar="KEY=VALUE", help="Environment of the job; repeatable.")] = (
+        None
+    )
+    container: Annotated[str | None, typer.Option(metavar="IMAGE", help="Run in this container.")] = None
+    container_runtime: Annotated[str, typer.Option(help="apptainer, singularity or pyxis.")] = "apptainer"
+    python: Annotated[str | None, typer.Option(metavar="PATH", help="Interpreter on the nodes; else this one.")] = None
+    launcher: Annotated[str, typer.Option(help="What starts the ranks: srun or mpirun.")] = "srun"
     mpi: Annotated[
         str | None, typer.Option(metavar="PLUGIN", help="For `srun --mpi`: pmi2 (MPICH), pmix (Open MPI), ...")
-    ] = None,
-    mpirun: Annotated[str | None, typer.Option(metavar="PATH", help="The mpirun to use.")] = None,
+    ] = None
+    mpirun: Annotated[str | None, typer.Option(metavar="PATH", help="The mpirun to use.")] = None
+
+    def software(self) -> Software:
+        """As the scripts want it."""
+        from halograd.jobs import Software, parse_environment
+
+        return Software(
+            _here(),
+            self.python,
+            self.launcher,
+            self.mpi,
+            self.mpirun,
+            self.modules or (),
+            parse_environment(self.env or []),
+            self.container,
+            self.container_runtime,
+        )
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What becomes of a job."""
+
+    job_name: Annotated[str | None, typer.Option(help="Also names the log; the configuration's if left out.")] = None
     stage: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER", help="Copy the data set to this folder of every node; '$NAME/...' may begin it."
         ),
-    ] = None,
-    warning: Annotated[int, typer.Option(help="Seconds before the time limit to write a checkpoint at.")] = 120,
-    chain: Annotated[int, typer.Option(help="Submit this many jobs, each going on where the last ended.")] = 1,
+    ] = None
+    chain: Annotated[int, typer.Option(help="Submit this many jobs, each going on where the last ended.")] = 1
     after_crash: Annotated[
         str, typer.Option(help="requeue, if there is a newer checkpoint than when the job started; or stop.")
-    ] = "requeue",
+    ] = "requeue"
     sweep: Annotated[
         Several, typer.Option(metavar="KEY=V1,V2", help="A task for every combination of values; repeatable.")
+    ] = None
+    at_most: Annotated[int | None, typer.Option(help="Tasks of a sweep that run at the same time.")] = None
+    profile_nodes: Annotated[int, typer.Option(help="Nodes that measure, of plan-then-train and profile.")] = 1
+
+
+def submit(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration of the run.")],
+    asked: ResourceOptions,
+    runs_with: SoftwareOptions,
+    job: JobOptions,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="train, profile, plan-then-train, sweep or local; train, or sweep if --sweep is given."),
     ] = None,
-    at_most: Annotated[int | None, typer.Option(help="Tasks of a sweep that run at the same time.")] = None,
-    profile_nodes: Annotated[int, typer.Option(help="Nodes that measure, of plan-then-train and profile.")] = 1,
+    sets: Annotated[
+        Several, typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the configuration; repeatable.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and submit nothing.")] = False,
 ) -> int:
     """Train on a cluster with Slurm: write a script, and submit it.
@@ -95,60 +149,40 @@ def submit(
       halograd submit mesh.toml --kind local --ranks-per-node 4
     """
     from halograd.comm.boot import launched_size
-    from halograd.jobs import Resources, Software, parse_directives, parse_environment, parse_sweep
+    from halograd.jobs import parse_sweep
 
     if launched_size() is not None:
         raise UserError("submit: expected to be started alone, got a launcher; the job starts its ranks itself")
-    chosen = _kind(kind, sweep, chain, at_most)
+    chosen = _kind(kind, job)
     loaded = _load(config, sets or [])
-    per_node = ranks_per_node if ranks_per_node is not None else max(1, gpus_per_node)
-    threads = _threads(loaded.backend, cpus_per_rank)
+    threads = _threads(loaded.backend, asked.cpus_per_rank)
     overrides = [*(sets or []), *([] if threads == loaded.backend.threads else [f"backend.threads={threads}"])]
-    cpus = threads if cpus_per_rank is None else cpus_per_rank
-    directives = parse_directives(sbatch or [])
-    resources = Resources(nodes, per_node, cpus, gpus_per_node, time, partition, account, warning, directives)
-    software = Software(
-        _here(),
-        python,
-        launcher,
-        mpi,
-        mpirun,
-        modules or (),
-        parse_environment(env or []),
-        container,
-        container_runtime,
-    )
-    settings = parse_sweep(sweep or [])
+    resources, software = asked.resources(threads), runs_with.software()
+    settings = parse_sweep(job.sweep or [])
     _check(config, overrides, settings, resources, chosen)
-    if cpus_per_rank is None and chosen != "local":
+    if asked.cpus_per_rank is None and chosen != "local":
         _note_single_cores(loaded.backend)
-    job = _job(config, loaded, resources, software, job_name, profile_nodes)
-    job = _replace(job, threads=threads, overrides=overrides, stage=stage, after_crash=after_crash)
-    return _start(chosen, _replace(job, links=chain, settings=settings, at_most=at_most), dry_run)
+    made = _job(config, loaded, job, resources, software)
+    return _start(chosen, replace(made, threads=threads, overrides=overrides, settings=settings), dry_run)
 
 
 # -- what is asked for --------------------------------------------------------------------------
 
 
-def _kind(kind: str | None, sweep: Several, chain: int, at_most: int | None) -> str:
+def _kind(kind: str | None, job: JobOptions) -> str:
     from halograd.jobs import KINDS
 
-    chosen = kind or ("sweep" if sweep else "train")
+    chosen = kind or ("sweep" if job.sweep else "train")
     if chosen not in KINDS:
         raise UserError(f"--kind: expected one of {', '.join(KINDS)}, got {chosen!a}")
-    for option, given, wanted in (("--sweep", bool(sweep), "sweep"), ("--at-most", at_most is not None, "sweep")):
+    needs = (("--sweep", job.sweep, "sweep"), ("--at-most", job.at_most is not None, "sweep"))
+    for option, given, wanted in (*needs, ("--chain", job.chain != 1, "train")):
         if given and chosen != wanted:
             raise UserError(f"{option}: expected --kind {wanted} with it, got {chosen}")
-    if chain != 1 and chosen != "train":
-        raise UserError(f"--chain: expected --kind train with it, got {chosen}")
     return chosen
 
 
 def _load(path: Path, overrides: Sequence[str]) -> Config:
-    """The configuration, without MPI being started: login nodes may not allow it."""
-    import mpi4py
-
-    mpi4py.rc.initialize = False
     from halograd.training.config import load_config
 
     return load_config(path, overrides)
@@ -188,28 +222,15 @@ def _check(
             strategy.warn_of_idle_ranks(network, loaded.training.batch, ranks)
 
 
-def _job(config: Path, loaded: Config, resources: Any, software: Any, name: str | None, profile_nodes: int) -> Job:
-    from halograd.jobs import Job
+def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, software: Software) -> Job:
+    from halograd.jobs import Job, Profiling
 
-    if not 1 <= profile_nodes <= resources.nodes:
-        raise UserError(f"--profile-nodes: expected 1 to {resources.nodes}, the nodes of the job, got {profile_nodes}")
-    named = _SHELL_NAME.sub("-", config.stem).strip("-") or "halograd" if name is None else name
-    return Job(
-        named,
-        str(config),
-        loaded.output.directory,
-        resources,
-        software,
-        data=loaded.data.path if isinstance(loaded.data.path, str) else loaded.data.path[0],
-        profiling=_profiling(loaded, profile_nodes),
-    )
-
-
-def _profiling(loaded: Config, nodes: int) -> Profiling:
-    from halograd.jobs import Profiling
-
+    if not 1 <= job.profile_nodes <= resources.nodes:
+        raise UserError(
+            f"--profile-nodes: expected 1 to {resources.nodes}, the nodes of the job, got {job.profile_nodes}"
+        )
     strategy, backend = loaded.strategy, loaded.backend
-    return Profiling(
+    profiling = Profiling(
         loaded.model.name,
         loaded.model.options,
         loaded.training.batch,
@@ -220,14 +241,22 @@ def _profiling(loaded: Config, nodes: int) -> Profiling:
         strategy.planner if strategy.auto else None,
         strategy.memory,
         strategy.budget,
-        nodes,
+        job.profile_nodes,
     )
-
-
-def _replace(job: Job, **changes: Any) -> Job:
-    from dataclasses import replace
-
-    return replace(job, **changes)
+    named = _SHELL_NAME.sub("-", config.stem).strip("-") or "halograd" if job.job_name is None else job.job_name
+    return Job(
+        named,
+        str(config),
+        loaded.output.directory,
+        resources,
+        software,
+        data=loaded.data.path if isinstance(loaded.data.path, str) else loaded.data.path[0],
+        stage=job.stage,
+        after_crash=job.after_crash,
+        links=job.chain,
+        at_most=job.at_most,
+        profiling=profiling,
+    )
 
 
 def _here() -> str:

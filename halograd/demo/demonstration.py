@@ -2,26 +2,79 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from halograd.cli.output import progress_bar
 from halograd.comm.boot import launched_size
-from halograd.demo.baseline import Judged, judge
-from halograd.demo.clock import Clock
-from halograd.demo.configuration import write_config
-from halograd.demo.dataset import make_dataset
-from halograd.demo.files import Files, prepare, replace_run
-from halograd.demo.job import find_mpiexec, run_ranks
-from halograd.demo.report import draw_pictures, write_report
-from halograd.demo.settings import DemoSettings
+from halograd.demo.files import DemoSettings, Files, make_dataset, prepare, replace_run, write_config
+from halograd.demo.report import Clock, Judged, draw_pictures, judge, write_report
 from halograd.errors import UserError
 
-__all__ = ["run_demo"]
+__all__ = ["find_mpiexec", "run_demo", "run_ranks"]
+
+# Open MPI refuses more ranks than cores unless told.
+ENVIRONMENT = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def find_mpiexec() -> str:
+    """The mpiexec beside this Python (the `mpich` wheel), else the first on PATH. Local.
+
+    Raises
+    ------
+    UserError
+        If there is none.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise UserError(
+            f"expected mpiexec in {beside.parent} or on PATH, got none; pip install 'halograd[mpich]', or load an MPI"
+        )
+    return found
+
+
+def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[[str], None]) -> list[str]:
+    """Run ``halograd ARGUMENTS`` on that many ranks of one thread each; what was printed, line by line.
+
+    `say` is given every line as it comes. Interrupted, the job is ended too.
+
+    Raises
+    ------
+    UserError
+        If the job failed; its own message was given to `say`.
+    """
+    command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "halograd", *arguments]
+    environment = {**ENVIRONMENT, **os.environ, **dict.fromkeys(THREADS, "1")}
+    lines = []
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                lines.append(line.rstrip("\n"))
+                say(lines[-1])
+        except BaseException:
+            process.terminate()  # mpiexec ends its ranks
+            raise
+    if process.returncode:
+        raise UserError(
+            f"`halograd {arguments[0]}` on {ranks} ranks: expected exit code 0, got {process.returncode}; "
+            "see its message above, and `halograd doctor`"
+        )
+    return lines
 
 
 def run_demo(out: Path, settings: DemoSettings) -> Judged:
@@ -64,9 +117,8 @@ def run_demo(out: Path, settings: DemoSettings) -> Judged:
 
 def _generate(files: Files, settings: DemoSettings) -> None:
     print(f"1/4 data set {files.data}", flush=True)
-    with ExitStack() as stack:
-        move = _bar(stack, "blocks")
-        written = make_dataset(files.data, settings, lambda done, total: move(done, total))
+    with progress_bar("blocks", transient=True) as progress:
+        written = make_dataset(files.data, settings, progress)
     cells = f"{settings.samples} samples of {settings.resolution} x {settings.resolution} cells"
     print(f"    {cells}{'' if written else ', generated before'}", flush=True)
 
@@ -74,33 +126,21 @@ def _generate(files: Files, settings: DemoSettings) -> None:
 def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
     """Train beside the finished run, then take its place; the line that describes the network."""
     print(f"2/4 training on {settings.ranks} ranks, {settings.sample} samples x {settings.height} blocks", flush=True)
-    with ExitStack() as stack:
-        move, done = _bar(stack, "epochs"), 0
+    with progress_bar("epochs", transient=True) as progress:
+        done = 0
 
         def tell(line: str) -> None:
             nonlocal done
             if not line.startswith("trained to "):  # and where: it will be elsewhere in a moment
                 print(f"    {line}", flush=True)
             done += line.startswith("epoch ")
-            move(done, settings.epochs)
+            progress(done, settings.epochs)
 
         arguments = ["train", str(files.config), "--set", f"output.directory={files.new_run}"]
         lines = run_ranks(mpiexec, settings.ranks, arguments, tell)
     replace_run(files.new_run, files.run)
     print("3/4 evaluation, and a logistic regression of the same channels", flush=True)
     return next((line for line in lines if " parameters, " in line), "")
-
-
-def _bar(stack: ExitStack, unit: str) -> Callable[[int, int], None]:
-    """A progress bar on a terminal, under the lines that are printed; nothing elsewhere."""
-    console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn())
-    off, both = not console.is_terminal, sys.stdout.isatty()
-    bar = stack.enter_context(
-        Progress(*columns, console=console, disable=off, transient=True, redirect_stdout=both)  # not out of a file
-    )
-    task = bar.add_task("", total=None)
-    return lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _quiet(line: str) -> None:

@@ -1,16 +1,71 @@
-"""The folder of a demonstration. Only what the demonstration itself has written there is ever replaced."""
+"""Settings, folder, configuration and data set of a demonstration.
+
+Only what the demonstration itself has written in the folder is ever replaced; a data set is used again as long as it is
+what would be made.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from halograd.data import DataError, Hdf5Dataset, generate
+from halograd.data.atomic import atomic_path
+from halograd.data.mesh_tangling import FORMAT, FORMAT_VERSION, Settings
+from halograd.data.reading import open_to_read
 from halograd.errors import UserError
 from halograd.training.directory import RunLock
 
-__all__ = ["Files", "clear_run", "prepare", "replace_run"]
+__all__ = ["FULL", "QUICK", "DemoSettings", "Files", "make_dataset", "prepare", "replace_run", "write_config"]
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """Sizes of one demonstration.
+
+    Attributes
+    ----------
+    resolution
+        Cells per axis of a sample; a multiple of ``2 ** len(widths)``.
+    samples, seed
+        Of the data set; two samples of each simulation.
+    validation
+        Share of the simulations held out.
+    widths, convs
+        Filters per block of the network, and convolutions per block.
+    sample, height
+        Parts of the batch and of the rows: their product is the number of ranks.
+    epochs, batch, learning_rate, pos_weight
+        Of the training. `pos_weight` is the weight of masked cells in the loss.
+    """
+
+    resolution: int
+    samples: int
+    widths: tuple[int, ...]
+    convs: int
+    epochs: int
+    learning_rate: float
+    batch: int = 4
+    seed: int = 1
+    validation: float = 0.2
+    pos_weight: float = 1.5
+    sample: int = 2
+    height: int = 2
+
+    @property
+    def ranks(self) -> int:
+        return self.sample * self.height
+
+
+#: Less than three minutes on two idle cores, half of it training: turn `epochs` for longer or shorter.
+FULL = DemoSettings(128, 192, (24, 32, 48, 64), 1, 18, 0.004)
+#: Seconds, to see that everything works; the network learns little in them.
+QUICK = DemoSettings(32, 12, (8, 12), 1, 3, 0.01)
+
 
 #: What a training run writes, and nothing else.
 RUN_FILES = (
@@ -107,3 +162,118 @@ def _own_files(folder: Path) -> list[Path]:
     """Those of `RUN_FILES` that are there. Links too whose file is gone: a pattern without a star misses these."""
     there = [*folder.glob("*"), *folder.glob("checkpoints/*")]
     return [p for p in there if any(p.relative_to(folder).match(pattern) for pattern in RUN_FILES)]
+
+
+TEMPLATE = """\
+# Written by `halograd demo`. Edit it, and train again into a folder of your own:
+#
+#   mpiexec -n {ranks} halograd train {config} --set output.directory={mine}
+#   mpiexec -n {ranks} halograd evaluate {mine}
+#
+# Any number of ranks will do that [strategy] can share out. Paths are relative to where you start from.
+
+[model]
+name = "mesh"                     # convolution, batch norm and ReLU, as in Dryden et al. 2019
+resolution = {resolution}                  # cells per axis
+channels = 18                     # state and quality metrics of a cell
+widths = {widths}         # filters per block; every block halves the resolution
+convs = {convs}                         # convolutions per block
+decoder = true                    # and back up again: one prediction per cell
+pos_weight = {pos_weight}                  # weight in the loss of the cells that need relaxation
+
+[data]
+path = {data}
+validation = {validation}                  # share of the simulations held out
+
+[strategy]                        # {ranks} ranks = {sample} x {height}
+sample = {sample}                        # parts of the batch
+height = {height}                        # parts of the rows of every sample; halos are exchanged between them
+halo = "auto"                     # "overlap": compute the inner part while the halo travels; "pad": wait for it
+bucket_bytes = 131072             # gradients are summed in parts of this size while the rest is computed
+
+[optimizer]
+kind = "adamw"
+weight_decay = 0.01
+
+[schedule]
+kind = "cosine"
+learning_rate = {learning_rate}
+warmup_epochs = 1
+
+[training]
+epochs = {epochs}
+batch = {batch}                         # samples per step, over all ranks
+seed = {seed}
+
+[backend]
+kernels = "auto"                  # "onednn" or "numpy"
+threads = 1                       # per rank
+
+[output]
+directory = {run}
+timeline = true                   # writes timeline.json, for https://ui.perfetto.dev
+"""
+
+
+def write_config(files: Files, settings: DemoSettings) -> Path | None:
+    """Write ``config.toml``; where one was that has been edited, the new name of that one. Local."""
+    text = _text(files, settings)
+    kept = None
+    if files.config.exists():
+        if files.config.read_text(encoding="utf-8", errors="replace") == text:
+            return None
+        kept = _free_name(files.config)
+        files.config.rename(kept)
+    with atomic_path(files.config) as partial:
+        partial.write_text(text, encoding="utf-8")
+    return kept
+
+
+def _text(files: Files, settings: DemoSettings) -> str:
+    values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+    values |= {"ranks": settings.ranks, "widths": list(settings.widths), "config": files.config}
+    # A JSON string is a TOML string.
+    values |= {"data": json.dumps(str(files.data)), "run": json.dumps(str(files.run)), "mine": files.out / "mine"}
+    return TEMPLATE.format(**values)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.name}.old{number}")).exists():
+        number += 1
+    return free
+
+
+def make_dataset(path: Path, settings: DemoSettings, progress: Callable[[int, int], None] | None = None) -> bool:
+    """Write the data set unless a complete one of these settings is there; whether it was written. Local.
+
+    Raises
+    ------
+    UserError
+        If `path` is a file that no generator of ours has written: it is not replaced.
+    """
+    if path.exists() and _is_wanted(path, settings):
+        return False
+    generate(path, settings.resolution, settings.samples, settings.seed, progress=progress)
+    return True
+
+
+def _is_wanted(path: Path, settings: DemoSettings) -> bool:
+    wanted = asdict(Settings(settings.resolution, settings.samples, settings.seed))
+    wanted["format_version"] = FORMAT_VERSION
+    try:
+        with open_to_read(path) as file:
+            attributes = dict(file.attrs)
+    except OSError:
+        attributes = {}
+    if attributes.get("format") != FORMAT:
+        raise UserError(f"expected no file or a mesh-tangling data set at {path}, got another file; move it away")
+    return all(attributes.get(key) == value for key, value in wanted.items()) and _is_complete(path, settings)
+
+
+def _is_complete(path: Path, settings: DemoSettings) -> bool:
+    try:
+        with Hdf5Dataset(path) as dataset:
+            return len(dataset) == settings.samples and dataset.groups is not None
+    except DataError:
+        return False

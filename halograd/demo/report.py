@@ -1,26 +1,221 @@
-"""The report of a demonstration: what was trained, how well it predicts, where the time went."""
+"""The report of a demonstration: how well network and baseline predict, where the time went, and on what machine."""
 
 from __future__ import annotations
 
+import os
+import platform
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from halograd import __version__
+from halograd.cli.doctor import probe_mpi
+from halograd.data import ChannelStatistics, Hdf5Dataset, split
 from halograd.data.atomic import atomic_path
 from halograd.data.lagrangian import CHANNELS, UNITS
-from halograd.demo.baseline import Judged, Score
-from halograd.demo.clock import Clock, Stage
-from halograd.demo.files import Files
-from halograd.demo.machine import describe_machine
-from halograd.demo.settings import DemoSettings
-from halograd.report.curves import Quality, draw_curves
-from halograd.report.document import Block, Code, Heading, Picture, Table, Text, to_html, to_markdown
-from halograd.report.lanes_picture import draw_timeline
-from halograd.report.masks import Masks, best_to_worst, draw_masks
-from halograd.report.phases import about_timeline, hidden_text, phase_tables
+from halograd.data.logistic import LogisticModel, best_threshold, fit, predict
+from halograd.data.reading import open_to_read
+from halograd.demo.files import DemoSettings, Files
+from halograd.dtensor.box import Box
+from halograd.report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
+from halograd.report.pictures import Masks, Quality, best_to_worst, draw_curves, draw_masks
+from halograd.report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
+from halograd.training.checkpoint import read_header
+from halograd.training.folder import CheckpointFolder
 from halograd.training.log import read_log
+from halograd.training.metrics import Confusion
 
-__all__ = ["draw_pictures", "read_phases", "write_report"]
+__all__ = ["Clock", "Judged", "draw_pictures", "judge", "write_report"]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Wall-clock time, and CPU time of this process and the jobs it started [s]."""
+
+    name: str
+    seconds: float
+    cpu: float
+
+
+@dataclass
+class Clock:
+    """Stages in the order in which they ended."""
+
+    stages: list[StageTimes] = field(default_factory=list)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Book what runs inside."""
+        begin, cpu = time.perf_counter(), _cpu()
+        yield
+        self.stages.append(StageTimes(name, time.perf_counter() - begin, _cpu() - cpu))
+
+    @property
+    def total(self) -> StageTimes:
+        return StageTimes("total", sum(s.seconds for s in self.stages), sum(s.cpu for s in self.stages))
+
+
+def _cpu() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+# A logit is all that a logistic model of weight 1 needs to be told.
+OF_LOGITS = LogisticModel(np.ones(1), 0.0, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Scores of one predictor on the held-out cells, at `threshold` of its probability."""
+
+    name: str
+    threshold: float | None
+    values: dict[str, float | None]
+
+    @property
+    def iou(self) -> float:
+        return self.values["iou"] or 0.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Everything on the held-out samples, for tables and pictures.
+
+    Attributes
+    ----------
+    scores
+        Of the network, the logistic regression, and of the cells that are below the quality limit already.
+    samples
+        ``(n,)`` numbers of the held-out samples in the data set.
+    density, truth, network, regression
+        ``(n, H, W)``: float32 raw density, bool masks.
+    training_cells, iterations
+        What the regression was fitted to, and its Newton steps.
+    """
+
+    scores: tuple[Score, Score, Score]
+    samples: np.ndarray
+    density: np.ndarray
+    truth: np.ndarray
+    network: np.ndarray
+    regression: np.ndarray
+    training_cells: int
+    iterations: int
+
+    @cached_property
+    def ious(self) -> np.ndarray:
+        """IoU ``(n,)`` of the network on each held-out sample."""
+        return np.array([_scores(p, t)["iou"] or 0.0 for p, t in zip(self.network, self.truth)])
+
+
+def judge(files: Files, settings: DemoSettings) -> Judged:
+    """Fit the regression to the network's own inputs, and score both. Local; all inputs are in memory at once."""
+    logits = _logits(files)
+    with Hdf5Dataset(files.data) as dataset:
+        training, held_out = split(len(dataset), settings.validation, settings.seed, dataset.groups)
+        inputs, masks = _read(dataset)
+        density, now = (inputs[held_out, ..., dataset.channel_names.index(n)] for n in ("Density", "scaledJacobian"))
+    _statistics(files).apply(inputs)
+    model = fit(lambda: ((inputs[i], masks[i]) for i in training))
+    cut, _ = best_threshold(model, lambda: ((inputs[i], masks[i]) for i in training))
+    network_cut, _ = best_threshold(OF_LOGITS, lambda: ((logits[i], masks[i]) for i in training))
+    truth = masks[held_out] > 0.5
+    network = np.stack([predict(OF_LOGITS, logits[i]) > network_cut for i in held_out])
+    regression = np.stack([predict(model, inputs[i]) > cut for i in held_out])
+    scores = (
+        Score("network", network_cut, _scores(network, truth)),
+        Score("logistic regression per cell", cut, _scores(regression, truth)),
+        Score("cells below the quality limit already", None, _scores(now < _limit(files), truth)),
+    )
+    cells = len(training) * masks[0].size
+    return Judged(scores, held_out, density, truth, network, regression, cells, model.iterations)
+
+
+def _logits(files: Files) -> np.ndarray:
+    """``(N, H, W, 1)``, by number of the sample."""
+    with open_to_read(files.predictions) as file:
+        order = np.argsort(file["sample"][:])
+        return file["prediction"][:][order]
+
+
+def _read(dataset: Hdf5Dataset) -> tuple[np.ndarray, np.ndarray]:
+    n = len(dataset)
+    inputs = np.empty((n, *dataset.sample_shape), np.float32)
+    masks = np.empty((n, *dataset.target_shape), np.float32)
+    dataset.read(range(n), Box.of_shape(inputs.shape), inputs)
+    dataset.read_targets(range(n), Box.of_shape(masks.shape), masks)
+    return inputs, masks[..., 0]
+
+
+def _statistics(files: Files) -> ChannelStatistics:
+    """Those the network was trained with."""
+    checkpoint = CheckpointFolder(files.run / "checkpoints").latest
+    assert checkpoint is not None, "the run was just finished"
+    normalization = read_header(checkpoint)[0].normalization
+    assert normalization is not None, "the configuration asks for it"
+    return ChannelStatistics.from_state_dict(normalization)
+
+
+def _limit(files: Files) -> float:
+    with open_to_read(files.data) as file:
+        return float(file.attrs["limit"])
+
+
+def _scores(positive: np.ndarray, truth: np.ndarray) -> dict[str, float | None]:
+    counted = Confusion(2, threshold=0.5)
+    counted.add(positive.astype(np.float32), truth)
+    return counted.scores()
+
+
+def describe_machine() -> list[tuple[str, str]]:
+    """Name and value of what decides the times of a report. Local."""
+    return [
+        ("processor", _processor()),
+        ("cores for this process", str(_cores())),
+        ("memory", _memory()),
+        ("system", platform.platform()),
+        ("halograd", __version__),
+        ("Python", platform.python_version()),
+        *((finding.name, finding.value) for finding in probe_mpi() if finding.status == "ok"),
+        *_versions("numpy", "h5py", "onednn-cpu-gomp"),
+    ]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return "unknown"
+    return f"{total / 2**30:.1f} GiB"
+
+
+def _versions(*names: str) -> Iterator[tuple[str, str]]:
+    for name in names:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"
+
 
 COLUMNS = {"iou": "IoU", "f1": "F1", "precision": "precision", "recall": "recall", "accuracy": "accuracy"}
 DENSITY_UNIT = dict(zip(CHANNELS, UNITS))["Density"].replace("^3", "³")
@@ -94,7 +289,7 @@ def _summary(files: Files, settings: DemoSettings, judged: Judged, headline: str
 
 def _quality(judged: Judged, out: Path) -> Iterator[Block]:
     yield Heading("Prediction against truth")
-    yield Table([("on held-out cells", "threshold", *COLUMNS.values()), *map(_score, judged.scores)])
+    yield TableBlock([("on held-out cells", "threshold", *COLUMNS.values()), *map(_score, judged.scores)])
     yield Text(
         f"The regression was fitted to all {judged.training_cells:,} training cells until it converged "
         f"({judged.iterations} Newton steps), on inputs normalised as those of the network. Both thresholds are those "
@@ -120,12 +315,12 @@ def _timeline(entry: dict[str, Any], out: Path) -> Iterator[Block]:
 
 
 def _times(clock: Clock) -> Iterator[Block]:
-    def row(stage: Stage) -> tuple[str, ...]:
+    def row(stage: StageTimes) -> tuple[str, ...]:
         return stage.name, f"{stage.seconds:.1f}", f"{stage.cpu:.1f}"
 
     yield Heading("Times and machine")
-    yield Table([("stage", "wall [s]", "CPU [s]"), *map(row, (*clock.stages, clock.total))])
-    yield Table([("machine", ""), *describe_machine()])
+    yield TableBlock([("stage", "wall [s]", "CPU [s]"), *map(row, (*clock.stages, clock.total))])
+    yield TableBlock([("machine", ""), *describe_machine()])
 
 
 def _what_next(files: Files, settings: DemoSettings) -> Iterator[Block]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Block", "Code", "Heading", "Picture", "Table", "Text", "to_html", "to_markdown"]
+__all__ = ["Block", "Code", "Heading", "Picture", "TableBlock", "Text", "to_html", "to_markdown"]
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
@@ -47,7 +47,7 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableBlock:
     """The first row is the head; columns but the first are numbers and stand to the right, unless told otherwise."""
 
     rows: Sequence[Sequence[str]]
@@ -62,7 +62,7 @@ class Picture:
     text: str
 
 
-Block = Heading | Text | Code | Table | Picture
+Block = Heading | Text | Code | TableBlock | Picture
 
 
 def to_markdown(blocks: Sequence[Block]) -> str:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from halograd.data.atomic import atomic_path
-from halograd.errors import UserError
-from halograd.report.curves import draw_curves, draw_speed
-from halograd.report.document import Block, Code, Heading, Picture, Table, Text, to_html
-from halograd.report.lanes_picture import draw_timeline
-from halograd.report.masks import draw_masks
-from halograd.report.phases import about_timeline, hidden_text, phase_tables
-from halograd.report.predicted import read_masks
-from halograd.report.prediction_table import prediction_table
-from halograd.report.record import Record
-from halograd.report.status import duration_text, status_of
+import h5py
+import numpy as np
 
-__all__ = ["write_page"]
+from halograd.cli.output import cut_text
+from halograd.data import DataError, open_dataset
+from halograd.data.atomic import atomic_path
+from halograd.data.reading import open_file
+from halograd.data.storage import Storage
+from halograd.data.structure import find, looking_into
+from halograd.documents import to_toml
+from halograd.dtensor.box import Box
+from halograd.errors import UserError
+from halograd.perfmodel.plans import Plan
+from halograd.report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html
+from halograd.report.pictures import Masks, best_to_worst, draw_curves, draw_masks, draw_speed, iou
+from halograd.report.status import Record, duration_text, status_of
+from halograd.report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
+
+__all__ = ["read_masks", "write_page"]
 
 #: What the table of events shows, oldest first.
 SHOWN = ("begin", "stopped", "interrupted", "failed", "checkpoint_failed", "finished")
@@ -89,7 +94,7 @@ def _summary(record: Record) -> Iterator[Block]:
         ]
     if status.checkpoint:
         rows.append(("newest checkpoint", Path(status.checkpoint).name))
-    yield Table(rows, "text")
+    yield TableBlock(rows, "text")
 
 
 def _training(record: Record, pictures: Path, left_out: list[str]) -> Iterator[Block]:
@@ -160,7 +165,7 @@ def _reduction(record: Record) -> Iterator[Block]:
             (f"{entry['scheme']}{' (chosen)' if entry.get('chosen') else ''}", f"{1e3 * entry['seconds']:.3f}")
             for entry in trials
         ]
-        yield Table([("scheme", "ms/step"), *rows])
+        yield TableBlock([("scheme", "ms/step"), *rows])
 
 
 def _events(record: Record) -> Iterator[Block]:
@@ -171,7 +176,7 @@ def _events(record: Record) -> Iterator[Block]:
     ]
     if rows:
         yield Heading("What happened")
-        yield Table([("when", "step", "what"), *rows], "text")
+        yield TableBlock([("when", "step", "what"), *rows], "text")
 
 
 def _when(entry: dict[str, Any]) -> str:
@@ -196,15 +201,130 @@ def _configuration(record: Record) -> Iterator[Block]:
 
 
 def _toml(tables: dict[str, Any]) -> Iterator[str]:
-    """A configuration as TOML; values of JSON are, as far as they occur, values of TOML."""
+    """A configuration as TOML."""
     for name, table in tables.items():
         yield f"\n[{name}]"
         for key, value in table.items():
             if value is not None:
-                yield f"{key} = {_value(value)}"
+                yield f"{key} = {to_toml(value)}"
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_value(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
+def prediction_table(entry: Mapping[str, Any], plan: Path) -> Iterator[Block]:
+    """Table of a line ``prediction`` of a log; `plan` tells how layers were cut, where it is still there. Local."""
+    cuts = _cuts_of(plan)
+    rows = [
+        _compared(name, cuts.get(name, ""), pair["predicted"], pair["measured"])
+        for name, pair in entry["layers"].items()
+    ]
+    layers = (sum(pair[key] for pair in entry["layers"].values()) for key in ("predicted", "measured"))
+    rows.append(_compared("layers together", "", *layers))
+    rows.append(_compared("**step**", "", entry["predicted_step_seconds"], entry["measured_step_seconds"]))
+    yield Text(
+        f"Forward and backward; middle half of {entry['steps']} step(s) of rank 0. Waiting for data takes "
+        f"{1e3 * entry['data_seconds']:.3f} ms more."
+    )
+    yield TableBlock([("layer", "cut", "predicted [ms]", "measured [ms]", "error"), *rows])
+    waits = entry["waits"]
+    if waits:
+        rows = [(kind, f"{1e3 * seconds:.3f}") for kind, seconds in waits.items()]
+        yield TableBlock([("waited for", "[ms]"), *rows])
+
+
+def _compared(name: str, cut: str, predicted: float, measured: float) -> tuple[str, ...]:
+    error = f"{predicted / measured - 1:+.0%}" if measured else "-"
+    return name, cut, f"{1e3 * predicted:.3f}", f"{1e3 * measured:.3f}", error
+
+
+def _cuts_of(path: Path) -> dict[str, str]:
+    """Layer -> how it is cut."""
+    try:
+        plan = Plan.load(path)
+    except (UserError, OSError):
+        return {}
+    return {record.name: cut_text(record.parts) for record in plan.prediction.layers}
+
+
+def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
+    """Some samples, from the one that is predicted best to the worst; None where predictions are no masks. Local.
+
+    One sample is in memory at a time. Of 3-D samples the middle slice is taken.
+
+    Parameters
+    ----------
+    path
+        With ``prediction`` and ``target`` ``(n, *spatial, C)`` and ``sample``.
+    data
+        Table ``[data]`` of the configuration, to show what the network sees; if the file is not there, masks alone.
+
+    Raises
+    ------
+    UserError
+        If it is no such file.
+    """
+    try:
+        with open_file(path) as file, looking_into(path):
+            missing = {"prediction", "target", "sample"} - set(file)
+            if missing:
+                raise DataError(f"{path}: got no {missing}")
+            prediction, target, sample = (
+                find(file, path, name, Storage(path)) for name in ("prediction", "target", "sample")
+            )
+            return _shown_masks(prediction, target, sample, data)
+    except DataError as error:
+        raise UserError(f"expected predictions of `halograd evaluate`: {error}") from error
+
+
+def _shown_masks(
+    prediction: h5py.Dataset, target: h5py.Dataset, sample: h5py.Dataset, data: dict[str, Any]
+) -> Masks | None:
+    samples = sample[...]
+    channels = prediction.shape[-1]
+    if prediction.ndim not in (4, 5) or target.shape[:-1] != prediction.shape[:-1] or target.shape[-1] != 1:
+        return None
+    if channels == 1 and not _is_mask(target[0]):
+        return None  # a regression
+    classes = max(2, channels)
+
+    def classes_of(k: int) -> tuple[np.ndarray, np.ndarray]:
+        values = prediction[k]
+        guess = values[..., 0] > 0 if channels == 1 else values.argmax(axis=-1)
+        return guess, np.rint(target[k][..., 0]).astype(int)
+
+    rows = best_to_worst(np.array([iou(*classes_of(k), classes) for k in range(len(samples))]))
+    guesses, truths = zip(*(classes_of(k) for k in rows))
+    image, name = _image(samples[rows], data)
+    return Masks(
+        samples[rows],
+        np.stack([_slice(t) for t in truths]),
+        {"prediction": np.stack([_slice(g) for g in guesses])},
+        classes,
+        "truth",
+        image,
+        name,
+    )
+
+
+def _is_mask(target: np.ndarray) -> bool:
+    return bool(np.isin(target, (0, 1)).all())
+
+
+def _slice(values: np.ndarray) -> np.ndarray:
+    """``(H, W)``: of ``(D, H, W)`` the middle."""
+    return values[len(values) // 2] if values.ndim == 3 else values
+
+
+def _image(samples: np.ndarray, data: dict[str, Any]) -> tuple[np.ndarray | None, str]:
+    """One channel of the inputs and its name: the density of a mesh, else the first."""
+    try:
+        outside = bool(data.get("allow_external", False))
+        name, layout = data.get("inputs", "inputs"), data.get("layout")
+        with open_dataset(data["path"], name, None, layout, allow_external=outside) as dataset:
+            names = dataset.channel_names
+            channel = names.index("Density") if "Density" in names else 0
+            whole = Box.of_shape((len(samples), *dataset.sample_shape))
+            box = Box((*whole.start[:-1], channel), (*whole.stop[:-1], channel + 1))
+            values = np.empty(box.shape, np.float32)
+            dataset.read([int(k) for k in samples], box, values)
+    except (DataError, KeyError):
+        return None, ""
+    return np.stack([_slice(v[..., 0]) for v in values]), names[channel]

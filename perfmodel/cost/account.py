@@ -9,15 +9,15 @@ from halograd.layers import Network
 from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
 from halograd.layers.replication import dense_layers
 from halograd.layers.strategy import Strategy
-from halograd.perfmodel.cost.buckets import Bucket, aligned, buckets_of
 from halograd.perfmodel.cost.reductions import booked, kept
+from halograd.perfmodel.cost.timeline import Bucket, aligned, buckets_of
 from halograd.program.compiler import Target, compile_program
 from halograd.program.counts import Ledger, messages_of, sums_of
 from halograd.program.dtypes import dtype_of
 from halograd.program.program import Program
 from halograd.program.traffic import GroupSum, Move, Traffic
 
-__all__ = ["LOSS_BYTES", "count_program", "count_step", "memory_of", "program_of"]
+__all__ = ["count_program", "count_step", "memory_of", "program_of"]
 
 #: What is summed with every loss [B]: it, and two numbers by which the ranks agree on checkpoints
 #: (`halograd.training.executor.VOTES`).
@@ -25,31 +25,18 @@ LOSS_BYTES = 24
 
 
 def program_of(
-    network: Network,
-    strategy: Strategy,
-    batch: int,
-    ranks: int | None = None,
-    rank: int = 0,
-    dtype: str = "float32",
-    *,
-    train: bool = True,
-    overlaps: bool = False,
-    blocks: Mapping[str, ParameterBlocks] | None = None,
+    network: Network, strategy: Strategy, target: Target, blocks: Mapping[str, ParameterBlocks] | None = None
 ) -> Program:
-    """The program of one rank as the runtime compiles it.
+    """The program of one rank as the runtime compiles it, with the dense layers that the strategy's scheme replicates.
 
     Parameters
     ----------
-    batch
-        Global number of samples.
-    ranks
-        How many there are; those of the strategy if None.
-    overlaps
-        What ``halo = "auto"`` means.
+    target
+        Batch, ranks, dtype, and for which of the ranks.
+    blocks
+        Of parameters and states, if they are known already.
     """
-    size = ranks or strategy.ranks
-    target = Target(batch, size, rank, dtype_of(dtype), train, overlaps)
-    replicated = list(dense_layers(network))[: strategy.reduction.replicated_dense] if train else []
+    replicated = list(dense_layers(network))[: strategy.reduction.replicated_dense] if target.trainable else []
     return compile_program(network, strategy, target, blocks, replicated)
 
 
@@ -75,10 +62,10 @@ def count_step(
     See :func:`halograd.program.counts.messages_of`. Shards are gathered where there is an optimizer.
     """
     size = ranks or strategy.ranks
-    program = program_of(network, strategy, batch, size, dtype=dtype)
     blocks = parameter_blocks(network, strategy, size)
+    program = program_of(network, strategy, Target(batch, size, dtype=dtype_of(dtype)), blocks)
     itemsize = dtype_of(dtype).itemsize
-    buckets = buckets_of(network, blocks, itemsize, strategy.bucket_bytes, strategy.reduction)
+    buckets = buckets_of(network, blocks, itemsize, strategy)
     return count_program(program, buckets, strategy, per_node or size)
 
 

@@ -159,7 +159,7 @@ class _Price:
 
     def __init__(self, step: Step, pricing: Pricing, trained: bool) -> None:
         self.step, self.pricing, self.trained = step, pricing, trained
-        self.ranks = step.output.layout.boxes.placed
+        self.cut = step.output.layout.boxes.placed > 1
         self.gradient = any(value.trainable for value in step.inputs)
 
     def of(self, operations: Sequence[Operation], way: str) -> dict[str, float]:
@@ -211,6 +211,5 @@ class _Price:
             input_gradient=self.gradient,
             filters=timing.filters,
             outputs=timing.outputs,
-            ranks=self.ranks,
-            options=self.step.options,
+            options=self.step.options if self.cut else None,
         )

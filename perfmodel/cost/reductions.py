@@ -12,8 +12,7 @@ import numpy as np
 
 from halograd.comm.sums import LARGEST_AT_ONCE, METHODS, node_shares, shards
 from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.cost.buckets import Bucket
-from halograd.perfmodel.cost.timeline import Reduction
+from halograd.perfmodel.cost.timeline import Bucket, Reduction
 from halograd.perfmodel.cost.wires import Wires
 from halograd.program.traffic import GroupSum, Traffic
 

@@ -8,26 +8,77 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from halograd.layers import Add, Network
 from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.perfmodel.cost.account import count_program, memory_of, program_of
-from halograd.perfmodel.cost.buckets import Bucket, buckets_of
 from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, price_layer
-from halograd.perfmodel.cost.prediction import LayerRecord, Prediction
 from halograd.perfmodel.cost.reductions import price
-from halograd.perfmodel.cost.replicated import lighter, replication, rows_of
-from halograd.perfmodel.cost.timeline import Reduction, Replication, Timeline, run_step
-from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.kernel_times import KernelTimes
-from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.cost.timeline import Bucket, Reduction, Replication, StepTimeline, buckets_of, run_step
+from halograd.perfmodel.cost.wires import middle_rank
+from halograd.perfmodel.plans import LayerRecord, Prediction
+from halograd.program.compiler import Target
+from halograd.program.dtypes import dtype_of
 from halograd.program.operations import Operation, Run
 from halograd.program.program import Program, Step
 
 __all__ = ["Simulation", "Training", "simulate"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the ranks gather of one replicated layer.
+
+    Attributes
+    ----------
+    group
+        Ranks that hold the layer: the first so many.
+    rows
+        Rows that every one of them sends, padding included.
+    activations, errors
+        What every one of them sends [B].
+    """
+
+    group: int
+    rows: int
+    activations: int
+    errors: int
+
+
+def rows_of(program: Program, name: str) -> Rows:
+    """Of a layer that a program exposes."""
+    sums = program.exposed[name].sums
+    activations, errors = sums["rows_gather"], sums["errors_gather"]
+    assert activations is not None and errors is not None
+    features = program.values[name].layout.shape[-1]
+    rows = errors.sizes[0] // (features * program.target.dtype.itemsize)
+    return Rows(activations.groups.members_each, rows, activations.sizes[0], errors.sizes[0])
+
+
+def lighter(cost: LayerCost, rows: Rows, pricing: Pricing) -> LayerCost:
+    """The cost of a layer that leaves its weight gradient for later: its rows are copied instead."""
+    copy = pricing.wires.copy
+    return replace(
+        cost,
+        backward_filter=0.0,
+        packing_forward=cost.packing_forward + copy(rows.activations),
+        packing_backward=cost.packing_backward + copy(rows.errors),
+    )
+
+
+def replication(step: Step, rows: Rows, nbytes: int, slots: int, pricing: Pricing) -> Replication:
+    """What gathering, multiplying and updating take; `nbytes` [B] of parameters."""
+    group, wires = range(rows.group), pricing.wires
+    whole = (rows.group * rows.rows, step.inputs[0].layout.shape[-1])
+    time = pricing.times.time(step.layer, [whole], pricing.dtype, True)
+    return Replication(
+        step.name,
+        wires.gather(rows.group * rows.activations, group),
+        wires.gather(rows.group * rows.errors, group),
+        time.backward_filter,
+        wires.update(nbytes, slots),
+    )
 
 
 @dataclass(frozen=True)
@@ -53,11 +104,9 @@ def simulate(
     network: Network,
     strategy: Strategy,
     batch: int,
-    machine: Machine,
-    times: KernelTimes,
+    pricing: Pricing,
     training: Training | None = None,
     ranks: int | None = None,
-    pricing: Pricing | None = None,
     account: bool = True,
 ) -> Prediction:
     """What one training step takes.
@@ -69,30 +118,26 @@ def simulate(
         (`Strategy.validate`).
     batch
         Global number of samples.
-    machine, times
-        Links and kernels.
+    pricing
+        Links and kernels of the machine.
     training
         Dtype and optimizer.
     ranks
         How many there are; those of the strategy if None.
-    pricing
-        To share what was priced already; made of machine and times if None.
     account
         Whether to find memory and traffic too.
     """
-    training = training or Training()
-    pricing = pricing or Pricing(Wires(machine), times, training.dtype)
-    return Simulation(network, strategy, batch, pricing, training, ranks).prediction(account)
+    return Simulation(network, strategy, batch, pricing, training or Training(), ranks).prediction(account)
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Played:
     """What layers, sums and replicated layers cost under one scheme, and the step that they make."""
 
     costs: Sequence[LayerCost]
     reductions: Sequence[Reduction]
     replications: Sequence[Replication]
-    timeline: Timeline
+    timeline: StepTimeline
 
 
 class Simulation:
@@ -117,16 +162,15 @@ class Simulation:
         self._programs: dict[tuple[int, int], Program] = {}
         self.program = self._program(_middle(network, strategy, batch, self.ranks))
         self.costs = _costs(self.program, pricing)
-        self._made: dict[tuple[Scheme, int], _Step] = {}
+        self._made: dict[tuple[Scheme, int], _Played] = {}
 
     def _program(self, rank: int) -> Program:
         """Of one rank, under the dense layers that the scheme replicates."""
         key = rank, self.strategy.reduction.replicated_dense
         if key not in self._programs:
-            overlaps, dtype = self.pricing.wires.waits_for_network, self.training.dtype
-            self._programs[key] = program_of(
-                self.network, self.strategy, self.batch, self.ranks, rank, dtype, overlaps=overlaps, blocks=self.blocks
-            )
+            overlaps, dtype = self.pricing.wires.waits_for_network, dtype_of(self.training.dtype)
+            target = Target(self.batch, self.ranks, rank, dtype, overlaps=overlaps)
+            self._programs[key] = program_of(self.network, self.strategy, target, self.blocks)
         return self._programs[key]
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
@@ -155,15 +199,15 @@ class Simulation:
 
     def _buckets(self) -> list[Bucket]:
         itemsize = self.program.wide.itemsize
-        return buckets_of(self.network, self.blocks, itemsize, self.strategy.bucket_bytes, self.strategy.reduction)
+        return buckets_of(self.network, self.blocks, itemsize, self.strategy)
 
-    def _step(self) -> _Step:
+    def _step(self) -> _Played:
         key = self.strategy.reduction, self.strategy.bucket_bytes
         if key not in self._made:
             self._made[key] = self._make(key[0])
         return self._made[key]
 
-    def _make(self, scheme: Scheme) -> _Step:
+    def _make(self, scheme: Scheme) -> _Played:
         pricing, slots = self.pricing, self.training.slots
         buckets = self._buckets()
         replicated = {name for bucket in buckets if bucket.replicated for name in bucket.layers}
@@ -184,7 +228,7 @@ class Simulation:
             replications,
             scheme.kind.waits,
         )
-        return _Step(costs, reductions, replications, timeline)
+        return _Played(costs, reductions, replications, timeline)
 
     def prediction(self, account: bool = True) -> Prediction:
         """Everything; memory and traffic if `account`."""
@@ -212,23 +256,10 @@ class Simulation:
 
 
 def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int:
-    """A rank in the middle of the finest grid, which has halos on all sides, or one that has the most to compute."""
-    layouts = [
-        layout_of((batch, *node.shape), strategy.cuts_of(name), ranks).boxes for name, node in network.layers.items()
-    ]
-    blocks = max(layouts, key=lambda boxes: boxes.placed)
-    middle = 0
-    for extents in blocks.extents:
-        middle = middle * len(extents) + _middle_part(extents)
-    return min(middle, blocks.placed - 1)
-
-
-def _middle_part(extents: np.ndarray) -> int:
-    """The part in the middle; that of the longest nearest to it where shares differ."""
-    middle = len(extents) // 2
-    if extents[middle] + 1 >= extents.max():
-        return middle
-    return int(min(np.flatnonzero(extents == extents.max()), key=lambda part: abs(part - middle)))
+    """A rank in the middle of the finest grid, or one that has the most to compute."""
+    nodes = network.layers.items()
+    layouts = [layout_of((batch, *node.shape), strategy.cuts_of(name), ranks).boxes for name, node in nodes]
+    return middle_rank(max(layouts, key=lambda boxes: boxes.placed))
 
 
 def _costs(program: Program, pricing: Pricing) -> dict[str, LayerCost]:
@@ -253,7 +284,7 @@ def _costs(program: Program, pricing: Pricing) -> dict[str, LayerCost]:
     return found
 
 
-def _records(network: Network, steps: Sequence[Step], step: _Step) -> list[LayerRecord]:
+def _records(network: Network, steps: Sequence[Step], step: _Played) -> list[LayerRecord]:
     shares = _shares(network, steps, step)
     whole = {r.layer: r.compute for r in step.replications}
     records, before = [], 0.0
@@ -288,7 +319,7 @@ def _record(one: Step, cost: LayerCost, before: float, share: tuple[float, float
     )
 
 
-def _shares(network: Network, steps: Sequence[Step], step: _Step) -> Mapping[str, tuple[float, float]]:
+def _shares(network: Network, steps: Sequence[Step], step: _Played) -> Mapping[str, tuple[float, float]]:
     """Per layer, its part of the sum of its bucket and of the wait for it, by parameters."""
     weights = {
         one.name: sum(p.size for p in one.layer.parameters(*(v.layout.shape[1:] for v in one.inputs)).values())

@@ -20,13 +20,64 @@ forward pass of the step before, their errors behind its backward, and compute t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from halograd.perfmodel.cost.buckets import Bucket
+from halograd.dtensor import Groups
+from halograd.layers import Network, Strategy
+from halograd.layers.parameter_blocks import ParameterBlocks
+from halograd.layers.reduction_chunks import chunks_of, gradient_layers
 from halograd.perfmodel.cost.layer_cost import LayerCost
+from halograd.program.traffic import GroupSum
 
-__all__ = ["Reduction", "Replication", "Timeline", "run_step"]
+__all__ = ["Bucket", "Reduction", "Replication", "StepTimeline", "aligned", "buckets_of", "run_step"]
+
+#: Parameters begin at multiples of this [B].
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed together.
+
+    Attributes
+    ----------
+    layers
+        Names, last layer first.
+    holders
+        Who sums them: ranks of one group hold the same block.
+    nbytes
+        Per group, alignment included [B].
+    replicated
+        Every rank computes the gradients of the whole batch: there is nothing to sum.
+    """
+
+    layers: tuple[str, ...]
+    holders: Groups
+    nbytes: tuple[int, ...]
+    replicated: bool = False
+
+    @property
+    def sum(self) -> GroupSum:
+        """The reduction of its gradients."""
+        return GroupSum.of("allreduce", self.holders, self.nbytes)
+
+
+def buckets_of(
+    network: Network, blocks: Mapping[str, ParameterBlocks], itemsize: int, strategy: Strategy
+) -> list[Bucket]:
+    """All buckets of a network under the strategy's scheme, in the order in which the store makes them."""
+    found = []
+    for chunk in chunks_of(gradient_layers(network, blocks), strategy.reduction, strategy.bucket_bytes, itemsize):
+        columns = [[aligned(n * itemsize) for n in blocks[g.name].sizes] for g in chunk.gradients]
+        assert isinstance(chunk.sharing, Groups)
+        found.append(Bucket(chunk.layers, chunk.sharing, tuple(map(sum, zip(*columns))), chunk.replicated))
+    return found
+
+
+def aligned(nbytes: int) -> int:
+    """What so many bytes take [B]."""
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True)
@@ -98,7 +149,7 @@ class Replication:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """What a step takes [s].
 
     Attributes
@@ -132,7 +183,7 @@ def run_step(
     barrier: bool = False,
     replications: Sequence[Replication] = (),
     blocking: bool = False,
-) -> Timeline:
+) -> StepTimeline:
     """A step in its steady state.
 
     Parameters
@@ -150,7 +201,7 @@ def run_step(
     blocking
         Sums begin when backward is over and end before the next forward begins; updates come where they are needed.
     """
-    step = _Step(reductions, replications, _Link(concurrent))
+    step = _Player(reductions, replications, _Link(concurrent))
     step.gather_activations(names, costs)
     step.backward(names, costs, blocking)
     if blocking:
@@ -177,7 +228,7 @@ class _Link:
         return self._free
 
 
-class _Step:
+class _Player:
     """Where computation stands, and what is under way; time 0 is the beginning of backward."""
 
     def __init__(self, reductions: Sequence[Reduction], replications: Sequence[Replication], link: _Link) -> None:
@@ -299,9 +350,9 @@ class _Step:
             self.now += cost.forward_seconds
             self.forward_seconds += cost.forward_seconds
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> StepTimeline:
         update = sum(r.update for r in self.reductions) + sum(r.update for r in self.replications)
-        return Timeline(
+        return StepTimeline(
             self.now,
             self.forward_seconds,
             self.backward_seconds,

@@ -19,12 +19,11 @@ from functools import cached_property
 import numpy as np
 
 from halograd.dtensor import Blocks
-from halograd.perfmodel.collectives import allreduce
-from halograd.perfmodel.hierarchy import group_seconds
+from halograd.perfmodel import collectives
 from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.program.traffic import Move
 
-__all__ = ["NodeSum", "Ranks", "Wires"]
+__all__ = ["Ranks", "Wires", "middle_rank"]
 
 #: With at most so many ranks all are looked at.
 FEW = 8
@@ -33,7 +32,7 @@ Ranks = range | tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class NodeSum:
+class NodeSumTimes:
     """What a sum by nodes takes, part by part [s] (`comm/transports/nodes.py`).
 
     Attributes
@@ -139,8 +138,9 @@ class Wires:
         if self.emulated:
             if len(self._nodes(ranks)) == 1:
                 return 0.0
-            return part * allreduce(nbytes, len(ranks), self.machine.links["across"], "ring")
-        return group_seconds(kind, nbytes, self.machine.stages(ranks))
+            link = self.machine.links["across"]
+            return part * collectives.seconds("allreduce", nbytes, len(ranks), link, "ring")
+        return collectives.group_seconds(kind, nbytes, self.machine.stages(ranks))
 
     def sum_work(self, nbytes: float, ranks: Ranks) -> float:
         """The part of a sum that is done where it is waited for, not behind computation [s]."""
@@ -149,14 +149,14 @@ class Wires:
             return 0.0
         return measured.seconds(nbytes)
 
-    def sum_by_nodes(self, nbytes: float, ranks: Ranks) -> NodeSum:
+    def sum_by_nodes(self, nbytes: float, ranks: Ranks) -> NodeSumTimes:
         """An all-reduce of `nbytes` [B] in the memory of each node, then by one rank of each [s].
 
         Copies are those of the device, or of the links within a node where these are slower (they bring gradients to
         the host).
         """
         if len(ranks) < 2 or not nbytes:
-            return NodeSum()
+            return NodeSumTimes()
         nodes = self._nodes(ranks)
         here, leaders = max(map(len, nodes.values())), tuple(some[0] for some in nodes.values())
         link = self.machine.links["node"]
@@ -165,7 +165,7 @@ class Wires:
             copy = max(copy, link.seconds(nbytes))
         addition = copy * (here + 1) / (2 * here) if here > 1 else 0.0
         across = self._collective_seconds("allreduce", nbytes, leaders) if len(leaders) > 1 else 0.0
-        return NodeSum(copy, addition, across, copy)
+        return NodeSumTimes(copy, addition, across, copy)
 
     def _nodes(self, ranks: Ranks) -> Mapping[int, list[int]]:
         found: dict[int, list[int]] = {}
@@ -213,7 +213,11 @@ class Wires:
         ranks = max(move.source.placed, move.target.placed)
         if ranks <= max(FEW, self.machine.devices_per_node):
             return list(range(ranks))
-        some = {_middle(move.source)} if self.quick else {0, ranks - 1, _middle(move.source), _middle(move.target)}
+        some = (
+            {middle_rank(move.source)}
+            if self.quick
+            else {0, ranks - 1, middle_rank(move.source), middle_rank(move.target)}
+        )
         width = self.machine.devices_per_node
         nodes = {rank // width for rank in some}
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
@@ -247,9 +251,17 @@ class Wires:
         return (peers // width != rank // width).astype(np.int64) + (peers // wide != rank // wide)
 
 
-def _middle(blocks: Blocks) -> int:
-    """The rank in the middle of the grid."""
+def middle_rank(blocks: Blocks) -> int:
+    """The rank in the middle of a grid, with neighbors on all sides; where shares differ, one that has the most."""
     rank = 0
-    for parts in blocks.grid:
-        rank = rank * parts + parts // 2
+    for extents in blocks.extents:
+        rank = rank * len(extents) + _middle_part(extents)
     return min(rank, math.prod(blocks.grid) - 1)
+
+
+def _middle_part(extents: np.ndarray) -> int:
+    """The part in the middle; that of the longest nearest to it where shares differ."""
+    middle = len(extents) // 2
+    if extents[middle] + 1 >= extents.max():
+        return middle
+    return int(min(np.flatnonzero(extents == extents.max()), key=lambda part: abs(part - middle)))

@@ -1,7 +1,7 @@
 """Planners: one candidate per layer so that the sum of all costs is smallest and the memory fits.
 
 They know nothing of layers: a `Problem` holds arrays of times [s] and memory [B] per candidate and per pair of
-candidates, a `Planner` returns a `Choice`. By name in `PLANNERS`:
+candidates, a `Planner` returns a `Selection`. By name in `PLANNERS`:
 
 ``elimination``         the optimum on any graph (Jia et al. 2018, and what goes beyond two nodes)
 ``shortest_path``       the optimum on lines (Dryden et al. 2019); refuses branches
@@ -9,19 +9,15 @@ candidates, a `Planner` returns a `Choice`. By name in `PLANNERS`:
 ``exhaustive``          looks at everything: the oracle of the others
 """
 
-from .alternatives import Alternatives, next_best
-from .elimination import Elimination
-from .exhaustive import Exhaustive
-from .longest_path import LongestPathFirst
-from .planner import NoneFits, Planner
-from .problem import Choice, Problem, Work, bytes_text
-from .pruning import Pruned, prune
-from .shortest_path import ShortestPath
+from .elimination import Elimination, next_best
+from .paths import LongestPathFirst, ShortestPath
+from .problem import Effort, NoneFits, Planner, Problem, Selection
+from .search import Exhaustive
+from .tables import Pruned, prune
 
 __all__ = [
     "PLANNERS",
-    "Alternatives",
-    "Choice",
+    "Effort",
     "Elimination",
     "Exhaustive",
     "LongestPathFirst",
@@ -29,9 +25,8 @@ __all__ = [
     "Planner",
     "Problem",
     "Pruned",
+    "Selection",
     "ShortestPath",
-    "Work",
-    "bytes_text",
     "next_best",
     "prune",
 ]

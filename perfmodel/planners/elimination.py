@@ -1,22 +1,147 @@
-"""The optimum for any graph and any memory limit (Jia et al. 2018, Section 5, and what goes beyond it)."""
+"""The optimum for any graph and any memory limit (Jia et al. 2018, Section 5, and what goes beyond it).
+
+A memory limit is met by a price for memory. For any price ``p >= 0`` [s/B], ``min_x time(x) + p * (memory(x) - limit)``
+is at most the time of the fastest choice that fits, and one elimination finds it. As a function of the price it is
+concave and piecewise linear; its maximum is found by the cutting planes of one variable (Handler and Zang 1980, for the
+constrained shortest path).
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
+import numpy as np
+
 from halograd.errors import UserError
+from halograd.perfmodel.planners.clusters import SUM_LIMIT, TABLE_LIMIT, Clusters, Pass
+from halograd.perfmodel.planners.problem import (
+    Array,
+    Effort,
+    NoneFits,
+    Planner,
+    Problem,
+    Selection,
+    choice_of,
+    no_fit,
+    not_allowed,
+)
+from halograd.perfmodel.planners.search import Bounds, search
+from halograd.perfmodel.planners.tables import Costs, memory_problem, prune
 
-from .buckets import SUM_LIMIT, TABLE_LIMIT, Buckets, Messages
-from .costs import Costs, memory_problem
-from .labels import Bounds, search
-from .lagrangian import Relaxation, relax
-from .planner import Planner, choice_of, no_fit, not_allowed
-from .problem import Choice, Problem, Work
-from .pruning import prune
+__all__ = ["Elimination", "next_best"]
 
-__all__ = ["Elimination"]
+#: Price steps at most; a handful is usual.
+STEPS = 60
+
+
+@dataclass
+class Relaxation:
+    """The best price found.
+
+    Attributes
+    ----------
+    multiplier
+        Price of memory [s/B].
+    messages
+        Of the elimination at this price.
+    bound
+        No choice that fits is faster [s].
+    indices, seconds
+        The fastest choice that fits seen on the way; None and inf if none was.
+    passes
+        Eliminations made.
+    """
+
+    multiplier: float
+    messages: Pass
+    bound: float
+    indices: list[int] | None = None
+    seconds: float = math.inf
+    passes: int = 0
+
+    def offer(self, problem: Problem, indices: list[int]) -> None:
+        """Keep a choice if it fits and is the fastest so far."""
+        if problem.fits(indices) and (seconds := problem.seconds(indices)) < self.seconds:
+            self.indices, self.seconds = indices, seconds
+
+
+def relax(
+    problem: Problem, clusters: Clusters, costs: Costs, free: Pass, small: list[int] | None, rounding: float
+) -> Relaxation:
+    """Maximize the lower bound over the price.
+
+    Parameters
+    ----------
+    free
+        Messages at price 0, whose choice does not fit.
+    small
+        A choice that fits, if one is known.
+    rounding
+        Bounds closer than this count as equal [s].
+    """
+    assert problem.limit is not None
+    best = Relaxation(0.0, free, free.value)
+    large = clusters.decide(free)
+    if small is not None:
+        best.offer(problem, small)
+    best.offer(problem, large)
+    if clusters.exact and small is not None:
+        _cutting_planes(problem, clusters, costs, best, large, small, rounding)
+    else:
+        for multiplier in _geometric(problem, free.value, best.seconds):
+            _step(problem, clusters, costs, best, multiplier)
+    return best
+
+
+def _step(problem: Problem, clusters: Clusters, costs: Costs, best: Relaxation, multiplier: float) -> list[int]:
+    """Eliminate at a price, keep what is better; returns the choice."""
+    assert problem.limit is not None
+    messages = clusters.run(costs.weighted(multiplier))
+    best.passes += 1
+    bound = messages.value - multiplier * problem.limit
+    if bound > best.bound:
+        best.multiplier, best.messages, best.bound = multiplier, messages, bound
+    indices = clusters.decide(messages)
+    best.offer(problem, indices)
+    return indices
+
+
+def _cutting_planes(
+    problem: Problem,
+    clusters: Clusters,
+    costs: Costs,
+    best: Relaxation,
+    large: list[int],
+    small: list[int],
+    rounding: float,
+) -> None:
+    """Two choices, one too large, one that fits, are two lines; where they meet is the next price."""
+    for _ in range(STEPS):
+        (t0, m0), (t1, m1) = ((problem.seconds(x), problem.bytes(x)) for x in (large, small))
+        if not (math.isfinite(t1) and m0 > m1) or best.seconds - best.bound <= rounding:
+            return
+        multiplier = max(0.0, (t1 - t0) / (m0 - m1))
+        between = _step(problem, clusters, costs, best, multiplier)
+        value = problem.seconds(between) + multiplier * problem.bytes(between)
+        if value >= t0 + multiplier * m0 - rounding:
+            return
+        if problem.fits(between):
+            small = between
+        else:
+            large = between
+
+
+def _geometric(problem: Problem, fastest: float, seconds: float) -> Iterator[float]:
+    """Prices over twelve orders of magnitude around one that would matter, for bounds that are not exact."""
+    span = sum(float(m.max() - m.min()) for m in problem.memory)
+    span += sum(float(t.max() - t.min()) for t in problem.edge_memory.values())
+    scale = max(seconds - fastest, 0.01 * abs(fastest)) if math.isfinite(seconds) else abs(fastest)
+    for exponent in range(-10, 11):
+        yield 4.0**exponent * scale / max(span, 1.0)
+
 
 #: Sums of times closer than this, relative to the total, are equal.
 ROUNDING = 1e-12
@@ -32,14 +157,14 @@ class Elimination(Planner):
     """Node and edge elimination, continued to larger tables where the graph asks for it; the optimum.
 
     1. Candidates that are provably needless are removed (`prune`).
-    2. All layers are eliminated (`Buckets`): on series-parallel networks these are the node and edge eliminations
+    2. All layers are eliminated (`Clusters`): on series-parallel networks these are the node and edge eliminations
        of Jia et al. 2018; on others tables over more than two layers appear. If the result fits, it is the optimum.
     3. Under a memory limit that binds, prices for memory give a lower bound (`relax`), and a search among all
        choices near it (`search`) the optimum. The same search closes the gap where tables would be too large and
-       buckets were split.
+       clusters were split.
 
-    Where buckets are too large for `FIRST_LIMITS`, all this is tried with small tables first: bounds from split
-    buckets are often so tight that the search proves the optimum in a fraction of the time of the large tables.
+    Where clusters are too large for `FIRST_LIMITS`, all this is tried with small tables first: bounds from split
+    clusters are often so tight that the search proves the optimum in a fraction of the time of the large tables.
 
     The search widens the distance to the lower bound until it has found a choice within. If it would need more than
     ``labels`` partial choices at once, it stops with the best choice found and a proved gap, ``optimal=False``.
@@ -67,18 +192,18 @@ class Elimination(Planner):
         self.limits = (table_limit, sum_limit)
         self.pruning = pruning
 
-    def _search(self, problem: Problem) -> Choice:
+    def _search(self, problem: Problem) -> Selection:
         if not self.pruning:
             return self._staged(problem, problem)
         pruned = prune(problem)
         choice = self._staged(pruned.problem, problem)
-        work = choice.work + Work(pruned=pruned.removed)
+        work = choice.work + Effort(pruned=pruned.removed)
         return choice_of(problem, pruned.original(list(choice.indices)), choice.optimal, choice.gap, work)
 
-    def _staged(self, problem: Problem, whole: Problem) -> Choice:
-        """With small tables first, where that splits buckets: their bounds are often tight, and cheap."""
+    def _staged(self, problem: Problem, whole: Problem) -> Selection:
+        """With small tables first, where that splits clusters: their bounds are often tight, and cheap."""
         limits = (min(FIRST_LIMITS[0], self.limits[0]), min(FIRST_LIMITS[1], self.limits[1]))
-        small = Buckets(problem.sizes, list(problem.edges), None, *limits)
+        small = Clusters(problem.sizes, list(problem.edges), None, *limits)
         if small.exact or limits == self.limits:
             return self._solve(problem, whole, small, self.labels)
         first = None
@@ -86,42 +211,44 @@ class Elimination(Planner):
             first = self._solve(problem, whole, small, min(FIRST_LABELS, self.labels))
             if first.optimal:
                 return first
-            large = Buckets(problem.sizes, list(problem.edges), None, *self.limits)
+            large = Clusters(problem.sizes, list(problem.edges), None, *self.limits)
             return _better(first, self._solve(problem, whole, large, self.labels))
         except GaveUp:
             if first is not None:
                 return first
-        return self._solve(problem, whole, Buckets(problem.sizes, list(problem.edges), None, *self.limits), self.labels)
+        return self._solve(
+            problem, whole, Clusters(problem.sizes, list(problem.edges), None, *self.limits), self.labels
+        )
 
-    def _solve(self, problem: Problem, whole: Problem, buckets: Buckets, labels: int) -> Choice:
+    def _solve(self, problem: Problem, whole: Problem, clusters: Clusters, labels: int) -> Selection:
         costs = Costs(problem)
-        free = buckets.run(costs.weighted())
+        free = clusters.run(costs.weighted())
         if math.isinf(free.value):
             self._why_none(whole)
-        if buckets.exact:
-            indices = buckets.decide(free)
+        if clusters.exact:
+            indices = clusters.decide(free)
             if problem.fits(indices):
-                return choice_of(problem, indices, optimal=True, work=buckets.work())
+                return choice_of(problem, indices, optimal=True, work=clusters.work())
         if problem.limit is None:
             relaxation = Relaxation(0.0, free, free.value)
-            relaxation.offer(problem, buckets.decide(free))
-            return self._close(problem, whole, buckets, relaxation, None, labels)
-        weight = buckets.run(costs.memory())
+            relaxation.offer(problem, clusters.decide(free))
+            return self._close(problem, whole, clusters, relaxation, None, labels)
+        weight = clusters.run(costs.memory())
         if weight.value > problem.limit:
             self._why_none(whole)
-        smallest = buckets.decide(weight) if buckets.exact else None
-        relaxation = relax(problem, buckets, costs, free, smallest, ROUNDING * abs(free.value))
-        return self._close(problem, whole, buckets, relaxation, weight, labels)
+        smallest = clusters.decide(weight) if clusters.exact else None
+        relaxation = relax(problem, clusters, costs, free, smallest, ROUNDING * abs(free.value))
+        return self._close(problem, whole, clusters, relaxation, weight, labels)
 
     def _close(
         self,
         problem: Problem,
         whole: Problem,
-        buckets: Buckets,
+        clusters: Clusters,
         relaxation: Relaxation,
-        weight: Messages | None,
+        weight: Pass | None,
         labels: int,
-    ) -> Choice:
+    ) -> Selection:
         """Search near the lower bound, wider and wider, until the fastest choice found is proved to be the best."""
         best, rounding = relaxation, ROUNDING * max(abs(relaxation.messages.value), abs(relaxation.bound))
         room = math.inf if weight is None or problem.limit is None else problem.limit - weight.value
@@ -131,7 +258,7 @@ class Elimination(Planner):
         while best.seconds > best.bound + proved + rounding:
             excess = min(max(excess, 2 * rounding), best.seconds - best.bound + rounding)
             bounds = Bounds(excess, room, best.multiplier, 0.1 * rounding, labels)
-            found = search(buckets, best.messages, weight, bounds)
+            found = search(clusters, best.messages, weight, bounds)
             states += found.states
             if found.indices is not None:
                 best.offer(problem, found.indices)
@@ -139,7 +266,7 @@ class Elimination(Planner):
             if found.proved < excess or excess == math.inf:
                 break
             excess = excess * 4 if excess < 1e6 * abs(best.bound) else math.inf
-        work = buckets.work(best.passes + 1 + (weight is not None)) + Work(states=states)
+        work = clusters.work(best.passes + 1 + (weight is not None)) + Effort(states=states)
         if best.indices is None and proved < math.inf:
             raise GaveUp(
                 f"planner elimination: expected to find a choice within {labels} partial choices per layer, found "
@@ -158,10 +285,62 @@ class Elimination(Planner):
         raise no_fit(problem, self._staged(memory_problem(problem), problem.with_limit(None)).seconds)
 
 
-def _better(first: Choice, second: Choice) -> Choice:
+def _better(first: Selection, second: Selection) -> Selection:
     """The faster of two choices, with the smaller of what both leave open, and the work of both."""
     bound = max(first.seconds - first.gap, second.seconds - second.gap)
     best = min(first, second, key=lambda choice: choice.seconds)
     optimal = second.optimal
     gap = 0.0 if optimal else max(0.0, best.seconds - bound)
     return replace(second if optimal else best, optimal=optimal, gap=gap, work=first.work + second.work)
+
+
+def next_best(problem: Problem, layer: int, planner: Elimination | None = None) -> Array:
+    """The best total for every candidate of one layer, all other layers chosen anew (*min-marginals*); exact.
+
+    Without a memory limit, or where it does not bind, one elimination with this layer last gives all answers at once.
+    A candidate whose best choice does not fit is planned again, under the limit.
+
+    Parameters
+    ----------
+    layer
+        Number of the layer.
+    planner
+        For candidates under a limit; its settings bound the work. Where it proves no optimum, its best is returned.
+
+    Returns
+    -------
+    Array
+        ``[candidates]`` [s]; ``inf``: none is allowed or fits.
+    """
+    pruned = prune(problem.with_limit(None), keep=layer)
+    costs = Costs(pruned.problem)
+    planner = planner or Elimination()
+    clusters = Clusters(pruned.problem.sizes, costs.edges, layer, *planner.limits)
+    messages = clusters.run(costs.weighted())
+    seconds = _marginal(clusters, messages, layer)
+    for c in np.flatnonzero(np.isfinite(seconds)):
+        best = pruned.original(clusters.decide(messages, {layer: int(c)}))
+        if not (clusters.exact and problem.fits(best)):
+            seconds[c] = _planned(problem, layer, int(c), planner)
+    return seconds
+
+
+def _marginal(clusters: Clusters, messages: Pass, layer: int) -> Array:
+    """Total per candidate of the layer that was eliminated last; where clusters were split, a lower bound."""
+    total = np.full(clusters.sizes[layer], messages.value)
+    if math.isinf(messages.value):
+        return total
+    for part in clusters.of[layer].parts:
+        own = sum((t for f in part.factors if (t := messages.tables[f]) is not None), np.zeros(len(total)))
+        total = total + own - own.min()
+    return total
+
+
+def _planned(problem: Problem, layer: int, candidate: int, planner: Elimination) -> float:
+    """Best total with a candidate, planned anew; inf if nothing fits."""
+    kept = [np.arange(size) for size in problem.sizes]
+    kept[layer] = np.array([candidate])
+    try:
+        return planner.plan(problem.restricted(kept)).seconds
+    except NoneFits:
+        return math.inf

@@ -1,28 +1,34 @@
-"""What a planner is given and what it returns: arrays of costs in, one candidate per layer out."""
+"""What all planners share: arrays of costs in, one candidate per layer out."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from halograd.documents import bytes_text
 from halograd.errors import UserError
 
-__all__ = ["Array", "Choice", "Edge", "Problem", "Work", "bytes_text"]
+__all__ = [
+    "Array",
+    "Edge",
+    "Effort",
+    "NoneFits",
+    "Planner",
+    "Problem",
+    "Selection",
+    "choice_of",
+    "no_fit",
+    "not_allowed",
+]
 
 Array = NDArray[np.float64]
 Edge = tuple[int, int]
-
-
-def bytes_text(nbytes: float) -> str:
-    """A number of bytes as people write it: ``"1.5 GiB"``, ``"12.0 MiB"``, ``"640 B"``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:.4g} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +123,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Work:
+class Effort:
     """What a search cost.
 
     Attributes
@@ -143,8 +149,8 @@ class Work:
     pruned: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: Effort) -> Effort:
+        return Effort(
             self.eliminations + other.eliminations,
             self.operations + other.operations,
             max(self.largest_table, other.largest_table),
@@ -163,7 +169,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """One candidate per layer.
 
     Attributes
@@ -187,7 +193,7 @@ class Choice:
     memory: float
     optimal: bool
     gap: float = 0.0
-    work: Work = Work()
+    work: Effort = Effort()
 
 
 def _floats(values: Any, converted: dict[int, Array]) -> Array:
@@ -242,3 +248,69 @@ def _check_numbers(values: Array, what: str, seen: set[int]) -> None:
 def _check_finite(values: Array, what: str) -> None:
     if not np.isfinite(values).all():
         raise UserError(f"planner: {what}: expected finite numbers of bytes, got {values[~np.isfinite(values)][0]}")
+
+
+class NoneFits(UserError):
+    """No choice is within the memory limit, or none is allowed at all."""
+
+
+class Planner(ABC):
+    """Finds a choice for a `Problem`; made once, used for any number of problems."""
+
+    name: ClassVar[str]
+
+    def plan(self, problem: Problem) -> Selection:
+        """The best choice this planner finds, within the memory limit.
+
+        Raises
+        ------
+        NoneFits
+            Nothing is within the memory limit (says by how much) or nothing is allowed.
+        UserError
+            A problem that this planner refuses.
+        """
+        start = time.perf_counter()
+        if not problem.names:
+            return Selection((), 0.0, 0.0, optimal=True)
+        choice = self._search(problem)
+        return replace(choice, work=replace(choice.work, seconds=time.perf_counter() - start))
+
+    @abstractmethod
+    def _search(self, problem: Problem) -> Selection:
+        """The choice, without wall time."""
+
+
+def choice_of(
+    problem: Problem, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Effort | None = None
+) -> Selection:
+    """The choice of these candidates, its sums taken from the problem itself."""
+    whole = tuple(int(i) for i in indices)
+    return Selection(whole, problem.seconds(whole), problem.bytes(whole), optimal, gap, work or Effort())
+
+
+def no_fit(problem: Problem, smallest: float) -> NoneFits:
+    """Error: even ``smallest`` [B], the least that any choice takes, exceeds the limit."""
+    assert problem.limit is not None
+    over = smallest - problem.limit
+    return NoneFits(
+        f"planner: expected a choice within the memory limit of {bytes_text(problem.limit)} per rank, but the "
+        f"smallest takes {bytes_text(smallest)}, {bytes_text(over)} too much; use fewer samples per step, more ranks, "
+        f"or a limit of at least {_rounded_up(smallest)}"
+    )
+
+
+def not_allowed(problem: Problem) -> NoneFits:
+    """Error: every choice has an infinite time."""
+    for v, times in enumerate(problem.times):
+        if not np.isfinite(times).any():
+            return NoneFits(f"planner: layer {problem.names[v]}: expected a candidate of finite time, got none")
+    return NoneFits(
+        "planner: expected a choice of finite time, but each one has an infinite layer or edge; "
+        "add candidates that adjacent layers can both take"
+    )
+
+
+def _rounded_up(nbytes: float) -> str:
+    """Like `bytes_text`, never less than the number."""
+    mebibytes = int(-(-nbytes // 2**20))
+    return f"{mebibytes} MiB" if mebibytes > 1 else f"{int(np.ceil(nbytes))} B"

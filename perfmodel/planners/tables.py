@@ -1,15 +1,25 @@
-"""Sums and minima of cost tables: the arithmetic of every elimination."""
+"""Tables of costs: their sums and minima, the arithmetic of every elimination; and candidates that need no search.
+
+`prune` removes a candidate only if it is impossible (infinite, alone or with every candidate of a neighbor; or too
+large even if all other layers take the least memory), or if another candidate of the same layer is never worse:
+whatever the neighbors choose, exchanging one for the other costs no more time and no more memory (the *dead-end
+elimination* of Desmet et al. 1992, here with a resource). So the best time, and the least memory, are what they were.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .problem import Array
+from halograd.perfmodel.planners.problem import Array, Edge, Problem
 
-__all__ = ["Pool", "aligned", "minimum_of_sum", "scope_shape"]
+__all__ = ["Costs", "Pruned", "aligned", "memory_problem", "minimum_of_sum", "prune"]
+
+Table = Array | None  # None: zero everywhere
 
 #: Entries of a block of output: with its scratch and operands it stays in a second-level cache.
 BLOCK = 1 << 14
@@ -104,3 +114,166 @@ def absorbed(arrays: Sequence[Array]) -> list[Array]:
         else:
             kept.append(small)
     return kept
+
+
+class Costs:
+    """Tables of layers, then of edges, for `Clusters.run`; equal ones are one object.
+
+    Attributes
+    ----------
+    edges
+        Pairs of layers, in the order of their tables.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.edges = list(problem.edges)
+        self._pool = Pool()
+        self._pairs: list[tuple[Array, Array | None]] = []
+        for edge, table in problem.edges.items():
+            extra = problem.edge_memory.get(edge)
+            self._pairs.append((self._pool.one(table), None if extra is None else self._pool.one(extra)))
+
+    def weighted(self, multiplier: float = 0.0) -> list[Table]:
+        """Tables of ``time + multiplier * memory``; ``multiplier`` in [s/B]."""
+        layers = zip(self.problem.times, self.problem.memory)
+        tables: list[Table] = [self._pool.one(t + multiplier * m if multiplier else t) for t, m in layers]
+        made: dict[tuple[int, int], Array] = {}
+        for seconds, nbytes in self._pairs:
+            if nbytes is None or not multiplier:
+                tables.append(seconds if seconds.any() else None)
+                continue
+            key = (id(seconds), id(nbytes))
+            if key not in made:
+                made[key] = seconds + multiplier * nbytes
+            tables.append(made[key])
+        return tables
+
+    def memory(self) -> list[Table]:
+        """Tables of memory [B], infinite where the time is."""
+        layers = zip(self.problem.times, self.problem.memory)
+        tables: list[Table] = [self._pool.one(np.where(np.isinf(t), np.inf, m)) for t, m in layers]
+        made: dict[tuple[int, int], Table] = {}
+        for seconds, nbytes in self._pairs:
+            key = (id(seconds), id(nbytes))
+            if key not in made:
+                made[key] = _memory_of(seconds, nbytes)
+            tables.append(made[key])
+        return tables
+
+
+def _memory_of(seconds: Array, nbytes: Array | None) -> Table:
+    forbidden = np.isinf(seconds)
+    if forbidden.any():
+        return np.where(forbidden, np.inf, 0.0 if nbytes is None else nbytes)
+    return nbytes if nbytes is not None and nbytes.any() else None
+
+
+def memory_problem(problem: Problem) -> Problem:
+    """The problem whose fastest choice is the smallest one of this problem, "times" in [B]."""
+    tables = Costs(problem).memory()
+    count = len(problem.names)
+    times = tuple(np.asarray(t) for t in tables[:count])
+    edges = {
+        edge: np.zeros(between.shape) if t is None else t
+        for (edge, between), t in zip(problem.edges.items(), tables[count:])
+    }
+    return Problem(problem.names, times, problem.memory, edges)
+
+
+Kept = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A problem with ``removed`` candidates less; ``kept``: which stayed, per layer, as numbered before."""
+
+    problem: Problem
+    kept: tuple[Kept, ...]
+    removed: int
+
+    def original(self, indices: list[int]) -> list[int]:
+        """Numbers in the problem it came from."""
+        return [int(k[i]) for k, i in zip(self.kept, indices)]
+
+
+def prune(problem: Problem, keep: int | None = None, rounds: int = 3) -> Pruned:
+    """Remove candidates without loss of the optimum.
+
+    Parameters
+    ----------
+    keep
+        A layer whose candidates are all kept, however bad (for what the best choice with each of them costs).
+    rounds
+        What is removed makes more removable: how often to try again at most.
+    """
+    kept: tuple[Kept, ...] = tuple(np.arange(size) for size in problem.sizes)
+    smaller = problem
+    for _ in range(rounds):
+        alive = _alive(smaller, keep)
+        if alive is None or all(a.all() for a in alive):
+            break
+        chosen = [np.flatnonzero(a) for a in alive]
+        kept = tuple(k[c] for k, c in zip(kept, chosen))
+        smaller = smaller.restricted(chosen)
+    return Pruned(smaller, kept, sum(problem.sizes) - sum(smaller.sizes))
+
+
+class _Extremes:
+    """Smallest and largest entry of each row (or column) of tables, once per table."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._found: dict[tuple[int, int], tuple[Array, Array]] = {}
+        self._ends: list[list[tuple[Edge, int]]] = [[] for _ in problem.names]
+        for u, v in problem.edges:
+            self._ends[u].append(((u, v), 1))
+            self._ends[v].append(((u, v), 0))
+
+    def sums(self, layer: int, own: Array, tables: Mapping[Edge, Array]) -> tuple[Array, Array]:
+        """Per candidate, the least and the most it costs with all its edges."""
+        least, most = own.copy(), own.copy()
+        for edge, axis in self._ends[layer]:
+            table = tables.get(edge)
+            if table is None:
+                continue
+            key = (id(table), axis)
+            if key not in self._found:
+                self._found[key] = (table.min(axis=axis), table.max(axis=axis))
+            least += self._found[key][0]
+            most += self._found[key][1]
+        return least, most
+
+
+def _alive(problem: Problem, keep: int | None) -> list[NDArray[np.bool_]] | None:
+    """Per layer and candidate whether it may be needed; None if nothing is possible at all."""
+    extremes = _Extremes(problem)
+    limited = problem.limit is not None
+    room = _room(problem) if limited else np.inf
+    alive = []
+    for v, (times, memory) in enumerate(zip(problem.times, problem.memory)):
+        least, most = extremes.sums(v, times, problem.edges)
+        good = np.isfinite(least)
+        if limited:
+            small, large = extremes.sums(v, memory, problem.edge_memory)
+            good &= memory - memory.min() <= room
+        if not good.any():
+            return None
+        if v == keep:
+            alive.append(np.ones_like(good))
+            continue
+        # never_worse[a, b]: b instead of a costs no more; equal ones: the first stays.
+        never_worse = most[None, :] <= least[:, None]
+        if limited:
+            never_worse &= large[None, :] <= small[:, None]
+        first = np.tri(len(times), k=-1, dtype=bool)
+        never_worse &= ~never_worse.T | first
+        np.fill_diagonal(never_worse, False)
+        alive.append(good & ~(never_worse & good[None, :]).any(axis=1))
+    return alive
+
+
+def _room(problem: Problem) -> float:
+    """Memory that is left if every layer and edge takes its least [B]."""
+    assert problem.limit is not None
+    least = sum(float(m.min()) for m in problem.memory) + sum(float(t.min()) for t in problem.edge_memory.values())
+    return problem.limit - least

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.device import device_of, wide
 from halograd.dtensor import Layout
 from halograd.layers import Layer
@@ -19,6 +18,9 @@ from halograd.program.operations import Run
 from halograd.program.program import Program, Segment, Step
 from halograd.program.runner import Runner
 from halograd.program.values import Value
+
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
 
 __all__ = ["BoundLayer"]
 
@@ -65,7 +67,7 @@ class BoundLayer:
         input_gradient: bool = True,
         spread: bool = False,
     ) -> None:
-        self.kernels, self._comm = kernels, cast(Communicator, _Twins()) if spread else comm
+        self.kernels, self._comm = kernels, cast("Communicator", _Twins()) if spread else comm
         size, self._dtype = self._comm.size, np.dtype(dtype)
         batch, shapes = inputs[0][0], [shape[1:] for shape in inputs]
         values = [self._input(layer, i, inputs, input_gradient) for i in range(len(inputs))]

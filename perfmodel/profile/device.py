@@ -1,21 +1,27 @@
-"""Rates of one device: arithmetic, memory, and the floor of a kernel. All ranks of a node measure at the same time."""
+"""What a machine does: its links and sums, and the rates of one device. All ranks measure at the same time."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.kernels import Geometry
-from halograd.perfmodel.machine import Efficiency
-from halograd.perfmodel.profile.crowd import Crowd
-from halograd.perfmodel.profile.fit import fit_line
+from halograd.perfmodel.machine import Efficiency, Link, Machine
+from halograd.perfmodel.profile.cache import Crowd, device_name
+from halograd.perfmodel.profile.messages import LARGE, SIZES, MessageTimer, Nodes, fit_copy
+from halograd.perfmodel.profile.record import Fit, Profile, fit_line
 
-__all__ = ["DeviceRates", "measure_device", "memory_size"]
+if TYPE_CHECKING:
+    from halograd.comm import Communicator
+
+__all__ = ["group_sizes", "measure_machine", "memory_size"]
 
 ROUNDS = 7
 #: Rows of the square matrices whose product tells the peak rate.
@@ -29,6 +35,7 @@ _CHANNELS = 64
 _LEAST = 0.05
 
 
+@dataclass(frozen=True)
 class DeviceRates:
     """What one rank's device does.
 
@@ -44,8 +51,122 @@ class DeviceRates:
         What convolutions reach of the peak.
     """
 
-    def __init__(self, peak: dict[str, float], bandwidth: float, launch: float, efficiency: Efficiency) -> None:
-        self.peak, self.bandwidth, self.launch, self.efficiency = peak, bandwidth, launch, efficiency
+    peak: dict[str, float]
+    bandwidth: float
+    launch: float
+    efficiency: Efficiency
+
+
+_COPIED = "not measured: copied from {}"
+
+
+def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Profile:
+    """Links, collectives and device of the machine that runs this. Collective over `comm`.
+
+    Levels that have no pair of ranks take over the numbers of the nearest that has, and their note says so.
+
+    Parameters
+    ----------
+    comm
+        All ranks of the run, with the transport that runs will use.
+    kernels
+        Backend.
+    name
+        Of the machine.
+    """
+    hosts = Nodes(tuple(comm.allgather_objects(platform.node())))
+    nodes = Nodes(tuple(map(str, comm.nodes)))
+    # An emulated network between all ranks is taken for the link within their node.
+    places = nodes if nodes.has("node") else hosts
+    clock = time.perf_counter if comm.waits_for_network else Crowd.of(comm, kernels).clock
+    channel, face, strided, timer = {}, {}, {}, MessageTimer(comm, clock=clock)
+    for level in ("node", "across"):
+        if places.has(level):
+            partner = places.partner(comm.rank, level)
+            channel[level] = timer.channel(partner)
+            face[level] = timer.face(partner, strided=False)
+            strided[level] = timer.face(partner, strided=True)
+    comm.barrier()
+    copy = fit_copy(clock=clock)
+    sums = _reductions(comm, clock)
+    rates = measure_device(kernels, comm)
+    machine = Machine(
+        name=name,
+        source=f"measured by halograd profile on {comm.size} ranks, {time.strftime('%Y-%m-%d')}",
+        devices_per_node=places.fullest,
+        nodes_per_switch=len(set(places.nodes)),
+        peak_flops=rates.peak,
+        memory_bandwidth=rates.bandwidth,
+        memory=memory_size(hosts.fullest),
+        launch=rates.launch,
+        links=_links(copy, _measured_links(comm.transport, face, channel, nodes.has("node"))),
+        efficiency=rates.efficiency,
+        device=f"{device_name(kernels)}; {kernels.name} {kernels.version}, {kernels.threads} thread(s)",
+    )
+    return comm.bcast(Profile(machine, comm.size, comm.transport, channel, face, strided, copy, **sums))
+
+
+def _measured_links(
+    transport: str, face: Mapping[str, Fit], channel: Mapping[str, Fit], memory_shared: bool
+) -> dict[str, Link]:
+    """With packing; those of an emulated network without, which the cost model adds there."""
+    found = {}
+    for level, packed in face.items():
+        if not transport.startswith("emulated"):
+            found[level] = packed.link(f"{transport}, with packing")
+        elif level == "node" and memory_shared:
+            found[level] = packed.link("shared, with packing")
+        else:
+            found[level] = channel[level].link(transport)
+    return found
+
+
+def _links(copy: Fit, found: Mapping[str, Link]) -> dict[str, Link]:
+    """All levels, from those that were measured."""
+    links = {"device": copy.link("copy")}
+    nearest = "device"
+    for level in ("node", "switch", "across"):
+        measured = "across" if level == "switch" else level
+        if measured in found:
+            links[level] = found[measured]
+            nearest = level
+        else:
+            links[level] = Link(links[nearest].alpha, links[nearest].beta, _COPIED.format(nearest))
+    return links
+
+
+def group_sizes(ranks: int) -> list[int]:
+    """Groups whose sums are measured: 2, 4, 8, ... and all ranks.
+
+    >>> group_sizes(6)
+    [2, 4, 6]
+    """
+    sizes = {1 << k for k in range(1, ranks.bit_length()) if 1 << k <= ranks}
+    return sorted(sizes | ({ranks} if ranks > 1 else set()))
+
+
+def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any]:
+    """Sums over groups of ranks, all groups of a size at the same time; what the first one found.
+
+    A network's times lie on a line; those of memory do not quite, and large sums decide.
+    """
+    sizes = SIZES if comm.waits_for_network else SIZES + LARGE
+    found: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
+    for size in group_sizes(comm.size):
+        whole = comm.rank < comm.size - comm.size % size
+        group = comm.split(comm.rank // size if whole else None)
+        fits = None
+        if group is not None:
+            timer = MessageTimer(group, sizes, clock=clock)
+            waited = timer.reduction()
+            fits = (waited, *timer.reduction_behind(waited))
+            group.close()
+        for by_size, fit in zip(found.values(), comm.bcast(fits)):
+            by_size[size] = fit
+    return found
+
+
+# -- the device ------------------------------------------------------------------------------------
 
 
 def measure_device(kernels: Any, comm: Communicator) -> DeviceRates:

@@ -6,14 +6,17 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halograd.comm import Communicator
 from halograd.dtensor import Blocks, Exchange
-from halograd.perfmodel.profile.fit import Fit, fit_line
+from halograd.perfmodel.profile.record import Fit, fit_line
 
-__all__ = ["LARGE", "SIZES", "Places", "fit_channel", "fit_copy", "fit_face", "fit_reduction", "fit_reduction_behind"]
+if TYPE_CHECKING:
+    from halograd.comm import Communicator, Reduction
+
+__all__ = ["LARGE", "SIZES", "MessageTimer", "Nodes", "fit_copy"]
 
 #: Sizes of messages [B].
 SIZES = (8, 64, 512, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20)
@@ -32,7 +35,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Places:
+class Nodes:
     """Which node every rank is on.
 
     Attributes
@@ -70,80 +73,137 @@ class Places:
         return max(self.nodes.count(node) for node in set(self.nodes))
 
 
-def fit_channel(
-    comm: Communicator,
-    partner: int | None,
-    sizes: Sequence[int] = SIZES,
-    rounds: int = ROUNDS,
-    clock: Clock = time.perf_counter,
-) -> Fit:
-    """Messages both ways with a partner, without packing: ``comm.channel``. Collective over `comm`.
+class MessageTimer:
+    """Times of messages and sums, measured by all ranks of a communicator. Collective over it, as are methods.
 
     Parameters
     ----------
-    partner
-        Rank to exchange with; None to look on.
+    comm
+        The ranks, with the transport that is measured.
     sizes
-        Bytes per message [B].
+        Bytes per message or sum [B], multiples of 4.
     rounds
         How often each is measured.
     clock
         Tells what a rank takes.
     """
-    peers = [partner] if partner is not None else []
-    channels = [comm.channel(dict.fromkeys(peers, n), dict.fromkeys(peers, n), np.uint8, kind="profile") for n in sizes]
 
-    def run(i: int) -> None:
-        if peers:
-            channels[i].start()
-            channels[i].finish()
-            channels[i].release()
+    def __init__(
+        self, comm: Communicator, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, clock: Clock = time.perf_counter
+    ) -> None:
+        self.comm, self.sizes, self.rounds, self.clock = comm, tuple(sizes), rounds, clock
 
-    fit = _fit(comm, sizes, run, rounds, clock)
-    for channel in channels:
-        channel.close()
-    return fit
+    def channel(self, partner: int | None) -> Fit:
+        """Messages both ways with a partner, without packing: ``comm.channel``; None: this rank looks on."""
+        peers = [partner] if partner is not None else []
+        both = [(dict.fromkeys(peers, n), dict.fromkeys(peers, n)) for n in self.sizes]
+        channels = [self.comm.channel(*sizes, np.uint8, kind="profile") for sizes in both]
 
+        def run(i: int) -> None:
+            if peers:
+                channels[i].start()
+                channels[i].finish()
+                channels[i].release()
 
-def fit_face(
-    comm: Communicator,
-    partner: int | None,
-    strided: bool,
-    sizes: Sequence[int] = SIZES,
-    rounds: int = ROUNDS,
-    clock: Clock = time.perf_counter,
-) -> Fit:
-    """Faces both ways with a partner, packed and unpacked as halos are: `Exchange`. Collective over `comm`.
+        fit = self._fit(self.sizes, run)
+        for channel in channels:
+            channel.close()
+        return fit
 
-    Parameters
-    ----------
-    partner
-        Rank to exchange with; None to look on.
-    strided
-        Faces across the width, one column of `CHANNELS` per row of the array; else across the height, whose rows
-        are contiguous.
-    sizes
-        Bytes per message, rounded up to whole columns [B].
-    rounds
-        How often each is measured.
-    clock
-        Tells what a rank takes.
-    """
-    itemsize = np.dtype(np.float32).itemsize
-    rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in sizes]
-    pair = comm.split(None if partner is None else min(comm.rank, partner))
-    exchanges = [] if pair is None else [_face(pair, n, strided) for n in rows]
+    def face(self, partner: int | None, strided: bool) -> Fit:
+        """Faces both ways with a partner, packed and unpacked as halos are: `Exchange`; None: this rank looks on.
 
-    def run(i: int) -> None:
-        if exchanges:
-            exchanges[i].run()
+        Sizes are rounded up to whole columns.
 
-    fit = _fit(comm, [n * CHANNELS * itemsize for n in rows], run, rounds, clock)
-    for exchange in exchanges:
-        exchange.close()
-    if pair is not None:
-        pair.close()
-    return fit
+        Parameters
+        ----------
+        strided
+            Faces across the width, one column of `CHANNELS` per row of the array; else across the height, whose rows
+            are contiguous.
+        """
+        itemsize = np.dtype(np.float32).itemsize
+        rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in self.sizes]
+        pair = self.comm.split(None if partner is None else min(self.comm.rank, partner))
+        exchanges = [] if pair is None else [_face(pair, n, strided) for n in rows]
+
+        def run(i: int) -> None:
+            if exchanges:
+                exchanges[i].run()
+
+        fit = self._fit([n * CHANNELS * itemsize for n in rows], run)
+        for exchange in exchanges:
+            exchange.close()
+        if pair is not None:
+            pair.close()
+        return fit
+
+    def reduction(self, method: str = "allreduce") -> Fit:
+        """Sums of float32 over all ranks that are waited for: ``reduction.run()``; `method` as for the communicator."""
+        reductions = self._reductions(method)
+        fit = self._fit(self.sizes, lambda i: reductions[i].run())
+        for reduction in reductions:
+            reduction.close()
+        return fit
+
+    def reduction_behind(self, waited: Fit, method: str = "allreduce") -> tuple[Fit, Fit]:
+        """Sums of float32 over all ranks behind computation.
+
+        Some transports sum in the background, others (shared memory) when the sum is asked for, whatever was
+        computed meanwhile.
+
+        Parameters
+        ----------
+        waited
+            What `reduction` found: computation goes on for some times as long.
+
+        Returns
+        -------
+        tuple of Fit
+            From ``start()`` to the arrival of the sum (`waited` where it is made in ``finish()``), and what is left to
+            do in ``finish()`` however long the computation was.
+        """
+        comm, sizes, reductions, spans = self.comm, self.sizes, self._reductions(method), _Spans()
+        arrival, left = np.empty((self.rounds, len(sizes))), np.empty((self.rounds, len(sizes)))
+        recorder, comm.recorder = comm.recorder, spans
+        try:
+            for k, i in itertools.product(range(self.rounds), range(len(sizes))):
+                comm.barrier()
+                reductions[i].start()
+                _compute(2 * waited.at(sizes[i]) + 2e-3)
+                comm.barrier()  # who is late has not summed for longer
+                before = self.clock()
+                reductions[i].finish()
+                left[k, i] = self.clock() - before
+                arrival[k, i] = spans.last
+        finally:
+            comm.recorder = recorder
+        for reduction in reductions:
+            reduction.close()
+        exposed = fit_line(sizes, _slowest(comm, left))
+        in_background = exposed.at(sizes[-1]) < waited.at(sizes[-1]) / 4
+        found = fit_line(sizes, _slowest(comm, arrival))
+        return (found if in_background else waited), exposed
+
+    def _reductions(self, method: str) -> list[Reduction]:
+        arrays = (np.zeros(n // 4, np.float32) for n in self.sizes)
+        return [self.comm.reduction(array, kind="profile", method=method) for array in arrays]
+
+    def _fit(self, sizes: Sequence[int], run: Callable[[int], None]) -> Fit:
+        """Times of ``run(i)`` for every size, after two runs that do not count."""
+
+        def timed(i: int, in_a_row: int) -> float:
+            self.comm.barrier()
+            begin = self.clock()
+            for _ in range(in_a_row):
+                run(i)
+            return (self.clock() - begin) / in_a_row
+
+        in_a_row = []
+        for i in range(len(sizes)):
+            run(i)
+            in_a_row.append(1 if self.comm.allreduce_scalar(timed(i, 1), "max") > LONG else IN_A_ROW)
+        seconds = np.array([[timed(i, n) for i, n in enumerate(in_a_row)] for _ in range(self.rounds)])
+        return fit_line(sizes, _slowest(self.comm, seconds))
 
 
 def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
@@ -173,84 +233,6 @@ def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> 
     return fit_line(sizes, seconds.min(axis=0))
 
 
-def fit_reduction(
-    comm: Communicator,
-    sizes: Sequence[int] = SIZES,
-    rounds: int = ROUNDS,
-    method: str = "allreduce",
-    clock: Clock = time.perf_counter,
-) -> Fit:
-    """Sums of float32 over all ranks of `comm` that are waited for: ``reduction.run()``. Collective.
-
-    Parameters
-    ----------
-    sizes
-        Bytes per sum [B], multiples of 4.
-    rounds
-        How often each is measured.
-    method
-        As for `Communicator.reduction`.
-    clock
-        Tells what a rank takes.
-    """
-    reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile", method=method) for n in sizes]
-
-    fit = _fit(comm, sizes, lambda i: reductions[i].run(), rounds, clock)
-    for reduction in reductions:
-        reduction.close()
-    return fit
-
-
-def fit_reduction_behind(
-    comm: Communicator,
-    waited: Fit,
-    sizes: Sequence[int] = SIZES,
-    rounds: int = ROUNDS,
-    method: str = "allreduce",
-    clock: Clock = time.perf_counter,
-) -> tuple[Fit, Fit]:
-    """Sums of float32 over all ranks of `comm` behind computation. Collective.
-
-    Some transports sum in the background, others (shared memory) when the sum is asked for, whatever was
-    computed meanwhile.
-
-    Parameters
-    ----------
-    waited
-        What `fit_reduction` found: computation goes on for some times as long.
-    sizes, rounds, method, clock
-        As for `fit_reduction`.
-
-    Returns
-    -------
-    tuple of Fit
-        From ``start()`` to the arrival of the sum (`waited` where it is made in ``finish()``), and what is left to
-        do in ``finish()`` however long the computation was.
-    """
-    reductions = [comm.reduction(np.zeros(n // 4, np.float32), kind="profile", method=method) for n in sizes]
-    spans = _Spans()
-    arrival, left = np.empty((rounds, len(sizes))), np.empty((rounds, len(sizes)))
-    recorder, comm.recorder = comm.recorder, spans
-    try:
-        for k, i in itertools.product(range(rounds), range(len(sizes))):
-            comm.barrier()
-            reductions[i].start()
-            _compute(2 * waited.at(sizes[i]) + 2e-3)
-            comm.barrier()  # who is late has not summed for longer
-            before = clock()
-            reductions[i].finish()
-            left[k, i] = clock() - before
-            arrival[k, i] = spans.last
-    finally:
-        comm.recorder = recorder
-    for reduction in reductions:
-        reduction.close()
-    exposed = fit_line(sizes, _slowest(comm, left))
-    in_background = exposed.at(sizes[-1]) < waited.at(sizes[-1]) / 4
-    found = fit_line(sizes, _slowest(comm, arrival))
-    return (found if in_background else waited), exposed
-
-
 class _Spans:
     """A recorder that remembers how long the last communication took."""
 
@@ -268,24 +250,6 @@ def _compute(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         np.cos(angles, out=result)
-
-
-def _fit(comm: Communicator, sizes: Sequence[int], run: Callable[[int], None], rounds: int, clock: Clock) -> Fit:
-    """Times of ``run(i)`` for every size, after two runs that do not count. Collective."""
-
-    def timed(i: int, in_a_row: int) -> float:
-        comm.barrier()
-        begin = clock()
-        for _ in range(in_a_row):
-            run(i)
-        return (clock() - begin) / in_a_row
-
-    in_a_row = []
-    for i in range(len(sizes)):
-        run(i)
-        in_a_row.append(1 if comm.allreduce_scalar(timed(i, 1), "max") > LONG else IN_A_ROW)
-    seconds = np.array([[timed(i, n) for i, n in enumerate(in_a_row)] for _ in range(rounds)])
-    return fit_line(sizes, _slowest(comm, seconds))
 
 
 def _slowest(comm: Communicator, seconds: np.ndarray) -> np.ndarray:

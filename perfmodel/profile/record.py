@@ -1,21 +1,114 @@
-"""What a profile found: a machine file, and beside it what a machine file has no room for."""
+"""What a profile found: fits of ``alpha + beta * bytes``; a machine file, and beside it what that has no room for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
 
 from halograd.documents import read_json, shown_path
 from halograd.errors import UserError
 from halograd.files import write_whole
-from halograd.perfmodel.machine import Machine, Runtime
-from halograd.perfmodel.profile.fit import Fit
+from halograd.perfmodel.machine import Link, Machine, Overheads
 from halograd.schema import STRICT, Count, NotNegative, build
 
-__all__ = ["Profile", "record_path"]
+__all__ = ["Fit", "Profile", "fit_line", "record_path"]
+
+#: Residuals above this many times their median count less: a disturbed measurement does not bend the line.
+_HUBER = 1.5
+_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A line through measured times, and how well it fits.
+
+    Attributes
+    ----------
+    alpha, beta
+        [s] and [s/B], neither negative.
+    error
+        Root mean square of the relative residuals.
+    nbytes, seconds
+        What was measured: sizes [B] and times [s].
+    """
+
+    __pydantic_config__ = STRICT
+
+    alpha: NotNegative
+    beta: NotNegative
+    error: NotNegative
+    nbytes: Annotated[tuple[NotNegative, ...], Field(alias="bytes")] = field(default=(), repr=False)
+    seconds: tuple[NotNegative, ...] = field(default=(), repr=False)
+
+    def at(self, nbytes: float) -> float:
+        """Time of so many bytes [s]."""
+        return self.alpha + self.beta * nbytes
+
+    def link(self, what: str) -> Link:
+        """As a link of a machine; `what` and the error go into its note."""
+        return Link(self.alpha, self.beta, f"{what}; fit within {self.error:.0%}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        values = {"alpha": self.alpha, "beta": self.beta, "error": self.error}
+        return {**values, "bytes": list(self.nbytes), "seconds": list(self.seconds)}
+
+
+def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> Fit:
+    """The line ``alpha + beta * n`` of least relative error through the points.
+
+    Relative, because sizes span six orders of magnitude: in absolute terms the largest would decide alone.
+    Robust, by iterated weights (Huber 1964), and with neither number negative.
+
+    Parameters
+    ----------
+    nbytes, seconds
+        Sizes [B] and positive times [s]; at least two different sizes.
+
+    Raises
+    ------
+    ValueError
+        For fewer points, or times that are not positive.
+
+    Examples
+    --------
+    >>> line = fit_line([0, 1e3, 1e6], [1e-6, 2e-6, 1.001e-3])
+    >>> round(line.alpha * 1e6, 6), round(line.beta * 1e9, 6)
+    (1.0, 1.0)
+    """
+    n, t = np.asarray(nbytes, np.float64), np.asarray(seconds, np.float64)
+    if len(np.unique(n)) < 2 or n.shape != t.shape or not np.all(t > 0):
+        raise ValueError(f"fit_line: expected positive times of at least two sizes, got {list(t)} for {list(n)}")
+    weights = np.ones_like(t)
+    for _ in range(_ROUNDS):
+        alpha, beta = _solve(n / t, 1 / t, weights)
+        residuals = np.abs((alpha + beta * n) / t - 1)
+        limit = _HUBER * max(float(np.median(residuals)), 1e-12)
+        weights = np.minimum(1.0, limit / np.maximum(residuals, 1e-300))
+    error = float(np.sqrt(np.mean(residuals**2)))
+    return Fit(alpha, beta, error, tuple(n.tolist()), tuple(t.tolist()))
+
+
+def _solve(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """alpha, beta >= 0 of least ``sum weights * (alpha * constant + beta * slope - 1)^2``."""
+    aa, ab = float(weights @ (constant * constant)), float(weights @ (constant * slope))
+    bb, a1, b1 = float(weights @ (slope * slope)), float(weights @ constant), float(weights @ slope)
+    determinant = aa * bb - ab * ab
+    if determinant > 0:
+        alpha, beta = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+        if alpha >= 0 and beta >= 0:
+            return alpha, beta
+    # One of them is 0: whichever leaves less.
+    only_alpha, only_beta = a1 / aa, b1 / bb
+    gain_alpha, gain_beta = a1 * only_alpha, b1 * only_beta
+    return (only_alpha, 0.0) if gain_alpha >= gain_beta else (0.0, only_beta)
+
 
 _VERSION = 1
 _BY_LEVEL = ("channel", "face", "strided")
@@ -78,18 +171,9 @@ class Profile:
         """
         sums = {ranks: fit.link("all-reduce") for ranks, fit in self.reduction.items()}
         work = {ranks: fit.link("made where it is waited for") for ranks, fit in self.reduction_exposed.items()}
-        runtime = Runtime(update, layer_overhead, packed=True, sums=sums, work=work)
+        runtime = Overheads(update, layer_overhead, packed=True, sums=sums, work=work)
         machine = replace(self.machine, runtime=runtime)
         return replace(self, machine=machine, update=update, layer_overhead=layer_overhead)
-
-    def pack(self, level: str = "node", strided: bool = False) -> float:
-        """What packing and unpacking adds to a message, per byte [s/B]; 0 where it was not measured.
-
-        The links of the measured machine have the contiguous part in them, an emulated network does not.
-        """
-        packed = (self.strided if strided else self.face).get(level)
-        bare = self.channel.get(level)
-        return max(0.0, packed.beta - bare.beta) if packed and bare else 0.0
 
     def save(self, path: str | Path) -> None:
         """Write the machine file `path` and the record beside it.

@@ -12,19 +12,22 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from halograd import auto, trials
-from halograd.auto import plan_run
+from halograd import auto
+from halograd.auto import measure_steps, plan_run, rests_on, rivals, settle
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.models import build
-from halograd.perfmodel.cost.baselines import baseline
-from halograd.perfmodel.plan_file import PlanFile
-from halograd.perfmodel.predict import Alternative
+from halograd.perfmodel.cost import Training, simulate
+from halograd.perfmodel.cuts import BASELINES, baseline
+from halograd.perfmodel.kernel_times import LayerTime, Recorded, RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.plans import Alternative, Plan
+from halograd.perfmodel.predict import plan_network
 from halograd.training.build import make_network, make_strategy
 from halograd.training.config import StrategyConfig, parse_config
 from halograd.training.log import read_log
-from halograd.trials import measure_steps, rivals, settle
 from tests.launch import mpiexec
+from tests.perfmodel.pricing import priced
 from tests.support.clock import DrivenClock
 from tests.training.runs import CONFIG, write_data
 
@@ -61,7 +64,7 @@ def test_it_profiles_plans_runs_and_compares(trained):
 def test_the_log_holds_the_comparison(trained):
     folder, _, _ = trained
     (entry,) = read_log(folder / "out" / "log.jsonl", "prediction")
-    plan = PlanFile.load(folder / "out" / "plan.json").plan
+    plan = Plan.load(folder / "out" / "plan.json")
     assert entry["predicted_step_seconds"] == plan.step_seconds > 0
     assert entry["steps"] >= 1 and set(entry["layers"]) == set(plan.layers)
     measured = sum(layer["measured"] for layer in entry["layers"].values())
@@ -172,7 +175,7 @@ def test_a_rival_has_to_be_faster_by_more_than_noise():
 
 def test_rivals_are_baselines_that_fit_and_are_near(trained):
     folder, *_ = trained
-    plan = PlanFile.load(folder / "out/plan.json").plan
+    plan = Plan.load(folder / "out/plan.json")
     step = plan.step_seconds
     others = [
         ("data", 1.2, True),
@@ -187,7 +190,7 @@ def test_rivals_are_baselines_that_fit_and_are_near(trained):
 
 @pytest.mark.ranks(2)
 def test_steps_are_measured_one_strategy_at_a_time(monkeypatch):
-    log, clock = [], DrivenClock().drive(monkeypatch, trials)
+    log, clock = [], DrivenClock().drive(monkeypatch, auto)
 
     @contextmanager
     def opened(strategy):
@@ -224,12 +227,12 @@ def test_a_run_settles_on_what_was_faster(tmp_path, monkeypatch):
         monkeypatch.setattr(auto, "rivals", lambda plan: ["model" if plan.planner != "model" else "data"])
         run = plan_run(config, comm)
         ((favorite, rival),) = tried
-        assert run.file.plan.planner == rival != favorite
+        assert run.plan.planner == rival != favorite
         expected = baseline(rival, make_network(config), config.training.batch, comm.size)
         cuts = {name: {k: n for k, n in some.items() if k != "halo"} for name, some in run.strategy.layers.items()}
         assert cuts == {name: dict(some) for name, some in expected.layers.items()}
         if comm.rank == 0:
-            kept = PlanFile.load(folder / "out/plan.json").plan
+            kept = Plan.load(folder / "out/plan.json")
             assert kept.planner == rival and kept.alternatives[0].name == favorite
 
 
@@ -239,7 +242,48 @@ def test_what_the_configuration_forbids_is_no_rival(tmp_path):
     network = build("lenet5")
     with Communicator(MPI.COMM_WORLD) as comm:
         asked = ["reduction.name=bucketed", "reduction.replicated_dense=1"]
-        planner = auto._Planner(parse_config(AUTO, asked), comm, network, training=True)
-        some = {name: planner._as_run(baseline(name, network, 4, 2)) for name in ("data", "owt")}
+        config = parse_config(AUTO, asked)
+        some = {name: auto.as_run(baseline(name, network, 4, 2), config) for name in ("data", "owt")}
         assert all(strategy.reduction.replicated_dense == 1 for strategy in some.values())
-        assert {name: planner._can_run(strategy) for name, strategy in some.items()} == {"data": True, "owt": False}
+        assert {name: auto.can_run(strategy, network, comm.size) for name, strategy in some.items()} == {
+            "data": True,
+            "owt": False,
+        }
+
+
+# -- what is measured once more -------------------------------------------------------------------
+
+MACHINE = Machine.load("p100-cluster")
+BATCH, RANKS = 8, 4
+
+
+class Disturbed(Recorded):
+    """Some layers take a second longer."""
+
+    def __init__(self, keys):
+        super().__init__(RooflineTimes(MACHINE))
+        self.keys = keys
+
+    def of_work(self, work):
+        time = super().of_work(work)
+        return (
+            LayerTime(time.forward + 1.0, time.backward_data, time.backward_filter) if work.key in self.keys else time
+        )
+
+
+def test_predictions_rest_on_these_layers_and_no_others():
+    network = build("lenet5")
+    times = Recorded(RooflineTimes(MACHINE))
+    plan = plan_network(network, BATCH, RANKS, MACHINE, times)
+    behind = rests_on(plan, network, MACHINE, times, Training())
+    others = times.asked.keys() - behind.keys()
+    assert behind and others, "the planner has looked at more than it chose"
+    strategies = [plan.strategy, *(baseline(name, network, BATCH, RANKS) for name in BASELINES)]
+
+    def seconds(keys):
+        return [simulate(network, s, BATCH, priced(MACHINE, Disturbed(keys))).step_seconds for s in strategies]
+
+    quiet = seconds(set())
+    assert seconds(others) == quiet
+    for key in behind:
+        assert max(a - b for a, b in zip(seconds({key}), quiet)) > 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import platform
 import re
 import subprocess
@@ -9,9 +10,11 @@ import sys
 
 import h5py
 import pytest
+from rich.console import Console
 
 from halograd import __version__
 from halograd.cli.commands import app
+from halograd.cli.output import progress_bar
 from tests.harness.jobs import job_environment, new_mark
 from tests.harness.limits import LIMIT
 from tests.launch import PATIENT, mpiexec
@@ -70,9 +73,10 @@ def test_mistake_of_the_user_is_one_line(arguments, message):
 
 
 def test_ctrl_c_is_one_line(monkeypatch, capsys):
-    from halograd.cli import generating, run
+    from halograd.cli import run
+    from halograd.data import mesh_tangling
 
-    monkeypatch.setattr(generating, "generate_mesh_tangling", lambda *arguments: exec("raise KeyboardInterrupt"))
+    monkeypatch.setattr(mesh_tangling, "generate", lambda *arguments, **more: exec("raise KeyboardInterrupt"))
     assert run.run(["generate", "mesh-tangling", "x.h5"]) == 130
     assert capsys.readouterr().err == "halograd: interrupted\n"
 
@@ -143,3 +147,10 @@ def test_fault_on_one_rank_ends_the_job_with_its_traceback(tmp_path):
     done = job(tmp_path, "if rank == 1: raise ZeroDivisionError('one over nothing')", patience=0.5)
     assert done.returncode == 1
     assert "[rank 1 of 2] ZeroDivisionError: one over nothing" in done.stderr and "[rank 0 of 2]" not in done.stderr
+
+
+def test_the_bar_shows_what_was_reported():
+    out = io.StringIO()
+    with progress_bar("blocks", console=Console(file=out, force_terminal=True, width=100)) as progress:
+        progress(3, 7)
+    assert "blocks" in out.getvalue() and "3/7" in out.getvalue()

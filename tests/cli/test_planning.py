@@ -7,20 +7,21 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from halograd.cli.plan_options import parse_grid, parse_ranks
+from halograd.cli.options import parse_grid, parse_ranks
 from halograd.cli.run import run
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.cost import simulate
-from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.plan_file import PlanFile
+from halograd.perfmodel.plans import Plan
 from tests.harness.jobs import job_environment, new_mark
 from tests.harness.limits import LIMIT
+from tests.perfmodel.pricing import priced
 
 SMALL = ("mesh", "--option", "resolution=[128, 64]", "--option", "widths=[8, 16]", "--option", "convs=1")
 LASSEN = ("--machine", "lassen", "--ranks", "8", "--batch", "2")
@@ -101,16 +102,16 @@ def test_json_of_plan_holds_the_same(typed):
 
 
 def test_plan_file_is_read_back_and_simulates_to_the_same(planned):
-    made = PlanFile.load(planned)
+    made = Plan.load(planned)
     assert made.request is not None
     machine = made.request.load_machine()
     assert machine == Machine.load("lassen")
     from halograd.models import build
 
     network = build(made.request.model, **made.request.options)
-    again = simulate(network, made.plan.strategy, 2, machine, RooflineTimes(machine), ranks=8)
-    assert again.step_seconds == pytest.approx(made.plan.step_seconds)
-    assert PlanFile.from_dict(json.loads(json.dumps(made.as_dict()))) == made
+    again = simulate(network, made.strategy, 2, priced(machine), ranks=8)
+    assert again.step_seconds == pytest.approx(made.step_seconds)
+    assert Plan.from_dict(json.loads(json.dumps(made.as_dict()))) == made
 
 
 def test_a_baseline_may_be_asked_for(typed):
@@ -142,7 +143,7 @@ def test_explain_prices_the_next_best(typed, planned):
 
 def test_explain_chooses_the_layers_that_take_longest(typed, planned):
     code, out, _ = typed("explain", planned)
-    plan = PlanFile.load(planned).plan
+    plan = Plan.load(planned)
     slowest = max(plan.prediction.layers, key=lambda r: r.seconds)
     assert code == 0 and re.search(rf"^{slowest.name}\b", out, re.M), out
 
@@ -350,11 +351,11 @@ def test_a_plan_carries_its_gradient_reduction(planned, tmp_path):
     data, path = json.loads(planned.read_text()), tmp_path / "plan.json"
     data["strategy"]["reduction"] = {"name": "per_layer"}
     path.write_text(json.dumps(data))
-    assert PlanFile.load(path).plan.strategy.reduction == Scheme("per_layer")
+    assert Plan.load(path).strategy.reduction == Scheme("per_layer")
     data["strategy"]["reduction"] = {"name": "ring"}
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match=r"plan .*plan.json: strategy.reduction.name: expected one of .*, got 'ring'$"):
-        PlanFile.load(path)
+        Plan.load(path)
 
 
 def test_a_layer_that_is_not_there(typed, planned):
@@ -364,8 +365,9 @@ def test_a_layer_that_is_not_there(typed, planned):
 
 def test_a_plan_of_python_cannot_be_explained(typed, planned, tmp_path):
     path = tmp_path / "plain.json"
-    PlanFile.load(planned).plan.save(path)
-    assert PlanFile.load(path).plan == PlanFile.load(planned).plan
+    made = replace(Plan.load(planned), request=None)
+    made.save(path)
+    assert Plan.load(path) == made
     code, _, err = typed("explain", path)
     assert code == 2 and "expected one with its model and machine" in err
 

@@ -58,7 +58,7 @@ def test_the_properties_of_the_device_are_kept(record_property):
 
 @only_gpu
 def test_numpy_is_one_that_cupy_was_tested_with(record_property):
-    from halograd.cli.doctor.gpu import NUMPY
+    from halograd.cli.doctor import NUMPY
 
     last = ".".join(map(str, NUMPY))
     newer = tuple(map(int, np.__version__.split(".")[:2])) > NUMPY

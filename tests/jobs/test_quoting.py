@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from halograd.documents import to_toml
 from halograd.errors import UserError
-from halograd.jobs import parse_directives, parse_environment, parse_sweep, quoting, render, resources, scripts, sweeps
+from halograd.jobs import parse_directives, parse_environment, parse_sweep, quoting, render, resources, scripts
 from tests.harness.limits import LIMIT, wait_until
 from tests.jobs.examples import PROFILING, job
 from tests.jobs.stubs import Stubs
@@ -45,7 +46,7 @@ HOSTILE = [
 TWO_LINES = ["a\nb", "a\rb", "a\n#SBATCH --nodes=99", "a\x00b", "a\x1bb", "a\u2028b", "a\udc80b"]
 
 
-@pytest.mark.parametrize("module", [quoting, resources, sweeps], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [quoting, resources], ids=lambda m: m.__name__)
 def test_examples_of_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
@@ -162,7 +163,7 @@ def test_settings_of_a_sweep_are_literal(text, stubs):
     assert stubs.run(script, **ids).returncode == 0
     call = trained(stubs)
     chosen = ["--set", f"data.path={text}", "--set", "training.batch=2", "--set"]
-    assert call[-6:-1] == chosen and call[-1] == f"output.directory={quoting.toml(f'r{text}/001')}"
+    assert call[-6:-1] == chosen and call[-1] == f"output.directory={to_toml(f'r{text}/001')}"
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -175,8 +176,8 @@ def test_profile_and_plan_are_literal(text, stubs):
     for part in (profile, train):
         assert stubs.run(part, cwd=stubs.folder).returncode == 0
     (call,) = [call for call in stubs.calls("srun") if "profile" in call]
-    assert f"m{text}" in call and f"name={quoting.toml(text)}" in call and f"r{text}/machine.toml" in call
-    assert trained(stubs)[-1] == f"strategy={quoting.toml({'file': f'r{text}/plan.json'})}"
+    assert f"m{text}" in call and f"name={to_toml(text)}" in call and f"r{text}/machine.toml" in call
+    assert trained(stubs)[-1] == f"strategy={to_toml({'file': f'r{text}/plan.json'})}"
     words = shlex.split(plan.splitlines()[-1])
     assert words[words.index("--memory") + 1] == text and words[words.index("--planner") + 1] == text
 
@@ -213,10 +214,16 @@ def test_several_lines_are_refused_in_lists(text):
             parse([f"a={text}"])
 
 
-@pytest.mark.parametrize("name", ["A B", "A;touch PWNED", "1A", "", "A$(x)", "A'", "Ä"])
+@pytest.mark.parametrize("name", ["A B", "A;touch PWNED", "1A", "A$(x)", "A'", "Ä"])
 def test_names_of_variables_are_checked(name):
     with pytest.raises(UserError, match="--env: expected a name of letters"):
         parse_environment([f"{name}=1"])
+
+
+@pytest.mark.parametrize("text", ["=1", "A"])
+def test_variables_are_pairs(text):
+    with pytest.raises(UserError, match=f"--env: expected KEY=VALUE, such as NCCL_DEBUG=INFO, got '{text}'"):
+        parse_environment([text])
 
 
 @pytest.mark.parametrize("key", ["mem\n", "Mem", "mem x", "", "-", "$(id)", "mem;x"])

@@ -379,7 +379,7 @@ def test_options_with_a_name_of_their_own_are_no_directives():
     ],
 )
 def test_mpich_below_srun_gives_short_addresses(wheel, changes, there, monkeypatch):
-    monkeypatch.setattr("halograd.jobs.software._installed", lambda name: name == wheel)
+    monkeypatch.setattr("halograd.jobs.resources._installed", lambda name: name == wheel)
     script = render("train", job(**{"python": sys.executable, **changes}))
     assert ("export MPIR_CVAR_CH4_NETMOD=${MPIR_CVAR_CH4_NETMOD:-ofi}\n" in script) is there
 

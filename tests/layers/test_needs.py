@@ -20,8 +20,8 @@ from halograd.layers import (
     Resize,
     Stencil,
 )
+from halograd.layers.axes import AXES
 from halograd.layers.strategy import layout_of
-from halograd.perfmodel.cost.blocks import PARTS
 from tests.layers.geometries import NASTY
 from tests.layers.graphs import Centre, Gate
 
@@ -62,7 +62,7 @@ CUTS = [(1, 1, 4, 2, 1, 1), (2, 1, 3, 1, 1, 1), (3, 1, 1, 2, 1, 1), (8, 1, 1, 1,
 
 
 def check(layer, shapes, some):
-    parts, samples = dict(zip(PARTS, some)), [shape[1:] for shape in shapes]
+    parts, samples = dict(zip(AXES, some)), [shape[1:] for shape in shapes]
     output = layout_of((shapes[0][0], *layer.output_shape(*samples)), parts, RANKS)
     inputs = [layout_of(shape, parts, RANKS) for shape in shapes]
     for i, shape in enumerate(shapes):

@@ -27,10 +27,12 @@ from halograd.layers import (
     Resize,
     SoftmaxCrossEntropy,
 )
+from halograd.layers.axes import AXES
 from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.strategy import Strategy
-from halograd.perfmodel.candidates import candidates
-from halograd.perfmodel.cost import PARTS, buckets_of, count_step, memory_of, program_of
+from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of
+from halograd.perfmodel.cuts import candidates
+from halograd.program.compiler import Target
 from halograd.testing import grids
 from halograd.training.executor import Executor
 from tests.layers.graphs import Gate
@@ -82,7 +84,7 @@ def strategies(network, size):
         for name, node in network.layers.items():
             some = candidates(node.layer, [n.shape for n in node.inputs], node.shape, BATCH, size)
             if draw.random() < 0.6:
-                layers[name] = {axis: n for axis, n in zip(PARTS, draw.choice(some)) if n > 1} or {"sample": 1}
+                layers[name] = {axis: n for axis, n in zip(AXES, draw.choice(some)) if n > 1} or {"sample": 1}
                 layers[name] = {axis: shares(draw, axis, n) for axis, n in layers[name].items()}
         yield Strategy({"sample": size}, layers, bucket_bytes=2048)
 
@@ -126,9 +128,10 @@ def test_messages_bytes_and_memory(name):
                 step(executor)
                 faults += differing(comm.counters.snapshot(), count_step(network, strategy, BATCH), comm.rank)
                 held = {k: v for k, v in executor.predicted_bytes.items() if k != "kernel workspace"}
-            program = program_of(network, strategy, BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network)
+            target = Target(BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network)
+            program = program_of(network, strategy, target)
             blocks = parameter_blocks(network, strategy, comm.size)
-            want = memory_of(program, blocks, buckets_of(network, blocks, 4, strategy.bucket_bytes), strategy)
+            want = memory_of(program, blocks, buckets_of(network, blocks, 4, strategy), strategy)
             if {k: v for k, v in want.items() if v} != {k: v for k, v in held.items() if v}:
                 faults.append(f"memory: predicted {want}, found {held} under {strategy}")
         comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)

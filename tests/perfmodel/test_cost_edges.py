@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.perfmodel.candidates import candidates
-from halograd.perfmodel.cost.blocks import cut
-from halograd.perfmodel.cost.edges import Grids, edge_seconds, redistributed_bytes
+from halograd.perfmodel.cost.network_costs import Grids, edge_seconds, redistributed_bytes
 from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine, Runtime
+from halograd.perfmodel.cuts import candidates
+from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine, Overheads
 from halograd.program.traffic import Move
+from tests.perfmodel.pricing import cut
 from tests.perfmodel.test_cost_traffic import RANKS, parts, shapes
 
 #: One node, messages of 1 s and bytes of 1/8 s; nothing else costs anything.
@@ -70,7 +70,7 @@ def test_tables_know_the_nodes_of_an_emulated_network(node, seconds):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_tables_pack_where_links_do_not(packed):
-    shape, runtime = (4, 8, 8, 8), Runtime(packed=packed)
+    shape, runtime = (4, 8, 8, 8), Overheads(packed=packed)
     wires = Wires(dataclasses.replace(MACHINE, memory_bandwidth=16.0, runtime=runtime))
     move = Move(cut(shape, SAMPLES), cut(shape, ROWS), 4)
     found = edge_seconds(shape, [SAMPLES], [ROWS], wires, 4, 4)
@@ -120,7 +120,7 @@ def test_an_emulated_network_is_known_as_one_where_it_was_measured(level):
 def test_sums_that_were_measured_on_an_emulated_node_do_not_stand_for_sums_across():
     """Measured are the first ranks: two of a node, which wait for nothing, and all four, which are a ring."""
     links = {**MACHINE.links, "across": Link(1.0, 0.125, "emulated:alpha=1,beta=0.125,node=2")}
-    runtime = Runtime(sums={2: Link(0.001, 0.0), 4: Link(7.0, 0.0)}, work={2: Link(0.001, 0.0)})
+    runtime = Overheads(sums={2: Link(0.001, 0.0), 4: Link(7.0, 0.0)}, work={2: Link(0.001, 0.0)})
     wires = Wires(dataclasses.replace(MACHINE, devices_per_node=2, links=links, runtime=runtime))
     assert wires.sum(64, (2, 3)) == 0.001 and wires.sum(64, range(4)) == 7.0
     assert wires.sum(64, (0, 2)) == pytest.approx(2 * 1.0 + 64 / 8) and wires.sum_work(64, (0, 2)) == 0.0

@@ -10,14 +10,16 @@ from halograd.errors import UserError
 from halograd.layers import Strategy
 from halograd.models import build, lenet5, mesh, resnet, unet
 from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
-from halograd.perfmodel.cost import problem as problem_module
-from halograd.perfmodel.cost.baselines import BASELINES, baseline
-from halograd.perfmodel.cost.problem import make_problem, network_costs
+from halograd.perfmodel.cost import network_costs as problem_module
+from halograd.perfmodel.cost.network_costs import network_costs
+from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS
-from halograd.perfmodel.predict import Plan, Planning, plan_network
+from halograd.perfmodel.plans import Plan
+from halograd.perfmodel.predict import Planning, plan_network
 from halograd.perfmodel.reduction_choice import planned_schemes
+from tests.perfmodel.pricing import priced
 
 LASSEN = Machine.load("lassen")
 SLOW = LASSEN.emulated(2e-4, 1e-9)
@@ -38,7 +40,7 @@ def times(machine=LASSEN):
 def test_a_step_is_the_sum_of_its_layers(name, machine):
     network = NETWORKS[name]()
     for which in BASELINES:
-        found = simulate(network, baseline(which, network, 8, 8), 8, machine, times(machine), ranks=8)
+        found = simulate(network, baseline(which, network, 8, 8), 8, priced(machine), ranks=8)
         assert found.step_seconds == pytest.approx(
             found.forward_seconds + found.backward_seconds + found.allreduce_exposed + found.update_seconds
         )
@@ -81,18 +83,18 @@ def test_a_plan_is_never_slower_than_a_baseline_and_is_legal(name, ranks):
     plan.strategy.validate(network, plan.strategy.ranks)
     assert plan.strategy.ranks <= ranks
     assert all(plan.step_seconds <= other.step_seconds for other in plan.alternatives if other.fits)
-    again = simulate(network, plan.strategy, 8, SLOW, times(SLOW), ranks=ranks)
+    again = simulate(network, plan.strategy, 8, priced(SLOW), ranks=ranks)
     assert again.step_seconds == pytest.approx(plan.step_seconds)
 
 
 def test_additive_costs_are_those_of_simulation_where_nothing_overlaps():
     """One bucket per layer, all sums charged and ended before the next step: a chain is its own sum."""
     network, training = mesh(resolution=128, widths=(8, 16), convs=2), Training(barrier=True)
-    costs = network_costs(network, 4, 4, SLOW, times(SLOW), training, bucket_bytes=1)
+    costs = network_costs(network, 4, 4, priced(SLOW, quick=True), training, bucket_bytes=1)
     choice = PLANNERS["elimination"]().plan(costs.problem(1.0))
     pricing = Pricing(Wires(SLOW), times(SLOW), best_halo=True)
     strategy = costs.strategy(choice.indices, 1)
-    found = simulate(network, strategy, 4, SLOW, times(SLOW), training, 4, pricing)
+    found = simulate(network, strategy, 4, pricing, training, 4)
     plain = found.forward_seconds + found.backward_seconds + found.update_seconds
     assert plain <= choice.seconds * 1.02
     assert costs.indices(strategy) == list(choice.indices)
@@ -142,7 +144,7 @@ def test_plans_are_files_for_one_network_batch_and_number_of_ranks(tmp_path):
 
 def test_strategies_are_predicted_for_more_ranks_than_they_use():
     network = NETWORKS["mesh"]()
-    few, many = (simulate(network, Strategy({"sample": 2}), 8, SLOW, times(SLOW), ranks=n) for n in (2, 8))
+    few, many = (simulate(network, Strategy({"sample": 2}), 8, priced(SLOW), ranks=n) for n in (2, 8))
     assert few.step_seconds == many.step_seconds and many.ranks == 8
 
 
@@ -162,7 +164,7 @@ def test_problems_are_small_and_nothing_is_priced_twice(name, monkeypatch):
 
     monkeypatch.setattr(problem_module, "price_layer", price)
     monkeypatch.setattr(problem_module, "edge_seconds", tabulate)
-    problem = make_problem(network, 2048, 64, LASSEN, times())
+    problem = network_costs(network, 2048, 64, priced(LASSEN, quick=True)).problem()
     assert len(layers) == len(set(layers)) and len(tables) == len(set(map(repr, tables)))
     assert max(len(t) for t in problem.times) < 100
     assert all(math.isfinite(float(t.min())) for t in problem.times)
@@ -177,7 +179,7 @@ def test_the_scheme_of_gradient_reduction_is_part_of_the_plan(tmp_path):
     scheme = plan.strategy.reduction
     assert scheme.name == "sharded"
     plain = Strategy({"sample": 128}, bucket_bytes=4 << 20)
-    assert plan.step_seconds < 0.99 * simulate(network, plain, 256, machine, times(machine)).step_seconds
+    assert plan.step_seconds < 0.99 * simulate(network, plain, 256, priced(machine)).step_seconds
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").strategy.reduction == scheme
 

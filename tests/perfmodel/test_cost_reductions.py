@@ -10,6 +10,7 @@ from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of
+from halograd.program.compiler import Target
 from tests.perfmodel.test_cost_counts import differing
 from tests.training.reductions import BATCH, BUCKET, advance, build, trainer_of
 from tests.training.test_exactness import NETWORKS
@@ -53,8 +54,8 @@ def faults_of(name, comm, strategy, per_node):
         held = {k: v for k, v in executor.predicted_bytes.items() if k != "kernel workspace"}
     faults = differing(found, count_step(network, strategy, BATCH, comm.size, per_node=per_node), comm.rank)
     scheme, blocks = strategy.reduction, parameter_blocks(network, strategy, comm.size)
-    program = program_of(network, strategy, BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network)
-    buckets = buckets_of(network, blocks, 4, strategy.bucket_bytes, scheme)
+    program = program_of(network, strategy, Target(BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network))
+    buckets = buckets_of(network, blocks, 4, strategy)
     want = memory_of(program, blocks, buckets, strategy, 1, per_node)
     return [f"{fault} under {strategy}" for fault in faults] + memory_faults(held, want, comm, scheme)
 

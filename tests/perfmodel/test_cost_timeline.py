@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.dtensor import Groups
-from halograd.perfmodel.cost.buckets import Bucket
 from halograd.perfmodel.cost.layer_cost import LayerCost
-from halograd.perfmodel.cost.timeline import Reduction, Replication, run_step
+from halograd.perfmodel.cost.timeline import Bucket, Reduction, Replication, run_step
 
 NAMES = ("a", "b", "c")
 #: Forward 1 s, backward 2 s, each.

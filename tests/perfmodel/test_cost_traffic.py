@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.dtensor import Blocks, Layout, plan_exchange
-from halograd.layers.strategy import layout_of
-from halograd.perfmodel.cost.blocks import PARTS, cut, grid_of
+from halograd.dtensor import Blocks, plan_exchange
+from halograd.layers.axes import AXES
 from halograd.program.traffic import Move
+from tests.perfmodel.pricing import cut
 
 RANKS = 12
 
@@ -20,7 +20,7 @@ RANKS = 12
 def parts(draw, ranks=RANKS):
     """Parts per axis whose product is at most `ranks`."""
     found, left = [], ranks
-    for _ in PARTS:
+    for _ in AXES:
         found.append(draw(st.integers(1, left)))
         left //= found[-1]
     return tuple(found)
@@ -45,13 +45,6 @@ def brute_force(source: Blocks, target: Blocks, itemsize: int) -> tuple[np.ndarr
         messages[rank] = len({p.target for p in sent})
         nbytes[rank] = sum(p.box.size for p in sent) * itemsize
     return messages, nbytes
-
-
-@given(shapes(), parts())
-def test_cuts_are_the_layouts_of_strategies(shape, some):
-    used = Layout.blocks(shape, grid_of(shape, some), RANKS)
-    assert used == layout_of(shape, dict(zip(PARTS, some)), RANKS)
-    assert on_all(cut(shape, some)) == used.boxes
 
 
 @given(shapes(), parts(), parts())

@@ -1,8 +1,9 @@
-"""Machines: the shipped files, links and stages between ranks, the roofline, and what a wrong file is told."""
+"""Machines: files and their units, links, stages, rooflines, and what is refused in one line."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from halograd.errors import UserError
 from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine
-from halograd.perfmodel.machine_file import parse_machine
+from halograd.perfmodel.machine_file import UNITS, format_quantity, parse_machine, parse_quantity
 
 LASSEN = (FOLDER / "lassen.toml").read_text(encoding="utf-8")
 
@@ -251,3 +252,52 @@ def test_documented_file_and_table() -> None:
     machine = parse_machine(text.split("```toml\n")[1].split("```")[0])
     assert machine.rails == 2 and machine.links["across"].alpha == 5e-6
     assert all(f"| `{name}` |" in text for name in MACHINES)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("1.2 us", "s", 1.2e-6),
+        ("8 µs", "s", 8e-6),
+        ("5ms", "s", 5e-3),
+        ("0 s", "s", 0.0),
+        ("38.93 ps/B", "s/B", 3.893e-11),
+        ("1e-9 s/B", "s/B", 1e-9),
+        ("16 GiB", "B", 16 * 2**30),
+        ("16GB", "B", 16e9),
+        (" 900 GB/s ", "B/s", 900e9),
+        ("300 Mflop", "flop", 3e8),
+        ("15.7 Tflop/s", "flop/s", 15.7e12),
+        (".5 Pflop/s", "flop/s", 5e14),
+    ],
+)
+def test_value(text: str, unit: str, value: float) -> None:
+    assert parse_quantity(text, unit) == pytest.approx(value, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "remedy"),
+    [
+        (5, "s", "write a number and a unit in quotes"),
+        ("fast", "s", "write a number and a unit in quotes"),
+        ("", "s", "write a number and a unit in quotes"),
+        ("5", "s", "the unit must be one of ps, ns, us"),
+        ("5 GB", "s", "the unit must be one of ps, ns, us"),
+        ("100 Gb/s", "B/s", "the unit must be one of B/s, kB/s"),
+        ("16 gib", "B", "GiB"),
+        ("-1 us", "s", "it must be finite and not negative"),
+        ("1e999 s", "s", "it must be finite and not negative"),
+    ],
+)
+def test_refusal(text: object, unit: str, remedy: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_quantity(text, unit)
+    message = str(caught.value)
+    assert message.startswith(f"expected {UNITS[unit][0]} with its unit") and f"got {text!r}" in message
+    assert remedy in message and "\n" not in message
+
+
+@given(st.floats(min_value=0, allow_nan=False, allow_infinity=False), st.sampled_from(sorted(UNITS)))
+def test_quantities_are_read_back(value: float, unit: str) -> None:
+    again = parse_quantity(format_quantity(value, unit), unit)
+    assert again == value and math.copysign(1, again) > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halograd.errors import UserError
-from halograd.perfmodel.profile import Conditions, TimeCache, cache_path
+from halograd.perfmodel.profile.cache import Conditions, TimeCache, cache_path
 
 HERE = Conditions("a device", "numpy", "1")
 
@@ -92,7 +92,7 @@ def test_a_torn_last_line_does_not_harm_the_next(tmp_path):
 def test_runs_may_write_at_once(tmp_path):
     path, each = tmp_path / "t.jsonl", 50
     code = (
-        "import sys; from pathlib import Path; from halograd.perfmodel.profile import Conditions, TimeCache;"
+        "import sys; from pathlib import Path; from halograd.perfmodel.profile.cache import Conditions, TimeCache;"
         "cache = TimeCache(Path(sys.argv[1]));"
         "here = Conditions('a device', 'numpy', '1'); name = sys.argv[2] * 3000;"
         f"[cache.put(here, name + str(i), (float(i), 0, 0)) for i in range({each})]"

@@ -1,6 +1,7 @@
 """Layers on their own: bound as in an executor, timed, and kept; what is measured of a network."""
 
-import math
+from __future__ import annotations
+
 import os
 from types import SimpleNamespace
 
@@ -11,15 +12,22 @@ from mpi4py import MPI
 from halograd import layers as L
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import Input, Network
+from halograd.layers import BatchNorm, Conv, Dropout, Input, MaxPool, Network, SoftmaxCrossEntropy, Strategy
 from halograd.models import build
-from halograd.perfmodel.layer_work import LayerTime, LayerWork
-from halograd.perfmodel.profile import Conditions, Crowd, LayerTimer, TimeCache, crowd, measure_layers, works_of
+from halograd.perfmodel.cost import simulate
+from halograd.perfmodel.cost.network_costs import network_costs, works_of
+from halograd.perfmodel.kernel_times import LayerTime, LayerWork, Recorded, RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.profile import cache
 from halograd.perfmodel.profile.bound import BoundLayer
-from halograd.perfmodel.profile.candidates import cuts
+from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
+from halograd.perfmodel.profile.layers import LayerTimer, measure_layers
 from halograd.program.operations import Total
 from halograd.training import Executor
+from tests.perfmodel.pricing import priced
+from tests.support.fake_device import FakeBackend
 
+MACHINE = Machine.load("lassen")
 HERE = Conditions("a device", "numpy", "1")
 MAP, VECTOR = (2, 8, 8, 4), (2, 12)
 CASES = [
@@ -114,39 +122,36 @@ def test_kernels_around_sums_compute_the_same_norm(alone, kernels):
 
 def conv_net():
     x = Input((12, 8, 3))
-    return Network(L.Conv(5, 3, 2, padding=1)(L.ReLU()(L.Conv(4, 5)(x))))
+    y = L.Conv(5, 3, 2, padding=1)(L.ReLU()(L.Conv(4, 5)(x)))
+    return Network({"loss": L.MeanSquaredError()(y, Input(y.shape, name="target"))})
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-def test_cuts_are_all_that_leave_no_part_empty(ranks):
-    node = next(iter(conv_net().layers.values()))  # output (8, 4, 4)
-    assert node.layer.cuts_channels in ("no", "contracts")
-    found = list(cuts(node, 3, ranks))
-    assert len({tuple(sorted(c.items())) for c in found}) == len(found)
-    extents = {"sample": 3, "height": 8, "width": 4, "channel": 4, "input_channel": 3}
-    names = list(extents)[: 5 if node.layer.cuts_channels == "contracts" else 3]
-    expected = 0
-    for parts in np.ndindex(*(ranks,) * len(names)):
-        sizes = [p + 1 for p in parts]
-        expected += math.prod(sizes) == ranks and all(s <= extents[n] for s, n in zip(sizes, names))
-    assert len(found) == expected
+def works(batch=4, ranks=2):
+    """Every cut of the small network, by key."""
+    return works_of(conv_net(), batch, ranks, MACHINE, full=True)
 
 
-def test_works_cover_the_uncut_network():
-    network = conv_net()
-    works = works_of(network, 4, 2)
-    for node in network.layers.values():
+@pytest.mark.parametrize("full", [False, True])
+def test_works_cover_the_uncut_network(full):
+    network, times = conv_net(), Recorded(RooflineTimes(MACHINE))
+    found = works_of(network, 4, 2, MACHINE, full=full)
+    simulate(network, Strategy(), 4, priced(MACHINE, times))
+    assert times.asked.keys() <= found.keys()
+    for node in list(network.layers.values())[:-1]:
         first = isinstance(node.inputs[0], Input)
-        work = LayerWork.of(node.layer, [(4, *n.shape) for n in node.inputs], input_gradient=not first)
-        assert work.key in works
-    assert all(work.key == key for key, work in works.items())
+        assert LayerWork.of(node.layer, [(4, *n.shape) for n in node.inputs], input_gradient=not first).key in found
+    assert all(work.key == key for key, work in found.items())
 
 
-@pytest.mark.parametrize("model", ["lenet5", "resnet50", "unet2d", "unet3d"])
-def test_works_of_models_are_few(model):
+@pytest.mark.parametrize("model", ["lenet5", "resnet50", "unet2d"])
+def test_works_are_what_a_plan_asks_for_and_few(model):
     """Many layers compute the same, and planners ask for shapes, not for cuts."""
     network = build(model)
-    assert 0 < len(works_of(network, 4, 4)) < 16 * len(network.layers)
+    times = Recorded(RooflineTimes(MACHINE))
+    network_costs(network, 4, 4, priced(MACHINE, times, quick=True))
+    found, every = (works_of(network, 4, 4, MACHINE, full=full) for full in (False, True))
+    assert found.keys() == times.asked.keys() <= every.keys()
+    assert 0 < len(every) < 16 * len(network.layers)
 
 
 class FakeTimer:
@@ -163,33 +168,33 @@ class FakeTimer:
 
 
 def test_an_interrupted_profile_goes_on(tmp_path, alone):
-    works, path = works_of(conv_net(), 4, 2), tmp_path / "t.jsonl"
+    some, path = works(), tmp_path / "t.jsonl"
     first = FakeTimer(alone, interrupt_after=3)
     with pytest.raises(KeyboardInterrupt):
-        measure_layers(works, first, TimeCache(path, every=100), HERE)
+        measure_layers(some.values(), first, TimeCache(path, every=100), HERE)
     told = []
     second = FakeTimer(alone)
-    state = measure_layers(works, second, TimeCache(path), HERE, progress=lambda *done: told.append(done))
-    assert (state.known, state.measured, state.left) == (3, len(works) - 3, 0)
+    state = measure_layers(some.values(), second, TimeCache(path), HERE, progress=lambda *done: told.append(done))
+    assert (state.known, state.measured, state.left) == (3, len(some) - 3, 0)
     assert not set(first.keys) & set(second.keys)
-    assert told[0] == (0, len(works)) and told[-1] == (len(works), len(works))
+    assert told[0] == (0, len(some)) and told[-1] == (len(some), len(some))
     third = FakeTimer(alone)
-    assert measure_layers(works, third, TimeCache(path), HERE).known == len(works)
+    assert measure_layers(some.values(), third, TimeCache(path), HERE).known == len(some)
     assert not third.keys
 
 
 def test_what_is_measured_again_is_averaged(alone):
-    works, cache = list(works_of(conv_net(), 4, 2).values()), TimeCache(None)
-    measure_layers(works, FakeTimer(alone), cache, HERE)  # 1, 2, 3, ... seconds
-    state = measure_layers(works[1:2], FakeTimer(alone), cache, HERE, again=True)
+    some, cache = list(works().values()), TimeCache(None)
+    measure_layers(some, FakeTimer(alone), cache, HERE)  # 1, 2, 3, ... seconds
+    state = measure_layers(some[1:2], FakeTimer(alone), cache, HERE, again=True)
     assert (state.known, state.measured) == (0, 1)
-    assert [cache.get(HERE, w.key.text())[0] for w in works[:3]] == [1.0, 1.5, 3.0]
+    assert [cache.get(HERE, w.key)[0] for w in some[:3]] == [1.0, 1.5, 3.0]
 
 
 def test_a_budget_leaves_layers(alone):
-    works = works_of(conv_net(), 4, 2)
-    state = measure_layers(works.values(), FakeTimer(alone), TimeCache(None), HERE, budget=0.0)
-    assert (state.measured, state.left) == (0, len(works))
+    some = works()
+    state = measure_layers(some.values(), FakeTimer(alone), TimeCache(None), HERE, budget=0.0)
+    assert (state.measured, state.left) == (0, len(some))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def test_ranks_take_turns_where_they_are_more_than_the_cores(places, threads, ex
 
 def test_ranks_in_turn_are_timed_by_what_they_compute(monkeypatch):
     wall, processor = 100.0, 8.0
-    monkeypatch.setattr(crowd, "time", SimpleNamespace(perf_counter=lambda: wall, process_time=lambda: processor))
+    monkeypatch.setattr(cache, "time", SimpleNamespace(perf_counter=lambda: wall, process_time=lambda: processor))
     assert Crowd(2).clock() == wall
     assert Crowd(4, cores=2).clock() == 2 * processor
     assert Crowd(5, cores=1).clock() == 5 * processor
@@ -231,9 +236,30 @@ def test_ranks_measure_together(comm, tmp_path):
         timer = LayerTimer(kernels, both, 0)
         times = timer.measure(LayerWork.of(L.Conv(6, 3), [MAP]))
         assert both.allgather_objects(times) == [times] * 2
-        works = works_of(conv_net(), 2, 2)
-        state = measure_layers(works, timer, cache, HERE)
-        assert state.measured == len(works)
-        assert len(cache) == (len(works) if comm.rank == 0 else 0)
-        assert measure_layers(works, timer, cache, HERE).known == len(works)
+        some = works(batch=2)
+        state = measure_layers(some.values(), timer, cache, HERE)
+        assert state.measured == len(some)
+        assert len(cache) == (len(some) if comm.rank == 0 else 0)
+        assert measure_layers(some.values(), timer, cache, HERE).known == len(some)
         timer.close()
+
+
+LAYERS = {
+    "conv": (Conv(4, 3, padding=1), [(2, 8, 8, 3)]),
+    "batch norm": (BatchNorm(), [(2, 8, 8, 3)]),
+    "max pool": (MaxPool(2), [(2, 8, 8, 3)]),
+    "dropout": (Dropout(0.5), [(2, 8, 8, 3)]),
+    "loss": (SoftmaxCrossEntropy(), [(2, 5), (2, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_measured_there_too(name):
+    layer, inputs = LAYERS[name]
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_SELF) as comm, BoundLayer(layer, inputs, "float32", kernels, comm) as bound:
+        before = len(kernels.device.synchronizations)
+        bound.forward()
+        bound.backward(lambda call: call())
+        assert len(kernels.device.synchronizations) == before
+    kernels.close()

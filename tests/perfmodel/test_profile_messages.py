@@ -1,20 +1,23 @@
-"""Times of messages, against an emulated network whose numbers are known."""
+"""Times of messages against an emulated network whose numbers are known, and fits of lines through them."""
 
+from __future__ import annotations
+
+import math
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.machine import LEVELS, Machine
-from halograd.perfmodel.profile import Profile, crowd, measure, measure_machine, messages
-from halograd.perfmodel.profile.measure import group_sizes
-from halograd.perfmodel.profile.messages import (
-    Places,
-    fit_channel,
-    fit_face,
-    fit_reduction,
-    fit_reduction_behind,
-)
+from halograd.perfmodel.profile import cache, device, messages
+from halograd.perfmodel.profile.device import group_sizes, measure_machine
+from halograd.perfmodel.profile.messages import MessageTimer, Nodes
+from halograd.perfmodel.profile.record import Fit, Profile, fit_line
+from halograd.schema import build
 from tests.support.clock import network_clock
 
 ALPHA, BETA = 1e-2, 2e-8
@@ -23,14 +26,14 @@ ROUNDS = 2
 
 
 def test_partners_are_mutual_and_on_the_right_node():
-    places = Places(("a", "a", "a", "b", "b"))
+    places = Nodes(("a", "a", "a", "b", "b"))
     assert [places.partner(r, "node") for r in range(5)] == [1, 0, None, 4, 3]
     assert [places.partner(r, "across") for r in range(5)] == [3, 4, None, 0, 1]
     assert places.fullest == 3
     assert places.has("node") and places.has("across")
-    alone = Places(("a",))
+    alone = Nodes(("a",))
     assert not alone.has("node") and not alone.has("across")
-    assert Places(("a", "b", "c")).partner(2, "across") is None
+    assert Nodes(("a", "b", "c")).partner(2, "across") is None
 
 
 def test_groups():
@@ -40,7 +43,7 @@ def test_groups():
 @pytest.fixture
 def clock(monkeypatch):
     """The network and who measures it, computation included, by a clock that the test drives."""
-    made = network_clock(monkeypatch).drive(monkeypatch, crowd, measure)
+    made = network_clock(monkeypatch).drive(monkeypatch, cache, device)
     monkeypatch.setattr(messages, "_compute", made.sleep)
     return made
 
@@ -60,22 +63,24 @@ def assert_found(fit, alpha, beta):
 
 @pytest.mark.ranks(2)
 def test_messages_of_an_emulated_network(network, clock):
-    assert_found(fit_channel(network, 1 - network.rank, SIZES, ROUNDS, clock.perf_counter), ALPHA, BETA)
+    assert_found(MessageTimer(network, SIZES, ROUNDS, clock.perf_counter).channel(1 - network.rank), ALPHA, BETA)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strided", [False, True], ids=["rows", "columns"])
 def test_faces_of_an_emulated_network(network, strided, clock):
-    assert_found(fit_face(network, 1 - network.rank, strided, SIZES, ROUNDS, clock.perf_counter), ALPHA, BETA)
+    timer = MessageTimer(network, SIZES, ROUNDS, clock.perf_counter)
+    assert_found(timer.face(1 - network.rank, strided), ALPHA, BETA)
 
 
 @pytest.mark.ranks(2, 3)
 def test_sums_of_an_emulated_network(network, clock):
     """A ring: 2 (P - 1) messages of a P-th of the bytes."""
     p = network.size
-    waited = fit_reduction(network, SIZES, ROUNDS, clock=clock.perf_counter)
+    timer = MessageTimer(network, SIZES, ROUNDS, clock.perf_counter)
+    waited = timer.reduction()
     assert_found(waited, 2 * (p - 1) * ALPHA, 2 * (p - 1) / p * BETA)
-    arrival, exposed = fit_reduction_behind(network, waited, SIZES, clock=clock.perf_counter)
+    arrival, exposed = timer.reduction_behind(waited)
     assert_found(arrival, waited.alpha, waited.beta)
     assert exposed.at(SIZES[-1]) < 1e-3 * waited.at(SIZES[-1]), "it arrived behind the computation"
 
@@ -83,9 +88,10 @@ def test_sums_of_an_emulated_network(network, clock):
 @pytest.mark.ranks(3)
 def test_who_has_no_partner_looks_on(network, clock):
     partner = (1, 0, None)[network.rank]
-    fit = fit_channel(network, partner, (8, 1000), 1, clock.perf_counter)
+    fit = MessageTimer(network, (8, 1000), 1, clock.perf_counter).channel(partner)
     assert network.allgather_objects(fit) == [fit] * 3
-    assert_found(fit_face(network, partner, True, (8, 100_000), ROUNDS, clock.perf_counter), ALPHA, BETA)
+    timer = MessageTimer(network, (8, 100_000), ROUNDS, clock.perf_counter)
+    assert_found(timer.face(partner, True), ALPHA, BETA)
 
 
 @pytest.mark.ranks(1, 2)
@@ -100,7 +106,6 @@ def test_a_machine_is_measured_and_saved(comm, tmp_path):
     assert machine.links["switch"].note == "not measured: copied from " + ("node" if comm.size > 1 else "device")
     assert sorted(found.reduction) == sorted(found.reduction_exposed) == ([2] if comm.size == 2 else [])
     assert ("node" in found.face) is (comm.size == 2)
-    assert found.pack("across") == 0 <= found.pack("node")
     found.save(tmp_path / "mine.toml")
     assert Machine.load(tmp_path / "mine.toml") == machine
     assert Profile.load(tmp_path / "mine.toml") == found
@@ -125,3 +130,59 @@ def test_a_machine_with_an_emulated_network_is_measured_node_by_node(comm, node,
         assert wires.sum(8, (0, comm.size - 1)) == pytest.approx(2 * alpha, rel=0.02)
     if node > 1:
         assert links["node"].note.startswith("shared, with packing") and links["node"].alpha < alpha
+
+
+ALPHAS, BETAS = st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7)
+
+
+@given(alpha=ALPHAS, beta=BETAS)
+def test_exact_lines_are_found(alpha, beta):
+    times = [alpha + beta * n for n in messages.SIZES]
+    fit = fit_line(messages.SIZES, times)
+    assert fit.error < 1e-6
+    for n, t in zip(messages.SIZES, times):
+        assert math.isclose(fit.at(n), t, rel_tol=1e-6)
+
+
+@given(alpha=st.floats(1e-6, 1e-3), beta=st.floats(1e-10, 1e-8), seed=st.integers(0, 100))
+def test_noise_of_five_percent_is_survived(alpha, beta, seed):
+    sizes = np.array([8, 64, 512, 4096, 32768, 2**18, 2**21, 2**23, 2**24, 2**25])
+    noise = 1 + 0.05 * np.random.default_rng(seed).uniform(-1, 1, len(sizes))
+    fit = fit_line(sizes, (alpha + beta * sizes) * noise)
+    assert fit.error < 0.06
+    # Where a number decides the times at all, it is found.
+    if beta * sizes[0] < 0.01 * alpha:
+        assert fit.alpha == pytest.approx(alpha, rel=0.1)
+    if beta * sizes[-1] > 30 * alpha:
+        assert fit.beta == pytest.approx(beta, rel=0.1)
+
+
+def test_one_disturbed_size_does_not_bend_the_line():
+    alpha, beta = 2e-4, 1e-9
+    times = [alpha + beta * n for n in messages.SIZES]
+    times[3] *= 10
+    fit = fit_line(messages.SIZES, times)
+    assert fit.alpha == pytest.approx(alpha, rel=0.05)
+    assert fit.beta == pytest.approx(beta, rel=0.05)
+    assert fit.error > 0.1, "and the error says that something was wrong"
+
+
+def test_neither_number_is_negative():
+    falling = fit_line([1, 1000, 100_000], [3e-6, 2e-6, 1e-6])
+    assert falling.beta == 0 and falling.alpha > 0
+    steep = fit_line([1000, 2000, 4000], [1e-6, 3e-6, 9e-6])
+    assert steep.alpha == 0 and steep.beta > 0
+
+
+@pytest.mark.parametrize(("sizes", "times"), [([8], [1.0]), ([8, 8], [1.0, 2.0]), ([8, 9], [1.0, 0.0])])
+def test_what_makes_no_line_is_refused(sizes, times):
+    with pytest.raises(ValueError, match="expected positive times of at least two sizes"):
+        fit_line(sizes, times)
+
+
+def test_a_fit_is_read_back_and_becomes_a_link():
+    fit = fit_line(messages.SIZES, [1e-6 + 1e-9 * n for n in messages.SIZES])
+    assert build(Fit, fit.to_dict()) == fit
+    link = fit.link("auto")
+    assert (link.alpha, link.beta) == (fit.alpha, fit.beta)
+    assert link.note == "auto; fit within 0%"

@@ -5,7 +5,7 @@ import pytest
 from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.models import alexnet, mesh, resnet50, vgg_a
-from halograd.perfmodel.cost import Training, simulate
+from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.reduction_choice import candidate_schemes, first_chunks, rank_schemes, shortlist
@@ -49,7 +49,7 @@ def test_rank_orders_by_predicted_time():
     assert [p.seconds for p in ranked] == sorted(p.seconds for p in ranked)
     for priced in ranked[:2]:
         strategy = Strategy({"sample": 4}, reduction=priced.scheme)
-        alone = simulate(VGG, strategy, 256, machine, times, account=False)
+        alone = simulate(VGG, strategy, 256, Pricing(Wires(machine), times), account=False)
         assert priced.seconds == pytest.approx(alone.step_seconds, rel=1e-12)
 
 
@@ -69,5 +69,5 @@ def test_the_shape_of_lee_et_al():
     seconds = {(p.scheme.first_layers, p.scheme.replicated_dense): p.seconds for p in ranked}
     assert seconds[9, 2] < min(seconds[k, 2] for k in (3, 6, 12)) and seconds[9, 2] < min(seconds[9, 0], seconds[9, 3])
     assert ranked[-1].scheme.name == "blocking"
-    alone = simulate(VGG, Strategy(), 256, machine, times, training, account=False).step_seconds
+    alone = simulate(VGG, Strategy(), 256, Pricing(Wires(machine), times), training, account=False).step_seconds
     assert alone / seconds[9, 2] == pytest.approx(62.97, rel=0.1)

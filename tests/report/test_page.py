@@ -19,10 +19,9 @@ from mpi4py import MPI
 from halograd.cli.run import run
 from halograd.data.errors import DataError
 from halograd.errors import UserError
-from halograd.report.masks import best_to_worst, iou
-from halograd.report.page import write_page
-from halograd.report.predicted import read_masks
-from halograd.report.record import read_record
+from halograd.report.page import read_masks, write_page
+from halograd.report.pictures import best_to_worst, iou
+from halograd.report.status import read_record
 from halograd.training.metrics import Confusion
 from halograd.training.run import evaluate, train
 from tests.harness.limits import LIMIT

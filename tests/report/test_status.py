@@ -10,8 +10,7 @@ import pytest
 
 from halograd.errors import UserError
 from halograd.report import status as module
-from halograd.report.record import read_record
-from halograd.report.status import duration_text, status_of, status_text
+from halograd.report.status import duration_text, read_record, status_of, status_text
 from tests.support.clock import DrivenClock
 
 NOW = 2e9  # [s], later than anything that has no age of its own

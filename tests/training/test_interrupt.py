@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import pytest
 from mpi4py import MPI
 
-from halograd.report.record import read_record
-from halograd.report.status import status_of
+from halograd.report.status import read_record, status_of
 from halograd.training.epochs import Run
 from halograd.training.folder import CheckpointFolder
 from halograd.training.interruption import Interruption, append

@@ -11,8 +11,7 @@ import pytest
 from halograd.cli.run import run
 from halograd.errors import UserError
 from halograd.report.page import write_page
-from halograd.report.record import read_record
-from halograd.report.status import status_of, status_text
+from halograd.report.status import read_record, status_of, status_text
 from halograd.training import log as training_log
 from halograd.training.log import parse_line, parse_lines, read_log, rewind_log
 from halograd.training.run import train

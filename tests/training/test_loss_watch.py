@@ -12,8 +12,7 @@ import pytest
 
 from halograd.cli.run import run as command
 from halograd.layers import MeanSquaredError
-from halograd.report.record import read_record
-from halograd.report.status import status_of, status_text
+from halograd.report.status import read_record, status_of, status_text
 from halograd.training.config import BackendConfig
 from halograd.training.kernels import _warn_of_threads
 from halograd.training.log import read_log

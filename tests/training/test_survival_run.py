@@ -13,8 +13,7 @@ from mpi4py import MPI
 
 from halograd.data.errors import DataError
 from halograd.errors import UserError
-from halograd.report.record import read_record
-from halograd.report.status import status_of
+from halograd.report.status import read_record, status_of
 from halograd.training import checkpoint, chunk_file
 from halograd.training import directory as directory_of_run
 from halograd.training.directory import Owner

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners import PLANNERS, Choice, Elimination, Exhaustive, NoneFits, Problem, next_best
-from halograd.perfmodel.planners.longest_path import path_order
+from halograd.perfmodel.planners import PLANNERS, Elimination, Exhaustive, NoneFits, Problem, Selection, next_best
+from halograd.perfmodel.planners.paths import path_order
 
 from .graphs import any_graph, line, priced, series_parallel
 
@@ -26,7 +26,7 @@ def two(edge: np.ndarray | None = None, **options) -> Problem:
 @pytest.mark.parametrize("name", PLANNERS)
 def test_what_every_planner_returns(name):
     choice = PLANNERS[name]().plan(two(np.array([[0.0, 9.0], [0.0, 0.5]])))
-    assert choice == Choice((1, 1), 3.5, 5 * MIB, choice.optimal, choice.gap, choice.work)
+    assert choice == Selection((1, 1), 3.5, 5 * MIB, choice.optimal, choice.gap, choice.work)
     assert choice.work.seconds > 0 and str(choice.work).startswith(f"{choice.work.seconds:.3g} s")
 
 
@@ -112,8 +112,9 @@ def test_next_best_is_exact(graph, options, table_limit):
         except NoneFits:
             continue
         layer = seed % len(problem.names)
-        found = next_best(problem, choice, layer, planner=Elimination(table_limit=table_limit))
-        for c, seconds in enumerate(found.seconds):
+        found = next_best(problem, layer, Elimination(table_limit=table_limit))
+        assert found[choice.indices[layer]] == pytest.approx(choice.seconds, rel=1e-11, abs=1e-11)
+        for c, seconds in enumerate(found):
             kept = [np.arange(size) for size in problem.sizes]
             kept[layer] = np.array([c])
             try:
@@ -121,16 +122,6 @@ def test_next_best_is_exact(graph, options, table_limit):
             except NoneFits:
                 expected = math.inf
             assert seconds == pytest.approx(expected, rel=1e-11, abs=1e-11)
-        assert found.extra[found.chosen] == pytest.approx(0.0, abs=1e-11)
-        ranking = found.ranking()
-        assert found.chosen not in ranking and list(found.seconds[ranking]) == sorted(found.seconds[ranking])
-
-
-def test_next_best_of_some_candidates():
-    problem = two(np.zeros((2, 2)))
-    found = next_best(problem, Elimination().plan(problem), 0, candidates=[1])
-    assert math.isnan(found.seconds[0]) and found.seconds[1] == 3.0 and found.extra[1] == 1.0
-    assert found.ranking() == [1]
 
 
 def test_large_networks_are_planned_at_once():

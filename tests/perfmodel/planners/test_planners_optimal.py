@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners import PLANNERS, Choice, Elimination, Exhaustive, NoneFits, Planner, Problem, prune
+from halograd.perfmodel.planners import PLANNERS, Elimination, Exhaustive, NoneFits, Planner, Problem, Selection, prune
 
 from .graphs import any_graph, line, priced, series_parallel
 
@@ -26,14 +26,14 @@ KINDS = {
 CLOSE = {"rel": 1e-11, "abs": 1e-11}
 
 
-def outcome(planner: Planner, problem: Problem) -> Choice | str:
+def outcome(planner: Planner, problem: Problem) -> Selection | str:
     try:
         return planner.plan(problem)
     except NoneFits as error:
         return str(error)
 
 
-def same(found: Choice | str, best: Choice | str, problem: Problem) -> None:
+def same(found: Selection | str, best: Selection | str, problem: Problem) -> None:
     if isinstance(best, str) or isinstance(found, str):
         assert found == best
         return
@@ -72,7 +72,7 @@ def test_longest_path_first_is_never_faster_and_always_fits(graph, kind, record_
         try:
             found = outcome(PLANNERS["longest_path_first"](), problem)
         except UserError as error:
-            assert "use planner elimination" in str(error) and isinstance(best, Choice)
+            assert "use planner elimination" in str(error) and isinstance(best, Selection)
             stuck += 1
             continue
         if isinstance(best, str) or isinstance(found, str):
@@ -94,7 +94,9 @@ def test_exhaustive_is_the_smallest_of_all():
         choices = itertools.product(*(range(size) for size in problem.sizes))
         times = [problem.seconds(c) for c in choices if problem.fits(c)]
         found = outcome(Exhaustive(), problem)
-        assert (found.seconds if isinstance(found, Choice) else math.inf) == pytest.approx(min(times, default=math.inf))
+        assert (found.seconds if isinstance(found, Selection) else math.inf) == pytest.approx(
+            min(times, default=math.inf)
+        )
 
 
 def test_exhaustive_refuses_too_many_choices():
@@ -112,7 +114,7 @@ def test_pruning_keeps_the_optimum(kind):
         removed += pruned.removed
         assert pruned.removed == sum(problem.sizes) - sum(pruned.problem.sizes)
         best, found = outcome(Exhaustive(), problem), outcome(Exhaustive(), pruned.problem)
-        if isinstance(best, Choice) and isinstance(found, Choice):
+        if isinstance(best, Selection) and isinstance(found, Selection):
             assert found.seconds == pytest.approx(best.seconds, **CLOSE)
             assert problem.seconds(pruned.original(list(found.indices))) == found.seconds
         else:

@@ -1,0 +1,399 @@
+"""`halograd doctor`: what was found on this machine, and whether training can run."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib
+import os
+import platform
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from halograd.comm.boot import launched_size
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from halograd.kernels import Backend
+
+__all__ = ["Finding", "careful", "examine", "merge", "probe_gpu", "probe_mpi", "show"]
+
+STATUSES = ("ok", "note", "warn", "fail")
+"""From good to bad. ``note``: not there, and not needed here. ``warn``: training runs, but slower or at risk.
+``fail``: training cannot run."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found, how good that is, and what to do about it."""
+
+    name: str
+    status: str
+    value: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"expected a status out of {STATUSES}, got {self.status!r}")
+
+    @property
+    def severity(self) -> int:
+        """0 for ``ok`` to 3 for ``fail``."""
+        return STATUSES.index(self.status)
+
+
+def careful(name: str, probe: Callable[[], Iterator[Finding]], status: str = "fail") -> list[Finding]:
+    """What a probe finds; a probe that breaks is a finding of this status: the doctor is called when things break."""
+    found: list[Finding] = []
+    try:
+        found.extend(probe())
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        found.append(Finding(name, status, text, f"its installation is broken: pip install --force-reinstall {name}"))
+    return found
+
+
+def probe_python() -> Iterator[Finding]:
+    """Interpreter and machine. Local."""
+    from halograd import __version__
+
+    yield Finding("halograd", "ok", __version__)
+    yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
+
+
+def probe_threads(ranks_on_node: int) -> Iterator[Finding]:
+    """Cores of this process against the threads of all ranks of its node. Local."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdigit() and int(given) > 0 else 1
+    source = f"OMP_NUM_THREADS={given}" if given else "OMP_NUM_THREADS is not set"
+    value = f"{threads} per rank ({source}), {ranks_on_node} ranks on this node, {cores} cores"
+    if threads * ranks_on_node > cores:
+        remedy = f"more threads than cores: start at most {max(1, cores // threads)} ranks per node to be fast"
+        yield Finding("threads", "warn", value, remedy)
+    else:
+        yield Finding("threads", "ok", value)
+
+
+def probe_numpy() -> Iterator[Finding]:
+    """NumPy and its matrix products. Local."""
+    import numpy as np
+    import threadpoolctl
+
+    pools = [pool for pool in threadpoolctl.threadpool_info() if pool.get("user_api") == "blas"]
+    described = [f"{p['internal_api']} {p.get('version') or ''} ({p.get('architecture', '?')})" for p in pools]
+    yield Finding("NumPy", "ok", f"{np.__version__}, BLAS: {', '.join(described) or 'unknown'}")
+
+
+def probe_onednn() -> Iterator[Finding]:
+    """oneDNN, and one convolution with it checked against NumPy's. Local."""
+    from halograd.kernels import KernelError, get_backend
+
+    try:
+        backend = get_backend("onednn", threads=1)
+    except KernelError as error:
+        remedy = "training runs with NumPy kernels, several times slower; pip install onednn-cpu-gomp (x86-64 Linux)"
+        yield Finding("oneDNN", "warn", " ".join(str(error).split()), remedy)
+        return
+    with backend, get_backend("numpy", threads=1) as reference:
+        yield Finding("oneDNN", "ok", backend.describe())
+        implementation, difference = convolve(backend, reference)
+        # The same sums of 144 products in another order, in float32.
+        right = difference < 1e-4 and "ref" not in implementation
+        value = f"{implementation}, differs from NumPy by {difference:.0e}"
+        remedy = "" if right else "use another oneDNN 3, or train with backend numpy"
+        yield Finding("convolution", "ok" if right else "fail", value, remedy)
+
+
+def convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
+    """Implementation of one 3 x 3 convolution, and the largest difference from that of `reference`. Local."""
+    import numpy as np
+
+    from halograd.kernels import Geometry
+
+    geometry = Geometry(kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((0, 0), (0, 0)))
+    draw = np.random.default_rng(0)
+    data, weights = draw.standard_normal((1, 18, 18, 16)), draw.standard_normal((32, 3, 3, 16))
+    results, implementation = [], ""
+    for library in (reference, backend):
+        x, w = (library.xp.asarray(host.astype(np.float32)) for host in (data, weights))
+        y = library.zeros((1, 16, 16, 32), np.float32)
+        kernel = library.conv_forward(x, w, None, y, geometry)
+        kernel()
+        implementation = kernel.impl
+        results.append(y.get() if hasattr(y, "get") else np.array(y))  # from the device, which waits for it
+        kernel.close()
+    return implementation, float(np.abs(results[0] - results[1]).max())
+
+
+def probe_hdf5() -> Iterator[Finding]:
+    """h5py, HDF5, and whether it writes from several ranks at once. Local."""
+    import h5py
+
+    parallel = "parallel" if h5py.get_config().mpi else "serial (each rank reads its own blocks)"
+    yield Finding("h5py", "ok", f"{h5py.__version__}, HDF5 {h5py.version.hdf5_version}, {parallel}")
+
+
+SHARED_MEMORY = Path("/dev/shm")
+# Enough for MPI's own segments and the halo windows of small networks; containers often give 64 MiB in all.
+ENOUGH_PER_RANK = 64 << 20  # [B]
+
+
+def probe_mpi() -> Iterator[Finding]:
+    """Library, its version and thread level. Local."""
+    try:
+        import mpi4py
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        remedy = "pip install 'halograd[mpich]', or load the cluster's MPI (MPI4PY_LIBMPI=/path/of/libmpi.so)"
+        yield Finding("MPI library", "fail", " ".join(str(error).split()), remedy)
+        return
+    vendor, version = MPI.get_vendor()
+    standard = ".".join(map(str, MPI.Get_version()))
+    yield Finding("MPI library", "ok", f"{vendor} {'.'.join(map(str, version))}, standard {standard}")
+    yield _thread_level(MPI.Query_thread())
+    yield Finding("mpi4py", "ok", mpi4py.__version__)
+
+
+def _thread_level(level: int) -> Finding:
+    from mpi4py import MPI
+
+    names = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    if level == MPI.THREAD_MULTIPLE:
+        return Finding("thread level", "ok", names[level])
+    remedy = "expected multiple, for the progress thread: unset MPI4PY_RC_THREAD_LEVEL, or build MPI with threads"
+    return Finding("thread level", "fail", names.get(level, str(level)), remedy)
+
+
+def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
+    """Ranks and nodes, a sum over all ranks, a window shared within the node. Collective over `world`."""
+    from mpi4py import MPI
+
+    launched = launched_size()
+    if launched not in (None, world.size):
+        remedy = "start with the mpiexec of the same MPI, or srun --mpi=pmi2 (MPICH) or pmix (Open MPI)"
+        yield Finding("ranks", "fail", f"the launcher started {launched}, MPI sees {world.size}", remedy)
+        return
+    nodes = Counter(world.allgather(MPI.Get_processor_name()))
+    yield Finding("ranks", "ok", f"{world.size} on " + ", ".join(f"{host} ({n})" for host, n in nodes.items()))
+    total = np.array([world.rank + 1.0])
+    world.Allreduce(MPI.IN_PLACE, total)
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    assert isinstance(node, MPI.Intracomm)
+    window = MPI.Win.Allocate_shared(1 << 20, 1, comm=node)
+    neighbour, _ = window.Shared_query((node.rank + 1) % node.size)
+    shared = neighbour is not None and len(neighbour) == 1 << 20
+    window.Free()
+    node.Free()
+    expected = world.size * (world.size + 1) / 2
+    right = total[0] == expected and shared
+    value = f"sum over ranks {total[0]:g} of {expected:g}, shared window {'mapped' if shared else 'not mapped'}"
+    yield Finding("communication", "ok" if right else "fail", value, "" if right else "try another MPI")
+
+
+def probe_shared_memory(ranks_on_node: int) -> Iterator[Finding]:
+    """Space for windows that the ranks of a node share. Local."""
+    if not SHARED_MEMORY.is_dir():
+        yield Finding("shared memory", "note", "no /dev/shm here; MPI puts its windows elsewhere")
+        return
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    value = f"{usage.free / 2**20:.0f} MiB free of {usage.total / 2**20:.0f} in {SHARED_MEMORY}"
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        yield Finding("shared memory", "fail", "no write access to /dev/shm", "ask for it, or set TMPDIR for MPI")
+    elif usage.free < ranks_on_node * ENOUGH_PER_RANK:
+        remedy = "give the container more (docker run --shm-size=2g), or train with the transport mpi"
+        yield Finding("shared memory", "warn", value, remedy)
+    else:
+        yield Finding("shared memory", "ok", value)
+
+
+NOT_NEEDED = "not needed on a CPU"
+#: The last NumPy that CuPy 14.2 lists as tested; its metadata allows later ones.
+NUMPY = (2, 4)
+INSTALL = "pip install 'halograd[gpu]'; training on the processor needs none of it"
+
+
+def probe_gpu() -> Iterator[Finding]:
+    """Driver, CuPy, cuDNN and NCCL, or why not, and the backend cudnn. Local.
+
+    Nothing of it is needed on a CPU: what is missing is a note there, and a warning only where there is a GPU.
+    """
+    driver, devices = _driver()
+    yield Finding("CUDA driver", "ok" if devices else "note", driver)
+    cupy = _load("cupy")
+    yield _found("CuPy", cupy, devices, lambda: str(cupy.__version__))
+    if devices and not isinstance(cupy, str):
+        yield from _numpy(np.__version__)
+    cudnn = _load("cudnn")
+    yield _found("cuDNN", cudnn, devices, lambda: f"{cudnn.backend_version()} (frontend {cudnn.__version__})")
+    nccl: Any = cupy if isinstance(cupy, str) else _load("cupy.cuda.nccl")
+    yield _found("NCCL", nccl, devices, lambda: str(nccl.get_version()))
+    yield from _backend(devices)
+
+
+def _numpy(version: str) -> Iterator[Finding]:
+    """A warning where CuPy was not tested with this NumPy."""
+    if tuple(int(part) for part in version.split(".")[:2]) > NUMPY:
+        last = ".".join(map(str, NUMPY))
+        value = f"{version}: CuPy is tested with NumPy up to {last}"
+        yield Finding("NumPy for CuPy", "warn", value, f"pip install 'numpy<{NUMPY[0]}.{NUMPY[1] + 1}'")
+
+
+def _load(name: str) -> Any:
+    """The module, or in words why it cannot be had."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed"
+    except Exception as error:  # a broken CUDA installation raises what it likes
+        return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _found(name: str, module: Any, devices: int, version: Any) -> Finding:
+    if isinstance(module, str):
+        return _missing(name, module, devices)
+    try:
+        return Finding(name, "ok", version())
+    except Exception as error:  # the module is there, its library is not
+        return _missing(name, " ".join(f"{type(error).__name__}: {error}".split()), devices)
+
+
+def _missing(name: str, why: str, devices: int) -> Finding:
+    if devices:
+        return Finding(name, "warn", why, INSTALL)
+    return Finding(name, "note", f"{why}; {NOT_NEEDED}")
+
+
+def _backend(devices: int) -> Iterator[Finding]:
+    """The backend cudnn, and one convolution with it checked against NumPy's."""
+    from halograd.kernels import KernelError, get_backend
+
+    try:
+        backend = get_backend("cudnn")
+    except KernelError as error:
+        yield _missing("GPU kernels", " ".join(str(error).split()), devices)
+        return
+    with backend, get_backend("numpy") as reference:
+        yield Finding("GPU kernels", "ok", backend.describe())
+        implementation, difference = convolve(backend, reference)
+        # The same sums of 144 products in another order, in float32.
+        right = difference < 1e-4
+        value = f"{implementation}, differs from NumPy by {difference:.0e}"
+        remedy = "" if right else "do not train on this GPU: its convolution is wrong; try another cuDNN 9"
+        yield Finding("GPU convolution", "ok" if right else "warn", value, remedy)
+
+
+def _driver() -> tuple[str, int]:
+    """What the CUDA driver says, and its number of devices."""
+    path = ctypes.util.find_library("cuda")
+    if path is None:
+        return f"no libcuda; {NOT_NEEDED}", 0
+    try:
+        library = ctypes.CDLL(path)
+        code = library.cuInit(0)
+        count, version = ctypes.c_int(), ctypes.c_int()
+        if code == 0:
+            library.cuDeviceGetCount(ctypes.byref(count))
+        library.cuDriverGetVersion(ctypes.byref(version))
+    except OSError as error:
+        return str(error), 0
+    name = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return f"CUDA {name}, {count.value} devices" + (f" (error {code})" if code else ""), count.value
+
+
+STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "fail": "bold red"}
+
+
+def examine() -> int:
+    """Examine this machine and print the report on rank 0; return 1 if training cannot run. Collective."""
+    findings = [*careful("Python", probe_python), *careful("mpi4py", probe_mpi)]
+    world = _world(findings)
+    on_node = 1
+    if world is not None:
+        findings += careful("ranks", lambda: probe_ranks(world))
+        on_node = _ranks_on_node(world)
+    findings += careful("threads", lambda: probe_threads(on_node))
+    findings += careful("shared memory", lambda: probe_shared_memory(on_node))
+    findings += careful("numpy", probe_numpy)
+    findings += careful("onednn-cpu-gomp", probe_onednn, "warn")
+    findings += careful("h5py", probe_hdf5)
+    findings += careful("cupy", probe_gpu, "note")
+    everyone = [findings] if world is None else world.allgather(findings)
+    merged = merge(everyone)
+    if world is None or world.rank == 0:
+        show(merged)
+    return 1 if any(finding.status == "fail" for finding in merged) else 0
+
+
+def _world(findings: Sequence[Finding]) -> MPI.Intracomm | None:
+    if any(finding.status == "fail" for finding in findings):
+        return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def _ranks_on_node(world: MPI.Intracomm) -> int:
+    from mpi4py import MPI
+
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    size = node.size
+    node.Free()
+    return size
+
+
+def merge(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """Of each name the worst finding of all ranks, in the order of rank 0; another rank's is marked as such."""
+    worst: dict[str, Finding] = {}
+    for rank, findings in enumerate(everyone):
+        for finding in findings:
+            if finding.name not in worst or finding.severity > worst[finding.name].severity:
+                where = f"rank {rank}: " if rank else ""
+                worst[finding.name] = Finding(finding.name, finding.status, where + finding.value, finding.remedy)
+    return list(worst.values())
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print a table on a terminal, plain lines that `grep` can use elsewhere, and the verdict."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        _show_table(console, findings)
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for f in findings:
+            print(f"{f.status:<5} {f.name:<{width}}  {f.value}" + (f"  -> {f.remedy}" if f.remedy else ""))
+    failed = [finding.name for finding in findings if finding.status == "fail"]
+    print(f"training cannot run: {', '.join(failed)}" if failed else "training can run", flush=True)
+
+
+def _show_table(console: Console, findings: Sequence[Finding]) -> None:
+    table = Table(show_edge=False)
+    table.add_column("")
+    table.add_column("what", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for finding in findings:
+        style = STYLES[finding.status]
+        remedy = f"\n-> {finding.remedy}" if finding.remedy else ""
+        table.add_row(f"[{style}]{finding.status}[/]", finding.name, _escape(finding.value + remedy))
+    console.print(table)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

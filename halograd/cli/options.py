@@ -1,0 +1,238 @@
+"""Options of commands: groups that commands share, and texts made into numbers, cuts and settings, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from halograd.documents import parse_option, parse_pair, shown
+from halograd.errors import UserError
+
+if TYPE_CHECKING:
+    from halograd.layers import Network, Strategy
+    from halograd.planning import Asked
+
+__all__ = [
+    "AsJson",
+    "Batch",
+    "Cache",
+    "Full",
+    "Memory",
+    "ModelOptions",
+    "Options",
+    "Planner",
+    "Several",
+    "check_counts",
+    "grouped",
+    "parse_grid",
+    "parse_options",
+    "parse_ranks",
+    "strategy_of_grid",
+]
+
+Several = list[str] | None
+Options = Annotated[Several, typer.Option("--option", metavar="KEY=VALUE", help="An option of the model; repeatable.")]
+Batch = Annotated[int, typer.Option(help="Samples of a global batch.")]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Limit per rank, such as 16GiB; else that of the machine's device.")
+]
+Planner = Annotated[
+    str, typer.Option(help="elimination, shortest_path, longest_path_first, exhaustive; or data, spatial, model, owt.")
+]
+Dtype = Annotated[str, typer.Option(help="Of the computation, such as float32.")]
+Full = Annotated[bool, typer.Option("--full", help="Look at every legal cut, balanced or not.")]
+Cache = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Of measured times; else $HALOGRAD_CACHE or ~/.cache/halograd.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command for typer, whose parameters that are dataclasses become the options that are their fields.
+
+    typer makes an option of every parameter of a function; a function with twenty of them is nothing to read or call.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _parameters(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def run(**given: Any) -> Any:
+        made = {name: kind(**{f.name: given.pop(f.name) for f in _fields(kind)}) for name, kind in groups.items()}
+        return command(**made, **given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(kind)
+
+
+def _parameters(kind: Any) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    none, kinds, only = dataclasses.MISSING, inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
+    return [
+        kinds(f.name, only, default=kinds.empty if f.default is none else f.default, annotation=hints[f.name])
+        for f in _fields(kind)
+    ]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is planned, and for which machine."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model by name, such as mesh_2k or resnet50.")]
+    machine: Annotated[
+        str, typer.Option(metavar="NAME|FILE.toml", help="A shipped machine, or a machine file (`halograd profile`).")
+    ]
+    options: Options = None
+    dtype: Dtype = "float32"
+    cache: Cache = None
+
+    def asked(self) -> Asked:
+        """The model and the machine, made; user errors in one line each."""
+        from halograd.planning import Asked
+
+        return Asked.of(self.model, parse_options(self.options or ()), self.machine, self.dtype, self.cache)
+
+
+def parse_options(options: Sequence[str]) -> dict[str, Any]:
+    """Options ``KEY=VALUE``, whose values are written as in TOML; a bare word is a text."""
+    pairs = (parse_pair("--option", option, "KEY=VALUE, such as resolution=512") for option in options)
+    return {key: parse_option("--option", key, text.strip()) for key, text in pairs}
+
+
+#: No number of ranks has more digits.
+_WHOLE = r"[0-9]{1,9}"
+
+
+def check_counts(**counts: float | None) -> None:
+    """Refuse what is no number of ranks, samples or threads, or no time of a budget [s]; None was not given."""
+    from halograd.perfmodel.plans import Ranks
+    from halograd.schema import Count, NotNegative, Threads, build
+
+    kinds: dict[str, Any] = {"ranks": Ranks, "threads": Threads, "budget": NotNegative}
+    for name, count in counts.items():
+        if count is not None:
+            build(kinds.get(name, Count), count, at=f"--{name}")
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Numbers of ranks; ``...`` goes on as the two before it do, up to the one behind it.
+
+    >>> parse_ranks("4,8,...,64"), parse_ranks("16")
+    ([4, 8, 16, 32, 64], [16])
+    """
+    words = [word.strip() for word in text.split(",")]
+    found: list[int] = []
+    for i, word in enumerate(words):
+        if word in ("...", "\u2026"):
+            found += _between(found, words[i + 1 :], text)
+        elif re.fullmatch(_WHOLE, word) and int(word) > 0:
+            found.append(int(word))
+        else:
+            raise UserError(
+                f"--ranks: expected whole numbers >= 1 such as 4,8,...,2048, got {shown(word)} in {shown(text)}"
+            )
+    check_counts(ranks=max(found))
+    if sorted(set(found)) != found:
+        raise UserError(f"--ranks: expected rising numbers, got {shown(text)}")
+    return found
+
+
+def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[int]:
+    """What ``...`` stands for."""
+    ends = bool(behind and re.fullmatch(_WHOLE, behind[0]))
+    if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not ends:
+        raise UserError(
+            f"--ranks: expected two numbers before ... and one behind, such as 4,8,...,2048, got {shown(text)}"
+        )
+    ratio, last = before[-1] // before[-2], int(behind[0])
+    found: list[int] = []
+    while [*before, *found][-1] * ratio < last:
+        found.append([*before, *found][-1] * ratio)
+    if (found or before)[-1] * ratio != last:
+        raise UserError(
+            f"--ranks: expected {last} to be reached by times {ratio} from {before[-1]}, got {shown(text)}; "
+            f"end with {(found or before)[-1] * ratio} or {(found or before)[-1]}"
+        )
+    return found
+
+
+def parse_grid(text: str) -> dict[str, int]:
+    """Parts per axis of ``sample=2,height=4``."""
+    from halograd.layers.strategy import AXES
+
+    found: dict[str, int] = {}
+    for item in text.split(","):
+        axis, equals, number = (part.strip() for part in item.partition("="))
+        if not equals or not re.fullmatch(_WHOLE, number) or int(number) < 1:
+            raise UserError(f"--grid: expected AXIS=PARTS,... such as sample=2,height=4,width=2, got {shown(item)}")
+        if axis not in AXES:
+            raise UserError(f"--grid: expected axes out of {', '.join(AXES)}, got {shown(axis)}")
+        if axis in found:
+            raise UserError(f"--grid: expected every axis once, got {axis!r} twice")
+        found[axis] = int(number)
+    return found
+
+
+def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, ranks: int) -> Strategy:
+    """The same cut for all layers. Samples take the ranks that are left, if they are not in `grid`.
+
+    Raises
+    ------
+    UserError
+        The parts do not make up the ranks, or the network cannot be cut so.
+    """
+    from halograd.dtensor import axis_names
+    from halograd.layers import Strategy
+
+    parts = _complete(grid, ranks)
+    names = axis_names(len(next(iter(network.inputs.values())).shape) + 1)[:-1]
+    for axis, count in parts.items():
+        if count > 1 and axis in ("depth", "height", "width") and axis not in names:
+            raise UserError(
+                f"--grid: {axis!r} is cut, but the samples of {network.name!r} have only the axes "
+                f"{' and '.join(names[1:]) or 'sample'} to cut; use {' or '.join(names)}"
+            )
+    if parts.get("sample", 1) > batch:
+        raise UserError(
+            f"--grid: {parts['sample']} parts along 'sample', but the batch has {batch}; use at most {batch}"
+        )
+    strategy = Strategy(parts)
+    strategy.validate(network, ranks)
+    strategy.refuse_empty_blocks(network)
+    return strategy
+
+
+def _complete(grid: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """With the samples' parts."""
+    product = math.prod(grid.values())
+    written = " x ".join(f"{n} {axis}" for axis, n in grid.items())
+    if "sample" in grid and product != ranks:
+        raise UserError(
+            f"--grid: {written} is {product} ranks, --ranks is {ranks}; choose parts whose product is {ranks}, or "
+            "leave sample out to have it fill up"
+        )
+    if ranks % product:
+        raise UserError(
+            f"--grid: {written} is {product} ranks, which does not divide --ranks {ranks}; choose other parts"
+        )
+    return dict(grid) if "sample" in grid else {"sample": ranks // product, **grid}

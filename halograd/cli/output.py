@@ -1,0 +1,104 @@
+"""What commands print: tables of text, with columns aligned and units in the heading, and a bar of progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from halograd.documents import bytes_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from halograd.perfmodel.plans import Plan
+
+__all__ = ["bytes_text", "cut_text", "idle_text", "mebibytes", "milliseconds", "progress_bar", "table", "time_text"]
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table; the first `left` columns stand to the left, the others to the right.
+
+    >>> table(["layer", "ms"], [["conv", "1.5"], ["bn", "0.25"]])
+    ['layer    ms', 'conv    1.5', 'bn     0.25']
+    """
+    widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
+    lines = []
+    for row in (heading, *rows):
+        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def milliseconds(seconds: float, digits: int = 3) -> str:
+    """A time without its unit [ms]; "-" for nothing at all.
+
+    >>> milliseconds(0.0123), milliseconds(0)
+    ('12.300', '-')
+    """
+    return f"{1e3 * seconds:.{digits}f}" if seconds else "-"
+
+
+def time_text(seconds: float) -> str:
+    """A time with the unit that suits it, four digits.
+
+    >>> time_text(0.01234), time_text(12.5), time_text(3.2e-6)
+    ('12.34 ms', '12.5 s', '3.2 us')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-6:.4g} us"
+
+
+def mebibytes(nbytes: float) -> str:
+    """A size without its unit [MiB]; "-" for nothing."""
+    return f"{nbytes / 2**20:.1f}" if nbytes else "-"
+
+
+def cut_text(parts: Mapping[str, int]) -> str:
+    """Parts per axis, those that are cut.
+
+    >>> cut_text({"sample": 2, "height": 4, "width": 1}), cut_text({})
+    ('2 sample x 4 height', 'no cut')
+    """
+    return " x ".join(f"{n} {axis}" for axis, n in parts.items() if n > 1) or "no cut"
+
+
+def idle_text(plan: Plan) -> list[str]:
+    """A line about ranks that no layer of a plan uses; none if there are none."""
+    idle = plan.ranks - max((record.ranks for record in plan.prediction.layers), default=0)
+    if not idle:
+        return []
+    return [f"idle        {idle} of {plan.ranks} ranks have nothing to compute: plan for fewer, or for a larger batch"]
+
+
+@contextmanager
+def progress_bar(
+    unit: str, shown: bool = True, transient: bool = False, console: Console | None = None
+) -> Iterator[Callable[[int, int], None]]:
+    """A function that is called with what is done, and with all there is, for a bar on the terminal of stderr.
+
+    Parameters
+    ----------
+    unit
+        What is counted.
+    shown
+        False: nothing is shown, as where stderr is no terminal.
+    transient
+        Whether the bar goes away at the end, and keeps below what is printed meanwhile.
+    console
+        Another one than stderr.
+    """
+    import sys
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = console or Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    both = not transient or sys.stdout.isatty()  # what is printed to a file is not taken out of it
+    off = not (shown and console.is_terminal)
+    with Progress(*columns, console=console, disable=off, transient=transient, redirect_stdout=both) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,181 @@
+"""Pictures of plans: a strip of layers, colored by cut, with times; and curves of strong and weak scaling."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import NullFormatter
+
+from halograd.cli.output import cut_text, time_text
+from halograd.cli.predicting import Series
+from halograd.errors import UserError
+from halograd.report.pictures import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, picture
+
+if TYPE_CHECKING:
+    from halograd.perfmodel.plans import LayerRecord, Plan
+
+__all__ = ["draw_scaling", "draw_strip"]
+
+#: Most layers of one row of the strip.
+ROW = 70
+#: Longest name that is written out.
+NAME = 20
+CUTS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, RED, "#7F3C8D", "#80BA5A", "#A5AA99", "#E73F74", "#11A579")
+HATCHES = ("", "////", "....", "xxxx")
+TIMES = {"forward": DARK, "backward": GREY, "messages": RED}
+
+
+def draw_strip(plan: Plan, path: Path) -> None:
+    """Write the picture of a plan as PNG. Local.
+
+    Each layer is a tile, in order of computation, in the color of its cut; the bar above it is what it adds to the
+    step: kernels forward and backward, and whatever is waited for.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be written.
+    """
+    records = plan.prediction.layers
+    rows = math.ceil(len(records) / ROW)
+    per_row = math.ceil(len(records) / rows)
+    cuts = Counter(cut_text(r.parts) for r in records)
+    styles = dict(zip((cut for cut, _ in cuts.most_common()), itertools.product(HATCHES, CUTS)))
+    longest = max(len(_short(r.name)) for r in records)
+    height = 1.55 + 0.062 * longest
+    top = max(r.seconds for r in records) * 1.18 or 1.0
+    columns = 4 if len(cuts) > 3 else len(cuts)
+    legend = 0.75 + 0.2 * math.ceil(len(cuts) / columns)
+    try:
+        with picture(path, max(7.0, 1.4 + 0.175 * per_row), legend + rows * height) as figure:
+            axes = figure.subplots(2 * rows, 1, height_ratios=[6, 1] * rows)
+            for i in range(rows):
+                some = records[i * per_row : (i + 1) * per_row]
+                _bars(axes[2 * i], some, per_row, top)
+                _tiles(axes[2 * i + 1], some, per_row, styles)
+            _legend(figure, axes[0], plan, cuts, styles, columns)
+    except OSError as error:
+        raise UserError(
+            f"--picture {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
+        ) from error
+
+
+def _bars(ax: Axes, records: Sequence[LayerRecord], width: int, top: float) -> None:
+    bottoms = [0.0] * len(records)
+    for term, color in TIMES.items():
+        values = [1e3 * _value(r, term) for r in records]
+        ax.bar(range(len(records)), values, 0.72, bottoms, color=color)
+        bottoms = [a + b for a, b in zip(bottoms, values)]
+    for i in sorted(range(len(records)), key=lambda i: -bottoms[i])[:8]:
+        if 1e-3 * bottoms[i] > 0.12 * top:
+            ax.text(i, bottoms[i], f"{bottoms[i]:.3g}", ha="center", va="bottom", fontsize=6, color=DARK)
+    ax.set_xlim(-0.7, width - 0.3)
+    ax.set_ylim(0, 1e3 * top)
+    ax.set_ylabel("ms")
+    ax.spines["bottom"].set_visible(False)
+    ax.set_xticks([])
+
+
+def _tiles(ax: Axes, records: Sequence[LayerRecord], width: int, styles: dict[str, tuple[str, str]]) -> None:
+    for i, record in enumerate(records):
+        hatch, color = styles[cut_text(record.parts)]
+        ax.add_patch(Rectangle((i - 0.5, 0), 1, 1, facecolor=color, hatch=hatch, edgecolor="white"))
+    ax.set_xlim(-0.7, width - 0.3)
+    ax.set_ylim(0, 1)
+    ax.set_yticks([])
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.set_xticks(range(len(records)), [_short(r.name) for r in records], rotation=90, fontsize=6.5)
+    ax.tick_params(axis="x", length=0, pad=2)
+
+
+def _legend(
+    figure: Any, ax: Axes, plan: Plan, cuts: Counter[str], styles: dict[str, tuple[str, str]], columns: int
+) -> None:
+    figure.suptitle(
+        f"{plan.network} on {plan.ranks} ranks of {plan.machine}, batch {plan.batch}: {time_text(plan.step_seconds)} "
+        f"per step",
+        x=0.01,
+        ha="left",
+        fontsize=10,
+    )
+    handles = [
+        Patch(facecolor=styles[cut][1], hatch=styles[cut][0], edgecolor="white", label=f"{cut} ({count} layers)")
+        for cut, count in cuts.most_common()
+    ]
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=8)
+    bars = [Patch(facecolor=color, label=term) for term, color in TIMES.items()]
+    ax.legend(handles=bars, loc="upper right", ncols=3, fontsize=8, bbox_to_anchor=(1, 1.22), borderpad=0)
+
+
+def _value(record: LayerRecord, term: str) -> float:
+    """What is waited for is all that the kernels are not [s]."""
+    if term == "messages":
+        return record.seconds - record.forward - record.backward
+    return float(getattr(record, term))
+
+
+def _short(name: str) -> str:
+    half = NAME // 2 - 1
+    return name if len(name) <= NAME else f"{name[:half]}\u2026{name[-half:]}"
+
+
+COLORS = {"data": ORANGE, "spatial": GREEN, "model": PURPLE, "owt": SKY}
+
+
+def draw_scaling(series: Sequence[Series], title: str, path: Path) -> None:
+    """Write the picture: a panel per series, time of a step over ranks. Local.
+
+    Baselines that do not fit into memory are left out.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be written.
+    """
+    try:
+        with picture(path, 9.5, 4.2) as figure:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+            for ax, some in zip(figure.subplots(1, len(series), squeeze=False)[0], series):
+                _panel(ax, some)
+    except OSError as error:
+        raise UserError(
+            f"--plot {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
+        ) from error
+
+
+def _panel(ax: Axes, series: Series) -> None:
+    points = [p for p in series.points if p.seconds is not None and p.fits]
+    first = series.reference()
+    for name, color in COLORS.items():
+        some = [(p.ranks, p.baselines[name]) for p in points if p.baselines]
+        xy = [(ranks, 1e3 * seconds) for ranks, (seconds, fits) in some if fits]
+        if xy:
+            ax.plot(*zip(*xy), color=color, marker=".", linewidth=1.2, label=name)
+    label = "plan" if any(p.baselines for p in points) else "this grid"
+    ax.plot([p.ranks for p in points], [1e3 * (p.seconds or 0) for p in points], color=BLUE, marker="o", label=label)
+    if first is not None and first.seconds is not None:
+        scale = [1.0 if series.kind == "weak" else first.ranks / p.ranks for p in points]
+        ideal = [1e3 * first.seconds * s for s in scale]
+        ax.plot([p.ranks for p in points], ideal, color=GREY, linestyle="--", linewidth=1, label="ideal")
+    ax.set_xscale("log", base=2)
+    if series.kind == "weak":
+        ax.set_ylim(bottom=0)  # ideal is a level line: what matters is the distance to it, against the whole
+    else:
+        ax.set_yscale("log")
+    ax.set_xticks([p.ranks for p in points], [str(p.ranks) for p in points], rotation=45, color=DARK)
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel("ranks")
+    ax.set_ylabel("step [ms]")
+    batch = f"batch {series.points[0].batch}"
+    if series.kind == "weak":
+        batch += f" on {series.points[0].ranks} ranks, growing with them"
+    ax.set_title(f"{series.kind} scaling, {batch}", loc="left")
+    ax.legend()

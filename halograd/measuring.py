@@ -1,0 +1,244 @@
+"""Measuring this machine for a network: messages and device first, then the layers that plans ask for.
+
+One way for `halograd profile` and for ``strategy = "auto"``. It lies above `training`, whose executor it times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from halograd.cli.output import progress_bar
+from halograd.comm import Communicator
+from halograd.errors import UserError
+from halograd.layers import BatchNorm, Conv, Dense, Input, MeanSquaredError, Network
+from halograd.perfmodel.cost.network_costs import works_of
+from halograd.perfmodel.kernel_times import LayerWork, MeasuredTimes, RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path
+from halograd.perfmodel.profile.device import measure_machine
+from halograd.perfmodel.profile.layers import (
+    Coverage,
+    LayerTimer,
+    last_level_cache,
+    measure_layers,
+    passing_bytes,
+)
+from halograd.perfmodel.profile.record import Profile, record_path
+from halograd.training import Executor
+from halograd.training.optimizers import SGD
+
+__all__ = ["Measuring", "measure_overheads"]
+
+#: Layers whose times are written to the cache at a time.
+EVERY = 4
+#: Convolutions with batch norm in the network that shows what a step takes beside its layers.
+UNITS = 12
+
+
+class Measuring:
+    """What this machine takes for a network, measured now or kept from before. Collective over `comm`, as are methods.
+
+    Times of layers are kept on disk, so what was interrupted, or ran out of its budget, goes on where it stopped.
+
+    Parameters
+    ----------
+    comm
+        All ranks that measure together.
+    kernels
+        Backend.
+    network, batch
+        For which layers are measured; global number of samples.
+    ranks
+        Of the run that is planned; those of `comm` if None.
+    dtype
+        Of the computation.
+    autotune
+        Whether the backend chooses convolutions by measurement.
+    folder
+        Of measured times; None: the usual one.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if the times on disk cannot be read.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        kernels: Any,
+        network: Network,
+        batch: int,
+        ranks: int | None = None,
+        dtype: str = "float32",
+        autotune: bool = False,
+        folder: Path | None = None,
+    ) -> None:
+        self.comm, self.kernels, self.dtype = comm, kernels, dtype
+        self.path, self._crowd, self._autotune = cache_path(folder), Crowd.of(comm, kernels), autotune
+        flush = passing_bytes(network, batch, ranks or comm.size, dtype)
+        self.conditions = Conditions.here(kernels, self._crowd, autotune, flush)
+        with comm.agreement():
+            self.cache = TimeCache(self.path if comm.rank == 0 else None, EVERY)
+
+    def machine(self) -> Profile:
+        """Messages, device and overheads, measured now."""
+        found = measure_machine(self.comm, self.kernels)
+        return found.with_overheads(*measure_overheads(self.comm, self.kernels, found.machine, self.dtype))
+
+    def machine_file(self) -> Path:
+        """Where this machine is kept beside the times: one file per device, library, ranks and transport."""
+        import platform
+
+        nodes = sorted(self.comm.allgather_objects(platform.node()))
+        conditions = Conditions.here(self.kernels, self._crowd, self._autotune)
+        text = "|".join([conditions.text, self.comm.transport, self.dtype, *nodes])
+        name = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return Path(self.comm.bcast(str(self.path.parent / "machines" / f"{self.comm.size}-ranks-{name}.toml")))
+
+    def known_machine(self, path: Path) -> Machine | None:
+        """The machine of a file that was kept; None if it has to be measured."""
+        found = None
+        if self.comm.rank == 0 and path.exists() and record_path(path).exists():
+            try:
+                found = Profile.load(path).machine
+            except UserError:
+                found = None  # damaged: measured again
+        return self.comm.bcast(found)
+
+    def keep_machine(self, path: Path) -> Machine:
+        """Measure the machine, and keep it in a file."""
+        found = self.machine()
+        with self.comm.agreement():
+            if self.comm.rank == 0:
+                _save(found, path)
+        machine = self.known_machine(path)
+        assert machine is not None
+        return machine
+
+    def times(self, machine: Machine) -> MeasuredTimes:
+        """Times of layers as far as they are known on rank 0; what is not is estimated, and listed as missing."""
+        return MeasuredTimes(self.cache, self.conditions, RooflineTimes(machine))
+
+    def layers(
+        self, works: Iterable[LayerWork], budget: float | None = None, again: bool = False, show: bool = True
+    ) -> Coverage:
+        """Measure these layers, as far as they are not known.
+
+        Parameters
+        ----------
+        works
+            Layers on local blocks; the same on all ranks.
+        budget
+            Seconds after which no further layer is begun; None: all are measured [s].
+        again
+            Measure what is known too, and keep the mean.
+        show
+            Show a progress bar on the terminal of rank 0.
+        """
+        timer = LayerTimer(self.kernels, self.comm, self.conditions.flush)
+        with progress_bar("layers", show and self.comm.rank == 0) as progress:
+            state = measure_layers(works, timer, self.cache, self.conditions, budget, progress, again)
+        timer.close()
+        return state
+
+
+def _save(found: Profile, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cache {path.parent}: expected a folder that can be made, got an error ({error.strerror}); choose another "
+            "with HALOGRAD_CACHE"
+        ) from error
+    found.save(path)
+
+
+# -- what a step takes beside its layers ----------------------------------------------------------
+
+
+def measure_overheads(
+    comm: Communicator, backend: Any, machine: Machine, dtype: str = "float32"
+) -> tuple[float, float]:
+    """Optimizer and loop of this machine, all ranks at the same time. Collective.
+
+    Returns
+    -------
+    tuple of float
+        SGD with momentum, per byte of parameters [s/B]; what each forward or backward of a layer takes longer than by
+        itself [s].
+    """
+    alone = comm.split(comm.rank)
+    assert alone is not None
+    crowd = Crowd.of(comm, backend)
+    update = _update_rate(alone, backend, dtype, crowd)
+    network = _small_network()
+    layers = _sum_of_layers(network, comm, backend, machine, dtype)
+    step = _step(network, alone, backend, dtype, crowd)
+    alone.close()
+    passes = 2 * len(network.layers)
+    return float(comm.allreduce_scalar(update, "max")), float(
+        comm.allreduce_scalar(max(0.0, step - layers) / passes, "max")
+    )
+
+
+def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
+    """Of SGD with momentum, parameters from memory [s/B]."""
+    features = 1024
+    network = Network(Dense(features, bias=False)(Input((features,))))
+    passing = backend.zeros((last_level_cache(),), "uint8")
+    with Executor(network, alone, backend, 1, dtype=dtype) as executor:
+        optimizer = SGD(executor.store, momentum=0.9)
+        optimizer.begin_step(1e-3)
+        (bucket,) = executor.store.buckets
+
+        def run() -> None:
+            optimizer.update(bucket)
+            backend.synchronize()
+
+        nbytes = features * features * executor.dtype.itemsize
+        times = _times(run, crowd, lambda: passing.__iadd__(1))
+        return times[len(times) // 2] / nbytes
+
+
+def _small_network() -> Network:
+    """Small layers, no two alike."""
+    y: Any = Input((12, 12, 8))
+    for i in range(UNITS):
+        y = BatchNorm(activation="relu")(Conv(8 + i, 3, padding=1, bias=False)(y))
+    return Network({"loss": MeanSquaredError()(y, Input(y.shape, name="target"))})
+
+
+def _sum_of_layers(network: Network, comm: Communicator, backend: Any, machine: Machine, dtype: str) -> float:
+    """Each layer timed alone [s]. What a step takes more is the executor's loop, and code that is colder."""
+    timer = LayerTimer(backend, comm, passing_bytes(network, 1, 1, dtype))
+    layers = sum(timer.measure(work).total for work in works_of(network, 1, 1, machine, dtype).values())
+    timer.close()
+    return layers
+
+
+def _step(network: Network, alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
+    with Executor(network, alone, backend, 1, dtype=dtype) as executor:
+
+        def step() -> None:
+            executor.forward()
+            executor.backward()
+
+        # The best: another process takes its time from a whole step, but rarely from one layer.
+        return _times(step, crowd, repeats=60)[0]
+
+
+def _times(
+    run: Callable[[], Any], crowd: Crowd, before: Callable[[], Any] = lambda: None, repeats: int = 25
+) -> list[float]:
+    """Times of `run`, the shortest first [s], after two runs that do not count; `before` is not timed."""
+    times = []
+    for _ in range(repeats + 2):
+        before()
+        begin = crowd.clock()
+        run()
+        times.append(crowd.clock() - begin)
+    return sorted(times[2:])

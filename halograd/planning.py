@@ -1,0 +1,204 @@
+"""Making a plan: a model on a machine with the times of its kernels, planned, beside the baselines.
+
+One way for the commands, which plan for any machine, and for ``strategy = "auto"`` (`halograd.auto`), which plans for
+the ranks that run. Nothing here runs MPI.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from halograd.documents import shown
+from halograd.errors import UserError
+from halograd.layers import Network
+from halograd.models import build
+from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
+from halograd.perfmodel.cuts import BASELINES, baseline
+from halograd.perfmodel.kernel_times import KernelTimes, MeasuredTimes, RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.machine_file import Bytes
+from halograd.perfmodel.planners import PLANNERS
+from halograd.perfmodel.plans import Alternative, Plan, Request
+from halograd.perfmodel.predict import Planning, plan_network
+from halograd.schema import build as read
+
+__all__ = ["Asked", "baselines_of", "check_planner", "known_baselines", "make_plan", "parse_memory", "source_of"]
+
+_DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<threads>\d+) thread\(s\)")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model on a machine, with the times of its kernels.
+
+    Attributes
+    ----------
+    model, options, network
+        Its name, the options given, and what they make.
+    machine, machine_file
+        The machine, and the name or path it was asked for by.
+    dtype
+        Of the computation.
+    cache
+        Folder of measured times, None: the usual one.
+    """
+
+    model: str
+    options: Mapping[str, Any]
+    network: Network
+    machine: Machine
+    machine_file: str
+    dtype: str
+    cache: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        options: Mapping[str, Any],
+        machine_file: str,
+        dtype: str,
+        cache: Path | None = None,
+        machine: Machine | None = None,
+    ) -> Asked:
+        """The model and the machine, made.
+
+        Parameters
+        ----------
+        machine_file
+            Name of the machine, or the path of its file.
+        machine
+            The machine, if it was read already.
+
+        Raises
+        ------
+        UserError
+            There is no such model or machine, the model has no loss, or the machine no rate for `dtype`.
+        """
+        network = build(model, **options)
+        if "loss" not in network.outputs:
+            raise UserError(f"model: expected a network with a loss to train, got {model!r} without one")
+        found = machine or Machine.load(machine_file)
+        if dtype not in found.peak_flops:
+            raise UserError(
+                f"--dtype: expected one of {', '.join(found.peak_flops)}, for which machine {found.name!r} has a peak, "
+                f"got {shown(dtype)}; add it to [device.peak_flops] of a copy of the machine file"
+            )
+        return cls(model, options, network, found, machine_file, dtype, cache)
+
+    def times(self, batch: int, ranks: int) -> KernelTimes:
+        """Times of kernels for a run of this size: measured ones if the machine is this one, else its roofline."""
+        return _measured(self, batch, ranks) or RooflineTimes(self.machine)
+
+    def pricing(self, batch: int, ranks: int) -> Pricing:
+        """What prices a step of this size, halo algorithms chosen by what they take."""
+        return Pricing(Wires(self.machine), self.times(batch, ranks), self.dtype, best_halo=True)
+
+
+def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
+    """Times from the cache, if the machine file was measured by `halograd profile` on this machine."""
+    from halograd.perfmodel.profile.record import Profile, record_path
+
+    match = _DEVICE.fullmatch(asked.machine.device)
+    if Path(asked.machine_file).suffix != ".toml" or not record_path(asked.machine_file).exists() or match is None:
+        return None
+    from halograd.kernels import KernelError, get_backend
+    from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path, device_name
+    from halograd.perfmodel.profile.layers import passing_bytes
+
+    try:
+        backend = get_backend(match["kernels"], int(match["threads"]))
+    except KernelError:
+        return None
+    with backend:
+        if device_name(backend) != match["device"]:
+            return None
+        record = Profile.load(asked.machine_file)
+        # The nodes of an emulated network are one host, where all ranks were measured at once.
+        at_once = record.ranks if record.transport.startswith("emulated") else asked.machine.devices_per_node
+        flush = passing_bytes(asked.network, batch, ranks, asked.dtype)
+        conditions = Conditions.here(backend, Crowd.here(min(ranks, at_once), backend), flush=flush)
+    return MeasuredTimes(TimeCache(cache_path(asked.cache)), conditions, RooflineTimes(asked.machine))
+
+
+def source_of(times: KernelTimes, machine: Machine) -> str:
+    """Where times come from, in words; to be asked when they were used."""
+    if not isinstance(times, MeasuredTimes):
+        return f"roofline of {machine.name}"
+    left = len(times.missing)
+    return "measured here" + (
+        f", {left} shapes of layers by roofline (`halograd profile` measures them)" if left else ""
+    )
+
+
+def check_planner(name: str, at: str = "--planner") -> None:
+    """Refuse a planner that there is not; `at` says where it was asked for."""
+    known = (*PLANNERS, *BASELINES)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{at}: expected one of {', '.join(known)}, got {shown(name)}{hint}")
+
+
+def parse_memory(text: str | None, at: str = "--memory") -> float | None:
+    """Bytes of ``16GiB`` [B]; None if nothing was given."""
+    return None if text is None else read(Bytes, text, at=at)
+
+
+def make_plan(
+    asked: Asked, batch: int, ranks: int, planning: Planning | None = None, times: KernelTimes | None = None
+) -> Plan:
+    """The plan of a model on a machine, with what was asked for. Local.
+
+    Parameters
+    ----------
+    times
+        Of kernels; those of `asked` if None.
+
+    Raises
+    ------
+    UserError
+        See :func:`halograd.perfmodel.predict.plan_network`.
+    """
+    planning = planning or Planning(training=Training(asked.dtype))
+    times = times or asked.times(batch, ranks)
+    plan = plan_network(asked.network, batch, ranks, asked.machine, times, planning)
+    request = Request(
+        asked.model,
+        dict(asked.options),
+        asked.machine.to_toml(),
+        asked.machine_file,
+        source_of(times, asked.machine),
+        planning.full,
+        planning.training.slots,
+    )
+    return replace(plan, request=request)
+
+
+def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
+    """What a step takes under each baseline, in their order; a baseline that was chosen is the plan itself."""
+    known = {a.name: a for a in known_baselines(plan)}
+    left = [name for name in BASELINES if name not in known]
+    pricing = asked.pricing(plan.batch, plan.ranks) if left else None
+    for name in left:
+        assert pricing is not None
+        strategy = baseline(name, asked.network, plan.batch, plan.ranks, plan.strategy.bucket_bytes)
+        prediction = simulate(asked.network, strategy, plan.batch, pricing, Training(plan.dtype), plan.ranks)
+        nbytes = prediction.memory_bytes
+        limit = asked.machine.memory if plan.limit is None else plan.limit
+        known[name] = Alternative(name, prediction.step_seconds, nbytes, nbytes <= limit)
+    return [known[name] for name in BASELINES]
+
+
+def known_baselines(plan: Plan) -> list[Alternative]:
+    """Baselines that were priced when the plan was made; those with the plan's own cuts take what it takes."""
+    known = {a.name: a for a in plan.alternatives}
+    # Equal strategies are left out of `alternatives`; a baseline that was asked for by name is the only one priced.
+    same = BASELINES if set(known) & set(BASELINES) else (plan.planner,)
+    own = plan.step_seconds, plan.prediction.memory_bytes
+    return [known.get(name, Alternative(name, *own, True)) for name in BASELINES if name in known or name in same]

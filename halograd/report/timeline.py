@@ -1,0 +1,200 @@
+"""What every rank did during some training steps, and what of the communication was hidden: a picture and tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.patches import Patch
+
+from halograd.report.document import Block, TableBlock, Text
+from halograd.report.pictures import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, YELLOW, picture
+
+__all__ = [
+    "Bar",
+    "about_timeline",
+    "draw_timeline",
+    "hidden_text",
+    "phase_tables",
+    "step_begins",
+    "typical_steps",
+    "without",
+]
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One span.
+
+    Attributes
+    ----------
+    lane
+        "compute", "wait", "I/O", "halo", "all-reduce" or "other": the row of the trace.
+    kind
+        "forward", "backward", "update", "wait", "io"; of a communication "halo", "allreduce", "statistics", ...
+    begin, end
+        Since the trace begins [ms].
+    """
+
+    rank: int
+    lane: str
+    kind: str
+    begin: float
+    end: float
+
+
+def read_bars(path: Path) -> list[Bar]:
+    """The spans of a Chrome trace that a run has written. Local."""
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    bars = []
+    for e in events:
+        if e["ph"] == "X":
+            lane, kind = lanes[e["pid"], e["tid"]], e["cat"]
+            if kind == "communication":  # a halo, or the all-reduce of gradients, of statistics, of the loss
+                kind = e["name"].partition(":")[0]
+            bars.append(Bar(e["pid"], lane, kind, 1e-3 * e["ts"], 1e-3 * (e["ts"] + e["dur"])))
+    return bars
+
+
+def step_begins(bars: Sequence[Bar], rank: int) -> list[float]:
+    """When each step of a rank began: with its first forward. (Updates may lie within the forward of the next.)"""
+    mine = sorted((b for b in bars if b.rank == rank and b.kind in ("forward", "backward")), key=lambda b: b.begin)
+    before = ["backward", *(bar.kind for bar in mine)]
+    return [bar.begin for kind, bar in zip(before, mine) if kind == "backward" and bar.kind == "forward"]
+
+
+def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
+    """Begin and end of `count` whole steps of rank 0, in a row, that took about as long as most; None for fewer."""
+    begins = np.array(step_begins(bars, 0)[1:])  # the first that is kept may have lost its begin
+    if len(begins) <= count:
+        return None
+    durations = begins[count:] - begins[:-count]
+    first = int(np.argmin(np.abs(durations - np.median(durations))))
+    return float(begins[first]), float(begins[first + count])
+
+
+def without(spans: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
+    """What is left of the spans outside the holes; both in order and without overlaps.
+
+    >>> without([(0, 10), (12, 14)], [(1, 2), (9, 13)])
+    [(0, 1), (2, 9), (13, 14)]
+    """
+    left = []
+    for begin, end in spans:
+        for b, e in holes:
+            if e <= begin or b >= end:
+                continue
+            if b > begin:
+                left.append((begin, b))
+            begin = max(begin, e)
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+LANES = ("compute", "wait", "halo", "all-reduce", "I/O")
+COLOURS = {
+    "forward": (BLUE, "forward"),
+    "backward": (SKY, "backward"),
+    "update": (DARK, "update"),
+    "wait": (SILVER, "wait for a message"),
+    "halo": (ORANGE, "halo travels"),
+    "allreduce": (RED, "all-reduce: gradients"),
+    "statistics": (PURPLE, "batch-norm statistics"),
+    "loss": (YELLOW, "loss"),
+    "io": (GREEN, "read ahead"),
+}
+STEPS = 2
+
+
+def draw_timeline(path: Path, trace: Path, title: str) -> bool:
+    """Lanes of every rank over two typical steps of a Chrome trace; whether it holds so many. Local."""
+    bars = read_bars(trace)
+    window = typical_steps(bars, STEPS)
+    if window is None:
+        return False
+    begin, end = window
+    shown = [bar for bar in bars if bar.end > begin and bar.begin < end]
+    ranks = sorted({bar.rank for bar in shown})
+    with picture(path, 11.0, 0.9 + 1.15 * len(ranks)) as figure:
+        grid = figure.subplots(len(ranks), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, rank in zip(grid, ranks):
+            _draw_rank(axes, [bar for bar in shown if bar.rank == rank], step_begins(bars, rank), begin)
+            axes.set_title(f"rank {rank}", loc="left", fontweight="bold", pad=2)
+        grid[-1].set(xlim=(0, end - begin), xlabel="time [ms]")
+        figure.suptitle(title, fontsize=9.5)
+        kinds = {bar.kind for bar in shown}
+        handles = [Patch(facecolor=c, label=label) for kind, (c, label) in COLOURS.items() if kind in kinds]
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.1, handlelength=1.3
+        )
+    return True
+
+
+def _draw_rank(axes: Any, bars: Sequence[Bar], steps: Sequence[float], origin: float) -> None:
+    waits = sorted((bar.begin, bar.end) for bar in bars if bar.lane == "wait")
+    for row, lane in enumerate(LANES):
+        axes.axhspan(row - 0.42, row + 0.42, color=LIGHT, linewidth=0)
+        for kind, (colour, _) in COLOURS.items():
+            spans = sorted((bar.begin, bar.end) for bar in bars if bar.lane == lane and bar.kind == kind)
+            if lane == "compute":
+                spans = without(spans, waits)
+            axes.broken_barh([(b - origin, e - b) for b, e in spans], (row - 0.42, 0.84), facecolor=colour, linewidth=0)
+    for begin in steps:
+        axes.axvline(begin - origin, color=DARK, linewidth=0.8, linestyle=":")
+    axes.set(yticks=range(len(LANES)), yticklabels=LANES, ylim=(len(LANES) - 0.5, -0.5))
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    axes.tick_params(axis="x", labelsize=8)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+KINDS = {"allreduce": "all-reduce of gradients", "halo": "halo exchange", "statistics": "batch-norm statistics"}
+
+
+def about_timeline(file: str) -> Text:
+    """What the picture of a timeline shows; `file` holds all steps."""
+    return Text(
+        "Two training steps of median length. Hidden is what the ranks computed while a message travelled: "
+        "overlap ratio = (duration - time blocked) / duration (Lee et al. 2017, Eq. 11). Where ranks outnumber cores, "
+        f"most of a wait is the time in which the core computes for another rank. `{file}` holds all "
+        "steps: open it in https://ui.perfetto.dev."
+    )
+
+
+def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
+    """Tables of a line ``phases`` of a log."""
+    phases, steps = entry["phases"], max(1, entry["steps"])
+    spent = [(c, phases[c]["seconds"]) for c in ("forward", "backward", "update") if c in phases]
+    blocked = sum(p.get("blocked") or 0.0 for p in phases.values())
+    reading = phases.get("io", {}).get("seconds", 0.0)
+    spent += [("of these, blocked in communication", blocked), ("reading, beside", reading)]
+    yield TableBlock([("phase (rank 0)", "ms/step"), *((name, f"{1e3 * s / steps:.1f}") for name, s in spent)])
+    rows = [
+        (
+            KINDS.get(name, name),
+            f"{1e3 * p['communication'] / steps:.1f}",
+            f"{1e3 * p['blocked'] / steps:.1f}",
+            _percent(p["overlap"]),
+        )
+        for name, p in phases.items()
+        if "communication" in p
+    ]
+    yield TableBlock([("communication (rank 0)", "duration, ms/step", "blocked, ms/step", "hidden"), *rows])
+
+
+def hidden_text(phases: dict[str, Any]) -> str:
+    """What was hidden over the whole run, in a line."""
+    parts = [f"{KINDS[k]} {_percent(phases[k]['overlap'])}" for k in ("halo", "allreduce") if k in phases]
+    return f"hidden behind computation over the whole run: {', '.join(parts) or 'nothing travelled'}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.1f} %"

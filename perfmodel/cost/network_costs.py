@@ -1,0 +1,422 @@
+"""The planners' problem of a network: costs of all candidates of all layers, and of all changes between them.
+
+Layers with the same settings and shapes are priced once, tables of edges once per shape and pair of candidate lists.
+
+What is approximated, because the problem is a sum over layers and pairs of layers (`simulate` is not):
+
+* Sums of gradients overlap with computation, so what they add is not a sum over layers. A layer is charged `exposed`
+  times its share of a bucket; :func:`halograd.perfmodel.predict.plan_network` solves for several values (0: all
+  hidden, 1: none, as Jia et al. 2018 charge `t_s`) and lets `simulate` decide.
+* A value that two layers read under the same other cut is redistributed once, and charged twice.
+* A halo that two layers share is charged to both.
+* A redistribution is priced for a few ranks that stand for all (see :class:`Wires`): bytes and messages of those ranks
+  are exact; that all devices of a node send as much through its link is an assumption.
+* Memory is what stays: parameters, gradients and optimizer state, activations, halo copies. What the arena lends for
+  part of the backward pass (`transient`) is not additive; `plan_network` checks it with `memory_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halograd.layers import Input, Network, Node, Strategy
+from halograd.layers.axes import AXES
+from halograd.layers.parameter_blocks import blocks_of
+from halograd.layers.strategy import layout_of
+from halograd.perfmodel.cost.layer_cost import Pricing, price_layer
+from halograd.perfmodel.cost.simulate import Training
+from halograd.perfmodel.cost.wires import Wires, middle_rank
+from halograd.perfmodel.cuts import Parts, candidates
+from halograd.perfmodel.kernel_times import LayerWork, Recorded, RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.planners import Problem
+from halograd.program.compiler import Target, compile_program, lower_alone
+from halograd.program.dtypes import dtype_of
+from halograd.program.program import Step
+from halograd.program.values import Value
+
+__all__ = ["Grids", "NetworkCosts", "edge_seconds", "network_costs", "redistributed_bytes", "works_of"]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Grids:
+    """The cuts of an array under a list of candidates.
+
+    Attributes
+    ----------
+    shape
+        Global, one number per axis.
+    parts
+        ``[candidates, axes]``.
+    """
+
+    shape: tuple[int, ...]
+    parts: Ints
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], candidates: Sequence[Parts]) -> Grids:
+        grids = [layout_of(shape, dict(zip(AXES, parts)), math.prod(parts)).boxes.grid for parts in candidates]
+        return cls(shape, np.array(grids, np.int64))
+
+    def boxes(self, rank: int) -> tuple[Ints, Ints]:
+        """Starts and stops of a rank's box, ``[candidates, axes]``; empty where it takes no part."""
+        left = np.full(len(self.parts), rank, np.int64)
+        at = np.empty_like(self.parts)
+        for axis in range(self.parts.shape[1] - 1, -1, -1):
+            left, at[:, axis] = np.divmod(left, self.parts[:, axis])
+        sizes = np.array(self.shape, np.int64)
+        base, more = np.divmod(sizes, self.parts)
+        start = at * base + np.minimum(at, more)
+        stop = start + base + (at < more)
+        stop[left > 0] = start[left > 0]
+        return start, stop
+
+    def count(self, start: Ints, stop: Ints) -> Ints:
+        """How many ranks of each of these cuts boxes ``[u, axes]`` meet: ``[u, candidates]``."""
+        sizes = np.array(self.shape, np.int64)
+        base, more = np.divmod(sizes, self.parts)
+        first, last = (_block(position[:, None, :], base, more) for position in (start, stop - 1))
+        full: NDArray[np.bool_] = np.all(stop > start, axis=1, keepdims=True)
+        return np.where(full, (last - first + 1).prod(axis=2), 0)
+
+    @property
+    def fullest(self) -> Ints:
+        """Elements of the largest box, ``[candidates]``."""
+        return (-(-np.array(self.shape, np.int64) // self.parts)).prod(axis=1)
+
+
+def _block(position: Ints, base: Ints, more: Ints) -> Ints:
+    """Number of the block of a balanced cut that holds a position."""
+    large = more * (base + 1)
+    behind = more + (position - large) // np.maximum(base, 1)
+    return np.where(position < large, position // (base + 1), behind)
+
+
+def _overlap(a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> Ints:
+    """Elements in common, ``[u, v]``."""
+    total = np.ones((len(a[0]), len(b[0])), np.int64)
+    for axis in range(a[0].shape[1]):
+        low = np.maximum.outer(a[0][:, axis], b[0][:, axis])
+        total *= np.maximum(0, np.minimum.outer(a[1][:, axis], b[1][:, axis]) - low)
+    return total
+
+
+def edge_seconds(
+    shape: tuple[int, ...], makers: Sequence[Parts], readers: Sequence[Parts], wires: Wires, itemsize: int, ranks: int
+) -> NDArray[np.float64]:
+    """One redistribution of an array ``(N, *spatial, C)``, ``[makers, readers]`` [s]; 0 between equal layouts.
+
+    Its adjoint takes as long.
+    """
+    u, v = Grids.of(shape, makers), Grids.of(shape, readers)
+    seconds = np.zeros((len(makers), len(readers)))
+    for rank in _looked_at(ranks):
+        for source, target, turned in ((u, v, False), (v, u, True)):
+            found = _one_way(source, target, rank, wires, itemsize, ranks)
+            seconds = np.maximum(seconds, found.T if turned else found)
+    same = (u.parts[:, None, :] == v.parts[None, :, :]).all(axis=2)
+    seconds[same] = 0.0
+    return seconds
+
+
+def _looked_at(ranks: int) -> list[int]:
+    """All of a few; else the first, whose blocks are largest, and one that is at no corner and keeps little."""
+    return sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}) if ranks <= 8 else [0, 3 * ranks // 8]
+
+
+def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: int, ranks: int) -> NDArray[np.float64]:
+    """What `rank` takes to send all it has, ``[source, target]`` [s]; receiving is the same the other way round."""
+    own = source.boxes(rank)
+    kept = _overlap(own, target.boxes(rank))
+    messages = target.count(*own) - (kept > 0)
+    nbytes = ((own[1] - own[0]).prod(axis=1)[:, None] - kept) * itemsize
+    packing = np.zeros(nbytes.shape)
+    if not wires.packed:
+        packing += wires.copy(1.0) * 2 * nbytes + wires.machine.launch * messages
+    width = wires.per_node
+    near_messages, near_bytes = messages, nbytes
+    if ranks > width:
+        near_messages, near_bytes = np.zeros_like(messages), np.zeros_like(nbytes)
+        first = rank // width * width
+        for peer in range(first, min(first + width, ranks)):
+            if peer != rank:
+                common = _overlap(own, target.boxes(peer))
+                near_messages, near_bytes = near_messages + (common > 0), near_bytes + common * itemsize
+    if wires.emulated:
+        largest = _largest(source, target) * itemsize
+        link = wires.machine.links["across"]
+        far_messages, far_bytes = messages - near_messages, nbytes - near_bytes
+        return packing + (far_messages > 0) * link.alpha + link.beta * np.minimum(far_bytes, largest)
+    near = wires.machine.links["node"]
+    far = wires.machine.links["switch" if ranks <= width * wires.machine.nodes_per_switch else "across"]
+    sharing = np.minimum(width, source.parts.prod(axis=1))[:, None]
+    seconds = near.alpha * near_messages + near.beta * near_bytes
+    return packing + seconds + far.alpha * (messages - near_messages) + far.beta * sharing * (nbytes - near_bytes)
+
+
+def _largest(source: Grids, target: Grids) -> Ints:
+    """Elements of the largest message at most, ``[source, target]``."""
+    sizes = np.array(source.shape, np.int64)
+    a, b = -(-sizes // source.parts), -(-sizes // target.parts)
+    return np.minimum(a[:, None, :], b[None, :, :]).prod(axis=2)
+
+
+def redistributed_bytes(
+    shape: tuple[int, ...], makers: Sequence[Parts], readers: Sequence[Parts], itemsize: int
+) -> NDArray[np.float64]:
+    """Memory of the copy under the reader's cut, ``[makers, readers]`` [B]; 0 between equal layouts."""
+    u, v = Grids.of(shape, makers), Grids.of(shape, readers)
+    differ = (u.parts[:, None, :] != v.parts[None, :, :]).any(axis=2)
+    return differ * (v.fullest * itemsize)[None, :].astype(np.float64)
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkCosts:
+    """What a `Problem` is made of.
+
+    Attributes
+    ----------
+    names
+        Layers in order of computation.
+    candidates
+        Per layer, the cuts that are looked at.
+    times, sums, memory
+        Per layer ``[candidates]``: kernels, halos, statistics and update [s]; sums of gradients [s]; what stays in
+        memory [B].
+    halos
+        Per layer, the cheaper halo algorithm of each candidate; "" where there is no halo.
+    edges, edge_memory
+        ``(u, v)`` -> ``[candidates of u, candidates of v]``: redistribution, both passes [s]; its copy [B].
+    """
+
+    names: tuple[str, ...]
+    candidates: tuple[tuple[Parts, ...], ...]
+    times: tuple[Floats, ...]
+    sums: tuple[Floats, ...]
+    memory: tuple[Floats, ...]
+    halos: tuple[tuple[str, ...], ...]
+    edges: Mapping[tuple[int, int], Floats]
+    edge_memory: Mapping[tuple[int, int], Floats]
+
+    def problem(self, exposed: float = 1.0, limit: float | None = None) -> Problem:
+        """The problem with this part of the sums of gradients charged, under a memory limit [B]."""
+        times = tuple(t + exposed * s for t, s in zip(self.times, self.sums))
+        return Problem(self.names, times, self.memory, self.edges, limit, self.edge_memory)
+
+    def strategy(self, indices: Sequence[int], bucket_bytes: int = 4 << 20) -> Strategy:
+        """The strategy that a choice of candidates stands for, halo algorithms included."""
+        layers: dict[str, dict[str, Any]] = {}
+        for name, some, halos, i in zip(self.names, self.candidates, self.halos, indices):
+            layers[name] = {axis: n for axis, n in zip(AXES, some[i]) if n > 1} or {"sample": 1}
+            if halos[i]:
+                layers[name]["halo"] = halos[i]
+        return Strategy({}, layers, bucket_bytes=bucket_bytes)
+
+    def indices(self, strategy: Strategy) -> list[int] | None:
+        """The choice that a strategy stands for; None if it has a cut that is no candidate."""
+        found = []
+        for name, some in zip(self.names, self.candidates):
+            cuts = tuple(strategy.cuts_of(name).get(axis, 1) for axis in AXES)
+            if cuts not in some:
+                return None
+            found.append(some.index(cuts))
+        return found
+
+
+@dataclass(frozen=True)
+class _Priced:
+    times: Floats
+    sums: Floats
+    memory: Floats
+    halos: tuple[str, ...]
+
+
+def network_costs(
+    network: Network,
+    batch: int,
+    ranks: int,
+    pricing: Pricing,
+    training: Training | None = None,
+    full: bool = False,
+    bucket_bytes: int = 4 << 20,
+) -> NetworkCosts:
+    """Costs of all candidates of all layers.
+
+    Parameters
+    ----------
+    batch
+        Global number of samples.
+    ranks
+        How many there are; a layer may use fewer.
+    pricing
+        Links and kernels of the machine. (``Wires(machine, quick=True)`` is enough for a plan.)
+    full
+        Every legal cut, not only those that are worth a look (`candidates`).
+    """
+    return _Maker(network, batch, ranks, pricing, training or Training(), full, bucket_bytes).costs()
+
+
+def works_of(
+    network: Network, batch: int, ranks: int, machine: Machine, dtype: str = "float32", full: bool = False
+) -> dict[str, LayerWork]:
+    """The layers on local blocks that the costs of all candidates are made of, boundary strips among them, by key.
+
+    Parameters
+    ----------
+    machine
+        What the layers are for: where messages cross a network, boundary strips are computed apart.
+    full
+        Of every legal cut, not only of those that are worth a look.
+    """
+    recorded = Recorded(RooflineTimes(machine))
+    pricing = Pricing(Wires(machine, quick=True), recorded, dtype, best_halo=True)
+    _Maker(network, batch, ranks, pricing, Training(dtype), full, bucket_bytes=1).price()
+    return recorded.asked
+
+
+class _Maker:
+    def __init__(
+        self,
+        network: Network,
+        batch: int,
+        ranks: int,
+        pricing: Pricing,
+        training: Training,
+        full: bool,
+        bucket_bytes: int,
+    ) -> None:
+        self.network, self.batch, self.ranks, self.pricing, self.training = network, batch, ranks, pricing, training
+        self.full, self.bucket_bytes = full, bucket_bytes
+        self.itemsize = dtype_of(training.dtype).itemsize
+        program = compile_program(network, Strategy(), Target(batch, dtype=dtype_of(training.dtype)))
+        self.plain = {step.name: step for step in program.steps}
+        self._trained = {segment.name for segment in program.backward}
+        self._priced: dict[object, _Priced] = {}
+        self._tables: dict[object, tuple[Floats, Floats]] = {}
+
+    def price(self) -> tuple[list[tuple[Parts, ...]], list[_Priced]]:
+        """Candidates and their costs, layer by layer."""
+        nodes = self.network.layers
+        some = [self._candidates(node) for node in nodes.values()]
+        return some, [self._price(self.plain[name], own) for name, own in zip(nodes, some)]
+
+    def costs(self) -> NetworkCosts:
+        nodes = self.network.layers
+        some, priced = self.price()
+        edges, edge_memory = self._edges(list(nodes.values()), some)
+        return NetworkCosts(
+            tuple(nodes),
+            tuple(some),
+            tuple(p.times for p in priced),
+            tuple(p.sums for p in priced),
+            tuple(p.memory for p in priced),
+            tuple(p.halos for p in priced),
+            edges,
+            edge_memory,
+        )
+
+    def _candidates(self, node: Node) -> tuple[Parts, ...]:
+        return candidates(node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full)
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _price(self, plain: Step, some: tuple[Parts, ...]) -> _Priced:
+        key = (_signature(plain), plain.name in self._trained, some)
+        if key not in self._priced:
+            rows = [self._row(plain, parts) for parts in some]
+            times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in rows)))
+            self._priced[key] = _Priced(times, sums, memory, tuple(r[3] for r in rows))
+        return self._priced[key]
+
+    def _row(self, plain: Step, parts: Parts) -> tuple[float, float, float, str]:
+        """Time, sums of gradients, memory and halo algorithm of one candidate."""
+        step = _under(plain, dict(zip(AXES, parts)), self.ranks)
+        lowered = lower_alone(step, plain.name in self._trained, self.pricing.overlaps)
+        cost = price_layer(step, lowered.forward, lowered.backward, self.pricing)
+        sums = update = 0.0
+        parameters = 0
+        for spec in step.layer.parameters(*(v.layout.shape[1:] for v in step.inputs)).values():
+            held = blocks_of(spec, step.parts, self.ranks)
+            nbytes = held.largest * self.itemsize
+            parameters += nbytes
+            sums += self._sum(nbytes, held.holders.members(0))
+            update += self.pricing.wires.update(nbytes, self.training.slots)
+        halo = ("overlap" if cost.overlaps else "pad") if cost.halo_forward else ""
+        return cost.seconds + update, sums, self._memory(step, parameters), halo
+
+    def _sum(self, nbytes: int, group: range) -> float:
+        """A layer's share of a bucket's sum, or its own if it fills one."""
+        wires = self.pricing.wires
+        if nbytes >= self.bucket_bytes:
+            return wires.sum(nbytes, group)
+        return wires.sum(self.bucket_bytes, group) * nbytes / self.bucket_bytes
+
+    def _memory(self, step: Step, parameters: int) -> float:
+        total = parameters * (2 + self.training.slots) + step.output.layout.boxes.fullest * self.itemsize
+        for value in step.inputs:
+            for boxes, *_ in value.gathered:
+                if value.read or boxes != value.layout.boxes:
+                    total += boxes.fullest * value.dtype.itemsize
+        return float(total)
+
+    # -- edges ---------------------------------------------------------------------------------
+
+    def _edges(
+        self, nodes: Sequence[Node], some: Sequence[tuple[Parts, ...]]
+    ) -> tuple[dict[tuple[int, int], Floats], dict[tuple[int, int], Floats]]:
+        place = {node: i for i, node in enumerate(nodes)}
+        edges: dict[tuple[int, int], Floats] = {}
+        memory: dict[tuple[int, int], Floats] = {}
+        for v, node in enumerate(nodes):
+            for source in dict.fromkeys(node.inputs):
+                u = place.get(source)
+                if isinstance(source, Input):
+                    # Read from disk by its first reader, redistributed from there for the others.
+                    u = place.setdefault(source, v)
+                assert u is not None
+                if u == v:
+                    continue
+                seconds, nbytes = self._table(source, some[u], some[v])
+                # Two values may be passed between the same pair of layers: an input, and what its reader makes.
+                edges[u, v] = edges[u, v] + seconds if (u, v) in edges else seconds
+                memory[u, v] = memory[u, v] + nbytes if (u, v) in memory else nbytes
+        return edges, memory
+
+    def _table(self, source: Node, makers: tuple[Parts, ...], readers: tuple[Parts, ...]) -> tuple[Floats, Floats]:
+        shape, passes, itemsize = (self.batch, *source.shape), 1, self.itemsize
+        if not isinstance(source, Input):
+            passes += self.plain[self.network.names[source]].output.trainable
+        key = (shape, makers, readers, passes)
+        if key not in self._tables:
+            seconds = edge_seconds(shape, makers, readers, self.pricing.wires, itemsize, self.ranks) * passes
+            self._tables[key] = (seconds, redistributed_bytes(shape, makers, readers, itemsize))
+        return self._tables[key]
+
+
+def _signature(step: Step) -> object:
+    """Equal for layers that cost the same under the same cut."""
+    flags = tuple((value.read, value.trainable, value.dtype) for value in step.inputs)
+    key = LayerWork.of(step.layer, [value.layout.shape for value in step.inputs]).key
+    return key, step.output.layout.shape, flags
+
+
+def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:
+    """The layer under a cut, on a rank in the middle, which has halos on all sides."""
+
+    def cut(value: Value) -> Value:
+        layout = layout_of(value.layout.shape, parts, ranks)
+        return Value(value.name, layout, value.dtype, middle, value.trainable, value.read)
+
+    middle = middle_rank(layout_of(plain.output.layout.shape, parts, ranks).boxes)
+    return Step(plain.name, plain.layer, [cut(v) for v in plain.inputs], cut(plain.output), plain.options, parts)

@@ -1,0 +1,248 @@
+"""How a layer may be cut: the candidates of a plan, and the fixed strategies that plans are compared with.
+
+Candidates are legal and by default load-balanced: a rank in use has no more than `UNEVEN` times its fair share, and
+as many ranks are used as divide their number. Of these, to keep their number near a hundred for 1,024 ranks:
+
+* space is cut into blocks that are as square as they get, or into slabs along its first axis;
+* channels are cut along the output or along the input, not both, into blocks of `CHANNELS` and more;
+* space and channels are cut together with up to `FEW` ranks;
+* with less than a quarter of the ranks, one kind of axis is cut (samples, space, or channels).
+
+``full=True`` drops all of this: every legal factorization of every divisor.
+
+=========  =====================================================================================================
+baseline   cut
+=========  =====================================================================================================
+data       samples over all ranks; where the batch is smaller, over as many as there are samples
+spatial    every sample cut as finely as the ranks allow, as square as it gets, samples over what is left; layers
+           without space, and those too small, as `data`
+model      channels cut as finely as the ranks allow; layers whose channels cannot be cut as `data`
+owt        one weird trick (Krizhevsky 2014): `data`, but dense layers, and what follows them channel by channel, cut
+           along channels
+=========  =====================================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+from halograd.dtensor import axis_names
+from halograd.errors import UserError
+from halograd.layers import Layer, Network, Node, Strategy
+from halograd.layers.axes import AXES
+
+__all__ = ["BASELINES", "CHANNELS", "UNEVEN", "Parts", "baseline", "candidates", "divisors"]
+
+#: Parts per axis of a strategy, in the order of `AXES`.
+Parts = tuple[int, ...]
+#: Largest share of a rank over the mean.
+UNEVEN = 1.34
+#: Fewest channels of a block.
+CHANNELS = 4
+#: Up to so many ranks, space and channels are cut together.
+FEW = 16
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, rising.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def candidates(
+    layer: Layer,
+    shapes: Sequence[tuple[int, ...]],
+    output: tuple[int, ...],
+    batch: int,
+    ranks: int,
+    full: bool = False,
+) -> tuple[Parts, ...]:
+    """Cuts of a layer on up to `ranks` ranks, parts per axis in the order of `AXES`; one rank alone is the first.
+
+    Parameters
+    ----------
+    shapes, output
+        Sample shapes of its inputs and of its output.
+    batch
+        Global number of samples.
+    full
+        Every legal cut, balanced or not.
+    """
+    if ranks < 1:
+        raise ValueError(f"candidates: expected at least one rank, got {ranks}")
+    extents = _extents(layer, shapes, output, batch)
+    return _candidates(extents, layer.cuts_channels, ranks, full)
+
+
+def _extents(
+    layer: Layer, shapes: Sequence[tuple[int, ...]], output: tuple[int, ...], batch: int
+) -> tuple[tuple[int, ...], ...]:
+    """Per axis of `AXES`, the extents that its parts cut; none where the axis cannot be cut."""
+    found: dict[str, list[int]] = {"sample": [batch]}
+    for shape in (shapes[0], output):
+        for name, n in zip(axis_names(len(shape) + 1)[1:-1], shape):
+            found.setdefault(name, []).append(n)
+    if layer.cuts_channels != "no":
+        found["channel"] = [output[-1]]
+    if layer.cuts_channels == "contracts":
+        found["input_channel"] = [output[-1], shapes[0][-1]]
+    return tuple(tuple(found.get(name, ())) for name in AXES)
+
+
+@lru_cache(maxsize=4096)
+def _candidates(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int, full: bool) -> tuple[Parts, ...]:
+    found: dict[Parts, None] = {}
+    for used in divisors(ranks):
+        for parts in _factorizations(extents, used):
+            if not _allowed(cuts, parts) or not _fits(extents, parts, balanced=not full):
+                continue
+            if full or _worthwhile(extents, parts, used, ranks):
+                found[parts] = None
+    return tuple(found)
+
+
+def _factorizations(extents: Sequence[Sequence[int]], used: int) -> Iterator[Parts]:
+    """All ways to write `used` as a product over the axes that can be cut."""
+
+    def rest(axis: int, left: int) -> Iterator[Parts]:
+        if axis == len(extents):
+            if left == 1:
+                yield ()
+            return
+        limit = min(extents[axis], default=1)
+        for parts in divisors(left):
+            if parts > limit:
+                break
+            for others in rest(axis + 1, left // parts):
+                yield (parts, *others)
+
+    yield from rest(0, used)
+
+
+def _allowed(cuts: str, parts: Parts) -> bool:
+    if cuts == "no":
+        return parts[4] * parts[5] == 1
+    return cuts == "contracts" or parts[5] == 1
+
+
+def _fits(extents: Sequence[Sequence[int]], parts: Parts, balanced: bool) -> bool:
+    cut = list(parts)
+    cut[4] = parts[4] * parts[5] if extents[4] else parts[4]
+    for name, lengths, count in zip(AXES, extents, cut):
+        if count == 1:
+            continue
+        if not lengths or any(n < count for n in lengths):
+            return False
+        if balanced and any(-(-n // count) * count > UNEVEN * n for n in lengths):
+            return False
+        if balanced and name in AXES[4:] and min(lengths) < CHANNELS * count:
+            return False
+    return True
+
+
+def _worthwhile(extents: Sequence[Sequence[int]], parts: Parts, used: int, ranks: int) -> bool:
+    space, channels = parts[1:4], parts[4:]
+    if min(channels) > 1 or not _shapely(space, [bool(e) for e in extents[1:4]]):
+        return False
+    kinds = [parts[0] > 1, math.prod(space) > 1, math.prod(channels) > 1]
+    if kinds[1] and kinds[2] and ranks > FEW:
+        return False
+    return 4 * used >= ranks or sum(kinds) < 2
+
+
+def _shapely(space: Sequence[int], there: Sequence[bool]) -> bool:
+    """As square as it gets, or slabs along the first axis."""
+    cut = [n for n, has in zip(space, there) if has]
+    if not cut or math.prod(cut) == 1 or cut[0] == math.prod(cut):
+        return True
+    return _squarest(math.prod(cut), len(cut)) == tuple(cut)
+
+
+@lru_cache(maxsize=4096)
+def _squarest(product: int, axes: int) -> tuple[int, ...]:
+    """Factors that differ least, larger ones first.
+
+    >>> _squarest(8, 2), _squarest(8, 3)
+    ((4, 2), (2, 2, 2))
+    """
+    if axes == 1:
+        return (product,)
+    best = min(
+        ((*rest, last) for last in divisors(product) for rest in [_squarest(product // last, axes - 1)]),
+        key=lambda factors: (sum(factors), [-f for f in factors]),
+    )
+    return tuple(sorted(best, reverse=True))
+
+
+def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
+    """The strategy called `name`, one of `BASELINES`, legal for the network.
+
+    Parameters
+    ----------
+    batch
+        Global number of samples.
+    ranks
+        How many there are; some layers may use fewer.
+
+    Raises
+    ------
+    UserError
+        If there is no baseline of that name.
+    """
+    if name not in BASELINES:
+        raise UserError(f"baseline: expected one of {', '.join(BASELINES)}, got {name!r}")
+    samples = max(d for d in divisors(ranks) if d <= batch)
+    choose = BASELINES[name]
+    layers = {}
+    for layer, node in network.layers.items():
+        parts = choose(node, batch, ranks, samples)
+        layers[layer] = {axis: n for axis, n in zip(AXES, parts) if n > 1} or {"sample": 1}
+    return Strategy({}, layers, bucket_bytes=bucket_bytes)
+
+
+def _data(node: Node, batch: int, ranks: int, samples: int) -> Parts:
+    return (samples, 1, 1, 1, 1, 1)
+
+
+def _spatial(node: Node, batch: int, ranks: int, samples: int) -> Parts:
+    some = [p for p in _some(node, batch, ranks) if p[4] * p[5] == 1 and math.prod(p[1:4]) > 1]
+    return max(some, key=lambda p: (math.prod(p), -p[0], -max(p[1:4])), default=_data(node, batch, ranks, samples))
+
+
+def _model(node: Node, batch: int, ranks: int, samples: int) -> Parts:
+    some = [p for p in _some(node, batch, ranks) if p[4] > 1 and math.prod(p) == p[4]]
+    return max(some, key=lambda p: p[4], default=_data(node, batch, ranks, samples))
+
+
+def _owt(node: Node, batch: int, ranks: int, samples: int) -> Parts:
+    if _behind_dense(node):
+        return _model(node, batch, ranks, samples)
+    return _data(node, batch, ranks, samples)
+
+
+def _behind_dense(node: Node) -> bool:
+    """A dense layer, or one that treats its channels alike."""
+    while node.layer.cuts_channels != "contracts" or node.layer.stencil is not None:
+        if node.layer.cuts_channels != "channelwise" or not node.inputs:
+            return False
+        node = node.inputs[0]
+    return True
+
+
+def _some(node: Node, batch: int, ranks: int) -> Sequence[Parts]:
+    return candidates(node.layer, [n.shape for n in node.inputs], node.shape, batch, ranks)
+
+
+#: Name -> parts of a node, given batch, ranks and the samples that can be cut.
+BASELINES: dict[str, Callable[[Node, int, int, int], Parts]] = {
+    "data": _data,
+    "spatial": _spatial,
+    "model": _model,
+    "owt": _owt,
+}

@@ -1,0 +1,319 @@
+"""Elimination of layers one after the other, for any graph: variable elimination in clusters of tables.
+
+Eliminating a layer replaces it, with all tables that depend on it, by one table over its neighbors: the cheapest
+way to complete whatever they choose. With two neighbors this is the node elimination of Jia et al. 2018 (Section 5);
+adding the new table to one over the same pair is their edge elimination. More neighbors are handled in the same way
+with larger tables (Dechter 1999, *Bucket elimination*), up to a limit; beyond it a cluster is split (Dechter and Rish
+2003, *Mini-buckets*): each part is minimized alone, which gives a lower bound instead of the optimum.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from halograd.perfmodel.planners.problem import Array, Edge, Effort
+from halograd.perfmodel.planners.tables import Table, aligned, minimum_of_sum
+
+__all__ = ["Cluster", "Clusters", "Part", "Pass"]
+
+
+def neighbors_of(count: int, edges: Iterable[Edge]) -> list[set[int]]:
+    """Per layer, those it shares an edge with."""
+    neighbors: list[set[int]] = [set() for _ in range(count)]
+    for u, v in edges:
+        neighbors[u].add(v)
+        neighbors[v].add(u)
+    return neighbors
+
+
+def elimination_order(sizes: Sequence[int], edges: Iterable[Edge], last: int | None = None) -> list[int]:
+    """An order in which eliminating all layers makes small tables.
+
+    Always the layer whose elimination costs least (its candidates times those of all its neighbors), of equal ones the
+    one that joins the fewest pairs of neighbors, then the first. Layers with one neighbor go first, then those with
+    two (node elimination of Jia et al. 2018), so series-parallel networks never need a table over three layers.
+
+    Parameters
+    ----------
+    sizes
+        Candidates per layer.
+    last
+        A layer to be eliminated last.
+    """
+    edges = list(edges)
+    both = [_greedy(sizes, edges, last, by_fill) for by_fill in (False, True)]
+    return min(both, key=lambda found: found[0])[1]
+
+
+def _greedy(sizes: Sequence[int], edges: list[Edge], last: int | None, by_fill: bool) -> tuple[float, list[int]]:
+    neighbors = neighbors_of(len(sizes), edges)
+    total, order = 0.0, []
+
+    def key(v: int) -> tuple[float, ...]:
+        cost = sizes[v] * math.prod(float(sizes[u]) for u in neighbors[v])
+        around = list(neighbors[v])
+        fill = sum(b not in neighbors[a] for i, a in enumerate(around) for b in around[i + 1 :])
+        return (v == last, *((fill, cost) if by_fill else (cost, fill)), v)
+
+    keys = [key(v) for v in range(len(sizes))]
+    heap = list(keys)
+    heapq.heapify(heap)
+    while heap:
+        entry = heapq.heappop(heap)
+        v = int(entry[-1])
+        if keys[v] != entry:  # its neighbors have changed since
+            continue
+        total += entry[2] if by_fill else entry[1]
+        order.append(v)
+        keys[v] = ()
+        touched = _eliminate(neighbors, v)
+        for u in touched:
+            if keys[u] and (new := key(u)) != keys[u]:
+                keys[u] = new
+                heapq.heappush(heap, new)
+    return total, order
+
+
+def _eliminate(neighbors: list[set[int]], v: int) -> set[int]:
+    """Join the neighbors of ``v`` and remove it; returns all whose key may have changed."""
+    around = neighbors[v]
+    touched = set(around)
+    filled = False
+    for u in around:
+        filled = filled or len(around - neighbors[u]) > 1
+        neighbors[u] |= around
+        neighbors[u] -= {u, v}
+    if filled:  # common neighbors of two that were joined now see an edge more
+        for u in around:
+            touched |= neighbors[u]
+    neighbors[v] = set()
+    return touched
+
+
+def decision_order(order: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[int]:
+    """An order to decide layers in, each after its scope, that keeps few layers open at a time.
+
+    Reverse elimination would do, but leaves all blocks of a residual network open at once; here one block is decided
+    before the next, as search over partial strategies needs it: two of them are compared only if they agree in all
+    open layers.
+
+    Parameters
+    ----------
+    order
+        Elimination order.
+    scopes
+        Per layer, the layers its candidates depend on, all eliminated later.
+    """
+    position = {v: i for i, v in enumerate(order)}
+    waiting = [len(scope) for scope in scopes]
+    users: list[list[int]] = [[] for _ in scopes]  # per layer: those with it in their scope
+    below = [1] * len(scopes)  # layers that hang below, itself included
+    for v in order:
+        for u in scopes[v]:
+            users[u].append(v)
+        if scopes[v]:
+            below[min(scopes[v], key=lambda u: position[u])] += below[v]
+    open_users = [len(u) for u in users]
+    ready = {v for v in order if not waiting[v]}
+    decided: list[int] = []
+
+    def key(v: int) -> tuple[int, int, int]:
+        growth = (open_users[v] > 0) - sum(open_users[u] == 1 for u in scopes[v])
+        return growth, below[v], position[v]
+
+    while ready:
+        v = min(ready, key=key)
+        ready.remove(v)
+        decided.append(v)
+        for u in scopes[v]:
+            open_users[u] -= 1
+        for w in users[v]:
+            waiting[w] -= 1
+            if not waiting[w]:
+                ready.add(w)
+    return decided
+
+
+#: Entries of the largest table that is kept (128 MiB), and of the largest sum that is minimized over.
+TABLE_LIMIT = 1 << 24
+SUM_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Part:
+    """Factors minimized over together; the result, over ``scope``, is factor number ``message``."""
+
+    factors: tuple[int, ...]
+    scope: tuple[int, ...]
+    message: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All factors that depend on a layer when it is eliminated; ``scope``: the other layers they depend on."""
+
+    layer: int
+    parts: tuple[Part, ...]
+    scope: tuple[int, ...]
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """Of all parts."""
+        return tuple(f for part in self.parts for f in part.factors)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Result of a pass: a table for every factor, and the sum of those over no layer: the optimum or a bound below."""
+
+    tables: list[Table]
+    value: float
+
+
+class Clusters:
+    """Who is eliminated when and what comes together then; holds for any costs on the same graph.
+
+    Factors are numbered: one per layer, one per edge (in the order of ``edges``), then messages.
+
+    Parameters
+    ----------
+    sizes
+        Candidates per layer.
+    edges
+        Pairs of layers.
+    last
+        Layer to be eliminated last.
+    table_limit, sum_limit
+        Entries a table, and a sum that is minimized over, may have before a cluster is split.
+
+    Attributes
+    ----------
+    exact
+        No cluster was split: a pass gives the optimum.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        edges: Sequence[Edge],
+        last: int | None = None,
+        table_limit: int = TABLE_LIMIT,
+        sum_limit: int = SUM_LIMIT,
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.limits = (table_limit, sum_limit)
+        self.scopes: list[tuple[int, ...]] = [(v,) for v in range(len(sizes))] + [tuple(sorted(e)) for e in edges]
+        self.order = elimination_order(sizes, edges, last)
+        self.clusters = self._fill()
+        self.exact = all(len(cluster.parts) == 1 for cluster in self.clusters)
+        scopes: list[tuple[int, ...]] = [()] * len(sizes)
+        for cluster in self.clusters:
+            scopes[cluster.layer] = cluster.scope
+        self.of = {cluster.layer: cluster for cluster in self.clusters}
+        self.decisions = [self.of[v] for v in decision_order(self.order, scopes)]
+
+    def _fill(self) -> list[Cluster]:
+        waiting: list[list[int]] = [[] for _ in self.sizes]
+        position = {v: i for i, v in enumerate(self.order)}
+
+        def put(factor: int) -> None:
+            if self.scopes[factor]:
+                waiting[min(self.scopes[factor], key=lambda v: position[v])].append(factor)
+
+        for factor in range(len(self.scopes)):
+            put(factor)
+        clusters = []
+        for v in self.order:
+            parts = []
+            for factors, scope in self._split(v, waiting[v]):
+                parts.append(Part(tuple(factors), scope, len(self.scopes)))
+                self.scopes.append(scope)
+                put(parts[-1].message)
+            union = sorted({u for part in parts for u in part.scope})
+            clusters.append(Cluster(v, tuple(parts), tuple(union)))
+        return clusters
+
+    def _split(self, v: int, factors: list[int]) -> list[tuple[list[int], tuple[int, ...]]]:
+        """Factors that are minimized together, by first fit, the widest first."""
+        parts: list[tuple[list[int], set[int]]] = []
+        for factor in sorted(factors, key=lambda f: (-len(self.scopes[f]), f)):
+            scope = set(self.scopes[factor]) - {v}
+            for members, union in parts:
+                if union >= scope or self._small(v, union | scope):
+                    members.append(factor)
+                    union |= scope
+                    break
+            else:
+                parts.append(([factor], scope))
+        return [(sorted(members), tuple(sorted(union))) for members, union in parts]
+
+    def _small(self, v: int, scope: set[int]) -> bool:
+        entries = math.prod(self.sizes[u] for u in scope)
+        return entries <= self.limits[0] and entries * self.sizes[v] <= self.limits[1]
+
+    def run(self, tables: Sequence[Table]) -> Pass:
+        """Eliminate all layers.
+
+        Parameters
+        ----------
+        tables
+            Costs of layers, then of edges ``[candidates of the first, of the second]``. Axes may have length 1 where
+            nothing depends on the layer.
+        """
+        filled: list[Table] = list(tables)
+        known: dict[tuple, Array] = {}
+        value = 0.0
+        for cluster in self.clusters:
+            for part in cluster.parts:
+                message = self._message(cluster.layer, part, filled, known)
+                if message is not None and not part.scope:
+                    value += float(message)
+                filled.append(message)
+        return Pass(filled, value)
+
+    def _message(self, v: int, part: Part, tables: list[Table], known: dict[tuple, Array]) -> Table:
+        present = [(f, table) for f in part.factors if (table := tables[f]) is not None]
+        if not present:
+            return None
+        axes = (v, *part.scope)
+        # Equal work on equal tables is done once: blocks of a network repeat.
+        key = (len(axes), *((id(table), tuple(axes.index(u) for u in self.scopes[f])) for f, table in present))
+        if key not in known:
+            known[key] = minimum_of_sum([aligned(table, self.scopes[f], v, part.scope) for f, table in present])
+        return known[key]
+
+    def decide(self, messages: Pass, fixed: Mapping[int, int] | None = None) -> list[int]:
+        """Candidate per layer, each the best given those decided before: the optimum, if `exact`.
+
+        ``fixed``: layers whose candidate is given. If it is the one eliminated last, the result is still the best.
+        """
+        indices = [0] * len(self.sizes)
+        for cluster in self.decisions:
+            if fixed and cluster.layer in fixed:
+                indices[cluster.layer] = fixed[cluster.layer]
+                continue
+            costs = np.zeros(self.sizes[cluster.layer])
+            for f in cluster.factors:
+                table = messages.tables[f]
+                if table is not None:
+                    costs += self._row(table, self.scopes[f], cluster.layer, indices)
+            indices[cluster.layer] = int(costs.argmin())
+        return indices
+
+    def _row(self, table: Array, scope: tuple[int, ...], layer: int, indices: Sequence[int]) -> Array:
+        at = tuple(
+            slice(None) if u == layer else (indices[u] if size > 1 else 0) for u, size in zip(scope, table.shape)
+        )
+        return table[at]
+
+    def work(self, passes: int = 1) -> Effort:
+        """What this many passes cost at most (equal tables are worked on once)."""
+        parts = [(cluster, part) for cluster in self.clusters for part in cluster.parts]
+        entries = [math.prod(self.sizes[u] for u in part.scope) for _, part in parts]
+        operations = sum(n * self.sizes[cluster.layer] for n, (cluster, _) in zip(entries, parts))
+        return Effort(passes * len(self.clusters), passes * operations, max(entries, default=0))

@@ -1,0 +1,290 @@
+"""Search among choices: all of them (the oracle of all other planners), or those that cost little more than a bound.
+
+The second decides layers one after the other, in a fixed order. A *label* is a partial choice with two numbers: how
+much it already exceeds the lower bound of the cost, and of the memory, whatever is decided later. Both bounds come from
+the messages of an elimination (`Clusters.run`): deciding a layer raises them by the *regret*, what its factors cost
+beyond what the message of its cluster had promised, and never lowers them. Labels beyond the allowed excess are
+dropped, and of two that agree in all layers still open, the one that is slower and larger (label setting with
+dominance).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halograd.errors import UserError
+from halograd.perfmodel.planners.clusters import Cluster, Clusters, Pass
+from halograd.perfmodel.planners.problem import (
+    Array,
+    Effort,
+    Planner,
+    Problem,
+    Selection,
+    choice_of,
+    no_fit,
+    not_allowed,
+)
+
+__all__ = ["Bounds", "Exhaustive", "search"]
+
+Index = NDArray[np.intp]
+
+#: Entries of the blocks in which labels are extended.
+BLOCK = 1 << 21
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where to search.
+
+    Parameters
+    ----------
+    excess
+        How much the cost ``time + multiplier * memory`` may exceed its lower bound [s].
+    room
+        How much the memory may exceed its lower bound [B].
+    multiplier
+        Price of memory in the cost [s/B].
+    rounding
+        Times closer than this count as equal [s].
+    labels
+        Labels kept per layer at most; the best are kept, and what was dropped is reported.
+    """
+
+    excess: float
+    room: float
+    multiplier: float
+    rounding: float
+    labels: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search.
+
+    Attributes
+    ----------
+    indices
+        The fastest choice found; None: there is none within the bounds.
+    proved
+        Choices not seen exceed the lower bound by at least this [s].
+    states
+        Labels made.
+    """
+
+    indices: list[int] | None
+    proved: float
+    states: int
+
+
+@dataclass
+class _Labels:
+    layers: list[int]  # still open
+    states: NDArray[np.int32]  # [labels, open layers]: their candidates
+    cost: Array  # [labels]: excess [s]
+    weight: Array  # [labels]: excess [B]
+
+    def take(self, rows: Index) -> _Labels:
+        return _Labels(self.layers, self.states[rows], self.cost[rows], self.weight[rows])
+
+
+def search(clusters: Clusters, cost: Pass, weight: Pass | None, bounds: Bounds) -> Found:
+    """The fastest choice within bounds.
+
+    Parameters
+    ----------
+    cost, weight
+        Messages of an elimination with the tables of the cost, and with those of the memory; None: memory is free.
+    """
+    labels = _Labels([], np.zeros((1, 0), dtype=np.int32), np.zeros(1), np.zeros(1))
+    trail: list[tuple[int, NDArray[np.int32], NDArray[np.int32]]] = []
+    users = _users(clusters)
+    proved, states = bounds.excess, 0
+    for cluster in clusters.decisions:
+        rows, candidates, extended = _extend(clusters, cluster, cost, weight, labels, bounds)
+        for u in cluster.scope:
+            users[u] -= 1
+        opened = _reopen(cluster.layer, labels, rows, candidates, users)
+        labels = _Labels(opened[0], opened[1], *extended)
+        kept = _undominated(labels, bounds)
+        if len(kept) > bounds.labels:
+            by_cost = kept[np.argsort(labels.cost[kept], kind="stable")]
+            proved = min(proved, float(labels.cost[by_cost[bounds.labels]]))
+            kept = by_cost[: bounds.labels]
+        labels = labels.take(kept)
+        states += len(kept)
+        trail.append((cluster.layer, rows[kept].astype(np.int32), candidates[kept].astype(np.int32)))
+        if not len(kept):
+            return Found(None, proved, states)
+    best = int((labels.cost - bounds.multiplier * labels.weight).argmin())
+    return Found(_walk(trail, best), proved, states)
+
+
+def _users(clusters: Clusters) -> list[int]:
+    """Per layer, how many others depend on it when they are decided."""
+    users = [0] * len(clusters.sizes)
+    for cluster in clusters.clusters:
+        for u in cluster.scope:
+            users[u] += 1
+    return users
+
+
+def _extend(
+    clusters: Clusters, cluster: Cluster, cost: Pass, weight: Pass | None, labels: _Labels, bounds: Bounds
+) -> tuple[Index, Index, tuple[Array, Array]]:
+    """Labels with one more layer decided, within bounds: rows extended, with which candidate, cost and weight."""
+    found = []
+    step = max(1, BLOCK // clusters.sizes[cluster.layer])
+    for start in range(0, len(labels.cost), step):
+        block = labels.take(np.arange(start, min(start + step, len(labels.cost))))
+        costs = block.cost[:, None] + _regret(clusters, cluster, cost, block)
+        good = (costs <= bounds.excess) & (costs < np.inf)
+        weights = block.weight[:, None]
+        if weight is not None:
+            weights = weights + _regret(clusters, cluster, weight, block)
+            good &= (weights <= bounds.room) & (weights < np.inf)
+        rows, candidates = np.nonzero(good)
+        weights = np.broadcast_to(weights, costs.shape)
+        found.append((rows + start, candidates, costs[rows, candidates], weights[rows, candidates]))
+    rows, candidates, costs, weights = (np.concatenate(parts) for parts in zip(*found))
+    return rows, candidates, (costs, weights)
+
+
+def _regret(clusters: Clusters, cluster: Cluster, messages: Pass, labels: _Labels) -> Array:
+    """What each candidate costs beyond the message of its cluster, ``[labels, candidates]``; never below 0."""
+    columns = {u: labels.states[:, i].astype(np.intp) for i, u in enumerate(labels.layers)}
+    total = np.zeros((len(labels.cost), clusters.sizes[cluster.layer]))
+    for f in cluster.factors:
+        table = messages.tables[f]
+        if table is not None:
+            total += _lookup(table, clusters.scopes[f], cluster.layer, columns)
+    for part in cluster.parts:
+        table = messages.tables[part.message]
+        if table is not None:
+            total -= _lookup(table, part.scope, None, columns)
+    return total
+
+
+def _lookup(table: Array, scope: Sequence[int], layer: int | None, columns: dict[int, Index]) -> Array:
+    """Entries of a table at the candidates of labels, ``[labels or 1, candidates of layer or 1]``."""
+    others = [u for u in scope if u != layer]
+    sizes = [table.shape[scope.index(u)] for u in others]
+    table = table[..., None] if layer is None else np.moveaxis(table, scope.index(layer), -1)
+    at = tuple(columns[u] if size > 1 else 0 for u, size in zip(others, sizes))
+    return np.atleast_2d(table[at])
+
+
+def _reopen(
+    layer: int, labels: _Labels, rows: Index, candidates: Index, users: Sequence[int]
+) -> tuple[list[int], NDArray[np.int32]]:
+    """Open layers and their candidates after one more was decided."""
+    still = [i for i, u in enumerate(labels.layers) if users[u]]
+    states = labels.states[rows][:, still]
+    layers = [labels.layers[i] for i in still]
+    if users[layer]:
+        return [*layers, layer], np.column_stack([states, candidates.astype(np.int32)])
+    return layers, states
+
+
+def _undominated(labels: _Labels, bounds: Bounds) -> Index:
+    """Labels for which no other agrees in all open layers and is neither slower nor larger."""
+    if not len(labels.cost):
+        return np.zeros(0, dtype=np.intp)
+    group = _groups(labels.states)
+    seconds = labels.cost - bounds.multiplier * labels.weight
+    if bounds.rounding > 0:
+        seconds = np.round(seconds / bounds.rounding)
+    sizes = np.unique(labels.weight, return_inverse=True)[1].reshape(-1)
+    order = np.lexsort((sizes, seconds, group))
+    # Later groups are shifted below all before, so that one running minimum serves all groups.
+    rank = sizes[order] - group[order] * (len(order) + 1)
+    smallest = np.minimum.accumulate(rank)
+    kept = np.ones(len(order), dtype=bool)
+    kept[1:] = rank[1:] < smallest[:-1]
+    return np.sort(order[kept])
+
+
+def _groups(states: NDArray[np.int32]) -> Index:
+    """The same small number for equal rows."""
+    group = np.zeros(len(states), dtype=np.intp)
+    for column in states.T:
+        group = np.unique(group * (int(column.max()) + 1) + column, return_inverse=True)[1].reshape(-1)
+    return group
+
+
+def _walk(trail: Sequence[tuple[int, NDArray[np.int32], NDArray[np.int32]]], row: int) -> list[int]:
+    """Candidates of the label in this row of the last step."""
+    indices = [0] * len(trail)
+    for layer, rows, candidates in reversed(trail):
+        indices[layer] = int(candidates[row])
+        row = int(rows[row])
+    return indices
+
+
+STATES = 1 << 16
+
+
+class Exhaustive(Planner):
+    """Plain enumeration in blocks; of equally fast choices the first in lexicographic order.
+
+    Parameters
+    ----------
+    states
+        Largest number of choices it agrees to look at.
+    """
+
+    name = "exhaustive"
+
+    def __init__(self, states: int = 20_000_000) -> None:
+        self.states = states
+
+    def _search(self, problem: Problem) -> Selection:
+        total = math.prod(problem.sizes)
+        if total > self.states:
+            raise UserError(
+                f"planner exhaustive: expected at most {self.states} choices, got {float(total):.3g}; "
+                "use planner elimination, which finds the same"
+            )
+        best, found, smallest = math.inf, -1, math.inf
+        for first, seconds, nbytes in blocks(problem, total):
+            allowed = np.isfinite(seconds)
+            smallest = min(smallest, float(nbytes[allowed].min(initial=math.inf)))
+            if problem.limit is not None:
+                seconds[nbytes > problem.limit] = math.inf
+            at = int(seconds.argmin())
+            if seconds[at] < best:
+                best, found = float(seconds[at]), first + at
+        if found < 0:
+            raise not_allowed(problem) if smallest == math.inf else no_fit(problem, smallest)
+        indices = numbered(np.array([found]), problem.sizes)
+        return choice_of(problem, [int(i[0]) for i in indices], optimal=True, work=Effort(states=total))
+
+
+def numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Candidate of every layer in choices by their number (`numpy.unravel_index` for any number of layers)."""
+    index = []
+    for size in reversed(sizes):
+        states, candidate = np.divmod(states, size)
+        index.append(candidate)
+    return index[::-1]
+
+
+def blocks(problem: Problem, total: int) -> Iterator[tuple[int, Array, Array]]:
+    """First number, times [s] and memory [B] of all choices, numbered in row-major order, block by block."""
+    for first in range(0, total, STATES):
+        states = np.arange(first, min(first + STATES, total))
+        index = numbered(states, problem.sizes)
+        seconds, nbytes = np.zeros(len(states)), np.zeros(len(states))
+        for v, i in enumerate(index):
+            seconds += problem.times[v][i]
+            nbytes += problem.memory[v][i]
+        for (u, v), table in problem.edges.items():
+            seconds += table[index[u], index[v]]
+        for (u, v), table in problem.edge_memory.items():
+            nbytes += table[index[u], index[v]]
+        yield first, seconds, nbytes

@@ -1,0 +1,55 @@
+"""The papers' tables: trends within the stated bounds, the same winners."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from benchmarks import paper_tables
+from benchmarks.paper_tables import TABLE_I, TABLE_II, TABLE_III
+
+
+@pytest.mark.parametrize("table", ["table_i", "table_ii"])
+def test_speedups_of_the_mesh_networks_within_20_percent_on_every_row(table):
+    rows = getattr(paper_tables, table)()
+    assert [r.batch for r in rows] == list(TABLE_I if table == "table_i" else TABLE_II)
+    for row in rows:
+        for ours, theirs in row.speedups:
+            assert abs(ours / theirs - 1) < 0.2, (row.batch, ours, theirs)
+
+
+def test_resnet_speeds_up_with_every_doubling_but_less_than_twice():
+    rows = paper_tables.resnet_scaling()
+    assert [r.batch for r in rows] == list(TABLE_III)
+    for row in rows:
+        seconds = row.ours
+        assert all(a > b > a / 2 for a, b in itertools.pairwise(seconds))
+
+
+def test_vgg_is_cut_in_samples_first_and_in_channels_last():
+    """Jia et al. cut the last convolutions in space, too: they measured kernels to be faster so, a roofline is not."""
+    parts = paper_tables.vgg_strategy()
+    assert all(parts[name] == {"sample": 4} for name in parts if name.startswith(("conv", "pool")))
+    for name in ("dense1", "dense2"):
+        assert set(parts[name]) <= {"channel", "input_channel"} and parts[name]
+
+
+def test_few_devices_win_for_a_dense_layer_on_one_bus():
+    """DeePa, Table 2: two of 16 devices win, by 40 over data parallelism and by 5 over all of them."""
+    found = {name: sum(dense.bus) for name, dense in paper_tables.dense_configurations().items()}
+    assert min(found, key=found.get) == "c=2"
+    assert found["n=16"] / found["c=2"] > 20
+    assert found["c=16"] / found["c=2"] > 3
+
+
+def test_all_devices_win_for_it_where_they_receive_at_the_same_time():
+    found = {name: sum(dense.parallel) for name, dense in paper_tables.dense_configurations().items()}
+    assert min(found, key=found.get) == "c=16" and found["n=16"] == max(found.values())
+
+
+def test_the_program_prints_all_of_them(capsys):
+    paper_tables.main()
+    text = capsys.readouterr().out
+    for title in ("Table I:", "Table II:", "Table III:", "Jia Table 5", "DeePa Table 2"):
+        assert title in text

@@ -1,0 +1,22 @@
+"""What tests of costs share: cuts of an array, and prices by rooflines."""
+
+from __future__ import annotations
+
+import math
+
+from halograd.dtensor import Blocks
+from halograd.layers.axes import AXES
+from halograd.layers.strategy import layout_of
+from halograd.perfmodel.cost import Pricing, Wires
+from halograd.perfmodel.kernel_times import KernelTimes, RooflineTimes
+from halograd.perfmodel.machine import Machine
+
+
+def cut(shape: tuple[int, ...], parts: tuple[int, ...]) -> Blocks:
+    """Blocks of an array ``(N, *spatial, C)`` on as many ranks as these parts need."""
+    return layout_of(shape, dict(zip(AXES, parts)), math.prod(parts)).boxes
+
+
+def priced(machine: Machine, times: KernelTimes | None = None, quick: bool = False) -> Pricing:
+    """Prices of a machine; `quick`: those that planners use."""
+    return Pricing(Wires(machine, quick), times or RooflineTimes(machine), best_halo=quick)
