@@ -67,10 +67,13 @@ class Device(ABC):
         For messages and reports.
     is_host
         Whether arrays are NumPy's and every call returns when it is done.
+    chunk
+        Elements that elementwise work in NumPy's functions takes at a time: as many as make launches cheap.
     """
 
     name: str
     is_host = False
+    chunk = 1 << 24
 
     # -- arrays ---------------------------------------------------------------------------------
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from halograd.kernels.scratch import Scratch
 
 __all__ = [
     "BatchNormArrays", "BatchNormKernels", "BatchNormTraining", "Kernel", "ScratchKernel", "Substitute", "chain",
-    "deferred", "either", "fallback", "idle",
+    "deferred", "either", "fallback", "idle", "run_all",
 ]  # fmt: skip
 
 
@@ -94,6 +94,19 @@ class ScratchKernel(Kernel):
         super().close()
 
 
+def run_all(calls: Iterable[Callable[[], Any]]) -> Callable[[], Any]:
+    """Several calls as one function."""
+    parts = tuple(calls)
+    if len(parts) == 1:
+        return parts[0]
+
+    def run() -> None:
+        for part in parts:
+            part()
+
+    return run
+
+
 def idle() -> Kernel:
     """A step that another kernel does already."""
     return Kernel(lambda: None, "idle")
@@ -102,16 +115,8 @@ def idle() -> Kernel:
 def chain(*kernels: Kernel) -> Kernel:
     """Several kernels as one, run in this order; it closes them."""
     parts = tuple(kernels)
-
-    def run() -> None:
-        for kernel in parts:
-            kernel()
-
-    def close() -> None:
-        for kernel in parts:
-            kernel.close()
-
-    whole = Kernel(run, " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
+    close = run_all([k.close for k in parts])
+    whole = Kernel(run_all(parts), " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
     whole.scratch_bytes = max(k.scratch_bytes for k in parts)
     return whole
 

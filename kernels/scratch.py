@@ -1,4 +1,4 @@
-"""Scratch memory that all kernels of a backend share, because they run one after the other."""
+"""Memory of kernels: aligned arrays, and scratch memory that all kernels of a backend share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ALIGNMENT", "Scratch", "nbytes_of", "round_up"]
+__all__ = ["ALIGNMENT", "Scratch", "aligned_empty", "nbytes_of", "round_up"]
 
 ALIGNMENT = 64
 
@@ -21,6 +21,14 @@ def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
 def round_up(nbytes: int) -> int:
     """`nbytes` rounded up to a cache line, so that what follows in a buffer is aligned [B]."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_empty(shape: Sequence[int], dtype: Any) -> Any:
+    """Packed NumPy array that begins on a cache line, contents undefined."""
+    nbytes = nbytes_of(shape, dtype)
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    offset = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
 
 
 class Scratch:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.dtensor import Blocks, Groups
+from halograd.kernels.chunks import Work
 from halograd.kernels.kernel import BatchNormKernels, BatchNormTraining
-from halograd.layers.chunks import Work
+from halograd.kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.parameter import Parameter
 from halograd.layers.sample_group import sample_groups
 
@@ -143,7 +143,7 @@ class BatchNorm(Layer):
         # In float64, which is for proofs, the variance of kernels would not be accurate enough.
         exact = context.dtype == np.float64
         alone = total is None and not exact
-        looks = not alone and (exact or not context.fused)
+        looks = not alone and (exact or context.looks)
         batch = context.output.layout.shape[0]
         numbers = _Numbers(self, max(1, count), own / max(1, everyone), alone, looks, running is not None, batch)
         again = tuple(views)

@@ -141,8 +141,7 @@ class Executor:
             self.recorder, self.device = comm.recorder, self.memory.device
             timed = self.recorder is not None and not self.device.is_host
             self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
-            if not self.device.is_host:
-                self.mode.state = self.device.array([seed, 0], np.uint64)
+            self.mode.state = self.device.array([seed, 0], np.uint64)
             self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
             self.pulse = Pulse()
             self._bind(trainable)
@@ -152,8 +151,7 @@ class Executor:
     def _make_graphs(self) -> tuple[GraphedPass, GraphedPass]:
         """Forward and backward, to be recorded."""
         check_graph(self.program, self.comm, self.device)
-        prepare = getattr(self.kernels, "before_capture", None)
-        device = self.device
+        device, prepare = self.device, self.kernels.before_capture
         return GraphedPass(device, self._compute, prepare), GraphedPass(device, self._differentiate, prepare)
 
     def _make_store(self, seed: int) -> ParameterStore:
@@ -178,7 +176,7 @@ class Executor:
             self.dtype,
             trainable,
             self.comm.waits_for_network,
-            self.memory.cuda is not None,
+            self.device.is_host,
             self._probed,
             self._kept,
             self.kernels.padded_channels,
@@ -247,8 +245,7 @@ class Executor:
         """
         if training is not None:
             self.mode.training = training
-        if self.mode.state is not None:
-            self.mode.state[1:].fill(self.mode.step)
+        self.mode.state[1:].fill(self.mode.step)
         self.pulse.count += 1
         if self._graphs is not None and self.mode.training and self.recorder is None:
             assert self.reducer is not None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from halograd.comm import CommError, Communicator
-from halograd.device import HOST, Device, DeviceError
+from halograd.device import DeviceError
 from halograd.device.choice import choose_ordinal
 from halograd.device.cupy import count_devices, import_cupy
 from halograd.errors import UserError
@@ -47,7 +47,7 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
     UserError
         On all ranks, if the transport that is wanted cannot work here.
     """
-    device: Device = getattr(kernels, "device", HOST)
+    device = kernels.device
     if device.is_host or comm.device_choice is not None:
         return
     try:

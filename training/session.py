@@ -23,7 +23,6 @@ from halograd.data import (
 from halograd.data.look import LOOKS, look_at_data
 from halograd.data.sampler import Batches
 from halograd.data.structure import Structure
-from halograd.device import HOST
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
 from halograd.training.build import make_network, make_strategy, with_reduction
@@ -124,7 +123,7 @@ class Session:
             timeline = comm.recorder = Timeline(comm.rank)
             timeline.paused = not config.output.timeline
         kernels = stack.enter_context(open_kernels(config.backend, comm))
-        if getattr(kernels, "device", HOST).is_host:
+        if kernels.device.is_host:
             check_memory(config, comm, network, strategy, trainable)
         connect_device(kernels, comm, config.backend.device_transport)
         executor = stack.enter_context(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from halograd.kernels import checks
-from halograd.kernels.backend import Backend
+from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.cudnn import conv, dense
 from halograd.kernels.cudnn.autotune import EventTimer
 from halograd.kernels.cudnn.conv import Engine
@@ -22,15 +22,16 @@ from halograd.kernels.cudnn.store import PlanStore, store_path
 from halograd.kernels.cudnn.workspace import Workspaces
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel
+from halograd.kernels.kernel import Kernel, chain
 from halograd.kernels.padded import tensor_core_channels
+from halograd.kernels.scratch import Scratch
 
 __all__ = ["CudnnBackend"]
 
 _AMPERE = (8, 0)
 
 
-class CudnnBackend(Backend):
+class CudnnBackend(CudaKernels):
     """Kernels on one GPU: convolutions by cuDNN, dense layers by cuBLAS, everything else by our own CUDA kernels.
 
     Kernels run on the stream that is current in CuPy when they are called, and return before they have finished.
@@ -63,8 +64,6 @@ class CudnnBackend(Backend):
     device_name : str
         Model of the GPU.
     arithmetic : Arithmetic
-    cuda : CudaKernels
-        Launchers of our own kernels, for what is no part of this interface: optimizers, losses, boxes, ...
 
     Raises
     ------
@@ -73,7 +72,6 @@ class CudnnBackend(Backend):
     """
 
     name: ClassVar[str] = "cudnn"
-    fuses_batch_norm = True
 
     def __init__(
         self,
@@ -102,7 +100,8 @@ class CudnnBackend(Backend):
 
     def _open(self, autotune: bool, workspace_limit: int | None, store: Path) -> None:
         runtime = self.runtime
-        self.xp, self.cuda, self.device = runtime.cupy, runtime.cuda, runtime.device
+        self.xp, self.launcher, self.device = runtime.cupy, runtime.boxes.launcher, runtime.device
+        self.scratch = Scratch(self.launcher.empty)
         self.device_name = runtime.name
         # With all that times depend on: they are kept under it.
         mode = ", deterministic" if self.arithmetic.deterministic else ""
@@ -115,7 +114,7 @@ class CudnnBackend(Backend):
         timer = EventTimer(runtime.cupy.cuda)
         plans = Plans(runtime.frontend, handles, kept, runtime.bytes, runtime.release, timer)
         self._engine = Engine(
-            plans, handles, self.workspaces, self.cuda, self.empty, self.arithmetic, workspace_limit, autotune
+            plans, handles, self.workspaces, runtime.boxes, self.empty, self.arithmetic, workspace_limit, autotune
         )
         cublas = Cublas(runtime.load_cublas)
         self._products = dense.Products(
@@ -124,7 +123,6 @@ class CudnnBackend(Backend):
             self.workspaces,
             workspace_bytes(runtime.capability),
             self.arithmetic,
-            self.cuda,
         )
 
     def _check_capability(self) -> None:
@@ -147,20 +145,19 @@ class CudnnBackend(Backend):
         self.xp.cuda.Device(self.runtime.ordinal).synchronize()
 
     def before_capture(self) -> None:
-        """Call before the current stream is captured into a graph: no memory it works in is freed any more."""
-        self.cuda.scratch.before_capture()
+        self.scratch.before_capture()
         self.workspaces.before_capture(self.runtime.current_stream())
 
     @property
     def held_bytes(self) -> int:
-        return self.workspaces.nbytes + self._engine.kernel_bytes + self.cuda.scratch.held_bytes
+        return self.workspaces.nbytes + self._engine.kernel_bytes + self.scratch.held_bytes
 
     def close(self) -> None:
         self._engine.plans.close()
         self._engine.handles.close()
         self._products.handles.close()
         self.workspaces.close()
-        self.cuda.scratch.release()
+        self.scratch.release()
         self.device.close()
 
     def describe(self) -> str:
@@ -205,44 +202,17 @@ class CudnnBackend(Backend):
         return conv.backward_data(self._engine, dy, w, dx, geometry)
 
     def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
-        return conv.backward_filter(self._engine, x, dy, dw, db, geometry)
-
-    # ------------------------------------------------------------------ our own kernels
-    def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
-        return self.cuda.max_pool(x, y, dy, dx, geometry)
-
-    def _average_pool(
-        self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
-    ) -> tuple[Kernel, Kernel | None]:
-        return self.cuda.average_pool(x, y, dy, dx, geometry, count_include_pad)
-
-    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        return self.cuda.batch_norm(arrays)
-
-    def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
-        return self.cuda.activation(kind, x, y, dy, dx, alpha)
-
-    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
-        return self.cuda.add(xs, y, relu)
-
-    def _bias(self, y: Any, b: Any) -> Kernel:
-        return self.cuda.bias(y, b)
-
-    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
-        return self.cuda.bias_gradient(dy, db)
-
-    def _sum_of_squares(self, terms: Sequence[tuple[Any, float]], out: Any) -> Kernel:
-        return self.cuda.sum_of_squares(terms, out)
-
-    def _clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
-        return self.cuda.clip(squares, inverse, max_norm, norm, factor)
+        kernel = conv.backward_filter(self._engine, x, dy, dw, geometry)
+        return kernel if db is None else chain(kernel, self._bias_gradient(dy, db))
 
     # ------------------------------------------------------------------ dense
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
-        return dense.forward(self._products, x, w, b, y)
+        product = dense.forward(self._products, x, w, y)
+        return product if b is None else chain(product, self._bias(y, b))
 
     def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
         return dense.backward_data(self._products, dy, w, dx)
 
     def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-        return dense.backward_filter(self._products, x, dy, dw, db)
+        product = dense.backward_filter(self._products, x, dy, dw)
+        return product if db is None else chain(product, self._bias_gradient(dy, db))

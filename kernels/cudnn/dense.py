@@ -15,7 +15,7 @@ from halograd.kernels.cudnn.cublas import Cublas
 from halograd.kernels.cudnn.frontend import Handles
 from halograd.kernels.cudnn.precision import Arithmetic
 from halograd.kernels.cudnn.workspace import Workspaces
-from halograd.kernels.kernel import Kernel, chain
+from halograd.kernels.kernel import Kernel
 
 __all__ = ["Products", "backward_data", "backward_filter", "forward"]
 
@@ -35,8 +35,6 @@ class Products:
         Of cuBLAS, per thread.
     nbytes
         Workspace of a product [B].
-    cuda
-        Launchers of our own kernels.
     """
 
     cublas: Cublas
@@ -44,7 +42,6 @@ class Products:
     workspaces: Workspaces
     nbytes: int
     arithmetic: Arithmetic
-    cuda: Any
 
     def product(
         self,
@@ -84,12 +81,11 @@ class Products:
         return Kernel(run, "cublas:gemm")
 
 
-def forward(products: Products, x: Any, w: Any, b: Any, y: Any) -> Kernel:
-    """``y = x w^T + b``."""
+def forward(products: Products, x: Any, w: Any, y: Any) -> Kernel:
+    """``y = x w^T``."""
     (samples, outputs), inputs = y.shape, x.shape[1]
     left, right = (w, _TRANSPOSED, inputs), (x, _PLAIN, inputs)
-    product = products.product((outputs, samples, inputs), left, right, (y, outputs))
-    return product if b is None else chain(product, products.cuda.bias(y, b))
+    return products.product((outputs, samples, inputs), left, right, (y, outputs))
 
 
 def backward_data(products: Products, dy: Any, w: Any, dx: Any) -> Kernel:
@@ -99,9 +95,8 @@ def backward_data(products: Products, dy: Any, w: Any, dx: Any) -> Kernel:
     return products.product((inputs, samples, outputs), left, right, (dx, inputs))
 
 
-def backward_filter(products: Products, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-    """``dw = dy^T x``, ``db = sum over samples of dy``."""
+def backward_filter(products: Products, x: Any, dy: Any, dw: Any) -> Kernel:
+    """``dw = dy^T x``."""
     (samples, outputs), inputs = dy.shape, x.shape[1]
     left, right = (x, _PLAIN, inputs), (dy, _TRANSPOSED, outputs)
-    product = products.product((inputs, outputs, samples), left, right, (dw, inputs))
-    return product if db is None else chain(product, products.cuda.bias_gradient(dy, db))
+    return products.product((inputs, outputs, samples), left, right, (dw, inputs))

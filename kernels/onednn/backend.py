@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from halograd.kernels import checks
-from halograd.kernels.aligned import aligned_empty
-from halograd.kernels.backend import Backend
 from halograd.kernels.errors import KernelError
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, Substitute
-from halograd.kernels.numpy import conv as numpy_conv
-from halograd.kernels.numpy import dense as numpy_dense
-from halograd.kernels.numpy import elementwise as numpy_elementwise
-from halograd.kernels.numpy import pooling as numpy_pooling
-from halograd.kernels.numpy.backend import COLUMN_BYTES
-from halograd.kernels.numpy.batch_norm import NumpyBatchNorm
-from halograd.kernels.numpy.rows import column_sums
+from halograd.kernels.numpy import NumpyBackend
 from halograd.kernels.onednn import conv, elementwise, library, matmul, pooling
 from halograd.kernels.onednn.abi import Abi
 from halograd.kernels.onednn.autotune import Choice
@@ -45,8 +38,8 @@ DELEGATED = {
 T = TypeVar("T")
 
 
-class OnednnBackend(Backend):
-    """Kernels by oneDNN on the CPU.
+class OnednnBackend(NumpyBackend):
+    """Kernels by oneDNN on the CPU, and by NumPy where it has none, or none that is fast.
 
     Parameters
     ----------
@@ -74,12 +67,10 @@ class OnednnBackend(Backend):
         self.dtype_remedy = "use float32, or the backend numpy for float64"
         self._substitutes: list[Substitute] = []
         self._engine = Engine(abi, threads)
+        self.scratch = self._engine.scratch
         self._choice = Choice(autotune, threads)
         # One pool of threads per process: NumPy's own would fight oneDNN's for the same cores.
         self._blas = BlasLimit(1)
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        return aligned_empty(shape, dtype)
 
     @property
     def held_bytes(self) -> int:
@@ -123,7 +114,7 @@ class OnednnBackend(Backend):
             "conv_forward",
             key,
             candidates,
-            lambda: numpy_conv.conv_forward(x, w, b, y, geometry, relu, self._engine.scratch, COLUMN_BYTES),
+            partial(super()._conv_forward, x, w, b, y, geometry, relu),
         )
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
@@ -137,7 +128,7 @@ class OnednnBackend(Backend):
             "conv_backward_data",
             key,
             candidates,
-            lambda: numpy_conv.conv_backward_data(dy, w, dx, geometry, self._engine.scratch, COLUMN_BYTES),
+            partial(super()._conv_backward_data, dy, w, dx, geometry),
         )
 
     def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
@@ -153,7 +144,7 @@ class OnednnBackend(Backend):
             "conv_backward_filter",
             key,
             candidates,
-            lambda: numpy_conv.conv_backward_filter(x, dy, dw, db, geometry, self._engine.scratch, COLUMN_BYTES),
+            partial(super()._conv_backward_filter, x, dy, dw, db, geometry),
         )
 
     def _convolution(self, what: str, key: Any, candidates: Any, plain: Callable[[], Kernel]) -> Kernel:
@@ -179,60 +170,52 @@ class OnednnBackend(Backend):
             return plain()
 
     def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
-        return self._or_numpy(
-            lambda: pooling.max_pool(self._engine, x, y, dy, dx, geometry),
-            lambda: numpy_pooling.max_pool(x, y, dy, dx, geometry, self._engine.scratch),
-        )
+        args = (x, y, dy, dx, geometry)
+        by_numpy = partial(super()._max_pool, *args)
+        return self._or_numpy(lambda: pooling.max_pool(self._engine, *args, by_numpy), by_numpy)
 
     def _average_pool(
         self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
     ) -> tuple[Kernel, Kernel | None]:
+        args = (x, y, dy, dx, geometry)
         algorithm = pooling.average(count_include_pad)
         return self._or_numpy(
-            lambda: pooling.pool(self._engine, algorithm, x, y, dy, dx, geometry),
-            lambda: numpy_pooling.average_pool(x, y, dy, dx, geometry, count_include_pad, self._engine.scratch),
+            lambda: pooling.pool(self._engine, algorithm, *args),
+            partial(super()._average_pool, *args, count_include_pad),
         )
 
     def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
         return self._or_numpy(
-            lambda: OnednnBatchNorm(self._engine, arrays).kernels(),
-            lambda: NumpyBatchNorm(arrays, self._engine.scratch).kernels(),
+            lambda: OnednnBatchNorm(self._engine, arrays).kernels(), partial(super()._batch_norm, arrays)
         )
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
-        return self._or_numpy(
-            lambda: elementwise.activation(self._engine, kind, x, y, dy, dx, alpha),
-            lambda: numpy_elementwise.activation(kind, x, y, dy, dx, alpha, self._engine.scratch),
-        )
+        args = (kind, x, y, dy, dx, alpha)
+        return self._or_numpy(lambda: elementwise.activation(self._engine, *args), partial(super()._activation, *args))
 
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
-        return self._or_numpy(
-            lambda: elementwise.add(self._engine, xs, y, relu), lambda: numpy_elementwise.add(xs, y, relu)
-        )
-
-    def _bias(self, y: Any, b: Any) -> Kernel:
-        return numpy_elementwise.bias(y, b)
-
-    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
-        return Kernel(column_sums(dy, db), "numpy:column sums")
+        return self._or_numpy(lambda: elementwise.add(self._engine, xs, y, relu), partial(super()._add, xs, y, relu))
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
+        args = (x, w, b, y)
         return self._or_numpy(
-            lambda: matmul.dense_forward(self._engine, x, w, b, y).kernel(),
-            lambda: numpy_dense.dense_forward(x, w, b, y),
+            lambda: matmul.dense_forward(self._engine, *args).kernel(),
+            partial(super()._dense_forward, *args),
             "dense_forward",
         )
 
     def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
+        args = (dy, w, dx)
         return self._or_numpy(
-            lambda: matmul.dense_backward_data(self._engine, dy, w, dx).kernel(),
-            lambda: numpy_dense.dense_backward_data(dy, w, dx),
+            lambda: matmul.dense_backward_data(self._engine, *args).kernel(),
+            partial(super()._dense_backward_data, *args),
             "dense_backward_data",
         )
 
     def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+        args = (x, dy, dw, db)
         return self._or_numpy(
-            lambda: matmul.dense_backward_filter(self._engine, x, dy, dw, db).kernel(),
-            lambda: numpy_dense.dense_backward_filter(x, dy, dw, db),
+            lambda: matmul.dense_backward_filter(self._engine, *args).kernel(),
+            partial(super()._dense_backward_filter, *args),
             "dense_backward_filter",
         )

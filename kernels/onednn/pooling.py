@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from halograd.kernels.geometry import Geometry
 from halograd.kernels.kernel import Kernel, deferred, either
-from halograd.kernels.numpy.pooling import max_pool as numpy_max_pool
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.abi import dims
 from halograd.kernels.onednn.finite import Finite
@@ -18,14 +18,16 @@ __all__ = ["MAX", "average", "max_pool", "pool"]
 
 MAX = c.POOLING_MAX
 
+Pair = tuple[Kernel, Kernel | None]
+
 
 def average(count_include_pad: bool) -> int:
     """The algorithm of an average pooling."""
     return c.POOLING_AVERAGE_INCLUDE if count_include_pad else c.POOLING_AVERAGE_EXCLUDE
 
 
-def max_pool(engine: Engine, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
-    """Maxima and their gradient: by oneDNN, or by NumPy where an element of `x` is not finite.
+def max_pool(engine: Engine, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, plain: Callable[[], Pair]) -> Pair:
+    """Maxima and their gradient: by oneDNN, or by what `plain` makes where an element of `x` is not finite.
 
     Of a window oneDNN takes the largest number and drops NaN, and -inf is -3e38 to it.
 
@@ -36,7 +38,7 @@ def max_pool(engine: Engine, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometr
     """
     forward, backward = pool(engine, MAX, x, y, dy, dx, geometry)
     finite = Finite(engine, x)
-    plain = functools.cache(lambda: numpy_max_pool(x, y, dy, dx, geometry, engine.scratch))
+    plain = functools.cache(plain)
     safe = either(forward, finite.fails, deferred(lambda: plain()[0]), *finite.kernels)
     if backward is None:
         return safe, None

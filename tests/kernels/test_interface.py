@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import halograd.kernels.choice as choice
+import halograd.kernels.backend as choice
 from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, Kernel, KernelError, get_backend
 from halograd.kernels.scratch import Scratch
 from tests.harness.limits import LIMIT

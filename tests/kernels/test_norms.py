@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from halograd.kernels import KernelError
-from halograd.kernels.kernel import BatchNormArrays
+from halograd.kernels.cuda import CudaKernels
+from halograd.kernels.group_norm import GroupNormArrays
+from halograd.kernels.norms import ChannelNormArrays
 
-from ..conftest import assert_close
+from .conftest import FLOAT64, assert_close
 
 NORM_EPS = 1e-3
-FLOAT64 = np.dtype(np.float64)
 
 
 def group_norm(x, dy, gamma, beta, groups, relu):
@@ -44,7 +45,7 @@ def group_norm(x, dy, gamma, beta, groups, relu):
     [((3, 4, 5, 8), 2), ((2, 3, 4, 2, 6), 3), ((4, 7, 5), 1), ((2, 5, 3, 16), 16), ((3, 9, 18), 6), ((1, 65, 9, 8), 4)],
     ids=str,
 )
-def test_group_norm(typed, cuda, shape, groups, relu):
+def test_group_norm(typed, shape, groups, relu):
     """All kernels of a group norm in the order of a step, none of which needs the host."""
     n, c = shape[0], shape[-1]
     count = int(np.prod(shape[1:])) // groups
@@ -53,20 +54,16 @@ def test_group_norm(typed, cuda, shape, groups, relu):
     mean, var = (typed.poisoned(n, c, dtype=np.float32 if x.dtype.itemsize < 4 else None) for _ in range(2))
     sums, means = (typed.poisoned(n, 2, c, dtype=FLOAT64) for _ in range(2))
     totals = typed.poisoned(n, 2, groups, dtype=FLOAT64)
-    k = cuda.sample_norm(x, y, dy, dx, gamma, beta, mean, var, sums, means, NORM_EPS, relu, premultiplied=True)
-    steps = [
-        k.statistics,
-        cuda.group_totals(sums, totals),
-        cuda.group_moments(totals, mean, var, 1 / count),
-        k.forward,
-        k.backward_sums,
-        cuda.sum_samples(sums, dbeta, dgamma),
-        cuda.group_totals(sums, totals, gamma, 1 / count),
-        cuda.group_spread(totals, means),
-        k.backward_data,
-    ]
-    for step in steps:
-        step()
+    moments = (mean, var, sums, means, totals)
+    arrays = GroupNormArrays(x, y, dy, dx, gamma, beta, dgamma, dbeta, *moments, count, NORM_EPS, relu)
+    k = typed.backend.group_norm(arrays)
+    k.statistics()
+    if (not isinstance(typed.backend, CudaKernels) or x.dtype == np.float64) and k.cancels():
+        k.centered()
+        k.variance()
+    for part in (k.normalize, k.backward_sums, k.backward_data):
+        part()
+    k.close()
     want = group_norm(x, dy, gamma, beta, groups, relu)
     assert_close(y, want["y"], count, "y", scale=8)
     assert_close(dx, want["dx"], count, "dx", scale=16)
@@ -78,12 +75,12 @@ def test_group_norm(typed, cuda, shape, groups, relu):
 @pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 7, 1), (2, 5, 64), (2, 300), (1, 9, 33)], ids=str)
-def test_channel_norm(typed, cuda, shape, affine, relu):
+def test_channel_norm(typed, shape, affine, relu):
     c = shape[-1]
     x, dy = typed.draw(*shape), typed.draw(*shape)
     y, dx = typed.poisoned(*shape), typed.poisoned(*shape)
     vectors = [typed.draw(c), typed.draw(c), typed.poisoned(c), typed.poisoned(c)] if affine else [None] * 4
-    forward, backward = cuda.channel_norm(x, y, dy, dx, *vectors, NORM_EPS, relu)
+    forward, backward = typed.backend.channel_norm(ChannelNormArrays(x, y, dy, dx, *vectors, NORM_EPS, relu))
     forward()
     backward()
     gamma, beta = vectors[:2] if affine else (np.ones(c), np.zeros(c))
@@ -97,70 +94,18 @@ def test_channel_norm(typed, cuda, shape, affine, relu):
         assert_close(vectors[3], want["dbeta"], rows, "dbeta", scale=8)
 
 
-def test_channel_norm_without_gradients(cuda, arrays):
+def test_channel_norm_without_gradients(arrays):
     x, y = arrays.draw(4, 6), arrays.poisoned(4, 6)
-    forward, backward = cuda.channel_norm(x, y, None, None, None, None, None, None, NORM_EPS, False)
+    forward, backward = arrays.backend.channel_norm(ChannelNormArrays(x, y, *(None,) * 6, NORM_EPS, False))
     forward()
     assert backward is None and forward.workspace_bytes == 0
     assert_close(y, group_norm(x[:, None], x[:, None], np.ones(6), np.zeros(6), 1, False)["y"][:, 0], 6)
 
 
-def test_the_order_of_threads_does_not_matter(cuda, arrays):
-    """Bit for bit: trees of sums have one order, and no thread reads what another has not written yet."""
-    x, dy = arrays.draw(2, 40, 13, 12), arrays.draw(2, 40, 13, 12)
-    gamma, beta = arrays.draw(12), arrays.draw(12)
-    found = []
-    for backward in (False, True):
-        cuda.device.set_order(backward)
-        y, dx = arrays.poisoned(*x.shape), arrays.poisoned(*x.shape)
-        mean, var, sums = arrays.poisoned(12), arrays.poisoned(12), arrays.poisoned(2, 12, dtype=FLOAT64)
-        vectors = (gamma, beta, mean, var, sums, np.zeros((2, 12)))
-        k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, NORM_EPS, True, True))
-        k.forward()
-        k.backward_sums()
-        total = np.zeros(1)
-        cuda.sum_of_squares([(x, 1.0), (dy, 0.5)], total)()
-        found.append((y, dx, mean, var, sums, total))
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(*found))
-
-
-def test_nothing_is_allocated_when_kernels_run(cuda, arrays, monkeypatch):
-    x, y = arrays.draw(2, 5, 8), arrays.poisoned(2, 5, 8)
-    dx, dy = arrays.poisoned(2, 5, 8), arrays.draw(2, 5, 8)
-    c, sums = arrays.draw(8), arrays.poisoned(2, 8, dtype=FLOAT64)
-    vectors = (c, c.copy(), c.copy(), c.copy(), sums, sums.copy())
-    k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, NORM_EPS, True, True))
-    k.forward()
-    k.backward_sums()
-
-    def refuse(*_):
-        raise AssertionError("allocates")
-
-    for name in ("empty", "upload", "function"):
-        monkeypatch.setattr(cuda.device, name, refuse)
-    k.forward()
-    k.backward_sums()
-
-
-def test_kernels_follow_scratch_that_has_grown(cuda, arrays):
-    """A later kernel enlarges the shared memory: earlier ones must not use the old one."""
-    dy, db = arrays.draw(30, 4), arrays.poisoned(4)
-    small = cuda.bias_gradient(dy, db)
-    small()
-    generation = cuda.scratch.generation
-    wide, dw = arrays.draw(3000, 40), arrays.poisoned(40)
-    large = cuda.bias_gradient(wide, dw)
-    assert cuda.scratch.generation > generation
-    for kernel in (large, small):
-        kernel()
-    assert_close(db, dy.astype(np.float64).sum(axis=0), 30)
-    assert_close(dw, wide.astype(np.float64).sum(axis=0), 3000)
-
-
-def test_refused(cuda, arrays):
-    x = arrays.draw(2, 5, 8)
-    c, wrong = arrays.draw(8), np.zeros((2, 8))
+def test_refused(arrays):
+    x, c, wrong = arrays.draw(2, 5, 8), arrays.draw(8), np.zeros((2, 8))
     with pytest.raises(KernelError, match=r"expected mean of shape \(2, 8\), got \(8,\)"):
-        cuda.sample_norm(x, x, None, None, c, c, c, c, wrong, wrong, NORM_EPS, False, premultiplied=False)
+        vectors = (c, c, None, None, c, c, wrong, wrong, np.zeros((2, 2, 4)))
+        arrays.backend.group_norm(GroupNormArrays(x, x, None, None, *vectors, 10, NORM_EPS, False))
     with pytest.raises(KernelError, match="gamma and beta"):
-        cuda.channel_norm(x, x, None, None, c, None, None, None, NORM_EPS, False)
+        arrays.backend.channel_norm(ChannelNormArrays(x, x, None, None, c, *(None,) * 3, NORM_EPS, False))

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
-__all__ = ["MODES", "Resampling", "Run"]
+import numpy as np
+
+__all__ = ["MODES", "Resampled", "Resampling", "Run"]
 
 MODES = ("nearest", "nearest-exact", "linear")
 
@@ -106,3 +109,35 @@ class Resampling:
 def _next(run: Run) -> tuple[tuple[int, float], ...]:
     """The taps that would continue the run."""
     return tuple((first + run.count * run.input_step, weight) for first, weight in run.taps)
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """One axis of a block: the outputs ``[start, stop)``, of inputs in an array that begins at `origin`."""
+
+    resampling: Resampling
+    start: int
+    stop: int
+    origin: int = 0
+
+    @property
+    def runs(self) -> list[Run]:
+        """The outputs as runs."""
+        return self.resampling.runs(self.start, self.stop)
+
+    @property
+    def longest(self) -> int:
+        """Outputs of the longest run that has two taps."""
+        return max((run.count for run in self.runs if len(run.taps) > 1), default=0)
+
+    def input_range(self) -> tuple[int, int]:
+        """Inputs that are read, as positions in the array."""
+        first, last = self.resampling.input_range(self.start, self.stop)
+        return first - self.origin, last - self.origin
+
+    def table(self) -> tuple[Any, Any]:
+        """Per output the first of two neighboring inputs, as a position in the array, and their weights
+        ``(outputs, 2)``; host arrays."""
+        taps = [self.resampling.taps(o) for o in range(self.start, self.stop)]
+        weights = [[w for _, w in some] + [0.0] * (2 - len(some)) for some in taps]
+        return np.array([some[0][0] - self.origin for some in taps], np.int32), np.array(weights).reshape(-1, 2)

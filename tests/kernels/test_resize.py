@@ -1,4 +1,4 @@
-"""Interpolation by tables against the resampling of every output, and its adjoint."""
+"""Interpolation against the resampling of every output, and its adjoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from halograd.kernels import KernelError
-from halograd.kernels.cuda.resize import readers
-from halograd.layers.resample import Resampling
+from halograd.kernels import KernelError, Resampled, Resampling
+from halograd.kernels.cuda.pointwise import readers
 
-from ..conftest import assert_close
+from .conftest import assert_close
 
 CASES = {
     "2-D x2": ((4, 5), (8, 10)),
@@ -24,19 +23,14 @@ CASES = {
 }
 
 
-def tables(inputs, outputs, mode):
-    """Per axis: the first input of each output, and the weights of it and the next."""
-    made = []
-    for n, m in zip(inputs, outputs):
-        taps = [Resampling(n, m, Fraction(n, m), mode).taps(o) for o in range(m)]
-        weights = [[t[0][1], t[1][1] if len(t) > 1 else 0.0] for t in taps]
-        made.append((np.array([t[0][0] for t in taps]), np.array(weights)))
-    return made
+def axes(inputs, outputs, mode):
+    """All outputs, axis by axis."""
+    return [Resampled(Resampling(n, m, Fraction(n, m), mode), 0, m) for n, m in zip(inputs, outputs)]
 
 
-def matrix(table, inputs):
+def matrix(axis, inputs):
     """The resampling of one axis as a matrix."""
-    first, weights = table
+    first, weights = axis.table()
     full = np.zeros((len(first), inputs + 1))
     for o, (i, pair) in enumerate(zip(first, weights)):
         full[o, i : i + 2] += pair
@@ -53,12 +47,12 @@ def apply(x, matrices):
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
 @pytest.mark.parametrize("channels", [3, 8])
 @pytest.mark.parametrize("case", CASES)
-def test_resize(typed, cuda, case, channels, mode):
+def test_resize(typed, case, channels, mode):
     inputs, outputs = CASES[case]
     x, dy = typed.draw(2, *inputs, channels), typed.draw(2, *outputs, channels)
     y, dx = typed.poisoned(*dy.shape), typed.poisoned(*x.shape)
-    made = tables(inputs, outputs, mode)
-    forward, backward = cuda.resize(x, y, dy, dx, made)
+    made = axes(inputs, outputs, mode)
+    forward, backward = typed.backend.resize(x, y, dy, dx, made)
     forward()
     backward()
     matrices = [matrix(t, n) for t, n in zip(made, inputs)]
@@ -67,20 +61,15 @@ def test_resize(typed, cuda, case, channels, mode):
     assert_close(dx, apply(dy.astype(np.float64), [m.T for m in matrices]), most, "dx")
 
 
-def test_a_block_of_the_outputs(cuda, arrays):
+def test_a_block_of_the_outputs(arrays):
     """A rank has some outputs, and the inputs that they read."""
     r = Resampling(16, 32, Fraction(1, 2), "linear")
     start, stop = 5, 14
     low, high = r.input_range(start, stop)
-    taps = [r.taps(o) for o in range(start, stop)]
-    table = (
-        np.array([t[0][0] - low for t in taps]),
-        np.array([[t[0][1], t[1][1] if len(t) > 1 else 0.0] for t in taps]),
-    )
     whole = np.arange(16.0)
     x, y = arrays.poisoned(1, high - low, 1), arrays.poisoned(1, stop - start, 1)
     x[0, :, 0] = whole[low:high]
-    forward, backward = cuda.resize(x, y, None, None, [table])
+    forward, backward = arrays.backend.resize(x, y, None, None, [Resampled(r, start, stop, low)])
     forward()
     assert backward is None
     want = [sum(whole[i] * w for i, w in r.taps(o)) for o in range(start, stop)]
@@ -97,11 +86,12 @@ def test_readers_cover_every_tap():
     assert found[4].tolist() == [0, 0]
 
 
-def test_refused(cuda, arrays):
-    x, y = arrays.draw(1, 4, 1), arrays.draw(1, 2, 1)
-    with pytest.raises(KernelError, match="expected one table for each of at most 3 spatial axes, got 2"):
-        cuda.resize(x, y, None, None, [(0, 0)] * 2)
-    with pytest.raises(KernelError, match="expected a table of 2 outputs"):
-        cuda.resize(x, y, None, None, [(np.zeros(3), np.zeros((3, 2)))])
-    with pytest.raises(KernelError, match=r"expected a table that reads inputs in \[0, 4\)"):
-        cuda.resize(x, y, None, None, [(np.array([0, 3]), np.full((2, 2), 0.5))])
+def test_refused(arrays):
+    x, y, resize = arrays.draw(1, 4, 1), arrays.draw(1, 2, 1), arrays.backend.resize
+    axis = Resampled(Resampling(4, 2, Fraction(2), "linear"), 0, 2)
+    with pytest.raises(KernelError, match="expected one of at most 3 spatial axes each, got 2"):
+        resize(x, y, None, None, [axis] * 2)
+    with pytest.raises(KernelError, match=r"expected 2 outputs of the inputs \[0, 4\), got 3 of 4"):
+        resize(x, arrays.draw(1, 3, 1), None, None, [axis])
+    with pytest.raises(KernelError, match=r"expected 2 outputs of the inputs \[0, 4\), got 2 of 3"):
+        resize(x[:, 1:], y, None, None, [axis])

@@ -1,4 +1,4 @@
-"""Batch norm in blocks of rows that stay in the cache."""
+"""Batch norm in blocks of rows that stay in the cache, and norms over channels in chunks of positions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from halograd.kernels.chunks import Work, buffer, chunks
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, idle
 from halograd.kernels.norm_parts import mean_and_variance
-from halograd.kernels.numpy.moments import moments
-from halograd.kernels.numpy.rows import RowBlocks
+from halograd.kernels.norms import ChannelNormArrays, Norms
+from halograd.kernels.numpy.rows import RowBlocks, moments
 from halograd.kernels.scratch import Scratch, round_up
 
-__all__ = ["NumpyBatchNorm"]
+__all__ = ["NumpyBatchNorm", "NumpyNorms"]
 
 
 class NumpyBatchNorm:
-    """Builds the kernels of one batch norm; see :meth:`Backend.batch_norm`."""
+    """Builds the kernels of one batch norm; see :meth:`Norms.batch_norm`."""
 
     def __init__(self, arrays: BatchNormArrays, scratch: Scratch) -> None:
         self.a, self.scratch = arrays, scratch
@@ -156,3 +157,91 @@ class NumpyBatchNorm:
             correct()
 
         return run
+
+
+class ChannelNorm:
+    """The kernels of one norm over channels: chunk by chunk.
+
+    Backward computes mean and variance again, which costs less than to store and load them.
+    """
+
+    def __init__(self, arrays: ChannelNormArrays) -> None:
+        self.a, channels = arrays, arrays.x.shape[-1]
+        self.x, self.y, self.dy, self.dx = (_rows(a, channels) for a in (arrays.x, arrays.y, arrays.dy, arrays.dx))
+        self._parts = list(chunks(len(self.x), channels))
+        self._sums, self._work = np.empty((2, channels)), Work()
+
+    def kernels(self) -> tuple[Kernel, Kernel | None]:
+        """Forward and backward."""
+        forward = Kernel(self._forward, "numpy:channel_norm", close=self._work.clear)
+        return forward, None if self.dy is None else Kernel(self._backward, "numpy:channel_norm")
+
+    def _forward(self) -> None:
+        for part in self._parts:
+            y = self.y[part]
+            self._normalize(self.x[part], y)
+            if self.a.gamma is not None:
+                y *= self.a.gamma
+                y += self.a.beta
+            if self.a.relu:
+                np.maximum(y, 0, out=y)
+
+    def _normalize(self, x: Any, out: Any) -> Any:
+        """`out` = xhat; returns 1 / std per position."""
+        mean, std = (buffer(self._work, k, (len(x), 1), x.dtype) for k in ("mean", "std"))
+        square = buffer(self._work, "square", x.shape, x.dtype)
+        np.mean(x, axis=1, keepdims=True, out=mean)
+        np.subtract(x, mean, out=out)
+        np.multiply(out, out, out=square)
+        np.mean(square, axis=1, keepdims=True, out=std)
+        std += self.a.eps
+        np.sqrt(std, out=std)
+        np.reciprocal(std, out=std)
+        out *= std
+        return std
+
+    def _backward(self) -> None:
+        self._sums.fill(0)
+        for part in self._parts:
+            self._backward_chunk(part)
+        if self.a.dgamma is not None:
+            np.copyto(self.a.dbeta, self._sums[0], casting="same_kind")
+            np.copyto(self.a.dgamma, self._sums[1], casting="same_kind")
+
+    def _backward_chunk(self, part: slice) -> None:
+        x, work = self.x[part], self._work
+        xhat, dy, product = (buffer(work, k, x.shape, x.dtype) for k in ("xhat", "dy", "product"))
+        column = buffer(work, "column", x.shape[1:], np.float64)
+        mean = buffer(work, "mean", (len(x), 1), x.dtype)
+        inverse = self._normalize(x, xhat)
+        np.copyto(dy, self.dy[part])
+        if self.a.relu:
+            dy *= np.greater(self.y[part], 0, out=buffer(work, "mask", x.shape, np.bool_))
+        self._sums[0] += np.sum(dy, axis=0, dtype=np.float64, out=column)
+        np.multiply(dy, xhat, out=product)
+        self._sums[1] += np.sum(product, axis=0, dtype=np.float64, out=column)
+        if self.dx is None:
+            return
+        if self.a.gamma is not None:
+            dy *= self.a.gamma
+            product *= self.a.gamma
+        xhat *= np.mean(product, axis=1, keepdims=True, out=mean)
+        dy -= np.mean(dy, axis=1, keepdims=True, out=mean)
+        dy -= xhat
+        np.multiply(dy, inverse, out=self.dx[part])
+
+
+def _rows(array: Any, channels: int) -> Any:
+    return None if array is None else array.reshape(-1, channels)
+
+
+class NumpyNorms(Norms):
+    """By NumPy."""
+
+    scratch: Scratch
+
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return NumpyBatchNorm(arrays, self.scratch).kernels()
+
+    def _channel_norm(self, arrays: ChannelNormArrays) -> tuple[Kernel, Kernel | None]:
+        return ChannelNorm(arrays).kernels()

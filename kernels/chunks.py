@@ -11,10 +11,7 @@ from halograd.device import HOST, Device, is_low
 
 __all__ = ["CHUNK", "Work", "buffer", "chunks", "constant", "on_host", "rows", "take", "total", "widened"]
 
-#: Elements per chunk: some buffers of this size fit into the second-level cache.
-CHUNK = 1 << 15
-#: On a device, where every chunk costs some launches and nothing stays in a cache.
-DEVICE_CHUNK = 1 << 24
+CHUNK = HOST.chunk
 
 
 class Work(dict):
@@ -23,7 +20,7 @@ class Work(dict):
     def __init__(self, device: Device = HOST) -> None:
         super().__init__()
         self.device = device
-        self.chunk = CHUNK if device.is_host else DEVICE_CHUNK
+        self.chunk = device.chunk
 
 
 def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
