@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from halograd.errors import UserError
 from halograd.kernels.convolution import Convolutions
-from halograd.kernels.errors import KernelError
+from halograd.kernels.kernel import KernelError
 from halograd.kernels.losses import Losses
 from halograd.kernels.norms import Norms
 from halograd.kernels.pointwise import Pointwise

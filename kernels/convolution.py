@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from halograd.kernels import checks, empty
+from halograd.kernels import checks
 from halograd.kernels.base import Base
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import Kernel
+from halograd.kernels.kernel import Kernel, bias_only, filled, filter_of_nothing, has_nothing
 
 __all__ = ["Convolutions"]
 
@@ -33,24 +33,24 @@ class Convolutions(Base):
             lie as :meth:`padded_channels` says if there is one group.
         """
         self._check_conv_dtypes("conv_forward", x, y, w, b)
-        if empty.has_nothing(x, y):
-            return empty.bias_only(self.xp, b, y, relu)
+        if has_nothing(x, y):
+            return bias_only(self.xp, b, y, relu)
         checks.check_conv("conv_forward", x, w, b, y, geometry, self._room(x, geometry))
         return self._conv_forward(x, w, b, y, geometry, relu)
 
     def conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
         """``dx`` from ``dy``: the adjoint of :meth:`conv_forward` in `x`. Rows that no output reads get 0."""
         self._check_conv_dtypes("conv_backward_data", dx, dy, w, None)
-        if empty.has_nothing(dy, dx):
-            return empty.filled(0, dx)
+        if has_nothing(dy, dx):
+            return filled(0, dx)
         checks.check_conv("conv_backward_data", dx, w, None, dy, geometry)
         return self._conv_backward_data(dy, w, dx, geometry)
 
     def conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
         """``dw`` and, if not None, ``db`` from ``x`` and ``dy``: the adjoint of :meth:`conv_forward` in `w`, `b`."""
         self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
-        if empty.has_nothing(x, dy):
-            return empty.filter_of_nothing(self.xp, dy, dw, db)
+        if has_nothing(x, dy):
+            return filter_of_nothing(self.xp, dy, dw, db)
         checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._room(x, geometry))
         return self._conv_backward_filter(x, dy, dw, db, geometry)
 
@@ -60,39 +60,39 @@ class Convolutions(Base):
     def bias(self, y: Any, b: Any) -> Kernel:
         """``y = y + b`` in place; y ``(..., C)``, b ``(C,)``, or nothing where y is."""
         self._check_bias("bias", y, b)
-        return empty.filled(0) if empty.has_nothing(y) else self._bias(y, b)
+        return filled(0) if has_nothing(y) else self._bias(y, b)
 
     def bias_gradient(self, dy: Any, db: Any) -> Kernel:
         """``db`` = sum of dy ``(..., C)`` over all but the channels, of the ranks that have nothing 0."""
         self._check_bias("bias_gradient", dy, db)
-        return empty.filled(0, db) if empty.has_nothing(dy) else self._bias_gradient(dy, db)
+        return filled(0, db) if has_nothing(dy) else self._bias_gradient(dy, db)
 
     def _check_bias(self, what: str, y: Any, b: Any) -> None:
         self._check_dense_gradients(what, y, y, None, b)
-        if not empty.has_nothing(y):
+        if not has_nothing(y):
             checks.check_bias(what, y, b)
 
     def dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         """``y = x w^T + b``; x ``(N, F)``, w ``(K, F)``, b ``(K,)`` or None, y ``(N, K)``."""
         self._check_dtypes("dense_forward", x=x, w=w, b=b, y=y)
-        if empty.has_nothing(x, y):
-            return empty.bias_only(self.xp, b, y, relu=False)
+        if has_nothing(x, y):
+            return bias_only(self.xp, b, y, relu=False)
         checks.check_dense("dense_forward", x, w, b, y)
         return self._dense_forward(x, w, b, y)
 
     def dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
         """``dx = dy w``."""
         self._check_dtypes("dense_backward_data", dy=dy, w=w, dx=dx)
-        if empty.has_nothing(dy, dx):
-            return empty.filled(0, dx)
+        if has_nothing(dy, dx):
+            return filled(0, dx)
         checks.check_dense("dense_backward_data", dx, w, None, dy)
         return self._dense_backward_data(dy, w, dx)
 
     def dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
         """``dw = dy^T x`` and, if not None, ``db = sum over samples of dy``."""
         self._check_dense_gradients("dense_backward_filter", x, dy, dw, db)
-        if empty.has_nothing(x, dy):
-            return empty.filter_of_nothing(self.xp, dy, dw, db)
+        if has_nothing(x, dy):
+            return filter_of_nothing(self.xp, dy, dw, db)
         checks.check_dense("dense_backward_filter", x, dw, db, dy)
         return self._dense_backward_filter(x, dy, dw, db)
 

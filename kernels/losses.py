@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.base import Base
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, chain
+from halograd.kernels.kernel import Kernel, KernelError, chain
 
 __all__ = ["ClassTargets", "LossArrays", "LossKernel", "Losses"]
+
+
+_INTEGERS = tuple(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u"))
+#: Dtypes of targets.
+TARGETS = ("float32", "float64", "float16", "bfloat16", "bool", *_INTEGERS)
 
 
 class LossKernel(Kernel):
@@ -91,6 +95,7 @@ class Losses(Base):
 
     def target_weight(self, target: Any, total: Any, targets: ClassTargets) -> LossKernel:
         """``total`` float64 ``(1,)`` = the sum of the weights of all targets of the samples that count."""
+        self._check_target(target)
         return self._of_packed(
             LossArrays(target, target, None, total), lambda a: self._target_weight(a.target, total, targets)
         )
@@ -109,8 +114,15 @@ class Losses(Base):
         self._check_dtypes(what, x=arrays.x, dx=arrays.dx)
         if tuple(arrays.target.shape) != tuple(shape):
             raise KernelError(f"{what}: expected a target of shape {tuple(shape)}, got {tuple(arrays.target.shape)}")
+        self._check_target(arrays.target)
         if arrays.dx is not None and not arrays.dx.flags.c_contiguous:
             raise KernelError(f"{what}: expected dx packed, got strides {arrays.dx.strides}; copy it afterwards")
+
+    @staticmethod
+    def _check_target(target: Any) -> None:
+        found = np.dtype(target.dtype).name
+        if found not in TARGETS:
+            raise KernelError(f"loss: expected targets out of {', '.join(TARGETS)}, got {found}; convert them")
 
     def _of_packed(self, arrays: LossArrays, make: Any) -> LossKernel:
         """The kernel for packed arrays, of copies where they are not."""

@@ -6,12 +6,19 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from halograd.kernels import checks, empty
+from halograd.kernels import checks
 from halograd.kernels.base import Base
-from halograd.kernels.errors import KernelError
-from halograd.kernels.group_norm import GroupNormArrays, GroupNormKernels
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel
-from halograd.kernels.norm_parts import with_residual, with_training, without_parts
+from halograd.kernels.kernel import (
+    BatchNormArrays,
+    BatchNormKernels,
+    BatchNormTraining,
+    Kernel,
+    KernelError,
+    batch_norm_of_nothing,
+    filled,
+    has_nothing,
+)
+from halograd.kernels.norm_parts import GroupNormArrays, GroupNormKernels, with_residual, with_training, without_parts
 
 __all__ = ["ChannelNormArrays", "Norms"]
 
@@ -99,8 +106,8 @@ class Norms(Base):
         arrays = BatchNormArrays(
             x, y, dy, dx, gamma, beta, mean, var, sums, means, eps, relu, local, training, residual, dresidual
         )
-        if empty.has_nothing(x):
-            return with_training(arrays, empty.batch_norm_of_nothing(arrays), self.device)
+        if has_nothing(x):
+            return with_training(arrays, batch_norm_of_nothing(arrays), self.device)
         vectors = {"gamma": gamma, "beta": beta, "mean": mean, "var": var, **(training.vectors if training else {})}
         checks.check_batch_norm(x, y, dy, dx, vectors, {"sums": sums, "means": means})
         checks.check_residual(arrays)
@@ -115,7 +122,7 @@ class Norms(Base):
         """Norm over groups of channels of each sample, in parts around sums over the ranks that share the sample."""
         a = arrays
         self._check_dtypes("group_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
-        if empty.has_nothing(a.x):
+        if has_nothing(a.x):
             return GroupNormKernels(a, self.device, [])
         checks.check_packed("group_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, mean=a.mean, sums=a.sums, totals=a.totals)
         checks.check_same_shape("group_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
@@ -137,8 +144,8 @@ class Norms(Base):
         self._check_dtypes("channel_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
         if (a.gamma is None) != (a.beta is None) or (a.dgamma is None) != (a.dbeta is None):
             raise KernelError("channel_norm: expected gamma and beta (and their gradients) both or neither, got one")
-        if empty.has_nothing(a.x):
-            return empty.filled(0), None if a.dy is None else empty.filled(0, a.dgamma, a.dbeta)
+        if has_nothing(a.x):
+            return filled(0), None if a.dy is None else filled(0, a.dgamma, a.dbeta)
         vectors = {name: getattr(a, name) for name in ("gamma", "beta", "dgamma", "dbeta")}
         checks.check_packed("channel_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, **vectors)
         checks.check_same_shape("channel_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halograd.kernels import checks, empty
+from halograd.kernels import checks
 from halograd.kernels.base import Base
-from halograd.kernels.errors import KernelError
-from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import Kernel
-from halograd.kernels.resample import Resampled
+from halograd.kernels.geometry import Geometry, Resampled
+from halograd.kernels.kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
 
 __all__ = ["ACTIVATIONS", "DropoutMask", "Pointwise"]
 
@@ -55,8 +53,8 @@ class Pointwise(Base):
         Without `dy` and `dx` (None) the backward kernel is None.
         """
         self._check_dtypes("max_pool", x=x, y=y, dy=dy, dx=dx)
-        if empty.has_nothing(x, y):
-            return empty.pool_of_nothing(float("-inf"), y, dx)
+        if has_nothing(x, y):
+            return pool_of_nothing(float("-inf"), y, dx)
         checks.check_pool("max_pool", x, y, dy, dx, geometry)
         return self._max_pool(x, y, dy, dx, geometry)
 
@@ -68,8 +66,8 @@ class Pointwise(Base):
         Without `dy` and `dx` (None) the backward kernel is None.
         """
         self._check_dtypes("average_pool", x=x, y=y, dy=dy, dx=dx)
-        if empty.has_nothing(x, y):
-            return empty.pool_of_nothing(0.0, y, dx)
+        if has_nothing(x, y):
+            return pool_of_nothing(0.0, y, dx)
         checks.check_pool("average_pool", x, y, dy, dx, geometry)
         return self._average_pool(x, y, dy, dx, geometry, count_include_pad)
 
@@ -88,8 +86,8 @@ class Pointwise(Base):
             raise KernelError("activation: expected both dy and dx or neither, got one; pass both for a backward")
         checks.check_same_shape("activation", x=x, y=y, dy=dy, dx=dx)
         self._check_dtypes("activation", x=x, y=y, dy=dy, dx=dx)
-        if empty.has_nothing(x):
-            return empty.filled(0), None if dx is None else empty.filled(0)
+        if has_nothing(x):
+            return filled(0), None if dx is None else filled(0)
         needs_input = kind == "gelu" or (kind == "leaky_relu" and alpha < 0)
         if dy is not None and checks.same_elements(x, y) and needs_input:
             raise KernelError(f"activation: expected x and y apart for the gradient of {kind}, got one array; use two")
@@ -102,8 +100,8 @@ class Pointwise(Base):
         named = {f"xs[{i}]": x for i, x in enumerate(xs)}
         checks.check_same_shape("add", **named, y=y)
         self._check_dtypes("add", **named, y=y)
-        if empty.has_nothing(y):
-            return empty.filled(0)
+        if has_nothing(y):
+            return filled(0)
         return self._add(list(xs), y, relu)
 
     def resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
@@ -113,8 +111,8 @@ class Pointwise(Base):
         `dx` (None) the backward kernel is None.
         """
         self._check_dtypes("resize", x=x, y=y, dy=dy, dx=dx)
-        if empty.has_nothing(x, y):
-            return empty.filled(0, y), None if dx is None else empty.filled(0, dx)
+        if has_nothing(x, y):
+            return filled(0, y), None if dx is None else filled(0, dx)
         checks.check_packed("resize", x=x, y=y, dy=dy, dx=dx)
         checks.check_same_shape("resize", x=x, dx=dx)
         checks.check_same_shape("resize", y=y, dy=dy)
@@ -144,8 +142,8 @@ class Pointwise(Base):
             raise KernelError(
                 f"dropout: expected shape and start for {len(x.shape)} axes, got {mask.shape} and {mask.start}"
             )
-        if empty.has_nothing(x):
-            return empty.filled(0), None if dx is None else empty.filled(0)
+        if has_nothing(x):
+            return filled(0), None if dx is None else filled(0)
         return self._dropout(x, y, dy, dx, mask)
 
     @abstractmethod

@@ -11,8 +11,7 @@ import numpy as np
 
 from halograd.kernels import checks
 from halograd.kernels.base import Base
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, idle
+from halograd.kernels.kernel import Kernel, KernelError, idle
 
 __all__ = ["UpdateArrays", "Updates"]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.dtensor import Blocks, Groups
-from halograd.kernels.chunks import Work
 from halograd.kernels.kernel import BatchNormKernels, BatchNormTraining
+from halograd.kernels.memory import Work
 from halograd.kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.dtensor import Groups
-from halograd.kernels.chunks import buffer, chunks, on_host, rows
-from halograd.kernels.chunks import total as total_of
+from halograd.kernels.memory import buffer, chunks, on_host, rows
+from halograd.kernels.memory import total as total_of
 from halograd.layers.costs import Judgement
 from halograd.layers.layer import Shape
 from halograd.layers.loss import LocalLoss, Loss, LossBlock

@@ -13,7 +13,7 @@ import numpy as np
 from halograd.device import is_low
 from halograd.dtensor import Blocks, Layout
 from halograd.kernels import LossArrays
-from halograd.kernels.chunks import Work
+from halograd.kernels.memory import Work
 from halograd.layers.costs import Judgement, Passes
 from halograd.layers.layer import Layer, Shape
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from halograd.comm import CommError, Communicator
 from halograd.device import DeviceError
-from halograd.device.choice import choose_ordinal
-from halograd.device.cupy import count_devices, import_cupy
+from halograd.device.cupy import choose_ordinal, count_devices, import_cupy
 from halograd.errors import UserError
 from halograd.kernels import Backend, KernelError, Substitute, get_backend
 from halograd.training.config import BackendConfig

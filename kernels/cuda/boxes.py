@@ -11,8 +11,7 @@ import numpy as np
 
 from halograd.kernels.cuda.launch import ACCESS, LARGE, Launch, Launcher, address, sequence
 from halograd.kernels.cuda.sources import Program, dtype_name
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, chain, idle
+from halograd.kernels.kernel import Kernel, KernelError, chain, idle
 
 __all__ = ["AXES", "Boxes", "Joined", "join", "joined_bytes", "joined_elements"]
 

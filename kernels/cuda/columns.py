@@ -23,9 +23,8 @@ from halograd.kernels.cuda.launch import (
     vector_lanes,
 )
 from halograd.kernels.cuda.sources import dtype_name
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, ScratchKernel, run_all
-from halograd.kernels.scratch import Scratch
+from halograd.kernels.kernel import Kernel, KernelError, ScratchKernel, run_all
+from halograd.kernels.memory import Scratch
 
 __all__ = ["FINISH_BLOCK", "ColumnsGrid", "CudaBias", "row_sums", "with_partial"]
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.cuda.sources import ELEMENTS, Program, dtype_name, kernels_of, record_of
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, run_all
+from halograd.kernels.kernel import Kernel, KernelError, run_all
 
 __all__ = [
     "LARGE", "THREADS", "CupyLauncher", "Extents", "Function", "Launch", "Launcher", "accumulator", "address",

@@ -10,10 +10,9 @@ import numpy as np
 
 from halograd.kernels.cuda.launch import THREADS, Launch, Launcher, power_of_two, scalar_program
 from halograd.kernels.cuda.sources import CODES, Program, dtype_name
-from halograd.kernels.errors import KernelError
 from halograd.kernels.kernel import ScratchKernel
 from halograd.kernels.losses import ClassTargets, LossArrays, Losses, LossKernel
-from halograd.kernels.scratch import Scratch
+from halograd.kernels.memory import Scratch
 
 __all__ = ["CudaLosses"]
 
@@ -85,14 +84,14 @@ class CudaLosses(Losses):
         """Means over channels; `weights`: of the positive class."""
         a, channels = arrays, arrays.x.shape[-1]
         members = {**_members(a), "channels": channels, "rows": a.x.size // channels}
-        members.update(target_code=_code(name, a.target), weights=self._weights(weights, channels))
+        members.update(target_code=CODES[dtype_name(a.target)], weights=self._weights(weights, channels))
         program = scalar_program("loss", a.x, a.dx)
         return self._loss(name, program, members, a.x.shape[0], (THREADS, 1), a.x.size, channels)
 
     def _classes(self, target: Any, targets: ClassTargets) -> dict[str, Any]:
         return {
             "target": target,
-            "target_code": _code("softmax_cross_entropy", target),
+            "target_code": CODES[dtype_name(target)],
             "weights": self._weights(targets.weights, targets.classes),
             "ignores": targets.ignored is not None,
             "ignored": targets.ignored or 0,
@@ -126,10 +125,3 @@ class CudaLosses(Losses):
 
 def _members(arrays: LossArrays) -> dict[str, Any]:
     return {name: getattr(arrays, name) for name in ("x", "target", "dx", "loss", "factor", "divisor")}
-
-
-def _code(what: str, target: Any) -> int:
-    name = dtype_name(target)
-    if name not in CODES:
-        raise KernelError(f"{what}: expected targets out of {', '.join(CODES)}, got {name}; convert them")
-    return CODES[name]

@@ -21,10 +21,10 @@ from halograd.kernels.cuda.launch import (
     sequence,
 )
 from halograd.kernels.cuda.sources import Program, dtype_name
-from halograd.kernels.group_norm import GroupNormArrays, GroupNormKernels
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, chain, idle
+from halograd.kernels.memory import Scratch
+from halograd.kernels.norm_parts import GroupNormArrays, GroupNormKernels
 from halograd.kernels.norms import ChannelNormArrays, Norms
-from halograd.kernels.scratch import Scratch
 
 __all__ = ["CudaNorms"]
 

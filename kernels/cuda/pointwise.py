@@ -12,11 +12,9 @@ from halograd.kernels.checks import same_elements
 from halograd.kernels.cuda.boxes import AXES, Joined, joined_elements
 from halograd.kernels.cuda.launch import Launch, Launcher, items_grid, scalar_program, sequence, suffix, vector_lanes
 from halograd.kernels.cuda.sources import Program
-from halograd.kernels.errors import KernelError
-from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import Kernel
+from halograd.kernels.geometry import Geometry, Resampled
+from halograd.kernels.kernel import Kernel, KernelError
 from halograd.kernels.pointwise import ACTIVATIONS, DropoutMask, Pointwise
-from halograd.kernels.resample import Resampled
 
 __all__ = ["CudaPointwise", "readers"]
 

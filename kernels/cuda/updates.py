@@ -22,7 +22,7 @@ from halograd.kernels.cuda.launch import (
 )
 from halograd.kernels.cuda.sources import Program, dtype_name
 from halograd.kernels.kernel import Kernel, ScratchKernel, idle, run_all
-from halograd.kernels.scratch import Scratch
+from halograd.kernels.memory import Scratch
 from halograd.kernels.updates import UpdateArrays, Updates
 
 __all__ = ["CudaUpdates"]

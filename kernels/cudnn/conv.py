@@ -9,15 +9,22 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.cuda import Boxes
-from halograd.kernels.cudnn.frontend import ALIGNMENT, Handles, Table
-from halograd.kernels.cudnn.graphs import BACKWARD_DATA, BACKWARD_FILTER, BIAS, FORWARD, PlanKey, W, X, Y
+from halograd.kernels.cudnn.frontend import ALIGNMENT, Handles, Table, Workspaces
+from halograd.kernels.cudnn.graphs import (
+    BACKWARD_DATA,
+    BACKWARD_FILTER,
+    BIAS,
+    FORWARD,
+    Arithmetic,
+    PlanKey,
+    Shapes,
+    W,
+    X,
+    Y,
+)
 from halograd.kernels.cudnn.plans import Plans
-from halograd.kernels.cudnn.precision import Arithmetic
-from halograd.kernels.cudnn.shapes import Shapes
-from halograd.kernels.cudnn.workspace import Workspaces
-from halograd.kernels.geometry import Geometry
+from halograd.kernels.geometry import Geometry, channels_in_memory
 from halograd.kernels.kernel import Kernel, chain
-from halograd.kernels.padded import channels_in_memory
 
 __all__ = ["Engine", "backward_data", "backward_filter", "forward", "outside"]
 

@@ -10,8 +10,7 @@ from typing import Any
 from halograd.device import Device
 from halograd.kernels.cuda import Boxes, CupyLauncher
 from halograd.kernels.cudnn.frontend import INSTALL, Frontend, load, one_line
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, chain
+from halograd.kernels.kernel import Kernel, KernelError, chain
 
 __all__ = ["Runtime"]
 

@@ -6,17 +6,34 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import threadpoolctl
 
 from halograd.kernels.backend import Backend
+from halograd.kernels.memory import Scratch, aligned_empty
 from halograd.kernels.numpy.convolution import COLUMN_BYTES, NumpyConvolutions
 from halograd.kernels.numpy.losses import NumpyLosses
 from halograd.kernels.numpy.norms import NumpyNorms
 from halograd.kernels.numpy.pointwise import NumpyPointwise
 from halograd.kernels.numpy.updates import NumpyUpdates
-from halograd.kernels.scratch import Scratch, aligned_empty
-from halograd.kernels.threads import BlasLimit
 
-__all__ = ["NumpyBackend"]
+__all__ = ["BlasLimit", "NumpyBackend"]
+
+
+class BlasLimit:
+    """Holds every BLAS loaded so far to `threads`, until :meth:`close`.
+
+    Local. The limit belongs to the process, so of several open at a time the last one made counts.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._limits = threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+        self._open = True
+
+    def close(self) -> None:
+        """Give BLAS its former number of threads back. May be called twice."""
+        if self._open:
+            self._open = False
+            self._limits.restore_original_limits()
 
 
 class NumpyBackend(NumpyConvolutions, NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, Backend):

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.chunks import Work, buffer, chunks, constant, take, total
 from halograd.kernels.losses import ClassTargets, LossArrays, Losses, LossKernel
+from halograd.kernels.memory import Work, buffer, chunks, constant, take, total
 
 __all__ = ["NumpyLosses"]
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from halograd.kernels.checks import same_elements
 from halograd.kernels.kernel import Kernel, ScratchKernel
+from halograd.kernels.memory import nbytes_of, round_up
 from halograd.kernels.numpy.windows import NumpyWindows
 from halograd.kernels.pointwise import DropoutMask
-from halograd.kernels.scratch import nbytes_of, round_up
 
 __all__ = ["NumpyPointwise", "erf", "global_counters", "mix64", "mix64_inplace"]
 

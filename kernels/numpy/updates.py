@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.kernel import Kernel, ScratchKernel
-from halograd.kernels.scratch import Scratch, round_up
+from halograd.kernels.memory import Scratch, round_up
 from halograd.kernels.updates import UpdateArrays, Updates
 
 __all__ = ["NumpyUpdates"]

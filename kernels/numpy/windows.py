@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.geometry import Geometry
+from halograd.kernels.geometry import Geometry, Resampled
 from halograd.kernels.kernel import Kernel, ScratchKernel, run_all
-from halograd.kernels.numpy.columns import Margins
+from halograd.kernels.memory import Scratch, nbytes_of, round_up
+from halograd.kernels.numpy.convolution import Margins
 from halograd.kernels.pointwise import Pointwise
-from halograd.kernels.resample import Resampled
-from halograd.kernels.scratch import Scratch, nbytes_of, round_up
 
 __all__ = ["NumpyWindows", "tap_counts"]
 

@@ -14,7 +14,7 @@ import pytest
 
 import halograd.kernels.backend as choice
 from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, Kernel, KernelError, get_backend
-from halograd.kernels.scratch import Scratch
+from halograd.kernels.memory import Scratch
 from tests.harness.limits import LIMIT
 
 from .conftest import Arrays, assert_close

@@ -7,7 +7,7 @@ import pytest
 
 from halograd.kernels import KernelError
 from halograd.kernels.cuda import CudaKernels
-from halograd.kernels.group_norm import GroupNormArrays
+from halograd.kernels.norm_parts import GroupNormArrays
 from halograd.kernels.norms import ChannelNormArrays
 
 from .conftest import FLOAT64, assert_close

@@ -133,7 +133,7 @@ def test_autotune_measures_once_per_shape(onednn):
 
 
 def test_autotune_takes_the_fastest(onednn, monkeypatch):
-    import halograd.kernels.onednn.autotune as autotune
+    import halograd.kernels.onednn.conv as autotune
 
     order = []
 
@@ -275,7 +275,7 @@ def test_error_codes_are_words(onednn):
 
 
 def test_library_is_looked_for_in_order(monkeypatch):
-    from halograd.kernels.onednn import library
+    from halograd.kernels.onednn import abi as library
 
     monkeypatch.delenv("DNNL_LIB", raising=False)
     monkeypatch.setenv("CONDA_PREFIX", "/opt/conda")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.kernels.resample import MODES, Resampling
+from halograd.kernels.geometry import MODES, Resampling
 from halograd.layers import Input, MaxPool, Resize
 from halograd.testing import check_layer
 from tests.layers.geometries import skew

@@ -13,11 +13,10 @@ from halograd.device import LOW, Device, as_dtype, is_low, register, unregister
 from halograd.device.base import packed_as
 from halograd.kernels import checks
 from halograd.kernels.backend import Backend
-from halograd.kernels.geometry import Geometry
+from halograd.kernels.geometry import Geometry, tensor_core_channels
 from halograd.kernels.kernel import BatchNormKernels, Kernel, chain
 from halograd.kernels.losses import LossKernel
 from halograd.kernels.numpy import NumpyBackend
-from halograd.kernels.padded import tensor_core_channels
 from tests.support.device_array import DeviceArray, unwrap
 
 __all__ = ["FakeBackend", "FakeDevice", "operands"]

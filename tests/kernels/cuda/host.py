@@ -15,8 +15,8 @@ import numpy as np
 from halograd.kernels.cuda import Boxes, CudaKernels
 from halograd.kernels.cuda.launch import Extents, Function, Launcher, address
 from halograd.kernels.cuda.sources import Program
+from halograd.kernels.memory import Scratch, aligned_empty
 from halograd.kernels.numpy import NumpyBackend
-from halograd.kernels.scratch import Scratch, aligned_empty
 
 SHIM = Path(__file__).parent / "host_shim.h"
 # The kernels look at elements as vectors of them, which CUDA allows and C++ does not.

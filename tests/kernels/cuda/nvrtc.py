@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from halograd.kernels.cuda.sources import ADDED, Program
-from halograd.kernels.errors import KernelError
+from halograd.kernels.kernel import KernelError
 
 __all__ = ["Nvrtc", "Usage"]
 

@@ -18,7 +18,7 @@ from .conftest import BFLOAT16, DTYPES
 
 def numbers(shape, dtype, seed=0):
     """An aligned array of small integers, exact in every dtype."""
-    from halograd.kernels.scratch import aligned_empty
+    from halograd.kernels.memory import aligned_empty
 
     array = aligned_empty(shape, dtype)
     array[...] = np.random.default_rng(seed).integers(-8, 9, shape)

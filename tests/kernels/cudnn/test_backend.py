@@ -13,9 +13,8 @@ import pytest
 from halograd.device import as_dtype
 from halograd.kernels import Geometry, KernelError, get_backend
 from halograd.kernels.cudnn import CudnnBackend
-from halograd.kernels.cudnn.frontend import Frontend, Handles, Table, load
+from halograd.kernels.cudnn.frontend import Frontend, Handles, Table, Workspaces, load
 from halograd.kernels.cudnn.runtime import Runtime
-from halograd.kernels.cudnn.workspace import Workspaces
 from tests.kernels.conftest import Arrays, assert_close
 
 from .fake_cudnn import GraphDouble
