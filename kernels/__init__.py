@@ -12,6 +12,7 @@ from halograd.kernels.updates import UpdateArrays
 __all__ = [
     "ACTIVATIONS",
     "Backend",
+    "BatchNormArrays",
     "BatchNormKernels",
     "BatchNormTraining",
     "ChannelNormArrays",

@@ -303,7 +303,33 @@ class BatchNormTraining:
 
 @dataclass(frozen=True)
 class BatchNormArrays:
-    """The arguments of :meth:`Backend.batch_norm`."""
+    """The arguments of :meth:`Backend.batch_norm`; arrays are local.
+
+    Attributes
+    ----------
+    x, y, dy, dx
+        ``(N, *spatial, C)``; `dy` and `dx` are None for a forward that is never differentiated.
+    gamma, beta, mean, var
+        ``(C,)``, of the dtype of `x` or float32; `var` is the biased variance.
+    sums, means
+        float64 ``(2, C)``: what this process adds up, and what all processes found.
+    local
+        False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (two passes over blocks, combined in
+        float64, or no less accurately than the local statistics) and may use `y` as it likes; ``forward()``
+        takes `mean` and `var` as they are, and with `dx` these are statistics of `x`; ``backward_sums()`` writes
+        ``sums = [sum dy', sum dy' * xhat]`` with ``dy' = dy`` where ``y > 0`` (everywhere without relu), and may
+        use `dx` as it likes; ``backward_data()``, to be called after it, writes
+        ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat * means[1])``.
+        True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
+        other two do nothing.
+    training
+        What the kernels do besides: mean and variance from sums over all processes, running statistics, gradients
+        of the parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may use `means`
+        as it likes.
+    residual, dresidual
+        Of the shape of `x`, or None. With a residual and relu ``backward_sums()`` writes ``dresidual = dy'``,
+        which ``backward_data()`` reads; without relu the residual's gradient is `dy`, and `dresidual` None.
+    """
 
     x: Any
     y: Any

@@ -11,7 +11,6 @@ from halograd.kernels.base import Base
 from halograd.kernels.kernel import (
     BatchNormArrays,
     BatchNormKernels,
-    BatchNormTraining,
     Kernel,
     KernelError,
     batch_norm_of_nothing,
@@ -54,69 +53,25 @@ class Norms(Base):
     #: Whether `_batch_norm` does itself what `training` and `residual` ask for.
     fuses_batch_norm: bool = False
 
-    def batch_norm(
-        self,
-        x: Any,
-        y: Any,
-        dy: Any,
-        dx: Any,
-        gamma: Any,
-        beta: Any,
-        mean: Any,
-        var: Any,
-        sums: Any,
-        means: Any,
-        eps: float,
-        relu: bool,
-        local: bool,
-        training: BatchNormTraining | None = None,
-        residual: Any = None,
-        dresidual: Any = None,
-    ) -> BatchNormKernels:
+    def batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
         """``y = relu?(gamma * xhat + beta + residual?)``, ``xhat = (x - mean) / sqrt(var + eps)``, with its adjoint.
-
-        Parameters
-        ----------
-        x, y, dy, dx
-            ``(N, *spatial, C)``; `dy` and `dx` are None for a forward that is never differentiated.
-        gamma, beta, mean, var
-            ``(C,)``, of the dtype of `x` or float32; `var` is the biased variance.
-        sums, means
-            float64 ``(2, C)``: what this process adds up, and what all processes found.
-        local
-            False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (two passes over blocks, combined in
-            float64, or no less accurately than the local statistics) and may use `y` as it likes; ``forward()``
-            takes `mean` and `var` as they are, and with `dx` these are statistics of `x`; ``backward_sums()`` writes
-            ``sums = [sum dy', sum dy' * xhat]`` with ``dy' = dy`` where ``y > 0`` (everywhere without relu), and may
-            use `dx` as it likes; ``backward_data()``, to be called after it, writes
-            ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat * means[1])``.
-            True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
-            other two do nothing.
-        training
-            What the kernels do besides: mean and variance from sums over all processes, running statistics, gradients
-            of the parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may use `means`
-            as it likes.
-        residual, dresidual
-            Of the shape of `x`, or None. With a residual and relu ``backward_sums()`` writes ``dresidual = dy'``,
-            which ``backward_data()`` reads; without relu the residual's gradient is `dy`, and `dresidual` None.
 
         A backward kernel belongs to the last ``forward()`` of the same call.
         """
-        self._check_dtypes("batch_norm", x=x, y=y, dy=dy, dx=dx, residual=residual, dresidual=dresidual)
-        arrays = BatchNormArrays(
-            x, y, dy, dx, gamma, beta, mean, var, sums, means, eps, relu, local, training, residual, dresidual
-        )
-        if has_nothing(x):
-            return with_training(arrays, batch_norm_of_nothing(arrays), self.device)
-        vectors = {"gamma": gamma, "beta": beta, "mean": mean, "var": var, **(training.vectors if training else {})}
-        checks.check_batch_norm(x, y, dy, dx, vectors, {"sums": sums, "means": means})
-        checks.check_residual(arrays)
-        if eps <= 0:
-            raise KernelError(f"batch_norm: expected eps > 0, got {eps}; 1e-5 is usual")
+        a = arrays
+        self._check_dtypes("batch_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, residual=a.residual, dresidual=a.dresidual)
+        if has_nothing(a.x):
+            return with_training(a, batch_norm_of_nothing(a), self.device)
+        vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
+        vectors.update(a.training.vectors if a.training else {})
+        checks.check_batch_norm(a.x, a.y, a.dy, a.dx, vectors, {"sums": a.sums, "means": a.means})
+        checks.check_residual(a)
+        if a.eps <= 0:
+            raise KernelError(f"batch_norm: expected eps > 0, got {a.eps}; 1e-5 is usual")
         if self.fuses_batch_norm:
-            return self._batch_norm(arrays)
-        alone = self._batch_norm(without_parts(arrays))
-        return with_training(arrays, with_residual(arrays, alone, self.add, self.activation), self.device)
+            return self._batch_norm(a)
+        alone = self._batch_norm(without_parts(a))
+        return with_training(a, with_residual(a, alone, self.add, self.activation), self.device)
 
     def group_norm(self, arrays: GroupNormArrays) -> GroupNormKernels:
         """Norm over groups of channels of each sample, in parts around sums over the ranks that share the sample."""
@@ -162,7 +117,9 @@ class Norms(Base):
         for n in range(samples):
             x, y, dy, dx = (None if b is None else b[n : n + 1] for b in (a.x, a.y, a.dy, a.dx))
             numbers = (a.mean[n], a.var[n], a.sums[n], a.means[n])
-            kernels.append(self.batch_norm(x, y, dy, dx, a.gamma, a.beta, *numbers, a.eps, a.relu, local=False))
+            kernels.append(
+                self.batch_norm(BatchNormArrays(x, y, dy, dx, a.gamma, a.beta, *numbers, a.eps, a.relu, local=False))
+            )
         return GroupNormKernels(arrays, self.device, kernels)
 
     @abstractmethod

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.dtensor import Blocks, Groups
-from halograd.kernels.kernel import BatchNormKernels, BatchNormTraining
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
 from halograd.kernels.memory import Work
 from halograd.kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from halograd.layers.costs import Passes
@@ -249,16 +249,12 @@ class _BatchNormKernel:
         given = {name: block(self.arrays.get(name), len(self.mean)) for name in names}
         if training is None:
             given |= {"dy": None, "dx": None, "dresidual": None}
-        gamma, beta, sums, means = (self.arrays[name] for name in ("gamma", "beta", "sums", "means"))
-        made: BatchNormKernels = environment.kernels.batch_norm(
-            *(given.pop(name) for name in names[:4]),
-            *(gamma, beta, *moments, sums, means),
-            self.layer.eps,
-            self.layer.activation == "relu",
-            training is not None and self.n.alone,
-            training,
-            **given,
-        )
+        given |= {name: self.arrays[name] for name in ("gamma", "beta", "sums", "means")}
+        mean, var = moments
+        numbers: dict[str, Any] = {"eps": self.layer.eps, "relu": self.layer.activation == "relu"}
+        numbers |= {"training": training, "local": training is not None and self.n.alone}
+        arrays = BatchNormArrays(**given, **numbers, mean=mean, var=var)
+        made: BatchNormKernels = environment.kernels.batch_norm(arrays)
         return made
 
     def settle(self) -> None:

@@ -53,7 +53,7 @@ class Ours:
         self.executor = Executor(network, comm, kernels, subject.batch, strategy, dtype, graph=graph and not lone)
         if lone:
             record = [
-                GraphedPass(self._device, run, getattr(kernels, "before_capture", None))
+                GraphedPass(self._device, run, kernels.before_capture)
                 for run in (self.executor._compute, self.executor._differentiate)
             ]
             self.executor._graphs = (record[0], record[1])
@@ -97,7 +97,7 @@ class Ours:
         capture = getattr(self._device, "_captured", None)
         if capture is None:
             return None
-        prepare = getattr(self.executor.kernels, "before_capture", None)
+        prepare = self.executor.kernels.before_capture
         if prepare is not None:
             prepare()
         return sum(_nodes(capture(run)) for run in (self.executor._compute, self.executor._differentiate))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import KernelError
+from halograd.kernels.kernel import BatchNormArrays
 
 from ..conftest import EPS, FLOAT64, Arrays, assert_close
 from .conftest import DTYPES
@@ -87,7 +88,7 @@ def test_the_order_of_threads_does_not_matter(cuda, arrays):
         y, dx = arrays.poisoned(*x.shape), arrays.poisoned(*x.shape)
         mean, var, sums = arrays.poisoned(12), arrays.poisoned(12), arrays.poisoned(2, 12, dtype=FLOAT64)
         vectors = (gamma, beta, mean, var, sums, np.zeros((2, 12)))
-        k = cuda.batch_norm(x, y, dy, dx, *vectors, 1e-3, True, True)
+        k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, 1e-3, True, True))
         k.forward()
         k.backward_sums()
         total = np.zeros(1)
@@ -101,7 +102,7 @@ def test_nothing_is_allocated_when_kernels_run(cuda, arrays, monkeypatch):
     dx, dy = arrays.poisoned(2, 5, 8), arrays.draw(2, 5, 8)
     c, sums = arrays.draw(8), arrays.poisoned(2, 8, dtype=FLOAT64)
     vectors = (c, c.copy(), c.copy(), c.copy(), sums, sums.copy())
-    k = cuda.batch_norm(x, y, dy, dx, *vectors, 1e-3, True, True)
+    k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, 1e-3, True, True))
     k.forward()
     k.backward_sums()
 

@@ -15,6 +15,7 @@ from halograd.kernels import Geometry, KernelError, get_backend
 from halograd.kernels.cudnn import CudnnBackend
 from halograd.kernels.cudnn.frontend import Frontend, Handles, Table, Workspaces, load
 from halograd.kernels.cudnn.runtime import Runtime
+from halograd.kernels.kernel import BatchNormArrays
 from tests.kernels.conftest import Arrays, assert_close
 
 from .fake_cudnn import GraphDouble
@@ -243,7 +244,7 @@ def test_everything_else_goes_to_our_own_kernels(backend):
     made = [
         backend.max_pool(x, y, None, None, g)[0],
         backend.average_pool(x, y, None, None, g, True)[0],
-        backend.batch_norm(x, x.copy(), None, None, *vectors, *sums, 1e-5, True, True).forward,
+        backend.batch_norm(BatchNormArrays(x, x.copy(), None, None, *vectors, *sums, 1e-5, True, True)).forward,
         backend.activation("relu", x, x, None, None)[0],
         backend.add([x, x], x),
     ]
