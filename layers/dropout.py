@@ -33,8 +33,8 @@ class Dropout(Layer):
     Notes
     -----
     What is dropped follows from the run's seed, the step, the layer's name and the element's position in the global
-    array (:class:`halograd.kernels.DropoutMask`). A mask costs at most one byte per element and no communication, and a
-    resumed run draws the same ones.
+    array (:class:`halograd.kernels.DropoutMask`). A mask costs no communication and is not kept: backward
+    draws it again, as a resumed run does.
 
     References
     ----------
@@ -42,7 +42,7 @@ class Dropout(Layer):
     replaces the sequence (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
     """
 
-    # Reads its bytes or draws them again.
+    # The mask is drawn in both passes.
     passes = Passes((1.25, 1), (1.25, 1))
     cuts_channels = "channelwise"
 

@@ -148,40 +148,40 @@ class NumpyPointwise(NumpyWindows):
         return Kernel(run, "numpy:add")
 
     def _dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]:
-        """The mask is drawn forward, and kept: a byte per element."""
+        """Backward draws the mask again."""
+        return self._dropped(x, y, mask), None if dx is None else self._dropped(dy, dx, mask)
+
+    def _dropped(self, x: Any, y: Any, mask: DropoutMask) -> Kernel:
         outer, inner = global_counters(mask.shape, mask.start, x.shape)
         step, threshold = max(1, _DRAWN // max(1, inner.size)), np.uint64(int(mask.rate * 2**64))
-        shape, size = (min(step, outer.size), inner.size), round_up(8 * min(step, outer.size) * inner.size)
-        dropped, scratch, factor = np.empty(x.shape, np.bool_), self.scratch, 1.0 / (1.0 - mask.rate)
-        flat = dropped.reshape(outer.size, inner.size)
+        shape, factor, scratch = (min(step, outer.size), inner.size), 1.0 / (1.0 - mask.rate), self.scratch
+        size = round_up(nbytes_of(shape, np.uint64))
+        source, target = (a.reshape(outer.size, inner.size) for a in (x, y))
 
-        def bind_forward() -> Callable[[], None]:
+        def bind() -> Callable[[], None]:
             hashes, shifted = scratch.view(shape, np.uint64), scratch.view(shape, np.uint64, size)
-            starts = range(0, outer.size, step)
-            rows = [(outer[i : i + step, None], flat[i : i + step]) for i in starts]
-            steps = [(hashes[: len(part)], shifted[: len(part)], part, out) for part, out in rows]
+            dropped, steps = scratch.view(shape, np.bool_, 2 * size), []
+            for part in (slice(i, min(i + step, outer.size)) for i in range(0, outer.size, step)):
+                count = part.stop - part.start
+                work = (hashes[:count], shifted[:count], dropped[:count])
+                steps.append((outer[part, None], source[part], target[part], *work))
 
             def run() -> None:
                 seed, number = int(mask.state[0]), int(mask.state[1])
                 key = np.uint64(mix64(mix64(mix64(seed) + number) + mask.salt))
-                for z, work, part, out in steps:
-                    np.add(part, inner, out=z)
+                for counters, given, found, z, work, out in steps:
+                    np.add(counters, inner, out=z)
                     np.add(z, key, out=z)
                     mix64_inplace(z, work)
                     np.less(z, threshold, out=out)
-                np.multiply(x, factor, out=y)
-                # Set, not multiplied by zero: an infinite element that is dropped must not become NaN.
-                np.copyto(y, 0, where=dropped)
+                    np.multiply(given, factor, out=found)
+                    # Set, not multiplied by zero: an infinite element that is dropped must not become NaN.
+                    np.copyto(found, 0, where=out)
 
             return run
 
-        def backward() -> None:
-            np.multiply(dy, factor, out=dx)
-            np.copyto(dx, 0, where=dropped)
-
-        kept = dropped.nbytes + outer.nbytes + inner.nbytes
-        forward = ScratchKernel(bind_forward, scratch, 2 * size, "numpy:dropout", kept)
-        return forward, None if dx is None else Kernel(backward, "numpy:dropout")
+        kept = outer.nbytes + inner.nbytes
+        return ScratchKernel(bind, scratch, 2 * size + nbytes_of(shape, np.bool_), "numpy:dropout", kept)
 
 
 def _start(into: list[Any], terms: list[Any], y: Any) -> None:
