@@ -32,9 +32,7 @@ import typer
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from halograd.kernels import KernelError
-from halograd.kernels.cuda.cupy_device import CupyDevice
-from halograd.kernels.cuda.device import Function
-from halograd.kernels.cuda.launch import Launch
+from halograd.kernels.cuda.launch import CupyLauncher, Function, Launch
 from halograd.kernels.cuda.sources import Program
 
 #: Kernels of few arguments and of many.
@@ -49,7 +47,7 @@ extern "C" int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, uns
 """
 
 
-class DriverlessDevice(CupyDevice):
+class DriverlessLauncher(CupyLauncher):
     """CuPy's launches up to the driver, for which a library stands that does nothing."""
 
     def __init__(self, folder: Path) -> None:
@@ -70,15 +68,15 @@ class DriverlessDevice(CupyDevice):
         return SimpleNamespace(ptr=1)
 
 
-def open_device(folder: Path) -> CupyDevice:
+def open_device(folder: Path) -> CupyLauncher:
     """The GPU, or what stands for it."""
     try:
-        return CupyDevice()
+        return CupyLauncher()
     except KernelError:
-        return DriverlessDevice(folder)
+        return DriverlessLauncher(folder)
 
 
-def cost(device: CupyDevice, name: str, calls: int) -> dict[str, float]:
+def cost(device: CupyLauncher, name: str, calls: int) -> dict[str, float]:
     """Shortest mean time of a call over a few rounds, by column [s]."""
     launch = Launch(device, Program(KERNELS[name]), name, (1,))
     record, parameters = launch._record, np.array([launch._record.ctypes.data], np.uint64)

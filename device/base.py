@@ -8,21 +8,72 @@ learns that something is done from a :class:`Ticket` only. ::
 
 Everything above the kernels is written against this class and NumPy's functions, which an array of a device answers
 itself (CuPy does); so the same code runs on the host, on a GPU, and on a double of one in the tests.
+
+:data:`HOST` is the host: NumPy arrays, and calls that return when they are done. :func:`device_of` finds the device of
+an array. Types of 16 bits have names here, and the type that stands behind them where digits count.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 
 from halograd.errors import UserError
 
-__all__ = ["Device", "DeviceError", "DeviceMemory", "Stamp", "Ticket", "packed_as"]
+__all__ = [
+    "HOST",
+    "LOW",
+    "Device",
+    "DeviceError",
+    "DeviceMemory",
+    "HostDevice",
+    "Stamp",
+    "Ticket",
+    "as_dtype",
+    "device_of",
+    "is_low",
+    "on_device",
+    "packed_as",
+    "register",
+    "resolution",
+    "unregister",
+    "wide",
+]
+
+
+#: Types of 16 bits: for activations and their gradients; parameters, sums and statistics are float32 beside them.
+LOW = ("float16", "bfloat16")
+
+
+def as_dtype(name: Any) -> np.dtype:
+    """The dtype of this name; ``bfloat16`` is that of ml_dtypes."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def is_low(dtype: Any) -> bool:
+    """Whether a dtype, or the name of one, has 16 bits."""
+    return (dtype if isinstance(dtype, str) else np.dtype(dtype).name) in LOW
+
+
+def wide(dtype: Any) -> np.dtype:
+    """The dtype of parameters, statistics and sums beside activations of this one.
+
+    >>> wide("float16"), wide("float64")
+    (dtype('float32'), dtype('float64'))
+    """
+    return np.dtype(np.float32) if is_low(dtype) else np.dtype(dtype)
+
+
+def resolution(dtype: Any) -> float:
+    """Distance from 1 to the next number, as `numpy.finfo` says of the types that it knows."""
+    return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
 class DeviceError(UserError):
@@ -67,10 +118,13 @@ class Device(ABC):
         For messages and reports.
     is_host
         Whether arrays are NumPy's and every call returns when it is done.
+    chunk
+        Elements that elementwise work in NumPy's functions takes at a time: as many as make launches cheap.
     """
 
     name: str
     is_host = False
+    chunk = 1 << 24
 
     # -- arrays ---------------------------------------------------------------------------------
     @abstractmethod
@@ -207,3 +261,115 @@ class Device(ABC):
 def packed_as(values: Any, target: Any) -> np.ndarray:
     """Host values as a packed array of the shape and dtype of `target`; `ascontiguousarray` adds a missing axis."""
     return np.array(np.broadcast_to(values, target.shape), target.dtype, order="C", copy=True)
+
+
+class _Now:
+    """What was enqueued on the host is done."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class HostDevice(Device):
+    """Host memory. Local."""
+
+    name = "host"
+    is_host = True
+    # Some buffers of this size fit into the second-level cache.
+    chunk = 1 << 15
+
+    def owns(self, array: Any) -> bool:
+        return not hasattr(array, "__cuda_array_interface__")  # numbers and lists are the host's too
+
+    def address(self, array: Any) -> int:
+        return int(array.__array_interface__["data"][0])
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return np.empty(tuple(shape), dtype)
+
+    def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        return np.zeros(tuple(shape), dtype)
+
+    def to_host(self, array: Any) -> np.ndarray:
+        return array
+
+    def assign(self, target: Any, values: np.ndarray) -> None:
+        target[...] = values
+
+    def download(self, array: Any, pinned: np.ndarray) -> None:
+        np.copyto(pinned, array)
+
+    def upload(self, pinned: np.ndarray, array: Any) -> None:
+        np.copyto(array, pinned)
+
+    def mark(self) -> Ticket:
+        return _Now()
+
+    def synchronize(self) -> None:
+        return None
+
+    def stamp(self) -> _Now:
+        return _Now()
+
+    def seconds(self, first: Any, second: Any) -> float:
+        return second.at - first.at
+
+
+HOST = HostDevice()
+
+
+_devices: list[Device] = []
+
+
+def register(device: Device) -> None:
+    """Let `device_of` find a device; the one registered last is asked first."""
+    _devices.insert(0, device)
+
+
+def unregister(device: Device) -> None:
+    """Forget a device; one that is not registered is ignored."""
+    _devices[:] = [other for other in _devices if other is not device]
+
+
+def device_of(*arrays: Any) -> Device:
+    """The device of some arrays; None among them is ignored.
+
+    Raises
+    ------
+    DeviceError
+        If they live on different devices, or on none that a kernel backend has opened.
+    """
+    found: list[Device] = []
+    for array in arrays:
+        if array is None:
+            continue
+        device = HOST if isinstance(array, np.ndarray) else _of(array)
+        if device not in found:
+            found.append(device)
+    if len(found) > 1:
+        names = " and ".join(device.name for device in found)
+        raise DeviceError(f"expected arrays on one device, got some on {names}; copy them to one")
+    return found[0] if found else HOST
+
+
+def on_device(array: Any) -> Device | None:
+    """The device of an array; None for anything of the host."""
+    if isinstance(array, np.ndarray):
+        return None
+    return next((device for device in _devices if device.owns(array)), None)
+
+
+def _of(array: Any) -> Device:
+    device = on_device(array)
+    if device is not None:
+        return device
+    raise DeviceError(
+        f"expected a NumPy array or one of an open device, got {type(array).__module__}.{type(array).__name__}; "
+        "make a kernel backend of its device first"
+    )

@@ -314,7 +314,7 @@ class _Planner:
 
 def as_run(strategy: Strategy, config: Config) -> Strategy:
     """With the scheme of the configuration, unless that is found while training."""
-    return strategy if config.reduction.name == "auto" else with_reduction(strategy, config)
+    return strategy if config.reduction.scheme().kind.searches else with_reduction(strategy, config)
 
 
 def can_run(strategy: Strategy, network: Network, ranks: int) -> bool:

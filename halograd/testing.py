@@ -18,8 +18,8 @@ from halograd.comm import Communicator
 from halograd.dtensor import axis_names
 from halograd.errors import UserError
 from halograd.kernels import Backend, get_backend
+from halograd.kernels.memory import total
 from halograd.layers import Input, Layer, Loss, Network
-from halograd.layers.chunks import total
 from halograd.layers.strategy import Strategy
 from halograd.training.executor import Executor
 

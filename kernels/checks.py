@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.errors import KernelError
-from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormArrays
-from halograd.kernels.padded import channels_in_memory
+from halograd.kernels.geometry import Geometry, channels_in_memory
+from halograd.kernels.kernel import BatchNormArrays, KernelError
 
 __all__ = [
     "check_batch_norm",

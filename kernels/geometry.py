@@ -1,14 +1,194 @@
-"""Geometry of a sliding operation on plain arrays: kernel, stride, dilation, padding, groups."""
+"""Geometry of operations on plain arrays: sliding windows, channels that lie padded in memory, and resampling.
+
+Pure arithmetic. :class:`Geometry` has kernel, stride, dilation, padding and groups of a sliding operation;
+:class:`Resampling` says which inputs an output reads on one axis, and with which weights. That is exact: positions
+are rational numbers, so nothing depends on rounding or on how an axis is cut. With a ratio of p inputs per q outputs,
+outputs that are q apart read inputs that are p apart with the same weights: a block of outputs is a few strided *runs*,
+each one multiply-add of strided views::
+
+    scale 2, linear        outputs   0    1  2   3  4   5  6   7
+                           inputs    0   0 1 0 1 1 2 1 2 2 3 ...
+                           weights   1   3:1 1:3 3:1 1:3 ...     runs: {0}, {1, 3, 5}, {2, 4, 6}, {7}
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
-from halograd.kernels.errors import KernelError
+import numpy as np
 
-__all__ = ["Geometry"]
+from halograd.kernels.kernel import KernelError
+
+__all__ = ["LANES", "MODES", "Geometry", "Resampled", "Resampling", "Run", "channels_in_memory", "tensor_core_channels"]
+
+
+#: Channels of 16 bits in an access of 16 bytes.
+LANES = 8
+
+
+def tensor_core_channels(channels: int, dtype: Any) -> int:
+    """As many channels as the input of a convolution should have for tensor cores, which take 16 bits by eights.
+
+    Up to eight channels stay: cuDNN has engines for first layers. Of others it would make a padded copy itself, in its
+    workspace and at every call (measured by planning 18 channels of 2048 x 2048: 192 MiB, and none of 24).
+
+    >>> [tensor_core_channels(n, "float16") for n in (1, 3, 8, 18, 24)], tensor_core_channels(18, "float32")
+    ([1, 3, 8, 24, 24], 18)
+    """
+    return channels if np.dtype(dtype).itemsize != 2 or channels <= LANES else -(-channels // LANES) * LANES
+
+
+def channels_in_memory(array: Any) -> int | None:
+    """Channels from one position of an array ``(N, *spatial, C)`` to the next; None if it is not packed but for these.
+
+    >>> a = np.zeros((2, 5, 4, 24))
+    >>> channels_in_memory(a), channels_in_memory(a[..., :18]), channels_in_memory(a[:, 1:, :, :18])
+    (24, 24, None)
+    """
+    size = np.dtype(array.dtype).itemsize
+    *outer, channels = array.shape
+    if array.strides[-1] != size and channels > 1:
+        return None
+    room = array.strides[-2] if outer[-1] > 1 else None
+    run = room
+    for n, stride in zip(reversed(outer), reversed(array.strides[:-1])):
+        if n == 1:
+            continue
+        if run is None:
+            run = room = stride
+        if stride != run:
+            return None
+        run = stride * n
+    room = channels * size if room is None else room
+    return room // size if room % size == 0 and room >= channels * size else None
+
+
+MODES = ("nearest", "nearest-exact", "linear")
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` outputs ``start + k * step``; each is the sum over `taps` of ``weight * x[first + k * input_step]``.
+
+    Attributes
+    ----------
+    taps
+        ``(first, weight)``: one or two.
+    """
+
+    start: int
+    step: int
+    count: int
+    input_step: int
+    taps: tuple[tuple[int, float], ...]
+
+    def outputs(self, origin: int = 0) -> slice:
+        """The outputs in an array that begins at global `origin`."""
+        first = self.start - origin
+        return slice(first, first + (self.count - 1) * self.step + 1, self.step)
+
+    def inputs(self, tap: int, origin: int = 0) -> slice:
+        """The inputs of one tap in an array that begins at global `origin`."""
+        first = self.taps[tap][0] - origin
+        return slice(first, first + (self.count - 1) * self.input_step + 1, self.input_step)
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """One axis of `size` inputs and `outputs` outputs, `ratio` inputs per output.
+
+    Attributes
+    ----------
+    mode
+        ``"linear"``: position ``(o + 1/2) * ratio - 1/2`` between two inputs (half-pixel centres, corners not
+        aligned), clamped at the ends. ``"nearest-exact"``: the input under the centre, ``floor((o + 1/2) * ratio)``.
+        ``"nearest"``: ``floor(o * ratio)``. All as in torch.
+    """
+
+    size: int
+    outputs: int
+    ratio: Fraction
+    mode: str
+
+    def taps(self, o: int) -> tuple[tuple[int, float], ...]:
+        """``(input, weight)`` of one output, one or two, in rising order."""
+        last = self.size - 1
+        if self.mode == "nearest":
+            return ((min(int(o * self.ratio), last), 1.0),)
+        centre = (o + Fraction(1, 2)) * self.ratio
+        if self.mode == "nearest-exact":
+            return ((min(int(centre), last), 1.0),)
+        position = max(Fraction(0), centre - Fraction(1, 2))
+        first = min(int(position), last)
+        weight = position - first
+        if first == last or not weight:
+            return ((first, 1.0),)
+        return ((first, float(1 - weight)), (first + 1, float(weight)))
+
+    def input_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Inputs that the outputs ``[start, stop)`` read, as a half-open range; always inside the array."""
+        if stop <= start:
+            return 0, 0
+        return self.taps(start)[0][0], self.taps(stop - 1)[-1][0] + 1
+
+    def runs(self, start: int, stop: int) -> list[Run]:
+        """The outputs ``[start, stop)`` as runs, each output in exactly one."""
+        step, input_step = self.ratio.denominator, self.ratio.numerator
+        found = []
+        for phase in range(start, min(stop, start + step)):
+            run: Run | None = None
+            for o in range(phase, stop, step):
+                taps = self.taps(o)
+                if run is not None and taps == _next(run):
+                    run = Run(run.start, step, run.count + 1, input_step, run.taps)
+                    continue
+                if run is not None:
+                    found.append(run)
+                run = Run(o, step, 1, input_step, taps)
+            if run is not None:
+                found.append(run)
+        return found
+
+
+def _next(run: Run) -> tuple[tuple[int, float], ...]:
+    """The taps that would continue the run."""
+    return tuple((first + run.count * run.input_step, weight) for first, weight in run.taps)
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """One axis of a block: the outputs ``[start, stop)``, of inputs in an array that begins at `origin`."""
+
+    resampling: Resampling
+    start: int
+    stop: int
+    origin: int = 0
+
+    @property
+    def runs(self) -> list[Run]:
+        """The outputs as runs."""
+        return self.resampling.runs(self.start, self.stop)
+
+    @property
+    def longest(self) -> int:
+        """Outputs of the longest run that has two taps."""
+        return max((run.count for run in self.runs if len(run.taps) > 1), default=0)
+
+    def input_range(self) -> tuple[int, int]:
+        """Inputs that are read, as positions in the array."""
+        first, last = self.resampling.input_range(self.start, self.stop)
+        return first - self.origin, last - self.origin
+
+    def table(self) -> tuple[Any, Any]:
+        """Per output the first of two neighboring inputs, as a position in the array, and their weights
+        ``(outputs, 2)``; host arrays."""
+        taps = [self.resampling.taps(o) for o in range(self.start, self.stop)]
+        weights = [[w for _, w in some] + [0.0] * (2 - len(some)) for some in taps]
+        return np.array([some[0][0] - self.origin for some in taps], np.int32), np.array(weights).reshape(-1, 2)
 
 
 @dataclass(frozen=True)

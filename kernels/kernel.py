@@ -1,18 +1,102 @@
-"""What a backend's factories return: arrays and geometry bound at build time, ready to be called."""
+"""What a backend's factories return: arrays and geometry bound at build time, ready to be called.
+
+A rank that owns nothing (no input, or no output) has kernels of its own, the same on every device.
+Sums over nothing are zero. An output without any input reads padding only: a convolution gives its bias,
+a maximum -inf. Shapes are not checked: an empty block has no channels worth the name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halograd.kernels.errors import KernelError
-from halograd.kernels.scratch import Scratch
+from halograd.kernels.memory import Scratch
 
 __all__ = [
-    "BatchNormArrays", "BatchNormKernels", "BatchNormTraining", "Kernel", "ScratchKernel", "Substitute", "chain",
-    "deferred", "either", "fallback", "idle",
-]  # fmt: skip
+    "BatchNormArrays",
+    "BatchNormKernels",
+    "BatchNormTraining",
+    "Kernel",
+    "KernelError",
+    "ScratchKernel",
+    "Substitute",
+    "batch_norm_of_nothing",
+    "bias_only",
+    "chain",
+    "deferred",
+    "either",
+    "fallback",
+    "filled",
+    "filter_of_nothing",
+    "has_nothing",
+    "idle",
+    "pool_of_nothing",
+    "run_all",
+]
+
+
+class KernelError(ValueError):
+    """A kernel cannot be built as asked; the message says what to do instead."""
+
+
+_EMPTY = "empty"
+
+
+def has_nothing(*arrays: Any) -> bool:
+    """Whether one of the arrays has no elements."""
+    return any(0 in a.shape for a in arrays)
+
+
+def filled(value: float, *arrays: Any) -> Kernel:
+    """Writes `value` into every array that is not None."""
+    targets = [a for a in arrays if a is not None and 0 not in a.shape]
+
+    def run() -> None:
+        for a in targets:
+            a.fill(value)
+
+    return Kernel(run, _EMPTY)
+
+
+def bias_only(xp: Any, b: Any, y: Any, relu: bool) -> Kernel:
+    """Output of a convolution or dense layer that has no input."""
+    if b is None or has_nothing(y):
+        return filled(0, y)
+
+    def run() -> None:
+        y[...] = b
+        if relu:
+            xp.maximum(y, 0, out=y)
+
+    return Kernel(run, _EMPTY)
+
+
+def filter_of_nothing(xp: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+    """Weight gradients without input; the bias gradient still sums the output's, should there be any."""
+    if db is None or has_nothing(dy):
+        return filled(0, dw, db)
+    axes = tuple(range(len(dy.shape) - 1))
+
+    def run() -> None:
+        dw.fill(0)
+        xp.sum(dy, axis=axes, out=db)
+
+    return Kernel(run, _EMPTY)
+
+
+def pool_of_nothing(value: float, y: Any, dx: Any) -> tuple[Kernel, Kernel | None]:
+    """Pooling of padding alone."""
+    return filled(value, y), None if dx is None else filled(0, dx)
+
+
+def batch_norm_of_nothing(a: BatchNormArrays) -> BatchNormKernels:
+    """Batch norm of a rank without elements: its sums are zero."""
+    forward = filled(0, a.mean, a.var) if a.local else idle()
+    statistics = idle() if a.local else filled(0, a.sums)
+    if a.dx is None:
+        return BatchNormKernels(statistics, forward, None, None)
+    return BatchNormKernels(statistics, forward, filled(0, a.sums), idle())
 
 
 class Kernel:
@@ -94,6 +178,19 @@ class ScratchKernel(Kernel):
         super().close()
 
 
+def run_all(calls: Iterable[Callable[[], Any]]) -> Callable[[], Any]:
+    """Several calls as one function."""
+    parts = tuple(calls)
+    if len(parts) == 1:
+        return parts[0]
+
+    def run() -> None:
+        for part in parts:
+            part()
+
+    return run
+
+
 def idle() -> Kernel:
     """A step that another kernel does already."""
     return Kernel(lambda: None, "idle")
@@ -102,16 +199,8 @@ def idle() -> Kernel:
 def chain(*kernels: Kernel) -> Kernel:
     """Several kernels as one, run in this order; it closes them."""
     parts = tuple(kernels)
-
-    def run() -> None:
-        for kernel in parts:
-            kernel()
-
-    def close() -> None:
-        for kernel in parts:
-            kernel.close()
-
-    whole = Kernel(run, " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
+    close = run_all([k.close for k in parts])
+    whole = Kernel(run_all(parts), " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
     whole.scratch_bytes = max(k.scratch_bytes for k in parts)
     return whole
 
@@ -214,7 +303,33 @@ class BatchNormTraining:
 
 @dataclass(frozen=True)
 class BatchNormArrays:
-    """The arguments of :meth:`Backend.batch_norm`."""
+    """The arguments of :meth:`Backend.batch_norm`; arrays are local.
+
+    Attributes
+    ----------
+    x, y, dy, dx
+        ``(N, *spatial, C)``; `dy` and `dx` are None for a forward that is never differentiated.
+    gamma, beta, mean, var
+        ``(C,)``, of the dtype of `x` or float32; `var` is the biased variance.
+    sums, means
+        float64 ``(2, C)``: what this process adds up, and what all processes found.
+    local
+        False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (two passes over blocks, combined in
+        float64, or no less accurately than the local statistics) and may use `y` as it likes; ``forward()``
+        takes `mean` and `var` as they are, and with `dx` these are statistics of `x`; ``backward_sums()`` writes
+        ``sums = [sum dy', sum dy' * xhat]`` with ``dy' = dy`` where ``y > 0`` (everywhere without relu), and may
+        use `dx` as it likes; ``backward_data()``, to be called after it, writes
+        ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat * means[1])``.
+        True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
+        other two do nothing.
+    training
+        What the kernels do besides: mean and variance from sums over all processes, running statistics, gradients
+        of the parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may use `means`
+        as it likes.
+    residual, dresidual
+        Of the shape of `x`, or None. With a residual and relu ``backward_sums()`` writes ``dresidual = dy'``,
+        which ``backward_data()`` reads; without relu the residual's gradient is `dy`, and `dresidual` None.
+    """
 
     x: Any
     y: Any

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.dtensor import Blocks, Groups
-from halograd.kernels.kernel import BatchNormKernels, BatchNormTraining
-from halograd.layers.chunks import Work
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
+from halograd.kernels.memory import Work
+from halograd.kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.moments import cancellation_limit, cancels, centered_squares
 from halograd.layers.parameter import Parameter
 from halograd.layers.sample_group import sample_groups
 
@@ -143,7 +143,7 @@ class BatchNorm(Layer):
         # In float64, which is for proofs, the variance of kernels would not be accurate enough.
         exact = context.dtype == np.float64
         alone = total is None and not exact
-        looks = not alone and (exact or not context.fused)
+        looks = not alone and (exact or context.looks)
         batch = context.output.layout.shape[0]
         numbers = _Numbers(self, max(1, count), own / max(1, everyone), alone, looks, running is not None, batch)
         again = tuple(views)
@@ -249,16 +249,12 @@ class _BatchNormKernel:
         given = {name: block(self.arrays.get(name), len(self.mean)) for name in names}
         if training is None:
             given |= {"dy": None, "dx": None, "dresidual": None}
-        gamma, beta, sums, means = (self.arrays[name] for name in ("gamma", "beta", "sums", "means"))
-        made: BatchNormKernels = environment.kernels.batch_norm(
-            *(given.pop(name) for name in names[:4]),
-            *(gamma, beta, *moments, sums, means),
-            self.layer.eps,
-            self.layer.activation == "relu",
-            training is not None and self.n.alone,
-            training,
-            **given,
-        )
+        given |= {name: self.arrays[name] for name in ("gamma", "beta", "sums", "means")}
+        mean, var = moments
+        numbers: dict[str, Any] = {"eps": self.layer.eps, "relu": self.layer.activation == "relu"}
+        numbers |= {"training": training, "local": training is not None and self.n.alone}
+        arrays = BatchNormArrays(**given, **numbers, mean=mean, var=var)
+        made: BatchNormKernels = environment.kernels.batch_norm(arrays)
         return made
 
     def settle(self) -> None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.dtensor import Groups
-from halograd.layers.chunks import buffer, chunks, on_host, rows
-from halograd.layers.chunks import total as total_of
+from halograd.kernels.memory import buffer, chunks, on_host, rows
+from halograd.kernels.memory import total as total_of
 from halograd.layers.costs import Judgement
 from halograd.layers.layer import Shape
-from halograd.layers.loss import Loss, LossKernel
+from halograd.layers.loss import LocalLoss, Loss, LossBlock
 
 if TYPE_CHECKING:
     from halograd.program.context import Context
@@ -74,7 +74,7 @@ class Dice(Loss):
             return Judgement(prediction[-1])
         return Judgement(2, threshold=0.0 if self.activation == "sigmoid" else 0.5)
 
-    def kernel_type(self) -> type[LossKernel]:
+    def block_type(self) -> type[LossBlock]:
         return _DiceKernel
 
     def lower_passes(self, context: Context, kernel: Kernel) -> None:
@@ -87,7 +87,7 @@ class Dice(Loss):
         super().lower_passes(context, kernel)
 
 
-class _DiceKernel(LossKernel):
+class _DiceKernel(LocalLoss):
     """Probabilities and their sums, one reduction, then the gradient in a second sweep.
 
     `sums`: per group I, P, T per channel; then, in place, loss and the gradient's two coefficients.

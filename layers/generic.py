@@ -84,7 +84,7 @@ class _LocalKernel:
         """Refuse what is of another shape, or on the host where the arrays of the layer are not."""
         if np.shape(array) != tuple(shape):
             raise ValueError(f"{self.name}: {what}: expected an array of shape {tuple(shape)}, got {np.shape(array)}")
-        if not self.device.is_host and not self.device.owns(array):
+        if not self.device.owns(array):
             raise ValueError(
                 f"{self.name}: {what}: expected an array on {self.device.name} as those of the layer are, got "
                 f"{type(array).__module__}.{type(array).__name__}; make arrays by np.zeros_like(x) and the like"

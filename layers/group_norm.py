@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halograd.kernels import ChannelNormArrays, GroupNormArrays
 from halograd.layers.batch_norm import affine_parameters, lower_affine
-from halograd.layers.channel_norm import lower_channel_norm
-from halograd.layers.chunks import Work, buffer, chunks
 from halograd.layers.costs import Passes
-from halograd.layers.fused_group_norm import lower_fused
 from halograd.layers.layer import Layer, Shape
-from halograd.layers.moments import cancellation_limit, cancels, centered_squares
+from halograd.layers.pair import Pair
 from halograd.layers.parameter import Parameter
 from halograd.layers.sample_group import sample_groups
 
@@ -85,10 +83,7 @@ class GroupNorm(Layer):
         return 7 * math.prod(shapes[0])
 
     def lower(self, context: Context) -> Callable[[], None]:
-        groups = self.group_count(context.output.layout.shape[-1])
-        if context.fused and context.dtype != np.float64:  # which is for proofs
-            return lower_fused(context, groups, self.eps, self.activation == "relu")
-        return _lower(self, context, groups)
+        return _lower(self, context, self.group_count(context.output.layout.shape[-1]))
 
 
 class InstanceNorm(GroupNorm):
@@ -130,31 +125,30 @@ class LayerNorm(GroupNorm):
 
     def lower(self, context: Context) -> Callable[[], None]:
         if self.axes == "channels":
-            return lower_channel_norm(context, self.eps, self.activation == "relu")
+            return _lower_channel_norm(self, context)
         return super().lower(context)
 
 
 def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None]:
-    """The backend's batch-norm kernels, one sample each, around sums over groups and ranks."""
+    """The backend's kernels around sums over groups of channels and over the ranks that share samples."""
     boxes, shape = context.output.layout.boxes, context.output.layout.shape
     samples, channels = context.box.shape[0], shape[-1]
     x = context.gather(0, context.clipped(0))
     views = {name: context.keep((samples, channels), context.wide, "statistics") for name in ("mean", "var")}
-    each = (samples, 2, channels)
-    forms: dict[str, tuple[int, ...]] = {"sums": each, "means": each, "totals": (samples, 2, groups)}
-    forms |= {"squares": (2, samples, groups), "gradient": (channels,)}
+    forms = {"sums": (samples, 2, channels), "means": (samples, 2, channels), "totals": (samples, 2, groups)}
     views |= {name: context.keep(form, "float64", "statistics") for name, form in forms.items()}
     views |= {"x": x.view, "y": context.y, **lower_affine(context, channels)}
     sizes = [16 * groups * int(n) for n in boxes.extents[0]]
     total = context.sum(sample_groups(boxes), views["totals"], "statistics", sizes)
-    kernel = context.kernel(partial(_GroupNormKernel, layer, math.prod(shape[1:]) // groups), **views)
+    kernel = context.kernel(partial(_group_norm, layer, math.prod(shape[1:]) // groups), **views)
     forward = tuple(views)
     x.start()
     x.finish()
     context.run(kernel, "statistics", uses=forward)
     both = context.add_up(total)
-    centered, variance = (context.operation(kernel, part, uses=forward) for part in ("centered", "variance"))
-    context.run(kernel, "cancels", uses=forward, guarded=[centered, *both, variance])
+    if context.looks or context.dtype == np.float64:
+        centered, variance = (context.operation(kernel, part, uses=forward) for part in ("centered", "variance"))
+        context.run(kernel, "cancels", uses=forward, guarded=[centered, *both, variance])
     context.run(kernel, "normalize", uses=forward, timing=context.timing("forward"))
 
     def backward() -> None:
@@ -168,117 +162,33 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None
     return backward
 
 
-class _GroupNormKernel:
-    """Kernels of every sample around sums over groups.
+def _group_norm(layer: GroupNorm, count: int, environment: Any, **arrays: Any) -> Any:
+    given = {name: arrays.get(name) for name in ("dy", "dx", "dgamma", "dbeta")} | arrays
+    made = GroupNormArrays(**given, count=count, eps=layer.eps, relu=layer.activation == "relu")
+    return environment.kernels.group_norm(made)
 
-    Gradient: with ``g = dy * gamma`` (masked by the activation), ``dx = (g - A - xhat * B) / std``, where A and B are
-    the means of ``g`` and ``g * xhat`` over the group. The kernels compute ``gamma * (dy - A' - xhat * B') / std`` with
-    one A' and B' per channel: all of it if groups are channels, else the first term.
-    """
 
-    def __init__(self, layer: GroupNorm, count: int, environment: Any, **arrays: Any) -> None:
-        self.layer, self.count = layer, count
-        self.x, self.gamma = arrays["x"], arrays["gamma"]
-        self.dx: Any = arrays.get("dx")
-        self.mean, self.var, self.sums, self.means = (arrays[n] for n in ("mean", "var", "sums", "means"))
-        self.totals, self.squares, self.gradient = (arrays[n] for n in ("totals", "squares", "gradient"))
-        self.grads = [(i, arrays[k]) for i, k in enumerate(("dbeta", "dgamma")) if k in arrays and arrays[k].size]
-        samples, channels = self.mean.shape
-        groups = self.totals.shape[-1]
-        self.single = groups == channels
-        self.limit = cancellation_limit(self.mean.dtype)
-        self._work = Work(environment.kernels.device)
-        self._grouped = (samples, 2, groups, channels // groups)
-        self.kernels = []
-        for n in range(samples if self.x.size else 0):
-            some = (arrays.get(k) for k in ("x", "y", "dy", "dx"))
-            blocks = (None if a is None else a[n : n + 1] for a in some)
-            numbers = (self.mean[n], self.var[n], self.sums[n], self.means[n], layer.eps)
-            both, relu = (arrays["gamma"], arrays["beta"]), layer.activation == "relu"
-            self.kernels.append(environment.kernels.batch_norm(*blocks, *both, *numbers, relu, False))
+def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None]:
+    """Statistics over the channels of each position: no communication."""
+    x = context.gather(0, context.clipped(0))
+    views = {"x": x.view, "y": context.y, **context.params}
+    kernel = context.kernel(partial(_channel_norm, layer), **views)
+    x.start()
+    x.finish()
+    context.run(kernel, "forward", uses=tuple(views), timing=context.timing("forward"))
 
-    def statistics(self) -> None:
-        self.sums.fill(0)
-        for kernel in self.kernels:
-            kernel.statistics()
-        self._group(self.sums)
+    def backward() -> None:
+        kernel.add(dy=context.dy, dx=context.gradient(0) if context.needs_gradient(0) else None)
+        kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
+        context.run(kernel, "backward", timing=context.timing("backward_data"))
 
-    def _group(self, sums: Any) -> None:
-        """Sums over each group of what is summed per channel."""
-        np.sum(sums.reshape(self._grouped), axis=-1, out=self.totals)
+    return backward
 
-    def cancels(self) -> bool:
-        """Means and variances; whether these are good for nothing. All ranks of the group go the same way."""
-        self.totals /= self.count
-        mean, var = self.totals[:, 0], self.totals[:, 1]
-        var -= np.multiply(mean, mean, out=self.squares[0])
-        np.maximum(var, 0, out=var)
-        return cancels(mean, var, self.layer.eps, self.limit, self.squares)
 
-    def centered(self) -> None:
-        """The variances again, about the known means."""
-        n, _, groups, members = self._grouped
-        mean = self.totals[:, 0]
-        np.copyto(self.means[:, 0].reshape(n, groups, members), mean[:, :, None])
-        np.copyto(self.squares[0], mean)
-        self.sums.fill(0)
-        for x, center, sums in zip(self.x if self.x.size else (), self.means[:, 0], self.sums):
-            centered_squares(x.reshape(-1, len(center)), center, sums[1], self._work)
-        self._group(self.sums)
-
-    def variance(self) -> None:
-        self.totals /= self.count
-        np.copyto(self.totals[:, 0], self.squares[0])
-
-    def normalize(self) -> None:
-        n, _, groups, members = self._grouped
-        for total, array in ((self.totals[:, 0], self.mean), (self.totals[:, 1], self.var)):
-            np.copyto(array.reshape(n, groups, members), total[:, :, None], casting="same_kind")
-        for kernel in self.kernels:
-            kernel.forward()
-
-    def backward_sums(self) -> None:
-        self.sums.fill(0)
-        for kernel in self.kernels:
-            kernel.backward_sums()
-        for i, array in self.grads:  # a rank that the layer does without holds none
-            np.sum(self.sums[:, i], axis=0, out=self.gradient)
-            np.copyto(array, self.gradient, casting="same_kind")
-        if not self.single:
-            self.sums *= self.gamma
-        self._group(self.sums)
-
-    def backward_data(self) -> None:
-        self.totals /= self.count
-        self.means.fill(0)
-        if self.single:
-            np.copyto(self.means, self.totals)
-        for kernel in self.kernels:
-            kernel.backward_data()
-        if not self.single:
-            self._subtract_means()
-
-    def _subtract_means(self) -> None:
-        """``dx -= (A + xhat * B) / std``, in chunks."""
-        np.copyto(self.means.reshape(self._grouped), self.totals[..., None])
-        for i in range(len(self.kernels)):
-            channels = self.mean[i]
-            inverse, shift, slope = (buffer(self._work, k, channels.shape, channels.dtype) for k in "isl")
-            np.add(self.var[i], self.layer.eps, out=inverse)
-            np.sqrt(inverse, out=inverse)
-            np.divide(self.means[i, 0], inverse, out=shift, casting="same_kind")
-            np.multiply(inverse, inverse, out=inverse)
-            np.divide(self.means[i, 1], inverse, out=slope, casting="same_kind")
-            x, dx = (a[i].reshape(-1, len(channels)) for a in (self.x, self.dx))
-            for part in chunks(x.shape[0], x.shape[1], self._work):
-                d = buffer(self._work, "part", x[part].shape, channels.dtype)
-                np.subtract(x[part], channels, out=d)
-                d *= slope
-                d += shift
-                dx[part] -= d
-
-    def close(self) -> None:
-        """Free the backend's kernels."""
-        for kernel in self.kernels:
-            kernel.close()
-        self._work.clear()
+def _channel_norm(layer: LayerNorm, environment: Any, **arrays: Any) -> Pair:
+    names = ("x", "y", "dy", "dx", "gamma", "beta", "dgamma", "dbeta")
+    # A rank that the layer does without holds none of the parameters.
+    given = {name: arrays[name] if arrays.get(name) is not None and arrays[name].size else None for name in names[4:]}
+    given |= {name: arrays.get(name) for name in names[:4]}
+    some = ChannelNormArrays(**given, eps=layer.eps, relu=layer.activation == "relu")
+    return Pair(*environment.kernels.channel_norm(some))

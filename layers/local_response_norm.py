@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.chunks import Work, buffer, chunks, widened
+from halograd.kernels.memory import Work, buffer, chunks, widened
 from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 

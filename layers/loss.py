@@ -12,7 +12,8 @@ import numpy as np
 
 from halograd.device import is_low
 from halograd.dtensor import Blocks, Layout
-from halograd.layers.chunks import Work
+from halograd.kernels import LossArrays
+from halograd.kernels.memory import Work
 from halograd.layers.costs import Judgement, Passes
 from halograd.layers.layer import Layer, Shape
 
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     from halograd.program.operations import Kernel
     from halograd.program.views import View
 
-__all__ = ["Loss", "LossKernel", "LossPlace"]
+__all__ = ["LocalLoss", "Loss", "LossBlock", "LossOfKernel", "LossPlace"]
 
 
 class Loss(Layer):
     """A scalar computed of a prediction and a target that are cut alike.
 
-    A subclass whose loss is a sum over elements (or samples) overrides :meth:`local`; one that needs
-    sums over all ranks in between has a :class:`LossKernel` of its own.
+    A subclass whose loss is a sum over elements (or samples) overrides :meth:`local`; one that the backend has a kernel
+    of, :meth:`kernel`; one that needs sums over all ranks in between has a :class:`LocalLoss` of its own.
 
     The mean is over the samples that count (`mode.valid`) and all positions, of the whole batch, so that
     the loss is that of one process.
@@ -57,15 +58,9 @@ class Loss(Layer):
         """
         raise TypeError(f"{self.kind} must override local()")
 
-    def fused(
-        self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any, factor: Any = None
-    ) -> Any | None:
-        """The backend's kernel of this loss (a `LossKernel`), None where it has none.
-
-        It writes `loss`, float64 ``(1,)``, and counts targets that make no sense in `wrong`, int64 ``(1,)``: with any
-        the loss is NaN. `factor`, float64 ``(1,)`` on the device or None, is multiplied into `dx` only.
-        """
-        return None
+    def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
+        """The backend's kernel of this loss, a :class:`halograd.kernels.LossKernel`."""
+        raise TypeError(f"{self.kind} must override kernel()")
 
     def compares(self, i: int) -> bool:
         return i > 0
@@ -85,14 +80,13 @@ class Loss(Layer):
                 f"{context.name}: prediction and target are cut differently: {prediction.box}, {target.box}"
             )
         views: dict[str, View | None] = {"prediction": prediction.view, "target": target.view, "value": value}
-        if context.fused:
-            views["wrong"] = context.keep((1,), "int64", "loss")
-        low = is_low(prediction.dtype)
+        block = self.block_type()
+        low = block.widens and is_low(prediction.dtype)
         if low:
             views["copy"] = context.scratch(prediction.box.shape, context.wide)
         shape = prediction.layout.shape
         place = LossPlace(self, prediction.box.start[0], shape[0], math.prod(shape[1:-1]), shape[-1], context.rank)
-        kernel = context.kernel(partial(self.kernel_type(), place), **views)
+        kernel = context.kernel(partial(block, place), **views)
         self.lower_passes(context, kernel)
 
         def backward() -> None:
@@ -102,9 +96,9 @@ class Loss(Layer):
 
         return backward
 
-    def kernel_type(self) -> type[LossKernel]:
-        """What computes the loss of a block."""
-        return LossKernel
+    def block_type(self) -> type[LossBlock]:
+        """What computes the loss of a block: :class:`LossOfKernel` where there is a :meth:`kernel`."""
+        return LocalLoss
 
     def lower_passes(self, context: Context, kernel: Kernel) -> None:
         """Add what computes the loss; sums over all ranks in between."""
@@ -131,31 +125,20 @@ class LossPlace:
     rank: int
 
 
-class LossKernel:
+class LossBlock:
     """Loss of one rank's block, written into `value`, float64 ``(1,)``: the executor sums it over the ranks.
 
-    The gradient is written with the loss. Of a prediction of 16 bits the loss is computed in float32: by a fused
-    kernel, else of a copy. With a loss scale (`mode.loss_scale`) the gradient is multiplied by it before it is rounded.
+    The gradient is written with the loss. With a loss scale (`mode.loss_scale`) it is multiplied by it before it is
+    rounded.
     """
 
-    def __init__(
-        self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any, **more: Any
-    ) -> None:
+    #: Whether a prediction of 16 bits, and its gradient, are copied to float32 to compute with.
+    widens = False
+
+    def __init__(self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any) -> None:
         self.place, self.name, self.mode = place, environment.name, environment.mode
         self.layer: Any = place.layer
-        self.work = Work(environment.kernels.device)
         self.prediction, self.target, self.value = prediction, target, value
-        self.dx: Any = more.get("dx")
-        self.kernel: Any = None
-        cuda = environment.kernels.cuda
-        if cuda is not None and all(a.size and a.flags.c_contiguous for a in (prediction, target)):
-            factor = self.mode.loss_scale
-            self.kernel = self.layer.fused(cuda, prediction, target, self.dx, value, more["wrong"], factor)
-        self.copied: Any = None
-        self.rounded: Any = None
-        if self.kernel is None and "copy" in more:
-            self.copied, self.rounded = prediction, self.dx
-            self.prediction, self.dx = more["copy"], more.get("dx_copy")
 
     @property
     def count(self) -> int:
@@ -163,12 +146,52 @@ class LossKernel:
         size = self.prediction.shape[0] if self.prediction.size else 0
         return max(0, min(self.place.first + size, self.mode.valid) - self.place.first)
 
-    def scale(self) -> Any:
+    def scale(self) -> float:
         """What the sum over positions is multiplied by."""
         return 1.0 / max(1, self.mode.valid * self.place.positions)
 
     def forward(self) -> None:
         """Write `value` and the gradient."""
+        raise NotImplementedError
+
+
+class LossOfKernel(LossBlock):
+    """By the backend's kernel."""
+
+    def __init__(
+        self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any, dx: Any = None, **more: Any
+    ) -> None:
+        super().__init__(place, environment, prediction, target, value)
+        arrays = LossArrays(prediction, target, dx, value, self.mode.loss_scale, **more)
+        self.kernel = self.layer.kernel(environment.kernels, arrays)
+
+    def forward(self) -> None:
+        self.kernel.set(self.count, self.scale())
+        self.kernel()
+
+    def close(self) -> None:
+        """Free the backend's kernel."""
+        self.kernel.close()
+
+
+class LocalLoss(LossBlock):
+    """By `Loss.local`, in NumPy's functions, which an array of a device answers itself."""
+
+    widens = True
+
+    def __init__(
+        self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any, **more: Any
+    ) -> None:
+        super().__init__(place, environment, prediction, target, value)
+        self.work = Work(environment.kernels.device)
+        self.dx: Any = more.get("dx")
+        self.copied: Any = None
+        self.rounded: Any = None
+        if "copy" in more:
+            self.copied, self.rounded = prediction, self.dx
+            self.prediction, self.dx = more["copy"], more.get("dx_copy")
+
+    def forward(self) -> None:
         if self.copied is not None:
             np.copyto(self.prediction, self.copied)
         self.compute()
@@ -184,16 +207,10 @@ class LossKernel:
         if not count:
             self.value.fill(0)
             return
-        if self.kernel is not None:
-            self.kernel.set(count, self.scale())
-            self.kernel()
-            return
         dx = None if self.dx is None else self.dx[:count]
         found = self.layer.local(self.prediction[:count], self.target[:count], dx, self.scale(), self.work)
         np.copyto(self.value, found)
 
     def close(self) -> None:
-        """Free the backend's kernel."""
+        """Free the buffers."""
         self.work.clear()
-        if self.kernel is not None:
-            self.kernel.close()

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.layers.chunks import buffer, chunks, constant, rows
-from halograd.layers.chunks import total as total_of
+from halograd.kernels import LossArrays
 from halograd.layers.costs import Judgement
 from halograd.layers.layer import Shape
-from halograd.layers.loss import Loss
+from halograd.layers.loss import Loss, LossBlock, LossOfKernel
 
 __all__ = ["BinaryCrossEntropyWithLogits", "MeanSquaredError"]
 
@@ -24,22 +23,8 @@ class _ElementwiseLoss(Loss):
         if prediction != target:
             raise ValueError(f"{self.kind}: expected a target of the prediction's shape {prediction}, got {target}")
 
-    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> Any:
-        x, t = rows(prediction, work, "prediction"), rows(target, work, "target")
-        channels = x.shape[1]
-        gradient = None if dx is None else dx.reshape(x.shape)
-        scale /= channels
-        total: Any = 0.0
-        for part in chunks(len(x), channels, work):
-            wanted = None if gradient is None else gradient[part]
-            targets = buffer(work, "t", x[part].shape, x.dtype)
-            np.copyto(targets, t[part], casting="unsafe")
-            total = total + self.chunk(x[part], targets, wanted, scale, work)
-        return total * scale
-
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> Any:
-        """Local. Sum of the loss over ``(positions, C)``; `scale` times its gradient into `dx`. May modify `t`."""
-        raise NotImplementedError
+    def block_type(self) -> type[LossBlock]:
+        return LossOfKernel
 
 
 class MeanSquaredError(_ElementwiseLoss):
@@ -48,17 +33,8 @@ class MeanSquaredError(_ElementwiseLoss):
     Communication per process: none but the sum of the loss.
     """
 
-    def fused(
-        self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any, factor: Any = None
-    ) -> Any:
-        return cuda.mean_squared_error(prediction, target, dx, loss, factor)
-
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> Any:
-        np.subtract(x, t, out=t)
-        if dx is not None:
-            np.multiply(t, 2 * scale, out=dx)
-        np.multiply(t, t, out=t)
-        return total_of(t)
+    def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
+        return kernels.mean_squared_error(arrays)
 
 
 class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
@@ -96,36 +72,5 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
                 f"pos_weight: expected a number or one for each of {shapes[0][-1]} channels, got {len(self.pos_weight)}"
             )
 
-    def fused(
-        self, cuda: Any, prediction: Any, target: Any, dx: Any | None, loss: Any, wrong: Any, factor: Any = None
-    ) -> Any:
-        return cuda.binary_cross_entropy(prediction, target, dx, loss, self.pos_weight, factor)
-
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, work: dict) -> Any:
-        e, softplus, weight, negative = (buffer(work, k, x.shape, x.dtype) for k in ("e", "softplus", "weight", "n"))
-        np.negative(np.abs(x, out=e), out=e)
-        np.exp(e, out=e)
-        np.log1p(e, out=softplus)
-        np.maximum(np.negative(x, out=negative), 0, out=negative)
-        softplus += negative
-        np.multiply(t, constant(work, "extra", lambda: self.pos_weight - 1, x.dtype), out=weight)
-        weight += 1
-        np.subtract(1, t, out=t)
-        np.multiply(t, x, out=negative)
-        softplus *= weight
-        softplus += negative
-        if dx is not None:
-            self._gradient(x, t, weight, e, dx, scale, work)
-        return total_of(softplus)
-
-    @staticmethod
-    def _gradient(x: Any, rest: Any, weight: Any, e: Any, dx: Any, scale: float, work: dict) -> None:
-        """``(1 - t) - weight * sigmoid(-x)``, with ``e = exp(-|x|)`` and ``rest = 1 - t``."""
-        mask = buffer(work, "mask", x.shape, np.bool_)
-        np.add(e, 1, out=dx)
-        np.less(x, 0, out=mask)
-        np.copyto(e, 1, where=mask)
-        np.divide(e, dx, out=dx)
-        dx *= weight
-        np.subtract(rest, dx, out=dx)
-        dx *= scale
+    def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
+        return kernels.binary_cross_entropy(arrays, self.pos_weight.tolist())

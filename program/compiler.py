@@ -42,8 +42,8 @@ class Target:
         Whether there is a backward pass.
     overlaps
         What ``halo = "auto"`` means: compute while halos travel.
-    fused
-        Whether the backend has kernels of its own for norms, losses and the like.
+    looks
+        Whether the host may look at numbers within a step, and decide by them: arrays are its own.
     probed
         Inputs whose gradient is wanted too.
     padded_channels
@@ -59,7 +59,7 @@ class Target:
     dtype: np.dtype = field(default_factory=lambda: np.dtype("float32"))
     trainable: bool = True
     overlaps: bool = False
-    fused: bool = False
+    looks: bool = True
     probed: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     padded_channels: Callable[[int, np.dtype], int] | None = None
@@ -210,7 +210,7 @@ class _Compiler:
             self._arrays(step),
             trainable=self.target.trainable,
             overlaps=self.target.overlaps,
-            fused=self.target.fused,
+            looks=self.target.looks,
         )
 
     def _arrays(self, step: Step) -> dict[str, dict[str, View]]:

@@ -45,8 +45,8 @@ class Context:
         Whether there is a backward pass.
     overlaps
         What ``halo = "auto"`` means: whether to compute while halos travel.
-    fused
-        Whether the backend has kernels of its own for what others put together (GPUs).
+    looks
+        Whether the host may look at numbers within a step, and decide by them; a device would keep it waiting.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Context:
         *,
         trainable: bool = True,
         overlaps: bool = False,
-        fused: bool = False,
+        looks: bool = True,
     ) -> None:
         self.layer, self.name = layer, name
         self.inputs, self.output = tuple(inputs), output
         self.parts, self.options = {**dict.fromkeys(AXES, 1), **parts}, options
         self.params, self.grads, self.state = arrays["params"], arrays["grads"], arrays["state"]
-        self.trainable, self.fused, self._overlaps = trainable, fused, overlaps
+        self.trainable, self.looks, self._overlaps = trainable, looks, overlaps
         self._needed: dict[int, Blocks] = {}
         self.operations: list[Operation] = []
         #: Of a layer that only moves data: adds what is left to do when the output, or the input's gradient, is needed.

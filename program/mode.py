@@ -23,7 +23,7 @@ class Mode:
     valid
         Samples of the batch that count (the last batch of an epoch may be short).
     state
-        On a device, `seed` and `step` there: uint64 ``(2,)``, written before every pass.
+        `seed` and `step` where the kernels run: uint64 ``(2,)``, written before every pass.
     loss_scale
         With float16, what gradients of the loss are multiplied by: float64 ``(1,)`` on the device; else None.
     """

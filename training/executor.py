@@ -143,8 +143,7 @@ class Executor:
             self.recorder, self.device = comm.recorder, self.memory.device
             timed = self.recorder is not None and not self.device.is_host
             self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
-            if not self.device.is_host:
-                self.mode.state = self.device.array([seed, 0], np.uint64)
+            self.mode.state = self.device.array([seed, 0], np.uint64)
             self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
             self.pulse = Pulse()
             if graph:
@@ -176,7 +175,7 @@ class Executor:
             self.dtype,
             trainable,
             self.comm.waits_for_network,
-            self.memory.cuda is not None,
+            self.device.is_host,
             self._probed,
             self._kept,
             self.kernels.padded_channels,
@@ -246,8 +245,7 @@ class Executor:
         """
         if training is not None:
             self.mode.training = training
-        if self.mode.state is not None:
-            self.mode.state[1:].fill(self.mode.step)
+        self.mode.state[1:].fill(self.mode.step)
         self.pulse.count += 1
         if self._graphed and self.mode.training and self.recorder is None:
             self._graphs = self._graphs or self._make_graphs()

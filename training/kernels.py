@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from halograd.comm import CommError, Communicator
-from halograd.device import HOST, Device, DeviceError
-from halograd.device.choice import choose_ordinal
-from halograd.device.cupy import count_devices, import_cupy
+from halograd.device import DeviceError
+from halograd.device.cupy import choose_ordinal, count_devices, import_cupy
 from halograd.errors import UserError
 from halograd.kernels import Backend, KernelError, Substitute, get_backend
 from halograd.training.config import BackendConfig
@@ -65,7 +64,7 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
     UserError
         On all ranks, if the transport that is wanted cannot work here.
     """
-    device: Device = getattr(kernels, "device", HOST)
+    device = kernels.device
     if device.is_host or comm.devices.choice is not None:
         return
     try:

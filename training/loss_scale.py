@@ -38,7 +38,7 @@ class LossScale:
     Parameters
     ----------
     memory
-        Of a device with fused kernels.
+        Where everything lives.
 
     Attributes
     ----------
@@ -57,17 +57,12 @@ class LossScale:
     """
 
     def __init__(self, memory: Memory) -> None:
-        if memory.cuda is None:
-            raise UserError(
-                "training.dtype: expected a backend with fused kernels for float16, got one without; use bfloat16, "
-                "which needs no loss scaling"
-            )
         device = self._device = memory.device
-        self._cuda = memory.cuda
+        self._kernels = memory.kernels
         self.state = device.array([INITIAL, 0.0, 1.0 / INITIAL], np.float64)
         self.factor, self.inverse = self.state[0:1], self.state[2:3]
         self._flag, self.skip = (device.zeros((1,), np.int32) for _ in range(2))
-        self._adapt = self._cuda.update_loss_scale(self.state, self._flag, GROWTH, BACKOFF, INTERVAL)
+        self._adapt = self._kernels.update_loss_scale(self.state, self._flag, GROWTH, BACKOFF, INTERVAL)
         self._count = device.zeros((1,), np.float64)
         self._find: Any = None
         self._sum: Reduction | None = None
@@ -77,7 +72,7 @@ class LossScale:
 
     def watch(self, grads: list[Any], comm: Communicator | None) -> None:
         """Look at these gradients from now on; with `comm` the ranks agree on what they find. Collective over it."""
-        self._find = self._cuda.find_nonfinite(grads, self._flag)
+        self._find = self._kernels.find_nonfinite(grads, self._flag)
         self._sum = None if comm is None else comm.reduction(self._count, kind="loss scale")
 
     def look(self) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import HOST, Device
+from halograd.device import Device
+from halograd.kernels import Backend
 
 __all__ = ["Memory"]
 
@@ -26,16 +27,13 @@ class Memory:
         As given.
     device
         Where the arrays live.
-    cuda
-        Fused kernels of the backend, see :class:`Backend`.
     bytes
         Bytes by what they are for: ``parameter``, ``parameter gradient``, ...
     """
 
-    def __init__(self, kernels: Any) -> None:
+    def __init__(self, kernels: Backend) -> None:
         self.kernels = kernels
-        self.device: Device = getattr(kernels, "device", HOST)
-        self.cuda: Any = getattr(kernels, "cuda", None)
+        self.device: Device = kernels.device
         self.bytes: dict[str, int] = {}
 
     def keep(self, shape: Sequence[int], dtype: np.dtype, use: str) -> Any:

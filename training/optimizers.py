@@ -1,22 +1,21 @@
 """Optimizers: one update of a bucket's parameters from its summed gradients, in place.
 
-An optimizer works on the flat arrays of the buckets, in pieces that stay in the cache, with arrays and
-views that all exist before the first step. Its state is seen by checkpoints under ``layer/parameter``,
-whatever the buckets are.
+An optimizer has one kernel of the backend per bucket, on arrays that all exist before the first step. Its state is seen
+by checkpoints under ``layer/parameter``, whatever the buckets are.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halograd.device import Device, Ticket
 from halograd.errors import UserError
-from halograd.training.fused_updates import FusedUpdates
+from halograd.kernels import Kernel, UpdateArrays
 from halograd.training.shards import gather_shards, is_sharded, owned
 from halograd.training.store import Bucket, ParameterStore
 
@@ -24,38 +23,6 @@ if TYPE_CHECKING:
     from halograd.comm import Communicator
 
 __all__ = ["LARS", "SGD", "Adam", "AdamW", "Optimizer"]
-
-# Elements per piece: parameter, gradient, two states and two scratch arrays of it fit a 1 MiB cache.
-PIECE = 1 << 15
-# On a device each piece costs some launches; this bounds the scratch arrays.
-DEVICE_PIECE = 1 << 22
-
-
-@dataclass
-class Piece:
-    """A range of a bucket that is updated in one go: views made once.
-
-    Attributes
-    ----------
-    p, g
-        Parameters (modified) and summed gradients (read).
-    state
-        The optimizer's arrays, by their place in `state_names` (modified).
-    a, b
-        Scratch.
-    decayed
-        Whether weight decay applies.
-    name
-        The parameter, where pieces do not mix parameters.
-    """
-
-    p: Any
-    g: Any
-    state: tuple[Any, ...]
-    a: Any
-    b: Any
-    decayed: bool
-    name: str = ""
 
 
 class Optimizer(ABC):
@@ -80,20 +47,18 @@ class Optimizer(ABC):
         self.store, self.weight_decay = store, weight_decay
         self.step, self.learning_rate = 0, 0.0
         self.gradient_scale: Any = 1.0
-        self._scaled = False
-        self._piece_size = PIECE if store.memory.device.is_host else DEVICE_PIECE
+        self._device: Device = store.memory.device
+        # Learning rate, scale of the gradients, and the two corrections of Adam.
+        self._scalars = self._device.zeros((4,), np.float64)
+        self._pinned = [self._device.pinned((4,), np.float64) for _ in range(2)]
+        self._sent: list[Ticket | None] = [None, None]
         self._shards = self._owned_ranges()
         self._starts, sizes = self._places()
         self._arrays = [
             tuple(store.memory.keep((size,), store.dtype, "optimizer state") for _ in self.state_names)
             for size in sizes
         ]
-        longest = max((p.params.size for p in store.flats), default=0)
-        size = PIECE if store.memory.device.is_host else min(DEVICE_PIECE, longest)
-        if store.memory.cuda is not None:
-            size = 0  # fused updates need none
-        self._scratch = [store.memory.keep((size,), store.dtype, "optimizer scratch") for _ in range(2)]
-        self._fused: FusedUpdates | None = None
+        self._kernels: dict[int, Kernel] = {}
         self.bind()
 
     def bind(self) -> None:
@@ -107,86 +72,50 @@ class Optimizer(ABC):
         if self._owned_ranges() != self._shards:
             raise ValueError("bind(): expected the shards for which the state was made; make a new optimizer")
         self._starts, _ = self._places()
-        if self.store.memory.cuda is not None:
-            if self._fused is not None:
-                self._fused.close()
-            self._fused = FusedUpdates(self.store, self._state_of, self.fused)
-            return
-        self._pieces = {id(b): [self._piece(b, *r) for r in self._ranges(b)] for b in self.store.buckets}
+        for kernel in self._kernels.values():
+            kernel.close()
+        self._kernels = {id(bucket): self.kernel(self._bound(bucket)) for bucket in self.store.buckets}
 
-    def _ranges(self, bucket: Bucket) -> list[tuple[int, int, bool, str]]:
-        """``(start, stop, decayed, name)`` of the pieces; none holds both decayed and undecayed parameters."""
-        own = owned(self.store, bucket)
-        ranges = [(max(start, own.start), min(stop, own.stop), decayed) for start, stop, decayed in bucket.decays]
-        size = self._piece_size
-        return [
-            (i, min(i + size, stop), decayed, "") for start, stop, decayed in ranges for i in range(start, stop, size)
-        ]
+    def _bound(self, bucket: Bucket) -> UpdateArrays:
+        """What this rank updates of a bucket."""
+        own, first, scaling = owned(self.store, bucket), self._starts[id(bucket)], self.store.loss_scale
+        state = tuple(s[first + own.start : first + own.stop] for s in self._arrays[bucket.flat])
+        copy = None if bucket.copies is None else bucket.copies[own]
+        skip = None if scaling is None else scaling.skip
+        decays = within(self.ranges(bucket), own)
+        return UpdateArrays(bucket.params[own], bucket.grads[own], state, self._scalars, decays, copy, skip)
 
-    def _piece(self, bucket: Bucket, start: int, stop: int, decayed: bool, name: str) -> Piece:
-        first = self._starts[id(bucket)]
-        views = tuple(s[first + start : first + stop] for s in self._arrays[bucket.flat])
-        a, b = (s[: stop - start] for s in self._scratch)
-        return Piece(bucket.params[start:stop], bucket.grads[start:stop], views, a, b, decayed, name)
+    def ranges(self, bucket: Bucket) -> list[tuple[int, int, bool]]:
+        """``(start, stop, decayed)`` of a bucket, for the kernel."""
+        return bucket.decays
 
     def begin_step(self, learning_rate: float, gradient_scale: Any = 1.0) -> None:
         """A step begins: all updates of the last one are done. The scale may be an array ``(1,)`` on the device."""
         self.step += 1
         self.learning_rate, self.gradient_scale = learning_rate, gradient_scale
+        pinned, sent = self._pinned[self.step % 2], self._sent[self.step % 2]
+        if sent is not None:
+            sent.wait()  # it was enqueued two steps ago
         known = isinstance(gradient_scale, (int, float))
-        self._scaled = not known or gradient_scale != 1.0
-        if self._fused is not None:
-            self._fused.begin(self.step, (learning_rate, *self.corrections()), gradient_scale)
-        elif not known:
-            self.gradient_scale = gradient_scale.astype(self.store.dtype)
+        pinned[:] = (learning_rate, gradient_scale if known else 1.0, *self.corrections())
+        self._device.upload(pinned, self._scalars)
+        self._sent[self.step % 2] = self._device.mark()
+        if not known:
+            np.copyto(self._scalars[1:2], gradient_scale)
+        if self.store.loss_scale is not None:
+            np.multiply(self._scalars[1:2], self.store.loss_scale.inverse, out=self._scalars[1:2])
 
     def update(self, bucket: Bucket) -> None:
         """Update the parameters of one bucket, whose gradients are summed. Nothing is allocated."""
-        if self._fused is not None:
-            self._fused.update(bucket)
-            return
-        self._update(bucket)
-        bucket.refresh()
-
-    def _update(self, bucket: Bucket) -> None:
-        """The same in pieces, without copies in 16 bits."""
-        for piece in self._pieces[id(bucket)]:
-            self._apply(piece)
-
-    def _beside(self, bucket: Bucket) -> dict[str, Any]:
-        """What a fused update writes and reads beside parameters, gradients and state."""
-        scaling, own = self.store.loss_scale, owned(self.store, bucket)
-        copy = None if bucket.copies is None else bucket.copies[own]
-        return {"copy": copy, "skip": None if scaling is None else scaling.skip}
-
-    def _state_of(self, bucket: Bucket) -> tuple[Any, ...]:
-        """The state arrays of what this rank updates of a bucket."""
-        own, first = owned(self.store, bucket), self._starts[id(bucket)]
-        return tuple(s[first + own.start : first + own.stop] for s in self._arrays[bucket.flat])
+        self._kernels[id(bucket)]()
 
     def corrections(self) -> tuple[float, float]:
         """What the update divides the two moments by in this step."""
         return 1.0, 1.0
 
     @abstractmethod
-    def fused(
-        self, p: Any, g: Any, state: tuple[Any, ...], scalars: Any, decays: list[tuple[int, int, bool]], bucket: Bucket
-    ) -> Any:
-        """The backend's kernel that updates (a shard of) a bucket; `scalars` are those of :class:`FusedUpdates`."""
-
-    @abstractmethod
-    def _apply(self, piece: Piece) -> None:
-        """Update one piece."""
-
-    def _gradient(self, piece: Piece, weight_decay: float) -> Any:
-        """``gradient_scale * g + weight_decay * p``, in `piece.a` where it differs from `g`."""
-        g = piece.g
-        if self._scaled:
-            g = np.multiply(piece.g, self.gradient_scale, out=piece.a)
-        if weight_decay and piece.decayed:
-            np.multiply(piece.p, weight_decay, out=piece.b)
-            g = np.add(g, piece.b, out=piece.a)
-        return g
+    def kernel(self, arrays: UpdateArrays) -> Kernel:
+        """The backend's kernel that updates (a shard of) a bucket."""
 
     def _places(self) -> tuple[dict[int, int], list[int]]:
         """Per bucket where its first element would lie in the state arrays of its flat; and their sizes.
@@ -267,27 +196,8 @@ class SGD(Optimizer):
         self.momentum, self.nesterov = momentum, nesterov
         super().__init__(store, weight_decay)
 
-    def fused(
-        self, p: Any, g: Any, state: tuple[Any, ...], scalars: Any, decays: list[tuple[int, int, bool]], bucket: Bucket
-    ) -> Any:
-        v = state[0] if state else None
-        cuda = self.store.memory.cuda
-        numbers = (self.momentum, self.nesterov, self.weight_decay, decays)
-        return cuda.sgd(p, g, v, scalars, *numbers, **self._beside(bucket))
-
-    def _apply(self, piece: Piece) -> None:
-        step = self._gradient(piece, self.weight_decay)
-        if self.momentum:
-            (v,) = piece.state
-            np.multiply(v, self.momentum, out=v)
-            np.add(v, step, out=v)
-            if self.nesterov:
-                np.multiply(v, self.momentum, out=piece.b)
-                step = np.add(step, piece.b, out=piece.a)
-            else:
-                step = v
-        np.multiply(step, self.learning_rate, out=piece.b)
-        np.subtract(piece.p, piece.b, out=piece.p)
+    def kernel(self, arrays: UpdateArrays) -> Kernel:
+        return self.store.memory.kernels.sgd(arrays, self.momentum, self.nesterov, self.weight_decay)
 
 
 class Adam(Optimizer):
@@ -310,32 +220,9 @@ class Adam(Optimizer):
         beta1, beta2 = self.betas
         return 1 - beta1**self.step, math.sqrt(1 - beta2**self.step)
 
-    def fused(
-        self, p: Any, g: Any, state: tuple[Any, ...], scalars: Any, decays: list[tuple[int, int, bool]], bucket: Bucket
-    ) -> Any:
-        numbers = (self.betas, self.epsilon, self.weight_decay, decays, self._decoupled)
-        return self.store.memory.cuda.adam(p, g, *state, scalars, *numbers, **self._beside(bucket))
-
-    def _apply(self, piece: Piece) -> None:
-        m, v = piece.state
-        a, b = piece.a, piece.b
-        beta1, beta2 = self.betas
-        g = self._gradient(piece, 0.0 if self._decoupled else self.weight_decay)
-        np.subtract(g, m, out=b)
-        np.multiply(b, 1 - beta1, out=b)
-        np.add(m, b, out=m)
-        np.multiply(g, g, out=b)
-        np.multiply(b, 1 - beta2, out=b)
-        np.multiply(v, beta2, out=v)
-        np.add(v, b, out=v)
-        if self._decoupled and piece.decayed and self.weight_decay:
-            np.multiply(piece.p, 1 - self.learning_rate * self.weight_decay, out=piece.p)
-        np.sqrt(v, out=b)
-        np.divide(b, math.sqrt(1 - beta2**self.step), out=b)
-        np.add(b, self.epsilon, out=b)
-        np.divide(m, b, out=a)
-        np.multiply(a, self.learning_rate / (1 - beta1**self.step), out=a)
-        np.subtract(piece.p, a, out=piece.p)
+    def kernel(self, arrays: UpdateArrays) -> Kernel:
+        numbers = (self.betas, self.epsilon, self.weight_decay, self._decoupled)
+        return self.store.memory.kernels.adam(arrays, *numbers)
 
 
 class AdamW(Adam):
@@ -370,53 +257,21 @@ class LARS(Optimizer):
         self.momentum, self.trust = momentum, trust
         super().__init__(store, weight_decay)
 
-    def _ranges(self, bucket: Bucket) -> list[tuple[int, int, bool, str]]:
-        size = self._piece_size
+    def ranges(self, bucket: Bucket) -> list[tuple[int, int, bool]]:
+        """Those of the parameters."""
         return [
-            (i, min(i + size, where.stop), any(a <= where.start < b and d for a, b, d in bucket.decays), name)
-            for name, where in bucket.slices.items()
-            for i in range(where.start, where.stop, size)
+            (w.start, w.stop, any(a <= w.start < b and d for a, b, d in bucket.decays)) for w in bucket.slices.values()
         ]
 
-    def fused(
-        self, p: Any, g: Any, state: tuple[Any, ...], scalars: Any, decays: list[tuple[int, int, bool]], bucket: Bucket
-    ) -> Any:
-        kinds = [(w.start, w.stop, any(a <= w.start < b and d for a, b, d in decays)) for w in bucket.slices.values()]
-        numbers = (self.momentum, self.trust, self.weight_decay)
-        return self.store.memory.cuda.lars(p, g, state[0], scalars, kinds, *numbers, **self._beside(bucket))
+    def kernel(self, arrays: UpdateArrays) -> Kernel:
+        return self.store.memory.kernels.lars(arrays, self.momentum, self.trust, self.weight_decay)
 
-    def _update(self, bucket: Bucket) -> None:
-        """Update one bucket: the norms of each parameter first, then its pieces."""
-        pieces = self._pieces[id(bucket)]
-        rate: Any = 1.0
-        current = ""
-        for piece in pieces:
-            if piece.name != current:
-                current = piece.name
-                rate = self._rate(current, bucket) if piece.decayed else 1.0
-            self._rate_now = self.learning_rate * rate
-            self._apply(piece)
 
-    def _rate(self, name: str, bucket: Bucket) -> Any:
-        where = bucket.slices[name]
-        if not self.store.memory.device.is_host:
-            return self._rate_on_device(bucket.params[where], bucket.grads[where])
-        p = math.sqrt(float(np.dot(bucket.params[where], bucket.params[where])))
-        g = math.sqrt(float(np.dot(bucket.grads[where], bucket.grads[where]))) * self.gradient_scale
-        below = g + self.weight_decay * p
-        return self.trust * p / below if p > 0 and below > 0 else 1.0
+def within(ranges: Sequence[tuple[int, int, bool]], own: slice) -> list[tuple[int, int, bool]]:
+    """The ranges within a part of the bucket, counted from its beginning.
 
-    def _rate_on_device(self, params: Any, grads: Any) -> Any:
-        """The same as an array of no axes there: the host does not look."""
-        p, g = (np.sqrt(np.dot(a, a).astype(np.float64)) for a in (params, grads))
-        below = g * self.gradient_scale + self.weight_decay * p
-        rate = np.where((p > 0) & (below > 0), self.trust * p / np.maximum(below, 1e-300), 1.0)
-        return rate.astype(params.dtype)
-
-    def _apply(self, piece: Piece) -> None:
-        (v,) = piece.state
-        g = self._gradient(piece, self.weight_decay)
-        np.multiply(v, self.momentum, out=v)
-        np.multiply(g, self._rate_now, out=piece.b)
-        np.add(v, piece.b, out=v)
-        np.subtract(piece.p, v, out=piece.p)
+    >>> within([(0, 10, True), (10, 20, False)], slice(5, 15))
+    [(0, 5, True), (5, 10, False)]
+    """
+    cut = [(max(a, own.start) - own.start, min(b, own.stop) - own.start, kind) for a, b, kind in ranges]
+    return [(a, b, kind) for a, b, kind in cut if a < b]

@@ -29,7 +29,6 @@ from halograd.data.files import check_alike
 from halograd.data.look import LOOKS, look_at_data
 from halograd.data.sampler import Batches
 from halograd.data.structure import Structure
-from halograd.device import HOST
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
 from halograd.training.build import check_batch, check_memory, make_network, make_strategy, with_reduction
@@ -133,7 +132,7 @@ class Session:
             timeline = comm.recorder = Timeline(comm.rank)
             timeline.paused = not config.output.timeline
         kernels = stack.enter_context(open_kernels(config.backend, comm))
-        if getattr(kernels, "device", HOST).is_host:
+        if kernels.device.is_host:
             check_memory(config, comm, network, strategy, trainable)
         connect_device(kernels, comm, config.backend.device_transport)
         executor = stack.enter_context(

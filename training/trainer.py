@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from halograd.comm.errors import mark_agreed
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
-from halograd.training.clipping import DeviceClip, clip_scale
+from halograd.training.clipping import Clip
 from halograd.training.executor import Executor
 from halograd.training.optimizers import Optimizer
 from halograd.training.pending import PendingLoss
@@ -77,7 +78,7 @@ class Trainer:
         self.clip_norm = clip_norm
         self.gradient_norm: float | PendingLoss | None = None
         self._last: PendingLoss | None = None
-        self._clip: DeviceClip | None = None
+        self._clip: Clip | None = None
         self._reducer = executor.reducer
         self._scaling = executor.store.loss_scale
         self._recorder = executor.recorder
@@ -88,8 +89,8 @@ class Trainer:
     def _bind(self, ranked: Sequence[Scheme], tuning: Tuning | None) -> None:
         """Make what the steps need. Collective."""
         executor, optimizer = self.executor, self.optimizer
-        if self.clip_norm is not None and not executor.device.is_host:
-            self._clip = DeviceClip(executor.store, executor.comm, self.clip_norm)
+        if self.clip_norm is not None:
+            self._clip = Clip(executor.store, executor.comm, self.clip_norm)
         if self._scaling is not None:
             store = executor.store
             shared = store.whole and not store.scheme.kind.shards  # then all ranks see the same sums
@@ -160,11 +161,12 @@ class Trainer:
             return self._step_on_device()
         loss = executor.loss_value()
         self._check_loss(loss)
-        scale = 1.0
-        if self.clip_norm is not None:
-            scale, self.gradient_norm = clip_scale(executor.store, self._reducer, self.clip_norm)
-            if not math.isfinite(self.gradient_norm):
-                norm = self.gradient_norm
+        scale: Any = 1.0
+        if self._clip is not None:
+            scale = self._clip.scale(self._reducer)
+            assert self._clip.norm is not None
+            self.gradient_norm = norm = float(self._clip.norm)
+            if not math.isfinite(norm):
                 raise self._diverged(f"the norm of the gradients is {norm}; lower schedule.learning_rate")
         self.optimizer.begin_step(self.learning_rate, scale)
         return loss

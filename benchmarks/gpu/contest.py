@@ -89,7 +89,7 @@ class Ours:
         capture = getattr(self._device, "_captured", None)
         if capture is None:
             return None
-        prepare = getattr(self.executor.kernels, "before_capture", None)
+        prepare = self.executor.kernels.before_capture
         if prepare is not None:
             prepare()
         found = [piece for graphed in self.executor._make_graphs() for piece in graphed.pieces if piece.graph]

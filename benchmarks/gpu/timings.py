@@ -110,7 +110,7 @@ def _recorded(kernels: Backend, run: Callable[[], None]) -> Callable[[], None]:
     """The same as a graph, where the device has them."""
     run()  # what is loaded at the first launch is not recorded
     kernels.device.synchronize()
-    prepare = getattr(kernels, "before_capture", None)
+    prepare = kernels.before_capture
     if prepare is not None:
         prepare()
     try:

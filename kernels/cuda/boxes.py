@@ -4,48 +4,96 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda.device import Device, address
-from halograd.kernels.cuda.launch import LARGE, Launch, sequence
+from halograd.kernels.cuda.launch import ACCESS, LARGE, Launch, Launcher, address, sequence
 from halograd.kernels.cuda.sources import Program, dtype_name
-from halograd.kernels.cuda.strided import AXES, Joined, joined_bytes, joined_elements
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, chain, idle
+from halograd.kernels.kernel import Kernel, KernelError, chain, idle
 
-__all__ = ["add_into", "copy", "fill"]
+__all__ = ["AXES", "Boxes", "Joined", "join", "joined_bytes", "joined_elements"]
 
+#: Axes that the kernels can tell apart.
+AXES = 5
 WORDS_PER_BLOCK = 1024
 #: Members of ``Piece`` in pieces.cuh.
 COLUMNS = 4 + 3 * AXES
 
 
-def copy(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-    """Copy every source view to its target view; source and target of all pairs must not overlap.
+@dataclass(frozen=True)
+class Boxes:
+    """Copies and sums of views of any strides on a device, in few launches."""
 
-    By bytes, or converted where their dtypes differ: one launch for all of the same two dtypes.
-    """
-    groups: dict[tuple[str, ...], list[tuple[Any, Any]]] = {}
-    for source, target in _checked("copy", pairs):
-        same = source.dtype == target.dtype
-        groups.setdefault(() if same else (dtype_name(source), dtype_name(target)), []).append((source, target))
-    made = [_convert(device, some, dtypes) if dtypes else _move(device, some) for dtypes, some in groups.items()]
-    return made[0] if len(made) == 1 else chain(*made) if made else idle()
+    launcher: Launcher
+
+    def copy(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
+        """Copy every source view to its target view; source and target of all pairs must not overlap.
+
+        By bytes, or converted where their dtypes differ: one launch for all of the same two dtypes.
+        """
+        groups: dict[tuple[str, ...], list[tuple[Any, Any]]] = {}
+        for source, target in _checked("copy", pairs):
+            same = source.dtype == target.dtype
+            groups.setdefault(() if same else (dtype_name(source), dtype_name(target)), []).append((source, target))
+        made = [
+            _convert(self.launcher, some, dtypes) if dtypes else _move(self.launcher, some)
+            for dtypes, some in groups.items()
+        ]
+        return made[0] if len(made) == 1 else chain(*made) if made else idle()
+
+    def add_into(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
+        """Add every source view to its target view; targets must not overlap one another."""
+        pairs = _checked("add_into", pairs)
+        if not pairs:
+            return idle()
+        if any(source.dtype != target.dtype for source, target in pairs):
+            found = next((s.dtype, t.dtype) for s, t in pairs if s.dtype != t.dtype)
+            raise KernelError(f"add_into: expected pairs of one dtype, got {found[0]} and {found[1]}; copy them first")
+        size, dtype = np.dtype(pairs[0][1].dtype).itemsize, dtype_name(pairs[0][1])
+        if any(dtype_name(target) != dtype for _, target in pairs):
+            raise KernelError(f"add_into: expected arrays of one dtype, got {dtype} and others; convert them")
+        word = min(joined_bytes("add_into", *pair, lanes=(16, size)).lanes for pair in pairs)
+        joined = [joined_bytes("add_into", *pair, lanes=(word,)) for pair in pairs]
+        name = "add_into_v" if word == 16 else "add_into_1"
+        return _kernel(
+            self.launcher, name, Program("boxes_add", (dtype,), is_long(joined)), joined, _heads(pairs), pairs
+        )
+
+    def fill(self, value: float, *arrays: Any) -> Kernel:
+        """Write `value` into every array or view, whatever its dtype; for margins and sums that begin.
+
+        One launch for all that are as wide as each other: a word holds whole elements.
+        """
+        views = [a for a in arrays if a is not None and a.size]
+        widths: dict[int, list[tuple[Any, Joined]]] = {}
+        for view in views:
+            size = np.dtype(view.dtype).itemsize
+            joined = joined_bytes("fill", view, lanes=[w for w in (16, 8, 4, 2, 1) if w >= size])
+            both = Joined(joined.shape, joined.strides * 2, joined.lanes)
+            widths.setdefault(joined.lanes, []).append((view, both))
+        made = []
+        for word, pieces in widths.items():
+            heads = [(_pattern(value, view), address(view)) for view, _ in pieces]
+            kept = [view for view, _ in pieces]
+            all_joined = [joined for _, joined in pieces]
+            program = Program("boxes", large=is_long(all_joined))
+            made.append(_kernel(self.launcher, f"fill_{word}", program, all_joined, heads, kept))
+        return chain(*made) if made else idle()
 
 
-def _move(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
+def _move(launcher: Launcher, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
     word = min(joined_bytes("copy", *pair).lanes for pair in pairs)
     joined = [joined_bytes("copy", *pair, lanes=(word,)) for pair in pairs]
-    return _kernel(device, f"copy_{word}", Program("boxes", large=is_long(joined)), joined, _heads(pairs), pairs)
+    return _kernel(launcher, f"copy_{word}", Program("boxes", large=is_long(joined)), joined, _heads(pairs), pairs)
 
 
-def _convert(device: Device, pairs: Sequence[tuple[Any, Any]], dtypes: tuple[str, ...]) -> Kernel:
+def _convert(launcher: Launcher, pairs: Sequence[tuple[Any, Any]], dtypes: tuple[str, ...]) -> Kernel:
     word = min(joined_elements("copy", *pair, lanes=(4, 2, 1)).lanes for pair in pairs)
     joined = [joined_elements("copy", *pair, lanes=(word,)).in_words() for pair in pairs]
     program = Program("boxes_cast", dtypes, is_long(joined))
-    return _kernel(device, f"convert_{word}", program, joined, _heads(pairs), pairs)
+    return _kernel(launcher, f"convert_{word}", program, joined, _heads(pairs), pairs)
 
 
 def _heads(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int]]:
@@ -55,45 +103,6 @@ def _heads(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int]]:
 def is_long(joined: Sequence[Joined]) -> bool:
     """Whether the words of a piece have to be counted in 64 bits."""
     return max(j.items for j in joined) >= LARGE
-
-
-def add_into(device: Device, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-    """Add every source view to its target view; targets must not overlap one another."""
-    pairs = _checked("add_into", pairs)
-    if not pairs:
-        return idle()
-    if any(source.dtype != target.dtype for source, target in pairs):
-        found = next((s.dtype, t.dtype) for s, t in pairs if s.dtype != t.dtype)
-        raise KernelError(f"add_into: expected pairs of one dtype, got {found[0]} and {found[1]}; copy them first")
-    size, dtype = np.dtype(pairs[0][1].dtype).itemsize, dtype_name(pairs[0][1])
-    if any(dtype_name(target) != dtype for _, target in pairs):
-        raise KernelError(f"add_into: expected arrays of one dtype, got {dtype} and others; convert them")
-    word = min(joined_bytes("add_into", *pair, lanes=(16, size)).lanes for pair in pairs)
-    joined = [joined_bytes("add_into", *pair, lanes=(word,)) for pair in pairs]
-    name = "add_into_v" if word == 16 else "add_into_1"
-    return _kernel(device, name, Program("boxes_add", (dtype,), is_long(joined)), joined, _heads(pairs), pairs)
-
-
-def fill(device: Device, value: float, arrays: Sequence[Any]) -> Kernel:
-    """Write `value` into every array or view, whatever its dtype; for margins and sums that begin.
-
-    One launch for all that are as wide as each other: a word holds whole elements.
-    """
-    views = [a for a in arrays if a is not None and a.size]
-    widths: dict[int, list[tuple[Any, Joined]]] = {}
-    for view in views:
-        size = np.dtype(view.dtype).itemsize
-        joined = joined_bytes("fill", view, lanes=[w for w in (16, 8, 4, 2, 1) if w >= size])
-        both = Joined(joined.shape, joined.strides * 2, joined.lanes)
-        widths.setdefault(joined.lanes, []).append((view, both))
-    made = []
-    for word, pieces in widths.items():
-        heads = [(_pattern(value, view), address(view)) for view, _ in pieces]
-        kept = [view for view, _ in pieces]
-        all_joined = [joined for _, joined in pieces]
-        program = Program("boxes", large=is_long(all_joined))
-        made.append(_kernel(device, f"fill_{word}", program, all_joined, heads, kept))
-    return chain(*made) if made else idle()
 
 
 def _pattern(value: float, array: Any) -> int:
@@ -112,7 +121,7 @@ def _checked(what: str, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any
 
 
 def _kernel(
-    device: Device,
+    launcher: Launcher,
     name: str,
     program: Program,
     joined: Sequence[Joined],
@@ -126,8 +135,114 @@ def _kernel(
         signed = np.array([blocks, piece.items, *piece.padded(piece.shape, 1), *(n for s in strides for n in s)])
         row[:2], row[2:] = (source, target), signed.astype(np.int64).view(np.uint64)
         blocks += math.ceil(piece.items / WORDS_PER_BLOCK)
-    pieces = device.upload(table)
-    launch = Launch(device, program, name, (blocks,), pieces=pieces, count=len(joined))
+    pieces = launcher.upload(table)
+    launch = Launch(launcher, program, name, (blocks,), pieces=pieces, count=len(joined))
     # The table holds bare addresses: the arrays must live as long as the kernel.
     launch.keep(kept)
     return sequence(name.rsplit("_", 1)[0], launch, workspace_bytes=table.nbytes)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Arrays over the same items.
+
+    Attributes
+    ----------
+    shape
+        Items per axis; an item is `lanes` elements (or bytes).
+    strides
+        Per array, the strides of the axes in its own unit.
+    lanes
+        Elements (or bytes) of an item.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    lanes: int
+
+    @property
+    def items(self) -> int:
+        """Number of items."""
+        return math.prod(self.shape)
+
+    @property
+    def axes(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def in_words(self) -> Joined:
+        """The same with strides in items, of arrays whose last axis is packed unless an item is one element."""
+        strides = tuple((*(s // self.lanes for s in f[:-1]), f[-1]) for f in self.strides)
+        return Joined(self.shape, strides, self.lanes)
+
+    def padded(self, values: Sequence[int], fill: int) -> tuple[int, ...]:
+        """`values`, one per axis, made up to :data:`AXES` with `fill`."""
+        return (*values, *(fill,) * (AXES - len(values)))
+
+
+def join(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """Drop axes of extent 1 and join neighbors that every array runs through without a gap.
+
+    >>> join((2, 3, 4), [(12, 4, 1), (24, 4, 1)])
+    ([2, 12], [[12, 1], [24, 1]])
+    """
+    axes = [i for i, n in enumerate(shape) if n != 1]
+    joined: list[int] = []
+    found: list[list[int]] = [[] for _ in strides]
+    for axis in axes:
+        if joined and all(f[-1] == shape[axis] * s[axis] for f, s in zip(found, strides)):
+            joined[-1] *= shape[axis]
+            for f, s in zip(found, strides):
+                f[-1] = s[axis]
+            continue
+        joined.append(shape[axis])
+        for f, s in zip(found, strides):
+            f.append(s[axis])
+    if not joined:
+        return [1], [[1] for _ in strides]
+    return joined, found
+
+
+def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None) -> Joined:
+    """Arrays of one shape, items as wide as alignment permits: the first of `lanes` elements that fits.
+
+    By default 16 bytes of the first array or one element. Strides in elements.
+    """
+    sizes = [np.dtype(a.dtype).itemsize for a in arrays]
+    strides = [[s // size for s in a.strides] for a, size in zip(arrays, sizes)]
+    if any(s % size for a, size in zip(arrays, sizes) for s in a.strides):
+        raise KernelError(f"{what}: expected strides of whole elements, got {[a.strides for a in arrays]}; copy them")
+    shape, found = join(arrays[0].shape, strides)
+    _check_axes(what, shape)
+    packed, gaps = all(f[-1] == 1 for f in found), [s for f in found for s in f[:-1]]
+    for wide in lanes or (ACCESS // sizes[0], 1):
+        aligned = all(address(a) % (wide * size) == 0 for a, size in zip(arrays, sizes))
+        if wide == 1 or (packed and aligned and not any(n % wide for n in (shape[-1], *gaps))):
+            break
+    shape[-1] //= wide
+    return Joined(tuple(shape), tuple(map(tuple, found)), wide)
+
+
+def joined_bytes(what: str, *arrays: Any, lanes: Sequence[int] = (16, 8, 4, 2, 1)) -> Joined:
+    """Arrays of one shape and element size as words of bytes, the widest of `lanes` that fits; strides in words."""
+    size = np.dtype(arrays[0].dtype).itemsize
+    shape, found = join((*arrays[0].shape, size), [(*a.strides, 1) for a in arrays])
+    if any(f[-1] != 1 for f in found):  # elements of one byte, apart from each other
+        shape, found = [*shape, 1], [[*f, 1] for f in found]
+    for word in lanes:
+        gaps = [s for f in found for s in f[:-1]]
+        if not any(n % word for n in (shape[-1], *gaps, *map(address, arrays))):
+            break
+    else:
+        raise KernelError(f"{what}: expected elements aligned to their size, got {[a.strides for a in arrays]}; copy")
+    words = [[*(s // word for s in f[:-1]), 1] for f in found]
+    shape = [*shape[:-1], shape[-1] // word]
+    if shape[-1] == 1 and len(shape) > 1:
+        shape, words = shape[:-1], [w[:-1] for w in words]
+    _check_axes(what, shape)
+    return Joined(tuple(shape), tuple(map(tuple, words)), word)
+
+
+def _check_axes(what: str, shape: Sequence[int]) -> None:
+    if len(shape) > AXES:
+        raise KernelError(f"{what}: expected at most {AXES} axes that cannot be joined, got {len(shape)}; copy first")

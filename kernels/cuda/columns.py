@@ -1,4 +1,4 @@
-"""Grids of the kernels that go down the rows of ``(batch, rows, channels)``, and sums per channel."""
+"""Grids of the kernels that go down the rows of ``(batch, rows, channels)``, sums per channel, and bias."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.checks import check_packed
-from halograd.kernels.cuda.device import THREADS, Device
-from halograd.kernels.cuda.launch import Launch, power_of_two, run_all, scalar_program, vector_lanes
+from halograd.kernels.convolution import Convolutions
+from halograd.kernels.cuda.launch import (
+    THREADS,
+    Launch,
+    Launcher,
+    is_float,
+    items_grid,
+    power_of_two,
+    scalar_program,
+    sequence,
+    suffix,
+    vector_lanes,
+)
 from halograd.kernels.cuda.sources import dtype_name
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, ScratchKernel, idle
-from halograd.kernels.scratch import Scratch
+from halograd.kernels.kernel import Kernel, KernelError, ScratchKernel, run_all
+from halograd.kernels.memory import Scratch
 
-__all__ = ["FINISH_BLOCK", "ColumnsGrid", "bias_gradient", "row_sums"]
+__all__ = ["FINISH_BLOCK", "ColumnsGrid", "CudaBias", "row_sums", "with_partial"]
 
 TILE = 8
 #: Threads of the kernels that add partial sums up: (channels, threads per channel).
@@ -44,19 +53,21 @@ class ColumnsGrid:
     grid: tuple[int, int, int]
 
     @classmethod
-    def of(cls, device: Device, batch: int, rows: int, channels: int, *arrays: Any, per_unit: int = 4) -> ColumnsGrid:
+    def of(
+        cls, launcher: Launcher, batch: int, rows: int, channels: int, *arrays: Any, per_unit: int = 4
+    ) -> ColumnsGrid:
         """A grid with about `per_unit` blocks on each multiprocessor."""
         lanes = vector_lanes(channels, *arrays)
         threads = power_of_two(channels // lanes, 32)
         block = (threads, THREADS // threads)
         tiles = math.ceil(channels / (lanes * threads))
-        wanted = math.ceil(device.blocks(per_unit) / (tiles * batch))
+        wanted = math.ceil(launcher.blocks(per_unit) / (tiles * batch))
         chunks = max(1, min(wanted, math.ceil(rows / (block[1] * TILE)), 65535))
         return cls(batch, rows, channels, lanes, block, (tiles, chunks, batch))
 
     @property
     def suffix(self) -> str:
-        return "1" if self.lanes == 1 else "v"
+        return suffix(self.lanes)
 
     @property
     def chunks(self) -> int:
@@ -93,13 +104,13 @@ def with_partial(scratch: Scratch, grid: ColumnsGrid, impl: str, *launches: Laun
 
 
 def row_sums(
-    device: Device, scratch: Scratch, impl: str, dy: Any, first: Any, second: Any = None, **members: Any
+    launcher: Launcher, scratch: Scratch, impl: str, dy: Any, first: Any, second: Any = None, **members: Any
 ) -> Kernel:
     """Column sums of dy and, with `moments`, of ``dy * xhat``; see channel_sums.cu."""
     channels = dy.shape[-1]
     rows = dy.size // channels
     arrays = [a for a in (dy, members.get("x"), members.get("y")) if a is not None]
-    grid = ColumnsGrid.of(device, 1, rows, channels, *arrays)
+    grid = ColumnsGrid.of(launcher, 1, rows, channels, *arrays)
     program = scalar_program("channel_sums", *arrays)
     codes = {"first_code": _code(dy, first), "second_code": _code(dy, second)}
     given = {"dy": dy, "first": first, "second": second, **codes, **members}
@@ -108,8 +119,8 @@ def row_sums(
         scratch,
         grid,
         impl,
-        Launch(device, program, f"row_sums_{grid.suffix}", grid.grid, grid.block, **given),
-        Launch(device, program, "finish_row_sums", grid.finish_grid, FINISH_BLOCK, **given),
+        Launch(launcher, program, f"row_sums_{grid.suffix}", grid.grid, grid.block, **given),
+        Launch(launcher, program, "finish_row_sums", grid.finish_grid, FINISH_BLOCK, **given),
     )
 
 
@@ -123,13 +134,18 @@ def _code(dy: Any, out: Any) -> int:
     return {"float32": 1, "float64": 2}.get(name, 0)
 
 
-def bias_gradient(device: Device, scratch: Scratch, dy: Any, db: Any) -> Kernel:
-    """``db`` = sum of dy over all but the channels."""
-    check_packed("bias_gradient", dy=dy, db=db)
-    if tuple(db.shape) != (dy.shape[-1],):
-        raise KernelError(f"bias_gradient: expected db of shape {(dy.shape[-1],)}, got {tuple(db.shape)}")
-    if not db.size:
-        return idle()
-    if not dy.size:
-        return Kernel(lambda: db.fill(0), "empty")
-    return row_sums(device, scratch, "bias_gradient", dy, db)
+class CudaBias(Convolutions):
+    """By our own kernels."""
+
+    launcher: Launcher
+    scratch: Scratch
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
+        channels, lanes = y.shape[-1], vector_lanes(y.shape[-1], y)
+        items = y.size // lanes
+        members = {"y": y, "b": b, "b_float": is_float(b), "items": items, "channels": channels}
+        name, grid = f"bias_{suffix(lanes)}", items_grid(self.launcher, items)
+        return sequence("bias", Launch(self.launcher, scalar_program("elementwise", y), name, grid, **members))
+
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        return row_sums(self.launcher, self.scratch, "bias_gradient", dy, db)

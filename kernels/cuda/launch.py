@@ -1,36 +1,143 @@
-"""Launches: a kernel, its grid and its record of arguments, made once."""
+"""Launches of kernels: a device, a kernel, its grid and its record of arguments, made once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda.device import THREADS, Device, address
 from halograd.kernels.cuda.sources import ELEMENTS, Program, dtype_name, kernels_of, record_of
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel
+from halograd.kernels.kernel import Kernel, KernelError, run_all
 
 __all__ = [
-    "LARGE",
-    "Launch",
-    "accumulator",
-    "is_float",
-    "is_large",
-    "items_grid",
-    "power_of_two",
-    "run_all",
-    "scalar_program",
-    "sequence",
-    "vector_lanes",
-]
+    "LARGE", "THREADS", "CupyLauncher", "Extents", "Function", "Launch", "Launcher", "accumulator", "address",
+    "is_float", "is_large", "items_grid", "power_of_two", "scalar_program", "sequence", "suffix", "vector_lanes",
+]  # fmt: skip
 
 #: Offsets are 32 bits wide below this: a step of a grid beyond the end must not overflow.
 LARGE = 1 << 30
 #: Bytes of the widest access.
 ACCESS = 16
+#: Threads per block of all kernels.
+THREADS = 256
+
+#: A compiled kernel, for :meth:`Launcher.bind`.
+Function = Any
+#: Blocks of a grid, or threads of a block, along x, y and z.
+Extents = tuple[int, int, int]
+
+
+class Launcher(ABC):
+    """Memory, compiled programs and launches of a CUDA device, or of a double of one. All methods are local.
+
+    Attributes
+    ----------
+    units : int
+        Multiprocessors, by which grids are sized.
+    """
+
+    units: int
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Packed array on the device, contents undefined."""
+
+    @abstractmethod
+    def upload(self, array: np.ndarray) -> Any:
+        """Copy of a host array on the device. May synchronize: for build time."""
+
+    @abstractmethod
+    def function(self, program: Program, name: str) -> Function:
+        """A kernel of a program, which is compiled when first asked for."""
+
+    @abstractmethod
+    def bind(self, function: Function, grid: Extents, block: Extents, record: np.ndarray) -> Callable[[], Any]:
+        """What enqueues one launch on the current stream and returns at once.
+
+        Everything but the stream is prepared here, so that a call costs the host little more than the driver's own
+        time. The kernel takes the bytes of `record` by value as they are at the call; the caller keeps the array.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the log."""
+
+    def blocks(self, per_unit: int) -> int:
+        """Blocks that keep the device busy, `per_unit` on each multiprocessor."""
+        return self.units * per_unit
+
+
+def address(array: Any) -> int:
+    """Address of an array's first element on its own device; 0 for None."""
+    if array is None:
+        return 0
+    # Not array.data of a NumPy array: there is no buffer of bfloat16.
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data.ptr)
+
+
+class CupyLauncher(Launcher):
+    """That of the CUDA device that is current when this is made, by CuPy; kernels go to CuPy's current stream.
+
+    Programs are compiled by NVRTC when a kernel of theirs is first bound; CuPy keeps the result on disk, so that
+    the next process loads it.
+
+    Raises
+    ------
+    KernelError
+        If CuPy cannot be imported or sees no device.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise KernelError(f"CUDA kernels: expected CuPy, got {error}; pip install 'halograd[gpu]'") from error
+        try:
+            self.number = int(cupy.cuda.runtime.getDevice())
+            found = cupy.cuda.runtime.getDeviceProperties(self.number)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise KernelError(f"CUDA kernels: expected a CUDA device, got {reason}; check nvidia-smi") from error
+        self._cupy = cupy
+        self._modules: dict[Program, Any] = {}
+        self.units = int(found["multiProcessorCount"])
+        self.name = found["name"].decode()
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self._cupy.empty(tuple(shape), dtype)
+
+    def upload(self, array: np.ndarray) -> Any:
+        return self._cupy.asarray(array)
+
+    def function(self, program: Program, name: str) -> Function:
+        if program not in self._modules:
+            self._modules[program] = self._cupy.RawModule(code=program.text, options=program.options)
+        kernel = self._modules[program].get_function(name)
+        try:
+            kernel.compile()
+        except Exception as error:
+            raise KernelError(f"{program}: NVRTC does not compile {name}: {error}; report this") from error
+        return kernel.kernel  # on this device; a RawKernel looks it up at every call
+
+    def bind(self, function: Function, grid: Extents, block: Extents, record: np.ndarray) -> Callable[[], None]:
+        launch, stream = self._cupy.cuda.driver.launchKernel, self._cupy.cuda.get_current_stream
+        # What cuLaunchKernel calls `kernelParams`: the address of each parameter. CuPy's own way to it asks NumPy to
+        # describe the fields of the record at every launch, 12-15 us.
+        parameters = np.array([address(record)], np.uint64)
+        pointer, place, extents = int(function.ptr), address(parameters), (*grid, *block)
+
+        def run(keep: Any = (function, parameters)) -> None:
+            launch(pointer, *extents, 0, stream().ptr, place, 0)
+
+        return run
+
+    def describe(self) -> str:
+        return f"{self.name}, {self.units} multiprocessors, CuPy {self._cupy.__version__}"
 
 
 class Launch:
@@ -45,7 +152,7 @@ class Launch:
 
     def __init__(
         self,
-        device: Device,
+        launcher: Launcher,
         program: Program,
         name: str,
         grid: Sequence[int],
@@ -53,10 +160,10 @@ class Launch:
         **members: Any,
     ) -> None:
         self.program, self.name = program, name
-        self._function = device.function(program, name)
+        self._function = launcher.function(program, name)
         self._grid, self._block = _three(grid), _three(block)
         self._record = np.zeros((), record_of(program.source, kernels_of(program.source)[name]))
-        self._enqueue = device.bind(self._function, self._grid, self._block, self._record)
+        self._enqueue = launcher.bind(self._function, self._grid, self._block, self._record)
         self._kept: dict[str, Any] = {}
         self.set(**members)
 
@@ -125,27 +232,14 @@ def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:
     return lanes if aligned and extent % lanes == 0 else 1
 
 
-def items_grid(device: Device, items: int, per_unit: int = 16) -> tuple[int]:
+def items_grid(launcher: Launcher, items: int, per_unit: int = 16) -> tuple[int]:
     """Blocks for a loop over items: enough to keep the device busy, no more than there is work."""
-    return (max(1, min(math.ceil(items / THREADS), device.blocks(per_unit))),)
+    return (max(1, min(math.ceil(items / THREADS), launcher.blocks(per_unit))),)
 
 
 def power_of_two(least: int, most: int) -> int:
     """The smallest power of two that is at least `least`, at most `most`."""
     return min(most, 1 << max(0, least - 1).bit_length())
-
-
-def run_all(launches: Iterable[Callable[[], Any]]) -> Callable[[], None]:
-    """Several launches as one function."""
-    parts = tuple(launches)
-    if len(parts) == 1:
-        return parts[0]
-
-    def run() -> None:
-        for part in parts:
-            part()
-
-    return run
 
 
 def sequence(impl: str, *launches: Launch, workspace_bytes: int = 0) -> Kernel:
@@ -156,3 +250,8 @@ def sequence(impl: str, *launches: Launch, workspace_bytes: int = 0) -> Kernel:
 def accumulator(dtype: str) -> np.dtype:
     """The dtype that arithmetic on `dtype` is done in (`A` in the sources)."""
     return np.dtype(np.float64 if ELEMENTS[dtype] == "double" else np.float32)
+
+
+def suffix(lanes: int) -> str:
+    """Of the name of a kernel that takes elements one by one, or several at once."""
+    return "1" if lanes == 1 else "v"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.errors import KernelError
+from halograd.kernels.kernel import KernelError
 
 __all__ = [
     "ADDED",

@@ -1,6 +1,215 @@
 """The GPU backend: cuDNN 9 through `nvidia-cudnn-frontend`, cuBLAS, and our own kernels, on CuPy arrays."""
 
-from halograd.kernels.cudnn.backend import CudnnBackend
-from halograd.kernels.cudnn.precision import PRECISIONS
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from halograd.kernels import checks
+from halograd.kernels.cuda import CudaKernels
+from halograd.kernels.cudnn import conv, dense
+from halograd.kernels.cudnn.conv import Engine
+from halograd.kernels.cudnn.dense import Cublas, workspace_bytes
+from halograd.kernels.cudnn.frontend import Handles, Workspaces
+from halograd.kernels.cudnn.graphs import HALF, PRECISIONS, Arithmetic
+from halograd.kernels.cudnn.plans import EventTimer, Plans
+from halograd.kernels.cudnn.runtime import Runtime
+from halograd.kernels.cudnn.store import PlanStore, store_path
+from halograd.kernels.geometry import Geometry, tensor_core_channels
+from halograd.kernels.kernel import Kernel, KernelError, chain
+from halograd.kernels.memory import Scratch
 
 __all__ = ["PRECISIONS", "CudnnBackend"]
+
+
+_AMPERE = (8, 0)
+
+
+class CudnnBackend(CudaKernels):
+    """Kernels on one GPU: convolutions by cuDNN, dense layers by cuBLAS, everything else by our own CUDA kernels.
+
+    Kernels run on the stream that is current in CuPy when they are called, and return before they have finished.
+    Arrays are CuPy arrays on its device, whose compute stream becomes the current one when the backend is opened.
+
+    Parameters
+    ----------
+    threads
+        Of host code; kernels on the GPU take none.
+    autotune
+        Whether convolutions are chosen among cuDNN's plans by measurement when they are built, some of each engine.
+        What was found is kept on disk.
+    precision
+        Of float32, see :class:`Arithmetic`.
+    deterministic
+        Whether two runs must agree in every bit.
+    device
+        Number of the GPU among those visible.
+    workspace_limit
+        Largest workspace of one convolution [B], None for any.
+    store
+        File in which plans are kept, by default ``cudnn_plans.jsonl`` in $HALOGRAD_CACHE or ~/.cache/halograd.
+    runtime
+        Device and libraries; by default those that are found.
+
+    Attributes
+    ----------
+    device : Device
+        The GPU, with its streams; lists of copies between its arrays are one launch.
+    device_name : str
+        Model of the GPU.
+    arithmetic : Arithmetic
+
+    Raises
+    ------
+    KernelError
+        If CuPy, cuDNN or a device is missing or of a version that was not examined, or the options exclude each other.
+    """
+
+    name: ClassVar[str] = "cudnn"
+
+    def __init__(
+        self,
+        threads: int = 1,
+        autotune: bool = False,
+        precision: str = "strict",
+        deterministic: bool = False,
+        device: int = 0,
+        workspace_limit: int | None = None,
+        store: Path | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.arithmetic = Arithmetic(precision, deterministic)
+        if deterministic and autotune:
+            raise KernelError(
+                "cudnn: expected no autotune in deterministic mode, got both; which plan is the fastest differs from "
+                "run to run, and sums with it: give up one of them"
+            )
+        self.threads = threads
+        self.runtime = Runtime.find(device) if runtime is None else runtime
+        try:
+            self._open(autotune, workspace_limit, store_path() if store is None else store)
+        except BaseException:
+            self.runtime.device.close()
+            raise
+
+    def _open(self, autotune: bool, workspace_limit: int | None, store: Path) -> None:
+        runtime = self.runtime
+        self.xp, self.launcher, self.device = runtime.cupy, runtime.boxes.launcher, runtime.device
+        self.scratch = Scratch(self.launcher.empty)
+        self.device_name = runtime.name
+        # With all that times depend on: they are kept under it.
+        mode = ", deterministic" if self.arithmetic.deterministic else ""
+        libraries = f"{runtime.frontend.cudnn_version} (frontend {runtime.frontend.version})"
+        self.version = f"{libraries}, float32 {self.arithmetic.precision}{mode}"
+        self._check_capability()
+        self.workspaces = Workspaces(runtime.bytes)
+        handles = Handles(runtime.frontend.module, runtime.current_stream, runtime.check_device)
+        kept = PlanStore(store, runtime.conditions)
+        timer = EventTimer(runtime.cupy.cuda)
+        plans = Plans(runtime.frontend, handles, kept, runtime.bytes, runtime.release, timer)
+        self._engine = Engine(
+            plans, handles, self.workspaces, runtime.boxes, self.empty, self.arithmetic, workspace_limit, autotune
+        )
+        cublas = Cublas(runtime.load_cublas)
+        self._products = dense.Products(
+            cublas,
+            Handles(cublas, runtime.current_stream, runtime.check_device),
+            self.workspaces,
+            workspace_bytes(runtime.capability),
+            self.arithmetic,
+        )
+
+    def _check_capability(self) -> None:
+        """Tensor cores that take bfloat16 and TF32 came with compute capability 8.0."""
+        major, minor = self.runtime.capability
+        new = (major, minor) >= _AMPERE
+        if not new and self.arithmetic.precision == "tf32":
+            raise KernelError(
+                f"cudnn: expected a GPU of compute capability 8.0 for precision tf32, got {major}.{minor} "
+                f"({self.device_name}); use precision strict"
+            )
+        self.dtypes = self.conv_dtypes = ("float32", "float64", *(HALF if new else HALF[:1]))
+        self.dtype_remedy = f"use {' or '.join(self.dtypes)}"
+
+    # ------------------------------------------------------------------ arrays and life time
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self.xp.empty(tuple(shape), np.dtype(dtype))
+
+    def synchronize(self) -> None:
+        self.xp.cuda.Device(self.runtime.ordinal).synchronize()
+
+    def before_capture(self) -> None:
+        self.scratch.before_capture()
+        self.workspaces.before_capture(self.runtime.current_stream())
+
+    @property
+    def held_bytes(self) -> int:
+        return self.workspaces.nbytes + self._engine.kernel_bytes + self.scratch.held_bytes
+
+    def close(self) -> None:
+        self._engine.plans.close()
+        self._engine.handles.close()
+        self._products.handles.close()
+        self.workspaces.close()
+        self.scratch.release()
+        self.device.close()
+
+    def describe(self) -> str:
+        return f"{self.name} {self.version}, {self.device_name}"
+
+    def describe_arithmetic(self, dtype: str) -> str:
+        return self.arithmetic.describe(dtype)
+
+    def autotuned(self) -> dict[Any, dict[str, float]]:
+        """Per convolution the times of the plans compared [s], the chosen one first."""
+        return {(key.direction, key.describe()): times for key, times in self._engine.plans.found.items()}
+
+    # ------------------------------------------------------------------ convolution
+    def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
+        """Beside images of 16 bits the weights, the bias and their gradients may be float32: converted at each call."""
+        checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
+        self._check_beside(what, x, w, b)
+
+    def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
+        """Gradients may be float32 beside activations of 16 bits: cuBLAS writes what it has summed up."""
+        checks.check_dtypes(what, self.dtypes, self.dtype_remedy, x=x, dy=dy)
+        self._check_beside(what, x, dw, db)
+
+    @staticmethod
+    def _check_beside(what: str, x: Any, w: Any, b: Any) -> None:
+        found = np.dtype(x.dtype).name
+        allowed = (found, "float32") if found in HALF else (found,)
+        for name, a in (("weights", w), ("bias", b)):
+            if a is not None and np.dtype(a.dtype).name not in allowed:
+                raise KernelError(
+                    f"{what}: expected {name} of dtype {' or '.join(allowed)} beside arrays of {found}, got "
+                    f"{np.dtype(a.dtype).name}; convert them"
+                )
+
+    def padded_channels(self, channels: int, dtype: Any) -> int:
+        return tensor_core_channels(channels, dtype)
+
+    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
+        return conv.forward(self._engine, x, w, b, y, geometry, relu)
+
+    def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
+        return conv.backward_data(self._engine, dy, w, dx, geometry)
+
+    def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
+        kernel = conv.backward_filter(self._engine, x, dy, dw, geometry)
+        return kernel if db is None else chain(kernel, self._bias_gradient(dy, db))
+
+    # ------------------------------------------------------------------ dense
+    def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
+        product = dense.forward(self._products, x, w, y)
+        return product if b is None else chain(product, self._bias(y, b))
+
+    def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
+        return dense.backward_data(self._products, dy, w, dx)
+
+    def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+        product = dense.backward_filter(self._products, x, dy, dw)
+        return product if db is None else chain(product, self._bias_gradient(dy, db))

@@ -8,15 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cudnn.frontend import ALIGNMENT, Handles, Table
-from halograd.kernels.cudnn.graphs import BACKWARD_DATA, BACKWARD_FILTER, BIAS, FORWARD, PlanKey, W, X, Y
+from halograd.kernels.cuda import Boxes
+from halograd.kernels.cudnn.frontend import ALIGNMENT, Handles, Table, Workspaces
+from halograd.kernels.cudnn.graphs import (
+    BACKWARD_DATA,
+    BACKWARD_FILTER,
+    BIAS,
+    FORWARD,
+    Arithmetic,
+    PlanKey,
+    Shapes,
+    W,
+    X,
+    Y,
+)
 from halograd.kernels.cudnn.plans import Plans
-from halograd.kernels.cudnn.precision import Arithmetic
-from halograd.kernels.cudnn.shapes import Shapes
-from halograd.kernels.cudnn.workspace import Workspaces
-from halograd.kernels.geometry import Geometry
+from halograd.kernels.geometry import Geometry, channels_in_memory
 from halograd.kernels.kernel import Kernel, chain
-from halograd.kernels.padded import channels_in_memory
 
 __all__ = ["Engine", "backward_data", "backward_filter", "forward", "outside"]
 
@@ -27,8 +35,8 @@ class Engine:
 
     Attributes
     ----------
-    cuda
-        Launchers of our own kernels, :class:`halograd.kernels.cuda.CudaKernels`.
+    boxes
+        Copies and fills of views.
     empty
         Gives a packed device array of a shape and dtype, aligned to 256 B.
     kernel_bytes
@@ -38,7 +46,7 @@ class Engine:
     plans: Plans
     handles: Handles
     workspaces: Workspaces
-    cuda: Any
+    boxes: Boxes
     empty: Callable[[Sequence[int], Any], Any]
     arithmetic: Arithmetic
     workspace_limit: int | None = None
@@ -108,8 +116,7 @@ class _Operands:
         return array
 
     def _moved(self, source: Any, target: Any) -> Kernel:
-        moved: Kernel = self._engine.cuda.copy([(source, target)])
-        return moved
+        return self._engine.boxes.copy([(source, target)])
 
     def _enter(self, uid: int, array: Any) -> None:
         self.arrays.append(array)
@@ -150,18 +157,16 @@ def backward_data(engine: Engine, dy: Any, w: Any, dx: Any, geometry: Geometry) 
     shapes = Shapes.of(dx.shape, w.shape, dy.shape, geometry)
     rest = outside(operands.arrays[-1], shapes.part)
     if rest:
-        operands.before.append(engine.cuda.fill(0, *rest))
+        operands.before.append(engine.boxes.fill(0, *rest))
     return _kernel(engine, operands, BACKWARD_DATA, shapes)
 
 
-def backward_filter(engine: Engine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
-    """``dw`` by one plan, and ``db`` by a sum over the rows of ``dy``."""
+def backward_filter(engine: Engine, x: Any, dy: Any, dw: Any, geometry: Geometry) -> Kernel:
+    """``dw`` by one plan."""
     operands = _Operands(engine, x.dtype)
     channels = operands.image(X, x)
     operands.input(Y, dy)
     operands.output(W, dw, _of_group(channels, geometry))
-    if db is not None:
-        operands.after.append(engine.cuda.bias_gradient(dy, db))
     return _kernel(engine, operands, BACKWARD_FILTER, _shapes(x, dw, dy, channels, geometry))
 
 

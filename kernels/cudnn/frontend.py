@@ -2,6 +2,8 @@
 
 Nothing else in the library knows its versions, its handles or how its graphs are run. It is called with integer
 addresses only: given a CuPy array it would make the default stream wait for the current one at every call.
+
+What plans need while they run lies in one arena per stream, which only grows (:class:`Workspaces`).
 """
 
 from __future__ import annotations
@@ -11,11 +13,100 @@ import importlib
 import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from halograd.kernels.errors import KernelError
+from halograd.kernels.kernel import KernelError
 
-__all__ = ["ALIGNMENT", "CUDNN", "FRONTEND", "INSTALL", "Frontend", "Handles", "Launch", "Table", "load", "one_line"]
+__all__ = [
+    "ALIGNMENT",
+    "CUDNN",
+    "FRONTEND",
+    "INSTALL",
+    "Frontend",
+    "Handles",
+    "Launch",
+    "Table",
+    "Workspaces",
+    "load",
+    "one_line",
+]
+
+
+class _Arena(NamedTuple):
+    array: Any
+    address: int
+    nbytes: int
+
+
+class Workspaces:
+    """Workspaces of the streams of one device.
+
+    Kernels on one stream run one after the other and share its arena; kernels on two streams may run at the same
+    time and have one each. An arena is made when its stream first needs it, as large as the most demanding kernel
+    built so far, so that it grows at most once if all kernels are built before the first runs.
+
+    Parameters
+    ----------
+    allocate
+        Gives an array of so many bytes in device memory, aligned to 256 B, on the current stream. What was allocated
+        there and is freed may be handed out again to later work of the same stream only (CuPy's pool does so).
+
+    Attributes
+    ----------
+    reserved
+        Bytes that the most demanding kernel needs [B].
+    """
+
+    def __init__(self, allocate: Callable[[int], Any]) -> None:
+        self._allocate = allocate
+        self._arenas: dict[int, _Arena] = {}
+        self._kept: list[_Arena] = []
+        self._keep = False
+        self.reserved = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What is held on all streams [B]."""
+        return sum(arena.nbytes for arena in (*self._arenas.values(), *self._kept))
+
+    def reserve(self, nbytes: int) -> None:
+        """Every arena made from now on has at least `nbytes` [B]."""
+        self.reserved = max(self.reserved, nbytes)
+
+    def address(self, stream: int, nbytes: int) -> int:
+        """Where `nbytes` [B] may be used on `stream`, which is the current one; 0 for none."""
+        if nbytes == 0:
+            return 0
+        arena = self._arenas.get(stream)
+        if arena is None or arena.nbytes < nbytes:
+            arena = self._grow(stream, nbytes)
+        return arena.address
+
+    def before_capture(self, stream: int) -> None:
+        """Call before `stream`, the current one, is captured into a graph.
+
+        The arena is made now, not while capturing, and from now on no arena is freed before :meth:`close`: the
+        graph remembers its address.
+        """
+        self._keep = True
+        self.address(stream, self.reserved)
+
+    def _grow(self, stream: int, nbytes: int) -> _Arena:
+        old = self._arenas.pop(stream, None)
+        if old is not None and self._keep:
+            self._kept.append(old)
+        del old  # before the larger one is allocated, so that the pool may use its memory
+        self.reserve(nbytes)
+        array = self._allocate(self.reserved)
+        arena = self._arenas[stream] = _Arena(array, int(array.data.ptr), self.reserved)
+        return arena
+
+    def close(self) -> None:
+        """Free all arenas. May be called twice."""
+        self._arenas.clear()
+        self._kept.clear()
+        self._keep, self.reserved = False, 0
+
 
 #: Versions that were examined: from the first up to, not including, the second. 1.27 replaced the compiled graph by
 #: an interpreted one, 1.28 changed the handles.

@@ -1,18 +1,208 @@
-"""Convolutions as graphs of cuDNN's, and the execution plans it proposes for them."""
+"""Convolutions as graphs of cuDNN's, and the execution plans it proposes for them.
+
+:class:`Arithmetic` names how exactly products are computed; :class:`Shapes` says how our packed arrays look to cuDNN,
+whose logical axes are (N, C, *spatial) and (K, C, *kernel).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from halograd.kernels.cudnn.frontend import Frontend, Launch, one_line
-from halograd.kernels.cudnn.precision import Arithmetic
-from halograd.kernels.cudnn.shapes import Shapes, Tensor
-from halograd.kernels.errors import KernelError
+from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import KernelError
 
-__all__ = ["BACKWARD_DATA", "BACKWARD_FILTER", "BIAS", "FORWARD", "Built", "Candidates", "PlanKey", "W", "X", "Y"]
+__all__ = [
+    "BACKWARD_DATA",
+    "BACKWARD_FILTER",
+    "BIAS",
+    "FORWARD",
+    "HALF",
+    "PRECISIONS",
+    "Arithmetic",
+    "Built",
+    "Candidates",
+    "PlanKey",
+    "Shapes",
+    "Tensor",
+    "W",
+    "X",
+    "Y",
+    "packed_strides",
+    "read_part",
+]  # fmt: skip
+
+
+def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a packed array, in elements."""
+    strides, run = [], 1
+    for n in reversed(shape):
+        strides.append(run)
+        run *= n
+    return tuple(reversed(strides))
+
+
+def _channels_first(values: Sequence[int]) -> tuple[int, ...]:
+    outer, *inner, last = values
+    return (outer, last, *inner)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array as cuDNN is told of it: logical extents (N, C, *spatial), and strides in elements."""
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def packed(cls, shape: Sequence[int]) -> Tensor:
+        """A packed array ``(N, *spatial, C)`` or ``(K, *kernel, C)``."""
+        return cls.leading(shape, shape[1:-1])
+
+    @classmethod
+    def leading(cls, shape: Sequence[int], spatial: Sequence[int]) -> Tensor:
+        """The leading part, of extents `spatial`, of a packed array."""
+        n, *_, channels = shape
+        strides = list(packed_strides(shape))
+        if n == 1:
+            # Of one sample the leading rows are packed too; its own stride must say so, or engines take them for
+            # strided and copy them first.
+            strides[0] = packed_strides((n, *spatial, channels))[0]
+        return cls((n, channels, *spatial), _channels_first(strides))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether nothing lies between the elements."""
+        n, channels, *spatial = self.dims
+        return self.strides == _channels_first(packed_strides((n, *spatial, channels)))
+
+
+def read_part(spatial: Sequence[int], geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The leading part of an array of extents `spatial` that is read, and the padding behind it, at least 0.
+
+    cuDNN knows no negative padding. Where the stride skips the dropped rows anyway, there is nothing to drop.
+    """
+    part, behind = [], []
+    outputs = geometry.output_shape(spatial)
+    for n, o, (lo, hi), extent, stride in zip(spatial, outputs, geometry.padding, geometry.extent, geometry.stride):
+        slack = hi < 0 and (n + lo - extent) // stride + 1 == o
+        part.append(n if hi >= 0 or slack else n + hi)
+        behind.append(max(0, hi))
+    return tuple(part), tuple(behind)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A convolution as cuDNN is told of it.
+
+    Attributes
+    ----------
+    x, w, y
+        Image, weights and output, or their gradients. A 1-D convolution is a 2-D one of one row.
+    before, behind, stride, dilation
+        One number per spatial axis; the paddings are at least 0.
+    part
+        The leading spatial extents of `x` that are read (of our array: 1-D stays 1-D).
+    """
+
+    x: Tensor
+    w: Tensor
+    y: Tensor
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    part: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Sequence[int], w: Sequence[int], y: Sequence[int], geometry: Geometry) -> Shapes:
+        """From shapes of arrays ``(N, *spatial, C)``, ``(K, *kernel, C / groups)`` and ``(N, *outputs, K)``."""
+        part, behind = read_part(x[1:-1], geometry)
+        before = tuple(lo for lo, _ in geometry.padding)
+        rows = (1,) if geometry.ndim == 1 else ()
+        none = (0,) if geometry.ndim == 1 else ()
+
+        def lifted(shape: Sequence[int]) -> tuple[int, ...]:
+            return (shape[0], *rows, *shape[1:])
+
+        return cls(
+            Tensor.leading(lifted(x), (*rows, *part)),
+            Tensor.packed(lifted(w)),
+            Tensor.packed(lifted(y)),
+            (*none, *before),
+            (*none, *behind),
+            (*rows, *geometry.stride),
+            (*rows, *geometry.dilation),
+            part,
+        )
+
+
+PRECISIONS = ("strict", "tf32")
+HALF = ("float16", "bfloat16")
+
+# Engines that multiply rounded inputs, or compute other sums than the plain ones.
+_ROUNDED = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")
+_TRANSFORMED = ("FFT", "WINOGRAD", "WINOGRAD_TILE_4x4", "WINOGRAD_TILE_6x6", "WINOGRAD_TILE_13x13")
+
+# cublasComputeType_t; the values are part of cuBLAS's binary interface.
+_COMPUTE_32F, _COMPUTE_64F, _COMPUTE_TF32 = 68, 70, 77
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What an algorithm may do to be fast.
+
+    Parameters
+    ----------
+    precision
+        Of float32: ``"strict"`` computes plain float32 sums of float32 products; ``"tf32"`` may round the factors to
+        11 significant bits, which tensor cores take. float16 and bfloat16 are always summed in float32, float64 in
+        float64.
+    deterministic
+        Whether two runs must agree in every bit. Sums by atomic addition are left out then.
+
+    Raises
+    ------
+    KernelError
+        If there is no such precision.
+    """
+
+    precision: str = "strict"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise KernelError(
+                f"expected a precision out of {', '.join(PRECISIONS)}, got {self.precision!r}; choose one "
+                "(float16 and bfloat16 are dtypes of the arrays)"
+            )
+
+    def refused(self, dtype: str) -> tuple[str, ...]:
+        """Names of the numerical notes of cuDNN whose engines may not be used for arrays of `dtype`."""
+        notes: tuple[str, ...] = ()
+        if dtype == "float32" and self.precision == "strict":
+            notes = _ROUNDED + _TRANSFORMED
+        elif dtype in HALF:
+            notes = ("REDUCED_PRECISION_REDUCTION",)
+        return (*notes, "NONDETERMINISTIC") if self.deterministic else notes
+
+    def describe(self, dtype: str) -> str:
+        """How products of float32 are made, and how to choose otherwise; nothing of dtypes without a choice."""
+        if dtype != "float32":
+            return ""
+        if self.precision == "tf32":
+            return 'float32 on tensor cores (TF32: factors of 11 bits; backend.precision = "strict" for plain float32)'
+        return 'float32 without tensor cores (backend.precision = "tf32" to use them: factors of 11 bits)'
+
+    def compute_type(self, dtype: str) -> int:
+        """cuBLAS's number of the arithmetic for arrays of `dtype`."""
+        if dtype == "float64":
+            return _COMPUTE_64F
+        return _COMPUTE_TF32 if dtype == "float32" and self.precision == "tf32" else _COMPUTE_32F
+
 
 #: Numbers of the tensors in every graph.
 X, W, Y, BIAS = 1, 2, 3, 4

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from halograd.device import Device
+from halograd.kernels.cuda import Boxes, CupyLauncher
 from halograd.kernels.cudnn.frontend import INSTALL, Frontend, load, one_line
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, chain
+from halograd.kernels.kernel import Kernel, KernelError, chain
 
 __all__ = ["Runtime"]
 
@@ -47,8 +47,8 @@ class Runtime:
         The module ``cupy``.
     frontend
         cuDNN.
-    cuda
-        Launchers of our own kernels, :class:`halograd.kernels.cuda.CudaKernels`.
+    boxes
+        Our own kernels that copy, add and fill views, with their launcher.
     device
         Where the arrays live.
     ordinal
@@ -57,7 +57,7 @@ class Runtime:
 
     cupy: Any
     frontend: Frontend
-    cuda: Any
+    boxes: Boxes
     device: Device
     ordinal: int
 
@@ -66,15 +66,14 @@ class Runtime:
         cls,
         ordinal: int = 0,
         open_device: Callable[[int], Device] | None = None,
-        kernels: Callable[[], Any] | None = None,
+        open_boxes: Callable[[], Boxes] = lambda: Boxes(CupyLauncher()),
     ) -> Runtime:
         """A device with everything on it; its compute stream becomes the current one of this thread.
 
         Parameters
         ----------
-        open_device, kernels
-            Make the device, and the launchers of our own kernels on it; None for those of ``device`` and
-            ``kernels.cuda``.
+        open_device, open_boxes
+            Make the device, None for that of ``device``, and our own kernels on it.
 
         Raises
         ------
@@ -88,9 +87,9 @@ class Runtime:
         _check_count(cupy)
         device = (open_device or _open_device)(ordinal)
         try:
-            cuda = (kernels or _own_kernels)()
-            _connect(device, cuda)
-            return cls(cupy, frontend, cuda, device, ordinal)
+            boxes = open_boxes()
+            _connect(device, boxes)
+            return cls(cupy, frontend, boxes, device, ordinal)
         except BaseException:
             device.close()
             raise
@@ -150,20 +149,14 @@ def _open_device(ordinal: int) -> Device:
     return cupy_device(ordinal)
 
 
-def _connect(device: Any, cuda: Any) -> None:
+def _connect(device: Any, boxes: Boxes) -> None:
     """Let the device copy and add boxes by our own kernels; it says (target, source), they (source, target)."""
 
     def copies(pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-        return cuda.copy([(source, target) for target, source in pairs])
+        return boxes.copy([(source, target) for target, source in pairs])
 
     def sums(pairs: Sequence[tuple[Any, Any]]) -> Kernel:
         # One launch each: the targets of one launch must not overlap, and those of one exchange may, at corners.
-        return chain(*(cuda.add_into([(source, target)]) for target, source in pairs))
+        return chain(*(boxes.add_into([(source, target)]) for target, source in pairs))
 
     device.fused_copies, device.fused_sums = copies, sums
-
-
-def _own_kernels() -> Any:
-    from halograd.kernels.cuda import CudaKernels, CupyDevice
-
-    return CudaKernels(CupyDevice())

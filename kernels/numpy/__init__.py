@@ -1,5 +1,71 @@
 """The reference backend: NumPy, everywhere, in float32 and float64."""
 
-from halograd.kernels.numpy.backend import NumpyBackend
+from __future__ import annotations
 
-__all__ = ["NumpyBackend"]
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import threadpoolctl
+
+from halograd.kernels.backend import Backend
+from halograd.kernels.memory import Scratch, aligned_empty
+from halograd.kernels.numpy.convolution import COLUMN_BYTES, NumpyConvolutions
+from halograd.kernels.numpy.losses import NumpyLosses
+from halograd.kernels.numpy.norms import NumpyNorms
+from halograd.kernels.numpy.pointwise import NumpyPointwise
+from halograd.kernels.numpy.updates import NumpyUpdates
+
+__all__ = ["BlasLimit", "NumpyBackend"]
+
+
+class BlasLimit:
+    """Holds every BLAS loaded so far to `threads`, until :meth:`close`.
+
+    Local. The limit belongs to the process, so of several open at a time the last one made counts.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._limits = threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+        self._open = True
+
+    def close(self) -> None:
+        """Give BLAS its former number of threads back. May be called twice."""
+        if self._open:
+            self._open = False
+            self._limits.restore_original_limits()
+
+
+class NumpyBackend(NumpyConvolutions, NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, Backend):
+    """Kernels by NumPy; `threads` is that of its BLAS.
+
+    Parameters
+    ----------
+    threads
+        Threads of matrix products; everything else runs on one.
+    column_bytes
+        Bound of the memory of an unfolded input [B].
+    """
+
+    name: ClassVar[str] = "numpy"
+
+    def __init__(self, threads: int = 1, column_bytes: int = COLUMN_BYTES) -> None:
+        self.xp = np
+        self.version = np.__version__
+        self.threads = threads
+        self.dtypes = self.conv_dtypes = ("float32", "float64")
+        self.dtype_remedy = "use float32, or the backend onednn for bfloat16 convolutions"
+        self.scratch = Scratch(aligned_empty)
+        self.column_bytes = column_bytes
+        self._blas = BlasLimit(threads)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return aligned_empty(shape, dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.scratch.nbytes
+
+    def close(self) -> None:
+        self.scratch.release()
+        self._blas.close()

@@ -1,5 +1,220 @@
 """The CPU backend: oneDNN 3 through its C interface, in float32, convolutions also in bfloat16."""
 
-from halograd.kernels.onednn.backend import DELEGATED, OnednnBackend
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from halograd.kernels import checks
+from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute
+from halograd.kernels.numpy import BlasLimit, NumpyBackend
+from halograd.kernels.onednn import conv, matmul, pointwise
+from halograd.kernels.onednn.abi import Abi, open_library
+from halograd.kernels.onednn.conv import Choice
+from halograd.kernels.onednn.norm import OnednnBatchNorm
+from halograd.kernels.onednn.program import Engine, ReferenceOnly
 
 __all__ = ["DELEGATED", "OnednnBackend"]
+
+
+# What NumPy does, because oneDNN has nothing but its reference implementation for it, hundreds of times slower than its
+# other ones. Such kernels say so in their `impl`. Convolutions and dense layers are substitutes too, worth a warning:
+# whether oneDNN has one depends on the block of a rank, and a layer that one process can compute must not depend on it.
+DELEGATED = {
+    "convolution": "few channels and padding that is wide against the block, in part; whatever else has no kernel",
+    "dense": "whatever has no kernel; nothing is known",
+    "max_pool": "windows that are dilated, or padding as wide as the window",
+    "average_pool": "windows that are dilated, or padding as wide as the window",
+    "batch_norm": "one element per channel, or channels and rows that do not join to multiples of 16",
+    "activation": "strided arrays",
+    "add": "strided arrays, a single term, or the output twice among the terms",
+}
+
+T = TypeVar("T")
+
+
+class OnednnBackend(NumpyBackend):
+    """Kernels by oneDNN on the CPU, and by NumPy where it has none, or none that is fast.
+
+    Parameters
+    ----------
+    threads
+        Threads per kernel. They are fixed when a kernel is built, by the thread of control that builds it.
+    autotune
+        Whether convolutions are chosen among several algorithms by measurement when they are built.
+
+    Raises
+    ------
+    KernelError
+        If oneDNN cannot be loaded, or is of another kind than ours.
+    """
+
+    name: ClassVar[str] = "onednn"
+
+    def __init__(self, threads: int = 1, autotune: bool = False) -> None:
+        loaded, self.path = open_library()
+        abi = Abi(loaded, self.path)
+        self.xp = np
+        self.version = abi.version
+        self.threads = threads
+        self.dtypes = ("float32",)
+        self.conv_dtypes = ("float32", "bfloat16")
+        self.dtype_remedy = "use float32, or the backend numpy for float64"
+        self._substitutes: list[Substitute] = []
+        self._engine = Engine(abi, threads)
+        self.scratch = self._engine.scratch
+        self._choice = Choice(autotune, threads)
+        # One pool of threads per process: NumPy's own would fight oneDNN's for the same cores.
+        self._blas = BlasLimit(1)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._engine.workspace_bytes + self._engine.scratch.nbytes
+
+    def close(self) -> None:
+        self._engine.close()
+        self._blas.close()
+
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.path}"
+
+    def take_substitutes(self) -> list[Substitute]:
+        taken, self._substitutes = self._substitutes, []
+        return taken
+
+    def autotuned(self) -> dict[Any, dict[str, float]]:
+        """Per convolution the times of the algorithms compared [s], the chosen one first."""
+        return self._choice.found
+
+    # ------------------------------------------------------------------ convolution
+    def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
+        """In bfloat16 the weights, the bias and their gradients may also be float32, to be summed and updated so."""
+        checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
+        for name, a in (("weights", w), ("bias", b)):
+            allowed = {np.dtype(x.dtype).name, "float32"}
+            if a is not None and np.dtype(a.dtype).name not in allowed:
+                raise KernelError(
+                    f"{what}: expected {name} of dtype {' or '.join(sorted(allowed))}, got {np.dtype(a.dtype).name}; "
+                    f"{self.dtype_remedy}"
+                )
+
+    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
+        args = (self._engine, x, w, b, y, geometry, relu)
+        key = ("forward", x.shape, w.shape, b is None, relu, x.dtype.name, w.dtype.name, geometry)
+        candidates = {
+            "packed": lambda: conv.forward(*args),
+            "blocked": lambda: conv.forward(*args, blocked=True),
+        }
+        return self._convolution(
+            "conv_forward",
+            key,
+            candidates,
+            partial(super()._conv_forward, x, w, b, y, geometry, relu),
+        )
+
+    def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
+        args = (self._engine, dy, w, dx, geometry)
+        key = ("backward data", dx.shape, w.shape, dx.dtype.name, w.dtype.name, geometry)
+        candidates = {
+            "packed": lambda: conv.backward_data(*args),
+            "blocked": lambda: conv.backward_data(*args, blocked=True),
+        }
+        return self._convolution(
+            "conv_backward_data",
+            key,
+            candidates,
+            partial(super()._conv_backward_data, dy, w, dx, geometry),
+        )
+
+    def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
+        args = (self._engine, x, dy, dw, db, geometry)
+        key = ("backward filter", x.shape, dw.shape, db is None, x.dtype.name, dw.dtype.name, geometry)
+        candidates: dict[str, Callable[[], Any]] = {
+            "packed": lambda: conv.backward_filter(*args),
+            "blocked": lambda: conv.backward_filter(*args, blocked=True),
+        }
+        if x.dtype == np.float32:
+            candidates["taps"] = lambda: matmul.backward_filter_by_taps(*args)
+        return self._convolution(
+            "conv_backward_filter",
+            key,
+            candidates,
+            partial(super()._conv_backward_filter, x, dy, dw, db, geometry),
+        )
+
+    def _convolution(self, what: str, key: Any, candidates: Any, plain: Callable[[], Kernel]) -> Kernel:
+        """The chosen candidate; the kernel of NumPy, which knows no bfloat16, where oneDNN has no fast one."""
+        if "bfloat16" not in key:
+            return self._or_numpy(lambda: self._choice.kernel(key, candidates), plain, what)
+        try:
+            return self._choice.kernel(key, candidates)
+        except ReferenceOnly as error:
+            raise KernelError(
+                f"{what}: expected a bfloat16 convolution that oneDNN has a fast implementation of, got {key[1:]}: "
+                f"{error}; use float32"
+            ) from None
+
+    # ------------------------------------------------------------------ the rest
+    def _or_numpy(self, fast: Callable[[], T], plain: Callable[[], T], what: str | None = None) -> T:
+        """What oneDNN has, or by name (see DELEGATED) what NumPy has; noted as a substitute for `what`, if given."""
+        try:
+            return fast()
+        except ReferenceOnly as error:
+            if what is not None:
+                self._substitutes.append(Substitute(what, "numpy", str(error)))
+            return plain()
+
+    def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
+        args = (x, y, dy, dx, geometry)
+        by_numpy = partial(super()._max_pool, *args)
+        return self._or_numpy(lambda: pointwise.max_pool(self._engine, *args, by_numpy), by_numpy)
+
+    def _average_pool(
+        self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
+    ) -> tuple[Kernel, Kernel | None]:
+        args = (x, y, dy, dx, geometry)
+        algorithm = pointwise.average(count_include_pad)
+        return self._or_numpy(
+            lambda: pointwise.pool(self._engine, algorithm, *args),
+            partial(super()._average_pool, *args, count_include_pad),
+        )
+
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return self._or_numpy(
+            lambda: OnednnBatchNorm(self._engine, arrays).kernels(), partial(super()._batch_norm, arrays)
+        )
+
+    def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
+        args = (kind, x, y, dy, dx, alpha)
+        return self._or_numpy(lambda: pointwise.activation(self._engine, *args), partial(super()._activation, *args))
+
+    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
+        return self._or_numpy(lambda: pointwise.add(self._engine, xs, y, relu), partial(super()._add, xs, y, relu))
+
+    def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
+        args = (x, w, b, y)
+        return self._or_numpy(
+            lambda: matmul.dense_forward(self._engine, *args).kernel(),
+            partial(super()._dense_forward, *args),
+            "dense_forward",
+        )
+
+    def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
+        args = (dy, w, dx)
+        return self._or_numpy(
+            lambda: matmul.dense_backward_data(self._engine, *args).kernel(),
+            partial(super()._dense_backward_data, *args),
+            "dense_backward_data",
+        )
+
+    def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+        args = (x, dy, dw, db)
+        return self._or_numpy(
+            lambda: matmul.dense_backward_filter(self._engine, *args).kernel(),
+            partial(super()._dense_backward_filter, *args),
+            "dense_backward_filter",
+        )

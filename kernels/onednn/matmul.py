@@ -17,8 +17,8 @@ import math
 from typing import Any
 
 from halograd.kernels.geometry import Geometry
-from halograd.kernels.numpy.margins import Margins
-from halograd.kernels.numpy.rows import column_sums
+from halograd.kernels.numpy.convolution import Margins
+from halograd.kernels.numpy.norms import column_sums
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.program import Engine, Memory, Program, ReferenceOnly, packed_strides
 

@@ -32,11 +32,10 @@ from halograd.kernels.kernel import (
     idle,
 )
 from halograd.kernels.norm_parts import mean_and_variance
-from halograd.kernels.numpy.batch_norm import NumpyBatchNorm
-from halograd.kernels.numpy.moments import moments, moments_scratch_bytes
+from halograd.kernels.numpy.norms import NumpyBatchNorm, moments, moments_scratch_bytes
 from halograd.kernels.onednn import abi as c
-from halograd.kernels.onednn.finite import Finite
-from halograd.kernels.onednn.formats import flat_shape, image, vector
+from halograd.kernels.onednn.conv import flat_shape, image, vector
+from halograd.kernels.onednn.pointwise import Finite
 from halograd.kernels.onednn.program import Engine, Memory, Program, ReferenceOnly
 
 __all__ = ["OnednnBatchNorm"]

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.aligned import aligned_empty
-from halograd.kernels.errors import KernelError
-from halograd.kernels.kernel import Kernel, ScratchKernel
+from halograd.kernels.kernel import Kernel, KernelError, ScratchKernel
+from halograd.kernels.memory import Scratch, aligned_empty, round_up
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.abi import Abi, Argument, DnnlError
-from halograd.kernels.scratch import Scratch, round_up
 
 __all__ = ["Engine", "Memory", "Program", "ReferenceOnly", "packed_strides"]
 

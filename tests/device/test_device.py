@@ -6,9 +6,9 @@ import inspect
 import numpy as np
 import pytest
 
-from halograd.device import HOST, DeviceError, choice, device_of, on_device
-from halograd.device.choice import choose_ordinal
-from halograd.device.cupy import CupyDevice, count_devices, import_cupy
+from halograd.device import HOST, DeviceError, device_of, on_device
+from halograd.device import cupy as cupy_module
+from halograd.device.cupy import CupyDevice, choose_ordinal, count_devices, import_cupy
 from tests.support import device_array
 from tests.support.fake_device import FakeDevice
 
@@ -28,7 +28,7 @@ def gpu_count():
 
 
 def test_docstrings():
-    assert doctest.testmod(choice).failed == 0
+    assert doctest.testmod(cupy_module).failed == 0
 
 
 def test_the_host_copies_at_once():

@@ -15,7 +15,7 @@ import pytest
 
 from halograd.device import is_low
 from halograd.kernels import ACTIVATIONS, Backend, Geometry, get_backend
-from halograd.kernels.kernel import Kernel
+from halograd.kernels.kernel import BatchNormArrays, Kernel
 from tests.gpu.place import gpu_count, only_gpu
 from tests.kernels.cudnn.on_device import BOUNDS, DTYPES
 from tests.kernels.geometries import CASES, Case
@@ -130,7 +130,7 @@ def _batch_norm(p: Pair, channels: int, local: bool, relu: bool) -> None:
     def build(k: Backend, a: dict[str, Any]) -> list[Any]:
         names = ("x", "y", "dy", "dx", "gamma", "beta", "mean", "var", "sums", "means")
         arguments: Any = (*(a[n] for n in names), 1e-5, relu, local)
-        made = k.batch_norm(*arguments)
+        made = k.batch_norm(BatchNormArrays(*arguments))
         return [made.forward, made.backward_sums, *([] if local else [made.backward_data])]
 
     p.run(build)

@@ -10,6 +10,7 @@ import pytest
 
 from halograd.kernels import Backend, KernelError, get_backend
 
+FLOAT32, FLOAT64, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(ml_dtypes.bfloat16)
 EPS = {
     np.dtype(np.float64): 2.0**-52,
     np.dtype(np.float32): 2.0**-23,
@@ -99,3 +100,9 @@ def typed(backends, request) -> Arrays:
     backend = backends(name)
     assert np.dtype(dtype).name in backend.dtypes
     return Arrays(backend, dtype)
+
+
+@pytest.fixture(params=[(FLOAT32, FLOAT32, None), (FLOAT64, FLOAT64, None), (FLOAT32, FLOAT32, BFLOAT16)], ids=str)
+def precision(request):
+    """Dtypes of parameters, their gradients, and a copy of them."""
+    return request.param

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import KernelError
-from halograd.kernels.kernel import BatchNormTraining
+from halograd.kernels.kernel import BatchNormArrays, BatchNormTraining
 
 from . import reference
 from .conftest import EPS, Arrays, assert_close
@@ -29,7 +29,7 @@ class Problem:
         self.count = self.x.size // c
         gradients = (self.dy, self.dx) if backward else (None, None)
         arrays = (self.gamma, self.beta, self.mean, self.var, self.sums, self.means)
-        self.k = a.backend.batch_norm(self.x, self.y, *gradients, *arrays, BN_EPS, relu, local)
+        self.k = a.backend.batch_norm(BatchNormArrays(self.x, self.y, *gradients, *arrays, BN_EPS, relu, local))
         self.expected = reference.batch_norm(self.x, self.dy, self.gamma, self.beta, BN_EPS, relu)
 
     def set_statistics(self) -> None:
@@ -173,7 +173,9 @@ class Training(Problem):
         self.residual = a.draw(*shape) if residual else None
         self.dresidual = a.poisoned(*shape) if residual and relu else None
         more = (self.training, self.residual, self.dresidual)
-        self.k = a.backend.batch_norm(self.x, self.y, self.dy, self.dx, *arrays, BN_EPS, relu, local, *more)
+        self.k = a.backend.batch_norm(
+            BatchNormArrays(self.x, self.y, self.dy, self.dx, *arrays, BN_EPS, relu, local, *more)
+        )
         rows = self.x.astype(np.float64).reshape(-1, c)
         rows = rows if local else np.concatenate([rows, rows + 1])
         self.moments = rows.mean(axis=0), rows.var(axis=0)
@@ -243,7 +245,7 @@ def test_training_of_a_rank_with_nothing(arrays, local):
     sums, means = arrays.poisoned(2, 3, dtype=np.float64), arrays.poisoned(2, 3, dtype=np.float64)
     training = BatchNormTraining(10, True, 0.5, *running, *gradients)
     vectors = (arrays.draw(3), arrays.draw(3), mean, var, sums, means)
-    k = arrays.backend.batch_norm(*(nothing,) * 4, *vectors, BN_EPS, False, local, training)
+    k = arrays.backend.batch_norm(BatchNormArrays(*(nothing,) * 4, *vectors, BN_EPS, False, local, training))
     k.statistics()
     if not local:
         assert not sums.any()
@@ -263,7 +265,7 @@ def test_a_residual_in_evaluation(typed):
     var[...] = np.abs(var.astype(np.float64)) + 0.5
     sums = typed.poisoned(2, 18, dtype=np.float64)
     vectors = (gamma, beta, mean, var, sums, sums)
-    k = typed.backend.batch_norm(x, y, None, None, *vectors, BN_EPS, True, False, residual=r)
+    k = typed.backend.batch_norm(BatchNormArrays(x, y, None, None, *vectors, BN_EPS, True, False, residual=r))
     k.forward()
     wide = [a.astype(np.float64) for a in (x, r, gamma, beta, mean, var)]
     want = wide[2] * (wide[0] - wide[4]) / np.sqrt(wide[5] + BN_EPS) + wide[3] + wide[1]
@@ -276,13 +278,13 @@ def test_wrong_residuals_are_refused(arrays):
     sums, dx = arrays.poisoned(2, 4, dtype=np.float64), arrays.draw(2, 5, 6, 4)
     given = (*c, sums, sums, BN_EPS)
     with pytest.raises(KernelError, match=r"batch_norm: expected arrays of one shape, got .*residual \(2, 5, 6, 3\)"):
-        b.batch_norm(x, x, None, None, *given, False, False, residual=arrays.draw(2, 5, 6, 3))
+        b.batch_norm(BatchNormArrays(x, x, None, None, *given, False, False, residual=arrays.draw(2, 5, 6, 3)))
     with pytest.raises(KernelError, match="expected residual packed"):
-        b.batch_norm(x, x, None, None, *given, False, False, residual=arrays.draw(2, 6, 6, 4)[:, 1:])
+        b.batch_norm(BatchNormArrays(x, x, None, None, *given, False, False, residual=arrays.draw(2, 6, 6, 4)[:, 1:]))
     with pytest.raises(KernelError, match="expected dresidual with a residual, relu and dx, got none"):
-        b.batch_norm(x, x, dx, dx, *given, True, False, residual=x)
+        b.batch_norm(BatchNormArrays(x, x, dx, dx, *given, True, False, residual=x))
     with pytest.raises(KernelError, match="expected dresidual only with a residual, relu and dx, got one"):
-        b.batch_norm(x, x, dx, dx, *given, False, False, residual=x, dresidual=dx)
+        b.batch_norm(BatchNormArrays(x, x, dx, dx, *given, False, False, residual=x, dresidual=dx))
 
 
 def test_wrong_arrays_of_training_are_refused(arrays):
@@ -290,4 +292,4 @@ def test_wrong_arrays_of_training_are_refused(arrays):
     sums = arrays.poisoned(2, 4, dtype=np.float64)
     training = BatchNormTraining(10, True, 0.1, running_mean=arrays.draw(3), running_var=arrays.draw(4))
     with pytest.raises(KernelError, match=r"batch_norm: expected running_mean of shape \(4,\), got \(3,\)"):
-        arrays.backend.batch_norm(x, x, None, None, *c, sums, sums, BN_EPS, False, False, training)
+        arrays.backend.batch_norm(BatchNormArrays(x, x, None, None, *c, sums, sums, BN_EPS, False, False, training))

@@ -14,13 +14,13 @@ FLOAT64 = np.dtype(np.float64)
 
 @pytest.mark.parametrize("counts", [(1,), (7, 16), (3001, 0, 5)], ids=str)
 def test_sum_of_squares(typed, counts):
-    """Of several arrays, weighted; long ones, misaligned ones and empty ones."""
+    """Of several arrays, divided; long ones, misaligned ones and empty ones."""
     arrays = [typed.draw(count + 1)[1:] for count in counts]
-    weights, out = [1.0, 0.5, 0.25][: len(counts)], typed.poisoned(1, dtype=FLOAT64)
-    kernel = typed.backend.sum_of_squares(list(zip(arrays, weights)), out)
+    divisors, out = [1, 2, 4][: len(counts)], typed.poisoned(1, dtype=FLOAT64)
+    kernel = typed.backend.sum_of_squares(list(zip(arrays, divisors)), out)
     for _ in range(2):
         kernel()
-        exact = math.fsum(w * math.fsum(a.astype(np.float64) ** 2) for a, w in zip(arrays, weights))
+        exact = math.fsum(math.fsum(a.astype(np.float64) ** 2) / d for a, d in zip(arrays, divisors))
         assert math.isclose(out[0], exact, rel_tol=1e-5 if typed.dtype == np.float32 else 1e-11)
         arrays[0][...] = 0
     kernel.close()
@@ -28,7 +28,7 @@ def test_sum_of_squares(typed, counts):
 
 def test_squares_of_nothing(arrays):
     out = arrays.poisoned(1, dtype=FLOAT64)
-    arrays.backend.sum_of_squares([(arrays.draw(3)[:0], 1.0)], out)()
+    arrays.backend.sum_of_squares([(arrays.draw(3)[:0], 1)], out)()
     assert out[0] == 0
 
 
@@ -49,8 +49,8 @@ def test_clip(arrays, max_norm, squares, scaled):
 def test_numbers_of_another_kind_are_refused(arrays):
     x, out = arrays.draw(3), arrays.poisoned(1, dtype=FLOAT64)
     with pytest.raises(KernelError, match=r"sum_of_squares: expected out float64 \(1,\), got float32 \(3,\)"):
-        arrays.backend.sum_of_squares([(x, 1.0)], x)
+        arrays.backend.sum_of_squares([(x, 1)], x)
     with pytest.raises(KernelError, match="sum_of_squares: expected array 0 packed"):
-        arrays.backend.sum_of_squares([(x[::2], 1.0)], out)
+        arrays.backend.sum_of_squares([(x[::2], 1)], out)
     with pytest.raises(KernelError, match=r"clip: expected inverse float64 \(1,\), got float32 \(3,\)"):
         arrays.backend.clip(out, x, 1.0, out, out)

@@ -12,9 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import halograd.kernels.choice as choice
+import halograd.kernels.backend as choice
 from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, Kernel, KernelError, get_backend
-from halograd.kernels.scratch import Scratch
+from halograd.kernels.kernel import BatchNormArrays
+from halograd.kernels.memory import Scratch
 from tests.harness.limits import LIMIT
 
 from .conftest import Arrays, assert_close
@@ -58,7 +59,7 @@ def every_kernel(a: Arrays, size: int = 8) -> list[Kernel]:
         kernels += b.activation(kind, x[:, 1:], y[:, 1:], y[:, 1:], dx[:, 1:], 0.1)
     for local in (False, True):
         for channels in (16, 18):
-            made = b.batch_norm(**norm(a, (2, size, size, channels), local))
+            made = b.batch_norm(BatchNormArrays(**norm(a, (2, size, size, channels), local)))
             kernels += [made.statistics, made.forward, made.backward_sums, made.backward_data]
     return kernels
 
@@ -107,7 +108,7 @@ def test_strided_arrays_are_refused(arrays):
     rows = arrays.draw(2, 8, 6, 8)[:, 1:-1]
     for name in ("x", "y", "dy", "dx"):
         assert f"expected {name} packed" in text_of(
-            lambda n=name: arrays.backend.batch_norm(**norm(arrays, (2, 6, 6, 8), **{n: rows}))
+            lambda n=name: arrays.backend.batch_norm(BatchNormArrays(**norm(arrays, (2, 6, 6, 8), **{n: rows})))
         )
     pool = {"x": x, "y": arrays.draw(2, 3, 3, 8), "dy": arrays.draw(2, 3, 3, 8), "dx": rows}
     assert "expected dx packed" in text_of(lambda: arrays.backend.max_pool(**pool, geometry=G2))
@@ -155,19 +156,25 @@ def test_wrong_arguments_of_a_pooling(arrays):
 
 def test_wrong_arguments_of_a_batch_norm(arrays):
     b = arrays.backend
-    assert "expected eps > 0, got 0" in text_of(lambda: b.batch_norm(**norm(arrays, eps=0)))
+    assert "expected eps > 0, got 0" in text_of(lambda: b.batch_norm(BatchNormArrays(**norm(arrays, eps=0))))
     assert "expected gamma of shape (16,), got (8,)" in text_of(
-        lambda: b.batch_norm(**norm(arrays, gamma=arrays.draw(8)))
+        lambda: b.batch_norm(BatchNormArrays(**norm(arrays, gamma=arrays.draw(8))))
     )
     sums = arrays.draw(2, 16)
-    assert "expected sums of dtype float64, got float32" in text_of(lambda: b.batch_norm(**norm(arrays, sums=sums)))
+    assert "expected sums of dtype float64, got float32" in text_of(
+        lambda: b.batch_norm(BatchNormArrays(**norm(arrays, sums=sums)))
+    )
     mean = arrays.draw(16, dtype=np.float64)
     assert "expected mean of dtype float32 or float32, got float64" in text_of(
-        lambda: b.batch_norm(**norm(arrays, mean=mean))
+        lambda: b.batch_norm(BatchNormArrays(**norm(arrays, mean=mean)))
     )
-    assert "batch_norm: expected both dy and dx or neither" in text_of(lambda: b.batch_norm(**norm(arrays, dx=None)))
+    assert "batch_norm: expected both dy and dx or neither" in text_of(
+        lambda: b.batch_norm(BatchNormArrays(**norm(arrays, dx=None)))
+    )
     flat = {k: arrays.draw(16) for k in ("x", "y", "dy", "dx")}
-    assert "expected x of shape (N, *spatial, C), got (16,)" in text_of(lambda: b.batch_norm(**norm(arrays, **flat)))
+    assert "expected x of shape (N, *spatial, C), got (16,)" in text_of(
+        lambda: b.batch_norm(BatchNormArrays(**norm(arrays, **flat)))
+    )
 
 
 def test_wrong_arguments_of_elementwise_and_dense(arrays):
@@ -245,7 +252,7 @@ def test_batch_norm_of_a_rank_with_nothing(arrays, local):
     nothing = arrays.draw(0, 4, 4, 16)
     empty = dict.fromkeys(("x", "y", "dy", "dx"), nothing)
     args = norm(arrays, local=local, **empty)
-    kernels = arrays.backend.batch_norm(**args)
+    kernels = arrays.backend.batch_norm(BatchNormArrays(**args))
     kernels.statistics()
     kernels.forward()
     if not local:

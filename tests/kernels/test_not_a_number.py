@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import Geometry
+from halograd.kernels.kernel import BatchNormArrays
 
 from .test_interface import norm
 
@@ -144,7 +145,7 @@ def test_batch_norm_in_training(arrays, local, relu, channels):
     """One NaN makes the channel's statistics NaN, and all of the channel."""
     given = norm(arrays, (*SHAPE, channels), local=local, relu=relu)
     given["x"][(*zip(*PLACES), -1)] = np.nan
-    kernels = arrays.backend.batch_norm(**given)
+    kernels = arrays.backend.batch_norm(BatchNormArrays(**given))
     kernels.statistics()
     if not local:
         mean, square = given["sums"] / (given["x"].size // channels)
@@ -168,7 +169,7 @@ def test_batch_norm_in_evaluation(arrays, where, relu, channels):
     else:
         given[where][-1] = np.nan
         want[..., -1] = True
-    arrays.backend.batch_norm(**given).forward()
+    arrays.backend.batch_norm(BatchNormArrays(**given)).forward()
     assert np.array_equal(np.isnan(given["y"]), want)
 
 

@@ -11,6 +11,7 @@ import pytest
 import threadpoolctl
 
 from halograd.kernels import Geometry, KernelError, get_backend
+from halograd.kernels.kernel import BatchNormArrays
 from halograd.kernels.onednn import DELEGATED, OnednnBackend, matmul
 from halograd.kernels.onednn.abi import Abi, DnnlError
 from halograd.kernels.onednn.program import Program, ReferenceOnly
@@ -133,7 +134,7 @@ def test_autotune_measures_once_per_shape(onednn):
 
 
 def test_autotune_takes_the_fastest(onednn, monkeypatch):
-    import halograd.kernels.onednn.autotune as autotune
+    import halograd.kernels.onednn.conv as autotune
 
     order = []
 
@@ -203,19 +204,19 @@ def test_delegation_is_named(onednn):
     delegated = {
         "max_pool": b.max_pool(x, y, None, None, dilated)[0],
         "average_pool": b.average_pool(x, y, None, None, dilated, True)[0],
-        "batch_norm": b.batch_norm(**norm(a, (1, 7))).forward,
+        "batch_norm": b.batch_norm(BatchNormArrays(**norm(a, (1, 7)))).forward,
         "activation": b.activation("relu", x[:, 1:], x[:, 1:], None, None)[0],
         "add": b.add([x], a.draw(2, 8, 8, 16)),
     }
     assert set(delegated) | {"convolution", "dense"} == set(DELEGATED)
     for kernel in delegated.values():
         assert kernel.impl.startswith("numpy:")
-    assert b.batch_norm(**norm(a, (1, 3, 5, 18))).forward.impl.startswith("numpy:")
+    assert b.batch_norm(BatchNormArrays(**norm(a, (1, 3, 5, 18)))).forward.impl.startswith("numpy:")
     half = a.draw(2, 4, 4, 16)
     fast = [
         b.max_pool(x, half, None, None, G2)[0],
         b.average_pool(x, half, None, None, G2, True)[0],
-        b.batch_norm(**norm(a, (2, 8, 8, 16))).forward,
+        b.batch_norm(BatchNormArrays(**norm(a, (2, 8, 8, 16)))).forward,
         b.activation("relu", x, x, None, None)[0],
         b.add([x, x + 1], a.draw(2, 8, 8, 16)),
     ]
@@ -226,7 +227,7 @@ def test_delegation_is_named(onednn):
 def test_statistics_of_odd_channels_are_fast_too(onednn):
     a = Arrays(onednn, np.float32)
     for channels in (18, 3, 24, 1):
-        kernels = onednn.batch_norm(**norm(a, (1, 32, 8, channels), local=False))
+        kernels = onednn.batch_norm(BatchNormArrays(**norm(a, (1, 32, 8, channels), local=False)))
         assert "bnorm_jit" in kernels.forward.impl and "jit" in kernels.backward_data.impl
 
 
@@ -275,7 +276,7 @@ def test_error_codes_are_words(onednn):
 
 
 def test_library_is_looked_for_in_order(monkeypatch):
-    from halograd.kernels.onednn import library
+    from halograd.kernels.onednn import abi as library
 
     monkeypatch.delenv("DNNL_LIB", raising=False)
     monkeypatch.setenv("CONDA_PREFIX", "/opt/conda")

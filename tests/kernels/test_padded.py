@@ -5,8 +5,8 @@ import doctest
 import numpy as np
 import pytest
 
-from halograd.kernels import padded
-from halograd.kernels.padded import channels_in_memory
+from halograd.kernels import geometry as padded
+from halograd.kernels.geometry import channels_in_memory
 
 
 def test_docstrings():

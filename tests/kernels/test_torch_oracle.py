@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from halograd.kernels.kernel import BatchNormArrays
+
 from .conftest import assert_close
 from .geometries import CASES
 
@@ -85,7 +87,9 @@ def test_batch_norm(typed, channels, relu):
     x, dy, gamma, beta = typed.draw(*shape), typed.draw(*shape), typed.draw(channels), typed.draw(channels)
     y, dx, mean, var = (typed.poisoned(*s) for s in (shape, shape, (channels,), (channels,)))
     sums, means = (typed.poisoned(2, channels, dtype=np.float64) for _ in range(2))
-    kernels = typed.backend.batch_norm(x, y, dy, dx, gamma, beta, mean, var, sums, means, 1e-5, relu, True)
+    kernels = typed.backend.batch_norm(
+        BatchNormArrays(x, y, dy, dx, gamma, beta, mean, var, sums, means, 1e-5, relu, True)
+    )
     kernels.forward()
     kernels.backward_sums()
     tx = to_torch(x)

@@ -39,6 +39,7 @@ from halograd.layers import (
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array, run_layer
 from halograd.training.executor import Executor
+from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.support.fake_device import FakeBackend
 
 
@@ -181,10 +182,11 @@ def test_losses_compute_what_they_compute_on_the_host(name):
 
 
 @pytest.mark.ranks(1)
-def test_a_target_that_is_no_class_makes_the_loss_undefined():
+@pytest.mark.skipif(compiler() is None, reason="needs g++ to run CUDA kernels on the CPU")
+def test_a_target_that_is_no_class_makes_the_loss_undefined(tmp_path):
     """The host does not look at targets on a device; a run then stops because its loss is not finite."""
     make, shape, target = LOSSES["cross-entropy"]
-    kernels = FakeBackend()
+    kernels = FakeBackend(HostBackend(HostLauncher(tmp_path)))
     with Communicator(MPI.COMM_WORLD) as comm:
         loss, _ = loss_and_gradient(make, shape, target, comm, kernels, {}, wrong=True)
     kernels.close()

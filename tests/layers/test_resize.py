@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halograd.kernels.geometry import MODES, Resampling
 from halograd.layers import Input, MaxPool, Resize
-from halograd.layers.resample import MODES, Resampling
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,10 +13,10 @@ from halograd.device import LOW, Device, as_dtype, is_low, register, unregister
 from halograd.device.base import packed_as
 from halograd.kernels import checks
 from halograd.kernels.backend import Backend
-from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, chain
+from halograd.kernels.geometry import Geometry, tensor_core_channels
+from halograd.kernels.kernel import BatchNormKernels, Kernel, chain
+from halograd.kernels.losses import LossKernel
 from halograd.kernels.numpy import NumpyBackend
-from halograd.kernels.padded import tensor_core_channels
 from tests.support.device_array import DeviceArray, unwrap
 
 __all__ = ["FakeBackend", "FakeDevice", "operands"]
@@ -236,12 +236,19 @@ class _Stamp:
         return True
 
 
+def mapped(value: Any, change: Any) -> Any:
+    """A value, or those of a list, tuple or dataclass, each changed."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(v, change) for v in value)
+    if isinstance(value, Geometry) or not is_dataclass(value):
+        return change(value)
+    return replace(value, **{f.name: mapped(getattr(value, f.name), change) for f in fields(value)})
+
+
 def operands(args: Any) -> list[Any]:
-    """The arguments of a factory of kernels one by one, those of lists and of batch norms too."""
+    """The arguments of a factory of kernels one by one, those of lists and dataclasses too."""
     found: list[Any] = []
-    for arg in args:
-        whole = [getattr(arg, f.name) for f in fields(arg)] if isinstance(arg, BatchNormArrays) else [arg]
-        found += arg if isinstance(arg, list) else whole
+    mapped(list(args), lambda value: found.append(value) or value)
     return found
 
 
@@ -254,8 +261,39 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-class FakeBackend(Backend):
-    """The kernels of NumPy on arrays of a fake device; with `cuda` our own fused kernels, run by the CPU.
+class Counted(LossKernel):
+    """A kernel of another backend, run in another way."""
+
+    def __init__(self, run: Any, made: Any) -> None:
+        super().__init__(run, made.impl, made.workspace_bytes, made.close)
+        self._made = made
+
+    def set(self, samples: int, scale: float) -> None:
+        self._made.set(samples, scale)
+
+
+#: What cuDNN and cuBLAS do.
+_PRODUCTS = {"_conv_forward", "_conv_backward_data", "_conv_backward_filter"}
+_PRODUCTS |= {"_dense_forward", "_dense_backward_data", "_dense_backward_filter"}
+
+
+def _delegated(name: str) -> Any:
+    """A method of :class:`FakeBackend`: by our own kernels where there are some, else by those of NumPy."""
+
+    def make(self: Any, *args: Any) -> Any:
+        if self.cuda is None or name in _PRODUCTS:
+            return self._on_host(getattr(self._numpy, name), *args)
+        return getattr(self.cuda, name)(*args)
+
+    return make
+
+
+class _Delegated(Backend):
+    locals().update({name: _delegated(name) for name in Backend.__abstractmethods__ if name.startswith("_")})
+
+
+class FakeBackend(_Delegated):
+    """The kernels of NumPy on arrays of a fake device; with `cuda` our own kernels, run by the CPU.
 
     Arrays of 16 bits are computed with in float32 and rounded behind every kernel, as tensor cores do.
     """
@@ -271,8 +309,9 @@ class FakeBackend(Backend):
         self.dtypes = self.conv_dtypes = (*self._numpy.dtypes, *LOW)
         self.dtype_remedy = self._numpy.dtype_remedy
         if cuda is not None:
-            self.device.fused_copies = lambda pairs: cuda.copy([(source, target) for target, source in pairs])
-            self.device.fused_sums = lambda pairs: _each(cuda.add_into([(s, t)]) for t, s in pairs)
+            cuda.device, boxes = self.device, cuda.boxes
+            self.device.fused_copies = lambda pairs: boxes.copy([(source, target) for target, source in pairs])
+            self.device.fused_sums = lambda pairs: _each(boxes.add_into([(s, t)]) for t, s in pairs)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self.device.empty(shape, dtype)
@@ -288,9 +327,12 @@ class FakeBackend(Backend):
         self._numpy.close()
         self.device.close()
 
+    def _group_norm(self, arrays: Any) -> Any:
+        return super()._group_norm(arrays) if self.cuda is None else self.cuda._group_norm(arrays)
+
     def _on_host(self, factory: Any, *args: Any) -> Any:
         for array in operands(args):
-            if isinstance(array, np.ndarray):
+            if isinstance(array, np.ndarray) and array.ndim:
                 raise TypeError(f"a kernel of the device got an array of the host: {array.shape}")
         shadows: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -301,13 +343,7 @@ class FakeBackend(Backend):
             key = (array.__array_interface__["data"][0], array.shape, array.strides)
             return shadows.setdefault(key, (array, np.zeros(array.shape, np.float32)))[1]
 
-        def all_plain(arg: Any) -> Any:
-            if isinstance(arg, BatchNormArrays):
-                arrays = {f.name: plain(getattr(arg, f.name)) for f in fields(arg) if f.name != "training"}
-                return BatchNormArrays(**arrays)
-            return [plain(a) for a in arg] if isinstance(arg, list) else plain(arg)
-
-        made = factory(*map(all_plain, args))
+        made = factory(*mapped(list(args), plain))
         return self._counted(made, list(shadows.values()))
 
     def _counted(self, made: Any, shadows: list[tuple[np.ndarray, np.ndarray]]) -> Any:
@@ -328,7 +364,7 @@ class FakeBackend(Backend):
             for low, wide in shadows:
                 np.copyto(low, wide, casting="unsafe")
 
-        return Kernel(run, made.impl, made.workspace_bytes, made.close)
+        return Counted(run, made)
 
     def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
         checks.check_dtypes(what, self.dtypes, "", x=x, y=y)
@@ -367,47 +403,5 @@ class FakeBackend(Backend):
         return self._around(kernel, [], [] if gradient is dw else [(gradient, dw)], *behind)
 
     def _around(self, kernel: Kernel, before: Any, after: Any, *more: Kernel) -> Kernel:
-        parts = [self.cuda.copy([pair]) for pair in before], [self.cuda.copy([pair]) for pair in after]
+        parts = [self.cuda.boxes.copy([pair]) for pair in before], [self.cuda.boxes.copy([pair]) for pair in after]
         return chain(*parts[0], kernel, *parts[1], *more)
-
-    def _ours(self, name: str, *args: Any) -> Any:
-        """Our own kernels where there are some, else those of NumPy."""
-        if self.cuda is None:
-            return self._on_host(getattr(self._numpy, f"_{name}"), *args)
-        return getattr(self.cuda, name)(*args)
-
-    def _max_pool(self, *args: Any) -> tuple[Kernel, Kernel | None]:
-        return self._ours("max_pool", *args)
-
-    def _average_pool(self, *args: Any) -> tuple[Kernel, Kernel | None]:
-        return self._ours("average_pool", *args)
-
-    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        return self._ours("batch_norm", arrays)
-
-    def _activation(self, *args: Any) -> tuple[Kernel, Kernel | None]:
-        return self._ours("activation", *args)
-
-    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
-        return self._ours("add", xs, y, relu)
-
-    def _bias(self, y: Any, b: Any) -> Kernel:
-        return self._ours("bias", y, b)
-
-    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
-        return self._ours("bias_gradient", dy, db)
-
-    def _sum_of_squares(self, *args: Any) -> Kernel:
-        return super()._sum_of_squares(*args) if self.cuda is None else self.cuda.sum_of_squares(*args)
-
-    def _clip(self, *args: Any) -> Kernel:
-        return super()._clip(*args) if self.cuda is None else self.cuda.clip(*args)
-
-    def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
-        return self._on_host(self._numpy._dense_forward, x, w, b, y)
-
-    def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
-        return self._on_host(self._numpy._dense_backward_data, dy, w, dx)
-
-    def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-        return self._on_host(self._numpy._dense_backward_filter, x, dy, dw, db)

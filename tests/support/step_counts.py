@@ -72,4 +72,4 @@ def count_step(
 
 def _counters(kernels: FakeBackend, cuda: Any) -> tuple[int, int, int]:
     device = kernels.device
-    return device.operations, len(cuda.device.launched), device.library_calls
+    return device.operations, len(cuda.launcher.launched), device.library_calls

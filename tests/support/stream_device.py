@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.kernel import BatchNormKernels, Kernel
+from halograd.kernels.kernel import BatchNormKernels
 from tests.support.device_array import DeviceArray, unwrap
 from tests.support.fake_cuda import FakeCuda, FakeCupy, FakeEvent, FakeStream
-from tests.support.fake_device import FakeBackend, FakeDevice, FakeTicket, operands
+from tests.support.fake_device import Counted, FakeBackend, FakeDevice, FakeTicket, operands
 from tests.support.trace import Trace, bounds
 
 __all__ = ["StreamBackend", "StreamDevice", "TracedArray"]
@@ -158,4 +158,4 @@ class StreamBackend(FakeBackend):
         if inner is None or isinstance(inner, (tuple, BatchNormKernels)):
             return inner  # of kernels that came by here
         operands, name, device = self._operands, self._name, self.device
-        return Kernel(lambda: device.run(name, [], operands, inner), inner.impl, inner.workspace_bytes, inner.close)
+        return Counted(lambda: device.run(name, [], operands, inner), inner)

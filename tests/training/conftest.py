@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
+from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import Input, Layer, Network, Parameter
 from halograd.training.memory import Memory
 from halograd.training.store import ParameterStore
 
-
-class Host:
-    """What `Memory` needs of a backend."""
-
-    def zeros(self, shape, dtype):
-        return np.zeros(shape, dtype)
+#: One for all: opening it asks all libraries of the process for their threads.
+HOST_KERNELS = NumpyBackend()
 
 
 class Scale(Layer):
@@ -44,6 +41,6 @@ def make_store() -> Callable[..., ParameterStore]:
     """``make_store(bucket_bytes=..., dtype=..., network=..., seed=...)``"""
 
     def make(bucket_bytes: int = 1 << 20, dtype: str = "float64", seed: int = 0, **shape) -> ParameterStore:
-        return ParameterStore(small_network(**shape), Memory(Host()), np.dtype(dtype), seed, bucket_bytes)
+        return ParameterStore(small_network(**shape), Memory(HOST_KERNELS), np.dtype(dtype), seed, bucket_bytes)
 
     return make

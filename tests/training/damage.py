@@ -37,7 +37,7 @@ from halograd.training.memory import Memory
 from halograd.training.optimizers import Adam
 from halograd.training.store import ParameterStore
 from tests.harness.limits import scaled
-from tests.training.conftest import Host, small_network
+from tests.training.conftest import HOST_KERNELS, small_network
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECTOR = 512
@@ -47,7 +47,8 @@ LIMIT = scaled(120.0)  # for one case, against a hang [s]
 
 def make(seed: int) -> tuple[ParameterStore, Adam]:
     """Parameters, states, moments and errors of rounding, all of them random numbers."""
-    store = ParameterStore(small_network(), Memory(Host()), np.dtype("float32"), scheme=Scheme(payload="bfloat16"))
+    memory, scheme = Memory(HOST_KERNELS), Scheme(payload="bfloat16")
+    store = ParameterStore(small_network(), memory, np.dtype("float32"), scheme=scheme)
     optimizer, rng = Adam(store), np.random.default_rng(seed)
     arrays = [store.params, store.state, store.errors, *optimizer.named_state().values()]
     for array in (array for group in arrays for array in group.values()):

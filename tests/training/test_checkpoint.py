@@ -192,9 +192,9 @@ SAVE_IN_LITTLE_SPACE = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from conftest import Host, ParameterStore, Memory, np, small_network
+from conftest import HOST_KERNELS, ParameterStore, Memory, np, small_network
 from halograd.training.checkpoint import Snapshot, write_checkpoint
-store = ParameterStore(small_network(), Memory(Host()), np.dtype("float64"), 1)
+store = ParameterStore(small_network(), Memory(HOST_KERNELS), np.dtype("float64"), 1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 try:
     write_checkpoint(sys.argv[1], Snapshot.of(store))

@@ -5,7 +5,6 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import (
     BatchNorm,
@@ -27,7 +26,7 @@ from halograd.testing import grids, random_array, run_layer
 from halograd.training.executor import Executor
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
-from tests.kernels.cuda.host import HostDevice, compiler
+from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.layers.test_low_precision import near
 from tests.support.fake_device import FakeBackend
 from tests.training import test_device
@@ -56,7 +55,7 @@ def cuda(tmp_path_factory):
     """The kernels, each compiled once."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    return CudaKernels(HostDevice(tmp_path_factory.mktemp("cuda-on-the-host")))
+    return HostBackend(HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host")))
 
 
 def compare(name, parts, cuda, optimizer="sgd", clip=None, bound=1e-11):
@@ -77,7 +76,7 @@ def compare(name, parts, cuda, optimizer="sgd", clip=None, bound=1e-11):
 def test_losses_dropout_and_messages(name, cuda):
     size = MPI.COMM_WORLD.size
     compare(name, {"height": size} if name == "mesh" else {"sample": size}, cuda)
-    launched = set(cuda.device.launched)
+    launched = set(cuda.launcher.launched)
     assert {"dropping": {"softmax_cross_entropy"}, "regression": {"mean_squared_error"}}.get(name, set()) <= launched
 
 
@@ -102,7 +101,7 @@ def test_a_step_prepares_nothing(dtype, scheme, cuda, monkeypatch):
                 fill(executor, step)
                 if step == 2:
                     for name in ("upload", "empty", "function", "bind"):
-                        monkeypatch.setattr(cuda.device, name, None)
+                        monkeypatch.setattr(cuda.launcher, name, None)
                 trainer.step()
             trainer.settle()
     kernels.close()
@@ -131,7 +130,7 @@ NORMS = {
 def test_norms_of_all_samples_at_once(name, cuda):
     """In float32, against NumPy in float64; some ranks without samples, and blocks that do not divide."""
     kernels = FakeBackend(cuda)
-    cuda.device.launched.clear()
+    cuda.launcher.launched.clear()
     with Communicator(MPI.COMM_WORLD) as comm:
         for parts in grids(comm.size, ("sample", "height", "width")):
             expected = run_layer(NORMS[name], [(7, 6, 4)], comm, parts, steps=2)
@@ -141,7 +140,7 @@ def test_norms_of_all_samples_at_once(name, cuda):
             single = run_layer(NORMS[name], [(7, 6, 4)], comm, parts, backend=kernels, dtype="bfloat16")
             wrong = [k for k in expected or () if k != "loss" and not near(single[k], expected[k])]
             comm.agree(AssertionError(f"{parts}: {wrong} differ in bfloat16") if wrong else None)
-    assert {"group_totals", "group_moments", "group_spread"} <= set(cuda.device.launched)
+    assert {"group_totals", "group_moments", "group_spread"} <= set(cuda.launcher.launched)
     kernels.close()
 
 

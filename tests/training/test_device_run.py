@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.errors import UserError
-from halograd.kernels.cudnn.precision import Arithmetic
+from halograd.kernels.cudnn.graphs import Arithmetic
 from halograd.training import checkpointing, session
 from halograd.training.config import parse_config
 from halograd.training.inputs import DeviceFeed

@@ -9,7 +9,6 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.errors import UserError
-from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
@@ -21,7 +20,7 @@ from halograd.training.optimizers import SGD
 from halograd.training.run import train as train_run
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
-from tests.kernels.cuda.host import HostDevice, compiler
+from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.support.fake_device import FakeBackend
 from tests.training.runs import write_config
 from tests.training.test_device import NETWORKS, train
@@ -33,7 +32,7 @@ from tests.training.test_low_precision import close
 def kernels(tmp_path_factory):
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    backend = FakeBackend(CudaKernels(HostDevice(tmp_path_factory.mktemp("cuda-on-the-host"))))
+    backend = FakeBackend(HostBackend(HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host"))))
     yield backend
     backend.close()
 

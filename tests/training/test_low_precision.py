@@ -115,14 +115,6 @@ def test_refused_on_the_cpu(dtype):
     )
 
 
-@pytest.mark.ranks(1)
-def test_float16_without_fused_kernels_is_refused():
-    kernels = FakeBackend()
-    with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(UserError, match=r"expected a backend with fused kernels"):
-        executor(kernels, comm, dtype="float16")
-    kernels.close()
-
-
 @pytest.mark.ranks(1, 2)
 def test_channels_of_an_input_lie_padded_where_convolutions_read_it(monkeypatch):
     """The stem of a mesh network: 18 channels in rows of 24, the same numbers, no copy."""

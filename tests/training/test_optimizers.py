@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from halograd.training import optimizers
+from halograd.kernels.numpy import updates
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 
 RATES = [0.1, 0.05, 0.2, 0.1]
@@ -70,7 +70,7 @@ CASES = {
 @pytest.mark.parametrize("scale", [1.0, SCALE])
 @pytest.mark.parametrize("case", CASES)
 def test_formula(make_store, monkeypatch, case, scale, bucket_bytes):
-    monkeypatch.setattr(optimizers, "PIECE", 16)  # several pieces per bucket, the last one short
+    monkeypatch.setattr(updates, "PIECE", 16)  # several pieces per bucket, the last one short
     store = make_store(bucket_bytes)
     make, formula = CASES[case]
     want = {k: v.copy() for k, v in store.params.items()}

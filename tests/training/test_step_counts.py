@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from halograd.kernels.cuda import CudaKernels
 from halograd.layers import BatchNorm
-from tests.kernels.cuda.host import HostDevice, compiler
+from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.support.step_counts import NETWORKS, StepCounts, count_step
 
 #: Operations of CuPy that a step may take, of any of these networks, cut or not.
@@ -19,7 +18,7 @@ def cuda(tmp_path_factory):
     """The kernels, each compiled once."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    return CudaKernels(HostDevice(tmp_path_factory.mktemp("cuda-on-the-host")))
+    return HostBackend(HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host")))
 
 
 #: By network and number of parts of the height.
@@ -58,11 +57,11 @@ def test_clipping_takes_three_launches(dtype, cuda):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_launches_of_a_batch_norm(parts, cuda):
     """Six per step, of a cut one too: sums of x, their end, y; sums of dy, their end, dx."""
-    cuda.device.launched.clear()
+    cuda.launcher.launched.clear()
     network = NETWORKS["mesh_2k"]()
     count_step(network, cuda, {"height": parts})
     norms = sum(isinstance(node.layer, BatchNorm) for node in network.layers.values())
-    launched = Counter(name.removesuffix("_1").removesuffix("_v") for name in cuda.device.launched)
+    launched = Counter(name.removesuffix("_1").removesuffix("_v") for name in cuda.launcher.launched)
     kernels = {"statistics": 1, "forward": 1, "gradient_sums": 1, "finish_sums": 2, "gradient_data": 1}
     assert {name: launched[name] for name in kernels} == {name: 3 * norms * n for name, n in kernels.items()}
     assert sum(kernels.values()) == 6

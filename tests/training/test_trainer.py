@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from halograd import training
-from halograd.training.clipping import clip_scale, gradient_norm
+from halograd.training.clipping import Clip
 
 BATCH, STEPS, RATE, MOMENTUM = 4, 4, 0.5, 0.9
 
@@ -30,8 +30,8 @@ def test_clip(make_store, bucket_bytes, max_norm, scale):
     store, reducer = make_store(bucket_bytes), Reducer()
     fill_gradients(store)
     norm = np.sqrt(sum(np.sum(g * g) for g in store.grads.values()))
-    assert gradient_norm(store) == pytest.approx(norm, rel=1e-14)
-    found = clip_scale(store, reducer, max_norm)
+    clip = Clip(store, None, max_norm)
+    found = float(clip.scale(reducer)[0]), float(clip.norm)
     assert reducer.waited and found == pytest.approx((scale or max_norm / (norm + 1e-6), norm), rel=1e-14)
 
 
@@ -44,7 +44,7 @@ def test_clip_of_torch(make_store):
     for twin in twins:
         twin.grad = twin.detach().clone()
     torch.nn.utils.clip_grad_norm_(twins, 0.7)
-    scale, _ = clip_scale(store, Reducer(), 0.7)
+    scale = Clip(store, None, 0.7).scale(Reducer())
     for twin, gradient in zip(twins, store.grads.values()):
         np.testing.assert_allclose(scale * gradient, twin.grad.numpy(), rtol=1e-13)
 

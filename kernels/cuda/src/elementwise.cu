@@ -143,7 +143,6 @@ template <int V> DEVICE void bias(const BiasParams& p) {
 #pragma unroll
         for (int k = 0; k < V; ++k) {
             y[k] += parameter(p.b, p.b_float, channel + k);
-            if (p.relu) y[k] = rectify(y[k]);
         }
         store<V>(y, p.y + item * V);
     }

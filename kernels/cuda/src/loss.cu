@@ -8,6 +8,7 @@ struct LossParams {
     T* dx;                  // or none
     const double* weights;  // per class or channel, or none
     const double* factor;   // of dx alone, on the device, or none
+    const double* divisor;  // of loss and dx, on the device, or none; 0 if it is not above 0
     double* partial;
     double* loss;
     uint64* wrong;  // counts targets that are no class, or none; with any the loss is NaN
@@ -21,7 +22,12 @@ struct LossParams {
     int64 partials;
 };
 
-DEVICE A gradient_scale(const LossParams& p) { return A(p.factor ? p.scale * *p.factor : p.scale); }
+DEVICE double loss_scale(const LossParams& p) {
+    if (!p.divisor) return p.scale;
+    return *p.divisor > 0 ? p.scale / *p.divisor : 0.0;
+}
+
+DEVICE A gradient_scale(const LossParams& p) { return A(p.factor ? loss_scale(p) * *p.factor : loss_scale(p)); }
 
 DEVICE void leave(const LossParams& p, double sum) {
     const double found = block_sum(sum);
@@ -32,7 +38,7 @@ BLOCK_KERNEL(finish_loss, LossParams) {
     double sum = 0;
     for (Index i = Index(threadIdx.x); i < Index(p.partials); i += Index(blockDim.x)) sum += p.partial[i];
     sum = block_sum(sum);
-    if (threadIdx.x == 0) *p.loss = p.wrong && *p.wrong ? INFINITY - INFINITY : sum * p.scale;
+    if (threadIdx.x == 0) *p.loss = p.wrong && *p.wrong ? INFINITY - INFINITY : sum * loss_scale(p);
 }
 
 struct Label {

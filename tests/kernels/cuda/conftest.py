@@ -3,100 +3,52 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from halograd.kernels import Backend
-from halograd.kernels.cuda import CudaKernels, CupyDevice
-from halograd.kernels.cuda.launch import Launch
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels
-from halograd.kernels.numpy import NumpyBackend
+from halograd.kernels.cuda.launch import CupyLauncher, Launch
 from tests.gpu.place import PLACES
 
-from ..conftest import Arrays
+from ..conftest import BFLOAT16, FLOAT32, FLOAT64, Arrays
 from . import mirror
-from .host import HostDevice, compiler
+from .host import HostBackend, HostLauncher, compiler
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLOAT16]
 
 
-class HostBackend(NumpyBackend):
-    """What cuDNN does by NumPy, all else by the CUDA kernels."""
-
-    name: ClassVar[str] = "cuda on the host"
-    fuses_batch_norm = True
-
-    def __init__(self, cuda: CudaKernels) -> None:
-        super().__init__()
-        self.cuda = cuda
-        self.dtypes = tuple(d.name for d in DTYPES)
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        return self.cuda.device.empty(shape, dtype)
-
-    def _max_pool(self, *args: Any) -> Any:
-        return self.cuda.max_pool(*args)
-
-    def _average_pool(self, *args: Any) -> Any:
-        return self.cuda.average_pool(*args)
-
-    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        return self.cuda.batch_norm(arrays)
-
-    def _bias(self, *args: Any) -> Any:
-        return self.cuda.bias(*args)
-
-    def _bias_gradient(self, *args: Any) -> Any:
-        return self.cuda.bias_gradient(*args)
-
-    def _sum_of_squares(self, *args: Any) -> Any:
-        return self.cuda.sum_of_squares(*args)
-
-    def _clip(self, *args: Any) -> Any:
-        return self.cuda.clip(*args)
-
-    def _activation(self, *args: Any) -> Any:
-        return self.cuda.activation(*args)
-
-    def _add(self, *args: Any) -> Any:
-        return self.cuda.add(*args)
-
-
 @pytest.fixture(scope="session", params=PLACES)
-def host(request, tmp_path_factory) -> Iterator[HostDevice]:
+def host(request, tmp_path_factory) -> Iterator[HostLauncher]:
     """The double of a device, and a real one where there is one; the latter's double with ``HALOGRAD_CUDA_MIRROR``."""
     folder: Path = tmp_path_factory.mktemp("cuda-on-the-host")
     real, mirrored = request.param == "gpu", bool(os.environ.get("HALOGRAD_CUDA_MIRROR"))
     if not real and compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
     if not real and not mirrored:
-        yield HostDevice(folder)
+        yield HostLauncher(folder)
         return
-    device = mirror.on_cupy(folder, CupyDevice()) if real else mirror.on_host(folder, HostDevice(folder))
+    device = mirror.on_cupy(folder, CupyLauncher()) if real else mirror.on_host(folder, HostLauncher(folder))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", lambda launch: device.run(launch))
         yield device
 
 
 @pytest.fixture
-def cuda(host) -> Iterator[CudaKernels]:
+def backend(host) -> Iterator[Backend]:
     """The kernels on the double, threads in their order."""
     host.set_order(False)
-    yield CudaKernels(host)
+    with HostBackend(host) as made:
+        yield made
     host.set_order(False)
 
 
 @pytest.fixture
-def backend(cuda) -> Iterator[Backend]:
-    """The kernels as a backend."""
-    with HostBackend(cuda) as made:
-        yield made
+def cuda(backend) -> HostBackend:
+    """The same."""
+    return backend
 
 
 @pytest.fixture
@@ -113,3 +65,18 @@ def typed(backend, host, request) -> Arrays:
     """
     host.set_order(request.param.name == "float64")
     return Arrays(backend, request.param)
+
+
+@pytest.fixture(
+    params=[
+        (FLOAT32, FLOAT32, None),
+        (FLOAT64, FLOAT64, None),
+        (FLOAT32, BFLOAT16, BFLOAT16),
+        (FLOAT32, DTYPES[2], DTYPES[2]),
+        (FLOAT32, FLOAT32, BFLOAT16),
+    ],
+    ids=str,
+)
+def precision(request):
+    """Dtypes of parameters, their gradients, and a copy of them."""
+    return request.param

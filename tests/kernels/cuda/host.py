@@ -8,13 +8,15 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from halograd.kernels.aligned import aligned_empty
-from halograd.kernels.cuda.device import Device, Extents, Function, address
+from halograd.kernels.cuda import Boxes, CudaKernels
+from halograd.kernels.cuda.launch import Extents, Function, Launcher, address
 from halograd.kernels.cuda.sources import Program
+from halograd.kernels.memory import Scratch, aligned_empty
+from halograd.kernels.numpy import NumpyBackend
 
 SHIM = Path(__file__).parent / "host_shim.h"
 # The kernels look at elements as vectors of them, which CUDA allows and C++ does not.
@@ -27,7 +29,7 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
-class HostDevice(Device):
+class HostLauncher(Launcher):
     """Runs kernels on the CPU.
 
     Parameters
@@ -95,3 +97,18 @@ class HostDevice(Device):
             done = subprocess.run([*command, "-o", str(library), str(source)], capture_output=True, text=True)
             assert done.returncode == 0, f"{program}: {done.stderr[:4000]}"
         return library
+
+
+class HostBackend(CudaKernels, NumpyBackend):
+    """What cuDNN does by NumPy, all else by the CUDA kernels."""
+
+    name: ClassVar[str] = "cuda on the host"
+
+    def __init__(self, launcher: HostLauncher) -> None:
+        super().__init__()
+        self.launcher, self.boxes = launcher, Boxes(launcher)
+        self.scratch = Scratch(launcher.empty)
+        self.dtypes = (*self.dtypes, "float16", "bfloat16")
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self.launcher.empty(shape, dtype)

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda.device import Device, Extents, Function
-from halograd.kernels.cuda.launch import Launch
+from halograd.kernels.cuda.launch import Extents, Function, Launch, Launcher
 from halograd.kernels.cuda.sources import Program
 
-from .host import HostDevice
+from .host import HostLauncher
 
 ALIGNMENT = 512
 
@@ -60,8 +59,8 @@ class Copy:
         return self.address + address - self.first if self.first <= address < self.last else None
 
 
-class MirrorDevice(HostDevice):
-    """Arrays of a :class:`HostDevice`, kernels of another device.
+class MirrorLauncher(HostLauncher):
+    """Arrays of a :class:`HostLauncher`, kernels of another device.
 
     Parameters
     ----------
@@ -74,7 +73,7 @@ class MirrorDevice(HostDevice):
     """
 
     def __init__(
-        self, folder: Any, kernels: Device, allocate: Callable[[int], Any], put: Callable[..., Any], get: Callable
+        self, folder: Any, kernels: Launcher, allocate: Callable[[int], Any], put: Callable[..., Any], get: Callable
     ) -> None:
         super().__init__(folder, kernels.units)
         self._kernels, self._allocate, self._put, self._get = kernels, allocate, put, get
@@ -129,7 +128,7 @@ def _moved(address: int, copies: list[Copy]) -> int:
     return address
 
 
-def on_cupy(folder: Any, kernels: Device) -> MirrorDevice:
+def on_cupy(folder: Any, kernels: Launcher) -> MirrorLauncher:
     """Kernels on the current CUDA device."""
     import cupy
 
@@ -143,10 +142,10 @@ def on_cupy(folder: Any, kernels: Device) -> MirrorDevice:
     def get(memory: Any, at: int, nbytes: int) -> np.ndarray:
         return cupy.asnumpy(memory[at : at + nbytes])
 
-    return MirrorDevice(folder, kernels, allocate, put, get)
+    return MirrorLauncher(folder, kernels, allocate, put, get)
 
 
-def on_host(folder: Any, kernels: HostDevice) -> MirrorDevice:
+def on_host(folder: Any, kernels: HostLauncher) -> MirrorLauncher:
     """Kernels on the CPU, in memory of their own: checks the mirror."""
 
     def allocate(nbytes: int) -> tuple[Any, int]:
@@ -159,4 +158,4 @@ def on_host(folder: Any, kernels: HostDevice) -> MirrorDevice:
     def get(memory: Any, at: int, nbytes: int) -> np.ndarray:
         return memory[at : at + nbytes].copy()
 
-    return MirrorDevice(folder, kernels, allocate, put, get)
+    return MirrorLauncher(folder, kernels, allocate, put, get)

@@ -1,4 +1,4 @@
-"""Bias, its gradient, conversion, and the gradient of a fused ReLU."""
+"""Bias beside other dtypes, the order of threads, and memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from halograd.kernels import KernelError
+from halograd.kernels.kernel import BatchNormArrays
 
-from ..conftest import EPS, Arrays, assert_close
+from ..conftest import EPS, FLOAT64, Arrays, assert_close
 from .conftest import DTYPES
 
 
@@ -18,15 +19,14 @@ def typed(backend, host, request) -> Arrays:
     return Arrays(backend, request.param)
 
 
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
 @pytest.mark.parametrize("channels", [1, 5, 8, 16])
 @pytest.mark.parametrize("vector", ["own", "float32"])
-def test_bias(typed, cuda, channels, relu, vector):
+def test_bias(typed, cuda, channels, vector):
     y = typed.draw(2, 5, 3, channels)
     b = typed.draw(channels, dtype=None if vector == "own" else np.float32)
     want = y.astype(np.float64) + b.astype(np.float64)
-    cuda.bias(y, b, relu)()
-    assert_close(y, np.maximum(want, 0) if relu else want, 2)
+    cuda._bias(y, b)()
+    assert_close(y, want, 2)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 1), (2, 5, 3, 18), (4, 33, 31, 8), (1, 7), (3, 1, 300)], ids=str)
@@ -34,17 +34,11 @@ def test_bias(typed, cuda, channels, relu, vector):
 def test_bias_gradient(typed, cuda, shape, vector):
     dy = typed.draw(*shape)
     db = typed.poisoned(shape[-1], dtype=None if vector == "own" else np.dtype(vector))
-    cuda.bias_gradient(dy, db)()
+    cuda._bias_gradient(dy, db)()
     want = dy.astype(np.float64).reshape(-1, shape[-1]).sum(axis=0)
     # In float32 at the least, and rounded once.
     eps = max(EPS[db.dtype], min(EPS[np.dtype(np.float32)], EPS[dy.dtype]))
     assert np.abs(db.astype(np.float64) - want).max() <= 4 * eps * max(8.0, np.abs(want).max()) * 8
-
-
-def test_bias_gradient_of_nothing(cuda):
-    db = np.full(3, np.nan, np.float32)
-    cuda.bias_gradient(np.zeros((0, 4, 3), np.float32), db)()
-    assert not db.any()
 
 
 def test_nan_is_not_lost(cuda):
@@ -58,10 +52,8 @@ def test_nan_is_not_lost(cuda):
 
 
 def test_refused(cuda):
-    with pytest.raises(KernelError, match=r"expected b of shape \(3,\), got \(2,\)"):
-        cuda.bias(np.zeros((1, 3), np.float32), np.zeros(2, np.float32))
     with pytest.raises(KernelError, match="expected dtype bfloat16, float32 or float64, got float16"):
-        cuda.bias_gradient(np.zeros((2, 3), DTYPES[3]), np.zeros(3, np.float16))
+        cuda._bias_gradient(np.zeros((2, 3), DTYPES[3]), np.zeros(3, np.float16))
 
 
 def test_large_offsets(cuda, monkeypatch):
@@ -83,4 +75,56 @@ def test_large_offsets(cuda, monkeypatch):
         cuda.add([x[:, 1:], x[:, :-1]], z[:, 1:], False)()
         found.append((y, dx, db, z[:, 1:].copy()))
     assert all(np.array_equal(a, b) for a, b in zip(*found))
-    assert any(program.large for program in cuda.device.programs)
+    assert any(program.large for program in cuda.launcher.programs)
+
+
+def test_the_order_of_threads_does_not_matter(cuda, arrays):
+    """Bit for bit: trees of sums have one order, and no thread reads what another has not written yet."""
+    x, dy = arrays.draw(2, 40, 13, 12), arrays.draw(2, 40, 13, 12)
+    gamma, beta = arrays.draw(12), arrays.draw(12)
+    found = []
+    for backward in (False, True):
+        cuda.launcher.set_order(backward)
+        y, dx = arrays.poisoned(*x.shape), arrays.poisoned(*x.shape)
+        mean, var, sums = arrays.poisoned(12), arrays.poisoned(12), arrays.poisoned(2, 12, dtype=FLOAT64)
+        vectors = (gamma, beta, mean, var, sums, np.zeros((2, 12)))
+        k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, 1e-3, True, True))
+        k.forward()
+        k.backward_sums()
+        total = np.zeros(1)
+        cuda.sum_of_squares([(x, 1), (dy, 2)], total)()
+        found.append((y, dx, mean, var, sums, total))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*found))
+
+
+def test_nothing_is_allocated_when_kernels_run(cuda, arrays, monkeypatch):
+    x, y = arrays.draw(2, 5, 8), arrays.poisoned(2, 5, 8)
+    dx, dy = arrays.poisoned(2, 5, 8), arrays.draw(2, 5, 8)
+    c, sums = arrays.draw(8), arrays.poisoned(2, 8, dtype=FLOAT64)
+    vectors = (c, c.copy(), c.copy(), c.copy(), sums, sums.copy())
+    k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, 1e-3, True, True))
+    k.forward()
+    k.backward_sums()
+
+    def refuse(*_):
+        raise AssertionError("allocates")
+
+    for name in ("empty", "upload", "function"):
+        monkeypatch.setattr(cuda.launcher, name, refuse)
+    k.forward()
+    k.backward_sums()
+
+
+def test_kernels_follow_scratch_that_has_grown(cuda, arrays):
+    """A later kernel enlarges the shared memory: earlier ones must not use the old one."""
+    dy, db = arrays.draw(30, 4), arrays.poisoned(4)
+    small = cuda.bias_gradient(dy, db)
+    small()
+    generation = cuda.scratch.generation
+    wide, dw = arrays.draw(3000, 40), arrays.poisoned(40)
+    large = cuda.bias_gradient(wide, dw)
+    assert cuda.scratch.generation > generation
+    for kernel in (large, small):
+        kernel()
+    assert_close(db, dy.astype(np.float64).sum(axis=0), 30)
+    assert_close(dw, wide.astype(np.float64).sum(axis=0), 3000)

@@ -1,5 +1,9 @@
 """The tests that every backend passes, with the CUDA kernels on the CPU, in four dtypes."""
 
+import numpy as np
+
+from halograd.kernels import ClassTargets, LossArrays
+
 from ..test_batch_norm import (  # noqa: F401
     test_a_residual_in_evaluation,
     test_around_sums,
@@ -13,6 +17,10 @@ from ..test_batch_norm import (  # noqa: F401
     test_variance_where_a_block_is_constant,
 )
 from ..test_clipping import test_clip, test_squares_of_nothing, test_sum_of_squares  # noqa: F401
+from ..test_dropout import (  # noqa: F401
+    test_an_infinite_element_that_is_dropped_is_zero,
+    test_the_bits_of_a_block,
+)
 from ..test_elementwise import (  # noqa: F401
     test_activation,
     test_activation_forward_only,
@@ -21,3 +29,48 @@ from ..test_elementwise import (  # noqa: F401
     test_add,
     test_bias_and_its_gradient,
 )
+from ..test_loss_scale import (  # noqa: F401
+    test_dynamic_loss_scale,
+    test_find_nonfinite,
+    test_the_largest_finite_numbers_are_finite,
+)
+from ..test_losses import (  # noqa: F401
+    test_a_divisor_that_is_known_when_the_kernel_runs,
+    test_binary_cross_entropy,
+    test_gradient_times_a_loss_scale,
+    test_large_logits,
+    test_mean_squared_error,
+    test_of_a_rank_without_samples,
+    test_prediction_and_target_that_are_not_packed,
+    test_refused,
+    test_softmax_cross_entropy,
+    test_target_weight,
+    test_targets_of_any_dtype,
+    test_without_gradient,
+)
+from ..test_norms import (  # noqa: F401
+    test_channel_norm,
+    test_channel_norm_without_gradients,
+    test_group_norm,
+)
+from ..test_optimizers import (  # noqa: F401
+    test_adam,
+    test_any_length_and_address,
+    test_lars,
+    test_nothing_is_updated_after_an_overflow,
+    test_sgd,
+)
+from ..test_resize import test_a_block_of_the_outputs, test_resize  # noqa: F401
+
+
+def test_targets_that_are_no_class_make_the_loss_nan(cuda, arrays):
+    """The device does not raise: who reads the loss does."""
+    x, loss, dx = arrays.draw(5, 3), np.zeros(1), arrays.poisoned(5, 3)
+    target = np.array([[0], [1], [-1], [2], [9]], np.int32)
+    kernel = cuda.softmax_cross_entropy(LossArrays(x, target, dx, loss), ClassTargets(3))
+    kernel.set(samples=2, scale=1.0)
+    kernel()
+    assert loss[0] > 0
+    kernel.set(samples=5, scale=1.0)
+    kernel()
+    assert np.isnan(loss[0]) and not dx[2].any() and not np.isnan(dx).any()

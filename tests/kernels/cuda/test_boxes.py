@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from halograd.kernels import KernelError
 from halograd.kernels.cuda import launch
-from halograd.kernels.cuda.strided import join, joined_bytes
+from halograd.kernels.cuda.boxes import join, joined_bytes
 
 from .conftest import BFLOAT16, DTYPES
 
 
 def numbers(shape, dtype, seed=0):
     """An aligned array of small integers, exact in every dtype."""
-    from halograd.kernels.aligned import aligned_empty
+    from halograd.kernels.memory import aligned_empty
 
     array = aligned_empty(shape, dtype)
     array[...] = np.random.default_rng(seed).integers(-8, 9, shape)
@@ -42,14 +42,14 @@ def test_pack_and_unpack_all_neighbors(cuda, dtype, channels):
     for view in views:
         parts.append(message[at : at + view.size].reshape(view.shape))
         at += view.size
-    cuda.device.launched.clear()
-    cuda.copy(list(zip(views, parts)))()
+    cuda.launcher.launched.clear()
+    cuda.boxes.copy(list(zip(views, parts)))()
     assert all(np.array_equal(v, p) for v, p in zip(views, parts))
     untouched = there[:, 1:-1, 1:-1].copy()
-    cuda.copy(list(zip(parts, faces(there))))()
+    cuda.boxes.copy(list(zip(parts, faces(there))))()
     assert all(np.array_equal(v, w) for v, w in zip(views, faces(there)))
     assert np.array_equal(there[:, 1:-1, 1:-1], untouched)
-    assert len(cuda.device.launched) == 2
+    assert len(cuda.launcher.launched) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,9 +61,9 @@ def test_add_into_is_the_adjoint_of_copy(cuda, dtype, channels):
     views = [x[:, :2], x[:, 3:, 1:4]]
     messages = [numbers(v.shape, dtype, seed=5 + i) for i, v in enumerate(views)]
     y = [m.astype(np.float64) for m in messages]
-    cuda.add_into([(m, gradient[:, :2] if i == 0 else gradient[:, 3:, 1:4]) for i, m in enumerate(messages)])()
+    cuda.boxes.add_into([(m, gradient[:, :2] if i == 0 else gradient[:, 3:, 1:4]) for i, m in enumerate(messages)])()
     added = gradient.astype(np.float64) - before
-    cuda.copy(list(zip(views, messages)))()
+    cuda.boxes.copy(list(zip(views, messages)))()
     left = sum((m.astype(np.float64) * a).sum() for m, a in zip(messages, y))
     assert left == (x.astype(np.float64) * added).sum()
     assert added[:, 2].any() == 0
@@ -91,15 +91,15 @@ def test_any_strides(cuda, drawn, other, dtype):
     expected_copy = target.copy()
     expected_copy[at] = source[box]
     copied = target.copy()
-    cuda.copy([(source[box], copied[at])])()
+    cuda.boxes.copy([(source[box], copied[at])])()
     assert np.array_equal(copied, expected_copy)
-    cuda.add_into([(source[box], target[at])])()
+    cuda.boxes.add_into([(source[box], target[at])])()
     assert np.array_equal(target, expected)
 
 
 def test_copies_of_transposed_arrays(cuda):
     x, y = numbers((3, 4, 5), np.float32), numbers((5, 4, 3), np.float32)
-    cuda.copy([(x.T, y)])()
+    cuda.boxes.copy([(x.T, y)])()
     assert np.array_equal(y, x.T)
 
 
@@ -133,25 +133,25 @@ def test_conversion(cuda, source, target):
         views[-1] = (*views[-1], pair[0][at], pair[1][at])
     before = [whole.copy() for _, whole, _, _ in views]
     want = [as_rounded(part, target) for *_, part, _ in views]
-    cuda.device.launched.clear()
-    cuda.copy([(part, into) for *_, part, into in views])()
-    assert cuda.device.launched == ["convert_1"]
+    cuda.launcher.launched.clear()
+    cuda.boxes.copy([(part, into) for *_, part, into in views])()
+    assert cuda.launcher.launched == ["convert_1"]
     for (_, whole, _, into), old, expected in zip(views, before, want):
         assert into.tobytes() == expected.tobytes()
         into[...] = 0
         outside = np.where(whole.astype(np.float64) == 0, whole, old)
         assert whole.tobytes() == outside.tobytes(), "beside the box"
     flat = views[1]
-    cuda.copy([(flat[0], flat[1])])()
-    assert flat[1].tobytes() == want[1].tobytes() and cuda.device.launched[-1] == "convert_4"
+    cuda.boxes.copy([(flat[0], flat[1])])()
+    assert flat[1].tobytes() == want[1].tobytes() and cuda.launcher.launched[-1] == "convert_4"
 
 
 def test_conversion_of_rows_with_more_channels_is_by_pairs(cuda):
     """The input of a network: 18 channels in float32 into 18 of 24 in bfloat16."""
     x, room = numbers((2, 5, 7, 18), np.float32), np.zeros((2, 5, 7, 24), BFLOAT16)
-    cuda.device.launched.clear()
-    cuda.copy([(x, room[..., :18])])()
-    assert cuda.device.launched == ["convert_2"]
+    cuda.launcher.launched.clear()
+    cuda.boxes.copy([(x, room[..., :18])])()
+    assert cuda.launcher.launched == ["convert_2"]
     assert np.array_equal(room[..., :18].astype(np.float32), x) and not room[..., 18:].any()
 
 
@@ -159,21 +159,21 @@ def test_conversion_and_copies_together(cuda):
     """A launch for each pair of dtypes, whatever their order."""
     a, b = numbers((8,), np.float32), numbers((8,), np.float32, seed=1)
     x, y, z = (numbers((8,), dtype, seed=2) for dtype in (np.float32, BFLOAT16, np.float64))
-    cuda.device.launched.clear()
-    cuda.copy([(a, y), (a, x), (b, z)])()
+    cuda.launcher.launched.clear()
+    cuda.boxes.copy([(a, y), (a, x), (b, z)])()
     assert np.array_equal(x, a) and np.array_equal(y.astype(np.float32), a) and np.array_equal(z, b)
-    assert sorted(cuda.device.launched) == ["convert_4", "convert_4", "copy_16"]
+    assert sorted(cuda.launcher.launched) == ["convert_4", "convert_4", "copy_16"]
 
 
 def test_conversion_of_special_values(cuda):
     source = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-8, 6e-8, 65519, 65520, 2.0**-14, -1e-6, 1.0], np.float32)
     for dtype in DTYPES[2:]:
-        found, back = cuda.device.empty(source.shape, dtype), cuda.device.empty(source.shape, np.float32)
-        cuda.copy([(source, found)])()
+        found, back = cuda.launcher.empty(source.shape, dtype), cuda.launcher.empty(source.shape, np.float32)
+        cuda.boxes.copy([(source, found)])()
         want = as_rounded(source, dtype)
         assert np.isnan(found[0].astype(np.float32))
         assert found[1:].tobytes() == want[1:].tobytes()
-        cuda.copy([(found, back)])()
+        cuda.boxes.copy([(found, back)])()
         assert back[1:].tobytes() == want[1:].astype(np.float32).tobytes()
 
 
@@ -182,7 +182,7 @@ def test_many_pieces_and_long_pieces(cuda):
     x = numbers((3000,), np.float32)
     y = numbers((3000,), np.float32, seed=1)
     cuts = [0, 1, 2, 1030, 1031, 2100, 3000]
-    cuda.copy([(x[a:b], y[a:b]) for a, b in pairwise(cuts)])()
+    cuda.boxes.copy([(x[a:b], y[a:b]) for a, b in pairwise(cuts)])()
     assert np.array_equal(x, y)
 
 
@@ -191,9 +191,9 @@ def test_fill(cuda, value):
     """Margins of arrays of several dtypes, in a launch per width of word; the inside stays."""
     made = [numbers((2, 5, 6, c), d) for d in DTYPES for c in (3, 8)]
     inside = [a[:, 1:-1, 1:-1].copy() for a in made]
-    cuda.device.launched.clear()
-    cuda.fill(value, *(view for a in made for view in faces(a)))()
-    assert sorted(cuda.device.launched) == ["fill_16", "fill_2", "fill_4", "fill_8"]
+    cuda.launcher.launched.clear()
+    cuda.boxes.fill(value, *(view for a in made for view in faces(a)))()
+    assert sorted(cuda.launcher.launched) == ["fill_16", "fill_2", "fill_4", "fill_8"]
     for a, kept in zip(made, inside):
         assert np.array_equal(a[:, 1:-1, 1:-1], kept)
         assert all((v.astype(np.float64) == value).all() for v in faces(a))
@@ -201,7 +201,7 @@ def test_fill(cuda, value):
 
 def test_fill_of_a_packed_array(cuda):
     a = numbers((1000,), BFLOAT16)
-    cuda.fill(0, a)()
+    cuda.boxes.fill(0, a)()
     assert not a.any()
 
 
@@ -228,13 +228,14 @@ def test_large_offsets(cuda, monkeypatch):
 
     monkeypatch.setattr(boxes, "LARGE", 1)
     x, y = numbers((2, 5, 6, 3), np.float32), numbers((2, 5, 6, 3), np.float32, seed=1)
-    cuda.copy([(x[:, 1:], y[:, :-1])])()
+    cuda.boxes.copy([(x[:, 1:], y[:, :-1])])()
     assert np.array_equal(x[:, 1:], y[:, :-1])
 
 
 def test_nothing_to_do(cuda):
     empty = np.empty((0, 3), np.float32)
-    for kernel in (cuda.copy([]), cuda.copy([(empty, empty)]), cuda.add_into([(empty, empty)]), cuda.fill(0, empty)):
+    b, pairs = cuda.boxes, [(empty, empty)]
+    for kernel in (b.copy([]), b.copy(pairs), b.add_into(pairs), b.fill(0, empty)):
         kernel()
     assert launch.power_of_two(0, 32) == 1
 
@@ -248,15 +249,15 @@ def test_nothing_to_do(cuda):
 )
 def test_refused_pairs(cuda, pair, message):
     with pytest.raises(KernelError, match=message):
-        cuda.copy([pair])
+        cuda.boxes.copy([pair])
 
 
 def test_refused_sums_and_axes(cuda):
     single, double = np.zeros(2, np.float32), np.zeros(2)
     with pytest.raises(KernelError, match="pairs of one dtype, got int32 and float32"):
-        cuda.add_into([(np.zeros(2, np.int32), single)])
+        cuda.boxes.add_into([(np.zeros(2, np.int32), single)])
     with pytest.raises(KernelError, match="arrays of one dtype, got float32 and others"):
-        cuda.add_into([(single, single), (double, double)])
+        cuda.boxes.add_into([(single, single), (double, double)])
     wide = np.zeros((4,) * 6, np.float32)[(slice(0, 3),) * 6]
     with pytest.raises(KernelError, match="at most 5 axes that cannot be joined, got 6; copy first"):
-        cuda.copy([(wide, np.zeros(wide.shape, np.float32))])
+        cuda.boxes.copy([(wide, np.zeros(wide.shape, np.float32))])

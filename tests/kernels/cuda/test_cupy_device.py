@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from halograd.kernels import KernelError
-from halograd.kernels.cuda import CudaKernels, CupyDevice
-from halograd.kernels.cuda.device import address
-from halograd.kernels.cuda.launch import Launch
+from halograd.kernels.cuda.launch import CupyLauncher, Launch, address
 from halograd.kernels.cuda.sources import PROGRAMS, Program, kernels_of, record_of, text_of
+
+from .host import HostBackend
 
 
 class Memory:
@@ -91,10 +91,10 @@ def recorder(monkeypatch) -> Recorder:
 
 def test_a_launch(recorder):
     """One record of one element by value, integers for grid and block, one program per source and dtype."""
-    cuda = CudaKernels(CupyDevice())
-    assert cuda.device.describe() == "H200, 132 multiprocessors, CuPy 14.2.0"
+    cuda = HostBackend(CupyLauncher())
+    assert cuda.launcher.describe() == "H200, 132 multiprocessors, CuPy 14.2.0"
     dy, db = Memory((8, 56, 56, 64), "float32"), Memory((64,), "float32", at=1 << 41)
-    kernel = cuda.bias_gradient(dy, db)
+    kernel = cuda._bias_gradient(dy, db)
     kernel()
     kernel()
     first, second = recorder.launched[:2]
@@ -108,12 +108,12 @@ def test_a_launch(recorder):
 
 def test_a_launch_prepares_nothing(recorder, monkeypatch):
     """Of a launch only the stream is asked for; arguments are those of the moment, at an address known before."""
-    launch = Launch(CupyDevice(), Program("reduce"), "clip", (1,), max_norm=1.0)
+    launch = Launch(CupyLauncher(), Program("reduce"), "clip", (1,), max_norm=1.0)
     asked = []
     monkeypatch.setattr(recorder.cuda, "get_current_stream", None)  # bound before
-    for module in ("halograd.kernels.cuda.cupy_device", "halograd.kernels.cuda.launch"):
-        monkeypatch.setattr(f"{module}.np", SimpleNamespace(array=asked.append, zeros=asked.append))
-        monkeypatch.setattr(f"{module}.address", asked.append)
+    module = "halograd.kernels.cuda.launch"
+    monkeypatch.setattr(f"{module}.np", SimpleNamespace(array=asked.append, zeros=asked.append))
+    monkeypatch.setattr(f"{module}.address", asked.append)
     launch()
     launch._record["max_norm"] = 2.0
     recorder.stream = 0x88
@@ -123,9 +123,9 @@ def test_a_launch_prepares_nothing(recorder, monkeypatch):
 
 
 def test_wide_arrays_take_all_multiprocessors(recorder):
-    cuda = CudaKernels(CupyDevice())
+    cuda = HostBackend(CupyLauncher())
     x, y = Memory((1, 1024, 1024, 128), "float16"), Memory((1, 1024, 1024, 128), "float16")
-    cuda.activation("relu", x, y, None, None, 0.0)[0]()
+    cuda._activation("relu", x, y, None, None, 0.0)[0]()
     ((name, grid, block, _),) = recorder.launched
     assert (name, grid, block) == ("activation_forward_v", (132 * 16, 1, 1), (256, 1, 1))
 
@@ -139,7 +139,7 @@ def test_addresses():
 def test_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(KernelError, match=r"expected CuPy, got .*; pip install 'halograd\[gpu\]'"):
-        CupyDevice()
+        CupyLauncher()
 
 
 def test_without_a_device(recorder):
@@ -148,7 +148,7 @@ def test_without_a_device(recorder):
 
     recorder.cuda.runtime.getDevice = fail
     with pytest.raises(KernelError, match="expected a CUDA device, got cudaErrorInsufficientDriver: too old; check"):
-        CupyDevice()
+        CupyLauncher()
 
 
 def test_a_source_that_does_not_compile(recorder):
@@ -160,4 +160,4 @@ def test_a_source_that_does_not_compile(recorder):
 
     recorder.RawModule = refuse
     with pytest.raises(KernelError, match="reduce<float32>: NVRTC does not compile clip: nvrtc: error; report this"):
-        CudaKernels(CupyDevice()).clip(*(Memory((1,), "float64"),) * 2, 1.0, *(Memory((1,), "float64"),) * 2)
+        HostBackend(CupyLauncher())._clip(*(Memory((1,), "float64"),) * 2, 1.0, *(Memory((1,), "float64"),) * 2)

@@ -5,29 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.cuda.launch import Launch
 
 from . import mirror
-from .host import HostDevice
+from .host import HostBackend, HostLauncher
 
 
 @pytest.fixture
-def apart(host, tmp_path, monkeypatch) -> CudaKernels:
+def apart(host, tmp_path, monkeypatch) -> HostBackend:
     """Kernels that see no array of the test, only copies."""
-    device = mirror.on_host(tmp_path, HostDevice(tmp_path))
+    device = mirror.on_host(tmp_path, HostLauncher(tmp_path))
     monkeypatch.setattr(Launch, "__call__", lambda launch: device.run(launch))
-    return CudaKernels(device)
+    return HostBackend(device)
 
 
 def test_arguments_and_tables_are_translated(apart):
     x = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
     y, total, sums = np.zeros_like(x), np.zeros(1), np.zeros(5, np.float32)
     before = x.copy()
-    apart.copy([(x[:, 1:3], y[:, 2:]), (x[:, 0], y[:, 0])])()
-    apart.fill(7, y[:, 1])()
+    apart.boxes.copy([(x[:, 1:3], y[:, 2:]), (x[:, 0], y[:, 0])])()
+    apart.boxes.fill(7, y[:, 1])()
     apart.bias_gradient(x, sums)()
-    apart.sum_of_squares([(y, 1.0), (x, 0.5)], total)()
+    apart.sum_of_squares([(y, 1), (x, 2)], total)()
     want = np.zeros_like(x)
     want[:, 2:], want[:, 0], want[:, 1] = x[:, 1:3], x[:, 0], 7
     assert np.array_equal(y, want) and np.array_equal(x, before)
@@ -37,8 +36,8 @@ def test_arguments_and_tables_are_translated(apart):
 def test_the_kernels_work_on_copies(apart, monkeypatch):
     """Without copying back nothing arrives."""
     y = np.zeros(8, np.float32)
-    device = apart.device
-    kernel = apart.fill(1, y)
+    device = apart.launcher
+    kernel = apart.boxes.fill(1, y)
     monkeypatch.setattr(device, "_get", lambda memory, at, nbytes: np.zeros(nbytes, np.uint8))
     kernel()
     assert not y.any()

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from halograd.kernels import KernelError
-from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.cuda.launch import Launch
-from halograd.kernels.cuda.nvrtc import Nvrtc
 from halograd.kernels.cuda.sources import ADDED, FOLDER, PROGRAMS, Program, kernels_of, record_of, text_of
 
 from .conftest import DTYPES
-from .host import HostDevice
+from .host import HostLauncher
+from .nvrtc import Nvrtc
 
 #: Each architecture with half of the dtypes: what differs between them is two conversions.
 ARCHITECTURES = {"sm_80": ("float64", "float16"), "sm_90": ("float32", "bfloat16")}
@@ -152,7 +151,7 @@ class Meeting(Program):
         return text_of("reduce") + SOURCE
 
 
-def meet(host: HostDevice, name: str, mode: int) -> np.ndarray:
+def meet(host: HostLauncher, name: str, mode: int) -> np.ndarray:
     from halograd.kernels.cuda import launch
 
     out = np.zeros(256, np.int64)
@@ -166,13 +165,13 @@ def meet(host: HostDevice, name: str, mode: int) -> np.ndarray:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_threads_wait_at_barriers(tmp_path, host, backward):
-    host = HostDevice(tmp_path)
+    host = HostLauncher(tmp_path)
     host.set_order(backward)
     assert np.array_equal(meet(host, "meet", 0), np.arange(256, 0, -1))
 
 
 def test_faults_are_found(tmp_path, host):
-    host = HostDevice(tmp_path)
+    host = HostLauncher(tmp_path)
     with pytest.raises(AssertionError, match="a barrier in a KERNEL"):
         meet(host, "alone", 0)
     with pytest.raises(AssertionError, match="some threads of a block ended while others waited"):
@@ -182,16 +181,3 @@ def test_faults_are_found(tmp_path, host):
 def test_unknown_arguments_are_refused(host):
     with pytest.raises(ValueError, match="no field of name"):
         Launch(host, Program("reduce"), "clip", (1,), max_norms=1.0)
-
-
-def test_prepare(tmp_path, host):
-    """Everything can be compiled ahead."""
-    asked = []
-
-    class Recorder(HostDevice):
-        def function(self, program, name):
-            asked.append((program, name))
-
-    CudaKernels(Recorder(tmp_path)).prepare(("float32", "bfloat16"))
-    assert (Program("optimizer", ("float32", "bfloat16", "bfloat16")), "adam_4") in asked
-    assert len(asked) == 2 * sum(len(kernels_of(source)) for source in PROGRAMS)

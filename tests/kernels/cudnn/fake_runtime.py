@@ -14,13 +14,17 @@ import ml_dtypes
 import numpy as np
 
 from halograd.device import HostDevice
+from halograd.kernels.cuda import Boxes
 from halograd.kernels.cudnn import CudnnBackend
 from halograd.kernels.cudnn.frontend import Frontend
 from halograd.kernels.cudnn.runtime import Runtime
 from halograd.kernels.kernel import Kernel
-from halograd.kernels.scratch import Scratch
+from halograd.kernels.numpy.losses import NumpyLosses
+from halograd.kernels.numpy.norms import NumpyNorms
+from halograd.kernels.numpy.pointwise import NumpyPointwise
+from halograd.kernels.numpy.updates import NumpyUpdates
 
-from .fake_cudnn import CudnnDouble, reference
+from .fake_cudnn import CudnnDouble
 
 CUDA_TYPES = {
     0: np.dtype(np.float32),
@@ -215,33 +219,31 @@ class EventDouble:
         pass
 
 
-class CudaDouble:
-    """Our own kernels, by NumPy; their names as :class:`halograd.kernels.cuda.CudaKernels` has them."""
+class BoxesDouble(Boxes):
+    """Copies, sums and fills by NumPy."""
 
     def __init__(self) -> None:
-        self._numpy = reference()
-        self.scratch = Scratch(device_empty)
-        for name in ("max_pool", "average_pool", "batch_norm", "activation", "add"):
-            setattr(self, name, getattr(self._numpy, f"_{name}"))
+        super().__init__(SimpleNamespace(empty=device_empty))  # type: ignore[arg-type]
 
-    @staticmethod
-    def copy(pairs: list[tuple[Any, Any]]) -> Kernel:
+    def copy(self, pairs: Any) -> Kernel:
         return Kernel(lambda: [target.__setitem__(..., source) for source, target in pairs], "cuda:copy")
 
-    @staticmethod
-    def add_into(pairs: list[tuple[Any, Any]]) -> Kernel:
+    def add_into(self, pairs: Any) -> Kernel:
         return Kernel(lambda: [np.add(target, source, out=target) for source, target in pairs], "cuda:add_into")
 
-    @staticmethod
-    def fill(value: float, *arrays: Any) -> Kernel:
+    def fill(self, value: float, *arrays: Any) -> Kernel:
         return Kernel(lambda: [array.fill(value) for array in arrays], "cuda:fill")
 
-    @staticmethod
-    def bias(y: Any, b: Any, relu: bool = False) -> Kernel:
+
+class NumpyAround(NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, CudnnBackend):
+    """Convolutions and dense layers as on a GPU, all else by NumPy."""
+
+    fuses_batch_norm = False
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
         return Kernel(lambda: y.__setitem__(..., y.astype(np.float64) + b.astype(np.float64)), "cuda:bias")
 
-    @staticmethod
-    def bias_gradient(dy: Any, db: Any) -> Kernel:
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
         axes = tuple(range(dy.ndim - 1))
         return Kernel(lambda: db.__setitem__(..., dy.astype(np.float64).sum(axis=axes)), "cuda:bias_gradient")
 
@@ -277,12 +279,13 @@ class Machine:
         self.cudnn = CudnnDouble(lambda: self.cupy.stream)
         self.cupy.clock = lambda: self.cudnn.clock
         self.store = folder / "plans.jsonl"
-        self.own_kernels: Any = CudaDouble
+        self.boxes: Boxes = BoxesDouble()
 
     def runtime(self) -> Runtime:
         self.device = DeviceDouble(self.cupy.device)
-        return RuntimeDouble(self.cupy, Frontend(self.cudnn), self.own_kernels(), self.device, self.cupy.device)
+        return RuntimeDouble(self.cupy, Frontend(self.cudnn), self.boxes, self.device, self.cupy.device)
 
     def open(self, **options: Any) -> CudnnBackend:
         """A backend on it."""
-        return CudnnBackend(store=self.store, runtime=self.runtime(), **options)
+        kind = NumpyAround if isinstance(self.boxes, BoxesDouble) else CudnnBackend
+        return kind(store=self.store, runtime=self.runtime(), **options)

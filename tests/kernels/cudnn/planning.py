@@ -13,10 +13,16 @@ import cudnn
 
 from halograd.kernels import Geometry, KernelError
 from halograd.kernels.cudnn.frontend import Frontend
-from halograd.kernels.cudnn.graphs import BACKWARD_DATA, BACKWARD_FILTER, FORWARD, Candidates, PlanKey
-from halograd.kernels.cudnn.precision import Arithmetic
-from halograd.kernels.cudnn.shapes import Shapes
-from halograd.kernels.padded import tensor_core_channels
+from halograd.kernels.cudnn.graphs import (
+    BACKWARD_DATA,
+    BACKWARD_FILTER,
+    FORWARD,
+    Arithmetic,
+    Candidates,
+    PlanKey,
+    Shapes,
+)
+from halograd.kernels.geometry import tensor_core_channels
 from tests.kernels.geometries import CASES, Case
 
 #: What `cudnn.create_device_properties(0).serialize()` says of such a device, as far as is known without one.

@@ -13,13 +13,13 @@ import pytest
 from halograd.device import as_dtype
 from halograd.kernels import Geometry, KernelError, get_backend
 from halograd.kernels.cudnn import CudnnBackend
-from halograd.kernels.cudnn.frontend import Frontend, Handles, Table, load
+from halograd.kernels.cudnn.frontend import Frontend, Handles, Table, Workspaces, load
 from halograd.kernels.cudnn.runtime import Runtime
-from halograd.kernels.cudnn.workspace import Workspaces
+from halograd.kernels.kernel import BatchNormArrays
 from tests.kernels.conftest import Arrays, assert_close
 
 from .fake_cudnn import GraphDouble
-from .fake_runtime import CudaDouble, DeviceDouble, Machine, device_empty
+from .fake_runtime import BoxesDouble, DeviceDouble, Machine, device_empty
 
 G = Geometry.of((3, 3), 1, 1)
 
@@ -109,7 +109,7 @@ def test_a_captured_workspace_is_never_freed():
 
 def test_captured_scratch_is_never_freed(backend):
     """Kernels made after a graph was recorded may need more; those in the graph go on with what they had."""
-    scratch = backend.cuda.scratch
+    scratch = backend.scratch
     scratch.reserve(64)
     captured = weakref.ref(scratch._buffer)
     backend.before_capture()
@@ -244,7 +244,7 @@ def test_everything_else_goes_to_our_own_kernels(backend):
     made = [
         backend.max_pool(x, y, None, None, g)[0],
         backend.average_pool(x, y, None, None, g, True)[0],
-        backend.batch_norm(x, x.copy(), None, None, *vectors, *sums, 1e-5, True, True).forward,
+        backend.batch_norm(BatchNormArrays(x, x.copy(), None, None, *vectors, *sums, 1e-5, True, True)).forward,
         backend.activation("relu", x, x, None, None)[0],
         backend.add([x, x], x),
     ]
@@ -321,7 +321,7 @@ def test_a_missing_cupy_is_refused(monkeypatch):
         get_backend("cudnn")
 
 
-def found_with(monkeypatch, machine: Machine, ordinal: int = 0, kernels=CudaDouble) -> Runtime:
+def found_with(monkeypatch, machine: Machine, ordinal: int = 0, boxes=BoxesDouble) -> Runtime:
     """What is found where these doubles are installed."""
     monkeypatch.setitem(sys.modules, "cupy", machine.cupy)
     monkeypatch.setitem(sys.modules, "cudnn", machine.cudnn)
@@ -330,7 +330,7 @@ def found_with(monkeypatch, machine: Machine, ordinal: int = 0, kernels=CudaDoub
         machine.device = DeviceDouble(number)
         return machine.device
 
-    return Runtime.find(ordinal, open_device, kernels)
+    return Runtime.find(ordinal, open_device, boxes)
 
 
 def test_what_is_installed_is_found(monkeypatch, machine):
@@ -354,7 +354,7 @@ def test_the_device_is_given_back_if_its_kernels_fail(monkeypatch, machine):
         raise KernelError("NVRTC does not compile")
 
     with pytest.raises(KernelError, match="NVRTC does not compile"):
-        found_with(monkeypatch, machine, kernels=fail)
+        found_with(monkeypatch, machine, boxes=fail)
     assert machine.device.closed == 1
     with pytest.raises(KernelError, match="tf32"):
         machine.cupy.cuda.Device = lambda number: SimpleNamespace(compute_capability="75")

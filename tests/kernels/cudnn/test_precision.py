@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import KernelError, get_backend
-from halograd.kernels.cudnn.precision import Arithmetic
+from halograd.kernels.cudnn.graphs import Arithmetic
 from tests.kernels.geometries import CASES
 
 from .on_device import BOUNDS

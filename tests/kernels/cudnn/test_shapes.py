@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import Geometry
-from halograd.kernels.cudnn.shapes import Shapes, Tensor, packed_strides, read_part
+from halograd.kernels.cudnn.graphs import Shapes, Tensor, packed_strides, read_part
 from tests.kernels.geometries import CASES
 
 

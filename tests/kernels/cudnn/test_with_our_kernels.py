@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from halograd.kernels import Geometry
-from halograd.kernels.cuda import CudaKernels
+from halograd.kernels.cuda import Boxes
 from halograd.kernels.cudnn import CudnnBackend
 from tests.kernels import reference
 from tests.kernels.conftest import Arrays, assert_close
-from tests.kernels.cuda.host import HostDevice, compiler
+from tests.kernels.cuda.host import HostLauncher, compiler
 from tests.kernels.geometries import CASES
 from tests.kernels.test_convolution import check
 from tests.kernels.test_interface import every_kernel
@@ -24,18 +24,18 @@ G = Geometry.of((3, 3), 1, 1)
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory) -> HostDevice:
+def host(tmp_path_factory) -> HostLauncher:
     """Compiles once for this file."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
-    return HostDevice(tmp_path_factory.mktemp("cuda-on-the-host"))
+    return HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host"))
 
 
 @pytest.fixture
 def backend(host, tmp_path) -> Iterator[CudnnBackend]:
     machine = Machine(tmp_path)
     host.empty = device_empty
-    machine.own_kernels = lambda: CudaKernels(host)
+    machine.boxes = Boxes(host)
     with machine.open() as opened:
         yield opened
 

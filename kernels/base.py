@@ -1,0 +1,79 @@
+"""What all parts of a backend share: arrays, dtypes and life time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, TypeVar
+
+from halograd.device import HOST, Device
+from halograd.kernels import checks
+from halograd.kernels.kernel import Substitute
+
+__all__ = ["Base"]
+
+Self = TypeVar("Self", bound="Base")
+
+
+class Base(ABC):
+    """Arrays, dtypes and life time of a backend; see :class:`halograd.kernels.Backend`."""
+
+    name: ClassVar[str]
+    xp: ModuleType
+    version: str
+    threads: int
+    dtypes: tuple[str, ...]
+    conv_dtypes: tuple[str, ...]
+    dtype_remedy: str
+    device: Device = HOST
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Packed array aligned to 64 bytes, contents undefined."""
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Packed array of zeros aligned to 64 bytes."""
+        array = self.empty(shape, dtype)
+        array.fill(0)
+        return array
+
+    def synchronize(self) -> None:
+        """Return when all kernels called so far have finished; CPU kernels already have."""
+        return
+
+    def before_capture(self) -> None:
+        """Call before kernels are recorded into a graph: no memory that they work in is freed any more."""
+        return
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """What the open kernels hold besides the arrays given to them: scratch and workspaces [B]."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the backend holds; its kernels must be closed before. May be called twice."""
+
+    def take_substitutes(self) -> list[Substitute]:
+        """Kernels that another library makes for want of a fast one, of those built since the last call."""
+        return []
+
+    def describe(self) -> str:
+        """One line for the log: what runs, and where it came from."""
+        return f"{self.name} {self.version}, {self.threads} thread(s) per rank"
+
+    def describe_arithmetic(self, dtype: str) -> str:
+        """For the log: how products of this dtype are made where one may choose, and how; else nothing."""
+        return ""
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_dtypes(self, what: str, **arrays: Any) -> None:
+        checks.check_dtypes(what, self.dtypes, self.dtype_remedy, **arrays)

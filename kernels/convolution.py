@@ -1,0 +1,128 @@
+"""Convolutions, dense layers and bias: the interface."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from halograd.kernels import checks
+from halograd.kernels.base import Base
+from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import Kernel, bias_only, filled, filter_of_nothing, has_nothing
+
+__all__ = ["Convolutions"]
+
+
+class Convolutions(Base):
+    """Products of arrays with weights, and their adjoints."""
+
+    def padded_channels(self, channels: int, dtype: Any) -> int:
+        """Channels that the input of a convolution should have in memory; those behind its own must be zero.
+
+        `conv_forward` and `conv_backward_filter` take `x` so: a view of the leading channels of a packed array.
+        """
+        return channels
+
+    def conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool = False) -> Kernel:
+        """``y[n, o, k] = relu?(b[k] + sum_{t, c} w[k, t, c] * x[n, o * stride - lo + dilation * t, c])``.
+
+        Parameters
+        ----------
+        x, w, b, y
+            ``(N, *spatial, C)``, ``(K, *kernel, C / groups)``, ``(K,)`` or None, ``(N, *outputs, K)``; local. `x` may
+            lie as :meth:`padded_channels` says if there is one group.
+        """
+        self._check_conv_dtypes("conv_forward", x, y, w, b)
+        if has_nothing(x, y):
+            return bias_only(self.xp, b, y, relu)
+        checks.check_conv("conv_forward", x, w, b, y, geometry, self._room(x, geometry))
+        return self._conv_forward(x, w, b, y, geometry, relu)
+
+    def conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
+        """``dx`` from ``dy``: the adjoint of :meth:`conv_forward` in `x`. Rows that no output reads get 0."""
+        self._check_conv_dtypes("conv_backward_data", dx, dy, w, None)
+        if has_nothing(dy, dx):
+            return filled(0, dx)
+        checks.check_conv("conv_backward_data", dx, w, None, dy, geometry)
+        return self._conv_backward_data(dy, w, dx, geometry)
+
+    def conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
+        """``dw`` and, if not None, ``db`` from ``x`` and ``dy``: the adjoint of :meth:`conv_forward` in `w`, `b`."""
+        self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
+        if has_nothing(x, dy):
+            return filter_of_nothing(self.xp, dy, dw, db)
+        checks.check_conv("conv_backward_filter", x, dw, db, dy, geometry, self._room(x, geometry))
+        return self._conv_backward_filter(x, dy, dw, db, geometry)
+
+    def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
+        checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y, weights=w, bias=b)
+
+    def bias(self, y: Any, b: Any) -> Kernel:
+        """``y = y + b`` in place; y ``(..., C)``, b ``(C,)``, or nothing where y is."""
+        self._check_bias("bias", y, b)
+        return filled(0) if has_nothing(y) else self._bias(y, b)
+
+    def bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        """``db`` = sum of dy ``(..., C)`` over all but the channels, of the ranks that have nothing 0."""
+        self._check_bias("bias_gradient", dy, db)
+        return filled(0, db) if has_nothing(dy) else self._bias_gradient(dy, db)
+
+    def _check_bias(self, what: str, y: Any, b: Any) -> None:
+        self._check_dense_gradients(what, y, y, None, b)
+        if not has_nothing(y):
+            checks.check_bias(what, y, b)
+
+    def dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
+        """``y = x w^T + b``; x ``(N, F)``, w ``(K, F)``, b ``(K,)`` or None, y ``(N, K)``."""
+        self._check_dtypes("dense_forward", x=x, w=w, b=b, y=y)
+        if has_nothing(x, y):
+            return bias_only(self.xp, b, y, relu=False)
+        checks.check_dense("dense_forward", x, w, b, y)
+        return self._dense_forward(x, w, b, y)
+
+    def dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
+        """``dx = dy w``."""
+        self._check_dtypes("dense_backward_data", dy=dy, w=w, dx=dx)
+        if has_nothing(dy, dx):
+            return filled(0, dx)
+        checks.check_dense("dense_backward_data", dx, w, None, dy)
+        return self._dense_backward_data(dy, w, dx)
+
+    def dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+        """``dw = dy^T x`` and, if not None, ``db = sum over samples of dy``."""
+        self._check_dense_gradients("dense_backward_filter", x, dy, dw, db)
+        if has_nothing(x, dy):
+            return filter_of_nothing(self.xp, dy, dw, db)
+        checks.check_dense("dense_backward_filter", x, dw, db, dy)
+        return self._dense_backward_filter(x, dy, dw, db)
+
+    def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
+        self._check_dtypes(what, x=x, dy=dy, dw=dw, db=db)
+
+    def _room(self, x: Any, geometry: Geometry) -> int:
+        """Channels that the input of a convolution may have in memory."""
+        return self.padded_channels(x.shape[-1], x.dtype) if geometry.groups == 1 else x.shape[-1]
+
+    @abstractmethod
+    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel: ...
+
+    @abstractmethod
+    def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel: ...
+
+    @abstractmethod
+    def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel: ...
+
+    @abstractmethod
+    def _bias(self, y: Any, b: Any) -> Kernel: ...
+
+    @abstractmethod
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel: ...
+
+    @abstractmethod
+    def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel: ...
+
+    @abstractmethod
+    def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel: ...
+
+    @abstractmethod
+    def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel: ...

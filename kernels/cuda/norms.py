@@ -1,0 +1,260 @@
+"""Batch norm, norms of single samples by the same kernels with a leading sample axis, and norms over channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from halograd.device import Device
+from halograd.kernels.cuda.columns import FINISH_BLOCK, ColumnsGrid, row_sums, with_partial
+from halograd.kernels.cuda.launch import (
+    THREADS,
+    Launch,
+    Launcher,
+    accumulator,
+    is_float,
+    items_grid,
+    power_of_two,
+    scalar_program,
+    sequence,
+)
+from halograd.kernels.cuda.sources import Program, dtype_name
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, chain, idle
+from halograd.kernels.memory import Scratch
+from halograd.kernels.norm_parts import GroupNormArrays, GroupNormKernels
+from halograd.kernels.norms import ChannelNormArrays, Norms
+
+__all__ = ["CudaNorms"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One norm.
+
+    Attributes
+    ----------
+    a
+        Its x, y, dy, dx are (batch, rows, channels) in memory; gamma and beta ``(channels,)``, mean and var
+        ``(batch, channels)``, sums and means float64 ``(batch, 2, channels)``.
+    premultiplied
+        The means are of ``gamma * dy'``, as group norm has them.
+    """
+
+    launcher: Launcher
+    scratch: Scratch
+    a: BatchNormArrays
+    batch: int = 1
+    premultiplied: bool = False
+
+    @property
+    def channels(self) -> int:
+        return int(self.a.x.shape[-1])
+
+    @property
+    def rows(self) -> int:
+        """Elements of a channel that share statistics."""
+        return self.a.rows // self.batch
+
+    def _grid(self, *arrays: Any, per_unit: int) -> ColumnsGrid:
+        return ColumnsGrid.of(self.launcher, self.batch, self.rows, self.channels, *arrays, per_unit=per_unit)
+
+    def _launch(self, name: str, grid: ColumnsGrid, finish: bool = False, **members: Any) -> Launch:
+        a = self.a
+        vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
+        given = {
+            **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "residual", "sums", "means", "eps", "relu")},
+            **vectors,
+            **{f"{name}_float": is_float(v) for name, v in vectors.items()},
+            **{"batch": self.batch, "rows": self.rows, "channels": self.channels, "chunks": grid.chunks},
+            **{"premultiplied": self.premultiplied, "factor": 1.0},
+            **members,
+        }
+        program = scalar_program("norm", a.x, a.y, a.dy, a.dx)
+        if finish:
+            return Launch(self.launcher, program, name, grid.finish_grid, FINISH_BLOCK, **given)
+        return Launch(self.launcher, program, f"{name}_{grid.suffix}", grid.grid, grid.block, **given)
+
+    def _statistics(self, *then: Launch) -> Kernel:
+        grid = self._grid(self.a.x, per_unit=4)
+        launches = (self._launch("statistics", grid), self._launch("finish_sums", grid, finish=True))
+        return with_partial(self.scratch, grid, "norm statistics", *launches, *then)
+
+    def _forward(self) -> Launch:
+        """With mean and variance from `sums` where these are known by then: one launch less."""
+        a, t = self.a, self.a.training
+        name = "forward" if a.residual is None else "residual_forward"
+        grid = self._grid(a.x, a.y, a.residual, per_unit=8)
+        if t is None:
+            return self._launch(name, grid, count=self.rows if a.local else 0)
+        count = self.rows if a.local else t.count if t.from_sums else 0
+        running = {"running_mean": t.running_mean, "running_var": t.running_var}
+        running.update(running_float=is_float(t.running_mean), momentum=t.momentum, unbiased=t.unbiased)
+        return self._launch(name, grid, count=count, **running)
+
+    def _gradient_sums(self, *then: Launch) -> Kernel:
+        a, t, members = self.a, self.a.training, dict[str, Any]()
+        grid = self._grid(a.x, a.y, a.dy, a.dresidual, per_unit=4)
+        if t is not None:
+            members.update(dgamma=t.dgamma, dbeta=t.dbeta, gradients_float=is_float(t.dgamma))
+        finish = self._launch("finish_sums", grid, finish=True, **members)
+        sums = self._launch("gradient_sums", grid, dresidual=a.dresidual)
+        return with_partial(self.scratch, grid, "norm gradient sums", sums, finish, *then)
+
+    def _gradient_data(self) -> Launch:
+        """With the means that are given, or those that follow from the sums; of dy', where that was kept."""
+        a, members = self.a, dict[str, Any]()
+        if a.dresidual is not None:
+            members.update(dy=a.dresidual, relu=False)
+        if a.local or a.training is not None:
+            count = self.rows if a.training is None else a.training.count
+            members.update(means=a.sums, factor=1.0 / count)
+        dy = members.get("dy", a.dy)
+        return self._launch("gradient_data", self._grid(a.x, a.y, dy, a.dx, per_unit=8), **members)
+
+    def kernels(self) -> BatchNormKernels:
+        """All four; statistics and their corrections leave the process between them, unless they are local."""
+        if self.a.local:
+            return self._local_kernels()
+        statistics = self._statistics()
+        forward = sequence("norm", self._forward())
+        if self.a.dx is None:
+            return BatchNormKernels(statistics, forward, None, None)
+        data = sequence("norm gradient", self._gradient_data())
+        return BatchNormKernels(statistics, forward, self._gradient_sums(), data)
+
+    def _local_kernels(self) -> BatchNormKernels:
+        """The statistics are those of `x` alone; no sums in between."""
+        forward = self._statistics(self._forward())
+        if self.a.dx is None:
+            return BatchNormKernels(idle(), forward, None, None)
+        return BatchNormKernels(idle(), forward, self._gradient_sums(self._gradient_data()), idle())
+
+
+def _launch(launcher: Launcher, name: str, items: int, data: Any, **members: Any) -> Kernel:
+    """`data`: an array of the dtype that per-channel vectors have if they are not float32."""
+    if items == 0:
+        return idle()
+    program = Program("norm", (dtype_name(data) if data is not None else "float32",))
+    return sequence(name, Launch(launcher, program, name, items_grid(launcher, items), **members))
+
+
+def group_totals(launcher: Launcher, sums: Any, totals: Any, gamma: Any, scale: float) -> Kernel:
+    """``totals[n, q, g] = scale * sum over channels c of group g of sums[n, q, c] * gamma[c]``, in float64."""
+    batch, _, channels = sums.shape
+    given = {"sums": sums, "totals": totals, "gamma": gamma, "gamma_float": is_float(gamma), "scale": scale}
+    given.update(batch=batch, channels=channels, groups=totals.shape[-1])
+    return _launch(launcher, "group_totals", totals.size, gamma, **given)
+
+
+def group_moments(launcher: Launcher, totals: Any, mean: Any, var: Any, scale: float) -> Kernel:
+    """mean and biased variance ``(N, C)`` from ``scale * totals = [E x, E x^2]``, float64 ``(N, 2, G)``."""
+    batch, channels = mean.shape
+    given = {"totals": totals, "mean": mean, "var": var, "mean_float": is_float(mean), "var_float": is_float(var)}
+    given.update(batch=batch, channels=channels, groups=totals.shape[-1], scale=scale)
+    return _launch(launcher, "group_moments", mean.size, mean, **given)
+
+
+def group_spread(launcher: Launcher, totals: Any, means: Any) -> Kernel:
+    """``means[n, q, c] = totals[n, q, group of c]``, in float64."""
+    batch, _, channels = means.shape
+    given = {"totals": totals, "means": means, "batch": batch, "channels": channels, "groups": totals.shape[-1]}
+    return _launch(launcher, "group_spread", means.size, None, **given)
+
+
+def sum_samples(launcher: Launcher, sums: Any, first: Any, second: Any) -> Kernel:
+    """``first = sum over samples of sums[:, 0]``, ``second`` of ``sums[:, 1]``; ``(C,)``."""
+    batch, _, channels = sums.shape
+    given = {"sums": sums, "first": first, "second": second, "batch": batch, "channels": channels}
+    given.update(first_float=is_float(first), second_float=is_float(second), groups=1)
+    return _launch(launcher, "sum_samples", channels, first, **given)
+
+
+class CudaGroupNorm(GroupNormKernels):
+    """All samples at once; every part is one launch or two, whatever their number, and the host waits for none.
+
+    Variances come of sums in float64 without looking whether they cancel: for float32 and 16 bits, where that costs
+    digits if ``mean^2 / var`` exceeds 5e8. In float64, which is for proofs, they are always taken about the means.
+    """
+
+    def __init__(self, launcher: Launcher, scratch: Scratch, device: Device, arrays: GroupNormArrays) -> None:
+        super().__init__(arrays, device, [])
+        a, self._exact = arrays, np.dtype(arrays.x.dtype) == np.float64
+        vectors = (a.gamma, a.beta, a.mean, a.var, a.sums, a.means, a.eps, a.relu)
+        self._norm = Norm(launcher, scratch, BatchNormArrays(a.x, a.y, a.dy, a.dx, *vectors), self._samples, True)
+        made, scale = self._norm.kernels(), 1 / a.count
+        totals = group_totals(launcher, a.sums, a.totals, None, 1.0 if self._exact else scale)
+        self._statistics = chain(made.statistics, totals)
+        self._to_moments, self._forward = group_moments(launcher, a.totals, a.mean, a.var, 1.0), made.forward
+        self._sums = self._data = idle()
+        if made.backward_sums is not None and made.backward_data is not None:
+            own = [sum_samples(launcher, a.sums, a.dbeta, a.dgamma)] if self._grads else []
+            weighted = group_totals(launcher, a.sums, a.totals, a.gamma, scale)
+            self._sums = chain(made.backward_sums, *own, weighted)
+            self._data = chain(group_spread(launcher, a.totals, a.means), made.backward_data)
+
+    def statistics(self) -> None:
+        self._settled = False
+        self._statistics()
+
+    def normalize(self) -> None:
+        if not self._exact:
+            self._to_moments()
+        else:
+            if not self._settled:
+                self._moments()
+            self._spread_moments()
+        self._forward()
+
+    def backward_sums(self) -> None:
+        self._sums()
+
+    def backward_data(self) -> None:
+        self._data()
+
+    def close(self) -> None:
+        for kernel in (self._statistics, self._to_moments, self._forward, self._sums, self._data):
+            kernel.close()
+        super().close()
+
+
+class CudaNorms(Norms):
+    """By our own kernels."""
+
+    launcher: Launcher
+    scratch: Scratch
+    fuses_batch_norm = True
+
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return Norm(self.launcher, self.scratch, arrays).kernels()
+
+    def _group_norm(self, arrays: GroupNormArrays) -> GroupNormKernels:
+        return CudaGroupNorm(self.launcher, self.scratch, self.device, arrays)
+
+    def _channel_norm(self, arrays: ChannelNormArrays) -> tuple[Kernel, Kernel | None]:
+        a, launcher = arrays, self.launcher
+        x, y, dy, dx, gamma, beta = a.x, a.y, a.dy, a.dx, a.gamma, a.beta
+        channels = x.shape[-1]
+        rows = x.size // channels
+        dtype = accumulator(dtype_name(x))
+        moments = None if dy is None else launcher.empty((rows, 2), dtype)
+        members = {"x": x, "y": y, "gamma": gamma, "beta": beta, "moments": moments, "eps": a.eps, "relu": a.relu}
+        members.update(gamma_float=is_float(gamma), beta_float=is_float(beta), rows=rows, channels=channels)
+        lanes = power_of_two(channels // 2, 128)
+        block = (lanes, THREADS // lanes)
+        grid = (max(1, min(-(-rows // block[1]), launcher.blocks(16))),)
+        program = scalar_program("channel_norm", x, y, dy, dx)
+        kept = rows * 2 * np.dtype(dtype).itemsize if moments is not None else 0
+        launch = Launch(launcher, program, "channel_forward", grid, block, **members)
+        forward = sequence("channel_norm", launch, workspace_bytes=kept)
+        if dy is None:
+            return forward, None
+        parts: list[Kernel] = []
+        if a.dgamma is not None:
+            sums = {"x": x, "y": y, "moments": moments, "relu": a.relu}
+            parts.append(row_sums(launcher, self.scratch, "channel_norm sums", dy, a.dbeta, a.dgamma, **sums))
+        if dx is not None:
+            launch = Launch(launcher, program, "channel_backward", grid, block, dy=dy, dx=dx, **members)
+            parts.append(sequence("channel_norm gradient", launch))
+        return forward, chain(*parts) if parts else idle()

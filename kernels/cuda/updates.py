@@ -1,0 +1,162 @@
+"""Updates of flat buckets of parameters, one launch each; sums of whole arrays, and scaling of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.cuda.launch import (
+    LARGE,
+    THREADS,
+    Launch,
+    Launcher,
+    address,
+    is_large,
+    items_grid,
+    scalar_program,
+    sequence,
+    suffix,
+    vector_lanes,
+)
+from halograd.kernels.cuda.sources import Program, dtype_name
+from halograd.kernels.kernel import Kernel, ScratchKernel, idle, run_all
+from halograd.kernels.memory import Scratch
+from halograd.kernels.updates import UpdateArrays, Updates
+
+__all__ = ["CudaUpdates"]
+
+#: Elements of a parameter per block of LARS.
+_CHUNK = 16 * THREADS
+_CHUNKS = 256
+
+
+class CudaUpdates(Updates):
+    """By our own kernels; all numbers that change from step to step lie on the device."""
+
+    launcher: Launcher
+    scratch: Scratch
+
+    # ------------------------------------------------------------------ optimizers
+    def _sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel:
+        return self._update("sgd", arrays, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+
+    def _adam(
+        self, arrays: UpdateArrays, betas: tuple[float, float], epsilon: float, weight_decay: float, decoupled: bool
+    ) -> Kernel:
+        members = {"momentum": betas[0], "beta2": betas[1], "epsilon": epsilon, "decoupled": decoupled}
+        return self._update("adam", arrays, weight_decay=weight_decay, **members)
+
+    def _update(self, rule: str, arrays: UpdateArrays, **members: Any) -> Kernel:
+        """See optimizer.cu for the members."""
+        a = arrays
+        lanes = min(vector_lanes(4, array, lanes=4) for array in (a.p, a.g, a.copy, *a.state) if array is not None)
+        given = {**_members(a), **self._decays(a.p.size, a.decays), **members}
+        grid = items_grid(self.launcher, a.p.size // lanes)
+        return sequence(rule, Launch(self.launcher, _program(a), f"{rule}_{lanes}", grid, **given))
+
+    def _decays(self, count: int, decays: Sequence[tuple[int, int, bool]]) -> dict[str, Any]:
+        """Which of `count` elements have weight decay: the leading ones, or those of a mask."""
+        flags = np.zeros(-(-count // 4) * 4, np.uint8)
+        for start, stop, decayed in decays:
+            flags[start:stop] = bool(decayed)
+        last = int(flags[:count].sum())
+        if flags[:last].all():
+            return {"decayed": last}
+        return {"mask": self.launcher.upload(np.packbits(flags.reshape(-1, 4), axis=1, bitorder="little").reshape(-1))}
+
+    def _lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel:
+        table = np.array([(a, b, bool(d)) for a, b, d in arrays.decays if b > a], np.int64).reshape(-1, 3)
+        if not len(table):
+            return idle()
+        longest = int((table[:, 1] - table[:, 0]).max())
+        chunks = max(1, min(-(-longest // _CHUNK), _CHUNKS))
+        given = {"momentum": momentum, "trust": trust, "weight_decay": weight_decay, **_members(arrays)}
+        given.update(segments=self.launcher.upload(table), chunks=chunks)
+        program, grid = _program(arrays), (chunks, len(table))
+        launches = [Launch(self.launcher, program, name, grid, **given) for name in ("lars_norms", "lars")]
+        run = run_all(launches)
+
+        def bind() -> Callable[[], Any]:
+            partial = self.scratch.view((len(table), chunks, 2), np.float64)
+            for launch in launches:
+                launch.set(partial=partial)
+            return run
+
+        return ScratchKernel(bind, self.scratch, 16 * len(table) * chunks, "cuda:lars", table.nbytes)
+
+    # ------------------------------------------------------------------ norms and scales
+    def _sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel:
+        """A launch per array, which leaves partial sums, and one that adds them up."""
+        joined = _joined(terms)
+        if not joined:
+            return Kernel(lambda: out.fill(0), "empty")
+        launches, places, count = [], [], 0
+        for first, size, divisor in joined:
+            grid = items_grid(self.launcher, size // 4, per_unit=4)
+            program = Program("reduce", (dtype_name(first),), size >= LARGE)
+            members: dict[str, Any] = {"x": first, "count": size, "weight": 1.0 / divisor}
+            launches.append(Launch(self.launcher, program, f"squares_{_reads(first)}", grid, **members))
+            places.append(count)
+            count += grid[0]
+        launches[0].keep([array for array, _ in terms])
+        program = Program("reduce", (dtype_name(terms[0][0]),))
+        launches.append(Launch(self.launcher, program, "finish_squares", (1,), partials=count, total=out))
+        places.append(0)
+        run = run_all(launches)
+
+        def bind() -> Callable[[], Any]:
+            partial = self.scratch.view((count,), np.float64)
+            for launch, first in zip(launches, places):
+                launch.set(partial=partial[first:])
+            return run
+
+        return ScratchKernel(bind, self.scratch, 8 * count, "cuda:squares")
+
+    def _clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        members = {"squares": squares, "inverse": inverse, "max_norm": max_norm, "norm": norm, "factor": factor}
+        return sequence("clip", Launch(self.launcher, Program("reduce"), "clip", (1,), **members))
+
+    def _find_nonfinite(self, arrays: Sequence[Any], flag: Any) -> Kernel:
+        launches = []
+        for x in arrays:
+            name, grid = f"find_nonfinite_{_reads(x)}", items_grid(self.launcher, x.size // 4, per_unit=8)
+            members = {"x": x, "count": x.size, "flag": flag}
+            launches.append(Launch(self.launcher, scalar_program("reduce", x), name, grid, **members))
+        return sequence("find_nonfinite", *launches) if launches else idle()
+
+    def _update_loss_scale(self, state: Any, flag: Any, growth: float, backoff: float, interval: int) -> Kernel:
+        members = {"state": state, "flag": flag, "growth": growth, "backoff": backoff, "interval": interval}
+        return sequence("loss_scale", Launch(self.launcher, Program("reduce"), "update_loss_scale", (1,), **members))
+
+
+def _members(a: UpdateArrays) -> dict[str, Any]:
+    """The arrays as the kernels name them: `v` is the momentum, or the first moment, `m` the second."""
+    v, m = (*a.state, None, None)[:2]
+    given = {"p": a.p, "g": a.g, "v": v, "m": m, "scalars": a.scalars, "copy": a.copy, "skip": a.skip}
+    return {**given, "count": a.p.size}
+
+
+def _program(a: UpdateArrays) -> Program:
+    dtypes = (dtype_name(a.p), dtype_name(a.g), dtype_name(a.p if a.copy is None else a.copy))
+    return Program("optimizer", dtypes, is_large(a.p))
+
+
+def _reads(x: Any) -> str:
+    """The kernels have a tail of their own: only the address must be aligned."""
+    return suffix(vector_lanes(0, x))
+
+
+def _joined(terms: Sequence[tuple[Any, int]]) -> list[tuple[Any, int, int]]:
+    """Arrays of one dtype and divisor that lie one behind the other as one: ``(first array, size, divisor)``."""
+    found: list[tuple[Any, int, int]] = []
+    for array, divisor in terms:
+        if found:
+            first, count, other = found[-1]
+            behind = address(first) + count * first.dtype.itemsize
+            if behind == address(array) and other == divisor and first.dtype == array.dtype:
+                found[-1] = (first, count + array.size, divisor)
+                continue
+        found.append((array, array.size, divisor))
+    return found

@@ -1,0 +1,182 @@
+"""Memory of kernels: aligned arrays, scratch memory that all kernels of a backend share, and, for elementwise work in
+chunks that stay in the cache, buffers by name that are made once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from halograd.device import HOST, Device, is_low
+
+__all__ = [
+    "ALIGNMENT",
+    "CHUNK",
+    "Scratch",
+    "Work",
+    "aligned_empty",
+    "buffer",
+    "chunks",
+    "constant",
+    "nbytes_of",
+    "on_host",
+    "round_up",
+    "rows",
+    "take",
+    "total",
+    "widened",
+]
+
+
+CHUNK = HOST.chunk
+
+
+class Work(dict):
+    """Buffers of one layer by name, kept from step to step, on its device."""
+
+    def __init__(self, device: Device = HOST) -> None:
+        super().__init__()
+        self.device = device
+        self.chunk = device.chunk
+
+
+def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array of `work` with undefined contents; made at the first call, larger if a call wants more."""
+    count = int(np.prod(shape))
+    array = work.get(name)
+    if array is None or array.size < count or array.dtype != dtype:
+        array = work[name] = getattr(work, "device", HOST).empty((count,), dtype)
+    return array[:count].reshape(shape)
+
+
+def constant(work: dict, name: str, values: Callable[[], Any], dtype: Any) -> Any:
+    """An array of `work` that never changes; `values` is called the first time only."""
+    found = work.get(name)
+    if found is None:
+        found = work[name] = getattr(work, "device", HOST).array(values(), dtype)
+    return found
+
+
+def rows(array: Any, work: dict, name: str) -> Any:
+    """``(N, *spatial, C)`` as ``(positions, C)``: a view, or a copy in `work` where the array is not packed."""
+    if not array.flags.c_contiguous:
+        packed = buffer(work, name, array.shape, array.dtype)
+        np.copyto(packed, array)
+        array = packed
+    return array.reshape(-1, array.shape[-1])
+
+
+def chunks(count: int, width: int, work: dict | None = None) -> Iterator[slice]:
+    """Slices of `count` rows of `width` elements; as long as the device of `work` wants them.
+
+    >>> [(s.start, s.stop) for s in chunks(5, CHUNK // 2)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    step = max(1, getattr(work, "chunk", CHUNK) // max(1, width))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def on_host(array: Any) -> bool:
+    """Whether an array is NumPy's: its values may be looked at without waiting for a device."""
+    return isinstance(array, np.ndarray)
+
+
+def widened(array: Any, work: dict, name: str) -> Any:
+    """The array, or a copy in float32 in `work` where it has 16 bits: to compute with."""
+    if not is_low(array.dtype):
+        return array
+    copy = buffer(work, name, array.shape, np.float32)
+    np.copyto(copy, array)
+    return copy
+
+
+def total(array: Any) -> Any:
+    """Sum of all elements in float64: a number, of an array on a device an array of no axes there."""
+    found = np.sum(array, dtype=np.float64)
+    return float(found) if on_host(array) else found
+
+
+def take(array: Any, index: Any, out: Any) -> None:
+    """``out = array[index]`` of a flat array, for indices that are all inside."""
+    if on_host(array):
+        np.take(array, index, out=out, mode="clip")  # NumPy would copy `out` to raise errors
+    else:
+        np.take(array, index, out=out)
+
+
+ALIGNMENT = 64
+
+
+def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
+    """Size of a packed array [B]."""
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def round_up(nbytes: int) -> int:
+    """`nbytes` rounded up to a cache line, so that what follows in a buffer is aligned [B]."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_empty(shape: Sequence[int], dtype: Any) -> Any:
+    """Packed NumPy array that begins on a cache line, contents undefined."""
+    nbytes = nbytes_of(shape, dtype)
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    offset = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[offset : offset + nbytes].view(dtype).reshape(tuple(shape))
+
+
+class Scratch:
+    """One buffer as large as the most demanding kernel needs.
+
+    A kernel calls :meth:`reserve` when it is built, and takes its views when it runs first; it must
+    take them anew where :attr:`generation` has changed, because a later kernel reserved more.
+    Nothing in it outlives a call. Not for kernels that run at the same time in several threads.
+
+    Attributes
+    ----------
+    nbytes, held_bytes
+        Size of the buffer, and with it of those that captured graphs still use [B].
+    """
+
+    def __init__(self, allocate: Callable[[Sequence[int], Any], Any]) -> None:
+        self.generation = 0
+        self.nbytes = 0
+        self._allocate = allocate
+        self._buffer: Any = None
+        self._keeps, self._kept = False, list[Any]()
+
+    @property
+    def held_bytes(self) -> int:
+        return self.nbytes + sum(buffer.nbytes for buffer in self._kept)
+
+    def before_capture(self) -> None:
+        """Free no buffer any more before :meth:`release`: a captured graph remembers its address."""
+        self._keeps = True
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that at least `nbytes` [B] are there."""
+        if nbytes > self.nbytes:
+            if self._keeps and self._buffer is not None:
+                self._kept.append(self._buffer)
+            self._buffer = self._allocate((round_up(nbytes),), np.uint8)
+            self.nbytes = round_up(nbytes)
+            self.generation += 1
+
+    def view(self, shape: Sequence[int], dtype: Any, offset: int = 0) -> Any:
+        """Array of `shape` over the bytes from `offset` [B] on; contents undefined."""
+        size = nbytes_of(shape, dtype)
+        if offset + size > self.nbytes:
+            raise AssertionError(f"scratch of {self.nbytes} bytes asked for {offset} + {size}")
+        if size == 0:
+            return self._allocate(shape, dtype)
+        return self._buffer[offset : offset + size].view(dtype).reshape(shape)
+
+    def release(self) -> None:
+        """Free the buffer; kernels built on it must not run any more."""
+        self._buffer, self.nbytes = None, 0
+        self._kept.clear()
+        self._keeps = False
+        self.generation += 1

@@ -1,0 +1,369 @@
+"""Convolutions as matrix products over unfolded arrays, and dense layers.
+
+Unfolding (im2col) makes a matrix of a packed array; its adjoint is folding (col2im). ::
+
+    x (1, 5, 1), kernel 3, padding (1, 1)        columns, one row per output
+    . a b c d e .                                . a b
+    [---]                                        a b c
+      [---]                                      b c d
+        ...                                      ...
+
+A convolution is then one matrix product over the whole batch (Lee et al., "Parallel Deep Convolutional
+Neural Network Training by Exploiting the Overlapping of Computation and Communication", 2017), or a few
+over blocks of output rows where the matrix would take too much memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from halograd.kernels.convolution import Convolutions
+from halograd.kernels.geometry import Geometry
+from halograd.kernels.kernel import Kernel, ScratchKernel
+from halograd.kernels.memory import Scratch, nbytes_of, round_up
+from halograd.kernels.numpy.norms import column_sums
+
+__all__ = ["COLUMN_BYTES", "Block", "Columns", "Margins", "NumpyConvolutions"]
+
+
+Block = tuple[slice, slice, slice]
+
+
+class Columns:
+    """The unfolded input of one convolution; pure bookkeeping until views are taken.
+
+    Parameters
+    ----------
+    shape
+        Shape of the input, ``(N, *spatial, C)``.
+    geometry, dtype
+        Of the convolution.
+    limit
+        Upper bound of the memory of the matrix [B]; exceeded only if one row of outputs takes more.
+
+    Attributes
+    ----------
+    blocks
+        Per matrix product: slices of samples, of outputs on the first spatial axis, and of matrix rows.
+    scratch_bytes
+        Scratch memory for the matrix and, if there is padding, the padded input [B].
+    """
+
+    def __init__(self, shape: Sequence[int], geometry: Geometry, dtype: Any, limit: int) -> None:
+        self.shape, self.geometry, self.dtype = tuple(shape), geometry, np.dtype(dtype)
+        self.outputs = geometry.output_shape(shape[1:-1])
+        self.depth = geometry.taps * shape[-1] // geometry.groups
+        self.margins = Margins(shape, geometry.padding)
+        # A 1x1 convolution reads x as it lies.
+        self.direct = (
+            geometry.taps == 1 and set(geometry.stride) == {1} and self.outputs == tuple(shape[1:-1])
+            and geometry.groups == 1 and self.margins.none
+        )  # fmt: skip
+        self.blocks = self._split(limit)
+        self.rows = max(rows.stop - rows.start for _, _, rows in self.blocks)
+        matrix = 0 if self.direct else nbytes_of((geometry.groups, self.rows, self.depth), dtype)
+        self._padded_offset = round_up(matrix)
+        padded = 0 if self.margins.none else nbytes_of(self.margins.shape, dtype)
+        self.scratch_bytes = self._padded_offset + padded
+
+    def _split(self, limit: int) -> list[Block]:
+        """Whole samples per block if one fits `limit`, else rows of one sample."""
+        samples, rows = self.shape[0], self.outputs[0]
+        inner = math.prod(self.outputs[1:])
+        row_bytes = inner * self.depth * self.geometry.groups * self.dtype.itemsize
+        fit = max(1, limit // max(1, row_bytes))
+        if self.direct or fit >= samples * rows:
+            return [(slice(0, samples), slice(0, rows), slice(0, samples * rows * inner))]
+        if fit >= rows:
+            step = fit // rows
+            starts = range(0, samples, step)
+            ends = [min(samples, n + step) for n in starts]
+            return [
+                (slice(n, e), slice(0, rows), slice(n * rows * inner, e * rows * inner)) for n, e in zip(starts, ends)
+            ]
+        return [
+            (slice(n, n + 1), slice(r, e), slice((n * rows + r) * inner, (n * rows + e) * inner))
+            for n in range(samples)
+            for r, e in ((r, min(rows, r + fit)) for r in range(0, rows, fit))
+        ]
+
+    def matrix(self, scratch: Scratch, block: Block, x: Any = None) -> Any:
+        """Matrix ``(groups, rows, depth)`` of a block: scratch memory, or `x` itself where nothing is to be done."""
+        rows = block[2].stop - block[2].start
+        if self.direct and x is not None:
+            return x.reshape(1, rows, self.depth)
+        return scratch.view((self.geometry.groups, rows, self.depth), self.dtype)
+
+    def unfold(self, x: Any, scratch: Scratch) -> tuple[Callable[[], None], list[Callable[[], None]]]:
+        """What to call once before all blocks, and once per block to fill its matrix from `x`."""
+        if self.direct:
+            return _idle, [_idle for _ in self.blocks]
+        prepare, source = self._padded_input(x, scratch)
+        return prepare, [self._copy(self._windows(source, block), scratch, block) for block in self.blocks]
+
+    def _padded_input(self, x: Any, scratch: Scratch) -> tuple[Callable[[], None], Any]:
+        if self.margins.none:
+            return _idle, x
+        padded = scratch.view(self.margins.shape, self.dtype, self._padded_offset)
+        interior, edges = self.margins.interior(padded), self.margins.edges(padded)
+
+        def prepare() -> None:
+            for edge in edges:
+                edge.fill(0)
+            np.copyto(interior, x)
+
+        return prepare, padded
+
+    def _windows(self, source: Any, block: Block) -> Any:
+        """Read-only view ``(groups, n, *outputs, *kernel, C / groups)`` of a padded input."""
+        samples, rows, _ = block
+        g = self.geometry
+        first = source[samples, rows.start * g.stride[0] :]
+        item = source.strides[-1]
+        spatial = source.strides[1:-1]
+        channels = self.shape[-1] // g.groups
+        outputs = (rows.stop - rows.start, *self.outputs[1:])
+        shape = (g.groups, samples.stop - samples.start, *outputs, *g.kernel, channels)
+        strides = (
+            channels * item,
+            source.strides[0],
+            *(a * s for a, s in zip(spatial, g.stride)),
+            *(a * d for a, d in zip(spatial, g.dilation)),
+            item,
+        )
+        return as_strided(first, shape, strides, writeable=False)
+
+    def _copy(self, windows: Any, scratch: Scratch, block: Block) -> Callable[[], None]:
+        target = self.matrix(scratch, block).reshape(windows.shape)
+        return lambda: np.copyto(target, windows)
+
+    def fold(
+        self, dx: Any, scratch: Scratch
+    ) -> tuple[Callable[[], None], list[Callable[[], None]], Callable[[], None]]:
+        """What to call before all blocks, per block to add its matrix up in `dx`, and after all blocks."""
+        if self.direct:
+            return _idle, [_idle for _ in self.blocks], _idle
+        target = dx if self.margins.none else scratch.view(self.margins.shape, self.dtype, self._padded_offset)
+        steps = [self._add(target, scratch, block) for block in self.blocks]
+
+        def prepare() -> None:
+            target.fill(0)
+
+        if self.margins.none:
+            return prepare, steps, _idle
+        interior = self.margins.interior(target)
+        return prepare, steps, lambda: np.copyto(dx, interior)
+
+    def _add(self, target: Any, scratch: Scratch, block: Block) -> Callable[[], None]:
+        samples, rows, _ = block
+        g = self.geometry
+        channels = self.shape[-1] // g.groups
+        outputs = (rows.stop - rows.start, *self.outputs[1:])
+        count = samples.stop - samples.start
+        columns = self.matrix(scratch, block).reshape(g.groups, count, *outputs, *g.kernel, channels)
+        # Axes (n, *outputs, groups, C / groups), as in the target.
+        columns = np.moveaxis(columns, 0, -2)
+        grouped = target.reshape(*target.shape[:-1], g.groups, channels)
+        pairs = []
+        for tap in itertools.product(*(range(k) for k in g.kernel)):
+            starts = [
+                t * d + (rows.start * g.stride[0] if a == 0 else 0) for a, (t, d) in enumerate(zip(tap, g.dilation))
+            ]
+            where = tuple(slice(b, b + (o - 1) * s + 1, s) for b, o, s in zip(starts, outputs, g.stride))
+            at = (slice(None),) * (1 + g.ndim)
+            pairs.append((grouped[(samples, *where)], columns[(*at, *tap)]))
+
+        def run() -> None:
+            for into, column in pairs:
+                np.add(into, column, out=into)
+
+        return run
+
+
+def _idle() -> None:
+    pass
+
+
+class Margins:
+    """Margins of a packed array ``(N, *spatial, C)``; negative padding adds none, as its rows are not read.
+
+    Attributes
+    ----------
+    shape
+        Shape with margins.
+    none
+        Whether there are no margins.
+    """
+
+    def __init__(self, shape: Sequence[int], padding: Sequence[tuple[int, int]]) -> None:
+        self._lo = [lo for lo, _ in padding]
+        self._inner = list(shape[1:-1])
+        sizes = [lo + n + max(0, hi) for n, (lo, hi) in zip(self._inner, padding)]
+        self.shape = (shape[0], *sizes, shape[-1])
+        self.none = self.shape == tuple(shape)
+
+    def interior(self, padded: Any) -> Any:
+        """View of the array proper."""
+        return padded[(slice(None), *(slice(lo, lo + n) for lo, n in zip(self._lo, self._inner)))]
+
+    def edges(self, padded: Any) -> list[Any]:
+        """Views that cover all margins; corners belong to the earlier axis."""
+        views = []
+        at: list[slice] = [slice(None)]
+        for lo, n in zip(self._lo, self._inner):
+            views += [padded[(*at, slice(0, lo))], padded[(*at, slice(lo + n, None))]]
+            at.append(slice(lo, lo + n))
+        return [view for view in views if view.size]
+
+
+# An unfolded 3x3 convolution of 128 channels on 256^2 takes 300 MB; beyond this it is done in blocks [B].
+COLUMN_BYTES = 1 << 29
+
+
+class NumpyConvolutions(Convolutions):
+    """By NumPy; `column_bytes` bounds the memory of an unfolded input [B]."""
+
+    scratch: Scratch
+    column_bytes: int = COLUMN_BYTES
+
+    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
+        """``y = columns(x) w^T + b``."""
+        columns = Columns(x.shape, geometry, x.dtype, self.column_bytes)
+        groups, scratch = geometry.groups, self.scratch
+        weights = _weights(w, groups).transpose(0, 2, 1)
+        outputs = _by_group(y, groups)
+        flat = y.reshape(-1, y.shape[-1])
+
+        def bind() -> Callable[[], None]:
+            prepare, unfold = columns.unfold(x, scratch)
+            steps = [
+                (fill, columns.matrix(scratch, block, x), outputs[:, block[2]], flat[block[2]])
+                for fill, block in zip(unfold, columns.blocks)
+            ]
+
+            def run() -> None:
+                prepare()
+                for fill, matrix, out, rows in steps:
+                    fill()
+                    np.matmul(matrix, weights, out=out)
+                    if b is not None:
+                        np.add(rows, b, out=rows)
+                    if relu:
+                        np.maximum(rows, 0, out=rows)
+
+            return run
+
+        return ScratchKernel(bind, scratch, columns.scratch_bytes, _name(columns))
+
+    def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
+        """``dx = fold(dy w)``."""
+        columns = Columns(dx.shape, geometry, dx.dtype, self.column_bytes)
+        groups, scratch = geometry.groups, self.scratch
+        weights = _weights(w, groups)
+        gradients = _by_group(dy, groups)
+
+        def bind() -> Callable[[], None]:
+            prepare, fold, finish = columns.fold(dx, scratch)
+            steps = [
+                (gradients[:, block[2]], columns.matrix(scratch, block, dx), add)
+                for add, block in zip(fold, columns.blocks)
+            ]
+
+            def run() -> None:
+                prepare()
+                for gradient, matrix, add in steps:
+                    np.matmul(gradient, weights, out=matrix)
+                    add()
+                finish()
+
+            return run
+
+        return ScratchKernel(bind, scratch, columns.scratch_bytes, _name(columns))
+
+    def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
+        """``dw = dy^T columns(x)``, ``db = sum of dy``."""
+        columns = Columns(x.shape, geometry, x.dtype, self.column_bytes)
+        groups, scratch = geometry.groups, self.scratch
+        gradients = _by_group(dy, groups).transpose(0, 2, 1)
+        into = _weights(dw, groups)
+        offset = round_up(columns.scratch_bytes)
+        several = len(columns.blocks) > 1
+        scratch_bytes = offset + (nbytes_of(dw.shape, dw.dtype) if several else 0)
+        bias = None if db is None else column_sums(dy, db)
+
+        def bind() -> Callable[[], None]:
+            prepare, unfold = columns.unfold(x, scratch)
+            part = scratch.view(into.shape, dw.dtype, offset) if several else into
+            steps = [
+                (fill, columns.matrix(scratch, block, x), gradients[:, :, block[2]])
+                for fill, block in zip(unfold, columns.blocks)
+            ]
+
+            def run() -> None:
+                prepare()
+                for i, (fill, matrix, gradient) in enumerate(steps):
+                    fill()
+                    np.matmul(gradient, matrix, out=into if i == 0 else part)
+                    if i > 0:
+                        np.add(into, part, out=into)
+                if bias is not None:
+                    bias()
+
+            return run
+
+        return ScratchKernel(bind, scratch, scratch_bytes, _name(columns))
+
+    def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
+        """``y = x w^T + b``."""
+        weights = w.T
+
+        def run() -> None:
+            np.matmul(x, weights, out=y)
+            if b is not None:
+                np.add(y, b, out=y)
+
+        return Kernel(run, "numpy:gemm")
+
+    def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
+        """``dx = dy w``."""
+        return Kernel(lambda: np.matmul(dy, w, out=dx), "numpy:gemm")
+
+    def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
+        """``dw = dy^T x``, ``db = sum of dy``."""
+        gradient = dy.T
+        bias = None if db is None else column_sums(dy, db)
+
+        def run() -> None:
+            np.matmul(gradient, x, out=dw)
+            if bias is not None:
+                bias()
+
+        return Kernel(run, "numpy:gemm")
+
+    def _bias(self, y: Any, b: Any) -> Kernel:
+        return Kernel(lambda: np.add(y, b, out=y), "numpy:bias")
+
+    def _bias_gradient(self, dy: Any, db: Any) -> Kernel:
+        return Kernel(column_sums(dy, db), "numpy:column sums")
+
+
+def _weights(w: Any, groups: int) -> Any:
+    """Weights ``(K, *kernel, C / groups)`` as ``(groups, K / groups, depth)``."""
+    return w.reshape(groups, w.shape[0] // groups, -1)
+
+
+def _by_group(y: Any, groups: int) -> Any:
+    """Outputs ``(N, *outputs, K)`` as ``(groups, rows, K / groups)``, a view."""
+    return y.reshape(-1, groups, y.shape[-1] // groups).transpose(1, 0, 2)
+
+
+def _name(columns: Columns) -> str:
+    blocks = len(columns.blocks)
+    kind = "gemm" if columns.direct else "im2col"
+    return f"numpy:{kind}" + (f" in {blocks} blocks" if blocks > 1 else "")

@@ -1,0 +1,266 @@
+"""Losses in chunks that stay in the cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.losses import ClassTargets, LossArrays, Losses, LossKernel
+from halograd.kernels.memory import Work, buffer, chunks, constant, take, total
+
+__all__ = ["NumpyLosses"]
+
+
+class _NumpyLoss(LossKernel):
+    """A sum over ``(positions, C)``, chunk by chunk.
+
+    Subclasses say in `chunk` what a chunk of rows of `width` elements adds.
+    """
+
+    #: Whether the scale is divided by the channels.
+    mean_over_channels = True
+
+    def __init__(self, name: str, arrays: LossArrays) -> None:
+        self.arrays, self.work = arrays, Work()
+        self._samples = arrays.x.shape[0]
+        self._x, self._target, self._dx = (_rows(a) for a in (arrays.x, arrays.target, arrays.dx))
+        self.width = int(arrays.x.shape[-1])
+        super().__init__(self._compute, f"numpy:{name}", close=self.work.clear)
+        self.set(self._samples, 1.0)
+
+    def set(self, samples: int, scale: float) -> None:
+        self._counted = max(0, min(samples, self._samples)) * (len(self._x) // self._samples)
+        self._scale = scale / self._x.shape[1] if self.mean_over_channels else scale
+
+    def _compute(self) -> None:
+        arrays, counted, scale = self.arrays, self._counted, self._scale
+        if arrays.divisor is not None:
+            # A NumPy float64 would make float32 arrays compute in float64.
+            divisor = float(arrays.divisor[0])
+            scale = scale * (1.0 / divisor) if divisor > 0 else 0.0
+        if self._dx is not None:
+            self._dx[counted:] = 0
+        found = 0.0
+        for part in chunks(counted, self.width):
+            dx = None if self._dx is None else self._dx[part]
+            found = found + self.chunk(self._x[part], self._target[part], dx, scale)
+            if dx is not None and arrays.factor is not None:
+                dx *= float(arrays.factor[0])
+        arrays.loss[0] = found * scale
+
+    @abstractmethod
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
+        """Sum of the loss over some positions; `scale` times its gradient into `dx`."""
+
+    def _typed(self, x: Any, t: Any) -> Any:
+        """A copy of the targets in the dtype of the prediction."""
+        targets = buffer(self.work, "t", x.shape, x.dtype)
+        np.copyto(targets, t, casting="unsafe")
+        return targets
+
+
+def _rows(array: Any) -> Any:
+    return None if array is None else array.reshape(-1, array.shape[-1])
+
+
+class _MeanSquaredError(_NumpyLoss):
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
+        t = self._typed(x, t)
+        np.subtract(x, t, out=t)
+        if dx is not None:
+            np.multiply(t, 2 * scale, out=dx)
+        np.multiply(t, t, out=t)
+        return total(t)
+
+
+class _BinaryCrossEntropy(_NumpyLoss):
+    """``(1 - t) * x + (1 + (p - 1) * t) * (log1p(exp(-|x|)) + max(-x, 0))``.
+
+    Neither overflows nor cancels for any `x` (torch's form).
+    """
+
+    def __init__(self, arrays: LossArrays, pos_weight: Any) -> None:
+        super().__init__("binary_cross_entropy", arrays)
+        self._extra = np.asarray(1.0 if pos_weight is None else pos_weight, np.float64) - 1
+
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
+        t, work = self._typed(x, t), self.work
+        e, softplus, weight, negative = (buffer(work, k, x.shape, x.dtype) for k in ("e", "softplus", "weight", "n"))
+        np.negative(np.abs(x, out=e), out=e)
+        np.exp(e, out=e)
+        np.log1p(e, out=softplus)
+        np.maximum(np.negative(x, out=negative), 0, out=negative)
+        softplus += negative
+        np.multiply(t, constant(work, "extra", lambda: self._extra, x.dtype), out=weight)
+        weight += 1
+        np.subtract(1, t, out=t)
+        np.multiply(t, x, out=negative)
+        softplus *= weight
+        softplus += negative
+        if dx is not None:
+            self._gradient(x, t, weight, e, dx, scale)
+        return total(softplus)
+
+    def _gradient(self, x: Any, rest: Any, weight: Any, e: Any, dx: Any, scale: float) -> None:
+        """``(1 - t) - weight * sigmoid(-x)``, with ``e = exp(-|x|)`` and ``rest = 1 - t``."""
+        mask = buffer(self.work, "mask", x.shape, np.bool_)
+        np.add(e, 1, out=dx)
+        np.less(x, 0, out=mask)
+        np.copyto(e, 1, where=mask)
+        np.divide(e, dx, out=dx)
+        dx *= weight
+        np.subtract(rest, dx, out=dx)
+        dx *= scale
+
+
+class _OfClasses(_NumpyLoss):
+    """With class indices as targets."""
+
+    mean_over_channels = False
+
+    def __init__(self, name: str, arrays: LossArrays, targets: ClassTargets) -> None:
+        self.targets = targets
+        super().__init__(name, arrays)
+
+    def _labels(self, t: Any, dtype: np.dtype) -> tuple[Any, Any]:
+        """Class index (0 where ignored) and its weight (0 where ignored) per position."""
+        targets, work = self.targets, self.work
+        label = buffer(work, "label", t.shape, np.int64)
+        weight = buffer(work, f"weight {dtype}", t.shape, dtype)
+        np.copyto(label, t, casting="unsafe")
+        counts = None
+        if targets.ignored is not None:
+            counts = np.not_equal(label, targets.ignored, out=buffer(work, "counts", t.shape, np.bool_))
+            label *= counts
+        if label.size and not (label.min() >= 0 and label.max() < targets.classes):
+            wrong = label.max() if label.max() >= targets.classes else label.min()
+            raise ValueError(
+                f"SoftmaxCrossEntropy: expected targets in [0, {targets.classes}), got {wrong}; check the dataset's "
+                "classes"
+            )
+        if targets.weights is None:
+            weight.fill(1)
+        else:
+            take(self._class_weights(dtype), label, out=weight)
+        if counts is not None:
+            weight *= counts
+        return label, weight
+
+    def _class_weights(self, dtype: np.dtype) -> Any:
+        """Weight per class."""
+        given = self.targets.weights
+        return constant(
+            self.work,
+            f"class weights {dtype}",
+            lambda: np.ones(self.targets.classes) if given is None else np.asarray(given),
+            dtype,
+        )
+
+
+class _TargetWeight(_OfClasses):
+    def __init__(self, target: Any, total: Any, targets: ClassTargets) -> None:
+        super().__init__("target_weight", LossArrays(target, target, None, total), targets)
+        self.width = targets.classes
+
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
+        return total(self._labels(t[:, 0], np.dtype(np.float64))[1])
+
+
+class _SoftmaxCrossEntropy(_OfClasses):
+    """Class by class, ``(K, positions)``: there are many more positions than classes in what is large."""
+
+    def __init__(self, arrays: LossArrays, targets: ClassTargets, label_smoothing: float) -> None:
+        super().__init__("softmax_cross_entropy", arrays, targets)
+        self._smoothing = label_smoothing
+
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
+        shape, work = (x.shape[1], x.shape[0]), self.work
+        z, column = buffer(work, "z", shape, x.dtype), buffer(work, "column", shape[1:], x.dtype)
+        label, weight = self._labels(t[:, 0], x.dtype)
+        index = buffer(work, "index", shape[1:], np.int64)
+        np.multiply(label, shape[1], out=index)
+        index += _positions(shape[1], work)
+        np.copyto(z, x.T)
+        np.amax(z, axis=0, out=column)
+        z -= column
+        # q . z, of which the loss is the negative, up to the logarithm of the sum.
+        share = self._smoothing / shape[0]
+        taken = buffer(work, "taken", shape[1:], x.dtype)
+        take(z.reshape(-1), index, out=taken)
+        taken *= weight
+        taken *= 1 - self._smoothing
+        mass = buffer(work, "mass", shape[1:], x.dtype)
+        np.multiply(weight, 1 - self._smoothing, out=mass)
+        if share:
+            self._smooth(z, weight, mass, taken, share)
+        np.exp(z, out=z)
+        np.sum(z, axis=0, out=column)
+        if dx is not None:
+            np.divide(mass, column, out=buffer(work, "ratio", shape[1:], x.dtype))
+            z *= buffer(work, "ratio", shape[1:], x.dtype)
+            self._subtract_target(z, index, weight, share)
+            z *= scale
+            np.copyto(dx, z.T)
+        np.log(column, out=column)
+        column *= mass
+        column -= taken
+        return total(column)
+
+    def _smooth(self, z: Any, weight: Any, mass: Any, taken: Any, share: float) -> None:
+        """Add what label smoothing spreads over the classes to q . z and to the sum of q."""
+        weights = self._class_weights(z.dtype)
+        part, counts = (buffer(self.work, k, weight.shape, z.dtype) for k in ("part", "counted"))
+        self._counted_positions(counts)
+        np.dot(weights, z, out=part)
+        part *= share
+        part *= counts
+        taken += part
+        counts *= share * float(np.sum(weights, dtype=np.float64))
+        mass += counts
+
+    def _subtract_target(self, z: Any, index: Any, weight: Any, share: float) -> None:
+        """``z -= q``."""
+        flat, work = z.reshape(-1), self.work
+        taken = buffer(work, "part", weight.shape, z.dtype)
+        moved = buffer(work, "moved", weight.shape, z.dtype)
+        take(flat, index, out=taken)
+        np.multiply(weight, 1 - self._smoothing, out=moved)
+        taken -= moved
+        flat[index] = taken
+        if share:
+            self._counted_positions(moved)
+            for row, w in zip(z, self._class_weights(z.dtype)):
+                np.multiply(moved, share * float(w), out=taken)
+                row -= taken
+
+    def _counted_positions(self, out: Any) -> None:
+        """1 where a position counts, 0 where its target is ignored."""
+        if self.targets.ignored is None:
+            out.fill(1)
+        else:
+            np.copyto(out, buffer(self.work, "counts", out.shape, np.bool_))
+
+
+def _positions(count: int, work: dict) -> Any:
+    """``0 .. count - 1``."""
+    if "positions" in work and work["positions"].size < count:
+        del work["positions"]
+    return constant(work, "positions", lambda: np.arange(count), np.int64)[:count]
+
+
+class NumpyLosses(Losses):
+    """By NumPy."""
+
+    def _softmax_cross_entropy(self, arrays: LossArrays, targets: ClassTargets, label_smoothing: float) -> LossKernel:
+        return _SoftmaxCrossEntropy(arrays, targets, label_smoothing)
+
+    def _target_weight(self, target: Any, total: Any, targets: ClassTargets) -> LossKernel:
+        return _TargetWeight(target, total, targets)
+
+    def _binary_cross_entropy(self, arrays: LossArrays, pos_weight: Any) -> LossKernel:
+        return _BinaryCrossEntropy(arrays, pos_weight)
+
+    def _mean_squared_error(self, arrays: LossArrays) -> LossKernel:
+        return _MeanSquaredError("mean_squared_error", arrays)

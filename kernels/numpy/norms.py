@@ -1,0 +1,385 @@
+"""Batch norm in blocks of rows that stay in the cache, and norms over channels in chunks of positions.
+
+A loop of NumPy over C = 18 channels at a time would mostly pay for starting loops. So a block of rows is
+looked at as fewer, longer rows, ``(rows / R, R * C)``, with per-channel vectors repeated R times; sums
+over rows are matrix-vector products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, idle
+from halograd.kernels.memory import Scratch, Work, buffer, chunks, round_up
+from halograd.kernels.norm_parts import mean_and_variance
+from halograd.kernels.norms import ChannelNormArrays, Norms
+
+__all__ = ["NumpyBatchNorm", "NumpyNorms", "Piece", "RowBlocks", "column_sums", "moments", "moments_scratch_bytes"]
+
+
+BLOCK_BYTES = 1 << 18
+LONG = 2048
+
+
+class Piece:
+    """Some rows of the matrix, seen as ``(height, width)`` with ``width = repeat * C``."""
+
+    def __init__(self, start: int, stop: int, repeat: int, channels: int) -> None:
+        self.start, self.stop, self.repeat, self.channels = start, stop, repeat, channels
+        self.shape = ((stop - start) // repeat, repeat * channels)
+
+    def view(self, array: Any) -> Any:
+        """This piece of a packed ``(..., C)`` array."""
+        return array.reshape(-1, self.channels)[self.start : self.stop].reshape(self.shape)
+
+
+class RowBlocks:
+    """How the rows of packed arrays of one shape ``(..., C)`` are cut into pieces.
+
+    Attributes
+    ----------
+    pieces
+        In order; the last may be lower or narrower than the others.
+    repeat
+        Length that per-channel vectors must be repeated to, in rows.
+    largest
+        Elements of the largest piece.
+    """
+
+    def __init__(self, array: Any) -> None:
+        channels = array.shape[-1]
+        rows = array.size // channels if channels else 0
+        self.channels, self.rows = channels, rows
+        self.repeat = max(1, min(rows, LONG // max(1, channels)))
+        per_block = max(1, BLOCK_BYTES // max(1, array.itemsize * self.repeat * channels)) * self.repeat
+        whole = rows - rows % self.repeat
+        self.pieces = [Piece(a, min(whole, a + per_block), self.repeat, channels) for a in range(0, whole, per_block)]
+        if whole < rows:
+            self.pieces.append(Piece(whole, rows, rows - whole, channels))
+        self.largest = max((p.shape[0] * p.shape[1] for p in self.pieces), default=0)
+        self.tallest = max((p.shape[0] for p in self.pieces), default=0)
+
+    def vectors(self, count: int, dtype: Any) -> Any:
+        """``(count, repeat, C)`` array for per-channel vectors repeated along long rows."""
+        return np.zeros((count, self.repeat, self.channels), dtype)
+
+
+def column_sums(array: Any, out: Any) -> Callable[[], None]:
+    """A function that writes the sum over all rows of `array` ``(..., C)`` into `out` ``(C,)``.
+
+    Blocks are summed in the dtype of `array`, and their sums in float64.
+    """
+    blocks = RowBlocks(array)
+    ones = np.ones(blocks.tallest, array.dtype)
+    long = np.empty(blocks.repeat * blocks.channels, array.dtype)
+    total, part = np.empty((2, blocks.channels))
+    steps = [
+        (ones[: p.shape[0]], p.view(array), long[: p.shape[1]], long[: p.shape[1]].reshape(p.repeat, -1))
+        for p in blocks.pieces
+    ]
+
+    def run() -> None:
+        total.fill(0)
+        for one, rows, row, by_channel in steps:
+            np.matmul(one, rows, out=row)
+            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
+            np.add(total, part, out=total)
+        np.copyto(out, total, casting="same_kind")
+
+    return run
+
+
+def moments_scratch_bytes(x: Any) -> int:
+    """Scratch memory of :func:`moments` [B]."""
+    return RowBlocks(x).largest * x.itemsize
+
+
+def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
+    """A function that writes ``[sum x, sum x^2]`` per channel into `sums`, float64 ``(2, C)``.
+
+    Each block of rows, small enough for the cache, is gone over twice: for its mean, and for the sum of
+    squares about that mean. The blocks are combined in float64 (Chan, Golub, LeVeque, "Updating formulae
+    and a pairwise algorithm for computing sample variances", 1979), so ``E[x^2] - mean^2`` formed in
+    float64 is right even where the mean is many times the standard deviation: what the sum of a block errs
+    by enters the variance squared.
+    """
+    blocks = RowBlocks(x)
+    ones = np.ones(blocks.tallest, x.dtype)
+    shift = blocks.vectors(1, x.dtype)[0]
+    row = np.empty(blocks.repeat * blocks.channels, x.dtype)
+    mean, first, second, extra = np.empty((4, blocks.channels))
+    steps = [_step(p, x, ones, shift, row, scratch) for p in blocks.pieces]
+
+    def run() -> None:
+        sums.fill(0)
+        for count, one, rows, about, deviation, long, by_channel in steps:
+            np.matmul(one, rows, out=long)
+            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=first)
+            np.divide(first, count, out=mean)
+            np.copyto(shift, mean, casting="same_kind")
+            np.subtract(rows, about, out=deviation)
+            np.multiply(deviation, deviation, out=deviation)
+            np.matmul(one, deviation, out=long)
+            np.add.reduce(by_channel, axis=0, dtype=np.float64, out=second)
+            np.copyto(mean, shift[0])  # what was really subtracted
+            _accumulate(sums, count, mean, first, second, extra)
+
+    return run
+
+
+def _step(piece: Piece, x: Any, ones: Any, shift: Any, row: Any, scratch: Scratch) -> tuple[Any, ...]:
+    height, width = piece.shape
+    long = row[:width]
+    return (
+        height * piece.repeat,
+        ones[:height],
+        piece.view(x),
+        shift.reshape(-1)[:width],
+        scratch.view(piece.shape, x.dtype),
+        long,
+        long.reshape(piece.repeat, -1),
+    )
+
+
+def _accumulate(sums: Any, count: int, mean: Any, first: Any, second: Any, extra: Any) -> None:
+    """Add a block's ``sum x = first`` and ``sum x^2 = second + m (2 first - n m)`` to `sums`; overwrites `extra`."""
+    np.multiply(mean, count, out=extra)
+    np.subtract(first, extra, out=extra)
+    np.add(extra, first, out=extra)
+    np.multiply(extra, mean, out=extra)
+    np.add(second, extra, out=second)
+    np.add(sums[0], first, out=sums[0])
+    np.add(sums[1], second, out=sums[1])
+
+
+class NumpyBatchNorm:
+    """Builds the kernels of one batch norm; see :meth:`Norms.batch_norm`."""
+
+    def __init__(self, arrays: BatchNormArrays, scratch: Scratch) -> None:
+        self.a, self.scratch = arrays, scratch
+        self.blocks = RowBlocks(arrays.x)
+        self._second = round_up(self.blocks.largest * arrays.x.itemsize)
+        self._ones = np.ones(self.blocks.tallest, arrays.x.dtype)
+
+    def kernels(self) -> BatchNormKernels:
+        """All four kernels."""
+        a = self.a
+        statistics = idle() if a.local else self._kernel(lambda: moments(a.x, a.sums, self.scratch))
+        forward = self._kernel(self._bind_forward)
+        if a.dx is None:
+            return BatchNormKernels(statistics, forward, None, None)
+        if a.local:
+            return BatchNormKernels(statistics, forward, self._kernel(self._bind_backward_local), idle())
+        backward_sums = self._kernel(lambda: self._bind_sums(a.sums))
+        return BatchNormKernels(statistics, forward, backward_sums, self._kernel(lambda: self._bind_data(a.means)))
+
+    def _kernel(self, bind: Callable[[], Callable[[], Any]]) -> Kernel:
+        return ScratchKernel(bind, self.scratch, 2 * self._second, "numpy:batch_norm")
+
+    def _buffers(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
+        dtype = self.a.x.dtype
+        return self.scratch.view(shape, dtype), self.scratch.view(shape, dtype, self._second)
+
+    def _bind_forward(self) -> Callable[[], None]:
+        a = self.a
+        vectors = self.blocks.vectors(3, a.x.dtype)  # mean, gamma / sqrt(var + eps), beta
+        first = moments(a.x, a.sums, self.scratch) if a.local else None
+        settle = mean_and_variance(a, a.rows) if a.local else None
+        steps = [(p.view(a.x), p.view(a.y), *vectors.reshape(3, -1)[:, : p.shape[1]]) for p in self.blocks.pieces]
+        inverse = self._inverse_deviation()
+
+        def run() -> None:
+            if first is not None and settle is not None:
+                first()
+                settle()
+            np.copyto(vectors[0], a.mean, casting="same_kind")
+            np.copyto(vectors[2], a.beta, casting="same_kind")
+            np.multiply(inverse(), a.gamma, out=vectors[1], casting="same_kind")
+            for x, y, mean, scale, beta in steps:
+                np.subtract(x, mean, out=y)
+                np.multiply(y, scale, out=y)
+                np.add(y, beta, out=y)
+                if a.relu:
+                    np.maximum(y, 0, out=y)
+
+        return run
+
+    def _inverse_deviation(self) -> Callable[[], Any]:
+        """A function that returns ``1 / sqrt(var + eps)`` in float64."""
+        a, inverse = self.a, np.empty(self.a.x.shape[-1])
+
+        def run() -> Any:
+            np.add(a.var, a.eps, out=inverse)
+            np.sqrt(inverse, out=inverse)
+            np.reciprocal(inverse, out=inverse)
+            return inverse
+
+        return run
+
+    def _bind_sums(self, sums: Any) -> Callable[[], None]:
+        a = self.a
+        vectors = self.blocks.vectors(2, a.x.dtype)  # mean, 1 / sqrt(var + eps)
+        row = np.empty(self.blocks.repeat * self.blocks.channels, a.x.dtype)
+        part = np.empty(self.blocks.channels)
+        steps = []
+        for p in self.blocks.pieces:
+            long = row[: p.shape[1]]
+            arrays = (p.view(a.x), p.view(a.y), p.view(a.dy), *self._buffers(p.shape))
+            repeated = vectors.reshape(2, -1)[:, : p.shape[1]]
+            steps.append((self._ones[: p.shape[0]], *arrays, *repeated, long, long.reshape(p.repeat, -1)))
+        inverse = self._inverse_deviation()
+
+        def run() -> None:
+            sums.fill(0)
+            np.copyto(vectors[0], a.mean, casting="same_kind")
+            np.copyto(vectors[1], inverse(), casting="same_kind")
+            for one, x, y, dy, masked, xhat, mean, inv, long, by_channel in steps:
+                gradient = dy
+                if a.relu:
+                    np.greater(y, 0, out=masked)
+                    np.multiply(dy, masked, out=masked)
+                    gradient = masked
+                np.matmul(one, gradient, out=long)
+                np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
+                np.add(sums[0], part, out=sums[0])
+                np.subtract(x, mean, out=xhat)
+                np.multiply(xhat, inv, out=xhat)
+                np.multiply(xhat, gradient, out=xhat)
+                np.matmul(one, xhat, out=long)
+                np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
+                np.add(sums[1], part, out=sums[1])
+
+        return run
+
+    def _bind_data(self, means: Any) -> Callable[[], None]:
+        """``dx = scale * (dy' - means[0] - (x - mean) * slope)``, ``slope = means[1] / sqrt(var + eps)``."""
+        a = self.a
+        vectors = self.blocks.vectors(4, a.x.dtype)  # mean, slope, means[0], scale
+        steps = []
+        for p in self.blocks.pieces:
+            arrays = (p.view(a.x), p.view(a.y), p.view(a.dy), p.view(a.dx), *self._buffers(p.shape))
+            steps.append((*arrays, *vectors.reshape(4, -1)[:, : p.shape[1]]))
+        inverse = self._inverse_deviation()
+
+        def run() -> None:
+            inv = inverse()
+            np.copyto(vectors[0], a.mean, casting="same_kind")
+            np.multiply(inv, means[1], out=vectors[1], casting="same_kind")
+            np.copyto(vectors[2], means[0], casting="same_kind")
+            np.multiply(inv, a.gamma, out=vectors[3], casting="same_kind")
+            for x, y, dy, dx, masked, correction, mean, slope, offset, scale in steps:
+                gradient = dy
+                if a.relu:
+                    np.greater(y, 0, out=masked)
+                    np.multiply(dy, masked, out=masked)
+                    gradient = masked
+                np.subtract(x, mean, out=correction)
+                np.multiply(correction, slope, out=correction)
+                np.subtract(gradient, correction, out=dx)
+                np.subtract(dx, offset, out=dx)
+                np.multiply(dx, scale, out=dx)
+
+        return run
+
+    def _bind_backward_local(self) -> Callable[[], None]:
+        a = self.a
+        means = np.empty((2, self.blocks.channels))
+        add_up, correct = self._bind_sums(a.sums), self._bind_data(means)
+
+        def run() -> None:
+            add_up()
+            np.divide(a.sums, a.rows, out=means)
+            correct()
+
+        return run
+
+
+class ChannelNorm:
+    """The kernels of one norm over channels: chunk by chunk.
+
+    Backward computes mean and variance again, which costs less than to store and load them.
+    """
+
+    def __init__(self, arrays: ChannelNormArrays) -> None:
+        self.a, channels = arrays, arrays.x.shape[-1]
+        self.x, self.y, self.dy, self.dx = (_rows(a, channels) for a in (arrays.x, arrays.y, arrays.dy, arrays.dx))
+        self._parts = list(chunks(len(self.x), channels))
+        self._sums, self._work = np.empty((2, channels)), Work()
+
+    def kernels(self) -> tuple[Kernel, Kernel | None]:
+        """Forward and backward."""
+        forward = Kernel(self._forward, "numpy:channel_norm", close=self._work.clear)
+        return forward, None if self.dy is None else Kernel(self._backward, "numpy:channel_norm")
+
+    def _forward(self) -> None:
+        for part in self._parts:
+            y = self.y[part]
+            self._normalize(self.x[part], y)
+            if self.a.gamma is not None:
+                y *= self.a.gamma
+                y += self.a.beta
+            if self.a.relu:
+                np.maximum(y, 0, out=y)
+
+    def _normalize(self, x: Any, out: Any) -> Any:
+        """`out` = xhat; returns 1 / std per position."""
+        mean, std = (buffer(self._work, k, (len(x), 1), x.dtype) for k in ("mean", "std"))
+        square = buffer(self._work, "square", x.shape, x.dtype)
+        np.mean(x, axis=1, keepdims=True, out=mean)
+        np.subtract(x, mean, out=out)
+        np.multiply(out, out, out=square)
+        np.mean(square, axis=1, keepdims=True, out=std)
+        std += self.a.eps
+        np.sqrt(std, out=std)
+        np.reciprocal(std, out=std)
+        out *= std
+        return std
+
+    def _backward(self) -> None:
+        self._sums.fill(0)
+        for part in self._parts:
+            self._backward_chunk(part)
+        if self.a.dgamma is not None:
+            np.copyto(self.a.dbeta, self._sums[0], casting="same_kind")
+            np.copyto(self.a.dgamma, self._sums[1], casting="same_kind")
+
+    def _backward_chunk(self, part: slice) -> None:
+        x, work = self.x[part], self._work
+        xhat, dy, product = (buffer(work, k, x.shape, x.dtype) for k in ("xhat", "dy", "product"))
+        column = buffer(work, "column", x.shape[1:], np.float64)
+        mean = buffer(work, "mean", (len(x), 1), x.dtype)
+        inverse = self._normalize(x, xhat)
+        np.copyto(dy, self.dy[part])
+        if self.a.relu:
+            dy *= np.greater(self.y[part], 0, out=buffer(work, "mask", x.shape, np.bool_))
+        self._sums[0] += np.sum(dy, axis=0, dtype=np.float64, out=column)
+        np.multiply(dy, xhat, out=product)
+        self._sums[1] += np.sum(product, axis=0, dtype=np.float64, out=column)
+        if self.dx is None:
+            return
+        if self.a.gamma is not None:
+            dy *= self.a.gamma
+            product *= self.a.gamma
+        xhat *= np.mean(product, axis=1, keepdims=True, out=mean)
+        dy -= np.mean(dy, axis=1, keepdims=True, out=mean)
+        dy -= xhat
+        np.multiply(dy, inverse, out=self.dx[part])
+
+
+def _rows(array: Any, channels: int) -> Any:
+    return None if array is None else array.reshape(-1, channels)
+
+
+class NumpyNorms(Norms):
+    """By NumPy."""
+
+    scratch: Scratch
+
+    def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        return NumpyBatchNorm(arrays, self.scratch).kernels()
+
+    def _channel_norm(self, arrays: ChannelNormArrays) -> tuple[Kernel, Kernel | None]:
+        return ChannelNorm(arrays).kernels()

@@ -1,0 +1,291 @@
+"""Activations, sums of arrays, dropout; and the error function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.checks import same_elements
+from halograd.kernels.kernel import Kernel, ScratchKernel
+from halograd.kernels.memory import nbytes_of, round_up
+from halograd.kernels.numpy.windows import NumpyWindows
+from halograd.kernels.pointwise import DropoutMask
+
+__all__ = ["NumpyPointwise", "erf", "global_counters", "mix64", "mix64_inplace"]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+#: Elements hashed at a time: the buffers stay in the second-level cache.
+_DRAWN = 1 << 14
+
+Step = Callable[[Any, Any, list[Any], float], None]
+
+
+def _relu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    np.maximum(x, 0, out=y)
+
+
+def _relu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    np.greater(y, 0, out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _leaky(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    np.multiply(x, alpha, out=work[0])
+    np.greater(x, 0, out=work[1])
+    # Blended by a mask and not by np.maximum: the slope may exceed 1 or be negative.
+    np.subtract(x, work[0], out=work[2])
+    np.multiply(work[2], work[1], out=work[2])
+    np.add(work[0], work[2], out=y)
+
+
+def _leaky_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    np.greater(x, 0, out=work[0])
+    np.multiply(work[0], 1 - alpha, out=work[0])
+    np.add(work[0], alpha, out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    # By tanh, which does not overflow: sigmoid(x) = (1 + tanh(x / 2)) / 2.
+    np.multiply(x, 0.5, out=work[0])
+    np.tanh(work[0], out=work[0])
+    np.multiply(work[0], 0.5, out=work[0])
+    np.add(work[0], 0.5, out=y)
+
+
+def _sigmoid_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    np.subtract(1, y, out=work[0])
+    np.multiply(work[0], y, out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _tanh(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    np.tanh(x, out=y)
+
+
+def _tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    np.multiply(y, y, out=work[0])
+    np.subtract(1, work[0], out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _normal_distribution(x: Any, out: Any, work: list[Any]) -> None:
+    """``out = (1 + erf(x / sqrt(2))) / 2``; overwrites four more buffers."""
+    np.multiply(x, math.sqrt(0.5), out=work[0])
+    erf(work[0], out, work[1 : 1 + BUFFERS])
+    np.add(out, 1, out=out)
+    np.multiply(out, 0.5, out=out)
+
+
+def _gelu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    _normal_distribution(x, work[0 + 4], work)
+    np.multiply(x, work[4], out=y)
+
+
+def _gelu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """``f'(x) = Phi(x) + x * phi(x)``."""
+    _normal_distribution(x, work[4], work)
+    np.multiply(x, x, out=work[0])
+    np.multiply(work[0], -0.5, out=work[0])
+    np.exp(work[0], out=work[0])
+    np.multiply(work[0], x, out=work[0])
+    np.multiply(work[0], 1 / math.sqrt(2 * math.pi), out=work[0])
+    np.add(work[4], work[0], out=work[4])
+    np.multiply(dy, work[4], out=dx)
+
+
+# Name: forward, gradient, and the number of buffers of the array's shape that they overwrite.
+_KINDS: dict[str, tuple[Step, Callable[..., None], int]] = {
+    "relu": (_relu, _relu_gradient, 1),
+    "leaky_relu": (_leaky, _leaky_gradient, 3),
+    "sigmoid": (_sigmoid, _sigmoid_gradient, 1),
+    "tanh": (_tanh, _tanh_gradient, 1),
+    "gelu": (_gelu, _gelu_gradient, 5),
+}
+
+
+class NumpyPointwise(NumpyWindows):
+    """By NumPy; arrays of activations and sums may have any strides."""
+
+    def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
+        """Elementwise function and its gradient."""
+        (forward, gradient, buffers), scratch = _KINDS[kind], self.scratch
+        size = round_up(nbytes_of(x.shape, x.dtype))
+
+        def work() -> list[Any]:
+            return [scratch.view(x.shape, x.dtype, i * size) for i in range(buffers)]
+
+        def bind_forward() -> Callable[[], None]:
+            views = work()
+            return lambda: forward(x, y, views, alpha)
+
+        def bind_backward() -> Callable[[], None]:
+            views = work()
+            return lambda: gradient(x, y, dy, dx, views, alpha)
+
+        impl = f"numpy:{kind}"
+        run = ScratchKernel(bind_forward, scratch, buffers * size, impl)
+        return run, None if dx is None else ScratchKernel(bind_backward, scratch, buffers * size, impl)
+
+    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
+        """Sum of arrays; `y` may be one of them, or several."""
+        into = [x for x in xs if same_elements(x, y)]
+        terms = [x for x in xs if not same_elements(x, y)]
+
+        def run() -> None:
+            _start(into, terms, y)
+            for term in terms[0 if into else 2 :]:
+                np.add(y, term, out=y)
+            if relu:
+                np.maximum(y, 0, out=y)
+
+        return Kernel(run, "numpy:add")
+
+    def _dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]:
+        """Backward draws the mask again."""
+        return self._dropped(x, y, mask), None if dx is None else self._dropped(dy, dx, mask)
+
+    def _dropped(self, x: Any, y: Any, mask: DropoutMask) -> Kernel:
+        outer, inner = global_counters(mask.shape, mask.start, x.shape)
+        step, threshold = max(1, _DRAWN // max(1, inner.size)), np.uint64(int(mask.rate * 2**64))
+        shape, factor, scratch = (min(step, outer.size), inner.size), 1.0 / (1.0 - mask.rate), self.scratch
+        size = round_up(nbytes_of(shape, np.uint64))
+        source, target = (a.reshape(outer.size, inner.size) for a in (x, y))
+
+        def bind() -> Callable[[], None]:
+            hashes, shifted = scratch.view(shape, np.uint64), scratch.view(shape, np.uint64, size)
+            dropped, steps = scratch.view(shape, np.bool_, 2 * size), []
+            for part in (slice(i, min(i + step, outer.size)) for i in range(0, outer.size, step)):
+                count = part.stop - part.start
+                work = (hashes[:count], shifted[:count], dropped[:count])
+                steps.append((outer[part, None], source[part], target[part], *work))
+
+            def run() -> None:
+                seed, number = int(mask.state[0]), int(mask.state[1])
+                key = np.uint64(mix64(mix64(mix64(seed) + number) + mask.salt))
+                for counters, given, found, z, work, out in steps:
+                    np.add(counters, inner, out=z)
+                    np.add(z, key, out=z)
+                    mix64_inplace(z, work)
+                    np.less(z, threshold, out=out)
+                    np.multiply(given, factor, out=found)
+                    # Set, not multiplied by zero: an infinite element that is dropped must not become NaN.
+                    np.copyto(found, 0, where=out)
+
+            return run
+
+        kept = outer.nbytes + inner.nbytes
+        return ScratchKernel(bind, scratch, 2 * size + nbytes_of(shape, np.bool_), "numpy:dropout", kept)
+
+
+def _start(into: list[Any], terms: list[Any], y: Any) -> None:
+    """Make `y` the sum of what it stands for already, or of the first one or two terms."""
+    if into:
+        if len(into) > 1:
+            np.multiply(y, len(into), out=y)
+    elif len(terms) > 1:
+        np.add(terms[0], terms[1], out=y)
+    else:
+        np.copyto(y, terms[0])
+
+
+def mix64(value: int) -> int:
+    """The finaliser of SplitMix64: a bijection of 64-bit numbers in which every bit depends on all bits."""
+    z = (value + _GOLDEN) & _MASK
+    z = ((z ^ (z >> _SHIFTS[0])) * _FACTORS[0]) & _MASK
+    z = ((z ^ (z >> _SHIFTS[1])) * _FACTORS[1]) & _MASK
+    return z ^ (z >> _SHIFTS[2])
+
+
+def mix64_inplace(z: Any, work: Any) -> None:
+    """`mix64` of every element of `z` (uint64) without its first addition, in place; `work` has the same shape."""
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, None)):
+        np.right_shift(z, np.uint64(shift), out=work)
+        np.bitwise_xor(z, work, out=z)
+        if factor is not None:
+            np.multiply(z, np.uint64(factor), out=z)
+
+
+def global_counters(
+    shape: Sequence[int], start: Sequence[int], extents: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Two arrays, of the outer axes and of the last two, whose sums are ``GOLDEN * index`` modulo 2**64.
+
+    `index` is the row-major position in an array of `shape` of each element of the block of `extents` that begins
+    at `start`, in the order of the block.
+    """
+    split = max(1, len(shape) - 2)
+    parts = []
+    for axes in (range(split), range(split, len(shape))):
+        total = np.zeros((1,), np.uint64)
+        for axis in axes:
+            step = (math.prod(shape[axis + 1 :]) * _GOLDEN) & _MASK
+            index = np.arange(start[axis], start[axis] + extents[axis], dtype=np.uint64)
+            total = (total[:, None] + index * np.uint64(step)).reshape(-1)
+        parts.append(total)
+    return parts[0], parts[1]
+
+
+# Coefficients of W. J. Cody, "Rational Chebyshev approximations for the error function", Math. Comp. 23
+# (1969), highest power first: erf(x) = x P(x^2) / Q(x^2) for small |x|, erfc(x) = exp(-x^2) P(x) / Q(x) beyond.
+_SMALL_P = (1.85777706184603153e-1, 3.16112374387056560e0, 1.13864154151050156e2, 3.77485237685302021e2,
+            3.20937758913846947e3)  # fmt: skip
+_SMALL_Q = (1.0, 2.36012909523441209e1, 2.44024637934444173e2, 1.28261652607737228e3, 2.84423683343917062e3)
+_LARGE_P = (2.15311535474403846e-8, 5.64188496988670089e-1, 8.88314979438837594e0, 6.61191906371416295e1,
+            2.98635138197400131e2, 8.81952221241769090e2, 1.71204761263407058e3, 2.05107837782607147e3,
+            1.23033935479799725e3)  # fmt: skip
+_LARGE_Q = (1.0, 1.57449261107098347e1, 1.17693950891312499e2, 5.37181101862009858e2, 1.62138957456669019e3,
+            3.29079923573345963e3, 4.36261909014324716e3, 3.43936767414372164e3, 1.23033935480374942e3)  # fmt: skip
+_SWITCH = 0.46875
+# Beyond this erfc is below half of float64's eps.
+_END = 5.9
+BUFFERS = 3
+
+
+def _ratio(x: Any, p: tuple[float, ...], q: tuple[float, ...], out: Any, below: Any) -> None:
+    for target, coefficients in ((out, p), (below, q)):
+        target.fill(coefficients[0])
+        for c in coefficients[1:]:
+            np.multiply(target, x, out=target)
+            np.add(target, c, out=target)
+    np.divide(out, below, out=out)
+
+
+def erf(x: Any, out: Any, work: Any) -> None:
+    """``out = erf(x)``, to an absolute error of a few eps; `x` and `out` must not overlap.
+
+    Parameters
+    ----------
+    x, out
+        Arrays of one shape.
+    work
+        :data:`BUFFERS` arrays of that shape, overwritten.
+    """
+    size, p, q = work
+    np.absolute(x, out=size)
+    np.minimum(size, _END, out=size)
+    _ratio(size, _LARGE_P, _LARGE_Q, p, q)
+    np.multiply(size, size, out=q)
+    np.negative(q, out=q)
+    np.exp(q, out=q)
+    np.multiply(p, q, out=p)
+    np.subtract(1, p, out=p)
+    np.copysign(p, x, out=out)
+    np.minimum(size, _SWITCH, out=size)
+    np.multiply(size, size, out=size)
+    _ratio(size, _SMALL_P, _SMALL_Q, p, q)
+    np.absolute(x, out=size)
+    np.minimum(size, _SWITCH, out=q)
+    np.multiply(p, q, out=p)
+    np.copysign(p, x, out=p)
+    # Blended by a mask of the arrays' own dtype: a boolean one would have to be allocated.
+    np.less_equal(size, _SWITCH, out=q)
+    np.subtract(p, out, out=p)
+    np.multiply(p, q, out=p)
+    np.add(out, p, out=out)

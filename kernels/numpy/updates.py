@@ -1,0 +1,205 @@
+"""Updates of parameters in pieces that stay in the cache, norms of gradients and scaling of the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.kernel import Kernel, ScratchKernel
+from halograd.kernels.memory import Scratch, round_up
+from halograd.kernels.updates import UpdateArrays, Updates
+
+__all__ = ["NumpyUpdates"]
+
+# Elements per piece: parameter, gradient, two states and two scratch arrays of it fit a 1 MiB cache.
+PIECE = 1 << 15
+
+
+@dataclass
+class _Piece:
+    """A range that is updated in one go: views made once.
+
+    Attributes
+    ----------
+    p, g, state
+        Parameters (modified), summed gradients (read), arrays of the optimizer (modified).
+    a, b
+        Scratch.
+    decayed
+        Whether weight decay applies.
+    """
+
+    p: Any
+    g: Any
+    state: tuple[Any, ...]
+    a: Any
+    b: Any
+    decayed: bool
+
+    def gradient(self, scale: float, weight_decay: float) -> Any:
+        """``scale * g + weight_decay * p``, in `a` where it differs from `g`."""
+        g = self.g
+        if scale != 1.0:
+            g = np.multiply(self.g, scale, out=self.a)
+        if weight_decay and self.decayed:
+            np.multiply(self.p, weight_decay, out=self.b)
+            g = np.add(g, self.b, out=self.a)
+        return g
+
+
+#: Updates a piece, with learning rate, factor on the gradients, and the corrections of Adam.
+Rule = Callable[[_Piece, float, float, float, float], None]
+
+
+class NumpyUpdates(Updates):
+    """By NumPy."""
+
+    scratch: Scratch
+
+    # ------------------------------------------------------------------ optimizers
+    def _sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel:
+        def rule(piece: _Piece, rate: float, scale: float, *_: float) -> None:
+            step = piece.gradient(scale, weight_decay)
+            if momentum:
+                (v,) = piece.state
+                np.multiply(v, momentum, out=v)
+                np.add(v, step, out=v)
+                if nesterov:
+                    np.multiply(v, momentum, out=piece.b)
+                    step = np.add(step, piece.b, out=piece.a)
+                else:
+                    step = v
+            np.multiply(step, rate, out=piece.b)
+            np.subtract(piece.p, piece.b, out=piece.p)
+
+        return self._update("sgd", arrays, rule)
+
+    def _adam(
+        self, arrays: UpdateArrays, betas: tuple[float, float], epsilon: float, weight_decay: float, decoupled: bool
+    ) -> Kernel:
+        beta1, beta2 = betas
+
+        def rule(piece: _Piece, rate: float, scale: float, first: float, second: float) -> None:
+            m, v = piece.state
+            a, b = piece.a, piece.b
+            g = piece.gradient(scale, 0.0 if decoupled else weight_decay)
+            np.subtract(g, m, out=b)
+            np.multiply(b, 1 - beta1, out=b)
+            np.add(m, b, out=m)
+            np.multiply(g, g, out=b)
+            np.multiply(b, 1 - beta2, out=b)
+            np.multiply(v, beta2, out=v)
+            np.add(v, b, out=v)
+            if decoupled and piece.decayed and weight_decay:
+                np.multiply(piece.p, 1 - rate * weight_decay, out=piece.p)
+            np.sqrt(v, out=b)
+            np.divide(b, second, out=b)
+            np.add(b, epsilon, out=b)
+            np.divide(m, b, out=a)
+            np.multiply(a, rate / first, out=a)
+            np.subtract(piece.p, a, out=piece.p)
+
+        return self._update("adam", arrays, rule)
+
+    def _lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel:
+        def adapted(start: int, stop: int, scale: float) -> float:
+            """Factor on the learning rate of the parameter in this range."""
+            p, g = (math.sqrt(float(np.dot(a[start:stop], a[start:stop]))) for a in (arrays.p, arrays.g))
+            below = g * scale + weight_decay * p
+            return trust * p / below if p > 0 and below > 0 else 1.0
+
+        def rule(piece: _Piece, rate: float, scale: float, *_: float) -> None:
+            (v,) = piece.state
+            g = piece.gradient(scale, weight_decay)
+            np.multiply(v, momentum, out=v)
+            np.multiply(g, rate, out=piece.b)
+            np.add(v, piece.b, out=v)
+            np.subtract(piece.p, v, out=piece.p)
+
+        return self._update("lars", arrays, rule, adapted)
+
+    def _update(
+        self, name: str, arrays: UpdateArrays, rule: Rule, adapted: Callable[[int, int, float], float] | None = None
+    ) -> Kernel:
+        """Range by range, each in pieces; with `adapted` the rate of every range that decays is its own."""
+        itemsize, scalars = arrays.p.itemsize, arrays.scalars
+        size = round_up(min(PIECE, arrays.p.size) * itemsize)
+
+        def bind() -> Callable[[], None]:
+            a, b = (self.scratch.view((min(PIECE, arrays.p.size),), arrays.p.dtype, i * size) for i in range(2))
+            ranges = [
+                (start, stop, decayed, [_piece(arrays, i, min(i + PIECE, stop), a, b, decayed)
+                                        for i in range(start, stop, PIECE)])
+                for start, stop, decayed in arrays.decays
+            ]  # fmt: skip
+
+            def run() -> None:
+                if arrays.skip is not None and arrays.skip[0]:
+                    return
+                rate, scale, first, second = scalars.tolist()
+                for start, stop, decayed, pieces in ranges:
+                    own = rate
+                    if adapted is not None:
+                        own = rate * (adapted(start, stop, scale) if decayed else 1.0)
+                    for piece in pieces:
+                        rule(piece, own, scale, first, second)
+                if arrays.copy is not None:
+                    np.copyto(arrays.copy, arrays.p, casting="same_kind")
+
+            return run
+
+        return ScratchKernel(bind, self.scratch, 2 * size, f"numpy:{name}")
+
+    # ------------------------------------------------------------------ norms and scales
+    def _sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel:
+        flat = [(array.reshape(-1), divisor) for array, divisor in terms]
+
+        def run() -> None:
+            out[0] = sum(float(np.dot(array, array)) / divisor for array, divisor in flat)
+
+        return Kernel(run, "numpy:squares")
+
+    def _clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
+        def run() -> None:
+            np.sqrt(squares, out=norm)
+            if inverse is not None:
+                np.multiply(norm, inverse, out=norm)
+            np.add(norm, 1e-6, out=factor)
+            np.divide(max_norm, factor, out=factor)
+            np.minimum(factor, 1.0, out=factor)
+
+        return Kernel(run, "numpy:clip")
+
+    def _find_nonfinite(self, arrays: Sequence[Any], flag: Any) -> Kernel:
+        pieces = [a.reshape(-1)[i : i + PIECE] for a in arrays for i in range(0, a.size, PIECE)]
+        finite = np.empty(max((piece.size for piece in pieces), default=0), np.bool_)
+
+        def run() -> None:
+            for piece in pieces:
+                if not np.isfinite(piece, out=finite[: piece.size]).all():
+                    flag[0] = 1
+
+        return Kernel(run, "numpy:find_nonfinite", finite.nbytes)
+
+    def _update_loss_scale(self, state: Any, flag: Any, growth: float, backoff: float, interval: int) -> Kernel:
+        def run() -> None:
+            scale, good, _ = state.tolist()
+            if flag[0]:
+                scale, good = max(scale * backoff, 1.0), 0.0
+            elif good + 1 >= interval:
+                scale, good = min(scale * growth, 2.0**24), 0.0
+            else:
+                good += 1
+            state[:] = scale, good, 1 / scale
+            flag[0] = 0
+
+        return Kernel(run, "numpy:loss_scale")
+
+
+def _piece(arrays: UpdateArrays, start: int, stop: int, a: Any, b: Any, decayed: bool) -> _Piece:
+    part, count = slice(start, stop), stop - start
+    return _Piece(arrays.p[part], arrays.g[part], tuple(s[part] for s in arrays.state), a[:count], b[:count], decayed)

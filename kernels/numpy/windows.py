@@ -1,0 +1,241 @@
+"""Pooling as one pass over the array per position in the window, and resizing as a few passes per axis."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from halograd.kernels.geometry import Geometry, Resampled
+from halograd.kernels.kernel import Kernel, ScratchKernel, run_all
+from halograd.kernels.memory import Scratch, nbytes_of, round_up
+from halograd.kernels.numpy.convolution import Margins
+from halograd.kernels.pointwise import Pointwise
+
+__all__ = ["NumpyWindows", "tap_counts"]
+
+
+class _Taps:
+    """Views of a padded input, one per window position, and the scratch memory of the padded input."""
+
+    def __init__(self, x: Any, y: Any, geometry: Geometry) -> None:
+        self.margins = Margins(x.shape, geometry.padding)
+        self.geometry, self.outputs, self.dtype = geometry, y.shape[1:-1], x.dtype
+        self.scratch_bytes = 0 if self.margins.none else round_up(nbytes_of(self.margins.shape, x.dtype))
+
+    def padded(self, x: Any, scratch: Scratch) -> Any:
+        return x if self.margins.none else scratch.view(self.margins.shape, self.dtype)
+
+    def views(self, padded: Any) -> list[Any]:
+        g = self.geometry
+        return [
+            padded[
+                (
+                    slice(None),
+                    *(
+                        slice(t * d, t * d + (o - 1) * s + 1, s)
+                        for t, d, s, o in zip(tap, g.dilation, g.stride, self.outputs)
+                    ),
+                )
+            ]
+            for tap in itertools.product(*(range(k) for k in g.kernel))
+        ]
+
+    def filled(self, x: Any, padded: Any, value: float) -> Callable[[], None]:
+        """A function that copies `x` into `padded` with margins of `value`."""
+        if padded is x:
+            return lambda: None
+        interior, edges = self.margins.interior(padded), self.margins.edges(padded)
+
+        def run() -> None:
+            for edge in edges:
+                edge.fill(value)
+            np.copyto(interior, x)
+
+        return run
+
+    def collected(self, dx: Any, padded: Any) -> Callable[[], None]:
+        """A function that copies the interior of `padded` to `dx`."""
+        if padded is dx:
+            return lambda: None
+        interior = self.margins.interior(padded)
+        return lambda: np.copyto(dx, interior)
+
+
+class NumpyWindows(Pointwise):
+    """By NumPy."""
+
+    scratch: Scratch
+
+    def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
+        """Maximum over windows, and its gradient by the remembered position."""
+        taps, scratch = _Taps(x, y, geometry), self.scratch
+        small = geometry.taps <= np.iinfo(np.uint8).max
+        position = None if dx is None else np.empty(y.shape, np.uint8 if small else np.int32)
+        kept = 0 if position is None else position.nbytes
+        mask_bytes = round_up(y.size)
+        scratch_bytes = taps.scratch_bytes + 2 * mask_bytes
+
+        def bind_forward() -> Callable[[], None]:
+            padded = taps.padded(x, scratch)
+            fill, views = taps.filled(x, padded, -np.inf), taps.views(padded)
+            better = scratch.view(y.shape, np.bool_, taps.scratch_bytes)
+            undefined = scratch.view(y.shape, np.bool_, taps.scratch_bytes + mask_bytes)
+
+            def run() -> None:
+                fill()
+                np.copyto(y, views[0])
+                if position is not None:
+                    position.fill(0)
+                for i, view in enumerate(views[1:], 1):
+                    np.greater(view, y, out=better)
+                    np.isnan(view, out=undefined)  # a NaN wins, as in torch: it must not vanish
+                    np.logical_or(better, undefined, out=better)
+                    np.copyto(y, view, where=better)
+                    if position is not None:
+                        np.copyto(position, i, where=better, casting="unsafe")
+
+            return run
+
+        forward = ScratchKernel(bind_forward, scratch, scratch_bytes, "numpy:max_pool", kept)
+        if position is None:
+            return forward, None
+
+        def bind_backward() -> Callable[[], None]:
+            padded = taps.padded(dx, scratch)
+            views, collect = taps.views(padded), taps.collected(dx, padded)
+            here = scratch.view(y.shape, np.bool_, taps.scratch_bytes)
+
+            def run() -> None:
+                padded.fill(0)
+                for i, view in enumerate(views):
+                    np.equal(position, i, out=here)
+                    np.add(view, dy, out=view, where=here)
+                collect()
+
+            return run
+
+        return forward, ScratchKernel(bind_backward, scratch, scratch_bytes, "numpy:max_pool")
+
+    def _average_pool(
+        self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
+    ) -> tuple[Kernel, Kernel | None]:
+        """Mean over windows, and its gradient."""
+        taps, scratch = _Taps(x, y, geometry), self.scratch
+        if count_include_pad:
+            factor = np.full((1,) * y.ndim, 1 / geometry.taps, x.dtype)
+        else:
+            factor = (1 / tap_counts(x.shape[1:-1], y.shape[1:-1], geometry)).astype(x.dtype)
+
+        def bind_forward() -> Callable[[], None]:
+            padded = taps.padded(x, scratch)
+            fill, views = taps.filled(x, padded, 0), taps.views(padded)
+
+            def run() -> None:
+                fill()
+                np.copyto(y, views[0])
+                for view in views[1:]:
+                    np.add(y, view, out=y)
+                np.multiply(y, factor, out=y)
+
+            return run
+
+        impl = "numpy:average_pool"
+        forward = ScratchKernel(bind_forward, scratch, taps.scratch_bytes, impl, factor.nbytes)
+        if dx is None:
+            return forward, None
+        scratch_bytes = taps.scratch_bytes + dy.nbytes
+
+        def bind_backward() -> Callable[[], None]:
+            padded = taps.padded(dx, scratch)
+            share = scratch.view(dy.shape, dy.dtype, taps.scratch_bytes)
+            views, collect = taps.views(padded), taps.collected(dx, padded)
+
+            def run() -> None:
+                padded.fill(0)
+                np.multiply(dy, factor, out=share)
+                for view in views:
+                    np.add(view, share, out=view)
+                collect()
+
+            return run
+
+        return forward, ScratchKernel(bind_backward, scratch, scratch_bytes, impl)
+
+    def _resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
+        """Axis after axis: arrays in between, and one for a tap of an axis, in scratch memory."""
+        shapes, works, shape = [], [], list(x.shape)
+        for i, axis in enumerate(axes, start=1):
+            works.append((*shape[:i], axis.longest, *shape[i + 1 :]))
+            shape[i] = y.shape[i]
+            shapes.append(tuple(shape))
+        offsets = [0, *itertools.accumulate(round_up(nbytes_of(s, x.dtype)) for s in shapes[:-1])]
+        nbytes = offsets[-1] + max(nbytes_of(work, x.dtype) for work in works)
+
+        def steps(source: Any, last: Any) -> list[_Axis]:
+            made = []
+            for i, axis in enumerate(axes):
+                between = self.scratch.view(shapes[i], x.dtype, offsets[i]) if i + 1 < len(axes) else last
+                work = self.scratch.view(works[i], x.dtype, offsets[-1])
+                made.append(_Axis(axis, i + 1, source, between, work))
+                source = between
+            return made
+
+        def bind_forward() -> Callable[[], None]:
+            return run_all([part.apply for part in steps(x, y)])
+
+        def bind_backward() -> Callable[[], None]:
+            return run_all([part.apply_adjoint for part in reversed(steps(dx, dy))])
+
+        forward = ScratchKernel(bind_forward, self.scratch, nbytes, "numpy:resize")
+        return forward, None if dx is None else ScratchKernel(bind_backward, self.scratch, nbytes, "numpy:resize")
+
+
+class _Axis:
+    """Resampling of one axis between two arrays that stay, as views made once."""
+
+    def __init__(self, resampled: Resampled, axis: int, source: Any, target: Any, work: Any) -> None:
+        before = (slice(None),) * axis
+        self.source = source
+        self.views: list[tuple[Any, list[tuple[Any, float]], Any]] = []
+        for run in resampled.runs:
+            out = target[(*before, run.outputs(resampled.start))]
+            taps = [
+                (source[(*before, run.inputs(k, resampled.origin))], weight) for k, (_, weight) in enumerate(run.taps)
+            ]
+            self.views.append((out, taps, work[(*before, slice(0, run.count))]))
+
+    def apply(self) -> None:
+        """target <- resampled source."""
+        for out, taps, work in self.views:
+            (first, weight), *more = taps
+            if not more:
+                np.copyto(out, first)
+                continue
+            np.multiply(first, weight, out=out)
+            for view, factor in more:
+                np.multiply(view, factor, out=work)
+                np.add(out, work, out=out)
+
+    def apply_adjoint(self) -> None:
+        """source <- transposed resampling of target."""
+        self.source.fill(0)
+        for out, taps, work in self.views:
+            for view, weight in taps:
+                if weight == 1.0:
+                    np.add(view, out, out=view)
+                    continue
+                np.multiply(out, weight, out=work)
+                np.add(view, work, out=view)
+
+
+def tap_counts(spatial: tuple[int, ...], outputs: tuple[int, ...], geometry: Geometry) -> Any:
+    """Taps inside an array of extents `spatial`, float64 ``(*outputs, 1)``; 1 where there is none."""
+    counts = np.ones((1,))
+    g = geometry
+    for n, o, k, s, d, (lo, _) in zip(spatial, outputs, g.kernel, g.stride, g.dilation, g.padding):
+        row = np.arange(o)[:, None] * s - lo + d * np.arange(k)
+        counts = counts[..., None] * ((row >= 0) & (row < n)).sum(axis=1)
+    return np.maximum(counts, 1.0).reshape(*outputs, 1)

@@ -1,0 +1,169 @@
+"""Pooling, elementwise functions, resizing and dropout: the interface."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from halograd.kernels import checks
+from halograd.kernels.base import Base
+from halograd.kernels.geometry import Geometry, Resampled
+from halograd.kernels.kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
+
+__all__ = ["ACTIVATIONS", "DropoutMask", "Pointwise"]
+
+ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu")
+
+
+@dataclass(frozen=True)
+class DropoutMask:
+    """Which elements of a block are dropped; it depends on their positions in the global array only.
+
+    An element is dropped if ``hash(key + GOLDEN * index) < rate * 2**64``, with the finaliser of SplitMix64 as hash,
+    `index` the element's position in the global array in row-major order, and `key` a hash of seed, step and `salt`.
+
+    Attributes
+    ----------
+    rate
+        Share of the elements to drop, in ``[0, 1)``.
+    salt
+        Of the layer.
+    shape, start
+        Of the global array, and where the block begins in it.
+    state
+        uint64 ``(2,)`` where the kernels run: seed and step, read when a kernel runs.
+    """
+
+    rate: float
+    salt: int
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    state: Any
+
+
+class Pointwise(Base):
+    """Functions of single elements and of windows, without weights."""
+
+    def max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
+        """Forward and backward of the maximum over windows; of equal elements the first gets the gradient.
+
+        Padding counts as -inf. The backward kernel uses what the forward kernel of the pair remembered.
+        Without `dy` and `dx` (None) the backward kernel is None.
+        """
+        self._check_dtypes("max_pool", x=x, y=y, dy=dy, dx=dx)
+        if has_nothing(x, y):
+            return pool_of_nothing(float("-inf"), y, dx)
+        checks.check_pool("max_pool", x, y, dy, dx, geometry)
+        return self._max_pool(x, y, dy, dx, geometry)
+
+    def average_pool(
+        self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
+    ) -> tuple[Kernel, Kernel | None]:
+        """Forward and backward of the mean over windows, over all taps or over those inside `x`.
+
+        Without `dy` and `dx` (None) the backward kernel is None.
+        """
+        self._check_dtypes("average_pool", x=x, y=y, dy=dy, dx=dx)
+        if has_nothing(x, y):
+            return pool_of_nothing(0.0, y, dx)
+        checks.check_pool("average_pool", x, y, dy, dx, geometry)
+        return self._average_pool(x, y, dy, dx, geometry, count_include_pad)
+
+    def activation(
+        self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
+    ) -> tuple[Kernel, Kernel | None]:
+        """Elementwise ``y = f(x)`` and ``dx = f'(x) * dy``; the arrays may be strided, `x` may be `y`.
+
+        `kind` is relu, leaky_relu (slope `alpha` below 0), sigmoid, tanh or gelu (by erf). With `x` as
+        `y` the derivative is formed from the output, which gelu (and leaky_relu of a slope < 0) cannot.
+        Without `dy` and `dx` (None) the backward kernel is None.
+        """
+        if kind not in ACTIVATIONS:
+            raise KernelError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {kind!r}; choose one")
+        if (dy is None) != (dx is None):
+            raise KernelError("activation: expected both dy and dx or neither, got one; pass both for a backward")
+        checks.check_same_shape("activation", x=x, y=y, dy=dy, dx=dx)
+        self._check_dtypes("activation", x=x, y=y, dy=dy, dx=dx)
+        if has_nothing(x):
+            return filled(0), None if dx is None else filled(0)
+        needs_input = kind == "gelu" or (kind == "leaky_relu" and alpha < 0)
+        if dy is not None and checks.same_elements(x, y) and needs_input:
+            raise KernelError(f"activation: expected x and y apart for the gradient of {kind}, got one array; use two")
+        return self._activation(kind, x, y, dy, dx, alpha)
+
+    def add(self, xs: Sequence[Any], y: Any, relu: bool = False) -> Kernel:
+        """``y = relu?(sum of xs)``; the arrays may be strided, and `y` may be one of `xs`."""
+        if not xs:
+            raise KernelError("add: expected at least one array to add, got none; pass the terms of the sum")
+        named = {f"xs[{i}]": x for i, x in enumerate(xs)}
+        checks.check_same_shape("add", **named, y=y)
+        self._check_dtypes("add", **named, y=y)
+        if has_nothing(y):
+            return filled(0)
+        return self._add(list(xs), y, relu)
+
+    def resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
+        """Forward and backward of an interpolation, axis after axis; arrays packed ``(N, *spatial, C)``.
+
+        `axes`: one per spatial axis, for the outputs that `y` holds and the inputs that `x` holds. Without `dy` and
+        `dx` (None) the backward kernel is None.
+        """
+        self._check_dtypes("resize", x=x, y=y, dy=dy, dx=dx)
+        if has_nothing(x, y):
+            return filled(0, y), None if dx is None else filled(0, dx)
+        checks.check_packed("resize", x=x, y=y, dy=dy, dx=dx)
+        checks.check_same_shape("resize", x=x, dx=dx)
+        checks.check_same_shape("resize", y=y, dy=dy)
+        if len(axes) != len(x.shape) - 2 or len(axes) > 3:
+            raise KernelError(f"resize: expected one of at most 3 spatial axes each, got {len(axes)} of {x.shape}")
+        for axis, inputs, outputs in zip(axes, x.shape[1:-1], y.shape[1:-1]):
+            first, last = axis.input_range()
+            if axis.stop - axis.start != outputs or first < 0 or last > inputs:
+                raise KernelError(
+                    f"resize: expected {axis.stop - axis.start} outputs of the inputs [{first}, {last}), got {outputs} "
+                    f"of {inputs}; pass the arrays of the block"
+                )
+        return self._resize(x, y, dy, dx, axes)
+
+    def dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]:
+        """``y = x / (1 - rate)`` where kept, else 0, and ``dx`` of ``dy`` alike; packed. Without `dy` and `dx` (None)
+        the backward kernel is None.
+
+        The backward kernel belongs to the last run of the forward kernel.
+        """
+        self._check_dtypes("dropout", x=x, y=y, dy=dy, dx=dx)
+        checks.check_packed("dropout", x=x, y=y, dy=dy, dx=dx)
+        checks.check_same_shape("dropout", x=x, y=y, dy=dy, dx=dx)
+        if not 0 <= mask.rate < 1:
+            raise KernelError(f"dropout: expected a rate in [0, 1), got {mask.rate}; pass the share to drop")
+        if not len(mask.shape) == len(mask.start) == len(x.shape):
+            raise KernelError(
+                f"dropout: expected shape and start for {len(x.shape)} axes, got {mask.shape} and {mask.start}"
+            )
+        if has_nothing(x):
+            return filled(0), None if dx is None else filled(0)
+        return self._dropout(x, y, dy, dx, mask)
+
+    @abstractmethod
+    def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]: ...
+
+    @abstractmethod
+    def _average_pool(
+        self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
+    ) -> tuple[Kernel, Kernel | None]: ...
+
+    @abstractmethod
+    def _activation(
+        self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float
+    ) -> tuple[Kernel, Kernel | None]: ...
+
+    @abstractmethod
+    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel: ...
+
+    @abstractmethod
+    def _resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]: ...
+
+    @abstractmethod
+    def _dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]: ...

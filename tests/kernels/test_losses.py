@@ -1,0 +1,186 @@
+"""Losses against their definitions in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from halograd.kernels import KernelError
+from halograd.kernels.losses import ClassTargets, LossArrays
+
+from .conftest import BFLOAT16, EPS, FLOAT64
+
+
+def close(got, want, eps, scale=1.0):
+    """Within some roundings of `scale`; nothing left unwritten."""
+    got = np.asarray(got, np.float64)
+    assert not np.isnan(got).any()
+    assert np.abs(got - want).max(initial=0) <= 16 * eps * scale, np.abs(got - want).max()
+
+
+def cross_entropy(x, target, weights, smoothing, ignored):
+    """Loss per position and its gradient, by the definition."""
+    k = x.shape[-1]
+    rows, labels = x.astype(np.float64).reshape(-1, k), target.reshape(-1).astype(np.int64)
+    weights = np.ones(k) if weights is None else np.asarray(weights)
+    loss, gradient = np.zeros(len(rows)), np.zeros(rows.shape)
+    for i, (row, label) in enumerate(zip(rows, labels)):
+        if label == ignored:
+            continue
+        q = np.full(k, smoothing / k) * weights
+        q[label] += (1 - smoothing) * weights[label]
+        p = np.exp(row - row.max())
+        p /= p.sum()
+        loss[i] = -(q * np.log(p)).sum()
+        gradient[i] = p * q.sum() - q
+    return loss.reshape(x.shape[:-1]), gradient.reshape(x.shape)
+
+
+@pytest.mark.parametrize("options", ["plain", "weights", "smoothing", "ignore", "all"])
+@pytest.mark.parametrize("classes", [2, 5, 9, 40, 300])
+def test_softmax_cross_entropy(typed, classes, options):
+    rng = np.random.default_rng(classes)
+    x = typed.draw(3, 4, 3, classes)
+    target = rng.integers(0, classes, (3, 4, 3, 1)).astype(np.int32)
+    weights = rng.uniform(0.5, 2, classes) if options in ("weights", "all") else None
+    smoothing = 0.1 if options in ("smoothing", "all") else 0.0
+    ignored = None
+    if options in ("ignore", "all"):
+        ignored = 255
+        target[:, 0] = ignored
+    dx, loss = typed.poisoned(*x.shape), np.full(1, np.nan)
+    targets = ClassTargets(classes, None if weights is None else tuple(weights), ignored)
+    kernel = typed.backend.softmax_cross_entropy(LossArrays(x, target, dx, loss), targets, smoothing)
+    kernel.set(samples=2, scale=0.25)
+    kernel()
+    values, gradient = cross_entropy(x, target, weights, smoothing, ignored)
+    eps = max(EPS[np.dtype(np.float32)] if x.dtype.itemsize < 8 else 0, EPS[np.dtype(np.float64)])
+    close(loss, values[:2].sum() * 0.25, eps, scale=24 * 8)
+    close(dx[:2], gradient[:2] * 0.25, EPS[x.dtype])
+    assert not dx[2:].any()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int64", "float32", "float64", "bfloat16", "bool"])
+def test_targets_of_any_dtype(arrays, dtype):
+    x, loss, expected = arrays.draw(6, 2), np.zeros(1), np.zeros(1)
+    target = np.array([0, 1, 1, 0, 1, 0]).reshape(6, 1)
+    for kind, out in (("int32", expected), (BFLOAT16 if dtype == "bfloat16" else dtype, loss)):
+        arrays.backend.softmax_cross_entropy(LossArrays(x, target.astype(kind), None, out), ClassTargets(2))()
+    assert loss[0] == expected[0] > 0
+
+
+def test_prediction_and_target_that_are_not_packed(arrays):
+    """Of copies, made anew at every call."""
+    wide, dx, found, want = arrays.draw(4, 6, 5), arrays.poisoned(4, 3, 5), np.zeros(1), np.zeros(1)
+    targets = np.arange(48).reshape(4, 12, 1) % 5
+    x, target = wide[:, ::2], targets[:, :6:2]
+    kernel = arrays.backend.softmax_cross_entropy(LossArrays(x, target, dx, found), ClassTargets(5))
+    for _ in range(2):
+        wide *= -1
+        kernel.set(3, 0.5)
+        kernel()
+        gradient = arrays.poisoned(4, 3, 5)
+        packed = LossArrays(x.copy(), target.copy(), gradient, want)
+        plain = arrays.backend.softmax_cross_entropy(packed, ClassTargets(5))
+        plain.set(3, 0.5)
+        plain()
+        assert found[0] == want[0] and np.array_equal(dx, gradient)
+
+
+def test_gradient_times_a_loss_scale(typed):
+    x, target, factor = typed.draw(4, 3), np.array([[0], [1], [2], [1]], np.uint8), np.array([1024.0])
+    plain, scaled, loss = typed.poisoned(4, 3), typed.poisoned(4, 3), np.zeros((2, 1))
+    typed.backend.softmax_cross_entropy(LossArrays(x, target, plain, loss[0]), ClassTargets(3))()
+    typed.backend.softmax_cross_entropy(LossArrays(x, target, scaled, loss[1], factor), ClassTargets(3))()
+    assert loss[0] == loss[1]
+    close(scaled.astype(np.float64) / 1024, plain.astype(np.float64), EPS[x.dtype])
+
+
+@pytest.mark.parametrize("divisor", [4.0, 0.0])
+def test_a_divisor_that_is_known_when_the_kernel_runs(typed, divisor):
+    x, target, given = typed.draw(4, 3), np.array([[0], [1], [2], [1]], np.uint8), np.array([np.nan])
+    plain, divided, loss = typed.poisoned(4, 3), typed.poisoned(4, 3), np.zeros((2, 1))
+    typed.backend.softmax_cross_entropy(LossArrays(x, target, plain, loss[0]), ClassTargets(3))()
+    arrays = LossArrays(x, target, divided, loss[1], divisor=given)
+    kernel = typed.backend.softmax_cross_entropy(arrays, ClassTargets(3))
+    given[0] = divisor
+    kernel()
+    share = 1 / divisor if divisor else 0.0
+    close(loss[1], loss[0] * share, EPS[FLOAT64])
+    close(divided, plain.astype(np.float64) * share, EPS[x.dtype])
+
+
+def test_large_logits(arrays):
+    x = arrays.draw(2, 3)
+    x[...] = [[1e4, -1e4, 0], [-300, 300, 300]]
+    dx, loss = arrays.poisoned(2, 3), np.zeros(1)
+    arrays.backend.softmax_cross_entropy(LossArrays(x, np.array([[1], [1]]), dx, loss), ClassTargets(3))()
+    assert abs(loss[0] - (2e4 + np.log(2))) < 1e-2
+    close(dx, [[1, -1, 0], [0, -0.5, 0.5]], EPS[x.dtype])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_target_weight(backend, weighted):
+    target = np.arange(700, dtype=np.int16).reshape(7, 100, 1) % 5
+    targets, total = ClassTargets(5, (1.0, 2.0, 3.0, 4.0, 5.0) if weighted else None, 4), np.zeros(1)
+    kernel = backend.target_weight(target, total, targets)
+    kernel.set(3, 1.0)
+    kernel()
+    assert total[0] == 60 * (1 + 2 + 3 + 4 if weighted else 4)
+
+
+@pytest.mark.parametrize("pos_weight", [None, 3.0, (0.5, 1.0, 2.0, 4.0, 1.0)], ids=str)
+def test_binary_cross_entropy(typed, pos_weight):
+    x = typed.draw(3, 6, 5)
+    x[0] *= 30
+    t = typed.draw(3, 6, 5)
+    t[...] = np.random.default_rng(1).integers(0, 3, t.shape) / 2
+    dx, loss = typed.poisoned(*x.shape), np.zeros(1)
+    kernel = typed.backend.binary_cross_entropy(LossArrays(x, t, dx, loss), pos_weight)
+    kernel.set(2, 1 / 12)
+    kernel()
+    z, u = x.astype(np.float64), t.astype(np.float64)
+    w = 1 + (np.asarray(1.0 if pos_weight is None else pos_weight) - 1) * u
+    softplus = np.log1p(np.exp(-np.abs(z))) + np.maximum(-z, 0)
+    values = (1 - u) * z + w * softplus
+    gradient = (1 - u) - w / (1 + np.exp(z))
+    eps = EPS[np.dtype(np.float64)] if x.dtype.itemsize == 8 else EPS[np.dtype(np.float32)]
+    close(loss, values[:2].sum() / 12 / 5, eps, scale=500)
+    close(dx[:2], gradient[:2] / 60, EPS[x.dtype])
+    assert not dx[2:].any()
+
+
+def test_mean_squared_error(typed):
+    x, t = typed.draw(3, 4, 6, 7), typed.draw(3, 4, 6, 7)
+    dx, loss = typed.poisoned(*x.shape), np.zeros(1)
+    kernel = typed.backend.mean_squared_error(LossArrays(x, t, dx, loss))
+    kernel()
+    d = x.astype(np.float64) - t.astype(np.float64)
+    eps = EPS[np.dtype(np.float64)] if x.dtype.itemsize == 8 else EPS[np.dtype(np.float32)]
+    close(loss, (d**2).sum() / 7, eps, scale=300)
+    close(dx, 2 * d / 7, EPS[x.dtype], scale=2)
+
+
+def test_without_gradient(arrays):
+    x, loss = arrays.draw(3, 4), np.zeros(1)
+    arrays.backend.mean_squared_error(LossArrays(x, x, None, loss))()
+    assert loss[0] == 0
+
+
+def test_of_a_rank_without_samples(arrays):
+    x, loss = arrays.draw(0, 4), np.ones(1)
+    kernel = arrays.backend.mean_squared_error(LossArrays(x, x, x, loss))
+    kernel.set(0, 1.0)
+    kernel()
+    assert loss[0] == 0
+
+
+def test_refused(arrays):
+    with pytest.raises(KernelError, match=r"expected a target of shape \(3, 1\), got \(3,\)"):
+        arrays.backend.softmax_cross_entropy(
+            LossArrays(arrays.draw(3, 4), np.zeros(3, np.int32), None, np.zeros(1)), ClassTargets(4)
+        )
+    with pytest.raises(KernelError, match=r"expected targets out of .*, got complex64; convert them"):
+        arrays.backend.mean_squared_error(
+            LossArrays(arrays.draw(3, 4), np.zeros((3, 4), np.complex64), None, np.zeros(1))
+        )

@@ -1,0 +1,163 @@
+"""Optimizer steps against their formulas in float64, with low-precision gradients and copies."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from halograd.kernels import KernelError, UpdateArrays
+
+from .conftest import EPS
+
+DECAYS = {
+    "none": [(0, 131, False)],
+    "leading": [(0, 50, True), (50, 131, False)],
+    "ranges": [(0, 7, True), (7, 30, False), (30, 101, True), (101, 131, False)],
+}
+
+
+class Bucket:
+    """Arrays of one bucket and their float64 twins."""
+
+    def __init__(self, precision, count=131, states=1):
+        master, gradient, copy = precision
+        rng = np.random.default_rng(count)
+        self.p, self.g = rng.standard_normal(count).astype(master), rng.standard_normal(count).astype(gradient)
+        self.state = [np.zeros(count, master) for _ in range(states)]
+        self.copy = None if copy is None else np.full(count, np.nan).astype(copy)
+        self.scalars = np.ones(4)
+        self.exact = self.p.astype(np.float64)
+        self.exact_state = [np.zeros(count) for _ in range(states)]
+
+    def arrays(self, decays=((0, 131, False),), skip=None):
+        return UpdateArrays(self.p, self.g, tuple(self.state), self.scalars, decays, self.copy, skip)
+
+    def decayed(self, decays):
+        """Weight decay of each element is on."""
+        flags = np.zeros(len(self.p))
+        for start, stop, on in decays:
+            flags[start:stop] = on
+        return flags
+
+    def next_gradient(self, step):
+        rng = np.random.default_rng(step)
+        self.g[...] = rng.standard_normal(len(self.g))
+
+    def check(self):
+        bound = 64 * EPS[self.p.dtype] * max(1, np.abs(self.exact).max())
+        assert np.abs(self.p - self.exact).max() <= bound
+        for found, want in zip(self.state, self.exact_state):
+            assert np.abs(found - want).max() <= bound
+        if self.copy is not None:
+            assert np.array_equal(self.copy, self.p.astype(self.copy.dtype))
+
+
+@pytest.mark.parametrize("decays", DECAYS)
+@pytest.mark.parametrize("kind", ["plain", "momentum", "nesterov"])
+def test_sgd(backend, precision, kind, decays):
+    momentum, weight_decay = (0.0 if kind == "plain" else 0.9), 0.01
+    b = Bucket(precision, states=0 if kind == "plain" else 1)
+    nesterov = kind == "nesterov"
+    kernel = backend.sgd(b.arrays(DECAYS[decays]), momentum, nesterov, weight_decay)
+    decay = weight_decay * b.decayed(DECAYS[decays])
+    for step in range(1, 4):
+        b.next_gradient(step)
+        b.scalars[:2] = rate, scale = 0.1 / step, 0.5 + step
+        kernel()
+        g = b.g.astype(np.float64) * scale + decay * b.exact
+        if b.state:
+            b.exact_state[0] = momentum * b.exact_state[0] + g
+            g = g + momentum * b.exact_state[0] if nesterov else b.exact_state[0]
+        b.exact -= rate * g
+        b.check()
+
+
+@pytest.mark.parametrize("decays", DECAYS)
+@pytest.mark.parametrize("decoupled", [False, True], ids=["adam", "adamw"])
+def test_adam(backend, precision, decoupled, decays):
+    b = Bucket(precision, states=2)
+    one, two = betas = (0.9, 0.99)
+    epsilon, weight_decay = 1e-6, 0.02
+    kernel = backend.adam(b.arrays(DECAYS[decays]), betas, epsilon, weight_decay, decoupled)
+    decay = weight_decay * b.decayed(DECAYS[decays])
+    for step in range(1, 4):
+        b.next_gradient(step)
+        b.scalars[...] = 0.01, 2.0, 1 - one**step, math.sqrt(1 - two**step)
+        kernel()
+        g = b.g.astype(np.float64) * 2
+        if decoupled:
+            b.exact -= 0.01 * decay * b.exact
+        else:
+            g += decay * b.exact
+        m, v = b.exact_state
+        m += (1 - one) * (g - m)
+        v += (1 - two) * (g * g - v)
+        b.exact -= 0.01 / (1 - one**step) * m / (np.sqrt(v) / math.sqrt(1 - two**step) + epsilon)
+        b.check()
+
+
+def test_lars(backend, precision):
+    b = Bucket(precision, count=9000)
+    b.p[8000:8100] = b.exact[8000:8100] = 0
+    segments = [(0, 5, True), (5, 70, False), (70, 8000, True), (8000, 8100, True), (8100, 8900, False)]
+    momentum, trust, decay = 0.9, 0.02, 0.001
+    kernel = backend.lars(b.arrays(segments), momentum, trust, decay)
+    if b.copy is not None:
+        b.copy[8900:] = b.p[8900:]
+    for step in range(1, 3):
+        b.next_gradient(step)
+        b.scalars[:2] = 0.1, 3.0
+        kernel()
+        g = b.g.astype(np.float64) * 3
+        for start, stop, on in segments:
+            p, part, v = b.exact[start:stop], g[start:stop], b.exact_state[0][start:stop]
+            norm, below = np.linalg.norm(p), np.linalg.norm(part) + decay * np.linalg.norm(p)
+            rate = 0.1 * (trust * norm / below if on and norm > 0 and below > 0 else 1.0)
+            v[...] = momentum * v + rate * (part + (decay if on else 0) * p)
+            p -= v
+        b.check()
+
+
+def test_nothing_is_updated_after_an_overflow(backend, precision):
+    """The flag is read where the kernels run: no host has to wait for it."""
+    skip = np.ones(1, np.int32)
+    plain, adam, lars = (Bucket(precision, states=n) for n in (0, 2, 1))
+    pairs = [
+        (plain, backend.sgd(plain.arrays(skip=skip), 0.0, False, 0.0)),
+        (adam, backend.adam(adam.arrays(skip=skip), (0.9, 0.99), 1e-8, 0.0, False)),
+        (lars, backend.lars(lars.arrays([(0, 131, True)], skip), 0.9, 0.1, 0.0)),
+    ]
+    for b, kernel in pairs:
+        before = b.p.copy()
+        kernel()
+        assert np.array_equal(before, b.p) and not any(state.any() for state in b.state)
+        skip[0] = 0
+        kernel()
+        assert not np.array_equal(before, b.p)
+        skip[0] = 1
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 1000, 1027])
+@pytest.mark.parametrize("start", [0, 1])
+def test_any_length_and_address(backend, count, start):
+    """Arrays that begin between vectors, and those that end there."""
+    p, g = np.arange(1100, dtype=np.float32), np.ones(1100, np.float32)
+    at = slice(start, start + count)
+    arrays = UpdateArrays(p[at], g[at], (), np.array([1.0, 2.0, 1, 1]), [(0, count, False)])
+    backend.sgd(arrays, 0.0, False, 0.0)()
+    want = np.arange(1100)
+    want[at] -= 2
+    assert np.array_equal(p, want)
+
+
+def test_refused(backend):
+    half, single = np.zeros(4, np.float16), np.zeros(4, np.float32)
+    for p, g, scalars, words in (
+        (half, half, np.ones(4), "expected parameters of float32 or float64, got float16; keep masters"),
+        (single, single[:3], np.ones(4), "expected arrays of 4 elements, got 3"),
+        (single, single, single, r"expected scalars float64 \(4,\), got float32 \(4,\)"),
+    ):
+        with pytest.raises(KernelError, match=words):
+            backend.sgd(UpdateArrays(p, g, (), scalars), 0.0, False, 0.0)
