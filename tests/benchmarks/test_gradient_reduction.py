@@ -28,7 +28,7 @@ def test_ranks_stand_for_the_machine_of_the_paper(name):
     assert narrow.sum(whole * part.shrunk, range(4)) == pytest.approx(s.slow * there, rel=0.02) and min(alpha_beta) >= 0
     assert part.shrunk == pytest.approx((1 / 16) ** 2, rel=0.1)
     assert sum(t.total for t in part.pace.values()) == pytest.approx(
-        s.slow * (s.alone or sum(c.forward_seconds + c.backward_seconds for c in part.paper.costs))
+        s.slow * (s.alone or sum(c.forward_seconds + c.backward_seconds for c in part.paper.costs.values()))
     )
     assert set(part.network.layers) <= set(part.pace)
     for entry in schemes_of(name):
