@@ -168,7 +168,7 @@ class Reduction:
 
     def __init__(self, buffer: Any, meters: Sequence[Meter], plan: Plan) -> None:
         self.buffer, self.codec = buffer, plan.codec
-        self._meter, self._meters, self._plan = meters[0], meters, plan
+        self._meter, self._others, self._plan = meters[0], meters[1:], plan
         self._started_at = 0.0
         self.under_way = False
         self.closed = False
@@ -197,7 +197,8 @@ class Reduction:
         if plan.fetch is not None:
             plan.fetch()
         self._started_at = time.perf_counter()
-        for meter in self._meters:
+        self._meter.sent()
+        for meter in self._others:
             meter.sent()
         if plan.operation is None:
             return

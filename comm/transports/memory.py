@@ -153,7 +153,8 @@ def _shortage(nbytes: int) -> CommError | None:
 class Flags:
     """One counter per rank of the node; a rank raises its own and looks at those of others.
 
-    What a rank wrote to shared memory before :meth:`raise_to` is seen by whoever waited for that count.
+    What a rank wrote to shared memory before a fence (`sync`) and its count is seen by whoever has seen the count and
+    passed a fence.
 
     Parameters
     ----------
@@ -168,37 +169,27 @@ class Flags:
     ----------
     count
         To which this rank has counted.
+    own
+        Its counter.
     """
 
     def __init__(self, chunk: Chunk, offsets: dict[int, int], mine: int) -> None:
-        self._sync, self._mine, self.count = chunk.sync, mine, 0
+        self.sync, self._mine, self.count = chunk.sync, mine, 0
         self._counters = {rank: _counter(chunk, rank, first) for rank, first in sorted(offsets.items())}
-        self._own = self._counters[mine]
+        self.own = self._counters[mine]
 
     def others(self, ranks: Iterable[int] | None = None) -> list[memoryview]:
         """Counters of these ranks, this one left out; by default of all."""
         wanted = self._counters if ranks is None else ranks
         return [self._counters[rank] for rank in wanted if rank != self._mine]
 
-    def raise_to(self, count: int) -> None:
-        """Tell the others that this rank has come to `count`."""
-        self._sync()
-        self._own[0] = count
-
     def reached(self, count: int, counters: Iterable[memoryview]) -> bool:
         """Whether these have come to `count`. Does not wait."""
         for counter in counters:
             if counter[0] < count:
                 return False
-        self._sync()
+        self.sync()
         return True
-
-    def wait_for(self, count: int, counters: Iterable[memoryview]) -> None:
-        """Return when these have come to `count`."""
-        for counter in counters:
-            if counter[0] < count:
-                _wait(counter, count)
-        self._sync()
 
 
 class Signal(Stage):
@@ -226,16 +217,20 @@ class Signal(Stage):
         self._count = 0
 
     def begin(self) -> None:
-        self.flags.count += 1
-        self._count = self.flags.count
+        flags = self.flags
+        self._count = flags.count = flags.count + 1
         if self._raises:
-            self.flags.raise_to(self._count)
+            flags.sync()
+            flags.own[0] = self._count
 
     def over(self) -> bool:
         return self.flags.reached(self._count, self._others)
 
     def wait(self) -> None:
-        self.flags.wait_for(self._count, self._others)
+        for counter in self._others:
+            if counter[0] < self._count:
+                _wait(counter, self._count)
+        self.flags.sync()
 
 
 class Places:

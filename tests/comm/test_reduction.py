@@ -157,7 +157,7 @@ def test_large_sums_share_one_stage(communicator):
 def address_of(total):
     """Where a small sum deposits."""
     deposit = total._plan.operation.turns[0][0]
-    target, _ = deposit._calls[0].args
+    target, _ = deposit.calls[0].args
     return target.ctypes.data
 
 

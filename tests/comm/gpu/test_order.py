@@ -194,7 +194,7 @@ def test_memory_that_was_given_back_is_used_again_when_all_devices_are_done(monk
 @pytest.mark.ranks(2)
 def test_an_event_that_is_waited_for_before_it_is_recorded(monkeypatch):
     """Without the flags of the host a stream waits for the record before: CUDA does not say that this is wrong."""
-    monkeypatch.setattr(ipc.Flags, "wait_for", nothing)
+    monkeypatch.setattr(ipc.Signal, "wait", nothing)
     follow = ipc.EventMove.follow
     with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "), gpu_ranks(monkeypatch, "cuda-ipc") as r:
 
