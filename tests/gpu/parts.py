@@ -35,10 +35,17 @@ def _convolutions() -> Iterator[Job]:
     yield Job("denormals", (KERNELS, "-k", "denormals"), seconds=30)
 
 
+#: Of the tests that every backend passes, those of two jobs; the third has the rest.
+UPDATES = "sgd or adam or lars or update or length or finite or scale or loss or entropy or error or target or divisor"
+SHAPES = "norm or resize or outputs or bits or infinite"
+
+
 def _own() -> Iterator[Job]:
-    for name in ("boxes", "around", "reductions", "losses", "optimizers", "dropout", "resize", "norms", "pooling"):
+    for name in ("boxes", "around", "pooling"):
         yield Job(name, (f"{OWN}/test_{name}.py",), seconds=45)
-    yield Job("as a backend", (f"{OWN}/test_as_backend.py",), seconds=50)
+    rest = f"not ({UPDATES}) and not ({SHAPES})"
+    for what, chosen in (("updates", UPDATES), ("shapes", f"({SHAPES}) and not ({UPDATES})"), ("rest", rest)):
+        yield Job(f"as a backend, {what}", (f"{OWN}/test_as_backend.py", "-k", chosen), seconds=100)
 
 
 def _staged() -> Iterator[Job]:
