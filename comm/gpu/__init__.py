@@ -7,7 +7,7 @@
 ``mpi-cuda``
     Messages of an MPI that reaches device memory, and was seen to.
 ``mpi-staged``
-    By way of pinned host memory and the transport of the host; always works (:mod:`halograd.comm.staged`).
+    By way of pinned host memory and the transport of the host; always works (:mod:`halograd.comm.device_channel`).
 ``auto``
     The first of these that can work, by the rule of :func:`halograd.comm.gpu.choice.choose`.
 
