@@ -10,7 +10,6 @@ VENV ?= .venv
 EXTRAS ?= mpich,test
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
-SOURCES := comm data device dtensor halograd jobs kernels layers models perfmodel training
 
 .DEFAULT_GOAL := help
 .PHONY: help venv oracle nvrtc peers lint-tools demo test bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean

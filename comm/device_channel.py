@@ -3,10 +3,10 @@
 The one place that knows how device memory gets into a message; transports that reach device memory themselves
 (NCCL, CUDA-aware MPI, IPC) make channels and reductions of their own behind the same two calls of `Communicator`. ::
 
-    start    pack -> [device buffer] --download--> [pinned]  (enqueued, nobody waits)
+    start    pack -> [device buffer] --download--> [pinned]  (enqueued, the host does not wait)
              ... kernels that do not need it are enqueued ...
     finish   wait for the download; host channel, start and finish;
-             [pinned] --upload--> [device buffer] -> unpack (enqueued, nobody waits)
+             [pinned] --upload--> [device buffer] -> unpack (enqueued, the host does not wait)
 
 The host is ahead of the device: it comes to `finish` while the kernels in between have hardly begun, and the message
 travels meanwhile. Were it sent in `start`, the device would have nothing to do until the host has seen the copy. The

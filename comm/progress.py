@@ -234,7 +234,7 @@ class Line:
 
 
 def _poll(operation: Operation, *limit: float) -> bool:
-    """`Operation.poll`; a fault is kept for whoever waits for the operation."""
+    """`Operation.poll`; a fault is kept until a thread waits for the operation."""
     operation.worked = False
     try:
         return operation.fault is not None or operation.poll(*limit)

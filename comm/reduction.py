@@ -33,7 +33,7 @@ __all__ = ["Plain", "Plan", "Reduction", "Room", "add_up", "check_alike", "check
 
 #: Types of arrays that are summed, if a link does not say otherwise.
 REDUCIBLE: tuple[str, ...] = ("float32", "float64", "int32", "int64")
-# Worked on at once [B]: fits the cache of a core, and whoever waits for the thread does not wait long.
+# Worked on at once [B]: fits the cache of a core, and a rank that waits for the thread does not wait long.
 PIECE = 256 * 1024
 
 Pairs = Sequence[tuple[Any, Any]]

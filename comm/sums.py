@@ -2,7 +2,7 @@
 
 A sum is made in three steps: every rank *scatters* its summand, the part of each rank to that rank; *adds* up its part
 of all summands; and *gathers* the sums of all parts. What `Communicator.reduction` calls a method chooses among these.
-Whoever runs a sum and whoever predicts what it sends and holds read the same description.
+The communicator runs a sum, and the performance model predicts what it sends and holds, by the same description.
 """
 
 from __future__ import annotations

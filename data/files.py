@@ -21,7 +21,7 @@ from .structure import Structure
 __all__ = ["FileSet", "check_alike", "find_files", "open_dataset"]
 
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
-"""Of HDF5 files, in a folder."""
+"""Endings of the names of HDF5 files in a folder."""
 _WILD = "*?["
 
 
@@ -56,7 +56,7 @@ def _expanded(text: str) -> list[Path]:
     elif any(sign in text for sign in _WILD):
         found, kind = sorted(path for path in glob.glob(text, recursive=True) if not os.path.isdir(path)), "a pattern"
     else:
-        return [Path(text)]  # not there: whoever opens it says so
+        return [Path(text)]  # not there: opening it says so
     if not found:
         raise DataError(f"data.path: expected files, got none by {text} ({kind})")
     return [Path(path) for path in found]

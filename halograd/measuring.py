@@ -186,7 +186,7 @@ def measure_overheads(
 
 
 def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
-    """Of SGD with momentum, parameters from memory [s/B]."""
+    """Time of an update by SGD with momentum per byte of parameters, from memory [s/B]."""
     features = 1024
     network = Network(Dense(features, bias=False)(Input((features,))))
     passing = backend.zeros((last_level_cache(),), "uint8")

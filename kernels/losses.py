@@ -29,7 +29,7 @@ class LossKernel(Kernel):
 
 
 class _LossOfNothing(LossKernel):
-    """Of a rank without elements."""
+    """The loss of a rank without elements: 0."""
 
     def set(self, samples: int, scale: float) -> None:
         return

@@ -46,7 +46,8 @@ class Parameter:
     def __post_init__(self) -> None:
         if self.init not in ("he", "glorot", "zeros", "ones"):
             raise ValueError(f"init: expected 'he', 'glorot', 'zeros' or 'ones', got {self.init!r}")
-        if None not in (self.channel_axis, self.input_axis) and not self.channel_axis < self.input_axis:  # type: ignore[operator]
+        channel, inner = self.channel_axis, self.input_axis
+        if channel is not None and inner is not None and inner <= channel:
             raise ValueError(
                 f"input_axis: expected one behind channel_axis ({self.channel_axis}), got {self.input_axis}; blocks of "
                 "parameters are numbered in that order"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Item", "Piece", "apart", "pieces"]
+__all__ = ["Item", "Section", "apart", "sections"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Section:
     """Calls that follow one another, all in one graph or none."""
 
     items: tuple[Item, ...]
@@ -72,12 +72,12 @@ def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
         found |= more
 
 
-def pieces(items: Sequence[Item], out: Collection[int]) -> list[Piece]:
-    """The pass in pieces; `out` are the pairs that :func:`apart` has found, on any rank. A single call is no graph."""
+def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
+    """The pass in sections; `out` are the pairs that :func:`apart` found, on any rank. A single call is no graph."""
     runs: list[tuple[bool, list[Item]]] = []
     for item in items:
         graph = item.held and item.pair not in out
         if not runs or runs[-1][0] != graph:
             runs.append((graph, []))
         runs[-1][1].append(item)
-    return [Piece(tuple(some), graph and len(some) > 1) for graph, some in runs]
+    return [Section(tuple(some), graph and len(some) > 1) for graph, some in runs]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from halograd.comm import Communicator
 from halograd.device import Device
 from halograd.errors import UserError
-from halograd.program.recording import Item, Piece, apart, pieces
+from halograd.program.recording import Item, Section, apart, sections
 
 __all__ = ["GraphedPass", "check_graph"]
 
@@ -45,7 +45,7 @@ class GraphedPass:
     items
         The calls of the pass.
     enter
-        Called with the name of a layer where a piece begins.
+        Called with the name of a layer where a section begins.
     """
 
     WARM = 2
@@ -59,36 +59,36 @@ class GraphedPass:
         prepare: Callable[[], None] | None = None,
     ) -> None:
         self._device, self._enter, self._prepare, self._count = device, enter, prepare, 0
-        self.pieces = pieces(items, _apart_anywhere(comm, items))
+        self.sections = sections(items, _apart_anywhere(comm, items))
         self._launches: list[Callable[[], object]] = []
 
     @property
     def graphs(self) -> int:
         """Number of graphs that are launched."""
-        return sum(piece.graph for piece in self.pieces) if self._launches else 0
+        return sum(section.graph for section in self.sections) if self._launches else 0
 
     def __call__(self) -> None:
         if self._launches:
-            for piece, launch in zip(self.pieces, self._launches):
-                self._enter(piece.items[0].layer)
+            for section, launch in zip(self.sections, self._launches):
+                self._enter(section.items[0].layer)
                 launch()
             return
         recording = self._count == self.WARM
         if recording and self._prepare is not None:
             self._prepare()
         launches = []
-        for piece in self.pieces:
-            self._enter(piece.items[0].layer)
-            launches.append(self._recorded(piece) if recording else piece.run)
+        for section in self.sections:
+            self._enter(section.items[0].layer)
+            launches.append(self._recorded(section) if recording else section.run)
             launches[-1]()
         self._count += 1
         if recording:
             self._launches = launches
 
-    def _recorded(self, piece: Piece) -> Callable[[], object]:
-        if not piece.graph:
-            return piece.run if len(piece.items) > 1 else piece.items[0].call
-        return self._device.capture(piece.run)
+    def _recorded(self, section: Section) -> Callable[[], object]:
+        if not section.graph:
+            return section.run if len(section.items) > 1 else section.items[0].call
+        return self._device.capture(section.run)
 
 
 def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:

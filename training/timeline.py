@@ -202,7 +202,7 @@ class DeviceSpans:
     device
         Where the work is enqueued.
     recorder
-        Is told; one that is paused when work is enqueued is not told of it.
+        Gets the spans; none of work that is enqueued while it is paused.
     """
 
     def __init__(self, device: Device, recorder: Recorder) -> None:

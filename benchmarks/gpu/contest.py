@@ -92,8 +92,8 @@ class Ours:
         prepare = self.executor.kernels.before_capture
         if prepare is not None:
             prepare()
-        found = [piece for graphed in self.executor._make_graphs() for piece in graphed.pieces if piece.graph]
-        return sum(_nodes(capture(piece.run)) for piece in found)
+        found = [section for graphed in self.executor._make_graphs() for section in graphed.sections if section.graph]
+        return sum(_nodes(capture(section.run)) for section in found)
 
     def update(self) -> None:
         """The updates of all parameters once more."""

@@ -48,7 +48,7 @@ class EventMove(Signal):
     """A move between devices: record an event behind what a stream was given, and go on behind those of others.
 
     What a process records, another can wait for only once it *has been* recorded, or it waits for the time before. So a
-    flag in shared host memory says that; nobody waits on the host for a device.
+    flag in shared host memory says that; no host waits for a device.
 
     Of a channel, whose exchange n uses event n mod 2: *what is read is what was packed*, as the stream has waited for
     the event that was recorded behind it. It is that one and no later one: the peer records this event again in its

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from halograd.comm.counters import Meter
@@ -101,7 +102,7 @@ class Passage:
 
 
 class LaneSpans:
-    """Events whose times a recorder is told of when the device has come there. Local; nobody waits.
+    """Events whose times go to a recorder when the device has come there. Local; the host does not wait.
 
     Times are those of the device, counted from a moment that host and device shared.
     """
@@ -170,7 +171,7 @@ class LaneMeter(Meter):
 
 
 class TimedPassage(Passage):
-    """A passage with stamps on both streams. No stamps while nobody wants to know."""
+    """A passage with stamps on both streams. No stamps without a recorder."""
 
     def __init__(self, lane: Lane, meter: LaneMeter, spans: LaneSpans) -> None:
         super().__init__(lane)
@@ -223,11 +224,11 @@ class LaneCodec:
         return self._enqueued(add_up(self.lane.cuda.device, summands, total) if total.size else None)
 
     def _enqueued(self, call: Callable[[], object] | None) -> Stage:
-        def run() -> None:
-            with self.lane.stream:
-                call()  # type: ignore[misc]
+        return Work([] if call is None else [partial(self._on_lane, call)])
 
-        return Work([] if call is None else [run])
+    def _on_lane(self, call: Callable[[], object]) -> None:
+        with self.lane.stream:
+            call()
 
 
 def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], None]:

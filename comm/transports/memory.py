@@ -40,7 +40,7 @@ class Chunk:
         info.Set("alloc_shared_noncontig", "true")
         self._window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
         info.Free()
-        self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for Sync; nobody uses RMA calls
+        self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for Sync; there are no RMA calls
         self._rank = node.rank
         self._nbytes = nbytes
         self._used = 0
@@ -153,8 +153,8 @@ def _shortage(nbytes: int) -> CommError | None:
 class Flags:
     """One counter per rank of the node; a rank raises its own and looks at those of others.
 
-    What a rank wrote to shared memory before a fence (`sync`) and its count is seen by whoever has seen the count and
-    passed a fence.
+    What a rank wrote to shared memory before a fence (`sync`) and its count is seen by every rank that has seen the
+    count and passed a fence.
 
     Parameters
     ----------

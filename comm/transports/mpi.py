@@ -173,7 +173,7 @@ def _in_order(context: Context, flat: np.ndarray, method: Method, nbytes: int) -
     copies = [(wire, flat)] if rounds else []
     room = Room(copies, scatter, received, own, gather, [(flat, wire)] if rounds else [])
     stages = room.stages(codec or Plain())
-    # The owner encodes and decodes; the thread, or whoever waits, does what lies between.
+    # The owner encodes and decodes; the thread, or the rank in `finish`, does what lies between.
     operation = Operation(stages, first=1, last=len(room.returns))
     held = wire.nbytes + sum(one.nbytes for one in received) - own.nbytes if rounds else nbytes
     return Plan(operation, context.progress, codec=codec, nbytes=held, close=[scatter.free, gather.free])

@@ -299,7 +299,7 @@ class _CommonStage:
         return Room(deposits, summands=summands, total=totals[piece.mine], returns=returns)
 
     def _view(self, rank: int, first: int, nbytes: int, dtype: np.dtype) -> np.ndarray:
-        """Of the memory of a rank, from any element on."""
+        """The memory of a rank on the stage, from any element on."""
         line = first // ALIGNMENT * ALIGNMENT
         return self.places.view(rank, line, first - line + nbytes)[first - line :].view(dtype)
 

@@ -358,7 +358,7 @@ def _ranks_on_node(world: MPI.Intracomm) -> int:
 
 
 def merge(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Of each name the worst finding of all ranks, in the order of rank 0; another rank's is marked as such."""
+    """The worst finding of all ranks for each name, in the order of rank 0; another rank's is marked as such."""
     worst: dict[str, Finding] = {}
     for rank, findings in enumerate(everyone):
         for finding in findings:

@@ -195,7 +195,7 @@ def compared(plan: Plan, measured: Measured) -> dict[str, object]:
 
 
 def _predicted(record: LayerRecord) -> float:
-    """What a layer takes from its start to its end, both passes; waiting for gradients is told apart [s]."""
+    """What a layer takes from its start to its end, both passes; without the wait for gradients [s]."""
     return record.seconds - record.allreduce_exposed
 
 

@@ -203,7 +203,7 @@ def _measured(comm: Communicator, transport: str, method: str, sizes: Sequence[i
 
     row = {"transport": transport, "method": method, "schemes": METHODS[method]}
     if comm.size == 1:
-        return row | {"refused": "one rank has nobody to sum with"}
+        return row | {"refused": "one rank alone has no sums"}
     try:
         timer = MessageTimer(comm, sizes, rounds)
         waited = timer.reduction(method)

@@ -253,5 +253,5 @@ def accumulator(dtype: str) -> np.dtype:
 
 
 def suffix(lanes: int) -> str:
-    """Of the name of a kernel that takes elements one by one, or several at once."""
+    """Ending of the name of a kernel that takes elements one by one, or several at once."""
     return "1" if lanes == 1 else "v"

@@ -175,7 +175,7 @@ def _of_group(channels: int, geometry: Geometry) -> int:
 
 
 def _shapes(x: Any, w: Any, y: Any, channels: int, geometry: Geometry) -> Shapes:
-    """Of an image that has so many channels in memory, and weights for all of them."""
+    """The convolution of an image with so many channels in memory, and weights for all of them."""
     weights = (*w.shape[:-1], _of_group(channels, geometry))
     return Shapes.of((*x.shape[:-1], channels), weights, y.shape, geometry)
 

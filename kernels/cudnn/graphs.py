@@ -52,7 +52,7 @@ def _channels_first(values: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array as cuDNN is told of it: logical extents (N, C, *spatial), and strides in elements."""
+    """An array as cuDNN describes it: logical extents (N, C, *spatial), and strides in elements."""
 
     dims: tuple[int, ...]
     strides: tuple[int, ...]
@@ -96,7 +96,7 @@ def read_part(spatial: Sequence[int], geometry: Geometry) -> tuple[tuple[int, ..
 
 @dataclass(frozen=True)
 class Shapes:
-    """A convolution as cuDNN is told of it.
+    """A convolution as cuDNN describes it.
 
     Attributes
     ----------

@@ -47,7 +47,7 @@ class Rows:
 
 
 def rows_of(program: Program, name: str) -> Rows:
-    """Of a layer that a program exposes."""
+    """The rows of a layer that a program exposes."""
     sums = program.exposed[name].sums
     activations, errors = sums["rows_gather"], sums["errors_gather"]
     assert activations is not None and errors is not None

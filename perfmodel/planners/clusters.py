@@ -163,7 +163,7 @@ class Cluster:
 
     @property
     def factors(self) -> tuple[int, ...]:
-        """Of all parts."""
+        """The sum over all parts."""
         return tuple(f for part in self.parts for f in part.factors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -93,7 +94,8 @@ class ShortestPath(Planner):
         indices, total = [0] * len(problem.names), 0.0
         for path in lines(problem):
             own = [problem.times[u] for u in path]
-            seconds, chosen = best_along(own, lambda i, path=path: problem.edges[path[i], path[i + 1]])  # type: ignore[misc]
+            between = [problem.edges[u, v] for u, v in itertools.pairwise(path)]
+            seconds, chosen = best_along(own, between.__getitem__)
             total += seconds
             for u, candidate in zip(path, chosen):
                 indices[u] = candidate

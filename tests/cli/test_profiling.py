@@ -144,4 +144,4 @@ def test_mistakes_of_bench_are_one_line(arguments, message):
 
 def test_one_rank_is_told_that_it_is_alone():
     done = halograd("bench", "allreduce", "--size", "1KiB", "--size", "2KiB", "--transport", "auto")
-    assert done.returncode == 0 and "one rank has nobody to sum with" in done.stdout
+    assert done.returncode == 0 and "one rank alone has no sums" in done.stdout

@@ -14,7 +14,7 @@ FLOAT64 = np.dtype(np.float64)
 
 @pytest.mark.parametrize("counts", [(1,), (7, 16), (3001, 0, 5)], ids=str)
 def test_sum_of_squares(typed, counts):
-    """Of several arrays, divided; long ones, misaligned ones and empty ones."""
+    """The sum over several arrays, divided; long ones, misaligned ones and empty ones."""
     arrays = [typed.draw(count + 1)[1:] for count in counts]
     divisors, out = [1, 2, 4][: len(counts)], typed.poisoned(1, dtype=FLOAT64)
     kernel = typed.backend.sum_of_squares(list(zip(arrays, divisors)), out)

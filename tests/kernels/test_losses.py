@@ -70,7 +70,7 @@ def test_targets_of_any_dtype(arrays, dtype):
 
 
 def test_prediction_and_target_that_are_not_packed(arrays):
-    """Of copies, made anew at every call."""
+    """Losses of copies, which are made anew at every call."""
     wide, dx, found, want = arrays.draw(4, 6, 5), arrays.poisoned(4, 3, 5), np.zeros(1), np.zeros(1)
     targets = np.arange(48).reshape(4, 12, 1) % 5
     x, target = wide[:, ::2], targets[:, :6:2]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.program.recording import Item, apart, pieces
+from halograd.program.recording import Item, apart, sections
 
 
 @st.composite
@@ -28,12 +28,12 @@ def passes(draw):
 @given(passes(), st.sets(st.integers(0, 5)))
 def test_graphs_hold_whole_pairs_and_only_what_they_may(items, elsewhere):
     out = apart(items, elsewhere)
-    found = pieces(items, out)
-    assert [item for piece in found for item in piece.items] == items
-    for piece in found:
-        if piece.graph:
-            assert all(item.held and item.pair not in elsewhere for item in piece.items) and len(piece.items) > 1
-            ends = [item.pair for item in piece.items if item.pair is not None]
+    found = sections(items, out)
+    assert [item for section in found for item in section.items] == items
+    for section in found:
+        if section.graph:
+            assert all(item.held and item.pair not in elsewhere for item in section.items) and len(section.items) > 1
+            ends = [item.pair for item in section.items if item.pair is not None]
             assert all(ends.count(pair) == 2 for pair in ends)
     assert apart(items, out) == out, "what another rank found changes nothing any more"
 
@@ -47,4 +47,4 @@ def test_graphs_are_as_long_as_they_can_be(items):
         between = items[ends[0] : ends[-1] + 1]
         assert len(ends) < 2 or any(not item.held or (item.pair in out and item.pair != pair) for item in between)
     kinds = [(item.held and item.pair not in out) for item in items]
-    assert len(pieces(items, out)) == sum(a != b for a, b in zip([None, *kinds], kinds))
+    assert len(sections(items, out)) == sum(a != b for a, b in zip([None, *kinds], kinds))

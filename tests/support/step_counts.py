@@ -34,7 +34,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Of one step: see :class:`tests.support.fake_device.FakeDevice`; `launches` are those of our own kernels."""
+    """Counts of a step: see :class:`tests.support.fake_device.FakeDevice`; `launches` are those of our own kernels."""
 
     operations: int
     launches: int

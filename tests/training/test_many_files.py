@@ -69,7 +69,7 @@ def test_whole_files_are_held_out(comm, config, caplog):
 
 @pytest.mark.ranks(2)
 def test_a_file_that_differs_is_named_on_all_ranks(comm, config):
-    """Of files examined by different ranks."""
+    """Different ranks examine the files."""
     folder = config.parent
     if comm.rank == 0:
         with h5py.File(folder / "parts" / "run1.h5", "r+") as file:

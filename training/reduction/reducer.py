@@ -53,7 +53,7 @@ class Reducer:
     dense
         The operators of the layers that may be replicated, as far as backward reaches them, in order of computation.
     run
-        ``run(layer, "backward", call)`` calls and tells the recorder of their gradients; None: nobody is told.
+        ``run(layer, "backward", call)`` calls, and records the time of a gradient; None: no times are recorded.
 
     Attributes
     ----------

@@ -113,7 +113,7 @@ def as_rounded(source, dtype):
 @pytest.mark.parametrize("target", DTYPES, ids=str)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 def test_conversion(cuda, source, target):
-    """Of several boxes in one launch: long ones, odd ones, rows of an array with more channels, misaligned ones."""
+    """Several boxes in one launch: long ones, odd ones, rows of an array with more channels, misaligned ones."""
     if source == target:
         return
     random = np.random.default_rng(5)

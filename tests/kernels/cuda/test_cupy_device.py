@@ -107,7 +107,7 @@ def test_a_launch(recorder):
 
 
 def test_a_launch_prepares_nothing(recorder, monkeypatch):
-    """Of a launch only the stream is asked for; arguments are those of the moment, at an address known before."""
+    """A launch asks for the stream only; arguments are those of the moment, at an address known before."""
     launch = Launch(CupyLauncher(), Program("reduce"), "clip", (1,), max_norm=1.0)
     asked = []
     monkeypatch.setattr(recorder.cuda, "get_current_stream", None)  # bound before

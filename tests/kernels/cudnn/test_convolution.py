@@ -92,7 +92,7 @@ def test_arrays_that_begin_anywhere_are_copied(backend, direction):
 @pytest.mark.parametrize("kind", ["float32", "as x"], ids=str)
 @pytest.mark.parametrize("rows", [slice(None), slice(1, 5)], ids=["whole", "rows"])
 def test_channels_that_lie_padded(machine, backend, rows, kind):
-    """18 of 24 channels in bfloat16: cuDNN is told of 24, and weights have as many; gradients are of 18."""
+    """18 of 24 channels in bfloat16: cuDNN sees 24, and weights have as many; gradients are of 18."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     a = Arrays(backend, bfloat16)
     room = a.draw(1, 6, 5, 24)
