@@ -7,67 +7,135 @@ start MPI. What a name is for stands with it: ``help(halograd.Executor)``.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
+    from halograd.comm import Communicator, boot, leave
+    from halograd.dtensor import Box, DistTensor, Exchange, Halo, Layout
+    from halograd.errors import UserError
+    from halograd.kernels import get_backend
+    from halograd.layers import (
+        GELU,
+        Add,
+        AuxiliaryCrossEntropy,
+        AveragePool,
+        BatchNorm,
+        BinaryCrossEntropyWithLogits,
+        Concat,
+        Conv,
+        ConvTranspose,
+        Dense,
+        Dice,
+        Dropout,
+        Flatten,
+        GlobalAveragePool,
+        GroupNorm,
+        Input,
+        InstanceNorm,
+        Layer,
+        LayerNorm,
+        LeakyReLU,
+        LocalResponseNorm,
+        MaxPool,
+        MeanSquaredError,
+        Network,
+        Parameter,
+        ReLU,
+        Resize,
+        Sigmoid,
+        Softmax,
+        SoftmaxCrossEntropy,
+        Stencil,
+        Strategy,
+        Tanh,
+    )
+    from halograd.training.executor import Executor
+    from halograd.training.optimizers import LARS, SGD, Adam, AdamW
+    from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
+    from halograd.training.trainer import Trainer
+
+__all__ = [
+    "GELU",
+    "LARS",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Add",
+    "AuxiliaryCrossEntropy",
+    "AveragePool",
+    "BatchNorm",
+    "BinaryCrossEntropyWithLogits",
+    "Box",
+    "Communicator",
+    "Concat",
+    "Constant",
+    "Conv",
+    "ConvTranspose",
+    "Cosine",
+    "Dense",
+    "Dice",
+    "DistTensor",
+    "Dropout",
+    "Exchange",
+    "Executor",
+    "Flatten",
+    "GlobalAveragePool",
+    "GroupNorm",
+    "Halo",
+    "Input",
+    "InstanceNorm",
+    "Layer",
+    "LayerNorm",
+    "Layout",
+    "LeakyReLU",
+    "LocalResponseNorm",
+    "MaxPool",
+    "MeanSquaredError",
+    "Network",
+    "Parameter",
+    "ReLU",
+    "Resize",
+    "Sigmoid",
+    "Softmax",
+    "SoftmaxCrossEntropy",
+    "Stencil",
+    "StepDecay",
+    "Strategy",
+    "Tanh",
+    "Trainer",
+    "UserError",
+    "WarmUp",
+    "__version__",
+    "boot",
+    "get_backend",
+    "leave",
+]
 
 __version__ = "0.1.0"
 
-_FOLDERS = {
-    "comm": ("Communicator", "boot", "leave"),
-    "kernels": ("get_backend",),
-    "dtensor": ("Box", "DistTensor", "Exchange", "Halo", "Layout"),
-    "layers": (
-        "Add",
-        "AuxiliaryCrossEntropy",
-        "AveragePool",
-        "BatchNorm",
-        "BinaryCrossEntropyWithLogits",
-        "Concat",
-        "Conv",
-        "ConvTranspose",
-        "Dense",
-        "Dice",
-        "Dropout",
-        "Flatten",
-        "GELU",
-        "GlobalAveragePool",
-        "GroupNorm",
-        "Input",
-        "InstanceNorm",
-        "Layer",
-        "LayerNorm",
-        "LeakyReLU",
-        "LocalResponseNorm",
-        "MaxPool",
-        "MeanSquaredError",
-        "Network",
-        "Parameter",
-        "ReLU",
-        "Resize",
-        "Sigmoid",
-        "Softmax",
-        "SoftmaxCrossEntropy",
-        "Stencil",
-        "Strategy",
-        "Tanh",
-    ),
-    "training.executor": ("Executor",),
-    "training.trainer": ("Trainer",),
-    "training.optimizers": ("Adam", "AdamW", "LARS", "SGD"),
-    "training.schedules": ("Constant", "Cosine", "StepDecay", "WarmUp"),
-    "errors": ("UserError",),
-}
-_HOME = {name: folder for folder, names in _FOLDERS.items() for name in names}
-
-__all__ = ["__version__", *sorted(_HOME)]
+#: Where these names are; what needs no MPI first.
+_MODULES = (
+    "errors",
+    "dtensor",
+    "layers",
+    "kernels",
+    "training.schedules",
+    "training.optimizers",
+    "training.trainer",
+    "training.executor",
+    "comm",
+)
+_FOLDERS = ("comm", "data", "device", "dtensor", "kernels", "layers", "models", "perfmodel", "testing", "training")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"halograd.{_HOME[name]}"), name)
-    if name in ("comm", "data", "device", "dtensor", "kernels", "layers", "models", "perfmodel", "testing", "training"):
+    if name in __all__:
+        modules = (importlib.import_module(f"halograd.{module}") for module in _MODULES)
+        return next(getattr(module, name) for module in modules if name in module.__all__)
+    if name in _FOLDERS:
         return importlib.import_module(f"halograd.{name}")
     raise AttributeError(f"module 'halograd' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *__all__})

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import halograd
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -245,6 +248,16 @@ def test_every_folder_is_a_package_of_halograd():
     assert links == {folder: f"../{folder}" for folder in BELOW}
     bare = [name(p.parent) for p in library() if not (p.parent / "__init__.py").exists()]
     assert not bare, f"expected an __init__.py, without which nothing is installed, in {sorted(set(bare))}"
+
+
+def test_static_tools_find_every_public_name():
+    """What ``import halograd`` offers is named once more below ``if TYPE_CHECKING``, where it really is."""
+    path = ROOT / "halograd" / "__init__.py"
+    annotations = typed_only(path)
+    homes = {n.rpartition(".")[2]: n.rpartition(".")[0] for line, n in imports(path) if line in annotations}
+    assert set(homes) == set(halograd.__all__) - {"__version__"}
+    for public, home in homes.items():
+        assert getattr(halograd, public) is getattr(importlib.import_module(home), public), public
 
 
 @pytest.mark.parametrize("pattern", [MACHINE_PATH, INDEX_HOST], ids=["machine path", "package index"])
