@@ -6,7 +6,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from mpi4py import MPI
 
 from benchmarks.paced import PacedBackend
 from halograd.comm import Communicator
+from halograd.comm.channel import ChannelSpec
+from halograd.comm.reduction import ReductionSpec
 from halograd.comm.transports.emulated import ring_seconds
 from halograd.kernels import get_backend
 from halograd.layers import Conv, Input, MeanSquaredError, Network, Node
@@ -50,16 +52,16 @@ class CostedCommunicator(Communicator):
         self.largest = 0
         super().__init__(mpi_comm, f"emulated:alpha={alpha:.9g},beta={beta:.9g}")
 
-    def channel(self, send_counts: Any, recv_counts: Any, dtype: Any, **kwargs: Any) -> Any:
-        made = super().channel(send_counts, recv_counts, dtype, **kwargs)
-        nbytes = max(made.recv_counts.values(), default=0) * made.dtype.itemsize
-        self.largest = max(self.largest, nbytes)
-        return self._priced(made, kwargs.get("kind", "halo"), self.alpha + self.beta * nbytes if nbytes else 0.0)
+    def channels(self, specs: Sequence[ChannelSpec]) -> list[Any]:
+        made = super().channels(specs)
+        longest = [max(one.recv_counts.values(), default=0) * one.dtype.itemsize for one in made]
+        self.largest = max(self.largest, *longest)
+        seconds = [self.alpha + self.beta * nbytes if nbytes else 0.0 for nbytes in longest]
+        return [self._priced(one, spec.kind, s) for one, spec, s in zip(made, specs, seconds)]
 
-    def reduction(self, buffer: np.ndarray, group: Communicator | None = None, **kwargs: Any) -> Any:
-        made = super().reduction(buffer, group, **kwargs)
-        seconds = ring_seconds(self.size, buffer.nbytes, self.alpha, self.beta)
-        return self._priced(made, kwargs.get("kind", "allreduce"), seconds)
+    def reductions(self, specs: Sequence[ReductionSpec]) -> list[Any]:
+        seconds = [ring_seconds(self.size, spec.buffer.nbytes, self.alpha, self.beta) for spec in specs]
+        return [self._priced(*one) for one in zip(super().reductions(specs), (s.kind for s in specs), seconds)]
 
     def _priced(self, made: Any, kind: str, seconds: float) -> Any:
         start = made.start

@@ -8,13 +8,13 @@ measured where there are two cores, and a layer takes its time to the microsecon
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.comm.reduction import ReductionSpec
 from halograd.comm.transports.emulated import sleep_until
 from halograd.perfmodel.kernel_times import LayerTime
 from halograd.training.executor import Executor
@@ -74,13 +74,15 @@ class PacedCommunicator(Communicator):
         self._clock, self.synchronize, self.exposed = clock, synchronize, 0.0
         super().__init__(mpi_comm, transport)
 
-    def reduction(self, buffer: np.ndarray, group: Communicator | None = None, **kwargs: Any) -> Any:
-        made = super().reduction(buffer, group, **kwargs)
-        if kwargs.get("kind") == "loss":
+    def reductions(self, specs: Sequence[ReductionSpec]) -> list[Any]:
+        return [self._paced(one, spec.kind) for one, spec in zip(super().reductions(specs), specs)]
+
+    def _paced(self, made: Any, kind: str) -> Any:
+        if kind == "loss":
             return made
         start, finish = made.start, made.finish
         # The gathers that follow a sum are started by a device at rest.
-        pauses = kwargs.get("kind") in ("allreduce", "reduce_scatter")
+        pauses = kind in ("allreduce", "reduce_scatter")
 
         def paced_start() -> None:
             if pauses and self.synchronize:

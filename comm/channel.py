@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
+from halograd.device import HOST, Device
 
-__all__ = ["Channel", "check_counts", "check_matching"]
+if TYPE_CHECKING:
+    from halograd.comm.transports.base import Pattern
+
+__all__ = ["Channel", "ChannelSpec", "check_counts", "check_matching"]
 
 IDLE, STARTED, FINISHED = "idle", "started", "finished"
 
@@ -180,16 +186,63 @@ def check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) -> 
             raise CommError(f"{name}: expected a number of elements >= 0 for peer {peer}, got {count}")
 
 
-def check_matching(mpi_comm: MPI.Intracomm, sends: Mapping[int, int], recvs: Mapping[int, int], itemsize: int) -> None:
-    """Raise CommError where this rank does not expect [B] what a peer sends. Collective, to be agreed on."""
-    announced = np.zeros(mpi_comm.size, np.int64)
-    for peer, count in sends.items():
-        announced[peer] = count * itemsize
-    expected = np.empty(mpi_comm.size, np.int64)
-    mpi_comm.Alltoall(announced, expected)
-    for peer, nbytes in enumerate(expected.tolist()):
-        if nbytes != recvs.get(peer, 0) * itemsize:
-            raise CommError(
-                f"recv_counts: expected {nbytes // itemsize} elements from rank {peer} (it sends {nbytes} "
-                f"bytes), got {recvs.get(peer, 0)} of {itemsize} bytes; give both ranks the same counts"
-            )
+@dataclass(frozen=True)
+class ChannelSpec:
+    """What a channel is to carry.
+
+    Attributes
+    ----------
+    sends, recvs
+        Elements per peer (another rank of the communicator); zeros mean no message. What a rank sends its peer expects:
+        ``sends[q]`` here is ``recvs[p]`` on rank q. May be empty.
+    dtype
+        Type of the elements, the same on all ranks.
+    kind, name
+        What the counters book it under, and what the recorder is told (by default the kind).
+    device
+        Where the buffers are; the same kind of device on all ranks.
+    """
+
+    sends: Mapping[int, int]
+    recvs: Mapping[int, int]
+    dtype: Any
+    kind: str = "halo"
+    name: str | None = None
+    device: Device = HOST
+
+
+def check_matching(mpi_comm: MPI.Intracomm, patterns: Sequence[Pattern]) -> None:
+    """Raise CommError where this rank does not expect [B] what a peer sends. Collective, to be agreed on.
+
+    Of several patterns one number per peer is compared, in which every one counts by its place.
+    """
+    announced, awaited = [0] * mpi_comm.size, [0] * mpi_comm.size
+    for place, pattern in enumerate(patterns):
+        for total, counts in ((announced, pattern.sends), (awaited, pattern.recvs)):
+            for peer, count in counts.items():
+                total[peer] += count * pattern.dtype.itemsize * _weight(place) & _MASK
+    expected = np.empty(mpi_comm.size, np.uint64)
+    mpi_comm.Alltoall(np.array([total & _MASK for total in announced], np.uint64), expected)
+    awaited = [total & _MASK for total in awaited]
+    differing = np.flatnonzero(expected != np.array(awaited, np.uint64))
+    if not differing.size:
+        return
+    peer = int(differing[0])
+    if len(patterns) > 1:
+        raise CommError(
+            f"recv_counts: expected in {len(patterns)} channels what rank {peer} sends, got other counts; give both "
+            "ranks the same counts"
+        )
+    nbytes, itemsize = int(expected[peer]), patterns[0].dtype.itemsize
+    raise CommError(
+        f"recv_counts: expected {nbytes // itemsize} elements from rank {peer} (it sends {nbytes} "
+        f"bytes), got {patterns[0].recvs.get(peer, 0)} of {itemsize} bytes; give both ranks the same counts"
+    )
+
+
+_MASK = (1 << 64) - 1
+
+
+def _weight(place: int) -> int:
+    """An odd number of 64 bits, different for every place; 1 for the first."""
+    return place * 0x9E3779B97F4A7C15 * 2 + 1 & _MASK

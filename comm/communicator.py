@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -12,16 +12,16 @@ import numpy as np
 from mpi4py import MPI
 
 from halograd.comm.boot import begin
-from halograd.comm.channel import Channel, check_counts, check_matching
+from halograd.comm.channel import Channel, ChannelSpec, check_counts, check_matching
 from halograd.comm.counters import Instruments, Meter, Recorder
-from halograd.comm.device_channel import StagedChannel, stage
+from halograd.comm.device_channel import StagedChannel, staged, staging
 from halograd.comm.ending import Guard, end
 from halograd.comm.errors import CommError, agree, is_agreed, is_shared
 from halograd.comm.gpu.choice import Choice
-from halograd.comm.gpu.link import DeviceLinks
+from halograd.comm.gpu.link import DeviceLinks, DeviceTransport
 from halograd.comm.progress import Progress
-from halograd.comm.reduction import REDUCIBLE, Plan, Reduction, check_alike, check_buffer, check_method
-from halograd.comm.sums import METHODS, Method, node_shares
+from halograd.comm.reduction import Plan, Reduction, ReductionSpec, check_alike, check_spec
+from halograd.comm.sums import METHODS, node_shares
 from halograd.comm.transports import Context, Transport, make_transport, parse_transport
 from halograd.comm.transports.base import Pattern
 from halograd.device import HOST, Device, on_device
@@ -185,44 +185,50 @@ class Communicator:
         CommError
             On all ranks alike, if the counts are not valid or do not match.
         """
+        return self.channels([ChannelSpec(send_counts, recv_counts, dtype, kind, name, device)])[0]
+
+    def channels(self, specs: Sequence[ChannelSpec]) -> list[Channel]:
+        """Several channels at once, for the price of one: see :meth:`channel`. Collective, in the same order.
+
+        All are made for arrays of the host, or all for the same kind of device.
+        """
         self._check_open()
         with self.agreement():
-            check_counts(send_counts, "send_counts", self.rank, self.size)
-            check_counts(recv_counts, "recv_counts", self.rank, self.size)
-            element = np.dtype(dtype)
-            sends = {peer: int(count) for peer, count in sorted(send_counts.items()) if count}
-            recvs = {peer: int(count) for peer, count in sorted(recv_counts.items()) if count}
+            for spec in specs:
+                check_counts(spec.sends, "send_counts", self.rank, self.size)
+                check_counts(spec.recvs, "recv_counts", self.rank, self.size)
+                np.dtype(spec.dtype)
+        # Tags only now: a rank with a fault would have taken none, and others one.
+        patterns = [
+            Pattern(_positive(spec.sends), _positive(spec.recvs), np.dtype(spec.dtype), self._context.tag())
+            for spec in specs
+        ]
         with self.agreement():
-            check_matching(self.mpi, sends, recvs, element.itemsize)
-        pattern = Pattern(sends, recvs, element, self._context.tag())
-        nbytes = sum(sends.values()) * element.itemsize
-        meter = Meter(self.instruments, kind, name or kind, len(sends), nbytes)
-        with self.agreement():
+            check_matching(self.mpi, patterns)
+            meters = [self._meter(spec, pattern) for spec, pattern in zip(specs, patterns)]
+            device = specs[0].device if specs else HOST
             over = None if device.is_host else self.devices.transport(self._context, device)
-            channel = (over or self._transport).channel(pattern, meter)
+            channels = (over or self._transport).channels(patterns, meters)
             if over is None and not device.is_host:
-                channel = StagedChannel(channel, device, meter)
-        self._keep(channel)
-        return channel
+                channels = [StagedChannel(channel, device, meter) for channel, meter in zip(channels, meters)]
+        for channel in channels:
+            self._keep(channel)
+        return channels
+
+    def _meter(self, spec: ChannelSpec, pattern: Pattern) -> Meter:
+        nbytes = sum(pattern.sends.values()) * pattern.dtype.itemsize
+        return Meter(self.instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes)
 
     def reduction(
-        self,
-        buffer: np.ndarray,
-        group: Communicator | None = None,
-        *,
-        kind: str = "allreduce",
-        name: str | None = None,
-        method: str = "allreduce",
+        self, buffer: np.ndarray, *, kind: str = "allreduce", name: str | None = None, method: str = "allreduce"
     ) -> Reduction:
-        """An in-place sum of `buffer` over all ranks. Collective over this communicator, or over `group`.
+        """An in-place sum of `buffer` over all ranks. Collective over this communicator.
 
         Parameters
         ----------
         buffer
             Array of the same shape and dtype on all ranks (float32, float64, int32 or int64), packed, on the host or
             on a device. Modified by each run.
-        group
-            A communicator split from this one, to sum over its ranks instead; only they call.
         kind, name
             What the counters book it under, and what the recorder is told (by default the kind).
         method
@@ -256,36 +262,48 @@ class Communicator:
         an all-gather its shard, for a rounded sum half the bytes. The last two methods book it under `kind` on the
         first rank of each node if there are several, and the buffer under ``"node"`` on ranks that share a node.
         """
-        if group is not None:
-            return group.reduction(buffer, kind=kind, name=name, method=method)
+        return self.reductions([ReductionSpec(buffer, kind, name, method)])[0]
+
+    def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
+        """Several sums at once, for the price of one: see :meth:`reduction`. Collective, in the same order."""
         self._check_open()
-        device, over = on_device(buffer), None
-        if device is not None:
-            self.agree(None)
-            if method not in METHODS or METHODS[method].on_devices:
-                over = self.devices.transport(self._context, device)
+        links = [self._link(spec) for spec in specs]
         with self.agreement():
-            check_method(method)
-            what = METHODS[method]
-            check_buffer(buffer, device is not None, () if not what.adds else over.summable if over else REDUCIBLE)
-            if what.codec == "bfloat16" and buffer.dtype != np.float32:
-                raise CommError(f"buffer: expected float32 to be rounded to bfloat16, got {buffer.dtype}")
+            for spec, link in zip(specs, links):
+                check_spec(spec, None if link is None else link.summable)
         with self.agreement():
-            check_alike(self.mpi, self.ranks[0], buffer)
+            check_alike(self.mpi, self.ranks[0], [spec.buffer for spec in specs])
         with self.agreement():
-            meters = _meters(self, buffer, what, kind, name or kind)
-            if self.size == 1 or not buffer.size:
-                reduction = Reduction(buffer, meters, Plan())
-            elif over is not None:
-                reduction = over.reduction(buffer, meters[0], what)
-            elif device is not None:
-                pinned = device.pinned(buffer.shape, buffer.dtype)
-                plan = stage(device, buffer, pinned, lambda host: self._transport.plan(host, what, name or kind))
-                reduction = Reduction(buffer, meters, plan)
-            else:
-                reduction = Reduction(buffer, meters, self._transport.plan(buffer, what, name or kind))
-        self._keep(reduction)
-        return reduction
+            found = self._reductions(specs, links)
+        for reduction in found:
+            self._keep(reduction)
+        return found
+
+    def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
+        """What makes the sum without the host, if anything does. Collective where the array is on a device."""
+        device = on_device(spec.buffer)
+        if device is None:
+            return None
+        self.agree(None)
+        by_host = spec.method in METHODS and not METHODS[spec.method].on_devices
+        return None if by_host else self.devices.transport(self._context, device)
+
+    def _reductions(self, specs: Sequence[ReductionSpec], links: Sequence[DeviceTransport | None]) -> list[Reduction]:
+        """Valid sums. Collective."""
+        meters = [_meters(self, spec) for spec in specs]
+        idle = [self.size == 1 or not spec.buffer.size for spec in specs]
+        by_host = [spec for spec, link, rests in zip(specs, links, idle) if link is None and not rests]
+        arrays = [staging(spec.buffer) for spec in by_host]
+        wanted = [(host, METHODS[spec.method], spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
+        plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._transport.plans(wanted)))
+        return [
+            Reduction(spec.buffer, booked, Plan())
+            if rests
+            else link.reduction(spec.buffer, booked[0], METHODS[spec.method])
+            if link is not None
+            else Reduction(spec.buffer, booked, next(plans))
+            for spec, link, rests, booked in zip(specs, links, idle, meters)
+        ]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of the ranks with the same color, ordered by key. Collective.
@@ -410,10 +428,17 @@ class Communicator:
             raise CommError("expected an open communicator, got a closed one")
 
 
-def _meters(comm: Communicator, buffer: Any, method: Method, kind: str, name: str) -> list[Meter]:
+def _meters(comm: Communicator, spec: ReductionSpec) -> list[Meter]:
     """What books a sum: by nodes what goes to other nodes, and what goes through shared memory. Collective."""
-    booked = [(kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
+    method, buffer = METHODS[spec.method], spec.buffer
+    booked = [(spec.kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
     if method.by_nodes:
         share = node_shares(comm.nodes)[comm.rank]
-        booked = [(kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
+        booked = [(spec.kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
+    name = spec.name or spec.kind
     return [Meter(comm.instruments, kind, name, int(nbytes > 0), nbytes) for kind, nbytes in booked]
+
+
+def _positive(counts: Mapping[int, int]) -> dict[int, int]:
+    """Elements per peer, in order, without the zeros."""
+    return {peer: int(count) for peer, count in sorted(counts.items()) if count}

@@ -17,7 +17,7 @@ ranks may finish sums in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,9 @@ import numpy as np
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.reduction import Plan
-from halograd.device import Device, Ticket
+from halograd.device import Device, Ticket, on_device
 
-__all__ = ["DeviceChannel", "StagedChannel", "stage"]
+__all__ = ["DeviceChannel", "StagedChannel", "staged", "staging"]
 
 _ALIGNMENT = 64  # [B]: copies and kernels of a device want messages to begin so
 
@@ -120,17 +120,17 @@ class StagedChannel(DeviceChannel):
         self._inner._close()
 
 
-def stage(device: Device, buffer: Any, pinned: np.ndarray, make: Callable[[np.ndarray], Plan]) -> Plan:
-    """The plan of a sum of an array on a device: that of pinned memory, with copies there before and back behind.
+def staging(buffer: Any) -> np.ndarray:
+    """What the host sums in the place of an array: pinned memory like it; the array itself if it is the host's."""
+    device = on_device(buffer)
+    return buffer if device is None else device.pinned(buffer.shape, buffer.dtype)
 
-    Parameters
-    ----------
-    pinned
-        Of the shape and dtype of `buffer`.
-    make
-        Plans the sum of an array of the host.
-    """
-    plan = make(pinned)
+
+def staged(buffer: Any, pinned: np.ndarray, plan: Plan) -> Plan:
+    """The plan of a sum of `pinned` (`staging`), with copies from the array there before and back behind."""
+    device = on_device(buffer)
+    if device is None:
+        return plan
 
     def fetch() -> None:
         # The upload of the sum before, enqueued first, has run when this returns.

@@ -28,8 +28,9 @@ from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Operation, Progress, Stage, Work
 from halograd.comm.sums import METHODS
+from halograd.device import on_device
 
-__all__ = ["Plain", "Plan", "Reduction", "Room", "add_up", "check_alike", "check_buffer", "check_method", "cut"]
+__all__ = ["Plain", "Plan", "Reduction", "ReductionSpec", "Room", "add_up", "check_alike", "check_spec", "cut"]
 
 #: Types of arrays that are summed, if a link does not say otherwise.
 REDUCIBLE: tuple[str, ...] = ("float32", "float64", "int32", "int64")
@@ -143,6 +144,16 @@ class Plan:
     fetch: Callable[[], None] | None = None
     put: Callable[[], None] | None = None
     close: list[Callable[[], object]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class ReductionSpec:
+    """What is to be summed, and how; see `Communicator.reduction`."""
+
+    buffer: Any
+    kind: str = "allreduce"
+    name: str | None = None
+    method: str = "allreduce"
 
 
 class Reduction:
@@ -297,31 +308,32 @@ def add_up(summands: Sequence[np.ndarray], out: np.ndarray) -> None:
             np.add(out, other, out=out)
 
 
-def check_method(method: str) -> None:
-    """Raise CommError unless there is a reduction of this name. Local."""
-    if method not in METHODS:
-        raise CommError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
-
-
-def check_buffer(buffer: Any, on_device: bool, legal: Sequence[str] = REDUCIBLE) -> None:
-    """Raise CommError unless the array can be reduced in place; `legal` are its types, none: all. Local."""
-    if not on_device and not isinstance(buffer, np.ndarray):
+def check_spec(spec: ReductionSpec, summable: Sequence[str] | None = None) -> None:
+    """Raise CommError unless this rank can give a sum of that kind; `summable` are the link's types. Local."""
+    buffer, on_host = spec.buffer, on_device(spec.buffer) is None
+    if spec.method not in METHODS:
+        raise CommError(f"method: expected one of {', '.join(METHODS)}, got {spec.method!r}")
+    if on_host and not isinstance(buffer, np.ndarray):
         raise CommError(f"buffer: expected a NumPy array, got {type(buffer).__name__}")
-    if legal and buffer.dtype.name not in legal:
+    method, legal = METHODS[spec.method], REDUCIBLE if summable is None else summable
+    if method.adds and buffer.dtype.name not in legal:
         raise CommError(f"buffer: expected one of {', '.join(legal)}, got {buffer.dtype}; convert it to float32")
-    if not buffer.flags.c_contiguous or not (on_device or buffer.flags.writeable):
+    if not buffer.flags.c_contiguous or (on_host and not buffer.flags.writeable):
         raise CommError(
-            f"buffer: expected a {'' if on_device else 'writeable '}C-contiguous array, got strides {buffer.strides} "
+            f"buffer: expected a {'writeable ' if on_host else ''}C-contiguous array, got strides {buffer.strides} "
             f"for shape {buffer.shape}; reduce a packed copy"
         )
+    if method.codec == "bfloat16" and buffer.dtype != np.float32:
+        raise CommError(f"buffer: expected float32 to be rounded to bfloat16, got {buffer.dtype}")
 
 
-def check_alike(mpi_comm: MPI.Intracomm, first: int, buffer: Any) -> None:
-    """Raise CommError unless the buffer is like that of the first rank, which is called `first`. Collective, to be
+def check_alike(mpi_comm: MPI.Intracomm, first: int, buffers: Sequence[Any]) -> None:
+    """Raise CommError unless the buffers are like those of the first rank, which is called `first`. Collective, to be
     agreed on."""
-    mine = (buffer.shape, buffer.dtype.name)
+    mine = [(buffer.shape, buffer.dtype.name) for buffer in buffers]
     wanted = mpi_comm.bcast(mine, root=0)
-    if mine != wanted:
-        raise CommError(
-            f"buffer: expected shape {wanted[0]} and {wanted[1]} as on rank {first}, got {mine[0]} and {mine[1]}"
-        )
+    if len(mine) != len(wanted):
+        raise CommError(f"buffers: expected {len(wanted)} as on rank {first}, got {len(mine)}")
+    for (shape, dtype), own in zip(wanted, mine):
+        if own != (shape, dtype):
+            raise CommError(f"buffer: expected shape {shape} and {dtype} as on rank {first}, got {own[0]} and {own[1]}")

@@ -10,11 +10,12 @@ else in halograd moves tensor data. It is built once, over arrays that stay, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halograd.comm.rounds import side_by_side
 from halograd.device import Device, device_of
 from halograd.dtensor.blocks import Blocks
 from halograd.dtensor.box import Box
@@ -22,6 +23,7 @@ from halograd.dtensor.plan import Piece, plan_exchange
 
 if TYPE_CHECKING:
     from halograd.comm import Communicator
+    from halograd.comm.channel import Channel, ChannelSpec
 
 __all__ = ["Exchange"]
 
@@ -75,24 +77,54 @@ class Exchange:
         kind: str = "halo",
         name: str | None = None,
     ) -> None:
+        ends = sources, targets, source, target, source_origin, target_origin
+        side_by_side([self._set_up(comm.rank, *ends, combine, kind, name)], comm.channels)
+
+    @classmethod
+    def together(cls, comm: Communicator, many: Sequence[Mapping[str, Any]]) -> list[Exchange]:
+        """Several exchanges, of which each has the arguments of one; made for the price of one. Collective.
+
+        Their arrays are all on the host, or all on one device.
+        """
+        if not many:
+            return []
+        made = [cls.__new__(cls) for _ in many]
+        steps = [one._set_up(comm.rank, **arguments) for one, arguments in zip(made, many)]
+        with comm.agreement():
+            side_by_side(steps, comm.channels)
+        return made
+
+    def _set_up(
+        self,
+        rank: int,
+        sources: Blocks,
+        targets: Blocks,
+        source: Any,
+        target: Any,
+        source_origin: Sequence[int] | None = None,
+        target_origin: Sequence[int] | None = None,
+        combine: str = "assign",
+        kind: str = "halo",
+        name: str | None = None,
+    ) -> Generator[ChannelSpec, Channel, None]:
+        """Say what channel is wanted, and go on when it is there."""
+        from halograd.comm.channel import ChannelSpec  # not at the top: planning needs no MPI
+
         if combine not in ("assign", "sum"):
             raise ValueError(f"combine: expected 'assign' or 'sum', got {combine!r}")
         self._sum = combine == "sum"
         self._target = target
-        rank = comm.rank
         self.pieces = plan_exchange(sources, targets, rank, summed=self._sum)
         at_source = tuple(source_origin) if source_origin is not None else sources[rank].start
         at_target = tuple(target_origin) if target_origin is not None else targets[rank].start
         sends = [p for p in self.pieces if p.source == rank and p.target != rank]
         recvs = [p for p in self.pieces if p.target == rank and p.source != rank]
         local = [p for p in self.pieces if p.source == p.target == rank]
-        dtype = _dtype(source, target)
         device = device_of(source, target)
-        self._channel = comm.channel(
-            _counts(sends, "target"), _counts(recvs, "source"), dtype, kind=kind, name=name, device=device
-        )
-        pack = self._bind(sends, "target", self._channel.send_buffer, source, at_source)
-        unpack = self._bind(recvs, "source", self._channel.recv_buffer, target, at_target)
+        counts = _counts(sends, "target"), _counts(recvs, "source")
+        channel = self._channel = yield ChannelSpec(*counts, _dtype(source, target), kind, name, device)
+        pack = self._bind(sends, "target", channel.send_buffer, source, at_source)
+        unpack = self._bind(recvs, "source", channel.recv_buffer, target, at_target)
         self._clear = self._must_clear(target, targets[rank], at_target, local)
         here = [(_view(target, p.box, at_target), _view(source, p.box, at_source)) for p in local]
         here = [(t, s) for t, s in here if not _same(t, s, device)]

@@ -15,9 +15,9 @@ from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNorm
 from halograd.kernels.memory import Work
 from halograd.kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from halograd.layers.costs import Passes
+from halograd.layers.groups import sample_groups
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.parameter import Parameter
-from halograd.layers.sample_group import sample_groups
 
 if TYPE_CHECKING:
     from halograd.program.context import Context

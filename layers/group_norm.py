@@ -12,10 +12,10 @@ import numpy as np
 from halograd.kernels import ChannelNormArrays, GroupNormArrays
 from halograd.layers.batch_norm import affine_parameters, lower_affine
 from halograd.layers.costs import Passes
+from halograd.layers.groups import sample_groups
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.pair import Pair
 from halograd.layers.parameter import Parameter
-from halograd.layers.sample_group import sample_groups
 
 if TYPE_CHECKING:
     from halograd.program.context import Context

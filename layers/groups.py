@@ -1,21 +1,33 @@
-"""Communicators of groups of ranks, made once per communicator and grouping."""
+"""Groups of ranks, with a communicator each that is made once per communicator and grouping."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-from halograd.dtensor import Groups
+from halograd.dtensor import Blocks, Groups
 
 if TYPE_CHECKING:
     from halograd.comm import Communicator
+    from halograd.comm.reduction import Reduction, ReductionSpec
 
-__all__ = ["group_of", "in_group"]
+__all__ = ["group_of", "in_group", "reductions_in_groups", "sample_groups"]
 
 Made = TypeVar("Made")
 
 _made: WeakKeyDictionary[Communicator, dict[Groups, Communicator | None]] = WeakKeyDictionary()
+
+
+def sample_groups(boxes: Blocks) -> Groups:
+    """Ranks with boxes ``(N, *spatial, C)`` of the same samples and channels: sums "per sample" run over them.
+
+    >>> groups = sample_groups(Blocks((((0, 2), (2, 3)), ((0, 4), (4, 8)), ((0, 3),)), 5))
+    >>> [groups.color(rank) for rank in range(5)]
+    [0, 0, 1, 1, None]
+    """
+    return Groups.agreeing(boxes.grid, (0, len(boxes.grid) - 1), boxes.size)
 
 
 def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
@@ -54,3 +66,25 @@ def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], 
             return None
         with group.agreement():
             return make(group)
+
+
+def reductions_in_groups(comm: Communicator, specs: Sequence[tuple[Groups, ReductionSpec]]) -> list[Reduction | None]:
+    """Sums over the groups of this rank, those of each grouping made together. Collective over `comm`.
+
+    Returns
+    -------
+    In the same order; None on ranks that are in none of the groups.
+    """
+    by_groups: dict[Groups, list[int]] = {}
+    for number, (groups, _) in enumerate(specs):
+        by_groups.setdefault(groups, []).append(number)
+    found: dict[int, Reduction] = {}
+    for groups, numbers in by_groups.items():
+        wanted = [specs[number][1] for number in numbers]
+        made = in_group(comm, groups, partial(_reductions, wanted))
+        found.update(zip(numbers, made or ()))
+    return [found.get(number) for number in range(len(specs))]
+
+
+def _reductions(specs: Sequence[ReductionSpec], group: Communicator) -> list[Reduction]:
+    return group.reductions(specs)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halograd.comm.reduction import ReductionSpec
 from halograd.comm.sums import METHODS
 from halograd.dtensor import Exchange
 from halograd.kernels import Substitute
-from halograd.layers.groups import in_group
+from halograd.layers.groups import reductions_in_groups
 from halograd.program import operations
 from halograd.program.mode import Mode
 from halograd.program.operations import Kernel, Operation, Run, Sum, Total, Transfer
@@ -98,6 +100,7 @@ class Runner:
             if buffer.kept and buffer.fill:
                 self._array(buffer).fill(buffer.fill)
         kernels.take_substitutes()  # those of others are not ours to report
+        self._open(program)
         self.forward = [self._bind(segment) for segment in program.forward]
         self.backward = [self._bind(segment) for segment in program.backward]
 
@@ -136,10 +139,9 @@ class Runner:
         if isinstance(operation, Run):
             return self._run(operation)
         if isinstance(operation, Transfer):
-            exchange = self._once(operation.exchange, self._exchange)
-            return getattr(exchange, operation.end)
+            return getattr(self._made[operation.exchange], operation.end)
         assert isinstance(operation, Total)
-        total = self._once(operation.sum, self._sum)
+        total = self._made[operation.sum]
         return _nothing if total is None else getattr(total, operation.end)
 
     def items(self, segment: Segment) -> list[Item]:
@@ -183,27 +185,31 @@ class Runner:
 
     def _kernel(self, name: str, kernel: Kernel) -> Any:
         arrays = {key: None if view is None else self.view(view) for key, view in kernel.views.items()}
-        arrays |= {key: None if sum_ is None else self._once(sum_, self._sum) for key, sum_ in kernel.sums.items()}
+        arrays |= {key: None if sum_ is None else self._made[sum_] for key, sum_ in kernel.sums.items()}
         return kernel.make(Environment(self.kernels, self.mode, name), **arrays)
 
-    def _exchange(self, made: operations.Exchange) -> Exchange:
-        return Exchange(
-            self.comm,
-            made.sources,
-            made.targets,
-            self.view(made.source),
-            self.view(made.target),
-            source_origin=made.source_origin,
-            target_origin=made.target_origin,
-            combine=made.combine,
-            kind=made.kind,
-            name=made.name,
-        )
+    def _open(self, program: Program) -> None:
+        """Make all exchanges together, and all sums: one by one, each would cost some meetings of all ranks."""
+        found = dict.fromkeys(o.exchange for o in program if isinstance(o, Transfer))
+        made = Exchange.together(self.comm, [self._arguments(one) for one in found])
+        self._made.update(zip(found, made))
+        sums = list(dict.fromkeys(chain.from_iterable(map(_sums, program))))
+        specs = [(one.groups, ReductionSpec(self.view(one.view), one.kind, one.name, one.method)) for one in sums]
+        for total, reduction in zip(sums, reductions_in_groups(self.comm, specs)):
+            self._made[total] = None if reduction is None else UnderWay(reduction)
 
-    def _sum(self, total: Sum) -> Any:
-        buffer = self.view(total.view)
-        made = in_group(self.comm, total.groups, partial(_reduction, total, buffer))
-        return None if made is None else UnderWay(made)
+    def _arguments(self, made: operations.Exchange) -> dict[str, Any]:
+        return {
+            "sources": made.sources,
+            "targets": made.targets,
+            "source": self.view(made.source),
+            "target": self.view(made.target),
+            "source_origin": made.source_origin,
+            "target_origin": made.target_origin,
+            "combine": made.combine,
+            "kind": made.kind,
+            "name": made.name,
+        }
 
     def close(self) -> None:
         """Free kernels, channels and sums. Local."""
@@ -233,8 +239,12 @@ class UnderWay:
         self._reduction.close()
 
 
-def _reduction(total: Sum, buffer: Any, group: Communicator) -> Any:
-    return group.reduction(buffer, kind=total.kind, name=total.name, method=total.method)
+def _sums(operation: Operation) -> list[Sum]:
+    """The sums that an operation takes part in."""
+    if isinstance(operation, Total):
+        return [operation.sum]
+    found = operation.kernel.sums.values() if isinstance(operation, Run) else ()
+    return [one for one in found if one is not None]
 
 
 def _travels(operation: Operation) -> object:

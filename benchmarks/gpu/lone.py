@@ -5,16 +5,18 @@ For times only: what arrives are the own messages, so that numbers are of no use
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from halograd.comm.channel import ChannelSpec
 from halograd.comm.counters import Instruments
 from halograd.comm.gpu.choice import Choice
-from halograd.device import HOST, Device
+from halograd.comm.reduction import ReductionSpec
+from halograd.device import Device
 
 __all__ = ["LoneCommunicator"]
 
@@ -39,22 +41,19 @@ class LoneCommunicator:
         self.counters = self.instruments.counters
         self._channels: list[_Mirror] = []
 
-    def channel(
-        self,
-        send_counts: Mapping[int, int],
-        recv_counts: Mapping[int, int],
-        dtype: Any,
-        *,
-        device: Device = HOST,
-        **labels: Any,
-    ) -> _Mirror:
-        """See `Communicator.channel`."""
-        self._channels.append(_Mirror(send_counts, recv_counts, np.dtype(dtype), device))
-        return self._channels[-1]
+    def channels(self, specs: Sequence[ChannelSpec]) -> list[_Mirror]:
+        """See `Communicator.channels`."""
+        made = [_Mirror(one.sends, one.recvs, np.dtype(one.dtype), one.device) for one in specs]
+        self._channels += made
+        return made
 
-    def reduction(self, buffer: Any, group: Any = None, **options: Any) -> _Unchanged:
+    def reduction(self, buffer: Any, **options: Any) -> _Unchanged:
         """A sum in which the others have no part."""
         return _Unchanged()
+
+    def reductions(self, specs: Sequence[ReductionSpec]) -> list[_Unchanged]:
+        """See `Communicator.reductions`."""
+        return [_Unchanged() for _ in specs]
 
     def split(self, color: int | None) -> LoneCommunicator:
         """Refused: who the others of a group are, one rank alone cannot know."""

@@ -5,7 +5,7 @@ The device counterpart of `halograd.comm.transports.shared`: the same channels, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from halograd.comm.channel import Channel
@@ -16,32 +16,10 @@ from halograd.comm.progress import Operation, Work
 from halograd.comm.reduction import REDUCIBLE, Plan, Reduction, Room
 from halograd.comm.sums import Method, shards
 from halograd.comm.transports.base import Context, Pattern, split_node
-from halograd.comm.transports.memory import FLAG_BYTES, Arena, Flags, Signal, rounded
+from halograd.comm.transports.memory import Arena, Flags, Signal, rounded
 from halograd.comm.transports.shared import WindowChannel, Windows
 
-__all__ = ["EventMove", "IpcTransport", "Notices"]
-
-
-class Notices:
-    """One counter per rank in shared host memory, by which ranks tell that they have recorded an event.
-
-    Collective over all ranks of the node to make.
-
-    Parameters
-    ----------
-    peers
-        Those whose counters this rank waits for.
-    """
-
-    def __init__(self, arena: Arena, peers: tuple[int, ...]) -> None:
-        self._chunk, first = arena.reserve(FLAG_BYTES)
-        told = arena.node.allgather(first)
-        mine = arena.node.rank
-        self.flags = Flags(self._chunk, {rank: told[rank] for rank in (*peers, mine)}, mine)
-
-    def close(self) -> None:
-        """Give the memory back. Local, but all ranks do it."""
-        self._chunk.give_back()
+__all__ = ["EventMove", "IpcTransport"]
 
 
 class EventMove(Signal):
@@ -74,7 +52,7 @@ class EventMove(Signal):
         stream: Callable[[], Any],
         peers: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__(flags)
+        super().__init__(flags, peers)
         self._which, self._stream, self._event = which, stream, shared.events[which]
         self._events = shared.peer_events(which, peers)
 
@@ -109,7 +87,10 @@ class IpcTransport:
         self._memory = IpcMemory(cuda, context.mpi, context.agree)
         self._arena = Arena(split_node(context.mpi), context.agree)
 
-    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
+    def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
+        return [self._channel(pattern, meter) for pattern, meter in zip(patterns, meters)]
+
+    def _channel(self, pattern: Pattern, meter: Meter) -> Channel:
         sizes = {peer: rounded(count * pattern.dtype.itemsize, ALIGNMENT) for peer, count in pattern.sends.items()}
         shared = self._memory.share(2 * sum(sizes.values()), events=2)
         offsets, at = {}, 0
@@ -117,7 +98,7 @@ class IpcTransport:
             offsets[peer] = (at, at + size)
             at += 2 * size
         told = self._context.mpi.allgather(offsets)
-        notices, mine = Notices(self._arena, pattern.peers), shared.rank
+        (notices,), mine = self._arena.places([0]), shared.rank
 
         def both(owner: int, reader: int, count: int) -> tuple[Any, Any]:
             first, second = (shared.array(owner, offset, count, pattern.dtype) for offset in told[owner][reader])
@@ -128,7 +109,7 @@ class IpcTransport:
         first, second = (
             EventMove(notices.flags, shared, slot, lambda: self._cuda.compute, pattern.peers) for slot in (0, 1)
         )
-        close = [shared.close, notices.close]
+        close = [shared.close, notices.give_back]
         return WindowChannel(pattern, meter, Windows(sends, recvs, (first, second), close, on_device=True))
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
@@ -153,7 +134,7 @@ class IpcTransport:
         behind = rounded(flat.nbytes, ALIGNMENT) if method.adds else 0
         own = parts[mpi.rank]
         nbytes = behind + rounded(lengths[mpi.rank] * flat.itemsize, ALIGNMENT)
-        shared, notices = self._memory.share(nbytes, events=2), Notices(self._arena, tuple(range(mpi.size)))
+        shared, (notices,) = self._memory.share(nbytes, events=2), self._arena.places([0])
         moves = [EventMove(notices.flags, shared, which, lambda: self._lane.stream) for which in (0, 1)]
         totals = [shared.array(r, behind, n, flat.dtype) for r, n in enumerate(lengths)]
         room = Room(gather=moves[method.adds])
@@ -174,7 +155,7 @@ class IpcTransport:
         operation = Operation(stages, first=2, last=1, prepare=self._cuda.device.use)
         held = int(flat.nbytes * (mpi.size + 1) // mpi.size)
         plan = Plan(operation, self._context.progress, nbytes=ALIGNMENT, device_nbytes=held)
-        plan.close += [shared.close, notices.close]
+        plan.close += [shared.close, notices.give_back]
         return Reduction(buffer, [timed], plan)
 
     def close(self) -> None:

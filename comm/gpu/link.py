@@ -55,8 +55,8 @@ class DeviceTransport(Protocol):
 
     summable: tuple[str, ...]
 
-    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
-        """A channel of this (valid and matching) pattern. Collective over the communicator."""
+    def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
+        """Channels of these (valid and matching) patterns. Collective over the communicator."""
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
         """A sum of several ranks, not empty, of a method that devices make. Collective over the communicator."""

@@ -86,7 +86,10 @@ class MpiCudaTransport:
     def __init__(self, cuda: Cuda, lane: Lane, context: Context) -> None:
         self._cuda, self._lane, self._context = cuda, lane, context
 
-    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
+    def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
+        return [self._channel(pattern, meter) for pattern, meter in zip(patterns, meters)]
+
+    def _channel(self, pattern: Pattern, meter: Meter) -> Channel:
         return MpiCudaChannel(self._cuda, self._context, pattern, meter)
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,7 +166,10 @@ class NcclTransport:
             self._links[which] = Link(self._nccl, self._lanes[which], self._context, self._watchdog)
         return self._links[which]
 
-    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
+    def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
+        return [self._channel(pattern, meter) for pattern, meter in zip(patterns, meters)]
+
+    def _channel(self, pattern: Pattern, meter: Meter) -> Channel:
         return NcclChannel(self.link(urgent=True), pattern, LaneMeter(meter, self._spans))
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:

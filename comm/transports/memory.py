@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import count as counting
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from mpi4py import MPI
 
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Stage, rest
+from halograd.comm.reduction import Plan
 from halograd.comm.transports.base import ALIGNMENT
 
-__all__ = ["FLAG_BYTES", "Arena", "Chunk", "Flags", "Places", "Signal", "rounded"]
+__all__ = ["FLAG_BYTES", "Arena", "Chunk", "Flags", "Places", "Planning", "Signal", "rounded"]
 
 PAGE = 4096  # [B]
 SMALLEST = 64 * 1024  # [B] per rank
@@ -32,37 +33,37 @@ def rounded(nbytes: int, multiple: int = ALIGNMENT) -> int:
 
 
 class Chunk:
-    """One window: a segment of shared memory per rank of the node. Collective over the node to make and free."""
+    """One window: a segment of shared memory per rank of the node. Collective over the node to make and free.
 
-    def __init__(self, node: MPI.Intracomm, nbytes: int) -> None:
+    Attributes
+    ----------
+    sizes
+        Bytes of the segment of every rank [B].
+    used
+        Of this rank's, how many are given out [B].
+    """
+
+    def __init__(self, node: MPI.Intracomm, sizes: np.ndarray) -> None:
         # Separate segments begin on pages of their own, near the rank that first touches them.
         info = MPI.Info.Create()
         info.Set("alloc_shared_noncontig", "true")
-        self._window = MPI.Win.Allocate_shared(nbytes, 1, info, node)
+        self._window = MPI.Win.Allocate_shared(int(sizes[node.rank]), 1, info, node)
         info.Free()
         self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for Sync; there are no RMA calls
-        self._rank = node.rank
-        self._nbytes = nbytes
-        self._used = 0
-        self._live = 0
+        self._rank, self.sizes = node.rank, sizes
+        self.used = self._live = 0
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether this rank's segment has room. Local."""
-        return self._used + nbytes <= self._nbytes
-
-    def take(self, nbytes: int) -> int:
-        """Offset [B] in this rank's segment of fresh memory, zeroed. Local."""
-        first = self._used
-        self._used += nbytes
-        self._live += 1
-        self.segment(self._rank)[first : first + nbytes].fill(0)  # commit the pages now, not in a step
-        return first
+    def take(self, requests: Sequence[int]) -> None:
+        """Take so many bytes each [B], to be given back one by one; zeroed. Local."""
+        first, self.used = self.used, self.used + sum(requests)
+        self._live += len(requests)
+        self.segment(self._rank)[first : self.used].fill(0)  # commit the pages now, not in a step
 
     def give_back(self) -> None:
-        """Undo one `take`; the segment is used afresh once all are given back. Local."""
+        """Give one request back; the segment is used afresh once all are given back. Local."""
         self._live -= 1
         if not self._live:
-            self._used = 0
+            self.used = 0
 
     def segment(self, rank: int) -> np.ndarray:
         """The memory of a rank of the node: ``(bytes,)`` uint8, shared. Local."""
@@ -102,10 +103,17 @@ class Arena:
         self._chunks: list[Chunk] = []
         self._nbytes = 0
 
-    def reserve(self, nbytes: int) -> tuple[Chunk, int]:
-        """A chunk, the same on all ranks of the node, and the offset [B] of `nbytes` in this rank's segment.
+    def reserve(self, requests: Sequence[int]) -> tuple[Chunk, np.ndarray]:
+        """A chunk, the same on all ranks of the node, and where in it the requests [B] of every rank lie.
 
-        Collective over the ranks of all nodes.
+        Collective over the ranks of all nodes, with as many requests each, of any size.
+
+        Returns
+        -------
+        chunk
+            Which each request is given back to.
+        offsets
+            ``(ranks of the node, requests)``, in the segment of each rank [B].
 
         Raises
         ------
@@ -113,18 +121,28 @@ class Arena:
             On all ranks, if a node has not enough shared memory.
         """
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
-        room = np.array([chunk.fits(nbytes) for chunk in self._chunks] + [True], np.int32)
-        self.node.Allreduce(MPI.IN_PLACE, room, MPI.MIN)
-        index = int(np.argmax(room))
-        grows = index == len(self._chunks)
-        size = rounded(max(nbytes, SMALLEST, self._nbytes), PAGE) if grows else 0
-        total = self.node.allreduce(size)
-        self._agree(_shortage(total))
-        if grows:
-            self._chunks.append(Chunk(self.node, size))
+        size = rounded(max(sum(requests), SMALLEST, self._nbytes), PAGE)
+        mine = [*requests, size, _free(), *(chunk.used for chunk in self._chunks)]
+        told = np.empty((self.node.size, len(mine)), np.int64)
+        self.node.Allgather(np.array(mine, np.int64), told)
+        wanted, sizes, free, used = np.split(told, np.cumsum([len(requests), 1, 1]), axis=1)
+        starts = np.concatenate([np.zeros((len(told), 1), np.int64), wanted.cumsum(axis=1)], axis=1)
+        fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())
+        index = next(fits, None)
+        self._agree(_shortage(int(sizes.sum()), int(free.min())) if index is None else None)
+        if index is None:
+            self._chunks.append(Chunk(self.node, sizes[:, 0]))
             self._nbytes += size
-        chunk = self._chunks[index]
-        return chunk, chunk.take(nbytes)
+            chunk, before = self._chunks[-1], np.zeros(len(told), np.int64)
+        else:
+            chunk, before = self._chunks[index], used[:, index]
+        chunk.take(requests)
+        return chunk, before[:, None] + starts[:, :-1]
+
+    def places(self, wanted: Sequence[int]) -> list[Places]:
+        """So many bytes each [B], ranks may differ, in the segment of every rank. Collective, as `reserve`."""
+        chunk, offsets = self.reserve([FLAG_BYTES + nbytes for nbytes in wanted])
+        return [Places(chunk, at, self.node.rank) for at in offsets.T.tolist()]
 
     def close(self) -> None:
         """Free all windows; idempotent. Collective over the node."""
@@ -135,13 +153,16 @@ class Arena:
             self.node.Free()
 
 
-def _shortage(nbytes: int) -> CommError | None:
-    """The error to raise if the node cannot hold `nbytes` more of shared memory: to find out by touching
-    the memory would be a bus error."""
+def _free() -> int:
+    """Shared memory that this node can still give [B]: to find out by touching it would be a bus error."""
     if not SHARED_MEMORY.is_dir():
-        return None
+        return 1 << 62
     status = os.statvfs(SHARED_MEMORY)
-    free = status.f_bavail * status.f_frsize
+    return status.f_bavail * status.f_frsize
+
+
+def _shortage(nbytes: int, free: int) -> CommError | None:
+    """The error to raise if the node cannot hold `nbytes` more of shared memory."""
     if nbytes <= free:
         return None
     return CommError(
@@ -234,9 +255,7 @@ class Signal(Stage):
 
 
 class Places:
-    """`nbytes` [B] in the segment of every rank of the node, behind a flag each. Collective over all nodes to make.
-
-    Ranks may ask for different numbers of bytes.
+    """Memory in the segment of every rank of the node, behind a flag each; made by `Arena.places`.
 
     Attributes
     ----------
@@ -246,10 +265,9 @@ class Places:
         The flags of these places.
     """
 
-    def __init__(self, arena: Arena, nbytes: int) -> None:
-        self._chunk, first = arena.reserve(FLAG_BYTES + nbytes)
-        self.mine = arena.node.rank
-        self._offsets = dict(enumerate(arena.node.allgather(first)))
+    def __init__(self, chunk: Chunk, offsets: Sequence[int], mine: int) -> None:
+        self._chunk, self.mine = chunk, mine
+        self._offsets = dict(enumerate(offsets))
         self.flags = Flags(self._chunk, self._offsets, self.mine)
         self.ranks = len(self._offsets)
 
@@ -266,6 +284,10 @@ class Places:
     def give_back(self) -> None:
         """Free the memory. Local, but all ranks do it."""
         self._chunk.give_back()
+
+
+#: A set-up that asks for bytes [B] in memory that ranks share, gets places, and returns the plan of a sum.
+Planning = Generator[int, Places, Plan]
 
 
 def _counter(chunk: Chunk, rank: int, offset: int) -> memoryview:

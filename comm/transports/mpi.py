@@ -122,13 +122,13 @@ class MpiChannel(Channel):
         self._received.clear()
 
 
-def plan_over_mpi(context: Context, buffer: np.ndarray, method: Method) -> Plan:
-    """How a buffer is summed by messages of MPI; of several ranks, not empty, not by nodes.
+def plan_over_mpi(context: Context, flat: np.ndarray, method: Method) -> Plan:
+    """How a flat buffer is summed by messages of MPI; of several ranks, not empty, not by nodes.
 
     A sum in the order of the ranks is a room of messages; all others are a collective of the MPI library, which may
     add up in any order, and in another one for another number of bytes. The progress thread drives both.
     """
-    mpi, flat = context.mpi, buffer.reshape(-1)
+    mpi = context.mpi
     parts = shards(flat.size, mpi.size, flat.itemsize)
     own = parts[mpi.rank]
     feedback = method.codec == "bfloat16"

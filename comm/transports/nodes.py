@@ -23,7 +23,7 @@ from halograd.comm.reduction import Plain, Plan
 from halograd.comm.sums import Method, shards
 from halograd.comm.transports.base import ALIGNMENT
 from halograd.comm.transports.emulated import Network, Stamped, Stamps
-from halograd.comm.transports.memory import Places, Signal, rounded
+from halograd.comm.transports.memory import Places, Planning, Signal, rounded
 from halograd.comm.transports.mpi import Native
 
 __all__ = ["Attempt", "Team", "plan_by_nodes"]
@@ -101,7 +101,7 @@ class Attempt(Stage):
 
 
 class _Room:
-    """The shared memory of one sum. Collective to make. ::
+    """The shared memory of one sum; `lie` says where it is. ::
 
         first rank of a node   | stamps | total, ... | summand |
         other ranks            | stamps | summand |
@@ -113,12 +113,16 @@ class _Room:
     they had read everything.
     """
 
-    def __init__(self, places: Callable[[int], Places], team: Team, flat: np.ndarray) -> None:
+    def __init__(self, team: Team, flat: np.ndarray) -> None:
         self._team, self._flat, self._size = team, flat, rounded(flat.nbytes)
         self._totals = 3 if team.emulated else 1
         arrays = (len(team.here) > 1) + (self._totals if team.leads else 0)
-        self.places = places(STAMPS + arrays * self._size)
-        self.nbytes = arrays * flat.nbytes
+        #: Bytes of shared memory that this rank needs, and those of them that a caller sees [B].
+        self.wanted, self.nbytes = STAMPS + arrays * self._size, arrays * flat.nbytes
+
+    def lie(self, places: Places) -> None:
+        """Make the views."""
+        self.places, team = places, self._team
         self.result = self.total(team.here[0], 2 if team.emulated else 0)
         self.totals = [self.total(team.here[0], turn) if team.emulated else self.result for turn in (0, 1)]
         several = len(team.here) > 1
@@ -137,17 +141,11 @@ class _Room:
         return self.places.view(rank, STAMPS + number * self._size, self._flat.nbytes, self._flat.dtype)
 
 
-def plan_by_nodes(
-    flat: np.ndarray, method: Method, team: Team, places: Callable[[int], Places], progress: Progress
-) -> Plan:
-    """How a flat buffer is summed by nodes; of several ranks, not empty. Collective.
-
-    Parameters
-    ----------
-    places
-        Makes `Places` of so many bytes on this rank.
-    """
-    room, here, codec = _Room(places, team, flat), team.here, Plain()
+def plan_by_nodes(flat: np.ndarray, method: Method, team: Team, progress: Progress) -> Planning:
+    """How a flat buffer is summed by nodes; of several ranks, not empty."""
+    room, here, codec = _Room(team, flat), team.here, Plain()
+    places = yield room.wanted
+    room.lie(places)
     flags, me = room.places.flags, here.index(team.mine)
     share = shards(flat.size, len(here), flat.itemsize)[me]
     # All ranks have the same signals, whether they are waited for or not: so they count alike.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from halograd.comm.sums import LARGEST_AT_ONCE, Method, shards
 from halograd.comm.transports import base
 from halograd.comm.transports.base import ALIGNMENT, Context, Pattern
 from halograd.comm.transports.emulated import Network, Stamped, Stamps
-from halograd.comm.transports.memory import FLAG_BYTES, Arena, Flags, Places, Signal, rounded
+from halograd.comm.transports.memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Planning, Signal, rounded
 
 __all__ = ["NodeMemory", "WindowChannel", "Windows", "blocks"]
 
@@ -57,9 +57,9 @@ class NodeMemory:
         """The ranks that share memory. Collective at the first call."""
         return self._open().node
 
-    def places(self, nbytes: int) -> Places:
-        """So many bytes [B] in the segment of every rank of this node."""
-        return Places(self._open(), nbytes)
+    def places(self, wanted: Sequence[int]) -> list[Places]:
+        """So many bytes each [B] in the segment of every rank of this node."""
+        return self._open().places(wanted)
 
     @property
     def buffer_bytes(self) -> int:
@@ -104,35 +104,37 @@ class NodeMemory:
 
     # -- channels ------------------------------------------------------------------------------
 
-    def channel(self, pattern: Pattern, meter: Meter) -> WindowChannel:
-        """A channel of a pattern all of whose peers share memory."""
-        arena = self._open()
-        nbytes = {peer: rounded(count * pattern.dtype.itemsize) for peer, count in pattern.sends.items()}
-        chunk, first = arena.reserve(FLAG_BYTES + 2 * ALIGNMENT + 2 * sum(nbytes.values()))
+    def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[WindowChannel]:
+        """Channels of patterns all of whose peers share memory."""
+        arena, local = self._open(), self._node_ranks
+        slots = [_slots({local[peer]: count * p.dtype.itemsize for peer, count in p.sends.items()}) for p in patterns]
+        chunk, offsets = arena.reserve([nbytes for _, nbytes in slots])
+        told = arena.node.allgather([places for places, _ in slots])
+        return [
+            self._channel(pattern, meter, chunk, offsets[:, i], [places[i] for places in told])
+            for i, (pattern, meter) in enumerate(zip(patterns, meters))
+        ]
+
+    def _channel(
+        self, pattern: Pattern, meter: Meter, chunk: Chunk, offsets: np.ndarray, told: Sequence[Mapping[int, int]]
+    ) -> WindowChannel:
+        """A channel whose ranks have memory at `offsets` and say there for whom is what; by rank on the node. Local."""
         mine, local = self._node_ranks[self.context.mpi.rank], self._node_ranks
-        # The flag and two stamps, then two slots per peer.
-        start = first + FLAG_BYTES + 2 * ALIGNMENT
-        offsets: dict[int, tuple[int, int]] = {}
-        for peer, size in nbytes.items():
-            offsets[local[peer]] = (start, start + size)
-            start += 2 * size
-        told = arena.node.allgather((first, offsets))
-        sends = {
-            peer: _both(chunk.segment(mine), offsets[local[peer]], count, pattern.dtype)
-            for peer, count in pattern.sends.items()
-        }
-        recvs = {
-            peer: _both(chunk.segment(local[peer]), told[local[peer]][1][mine], count, pattern.dtype)
-            for peer, count in pattern.recvs.items()
-        }
-        where = {local[peer]: told[local[peer]][0] for peer in pattern.peers} | {mine: first}
+
+        def both(owner: int, reader: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+            start, size = int(offsets[owner]) + told[owner][reader], rounded(count * pattern.dtype.itemsize)
+            return _both(chunk.segment(owner), (start, start + size), count, pattern.dtype)
+
+        sends = {peer: both(mine, local[peer], count) for peer, count in pattern.sends.items()}
+        recvs = {peer: both(local[peer], mine, count) for peer, count in pattern.recvs.items()}
+        where = {rank: int(offsets[rank]) for rank in (mine, *(local[peer] for peer in pattern.peers))}
         stamps = {
             rank: _both(chunk.segment(rank), (at + FLAG_BYTES, at + FLAG_BYTES + ALIGNMENT), 1, np.dtype(np.float64))
             for rank, at in where.items()
         }
         seconds = {local[peer]: self._seconds(peer, count * pattern.dtype.itemsize) for peer, count in
                    pattern.recvs.items()}  # fmt: skip
-        for view in (view for both in recvs.values() for view in both):
+        for view in (view for pair in recvs.values() for view in pair):
             view.flags.writeable = False
         move = self.signal(Flags(chunk, where, mine), stamps, seconds)
         return WindowChannel(pattern, meter, Windows(sends, recvs, (move, move), [chunk.give_back]))
@@ -145,9 +147,8 @@ class NodeMemory:
 
     # -- sums ----------------------------------------------------------------------------------
 
-    def plan(self, buffer: np.ndarray, method: Method) -> Plan:
-        """How ranks that all share memory sum a buffer; of several ranks, not empty, not by nodes."""
-        flat = buffer.reshape(-1)
+    def plan(self, flat: np.ndarray, method: Method) -> Planning:
+        """How ranks that all share memory sum a flat buffer; of several ranks, not empty, not by nodes."""
         if method.codec == "plain" and (flat.nbytes <= LARGEST_AT_ONCE or not method.adds):
             return self._at_once(flat, method)
         return self._staged(flat, method)
@@ -159,7 +160,7 @@ class NodeMemory:
         stamps = {rank: _stamps(places, rank) for rank in range(places.ranks)}
         return self.signal(places.flags, stamps, dict.fromkeys(stamps, seconds))
 
-    def _at_once(self, flat: np.ndarray, method: Method) -> Plan:
+    def _at_once(self, flat: np.ndarray, method: Method) -> Planning:
         """Every rank deposits its summand when it starts, and each adds up all of them: of every element, or its shard.
 
         To gather, every rank deposits its shard: of any size, as shards of all ranks are no more than one buffer.
@@ -172,7 +173,7 @@ class NodeMemory:
         parts = shards(flat.size, ranks, flat.itemsize)
         deposited = [slice(0, flat.size)] * ranks if method.adds else parts
         half = rounded(max(part.stop - part.start for part in deposited) * flat.itemsize)
-        places = self.places(2 * ALIGNMENT + 2 * half)
+        places = yield 2 * ALIGNMENT + 2 * half
         move = self._travel(places, method, flat.nbytes)
         own = slice(0, flat.size) if method.gathers else parts[me]
         turns = []
@@ -191,7 +192,7 @@ class NodeMemory:
         arrival = move if self.network is not None else None
         return Plan(Operation(*turns, first=1), arrival=arrival, nbytes=nbytes, close=[places.give_back])
 
-    def _staged(self, flat: np.ndarray, method: Method) -> Plan:
+    def _staged(self, flat: np.ndarray, method: Method) -> Planning:
         """A large sum, made in `finish` by the ranks together: piece by piece, each adds up its share of a piece.
 
         ``start`` only notes that the buffer is ready. The ranks of a node have no network to wait for: the sum is work
@@ -209,7 +210,7 @@ class NodeMemory:
         stage, stages = self._common(), list[Stage]()
         plan = Plan(queue=stage.waiting)
         if self.network is not None:
-            places = self.places(2 * ALIGNMENT)
+            places = yield 2 * ALIGNMENT
             plan.arrival = self._travel(places, method, flat.nbytes)
             stages.append(plan.arrival)
             plan.close.append(places.give_back)
@@ -228,7 +229,8 @@ class NodeMemory:
         if self._stage is None:
             ranks = self.context.mpi.size
             share = rounded(STAGE_BYTES // ranks + ALIGNMENT)
-            self._stage = _CommonStage(self.places(STAGE_BYTES + share), share)
+            (places,) = self.places([STAGE_BYTES + share])
+            self._stage = _CommonStage(places, share)
         return self._stage
 
 
@@ -396,6 +398,14 @@ def _stamps(places: Places, rank: int) -> Stamps:
     """The first two cache lines of the places of a rank."""
     first, second = (places.view(rank, i * ALIGNMENT, 8, np.float64) for i in range(2))
     return first, second
+
+
+def _slots(wanted: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Where two slots of so many bytes [B] for every reader begin, behind a flag and two stamps; and the end of all."""
+    places, end = dict[int, int](), FLAG_BYTES + 2 * ALIGNMENT
+    for reader, nbytes in wanted.items():
+        places[reader], end = end, end + 2 * rounded(nbytes)
+    return places, end
 
 
 def _both(segment: np.ndarray, offsets: tuple[int, int], count: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

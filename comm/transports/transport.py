@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -11,10 +12,12 @@ from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
 from halograd.comm.reduction import Plan
+from halograd.comm.rounds import side_by_side
 from halograd.comm.sums import Method
 from halograd.comm.transports import base
 from halograd.comm.transports.base import Context, Pattern, numbered
 from halograd.comm.transports.emulated import Network
+from halograd.comm.transports.memory import Places, Planning
 from halograd.comm.transports.mpi import MpiChannel, plan_over_mpi
 from halograd.comm.transports.nodes import Team, plan_by_nodes
 from halograd.comm.transports.shared import NodeMemory, WindowChannel
@@ -66,23 +69,25 @@ class Transport:
         """Memory of this rank that all its channels and reductions share [B]."""
         return 0 if self._memory is None else self._memory.buffer_bytes
 
-    def channel(self, pattern: Pattern, meter: Meter) -> Channel:
-        """A channel of this (valid and matching) pattern. Collective over the communicator."""
+    def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
+        """Channels of these (valid and matching) patterns. Collective over the communicator."""
         self._check_clock()
         if self._memory is None:
-            return MpiChannel(self._context, pattern, meter)
+            return [MpiChannel(self._context, pattern, meter) for pattern, meter in zip(patterns, meters)]
         near = self.neighbors()
-        far = set(pattern.peers) - near
+        beyond = [set(pattern.peers) - near for pattern in patterns]
         if not self._messages:
+            far = set().union(*beyond)
             self._context.agree(_refusal(min(far)) if far else None)
         # Collective over the node, so made also where no peer is near.
-        shared = self._memory.channel(pattern.among(near), meter)
-        if not far:
-            return shared
-        return MixedChannel(pattern, meter, shared, MpiChannel(self._context, pattern.among(far), meter))
+        shared = self._memory.channels([pattern.among(near) for pattern in patterns], meters)
+        return [
+            MixedChannel(pattern, meter, one, MpiChannel(self._context, pattern.among(far), meter)) if far else one
+            for pattern, meter, one, far in zip(patterns, meters, shared, beyond)
+        ]
 
-    def plan(self, buffer: np.ndarray, method: Method, name: str) -> Plan:
-        """How `buffer` is summed; of several ranks, not empty. Collective over the communicator.
+    def plans(self, wanted: Sequence[tuple[np.ndarray, Method, str]]) -> list[Plan]:
+        """How buffers are summed, and under which names; of several ranks, not empty. Collective over the communicator.
 
         Raises
         ------
@@ -90,6 +95,14 @@ class Transport:
             If the method needs shared memory, and this transport has none.
         """
         self._check_clock()
+        return side_by_side([self._plan(*one) for one in wanted], self._places)
+
+    def _places(self, wanted: Sequence[int]) -> list[Places]:
+        assert self._memory is not None
+        return self._memory.places(wanted)
+
+    def _plan(self, buffer: np.ndarray, method: Method, name: str) -> Planning:
+        flat = buffer.reshape(-1)
         if self._memory is None and method.by_nodes:
             raise CommError(
                 f"reduction {name}: expected a transport by which ranks of a node share memory ('auto', 'shared' or "
@@ -98,11 +111,10 @@ class Transport:
         if self._memory is not None and method.by_nodes:
             if self._team is None:
                 self._team = self._make_team(self._memory)
-            flat = buffer.reshape(-1)
-            return plan_by_nodes(flat, method, self._team, self._memory.places, self._context.progress)
+            return (yield from plan_by_nodes(flat, method, self._team, self._context.progress))
         if self._memory is not None and len(self.neighbors()) == self._context.mpi.size:
-            return self._memory.plan(buffer, method)
-        return plan_over_mpi(self._context, buffer, method)
+            return (yield from self._memory.plan(flat, method))
+        return plan_over_mpi(self._context, flat, method)
 
     def _make_team(self, memory: NodeMemory) -> Team:
         """The ranks of sums by nodes. Collective."""
@@ -129,6 +141,7 @@ class Transport:
         """Raise on all ranks if they are on an emulated network and do not share a clock. Collective once."""
         if self._one_machine:
             return
+        self._context.agree(None)
         node = base.split_node(self._context.mpi)
         here, all_ranks = node.size, self._context.mpi.size
         node.Free()

@@ -21,6 +21,7 @@ from halograd.program.values import Value
 
 if TYPE_CHECKING:
     from halograd.comm import Communicator
+    from halograd.comm.reduction import ReductionSpec
 
 __all__ = ["BoundLayer"]
 
@@ -213,8 +214,8 @@ class _Twins:
     waits_for_network = False
     recorder = None
 
-    def reduction(self, buffer: Any, **options: Any) -> _Double:
-        return _Double(buffer)
+    def reductions(self, specs: Sequence[ReductionSpec]) -> list[_Double]:
+        return [_Double(spec.buffer) for spec in specs]
 
 
 class _Double:

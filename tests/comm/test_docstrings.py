@@ -15,6 +15,7 @@ import pytest
         "gpu.choice",
         "gpu.link",
         "gpu.mpi_aware",
+        "rounds",
         "sums",
         "transports",
         "transports.shared",

@@ -116,7 +116,7 @@ def test_groups_sum_among_themselves(communicator, method):
     group = communicator.split(color)
     assert group.nodes == tuple(range(group.size)) if "node" in communicator.transport else (0,) * group.size
     ours, all_ranks = np.zeros(3000), np.zeros(3000)
-    of_group = communicator.reduction(ours, group, method=method)
+    of_group = group.reduction(ours, method=method)
     of_all = communicator.reduction(all_ranks, method=method)
     for _ in range(3):
         ours[:], all_ranks[:] = communicator.rank + 1, communicator.rank + 1

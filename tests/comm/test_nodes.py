@@ -8,6 +8,7 @@ from halograd.comm.counters import Instruments, Meter
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Progress, Work
 from halograd.comm.reduction import PIECE, Reduction
+from halograd.comm.rounds import side_by_side
 from halograd.comm.sums import Method
 from halograd.comm.transports import emulated, nodes
 from halograd.comm.transports.emulated import Network
@@ -67,7 +68,8 @@ def make(node_of, counts, seconds=0.0, in_background=True):
         for memories, count in zip(rooms, counts):
             buffer = np.zeros(count)
             method = Method(by_nodes=True, in_background=in_background)
-            plan = plan_by_nodes(buffer, method, team, lambda nbytes, m=memories, r=rank: LocalPlaces(m, r), progress)
+            planning = plan_by_nodes(buffer, method, team, progress)
+            (plan,) = side_by_side([planning], lambda asked, m=memories, r=rank: [LocalPlaces(m, r) for _ in asked])
             meters = [Meter(Instruments(), kind, "sum", 1, buffer.nbytes) for kind in ("allreduce", "node")]
             sums[-1].append(Reduction(buffer, meters, plan))
     return drivers, sums

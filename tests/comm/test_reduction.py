@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from halograd.comm import CommError
+from halograd.comm.reduction import ReductionSpec
 from tests.harness.limits import wait_until
 
 pytestmark = pytest.mark.mpi
@@ -49,7 +50,7 @@ def test_sums_of_a_split_group(communicator):
     members = [rank for rank in reversed(range(communicator.size)) if rank % 2 == communicator.rank % 2]
     assert group.ranks == tuple(members)
     expected = sum(members)
-    for reduction in (group.reduction(np.zeros(5)), communicator.reduction(np.zeros(5), group=group)):
+    for reduction in (group.reduction(np.zeros(5)), *group.reductions([ReductionSpec(np.zeros(n)) for n in (1, 5, 0)])):
         reduction.buffer[...] = communicator.rank
         reduction.run()
         assert (reduction.buffer == expected).all()

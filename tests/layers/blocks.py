@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from halograd.comm.channel import ChannelSpec
+from halograd.comm.reduction import ReductionSpec
 from halograd.dtensor import Box
 from halograd.kernels import Backend
 from halograd.layers import Layer
@@ -31,8 +33,11 @@ class _Silent:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def channel(self, sends: Mapping[int, int], recvs: Mapping[int, int], dtype: Any, **_: Any) -> _Buffers:
-        return _Buffers(sends, recvs, dtype)
+    def channels(self, specs: Sequence[ChannelSpec]) -> list[_Buffers]:
+        return [_Buffers(spec.sends, spec.recvs, spec.dtype) for spec in specs]
+
+    def reductions(self, specs: Sequence[ReductionSpec]) -> list[Any]:
+        raise NotImplementedError("a rank alone has nobody to sum with") if specs else []
 
 
 class _Buffers:

@@ -9,8 +9,7 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.layers import BatchNorm, Input
-from halograd.layers.groups import group_of
-from halograd.layers.sample_group import sample_groups, sum_over
+from halograd.layers.groups import group_of, sample_groups
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import check_layer, grids, random_array, run_layer
 from tests.layers.geometries import skew
@@ -367,13 +366,6 @@ def test_layers_cut_alike_share_one_group(ranks):
     first = group_of(ranks, groups)
     assert group_of(ranks, sample_groups(layout_of((2, 9, 4, 3), parts, ranks.size).boxes)) is first
     assert (list(first.ranks) if first is not None else []) == members
-    total = np.array([float(ranks.rank)])
-    reduction = sum_over(ranks, groups, total, "statistics", "sum")
-    if reduction is None:
-        assert len(members) <= 1
-    else:
-        reduction.run()
-        assert total[0] == sum(members)
 
 
 @pytest.mark.ranks(1, 2)

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.comm.errors import is_agreed
 from halograd.dtensor import Groups
-from halograd.layers import sample_group
+from halograd.layers import groups
 from halograd.layers.groups import group_of, in_group
 
 
@@ -24,7 +24,7 @@ def alternating(size):
 
 
 def test_examples():
-    assert doctest.testmod(sample_group).failed == 0
+    assert doctest.testmod(groups).failed == 0
 
 
 @pytest.mark.mpi

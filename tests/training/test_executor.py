@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd import layers
-from halograd.comm import Communicator
+from halograd.comm import Communicator, communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
@@ -114,3 +114,28 @@ def test_a_cut_that_the_network_cannot_have_is_refused_on_all_ranks():
         strategy = Strategy({"depth": comm.size})
         with pytest.raises(UserError, match=r"layer 'conv' \(Conv\) cannot be cut along 'depth'; use sample or height"):
             Executor(network(), comm, get_backend("numpy"), 1, strategy)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("transport", ["shared", "mpi", "emulated:alpha=1e-6,beta=1e-9,node=2"])
+def test_the_ranks_meet_as_often_for_many_layers_as_for_few(comm, transport, monkeypatch):
+    """Many ranks on few cores take long to meet: exchanges and sums are set up together, whatever their number."""
+    calls = []
+    agree = communicator.agree
+    monkeypatch.setattr(communicator, "agree", lambda *args: (calls.append(1), agree(*args)))
+
+    def meetings(layers):
+        y = Input((16, 16, 2), "x")
+        for i in range(layers):
+            y = Conv(2, 3, padding=1, name=f"conv{i}")(y)
+            y = BatchNorm(name=f"norm{i}")(y)
+        made = Network({"loss": MeanSquaredError(name="mse")(y, Input((16, 16, 2), "target"))}, name="chain")
+        strategy = Strategy({"height": comm.size}, bucket_bytes=64)
+        before = len(calls)
+        with Executor(made, ranks, get_backend("numpy"), 2, strategy, "float64") as executor:
+            assert len(executor.store.buckets) >= layers
+            return len(calls) - before
+
+    with Communicator(comm, transport) as ranks:
+        meetings(1)  # opens what is opened once
+        assert meetings(2) == meetings(12)

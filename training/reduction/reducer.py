@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator, Reduction
+from halograd.comm.reduction import ReductionSpec
 from halograd.errors import UserError
-from halograd.layers.groups import group_of, in_group
+from halograd.layers.groups import group_of, reductions_in_groups
 from halograd.layers.reduction_scheme import BY_NODES, KINDS, Scheme
 from halograd.layers.replicated_dense import ReplicatedDense
 from halograd.training.store import Bucket, ParameterStore
@@ -97,7 +98,7 @@ class Reducer:
         self.store, self.comm, self.scheme, self._kind = store, comm, scheme, scheme.kind
         self.update: Callable[[Bucket], None] | None = None
         self.delayed, self._run = True, run or _untold
-        self._sums = [self._sum(bucket) for bucket in store.buckets if not bucket.replicated]
+        self._sums = self._make([bucket for bucket in store.buckets if not bucket.replicated])
         operators, replicated = {one.name: one for one in dense}, [b for b in store.buckets if b.replicated]
         found = {layer: _Replicated(b, operators.get(layer)) for b in replicated for layer in _layers(b)}
         # What forward needs first is gathered first.
@@ -107,19 +108,19 @@ class Reducer:
             for layer in one.layers:
                 self._sums_of.setdefault(layer, []).append(one)
 
-    def _sum(self, bucket: Bucket) -> _Sum:
-        """The sums of a bucket over the ranks that hold the same blocks; none where this one holds nothing."""
-
-        def make(array: Any, method: str) -> Reduction | None:
+    def _make(self, buckets: Sequence[Bucket]) -> list[_Sum]:
+        """The sums of buckets over the ranks that hold the same blocks; none where this one holds nothing."""
+        made = []
+        for i, method in enumerate(self.scheme.methods):
             kind = method if self._kind.shards else "allreduce"  # under which it is booked
-            return in_group(self.comm, bucket.holders, lambda group: group.reduction(array, kind=kind, method=method))
-
-        first, *second = self.scheme.methods
-        total = make(bucket.grads, first)
-        gather = make(bucket.params, *second) if second else None
-        if total is not None and total.codec is not None and bucket.errors is not None:
-            total.codec.compensate(bucket.errors)
-        return _Sum(bucket, total, gather)
+            arrays = [bucket.params if i else bucket.grads for bucket in buckets]
+            specs = [(b.holders, ReductionSpec(array, kind, method=method)) for b, array in zip(buckets, arrays)]
+            made.append(reductions_in_groups(self.comm, specs))
+        sums = [_Sum(bucket, *of_bucket) for bucket, *of_bucket in zip(buckets, *made)]
+        for bucket, one in zip(buckets, sums):
+            if one.total is not None and one.total.codec is not None and bucket.errors is not None:
+                one.total.codec.compensate(bucket.errors)
+        return sums
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -288,7 +289,7 @@ class _Sum:
         Whether the sum is under way, the update due, the gather under way.
     """
 
-    def __init__(self, bucket: Bucket, total: Reduction | None, gather: Reduction | None) -> None:
+    def __init__(self, bucket: Bucket, total: Reduction | None, gather: Reduction | None = None) -> None:
         self.bucket, self.total, self.gather = bucket, total, gather
         self.layers = _layers(bucket)
         self.missing, self.running, self.pending, self.gathering = 0, False, False, False
