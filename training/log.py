@@ -17,11 +17,22 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from halograd.comm.terminal import terminal_columns
 from halograd.errors import UserError
 from halograd.files import write_whole
 from halograd.training.timeline import BUSY
 
-__all__ = ["Entry", "RunLog", "lines_of", "parse_line", "parse_lines", "read_log", "rewind_log", "warn_of_lines"]
+__all__ = [
+    "Entry",
+    "RunLog",
+    "lines_of",
+    "parse_line",
+    "parse_lines",
+    "read_log",
+    "rewind_log",
+    "stderr_console",
+    "warn_of_lines",
+]
 
 _log = logging.getLogger(__name__)
 _told: set[tuple[Path, int]] = set()
@@ -32,6 +43,12 @@ Check = Callable[[Any], bool]
 MOST = 1 << 53  # larger integers are none that a run counts
 DEEPEST = 16  # levels of a line
 LATEST = 1e11  # so that a time has a date [s]
+
+
+def stderr_console() -> Console:
+    """What writes to stderr, as to a terminal also where a launcher stands between. Local."""
+    columns = terminal_columns()
+    return Console(stderr=True, width=columns, force_terminal=True if columns else None)
 
 
 class RunLog:
@@ -53,7 +70,7 @@ class RunLog:
         self._followers: list[Callable[[dict[str, Any]], None]] = []
         self._failing = False
         self._speaks, self._bar = speaks and bar, None
-        self._console = Console(stderr=True)
+        self._console = stderr_console()
         if speaks:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")

@@ -94,7 +94,7 @@ class _Both:
         self._stream, self._copy = stream, _Quiet(file)
 
     def write(self, text: str) -> int:
-        if not self._stream.isatty():
+        if not (self._stream.isatty() or "\x1b" in text):  # escapes move the cursor of a terminal behind a launcher
             self._copy.write(text)
         return self._stream.write(text)
 

@@ -92,10 +92,11 @@ def progress_bar(
     """
     import sys
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = console or Console(stderr=True)
+    from halograd.training.log import stderr_console
+
+    console = console or stderr_console()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
     both = not transient or sys.stdout.isatty()  # what is printed to a file is not taken out of it
     off = not (shown and console.is_terminal)

@@ -1,0 +1,67 @@
+"""The terminal that shows what this process writes to stderr, also through the pipes of a launcher. Linux; no MPI."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+__all__ = ["terminal_columns"]
+
+#: Processes that pass on what ranks write, by the beginnings of their names.
+LAUNCHERS = re.compile(r"mpiexec|mpirun|hydra_|orte|prte")
+MOST = 16  # ancestors that are looked at
+
+
+def terminal_columns() -> int | None:
+    """Columns of the terminal where stderr of this process ends; None where it ends in a file or in another program.
+
+    Launchers read what a rank writes from a pipe and write it to their own stderr, so ``isatty()`` is false for a rank
+    whose words a user sees. Local.
+    """
+    path = _end(os.getpid())
+    if path is None:
+        return None
+    try:
+        terminal = os.open(path, os.O_RDONLY | os.O_NOCTTY)
+        try:
+            return os.get_terminal_size(terminal).columns or 80
+        finally:
+            os.close(terminal)
+    except OSError:
+        return None
+
+
+def _end(process: int) -> str | None:
+    """The device in which stderr of a process ends."""
+    stderr = _files(process).get("2", "")
+    for ancestor, name in _ancestors(process):
+        if not stderr.startswith("pipe:"):
+            break
+        files = _files(ancestor)
+        if LAUNCHERS.match(name) and stderr in [file for number, file in files.items() if number not in "12"]:
+            stderr = files.get("2", "")
+    return stderr if stderr.startswith(("/dev/pts/", "/dev/tty")) else None
+
+
+def _ancestors(process: int) -> Iterator[tuple[int, str]]:
+    """Number and name of the process that started this one, and so on."""
+    for _ in range(MOST):
+        try:
+            with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
+                process = int(file.read().rpartition(")")[2].split()[1])
+            with open(f"/proc/{process}/comm", encoding="utf-8", errors="replace") as file:
+                yield process, file.read().strip()
+        except (OSError, ValueError, IndexError):
+            return
+
+
+def _files(process: int) -> dict[str, str]:
+    """What the open files of a process are, by number; empty for a process of somebody else."""
+    found, folder = {}, f"/proc/{process}/fd"
+    try:
+        for number in os.listdir(folder):
+            found[number] = os.readlink(f"{folder}/{number}")
+    except OSError:
+        pass
+    return found
