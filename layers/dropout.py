@@ -57,7 +57,11 @@ class Dropout(Layer):
 
     def lower(self, context: Context) -> Callable[[], None]:
         shape, box = context.output.layout.shape, context.box
-        kernel = context.kernel(partial(_DropoutKernel, self, shape, box), x=context.inputs[0].view, y=context.y)
+        # No communication: the input is copied if it is not packed.
+        x = context.gather(0, context.needed(0))
+        kernel = context.kernel(partial(_DropoutKernel, self, shape, box), x=x.view, y=context.y)
+        x.start()
+        x.finish()
         context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
 
         def backward() -> None:

@@ -5,7 +5,22 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.layers import Layer, Parameter, Stencil
+from halograd.layers import (
+    GELU,
+    Add,
+    BatchNorm,
+    Conv,
+    Dropout,
+    GroupNorm,
+    Layer,
+    LayerNorm,
+    LocalResponseNorm,
+    Parameter,
+    ReLU,
+    Softmax,
+    Stencil,
+    Tanh,
+)
 from halograd.testing import check_layer, compare
 from tests.layers.geometries import skew
 from tests.layers.graphs import Centre, Gate, Graphs, poison, run
@@ -49,6 +64,33 @@ def test_a_layer_that_reads_whole_samples_owes_nothing_where_it_makes_nothing(sh
 def test_two_inputs_of_different_halos(monkeypatch):
     skew(monkeypatch)
     check_layer(lambda: Gate(2), [(7, 6, 2)] * 2, batch=3)
+
+
+#: Layers that read what they own of their input, without a halo.
+POINTWISE = {
+    "relu": ReLU,
+    "gelu": GELU,
+    "tanh": Tanh,
+    "softmax": Softmax,
+    "dropout": lambda name: Dropout(0.4, name),
+    "local response norm": lambda name: LocalResponseNorm(3, name=name),
+    "batch norm": lambda name: BatchNorm(name=name),
+    "group norm": lambda name: GroupNorm(2, name=name),
+    "layer norm": lambda name: LayerNorm("channels", name=name),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("kind", POINTWISE)
+def test_the_owned_part_of_an_input_that_has_a_halo_for_another_layer(kind, backend):
+    """Inputs of a network are stored with the halos of all their readers: the owned part is not packed."""
+
+    def both(x):
+        return Add()(POINTWISE[kind](name="own")(x), Conv(4, 3, padding=1, name="c")(x))
+
+    dtype = "float64" if backend == "numpy" else "float32"
+    check_layer(lambda: both, (6, 5, 4), backend=backend, dtype=dtype, gradient=False)
 
 
 class Blur(Layer):
