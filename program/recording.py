@@ -29,12 +29,15 @@ class Item:
     pair
         Number of the exchange or sum of which this is one end: both ends are in one graph, or none. The same on all
         ranks.
+    starts
+        Whether it is the end that starts it.
     """
 
     call: Callable[[], object]
     layer: str
     held: bool = True
     pair: int | None = None
+    starts: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Section:
 
 
 def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
-    """Pairs that cannot be in a graph: of one end, not held, or with something between their ends that is not held.
+    """Pairs that cannot be in a graph: not a start and then its end, not held, or with something between that is not.
+
+    A sum that is begun in one pass and waited for in the next has an end here before its start: no pair of this pass.
 
     Parameters
     ----------
@@ -62,7 +67,8 @@ def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
     for at, item in enumerate(items):
         if item.pair is not None:
             places.setdefault(item.pair, []).append(at)
-    found = {pair for pair, ends in places.items() if len(ends) != 2 or not all(items[at].held for at in ends)}
+    whole = {pair: [items[at].starts for at in ends] == [True, False] for pair, ends in places.items()}
+    found = {pair for pair, ends in places.items() if not whole[pair] or not all(items[at].held for at in ends)}
     found |= set(known)
     while True:
         out = [not item.held or item.pair in found for item in items]

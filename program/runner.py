@@ -148,7 +148,13 @@ class Runner:
         """The calls of one layer in a pass of training, for graphs. Local."""
         pairs = self._pairs
         return [
-            Item(self._call(operation), segment.name, self._held(operation), pairs.get(_travels(operation)))
+            Item(
+                self._call(operation),
+                segment.name,
+                self._held(operation),
+                pairs.get(_travels(operation)),
+                isinstance(operation, Transfer | Total) and operation.end == "start",
+            )
             for operation in segment.operations
             if operation.when in (None, "training")
         ]
