@@ -241,13 +241,14 @@ class Executor:
         """Compute all layers of the batch in the input arrays. Collective.
 
         `training` switches batch statistics and dropout; unchanged if None. The loss becomes known with
-        :meth:`loss_value`.
+        :meth:`loss_value`. Raises ValueError for a short batch (`mode.valid`) in training with graphs.
         """
         if training is not None:
             self.mode.training = training
         self.mode.state[1:].fill(self.mode.step)
         self.pulse.count += 1
         if self._graphed and self.mode.training and self.recorder is None:
+            self._refuse_short_batch()
             self._graphs = self._graphs or self._make_graphs()
             self._graphs[0]()
         else:
@@ -262,6 +263,14 @@ class Executor:
                 self._fetched.fetch()
                 self.pending = PendingLoss(self.loss_value)
             self._loss_under_way = True
+
+    def _refuse_short_batch(self) -> None:
+        """A graph repeats the counts with which it was recorded."""
+        if self.mode.valid != self.batch:
+            raise ValueError(
+                f"mode.valid: expected {self.batch} samples, the whole batch, with graph=True, got {self.mode.valid}; "
+                "leave out the short last batch of an epoch, or build the executor with graph=False"
+            )
 
     def _compute(self) -> None:
         """All layers forward."""

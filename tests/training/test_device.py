@@ -222,3 +222,16 @@ def test_what_cannot_be_in_a_graph_is_refused():
         with pytest.raises(UserError, match=r"backend.graph: expected no timeline, which times every layer"):
             Executor(NETWORKS["lenet"](), comm, kernels, 4, strategy, graph=True)
     kernels.close()
+
+
+@pytest.mark.ranks(1)
+def test_a_short_batch_is_refused_where_graphs_count_a_full_one():
+    """The number of samples that count is an argument of a kernel, which a graph keeps as it was recorded."""
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm, Executor(NETWORKS["lenet"](), comm, kernels, 4, graph=True) as executor:
+        fill(executor, 0)
+        executor.mode.valid = 3
+        executor.forward(training=False)
+        with pytest.raises(ValueError, match=r"^mode.valid: expected 4 samples, the whole batch, with graph=True, got 3"):
+            executor.forward(training=True)
+    kernels.close()
