@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -147,7 +148,11 @@ def plan_over_mpi(context: Context, flat: np.ndarray, method: Method) -> Plan:
         native = Native(lambda: mpi.Ireduce_scatter(flat, total, counts, MPI.SUM))
         stages = [native, Work([lambda: np.copyto(flat[own], total)])]
     else:
-        message = [flat, ([part.stop - part.start for part in parts], [part.start for part in parts])]
+        # As words: what is gathered need not be of a type that MPI knows (bfloat16).
+        size = math.gcd(flat.itemsize, max(_WORDS))
+        each = flat.itemsize // size
+        counts, places = [(p.stop - p.start) * each for p in parts], [p.start * each for p in parts]
+        message = [flat.view(f"u{size}"), (counts, places), _WORDS[size]]
         stages = [Native(lambda: mpi.Iallgatherv(MPI.IN_PLACE, message))]
     return Plan(Operation(stages), context.progress, direct=direct, nbytes=nbytes)
 
