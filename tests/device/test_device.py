@@ -6,11 +6,12 @@ import inspect
 import numpy as np
 import pytest
 
-from halograd.device import HOST, DeviceError, device_of, on_device
+from halograd.device import HOST, DeviceError, as_dtype, device_of, on_device
 from halograd.device import cupy as cupy_module
 from halograd.device.cupy import CupyDevice, choose_ordinal, count_devices, import_cupy
+from halograd.kernels import DropoutMask
 from tests.support import device_array
-from tests.support.fake_device import FakeDevice
+from tests.support.fake_device import FakeBackend, FakeDevice
 
 
 @pytest.fixture
@@ -149,3 +150,14 @@ def test_the_double_takes_no_keyword_that_cupy_does_not():
         found = set(inspect.signature(getattr(cupy, name)).parameters)
         assert keywords <= found, f"{name} takes {found}"
     assert "mode" not in inspect.signature(cupy.take).parameters
+
+
+def test_a_kernel_of_the_double_leaves_alone_what_it_does_not_write():
+    """Of 16 bits it computes with copies of all arrays of a pair, some of which share memory with others in a step."""
+    kernels, low = FakeBackend(), as_dtype("bfloat16")
+    memory, x, dy = (kernels.device.array(np.full(9, n, np.float32), low) for n in range(3))
+    state = kernels.device.array([0, 0], np.uint64)
+    forward, _ = kernels.dropout(x[:8], memory[:8], dy[:8], memory[1:], DropoutMask(0.0, 0, (8,), (0,), state))
+    forward()
+    assert (kernels.device.to_host(memory)[:8] == 1).all()
+    kernels.close()
