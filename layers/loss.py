@@ -63,7 +63,7 @@ class Loss(Layer):
         raise TypeError(f"{self.kind} must override kernel()")
 
     def compares(self, i: int) -> bool:
-        return i > 0
+        return i == 1
 
     def judgement(self, prediction: Shape, target: Shape) -> Judgement:
         return Judgement()

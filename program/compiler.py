@@ -118,6 +118,11 @@ class _Compiler:
         name = self.network.names[node]
         cuts = self.strategy.cuts_of(name)
         inputs = [self._read(n, cuts) for n in node.inputs]
+        if any(value.trainable and node.layer.compares(i) for i, value in enumerate(inputs)):
+            raise ValueError(
+                f"{name}: expected a target that depends on no probed input, got one that does; a loss has no gradient "
+                "with respect to its target: make it an Input of its own, or leave that input out of probed"
+            )
         output = self._value(name, node.shape, cuts, self.target.dtype)
         output.kept = name in self._kept
         has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))

@@ -89,3 +89,8 @@ def test_refusals():
         AuxiliaryCrossEntropy()(x, t)
     with pytest.raises(ValueError, match=r"expected a target of shape \(2, 1\), got \(1,\)"):
         AuxiliaryCrossEntropy()(x, t, Input((2, CLASSES)))
+
+
+def test_the_target_alone_is_compared_with():
+    """In 16 bits it keeps its digits; auxiliary predictions have the dtype of the other."""
+    assert [AuxiliaryCrossEntropy().compares(i) for i in range(4)] == [False, True, False, False]

@@ -16,6 +16,7 @@ from halograd.layers import (
     MeanSquaredError,
     Network,
     SoftmaxCrossEntropy,
+    Tanh,
 )
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array
@@ -444,3 +445,15 @@ def test_against_torch(ranks, name):
     assert loss == pytest.approx(float(reference.detach()), rel=1e-13)
     if dx is not None:
         close(dx, np.moveaxis(logits.grad.numpy(), 1, -1), factor=10)
+
+
+@pytest.mark.parametrize("way", [lambda x: x, lambda x: Tanh()(x)])
+def test_a_probed_input_that_is_compared_with_is_refused(way):
+    """A loss computes no gradient of its target: that of the input would lack a part."""
+    x = Input((4, 3), "x")
+    network = Network({"loss": MeanSquaredError(name="mse")(Conv(3, 1)(x), way(x))})
+    message = r"^mse: expected a target that depends on no probed input, got one that does; a loss has no gradient"
+    with Communicator(MPI.COMM_SELF) as alone:
+        with pytest.raises(ValueError, match=message):
+            Executor(network, alone, get_backend("numpy"), 2, dtype="float64", probed=["x"])
+        Executor(network, alone, get_backend("numpy"), 2, dtype="float64").close()
