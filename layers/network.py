@@ -29,8 +29,8 @@ class Network:
     Raises
     ------
     ValueError
-        If two layers have one name, one layer is used twice (sharing of parameters is not supported), there is a loss
-        other than the output ``"loss"``, or its target has parameters.
+        If two layers have one name, one layer is used twice (sharing of parameters is not supported), no layer reads
+        an input, there is a loss other than the output ``"loss"``, or its target has parameters.
     """
 
     def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network") -> None:
@@ -40,10 +40,21 @@ class Network:
         last = [n for k, n in self.outputs.items() if k == "loss"]
         self.nodes: list[Node] = _sorted([n for k, n in self.outputs.items() if k != "loss"] + last)
         self.names: dict[Node, str] = self._name_nodes()
+        self._check_inputs()
         self._check_losses()
         loss = self.outputs.get("loss")
         trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else _sorted([loss])
         self.trained = frozenset(self.names[n] for n in trained if not isinstance(n, Input))
+
+    def _check_inputs(self) -> None:
+        """Refuse an input of which no reader says how it is cut."""
+        read = {node for other in self.nodes for node in other.inputs}
+        alone = [self.names[n] for n in self.nodes if isinstance(n, Input) and n not in read]
+        if alone:
+            raise ValueError(
+                f"network {self.name!r}: expected inputs that layers read, got {alone[0]!r}, which is an output alone; "
+                "leave it out"
+            )
 
     def _check_losses(self) -> None:
         """Refuse losses whose value or gradient nothing would have."""

@@ -62,3 +62,10 @@ def test_auxiliary_predictions_are_trained():
     assert Network({"prediction": first, "loss": loss}).trained == {"first", "second", "ce"}
     network = googlenet()
     assert network.trained == set(network.layers)
+
+
+def test_an_input_that_no_layer_reads_is_refused():
+    x, other = Input((4, 3), "x"), Input((4, 3), "other")
+    message = r"network 'n': expected inputs that layers read, got 'other', which is an output alone; leave it out"
+    with pytest.raises(ValueError, match=message):
+        Network({"y": Conv(3, 1)(x), "x": x, "other": other}, "n")
