@@ -139,6 +139,11 @@ class Operation:
         """Whether it is over but for the stages that are left to the owner."""
         return self.at >= len(self._stages) - self._last
 
+    @property
+    def idle(self) -> bool:
+        """Whether only the owner can go on with it."""
+        return self.arrived or self.fault is not None
+
     def start(self) -> None:
         """Begin a run. Does not wait for others."""
         if not self.turns:
@@ -204,6 +209,11 @@ class Line:
         self.lock, self.worked = threading.Lock(), False
         self.operations: list[Operation] = []
 
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is left."""
+        return not self.operations
+
     def poll(self) -> bool:
         """Let operations go on, but do one piece of work at most; whether none is left. Called with the lock held."""
         limit, self.worked = float("inf"), False
@@ -216,7 +226,7 @@ class Line:
             self.worked |= operation.worked
             if self.worked:
                 break
-        return not self.operations
+        return self.idle
 
     def complete(self, operation: Operation) -> None:
         """Return when only the owner can go on with an operation, driving the line meanwhile."""
@@ -342,6 +352,6 @@ class Progress:
 
     def _forget(self, item: Operation | Line) -> None:
         with self._lock:
-            # A line may have got another operation meanwhile.
-            if item in self._pending and not (isinstance(item, Line) and item.operations):
+            # Since it was polled, a line may have got another operation, and an operation have been started anew.
+            if item in self._pending and item.idle:
                 self._pending.remove(item)

@@ -95,6 +95,48 @@ def test_a_fault_is_raised_once_where_the_operation_is_waited_for(progress):
     progress.complete(operation)
 
 
+def test_an_operation_that_is_started_anew_just_after_its_last_poll_is_driven_on(progress):
+    """Its owner may complete and submit it before the thread has forgotten the run that is over."""
+
+    class Lock:
+        """Lets the owner go on between the thread's last poll and what the thread does next."""
+
+        def __init__(self):
+            self.inner, self.polled, self.submitted = threading.Lock(), threading.Event(), threading.Event()
+
+        def acquire(self, *arguments, **options):
+            return self.inner.acquire(*arguments, **options)
+
+        def release(self):
+            self.inner.release()
+            if gate.open and threading.current_thread() is not threading.main_thread() and not self.polled.is_set():
+                self.polled.set()
+                self.submitted.wait(LIMIT)
+
+        __enter__ = acquire
+
+        def __exit__(self, *_):
+            self.release()
+
+    gate = Gate([], "gate")
+    operation, other = Operation([gate]), Countdown(5)
+    lock = operation.lock = Lock()
+    progress.submit(operation)
+    gate.open = True
+    assert lock.polled.wait(LIMIT)
+    progress.complete(operation)
+    gate.open = False
+    looks = gate.looks
+    progress.submit(operation)
+    progress.submit(other)
+    lock.submitted.set()
+    left_to_the_thread(progress, other)
+    assert gate.looks > looks
+    gate.open = True
+    left_to_the_thread(progress, operation)
+    assert "wait gate" not in gate.log
+
+
 def test_an_idle_thread_waits_for_work(progress, monkeypatch):
     """It does not look now and then: it is woken."""
     idle, wait = threading.Event(), progress._work.wait
