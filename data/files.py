@@ -33,17 +33,19 @@ def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     Raises
     ------
     DataError
-        A pattern or a folder without a file; a file that comes twice.
+        A pattern or a folder without a file; a file that comes twice, be it by a link.
     """
     several = [given] if isinstance(given, str | os.PathLike) else list(given)
     found = [path for one in several for path in _expanded(os.fspath(one))]
     if not found:
         raise DataError("data.path: expected a file, a pattern, a folder, or a list of these, got an empty list")
-    seen: set[Path] = set()
+    seen: dict[Path, Path] = {}
     for path in found:
-        if path in seen:
-            raise DataError(f"data.path: expected every file once, got {path} twice; name it once")
-        seen.add(path)
+        file = Path(os.path.realpath(path))  # whose samples would else be held out and trained on
+        if file in seen:
+            same = "twice" if path == seen[file] else f"and {seen[file]}, which are one"
+            raise DataError(f"data.path: expected every file once, got {path} {same}; name it once")
+        seen[file] = path
     return found
 
 
