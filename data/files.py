@@ -6,6 +6,7 @@ import glob
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -150,6 +151,13 @@ class FileSet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the files, from where their paths part, each with its number of samples."""
+        paths = [part.path.parts for part in self.parts]
+        common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*paths)))
+        return [f"{'/'.join(path[common:])} {len(part)}" for path, part in zip(paths, self.parts)]
 
     @property
     def bytes_read(self) -> int:

@@ -85,6 +85,7 @@ class Run:
         progress = checkpoint.restore(self.session.executor.store, self.optimizer)
         with comm.agreement():
             self.sampler.load_state_dict(progress.sampler)
+            self.session.check_drawn(progress.drawn, "start anew")
             entries = read_log(self.log.path) if comm.rank == 0 else []
             judged = self._judged_before(entries)
             self._warn_of_schedule(entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,7 @@ def evaluate(
     if samples not in SAMPLES:
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
     world = boot() if comm is None else comm
-    config, checkpoint, progress = on_root(world, lambda: _trained(Path(target), overrides))
+    config, checkpoint, progress, drawn_alike = on_root(world, lambda: _trained(Path(target), overrides))
     if predictions is not None:
         on_root(world, lambda: check_predictions(Path(predictions)))
     with _communicator(config, world) as ranks, ExitStack() as stack:
@@ -160,6 +160,8 @@ def evaluate(
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
         session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
+        if samples != "all" and drawn_alike:
+            session.check_drawn(progress.drawn, 'evaluate "all" samples')
         reader.restore(session.executor.store)
         reader.close()
         chosen = _chosen(session, samples)
@@ -246,8 +248,8 @@ def _start_from(
     return stack.enter_context(found), found.header()[0]
 
 
-def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, Progress]:
-    """Configuration, checkpoint and progress of what is to be evaluated."""
+def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, Progress, bool]:
+    """Configuration, checkpoint and progress of what is to be evaluated; whether it asks for the samples of the run."""
     if target.suffix == ".toml":
         config = load_config(target, overrides)
         checkpoint = CheckpointFolder(Path(config.output.directory) / "checkpoints").latest
@@ -260,7 +262,14 @@ def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, Prog
     progress, text = read_header(checkpoint)
     if config is None:
         config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
-    return config, checkpoint, progress
+    asked = json.loads(config.model_dump_json(exclude_unset=True))
+    return config, checkpoint, progress, _drawn_by(asked) == _drawn_by(json.loads(text or "{}"))
+
+
+def _drawn_by(config: Mapping[str, Any]) -> list[Any]:
+    """What decides which samples are held out."""
+    data = config.get("data", {})
+    return [data.get("path"), data.get("validation"), data.get("split"), config.get("training", {}).get("seed")]
 
 
 def _chosen(session: Session, samples: str) -> np.ndarray:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -173,6 +175,34 @@ class Session:
         """Of the training samples, in the order of the run's seed."""
         shuffle: Literal["epoch", "never"] = "epoch" if self.config.data.shuffle else "never"
         return Sampler(self.training, self.config.training.batch, self.config.training.seed, shuffle)
+
+    @cached_property
+    def drawn(self) -> str:
+        """Which samples of which files are trained on: the same text for the same ones, wherever the files lie. Local.
+
+        They are numbered over the files in order, so one that is added or renamed moves those of others.
+        """
+        names = self.dataset.names if isinstance(self.dataset, FileSet) else []
+        files = f" in {len(names)} files" if names else ""
+        mark = zlib.crc32(self.training.tobytes(), zlib.crc32("\n".join(names).encode()))
+        return f"{len(self.training)} of {len(self.dataset)} samples{files}, {mark:08x}"
+
+    def check_drawn(self, before: str | None, instead: str) -> None:
+        """Refuse to go on from a checkpoint of a run that trained on others: what this one holds out. Local.
+
+        Parameters
+        ----------
+        before
+            :attr:`drawn` of that run; None: it is not known.
+        instead
+            What else to do.
+        """
+        if before not in (None, self.drawn):
+            raise UserError(
+                f"data.path: expected the training samples of the checkpoint ({before}), got others ({self.drawn}): "
+                "files were added, removed, renamed or changed, or data.validation, data.split or training.seed; put "
+                f"that back, or {instead}"
+            )
 
     def in_order(self, indices: np.ndarray) -> Batches:
         """Batches of these samples, each once; the last one is filled up."""

@@ -36,6 +36,8 @@ class Progress:
         are.
     loss_scale
         With float16, as :meth:`LossScale.state_dict` gives it; None otherwise.
+    drawn
+        Which samples are trained on, as `Session.drawn` says; None in checkpoints of earlier versions.
     """
 
     step: int = 0
@@ -45,6 +47,7 @@ class Progress:
     unvalidated: bool = False
     reduction: dict[str, Any] | None = None
     loss_scale: dict[str, float] | None = None
+    drawn: str | None = None
 
 
 def fingerprint(network: Network) -> list[str]:

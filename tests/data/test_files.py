@@ -120,3 +120,9 @@ def test_groups_are_those_of_the_files_and_shared_by_none(tmp_path):
         assert isinstance(found, FileSet)
         assert found.groups.tolist() == [0, 0, 1, 2, 3, 3, 4, 4, 5, 5]
         assert found.file_of.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 3, 3]
+        assert found.names == ["run0.h5 3", "run1.h5 1", "run2.h5 4", "run3.h5 2"]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, lengths=(2,))
+    with open_dataset(tmp_path / "?" / "*.h5") as found:
+        assert isinstance(found, FileSet) and found.names == ["a/run0.h5 2", "b/run0.h5 2"]

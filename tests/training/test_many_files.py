@@ -67,6 +67,37 @@ def test_whole_files_are_held_out(comm, config, caplog):
     assert not [r for r in caplog.records if "held out" in r.message]
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_run_goes_on_with_the_samples_it_began_with(comm, config):
+    """A file that is renamed moves the numbers of all others: samples held out before would be trained on."""
+    folder = config.parent
+    cut = [f"strategy.height={comm.size}", f"data.path={folder / 'parts'}"]
+    train(config, [*cut, "training.epochs=1"], comm=comm)
+    wanted = evaluate(folder / "out", comm=comm)
+
+    def rename(before, after):
+        comm.Barrier()
+        if comm.rank == 0:
+            (folder / before).rename(folder / after)
+        comm.Barrier()
+
+    rename("parts/run0.h5", "parts/run9.h5")
+    for samples in ("validation", "training"):
+        with pytest.raises(UserError, match=r'files were .* renamed .*; put that back, or evaluate "all" samples'):
+            evaluate(folder / "out", samples=samples, comm=comm)
+    assert np.isfinite(evaluate(folder / "out", samples="all", comm=comm)["loss"])
+    # Whoever names data asks for these.
+    other = evaluate(folder / "out", [f"data.path={folder / 'parts' / '*.h5'}"], comm=comm)
+    assert other["loss"] != wanted["loss"]
+    with pytest.raises(UserError, match=r"13 of 19 samples in 4 files, \w{8}\), got others .13 of 19 .* start anew"):
+        train(config, [*cut, "training.epochs=2"], resume=True, comm=comm)
+    rename("parts/run9.h5", "parts/run0.h5")
+    rename("parts", "elsewhere")
+    moved = [f"strategy.height={comm.size}", f"data.path={folder / 'elsewhere'}"]
+    assert evaluate(folder / "out", moved, comm=comm) == wanted
+    assert train(config, [*moved, "training.epochs=2"], resume=True, comm=comm)["steps"] == 6
+
+
 @pytest.mark.ranks(2)
 def test_a_file_that_differs_is_named_on_all_ranks(comm, config):
     """Different ranks examine the files."""
