@@ -61,7 +61,7 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
     try:
         if comm.rank == 0:
             _write(path, parts)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of whatever kind, such as too little memory: the other ranks wait for the answer
         fault = error
     comm.agree(fault)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 
 from halograd.data.errors import DataError
-from halograd.training import run
+from halograd.training import predictions, run
 from halograd.training.predictions import check_predictions, write_predictions
 from halograd.training.run import evaluate, train
 from tests.training.runs import write_config
@@ -57,6 +58,20 @@ def test_where_they_may_not(tmp_path, name, message):
         check_predictions(tmp_path / name)
     assert str(caught.value).startswith(f"cannot write {tmp_path / name}: ") and "\n" not in str(caught.value)
     assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("fault", [MemoryError("all predictions at once"), RuntimeError("h5py"), OSError("disk")])
+def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(tmp_path, monkeypatch, fault):
+    def fail(*_):
+        raise fault
+
+    monkeypatch.setattr(predictions, "_write", fail)
+    told = []
+    network = SimpleNamespace(names={"node": "y"}, outputs={"prediction": "node"})
+    ranks = SimpleNamespace(rank=0, agree=told.append)
+    session = SimpleNamespace(executor=None, comm=ranks, network=network, feed=lambda batches: batches)
+    write_predictions(session, [], tmp_path / "p.h5")
+    assert told == [fault]
 
 
 @pytest.mark.ranks(1, 2)
