@@ -200,9 +200,14 @@ class Reduction:
         return self._plan.operation is None or self._plan.operation.arrived
 
     def start(self) -> None:
-        """Begin to sum the buffer. Does not wait."""
-        if self.under_way:
-            raise CommError(f"start(): expected finish() of {self._meter.name} before, got another start()")
+        """Begin to sum the buffer. Does not wait.
+
+        Raises
+        ------
+        CommError
+            If it is under way, or closed: what it held may serve another sum by now.
+        """
+        self._expect_idle("start", ", got another start()")
         self.under_way = True
         plan = self._plan
         if plan.fetch is not None:
@@ -241,9 +246,8 @@ class Reduction:
 
     def run(self) -> None:
         """`start` and `finish` at once, for small buffers that are needed now."""
+        self._expect_idle("run")
         plan = self._plan
-        if self.under_way:
-            raise CommError(f"run(): expected finish() of {self._meter.name} before")
         if plan.direct is None:
             self.start()
             self.finish()
@@ -268,6 +272,12 @@ class Reduction:
             for call in self._plan.close:
                 call()
             self._plan.close.clear()
+
+    def _expect_idle(self, call: str, got: str = "") -> None:
+        if self.closed:
+            raise CommError(f"{call}(): expected an open reduction, got a closed one ({self._meter.name})")
+        if self.under_way:
+            raise CommError(f"{call}(): expected finish() of {self._meter.name} before{got}")
 
     def _complete(self) -> float:
         """Wait; return when the sum was there (`time.perf_counter` [s]), 0 if not known."""

@@ -30,7 +30,7 @@ from halograd.training.kernels import report_substitutes
 from halograd.training.memory import Memory
 from halograd.training.pending import FetchedNumber, PendingLoss
 from halograd.training.precision import check_dtype
-from halograd.training.reduction import Reducer
+from halograd.training.reduction import Reducer, check_possible
 from halograd.training.stall import Pulse
 from halograd.training.store import ParameterStore
 from halograd.training.timeline import DeviceSpans
@@ -224,13 +224,17 @@ class Executor:
         ------
         ValueError
             If more dense layers are to be replicated than the executor was built for (`replicable`).
+        UserError
+            If the scheme cannot be had here. After either the executor goes on as before.
         """
         assert self.reducer is not None, "the executor was built with trainable=False"
         self.reducer.settle()
+        with self.comm.agreement():  # nothing is given up before it is known that the other can be had
+            check_possible(self.store, self.comm, scheme)
+            self.store.rechunk(scheme, self.store.bucket_bytes if bucket_bytes is None else bucket_bytes)
         update = self.reducer.update
         self.reducer.close()
         with self.comm.agreement():
-            self.store.rechunk(scheme, self.store.bucket_bytes if bucket_bytes is None else bucket_bytes)
             self.reducer = self._make_reducer()
         self.reducer.update = update
         self._graphs = None  # sums begin and are waited for elsewhere

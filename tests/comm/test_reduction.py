@@ -67,6 +67,9 @@ def test_the_order_of_calls_is_checked(communicator):
         reduction.run()
     reduction.close()
     assert reduction.closed
+    for call, name in ((reduction.start, "start"), (reduction.run, "run")):
+        with pytest.raises(CommError, match=rf"{name}\(\): expected an open reduction, got a closed one"):
+            call()
     reduction.close()
 
 

@@ -221,6 +221,25 @@ def test_blocking_sums_are_over_when_backward_is():
                 np.testing.assert_array_equal(array, before[key])
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_training_goes_on_as_before_when_a_scheme_is_refused(transport):
+    expected, _ = alone("lenet", "float64")
+    with Communicator(MPI.COMM_WORLD, transport) as comm:
+        strategy = strategy_of(comm.size, Scheme("per_layer", deterministic=True))
+        with build("lenet", comm, strategy, "float64") as executor:
+            trainer = trainer_of(executor)
+            losses = advance(trainer, range(3))
+            with pytest.raises(ValueError, match="expected replicated layers among"):
+                trainer.reduce_by(Scheme("per_layer", replicated_dense=2))
+            if transport == "mpi":
+                with pytest.raises(UserError, match='ranks share memory with "hierarchical", got "mpi"'):
+                    trainer.reduce_by(Scheme("hierarchical"))
+            losses += advance(trainer, range(3, len(expected)))
+            trainer.settle()
+    np.testing.assert_allclose(losses, expected, rtol=1e-12)
+
+
 class Spans:
     """A recorder that keeps what it is told."""
 

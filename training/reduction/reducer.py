@@ -16,7 +16,7 @@ from halograd.layers.reduction_scheme import BY_NODES, KINDS, Scheme
 from halograd.layers.replicated_dense import ReplicatedDense
 from halograd.training.store import Bucket, ParameterStore
 
-__all__ = ["Reducer", "Run"]
+__all__ = ["Reducer", "Run", "check_possible"]
 
 Run = Callable[[str, str, Callable[[], None]], None]
 
@@ -94,7 +94,7 @@ class Reducer:
         dense: Sequence[ReplicatedDense] = (),
         run: Run | None = None,
     ) -> None:
-        _check(store, comm, scheme)
+        check_possible(store, comm, scheme)
         self.store, self.comm, self.scheme, self._kind = store, comm, scheme, scheme.kind
         self.update: Callable[[Bucket], None] | None = None
         self.delayed, self._run = True, run or _untold
@@ -316,8 +316,14 @@ class _Replicated:
         self.due = self.pending = False
 
 
-def _check(store: ParameterStore, comm: Communicator, scheme: Scheme) -> None:
-    """Refuse what cannot be had, on all ranks."""
+def check_possible(store: ParameterStore, comm: Communicator, scheme: Scheme) -> None:
+    """Refuse what cannot be had, on all ranks alike. Local.
+
+    Raises
+    ------
+    UserError
+        Roundings that the dtype does not allow, sums by nodes without shared memory.
+    """
     if scheme.payload == "bfloat16" and store.dtype != np.float32:
         raise UserError(
             f'reduction.payload: expected training.dtype = "float32" with "bfloat16", got "{store.dtype}"; change one'
