@@ -134,6 +134,12 @@ class Rounded:
             taken += length
         self.share_error.fill(0)
 
+    def forget_faults(self) -> None:
+        """Drop what is not finite: what was taken from infinity or NaN would spoil all sums to come. Local."""
+        for kept in (self.error, self.share_error):
+            if kept is not None:
+                kept[~np.isfinite(kept)] = 0
+
     def deposit(self, pairs: Pairs) -> Stage:
         calls = []
         for wire, values in pairs:

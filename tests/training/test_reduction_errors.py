@@ -8,7 +8,9 @@ from halograd.comm import Communicator
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.training.checkpoint import Snapshot, read_checkpoint, write_checkpoint
+from halograd.training.trainer import Diverged
 from tests.training.reductions import BUCKET, advance, build, trainer_of
+from tests.training.test_exactness import fill
 
 pytestmark = pytest.mark.mpi(min_size=2)
 ROUNDED = Scheme("bucketed", payload="bfloat16")
@@ -125,6 +127,27 @@ def test_errors_survive_a_change_of_chunks(comm_):
     assert any(array.any() for array in before.values())
     for key, array in before.items():
         np.testing.assert_array_equal(array, after[key])
+
+
+def test_a_batch_that_is_not_finite_leaves_nothing_behind(comm_):
+    """Its loss is refused; whoever catches that, and goes on with other batches, trains as without it."""
+
+    def losses(spoiled):
+        with build("lenet", comm_, data(comm_.size)) as executor:
+            trainer = trainer_of(executor)
+            found = advance(trainer, range(HALF))
+            if spoiled:
+                fill(executor, HALF)
+                executor.input("x").array[:1] = np.nan
+                with pytest.raises(Diverged):
+                    trainer.step()
+            found += advance(trainer, range(HALF, STEPS))
+            trainer.settle()
+            assert all(np.isfinite(array).all() for array in executor.store.errors.values())
+            return found
+
+    with np.errstate(invalid="ignore"):
+        assert losses(True) == pytest.approx(losses(False), rel=2e-3)
 
 
 def test_arrays_are_made_for_one_payload(comm_):

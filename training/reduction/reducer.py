@@ -257,10 +257,12 @@ class Reducer:
                 bucket.errors.fill(0)
 
     def discard(self) -> None:
-        """Finish all sums and forget the updates (of a step that went wrong)."""
+        """Finish all sums and forget the updates (of a step that went wrong), and what rounding took of no number."""
         for one in self._sums:
             one.wait()
             one.pending = False
+            if one.total is not None and one.total.codec is not None:
+                one.total.codec.forget_faults()
         for one in reversed(self._sums):
             self._complete(one)
         for other in self._replicated.values():
