@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -23,7 +23,10 @@ import numpy as np
 
 from halograd.kernels.kernel import KernelError
 
-__all__ = ["LANES", "MODES", "Geometry", "Resampled", "Resampling", "Run", "channels_in_memory", "tensor_core_channels"]
+__all__ = [
+    "LANES", "MODES", "Geometry", "Resampled", "Resampling", "Run", "channels_in_memory", "read_part",
+    "tensor_core_channels",
+]  # fmt: skip
 
 
 #: Channels of 16 bits in an access of 16 bytes.
@@ -295,3 +298,17 @@ class Geometry:
             max(0, (n + lo + hi - e) // s + 1)
             for n, (lo, hi), e, s in zip(spatial, self.padding, self.extent, self.stride)
         )
+
+
+def read_part(spatial: Sequence[int], geometry: Geometry) -> tuple[tuple[int, ...], Geometry]:
+    """The leading part of an array of extents `spatial` that is read, and the geometry on it, without negative padding.
+
+    No library is given a negative padding: cuDNN knows none, and oneDNN's gradients of weights read outputs that the
+    dropped rows would have. Where the stride skips these rows anyway, there is nothing to drop.
+
+    >>> read_part((9, 9), Geometry.of((3, 3), 2, ((1, -2), (1, -1))))[0]
+    (7, 9)
+    """
+    whole = replace(geometry, padding=tuple((lo, max(0, hi)) for lo, hi in geometry.padding))
+    pairs = zip(spatial, geometry.padding, geometry.output_shape(spatial), whole.output_shape(spatial))
+    return tuple(n if outputs == more else n + hi for n, (_, hi), outputs, more in pairs), whole

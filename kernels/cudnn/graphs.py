@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from halograd.kernels.cudnn.frontend import Frontend, Launch, one_line
-from halograd.kernels.geometry import Geometry
+from halograd.kernels.geometry import Geometry, read_part
 from halograd.kernels.kernel import KernelError
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "X",
     "Y",
     "packed_strides",
-    "read_part",
 ]  # fmt: skip
 
 
@@ -80,20 +79,6 @@ class Tensor:
         return self.strides == _channels_first(packed_strides((n, *spatial, channels)))
 
 
-def read_part(spatial: Sequence[int], geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leading part of an array of extents `spatial` that is read, and the padding behind it, at least 0.
-
-    cuDNN knows no negative padding. Where the stride skips the dropped rows anyway, there is nothing to drop.
-    """
-    part, behind = [], []
-    outputs = geometry.output_shape(spatial)
-    for n, o, (lo, hi), extent, stride in zip(spatial, outputs, geometry.padding, geometry.extent, geometry.stride):
-        slack = hi < 0 and (n + lo - extent) // stride + 1 == o
-        part.append(n if hi >= 0 or slack else n + hi)
-        behind.append(max(0, hi))
-    return tuple(part), tuple(behind)
-
-
 @dataclass(frozen=True)
 class Shapes:
     """A convolution as cuDNN describes it.
@@ -120,8 +105,8 @@ class Shapes:
     @classmethod
     def of(cls, x: Sequence[int], w: Sequence[int], y: Sequence[int], geometry: Geometry) -> Shapes:
         """From shapes of arrays ``(N, *spatial, C)``, ``(K, *kernel, C / groups)`` and ``(N, *outputs, K)``."""
-        part, behind = read_part(x[1:-1], geometry)
-        before = tuple(lo for lo, _ in geometry.padding)
+        part, read = read_part(x[1:-1], geometry)
+        before, behind = zip(*read.padding)
         rows = (1,) if geometry.ndim == 1 else ()
         none = (0,) if geometry.ndim == 1 else ()
 

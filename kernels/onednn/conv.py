@@ -10,13 +10,12 @@ measurement (:class:`Choice`).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from halograd.kernels.geometry import Geometry
+from halograd.kernels.geometry import Geometry, read_part
 from halograd.kernels.kernel import Kernel
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.abi import dims
@@ -32,25 +31,11 @@ __all__ = [
     "image",
     "image_desc",
     "measure",
-    "read_part",
     "vector",
     "weight_shape",
     "weights",
     "zero_rest",
 ]
-
-
-def read_part(spatial: Sequence[int], geometry: Geometry) -> tuple[tuple[int, ...], Geometry]:
-    """The leading part of an array of extents `spatial` that is read, and the geometry on it.
-
-    oneDNN rejects a padding of ``-stride`` or less behind; rows dropped by it are left out instead.
-    """
-    part, padding = [], []
-    for n, (lo, hi), stride in zip(spatial, geometry.padding, geometry.stride):
-        drop = hi <= -stride
-        part.append(n + hi if drop else n)
-        padding.append((lo, 0 if drop else hi))
-    return tuple(part), dataclasses.replace(geometry, padding=tuple(padding))
 
 
 def _channels_first(strides: Sequence[int]) -> tuple[int, ...]:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.checks import same_elements
-from halograd.kernels.geometry import Geometry
+from halograd.kernels.geometry import Geometry, read_part
 from halograd.kernels.kernel import Kernel, deferred, either
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.abi import dims
-from halograd.kernels.onednn.conv import geometry_dims, image, image_desc, read_part, zero_rest
+from halograd.kernels.onednn.conv import geometry_dims, image, image_desc, zero_rest
 from halograd.kernels.onednn.program import Engine, Memory, Program, ReferenceOnly
 
 __all__ = ["MAX", "Finite", "activation", "add", "average", "max_pool", "pool"]

@@ -249,6 +249,21 @@ def test_dropped_rows(onednn, samples, drop, stride):
     assert_close(dw, reference.conv_filter(x, dy, geometry, w.shape), math.prod(ys[:-1]))
 
 
+@pytest.mark.parametrize("rows", [(3, 2, 2, -1, 3), (3, 2, 3, -2, 4), (3, 1, 2, -1, 4), (2, 1, 3, -2, 4)], ids=str)
+def test_dropped_rows_are_not_read(onednn, rows):
+    """Told of a padding of -1, oneDNN's AVX2 gradient of weights read an output behind the last one."""
+    kernel, lo, stride, hi, extent = rows
+    geometry = Geometry.of((kernel, 3), (stride, 1), ((lo, hi), (1, 1)))
+    a, xs = Arrays(onednn, np.float32), (1, extent, 6, 16)
+    ys = (1, *geometry.output_shape(xs[1:-1]), 16)
+    around = onednn.empty((2 * math.prod(ys),), np.float32)
+    around.fill(np.nan)
+    dy = around[: math.prod(ys)].reshape(ys)
+    x, dw, dy[...] = a.draw(*xs), a.poisoned(16, kernel, 3, 16), a.draw(*ys)
+    onednn.conv_backward_filter(x, dy, dw, None, geometry)()
+    assert_close(dw, reference.conv_filter(x, dy, geometry, dw.shape), math.prod(ys[:-1]))
+
+
 # ---------------------------------------------------------------------- the library
 def fake(major, runtime):
     version = SimpleNamespace(major=major, minor=1, patch=0, cpu_runtime=runtime)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from halograd.kernels import Geometry
-from halograd.kernels.cudnn.graphs import Shapes, Tensor, packed_strides, read_part
+from halograd.kernels.cudnn.graphs import Shapes, Tensor, packed_strides
+from halograd.kernels.geometry import read_part
 from tests.kernels.geometries import CASES
 
 
@@ -44,7 +45,8 @@ def test_dropped_rows_are_left_out_only_where_they_matter():
     """Every small geometry of one axis: the part that is read gives as many outputs, with no negative padding."""
     for n, k, s, d, lo, hi in itertools.product((5, 8), (1, 3, 4), (1, 2, 3), (1, 2), (0, 1), (-2, -1, 0, 1)):
         geometry = Geometry.of((k,), s, ((lo, hi),), d)
-        (part,), (behind,) = read_part((n,), geometry)
+        (part,), read = read_part((n,), geometry)
+        ((_, behind),) = read.padding
         outputs = geometry.output_shape((n,))
         if outputs == (0,):
             continue
