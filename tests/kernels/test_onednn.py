@@ -264,6 +264,18 @@ def test_dropped_rows_are_not_read(onednn, rows):
     assert_close(dw, reference.conv_filter(x, dy, geometry, dw.shape), math.prod(ys[:-1]))
 
 
+@pytest.mark.parametrize("rows", [(4, 3, 2, 2, 3), (5, 4, 1, 1, 2), (7, 3, 2, 2, 6), (5, 4, 3, 3, 6)], ids=str)
+def test_wide_padding_before_few_rows(onednn, rows):
+    """There oneDNN's AVX-512 gradient of 3-D weights is wrong: another algorithm computes it."""
+    kernel, lo, stride, hi, extent = rows
+    geometry = Geometry.of((kernel, 3, 3), (stride, 1, 1), ((lo, hi), (1, 1), (1, 1)))
+    a, xs = Arrays(onednn, np.float32), (1, extent, 5, 5, 16)
+    ys = (1, *geometry.output_shape(xs[1:-1]), 16)
+    x, dy, dw = a.draw(*xs), a.draw(*ys), a.poisoned(16, kernel, 3, 3, 16)
+    onednn.conv_backward_filter(x, dy, dw, None, geometry)()
+    assert_close(dw, reference.conv_filter(x, dy, geometry, dw.shape), math.prod(ys[:-1]))
+
+
 # ---------------------------------------------------------------------- the library
 def fake(major, runtime):
     version = SimpleNamespace(major=major, minor=1, patch=0, cpu_runtime=runtime)
