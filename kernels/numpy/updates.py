@@ -108,7 +108,7 @@ class NumpyUpdates(Updates):
     def _lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel:
         def adapted(start: int, stop: int, scale: float) -> float:
             """Factor on the learning rate of the parameter in this range."""
-            p, g = (math.sqrt(float(np.dot(a[start:stop], a[start:stop]))) for a in (arrays.p, arrays.g))
+            p, g = (math.sqrt(_squares(a[start:stop])) for a in (arrays.p, arrays.g))
             below = g * scale + weight_decay * p
             return trust * p / below if p > 0 and below > 0 else 1.0
 
@@ -159,7 +159,7 @@ class NumpyUpdates(Updates):
         flat = [(array.reshape(-1), divisor) for array, divisor in terms]
 
         def run() -> None:
-            out[0] = sum(float(np.dot(array, array)) / divisor for array, divisor in flat)
+            out[0] = sum(_squares(array) / divisor for array, divisor in flat)
 
         return Kernel(run, "numpy:squares")
 
@@ -198,6 +198,12 @@ class NumpyUpdates(Updates):
             flag[0] = 0
 
         return Kernel(run, "numpy:loss_scale")
+
+
+def _squares(flat: Any) -> float:
+    """Sum of squares, in float64 over pieces: a scalar product of millions in float32 would lose three digits."""
+    pieces = (flat[i : i + PIECE] for i in range(0, flat.size, PIECE))
+    return sum(float(np.dot(piece, piece)) for piece in pieces)
 
 
 def _piece(arrays: UpdateArrays, start: int, stop: int, a: Any, b: Any, decayed: bool) -> _Piece:

@@ -26,6 +26,14 @@ def test_sum_of_squares(typed, counts):
     kernel.close()
 
 
+def test_squares_of_many_equal_numbers(arrays):
+    """Sums in float32 alone lose digits with their length, and so would depend on how parameters are cut."""
+    x, out = arrays.draw(1 << 20), arrays.poisoned(1, dtype=FLOAT64)
+    x[...] = 0.1
+    arrays.backend.sum_of_squares([(x, 1)], out)()
+    assert math.isclose(out[0], x.size * float(x[0]) ** 2, rel_tol=1e-5)
+
+
 def test_squares_of_nothing(arrays):
     out = arrays.poisoned(1, dtype=FLOAT64)
     arrays.backend.sum_of_squares([(arrays.draw(3)[:0], 1)], out)()
