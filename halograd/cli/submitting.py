@@ -107,7 +107,7 @@ class JobOptions:
     stage: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER", help="Copy the data set to this folder of every node; '$NAME/...' may begin it."
+            metavar="FOLDER", help="Copy the data set, one file, to this folder of every node; '$NAME/...' may begin it."
         ),
     ] = None
     chain: Annotated[int, typer.Option(help="Submit this many jobs, each going on where the last ended.")] = 1
@@ -160,6 +160,8 @@ def submit(
     resources, software = asked.resources(threads), runs_with.software()
     settings = parse_sweep(job.sweep or [])
     _check(config, overrides, settings, resources, chosen)
+    if job.stage is not None:
+        _check_stage([_load(config, [*overrides, *changes]).data.path for changes in settings or [[]]])
     if asked.cpus_per_rank is None and chosen != "local":
         _note_single_cores(loaded.backend)
     made = _job(config, loaded, job, resources, software)
@@ -220,6 +222,20 @@ def _check(
             strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.batch)
             strategy.validate(network, ranks)
             strategy.warn_of_idle_ranks(network, loaded.training.batch, ranks)
+
+
+def _check_stage(paths: Sequence[str | list[str]]) -> None:
+    """Refuse to stage what is not the one file that all tasks read: the rest would be left out without a word."""
+    one = paths[0]
+    name = one if isinstance(one, str) else one[0] if len(one) == 1 else ""
+    several = os.path.isdir(name) or (any(sign in name for sign in "*?[") and not os.path.exists(name))
+    if any(path != one for path in paths):
+        got = "one that the sweep changes"
+    elif not name or several:
+        got = f"{len(one)} of them" if isinstance(one, list) and not name else f"a pattern or a folder, {name!a}"
+    else:
+        return
+    raise UserError(f"--stage: expected one file as data.path, got {got}; leave --stage out, or join them in one file")
 
 
 def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, software: Software) -> Job:
