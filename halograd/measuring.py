@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Measuring:
 
     def machine(self) -> Profile:
         """Messages, device and overheads, measured now."""
-        found = measure_machine(self.comm, self.kernels)
+        found = replace(measure_machine(self.comm, self.kernels), autotune=self._autotune)
         return found.with_overheads(*measure_overheads(self.comm, self.kernels, found.machine, self.dtype))
 
     def machine_file(self) -> Path:

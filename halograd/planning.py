@@ -122,7 +122,7 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
         # The nodes of an emulated network are one host, where all ranks were measured at once.
         at_once = record.ranks if record.transport.startswith("emulated") else asked.machine.devices_per_node
         flush = passing_bytes(asked.network, batch, ranks, asked.dtype)
-        conditions = Conditions.here(backend, Crowd.here(min(ranks, at_once), backend), flush=flush)
+        conditions = Conditions.here(backend, Crowd.here(min(ranks, at_once), backend), record.autotune, flush)
     return MeasuredTimes(TimeCache(cache_path(asked.cache)), conditions, RooflineTimes(asked.machine))
 
 

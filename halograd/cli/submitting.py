@@ -107,7 +107,8 @@ class JobOptions:
     stage: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER", help="Copy the data set, one file, to this folder of every node; '$NAME/...' may begin it."
+            metavar="FOLDER",
+            help="Copy the data set, one file, to this folder of every node; '$NAME/...' may begin it.",
         ),
     ] = None
     chain: Annotated[int, typer.Option(help="Submit this many jobs, each going on where the last ended.")] = 1

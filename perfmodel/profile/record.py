@@ -146,6 +146,8 @@ class Profile:
         Optimizer (SGD with momentum) per byte of parameters [s/B].
     layer_overhead
         What each forward or backward of a layer takes longer within a step: the loop, and colder code [s].
+    autotune
+        Whether convolutions were chosen by measurement: times of layers were kept under this condition.
     """
 
     machine: Machine
@@ -160,6 +162,7 @@ class Profile:
     reduction_exposed: Mapping[int, Fit] = field(default_factory=dict)
     update: float = 0.0
     layer_overhead: float = 0.0
+    autotune: bool = False
 
     def with_overheads(self, update: float, layer_overhead: float) -> Profile:
         """With what the executor adds, which goes into the machine file with the sums that were measured.
@@ -206,7 +209,7 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without the machine."""
         fits = {k: _out(getattr(self, k)) for k in (*_BY_LEVEL, *_BY_RANKS)}
-        numbers = {k: getattr(self, k) for k in ("ranks", "transport", "update", "layer_overhead")}
+        numbers = {k: getattr(self, k) for k in ("ranks", "transport", "autotune", "update", "layer_overhead")}
         return {"version": _VERSION, **numbers, "copy": self.copy and self.copy.to_dict(), **fits}
 
     @classmethod
@@ -237,6 +240,7 @@ class _Record:
     reduction: dict[Count, Fit]
     reduction_behind: dict[Count, Fit]
     reduction_exposed: dict[Count, Fit]
+    autotune: bool = False
 
 
 def _out(fits: Mapping[Any, Fit]) -> dict[str, Any]:

@@ -69,6 +69,16 @@ def test_plans_for_more_ranks_use_what_these_have_measured(tmp_path, transport):
     assert found and int(found[1] or 0) < 10, planned.stdout
 
 
+def test_plans_use_what_was_measured_with_autotune(tmp_path):
+    out, common = tmp_path / "machine.toml", ["--batch", 1, "--ranks", 1, "--cache", tmp_path]
+    done = halograd(*SMALL, "--out", out, "--autotune", *common)
+    assert done.returncode == 0, done.stderr
+    assert Profile.load(out).autotune
+    planned = halograd("plan", *SMALL[1:6], "--machine", out, "--json", *common)
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["request"]["kernel_times"] == "measured here"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
