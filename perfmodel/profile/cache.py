@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from halograd import __version__
+from halograd import device as device_package
 from halograd import kernels as kernels_package
 from halograd import layers as layers_package
+from halograd import program as program_package
 from halograd.errors import UserError
 from halograd.schema import NotNegative
 
@@ -112,8 +114,8 @@ class Conditions:
     device
         Model of the processor or accelerator.
     backend, version
-        Kernel library; `version` is that of the library and of halograd, with a checksum of the sources of its
-        kernels and layers.
+        Kernel library; `version` is that of the library and of halograd, with a checksum of the sources that run
+        when a layer runs.
     threads
         Per rank.
     ranks
@@ -244,11 +246,12 @@ def cache_path(folder: str | Path | None = None) -> Path:
 
 @lru_cache
 def _sources() -> int:
-    """Checksum of the code that runs when a layer runs: between two releases it changes too."""
+    """Checksum of the code that runs when a layer runs, CUDA's with it: between two releases it changes too."""
     total = 0
-    for package in (kernels_package, layers_package):
-        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
-            total = zlib.crc32(path.read_bytes(), total)
+    for package in (device_package, kernels_package, layers_package, program_package):
+        for path in sorted(Path(package.__path__[0]).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                total = zlib.crc32(path.read_bytes(), total)
     return total
 
 

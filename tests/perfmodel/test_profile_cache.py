@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from halograd.errors import UserError
+from halograd.perfmodel.profile import cache
 from halograd.perfmodel.profile.cache import Conditions, TimeCache, cache_path
 
 HERE = Conditions("a device", "numpy", "1")
@@ -21,6 +22,21 @@ def test_times_are_kept(tmp_path):
     assert again.get(HERE, "a") == (1e-7, 0.1 + 0.2, 0.0)
     assert again.get(HERE, "b") is None
     assert again.get(Conditions("a device", "numpy", "2"), "a") is None
+
+
+@pytest.mark.parametrize(
+    "source", ["kernels/cuda/src/norm.cu", "kernels/cuda/src/common.cuh", "program/runner.py", "layers/pooling.py"]
+)
+def test_times_of_other_code_are_others(monkeypatch, source):
+    """What runs when a layer runs belongs to the conditions: sources of CUDA and the step program, too."""
+
+    def changed(path):
+        with path.open("rb") as file:
+            return file.read() + b" " * str(path).endswith(source)
+
+    before = cache._sources.__wrapped__()
+    monkeypatch.setattr(Path, "read_bytes", changed)
+    assert cache._sources.__wrapped__() != before
 
 
 def test_the_later_time_counts(tmp_path):
