@@ -78,6 +78,19 @@ def test_large_offsets(cuda, monkeypatch):
     assert any(program.large for program in cuda.launcher.programs)
 
 
+def test_many_targets_have_large_offsets(cuda, monkeypatch):
+    """Of 2^31 targets the number would be negative in 32 bits: their weight would be 0, and so the loss."""
+    from halograd.kernels.cuda import launch
+    from halograd.kernels.losses import ClassTargets
+
+    monkeypatch.setattr(launch, "LARGE", 1)
+    monkeypatch.setattr(cuda.launcher, "programs", set())
+    total = np.empty(1)
+    cuda.target_weight(np.array([[0], [1], [1]], np.uint8), total, ClassTargets(2, (1.0, 3.0)))()
+    assert total[0] == 7
+    assert [program.large for program in cuda.launcher.programs] == [True]
+
+
 def test_the_order_of_threads_does_not_matter(cuda, arrays):
     """Bit for bit: trees of sums have one order, and no thread reads what another has not written yet."""
     x, dy = arrays.draw(2, 40, 13, 12), arrays.draw(2, 40, 13, 12)
