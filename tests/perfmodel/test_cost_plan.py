@@ -12,6 +12,7 @@ from halograd.models import build, lenet5, mesh, resnet, unet
 from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
 from halograd.perfmodel.cost import network_costs as problem_module
 from halograd.perfmodel.cost.network_costs import network_costs
+from halograd.perfmodel.cost.simulate import Simulation
 from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
@@ -49,6 +50,20 @@ def test_a_step_is_the_sum_of_its_layers(name, machine):
         assert found.total("allreduce") == pytest.approx(found.allreduce_seconds)
         assert found.total("halo_exposed") <= found.total("halo") + 1e-15
         assert [record.name for record in found.layers] == list(network.layers)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_all_kernels_of_a_layer_are_priced(name):
+    """On one rank a layer takes what its kernels take; the mask of a ReLU where no gradient is passed on with them."""
+    made = Simulation(NETWORKS[name](), Strategy(), 2, priced(LASSEN), Training())
+    trained = {segment.name for segment in made.program.backward}
+    for step in made.program.steps:
+        if step.layer.kind == "Flatten":  # no kernel on one rank
+            continue
+        gradient = any(value.trainable for value in step.inputs)
+        shapes = [value.layout.shape for value in step.inputs]
+        alone = times().time(step.layer, shapes, "float32", step.name in trained, input_gradient=gradient)
+        assert made.costs[step.name].compute >= alone.total * (1 - 1e-9), step.name
 
 
 @pytest.mark.parametrize("name", NETWORKS)
