@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -168,6 +169,8 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, set | frozenset):
         return sorted(json.dumps(_plain(v)) for v in value)
+    if isinstance(value, Number):  # a fraction
+        return str(value)
     named = type(value) if not callable(value) or is_dataclass(value) else value
     inner = {k: _plain(v) for k, v in vars(value).items()} if is_dataclass(value) else {}
     return [getattr(named, "__qualname__", type(value).__qualname__), inner]

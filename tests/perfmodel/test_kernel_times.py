@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
 
 import pytest
 
@@ -92,6 +93,11 @@ def test_statistics_over_ranks_have_other_kernels():
     assert spread.spread and not alone.spread and alone.key != spread.key
     assert alone.key == LayerWork.of(BatchNorm("local"), shape, options={}).key
     assert alone.key == LayerWork.of(BatchNorm(), shape, options={"statistics": "local"}).key
+
+
+def test_scales_that_are_fractions_have_keys_of_their_own():
+    half, third = (LayerWork.of(Resize([Fraction(1, n)] * 2), [(1, 6, 6, 3)]).key for n in (2, 3))
+    assert half != third
 
 
 def test_keys_are_the_same_in_every_process():
