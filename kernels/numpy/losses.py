@@ -189,7 +189,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
         share = self._smoothing / shape[0]
         taken = buffer(work, "taken", shape[1:], x.dtype)
         take(z.reshape(-1), index, out=taken)
-        taken *= weight
+        self._times(taken, weight)
         taken *= 1 - self._smoothing
         mass = buffer(work, "mass", shape[1:], x.dtype)
         np.multiply(weight, 1 - self._smoothing, out=mass)
@@ -215,10 +215,16 @@ class _SoftmaxCrossEntropy(_OfClasses):
         self._counted_positions(counts)
         np.dot(weights, z, out=part)
         part *= share
-        part *= counts
+        self._times(part, counts)
         taken += part
         counts *= share * float(np.sum(weights, dtype=np.float64))
         mass += counts
+
+    def _times(self, values: Any, weight: Any) -> None:
+        """``values *= weight``, 0 where the weight is: a logit of -inf at an ignored position must not become NaN."""
+        none = np.equal(weight, 0, out=buffer(self.work, "none", weight.shape, np.bool_))
+        np.copyto(values, 0, where=none)
+        values *= weight
 
     def _subtract_target(self, z: Any, index: Any, weight: Any, share: float) -> None:
         """``z -= q``."""

@@ -110,6 +110,19 @@ def test_a_divisor_that_is_known_when_the_kernel_runs(typed, divisor):
     close(divided, plain.astype(np.float64) * share, EPS[x.dtype])
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_infinite_logits_where_no_position_counts(arrays, smoothing):
+    """As in torch; 0 * inf would make the loss NaN."""
+    x, target = arrays.draw(1, 2, 3), np.array([[[255], [1]]], np.uint8)
+    alone, both = np.empty(1), np.empty(1)
+    given = ClassTargets(3, None, 255)
+    arrays.backend.softmax_cross_entropy(LossArrays(x, target, None, alone), given, smoothing)()
+    x[0, 0, 0], dx = -np.inf, arrays.poisoned(1, 2, 3)
+    arrays.backend.softmax_cross_entropy(LossArrays(x, target, dx, both), given, smoothing)()
+    assert both[0] == alone[0] > 0
+    assert not dx[0, 0].any() and np.isfinite(dx).all()
+
+
 def test_large_logits(arrays):
     x = arrays.draw(2, 3)
     x[...] = [[1e4, -1e4, 0], [-300, 300, 300]]
