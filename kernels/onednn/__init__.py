@@ -31,7 +31,7 @@ DELEGATED = {
     "average_pool": "windows that are dilated, or padding as wide as the window",
     "batch_norm": "one element per channel, or channels and rows that do not join to multiples of 16",
     "activation": "strided arrays",
-    "add": "strided arrays, a single term, or the output twice among the terms",
+    "add": "strided arrays, a single term, more than 33, or the output twice among the terms",
 }
 
 T = TypeVar("T")

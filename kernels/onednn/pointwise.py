@@ -197,17 +197,21 @@ def activation(
     return p.kernel(), q.kernel()
 
 
+#: Two terms, and one in each of the 32 operations that oneDNN takes behind a primitive, less one for a ReLU.
+_MOST_TERMS = 33
+
+
 def add(engine: Engine, xs: Sequence[Any], y: Any, relu: bool) -> Kernel:
     """Sum of two or more arrays; `y` may be one of them.
 
     Raises
     ------
     ReferenceOnly
-        For strided arrays, a single term, or `y` as a term twice.
+        For strided arrays, a single term, `y` as a term twice, or more terms than oneDNN fuses.
     """
     same = [x for x in xs if same_elements(x, y)]
-    if len(xs) < 2 or len(same) > 1 or not _packed(*xs, y):
-        raise ReferenceOnly("oneDNN's sums: expected two or more packed arrays, y at most once among them")
+    if not 2 <= len(xs) <= _MOST_TERMS or len(same) > 1 or not _packed(*xs, y):
+        raise ReferenceOnly(f"oneDNN's sums: expected 2 to {_MOST_TERMS} packed arrays, y at most once among them")
     # In place works on the first operand only.
     first, second, *rest = same + [x for x in xs if not any(x is s for s in same)]
     p = Program(engine)

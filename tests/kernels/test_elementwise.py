@@ -89,6 +89,18 @@ def test_add(typed, terms, relu, where):
     kernel.close()
 
 
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("terms", [33, 34, 40])
+def test_many_terms(typed, terms, relu):
+    """A value that as many layers read has as many gradients; oneDNN fuses 32 operations."""
+    xs, y = [typed.draw(2, 5, 8) for _ in range(terms)], typed.poisoned(2, 5, 8)
+    total = sum(x.astype(np.float64) for x in xs)
+    kernel = typed.backend.add(xs, y, relu=relu)
+    kernel()
+    assert_close(y, np.maximum(total, 0) if relu else total, terms + 1)
+    kernel.close()
+
+
 @pytest.mark.parametrize("shape", [(2, 5, 6, 16), (3, 7, 5), (1, 33, 31, 3), (4, 1), (0, 3, 4)], ids=str)
 def test_bias_and_its_gradient(typed, shape):
     y, b, db = typed.draw(*shape), typed.draw(shape[-1]), typed.poisoned(shape[-1])
