@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,7 +21,16 @@ from halograd.comm.errors import CommError, agree, is_agreed, is_shared
 from halograd.comm.gpu.choice import Choice
 from halograd.comm.gpu.link import DeviceLinks, DeviceTransport
 from halograd.comm.progress import Progress
-from halograd.comm.reduction import Plan, Reduction, ReductionSpec, check_alike, check_spec
+from halograd.comm.reduction import (
+    REDUCIBLE,
+    Plan,
+    Reduction,
+    ReductionSpec,
+    check_alike,
+    check_spec,
+    check_type,
+    likeness,
+)
 from halograd.comm.sums import METHODS, node_shares
 from halograd.comm.transports import Context, Transport, make_transport, parse_transport
 from halograd.comm.transports.base import Pattern
@@ -267,29 +277,33 @@ class Communicator:
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
         """Several sums at once, for the price of one: see :meth:`reduction`. Collective, in the same order."""
         self._check_open()
-        links = [self._link(spec) for spec in specs]
+        fault, mine = None, list[str]()
+        try:
+            for spec in specs:
+                check_spec(spec)
+            mine = likeness(specs)
+        except CommError as error:
+            fault = error
+        alike = agree(self.mpi, self.ranks, fault, zlib.crc32("\n".join(mine).encode()))
         with self.agreement():
-            for spec, link in zip(specs, links):
-                check_spec(spec, None if link is None else link.summable)
-        with self.agreement():
-            check_alike(self.mpi, self.ranks[0], [spec.buffer for spec in specs])
-        with self.agreement():
-            found = self._reductions(specs, links)
+            if not alike:
+                check_alike(self.mpi, self.ranks[0], mine)
+            found = self._reductions(specs)
         for reduction in found:
             self._keep(reduction)
         return found
 
     def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
         """What makes the sum without the host, if anything does. Collective where the array is on a device."""
-        device = on_device(spec.buffer)
-        if device is None:
-            return None
-        self.agree(None)
-        by_host = spec.method in METHODS and not METHODS[spec.method].on_devices
-        return None if by_host else self.devices.transport(self._context, device)
+        device, link = on_device(spec.buffer), None
+        if device is not None and METHODS[spec.method].on_devices:
+            link = self.devices.transport(self._context, device)
+        check_type(spec, REDUCIBLE if link is None else link.summable)
+        return link
 
-    def _reductions(self, specs: Sequence[ReductionSpec], links: Sequence[DeviceTransport | None]) -> list[Reduction]:
-        """Valid sums. Collective."""
+    def _reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
+        """Sums that are alike on all ranks. Collective."""
+        links = [self._link(spec) for spec in specs]
         meters = [_meters(self, spec) for spec in specs]
         idle = [self.size == 1 or not spec.buffer.size for spec in specs]
         by_host = [spec for spec, link, rests in zip(specs, links, idle) if link is None and not rests]

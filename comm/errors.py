@@ -41,15 +41,16 @@ def is_shared(leaving: BaseException | None, ranks: int) -> bool:
     return leaving is None or is_agreed(leaving, ranks)
 
 
-def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None) -> None:
+def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None, mark: int = 0) -> bool:
     """Raise on all ranks if any rank has a fault; see `Communicator.agree`. Collective over `mpi_comm`.
 
-    `ranks` are their numbers in messages.
+    `ranks` are their numbers in messages. Returns whether all ranks give the same `mark`, of 63 bits.
     """
-    faulty = np.zeros(mpi_comm.size, np.uint8)
-    mpi_comm.Allgather(np.array([fault is not None], np.uint8), faulty)
+    marks = np.zeros(mpi_comm.size, np.int64)
+    mpi_comm.Allgather(np.array([mark if fault is None else -1], np.int64), marks)
+    faulty = marks < 0
     if not faulty.any():
-        return
+        return bool((marks == mark).all())
     if fault is not None and faulty.all() and len(set(mpi_comm.allgather(describe(fault)))) == 1:
         mark_agreed(fault, mpi_comm.rank == 0, mpi_comm.size)
         raise fault

@@ -318,32 +318,46 @@ def add_up(summands: Sequence[np.ndarray], out: np.ndarray) -> None:
             np.add(out, other, out=out)
 
 
-def check_spec(spec: ReductionSpec, summable: Sequence[str] | None = None) -> None:
-    """Raise CommError unless this rank can give a sum of that kind; `summable` are the link's types. Local."""
+def check_spec(spec: ReductionSpec) -> None:
+    """Raise CommError unless this is a sum that this rank can give. Local."""
     buffer, on_host = spec.buffer, on_device(spec.buffer) is None
     if spec.method not in METHODS:
         raise CommError(f"method: expected one of {', '.join(METHODS)}, got {spec.method!r}")
     if on_host and not isinstance(buffer, np.ndarray):
         raise CommError(f"buffer: expected a NumPy array, got {type(buffer).__name__}")
-    method, legal = METHODS[spec.method], REDUCIBLE if summable is None else summable
-    if method.adds and buffer.dtype.name not in legal:
-        raise CommError(f"buffer: expected one of {', '.join(legal)}, got {buffer.dtype}; convert it to float32")
+    if on_host:
+        check_type(spec)
     if not buffer.flags.c_contiguous or (on_host and not buffer.flags.writeable):
         raise CommError(
             f"buffer: expected a {'writeable ' if on_host else ''}C-contiguous array, got strides {buffer.strides} "
             f"for shape {buffer.shape}; reduce a packed copy"
         )
-    if method.codec == "bfloat16" and buffer.dtype != np.float32:
+    if METHODS[spec.method].codec == "bfloat16" and buffer.dtype != np.float32:
         raise CommError(f"buffer: expected float32 to be rounded to bfloat16, got {buffer.dtype}")
 
 
-def check_alike(mpi_comm: MPI.Intracomm, first: int, buffers: Sequence[Any]) -> None:
-    """Raise CommError unless the buffers are like those of the first rank, which is called `first`. Collective, to be
-    agreed on."""
-    mine = [(buffer.shape, buffer.dtype.name) for buffer in buffers]
+def check_type(spec: ReductionSpec, summable: Sequence[str] = REDUCIBLE) -> None:
+    """Raise CommError unless the link sums arrays of this type. Local."""
+    dtype = spec.buffer.dtype
+    if METHODS[spec.method].adds and dtype.name not in summable:
+        raise CommError(f"buffer: expected one of {', '.join(summable)}, got {dtype}; convert it to float32")
+
+
+def likeness(specs: Sequence[ReductionSpec]) -> list[str]:
+    """What ranks must have in common, a text per sum. Local."""
+    return [
+        f"shape {spec.buffer.shape} and {spec.buffer.dtype.name} by {spec.method!r} on "
+        f"{'the host' if on_device(spec.buffer) is None else 'a device'}"
+        for spec in specs
+    ]
+
+
+def check_alike(mpi_comm: MPI.Intracomm, first: int, mine: Sequence[str]) -> None:
+    """Raise CommError unless `likeness` is that of the first rank, which is called `first`. Collective, to be agreed
+    on."""
     wanted = mpi_comm.bcast(mine, root=0)
     if len(mine) != len(wanted):
         raise CommError(f"buffers: expected {len(wanted)} as on rank {first}, got {len(mine)}")
-    for (shape, dtype), own in zip(wanted, mine):
-        if own != (shape, dtype):
-            raise CommError(f"buffer: expected shape {shape} and {dtype} as on rank {first}, got {own[0]} and {own[1]}")
+    for other, own in zip(wanted, mine):
+        if own != other:
+            raise CommError(f"buffer: expected {other} as on rank {first}, got {own}")

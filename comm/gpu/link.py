@@ -140,6 +140,7 @@ class DeviceLinks:
                 f"{device.name}; use one device per run"
             )
         if context not in self._transports:
+            context.agree(None)
             self._transports[context] = opened.make(context)
         return self._transports[context]
 

@@ -118,7 +118,7 @@ class Arena:
         Raises
         ------
         CommError
-            On all ranks, if a node has not enough shared memory.
+            On all ranks of a node that has not enough shared memory; to be agreed on with other nodes.
         """
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
         size = rounded(max(sum(requests), SMALLEST, self._nbytes), PAGE)
@@ -129,8 +129,8 @@ class Arena:
         starts = np.concatenate([np.zeros((len(told), 1), np.int64), wanted.cumsum(axis=1)], axis=1)
         fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())
         index = next(fits, None)
-        self._agree(_shortage(int(sizes.sum()), int(free.min())) if index is None else None)
         if index is None:
+            _check_room(int(sizes.sum()), int(free.min()))
             self._chunks.append(Chunk(self.node, sizes[:, 0]))
             self._nbytes += size
             chunk, before = self._chunks[-1], np.zeros(len(told), np.int64)
@@ -161,14 +161,13 @@ def _free() -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _shortage(nbytes: int, free: int) -> CommError | None:
-    """The error to raise if the node cannot hold `nbytes` more of shared memory."""
-    if nbytes <= free:
-        return None
-    return CommError(
-        f"shared transport: expected {nbytes / 2**20:.1f} MiB free in {SHARED_MEMORY}, got {free / 2**20:.1f} MiB; "
-        f"enlarge it (docker: --shm-size) or use transport='mpi'"
-    )
+def _check_room(nbytes: int, free: int) -> None:
+    """Raise CommError if the node cannot hold `nbytes` more of shared memory. Local."""
+    if nbytes > free:
+        raise CommError(
+            f"shared transport: expected {nbytes / 2**20:.1f} MiB free in {SHARED_MEMORY}, got {free / 2**20:.1f} MiB; "
+            f"enlarge it (docker: --shm-size) or use transport='mpi'"
+        )
 
 
 class Flags:

@@ -21,7 +21,7 @@ ATOMIC: dict[str, set[str] | None] = {
     "comm/transports/memory.py": None,
     "comm/communicator.py": {"agree", "agreement"},
     "comm/channel.py": {"check_matching"},
-    "comm/reduction.py": {"check_alike"},
+    "comm/reduction.py": {"check_alike", "likeness"},
     "comm/transports/base.py": {"split_node"},
     "comm/transports/shared.py": {"_open"},
 }
