@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from halograd.comm.progress import rest
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -47,7 +49,11 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
     `ranks` are their numbers in messages. Returns whether all ranks give the same `mark`, of 63 bits.
     """
     marks = np.zeros(mpi_comm.size, np.int64)
-    mpi_comm.Allgather(np.array([mark if fault is None else -1], np.int64), marks)
+    request = mpi_comm.Iallgather(np.array([mark if fault is None else -1], np.int64), marks)
+    polls = 0
+    while not request.Test():  # with many ranks on few cores, one that spins keeps others from coming here
+        rest(polls)
+        polls += 1
     faulty = marks < 0
     if not faulty.any():
         return bool((marks == mark).all())

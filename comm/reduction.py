@@ -307,6 +307,8 @@ class Reduction:
 def cut(array: np.ndarray) -> list[slice]:
     """Slices of a flat array of at most `PIECE` bytes each."""
     step = max(1, PIECE // array.itemsize)
+    if array.size <= step:
+        return [slice(0, array.size)]
     return [slice(i, min(i + step, array.size)) for i in range(0, array.size, step)]
 
 

@@ -51,6 +51,7 @@ class Chunk:
         info.Free()
         self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for Sync; there are no RMA calls
         self._rank, self.sizes = node.rank, sizes
+        self._segments: dict[int, np.ndarray] = {}
         self.used = self._live = 0
 
     def take(self, requests: Sequence[int]) -> None:
@@ -67,8 +68,10 @@ class Chunk:
 
     def segment(self, rank: int) -> np.ndarray:
         """The memory of a rank of the node: ``(bytes,)`` uint8, shared. Local."""
-        memory, _ = self._window.Shared_query(rank)
-        return np.asarray(memory.cast("B"))
+        if rank not in self._segments:
+            memory, _ = self._window.Shared_query(rank)
+            self._segments[rank] = np.asarray(memory.cast("B"))
+        return self._segments[rank]
 
     def sync(self) -> None:
         """Memory fence between what this rank wrote or read and its next message. Local."""
@@ -76,6 +79,7 @@ class Chunk:
 
     def free(self) -> None:
         """Collective over the node."""
+        self._segments.clear()
         self._window.Unlock_all()
         self._window.Free()
 

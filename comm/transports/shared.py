@@ -259,6 +259,7 @@ class _CommonStage:
     def __init__(self, places: Places, share: int) -> None:
         self.places, self.nbytes = places, STAGE_BYTES + share
         self._share, self.waiting = share, deque[Operation]()
+        self._views: dict[tuple[int, int, int, np.dtype], np.ndarray] = {}
 
     def pieces(self, flat: np.ndarray, itemsize: int) -> list[_Piece]:
         """Runs of the buffer, with a block per rank."""
@@ -301,9 +302,12 @@ class _CommonStage:
         return Room(deposits, summands=summands, total=totals[piece.mine], returns=returns)
 
     def _view(self, rank: int, first: int, nbytes: int, dtype: np.dtype) -> np.ndarray:
-        """The memory of a rank on the stage, from any element on."""
-        line = first // ALIGNMENT * ALIGNMENT
-        return self.places.view(rank, line, first - line + nbytes)[first - line :].view(dtype)
+        """The memory of a rank on the stage, from any element on: the same array for most pieces of all sums."""
+        key = rank, first, nbytes, dtype
+        if key not in self._views:
+            line = first // ALIGNMENT * ALIGNMENT
+            self._views[key] = self.places.view(rank, line, first - line + nbytes)[first - line :].view(dtype)
+        return self._views[key]
 
 
 _Views = dict[int, tuple[Any, Any]]
