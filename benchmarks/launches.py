@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from halograd.kernels import KernelError
 from halograd.kernels.cuda.launch import CupyLauncher, Function, Launch
-from halograd.kernels.cuda.sources import Program
+from halograd.kernels.cuda.sources import CudaProgram
 
 #: Kernels of few arguments and of many.
 KERNELS = {"find_nonfinite_v": "reduce", "forward_v": "norm", "add_v": "elementwise"}
@@ -64,7 +64,7 @@ class DriverlessLauncher(CupyLauncher):
         )
         self.units, self.name = 132, "no device"
 
-    def function(self, program: Program, name: str) -> Function:
+    def function(self, program: CudaProgram, name: str) -> Function:
         return SimpleNamespace(ptr=1)
 
 
@@ -78,7 +78,7 @@ def open_device(folder: Path) -> CupyLauncher:
 
 def cost(device: CupyLauncher, name: str, calls: int) -> dict[str, float]:
     """Shortest mean time of a call over a few rounds, by column [s]."""
-    launch = Launch(device, Program(KERNELS[name]), name, (1,))
+    launch = Launch(device, CudaProgram(KERNELS[name]), name, (1,))
     record, parameters = launch._record, np.array([launch._record.ctypes.data], np.uint64)
     place, pointer, enqueue = int(parameters.ctypes.data), int(launch._function.ptr), device._cupy.cuda.driver
     stream = device._cupy.cuda.get_current_stream().ptr

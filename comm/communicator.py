@@ -23,8 +23,8 @@ from halograd.comm.gpu.link import DeviceLinks, DeviceTransport
 from halograd.comm.progress import Progress
 from halograd.comm.reduction import (
     REDUCIBLE,
-    Plan,
     Reduction,
+    ReductionPlan,
     ReductionSpec,
     check_alike,
     check_spec,
@@ -32,7 +32,7 @@ from halograd.comm.reduction import (
     likeness,
 )
 from halograd.comm.sums import METHODS, node_shares
-from halograd.comm.transports import Context, Transport, make_transport, parse_transport
+from halograd.comm.transports import Transport, TransportContext, make_transport, parse_transport
 from halograd.comm.transports.base import Pattern
 from halograd.device import HOST, Device, on_device
 
@@ -110,7 +110,7 @@ class Communicator:
         self.transport, self.devices = transport, links
         self.instruments, self.counters = instruments, instruments.counters
         self._progress = progress
-        self._context = Context(own, progress, self.agree, ranks)
+        self._context = TransportContext(own, progress, self.agree, ranks)
         self._transport: Transport = make_transport(transport, self._context)
         self._open: list[Communicator | Channel | Reduction] = []
         self._is_root = self.closed = False
@@ -311,7 +311,7 @@ class Communicator:
         wanted = [(host, METHODS[spec.method], spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
         plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._transport.plans(wanted)))
         return [
-            Reduction(spec.buffer, booked, Plan())
+            Reduction(spec.buffer, booked, ReductionPlan())
             if rests
             else link.reduction(spec.buffer, booked[0], METHODS[spec.method])
             if link is not None

@@ -24,7 +24,7 @@ import numpy as np
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
-from halograd.comm.reduction import Plan
+from halograd.comm.reduction import ReductionPlan
 from halograd.device import Device, Ticket, on_device
 
 __all__ = ["DeviceChannel", "StagedChannel", "staged", "staging"]
@@ -126,7 +126,7 @@ def staging(buffer: Any) -> np.ndarray:
     return buffer if device is None else device.pinned(buffer.shape, buffer.dtype)
 
 
-def staged(buffer: Any, pinned: np.ndarray, plan: Plan) -> Plan:
+def staged(buffer: Any, pinned: np.ndarray, plan: ReductionPlan) -> ReductionPlan:
     """The plan of a sum of `pinned` (`staging`), with copies from the array there before and back behind."""
     device = on_device(buffer)
     if device is None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["Line", "Operation", "Progress", "Stage", "Work", "rest"]
+__all__ = ["Line", "Progress", "Stage", "StagedOperation", "Work", "rest"]
 
 # After how long without a change [s] the thread sleeps how long between two polls [s]. Short at first, so that the
 # rounds of an all-reduce follow each other; what pends for long waits for a late rank, and a wake-up takes some 50 us
@@ -88,7 +88,7 @@ def _calls(stages: Sequence[Stage]) -> _Calls:
     return found
 
 
-class Operation:
+class StagedOperation:
     """Stages one after the other, driven by the progress thread or by their owner, never by both at once.
 
     Parameters
@@ -207,7 +207,7 @@ class Line:
 
     def __init__(self) -> None:
         self.lock, self.worked = threading.Lock(), False
-        self.operations: list[Operation] = []
+        self.operations: list[StagedOperation] = []
 
     @property
     def idle(self) -> bool:
@@ -228,7 +228,7 @@ class Line:
                 break
         return self.idle
 
-    def complete(self, operation: Operation) -> None:
+    def complete(self, operation: StagedOperation) -> None:
         """Return when only the owner can go on with an operation, driving the line meanwhile."""
         polls = 0
         while operation in self.operations:
@@ -243,8 +243,8 @@ class Line:
                 rest(polls)
 
 
-def _poll(operation: Operation, *limit: float) -> bool:
-    """`Operation.poll`; a fault is kept until a thread waits for the operation."""
+def _poll(operation: StagedOperation, *limit: float) -> bool:
+    """`StagedOperation.poll`; a fault is kept until a thread waits for the operation."""
     operation.worked = False
     try:
         return operation.fault is not None or operation.poll(*limit)
@@ -261,13 +261,13 @@ class Progress:
 
     def __init__(self) -> None:
         self._last_change = 0.0
-        self._pending: list[Operation | Line] = []
+        self._pending: list[StagedOperation | Line] = []
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: StagedOperation) -> None:
         """Start an operation, and see to it that it proceeds."""
         line = operation.line
         with (line or operation).lock:  # the thread may look at it once more, although it was complete
@@ -284,7 +284,7 @@ class Progress:
                 self._launch()
             self._work.notify()
 
-    def complete(self, operation: Operation) -> None:
+    def complete(self, operation: StagedOperation) -> None:
         """Return when the operation is complete: drive it in the calling thread if it is not yet (lowest latency).
 
         Raises
@@ -335,7 +335,7 @@ class Progress:
             else:
                 time.sleep(next(interval for limit, interval in INTERVALS if waited < limit))
 
-    def _advance(self, pending: Sequence[Operation | Line]) -> bool:
+    def _advance(self, pending: Sequence[StagedOperation | Line]) -> bool:
         """Poll once all that is pending; whether something was done."""
         changed = False
         for item in pending:
@@ -350,7 +350,7 @@ class Progress:
                 self._forget(item)
         return changed
 
-    def _forget(self, item: Operation | Line) -> None:
+    def _forget(self, item: StagedOperation | Line) -> None:
         with self._lock:
             # Since it was polled, a line may have got another operation, and an operation have been started anew.
             if item in self._pending and item.idle:

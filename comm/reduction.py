@@ -26,11 +26,11 @@ from mpi4py import MPI
 
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
-from halograd.comm.progress import Operation, Progress, Stage, Work
+from halograd.comm.progress import Progress, Stage, StagedOperation, Work
 from halograd.comm.sums import METHODS
 from halograd.device import on_device
 
-__all__ = ["Plain", "Plan", "Reduction", "ReductionSpec", "Room", "add_up", "check_alike", "check_spec", "cut"]
+__all__ = ["Plain", "Reduction", "ReductionPlan", "ReductionSpec", "Room", "add_up", "check_alike", "check_spec", "cut"]
 
 #: Types of arrays that are summed, if a link does not say otherwise.
 REDUCIBLE: tuple[str, ...] = ("float32", "float64", "int32", "int64")
@@ -107,7 +107,7 @@ class Plain:
 
 
 @dataclass
-class Plan:
+class ReductionPlan:
     """How a sum is made on this rank; nothing is done without an operation.
 
     Attributes
@@ -133,9 +133,9 @@ class Plan:
         Gives back what the sum holds.
     """
 
-    operation: Operation | None = None
+    operation: StagedOperation | None = None
     progress: Progress | None = None
-    queue: deque[Operation] | None = None
+    queue: deque[StagedOperation] | None = None
     arrival: Any = None
     direct: Callable[[], None] | None = None
     codec: Any = None
@@ -177,7 +177,7 @@ class Reduction:
         Of a rounded sum of several ranks: what rounding took away. None: nothing is rounded.
     """
 
-    def __init__(self, buffer: Any, meters: Sequence[Meter], plan: Plan) -> None:
+    def __init__(self, buffer: Any, meters: Sequence[Meter], plan: ReductionPlan) -> None:
         self.buffer, self.codec = buffer, plan.codec
         self._meter, self._others, self._plan = meters[0], meters[1:], plan
         self._started_at = 0.0
@@ -307,7 +307,7 @@ class Reduction:
 def cut(array: np.ndarray) -> list[slice]:
     """Slices of a flat array of at most `PIECE` bytes each."""
     step = max(1, PIECE // array.itemsize)
-    if array.size <= step:
+    if 0 < array.size <= step:
         return [slice(0, array.size)]
     return [slice(i, min(i + step, array.size)) for i in range(0, array.size, step)]
 

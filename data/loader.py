@@ -23,7 +23,7 @@ from .targets import TargetReduction
 __all__ = ["Ahead", "LoadedBatch", "Loader"]
 
 
-class Recorder(Protocol):
+class LoadRecorder(Protocol):
     """Told of every read: seconds of ``time.perf_counter``."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None: ...
@@ -103,7 +103,7 @@ class Loader:
         reduction: TargetReduction | None = None,
         dtype: DTypeLike = np.float32,
         depth: int = 2,
-        recorder: Recorder | None = None,
+        recorder: LoadRecorder | None = None,
         allocate: Callable[[Sequence[int], Any], NDArray[Any]] = np.zeros,
         ahead: Ahead | None = None,
     ) -> None:

@@ -39,7 +39,7 @@ from .errors import DataError
 from .flow import Bubble, Flow
 from .lagrangian import CHANNELS, UNITS, MeshBlock
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Settings", "Simulation", "generate"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "MeshSimulation", "Settings", "generate"]
 
 FORMAT = "halograd mesh-tangling"
 FORMAT_VERSION = 1
@@ -103,7 +103,7 @@ class Settings:
         return -(-self.samples // self.samples_per_simulation)
 
 
-class Simulation:
+class MeshSimulation:
     """One random flow, its mesh, and the instants at which samples are taken. Local.
 
     Parameters
@@ -249,7 +249,7 @@ def _create(file: h5py.File, settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    simulation: Simulation
+    simulation: MeshSimulation
     first: int
     last: int
     taken: int
@@ -259,7 +259,7 @@ def _tasks(settings: Settings) -> Iterator[_Task]:
     """All row blocks of all simulations, in the order of the file."""
     per = settings.samples_per_simulation
     for index in range(settings.simulations):
-        simulation = Simulation(settings, index)
+        simulation = MeshSimulation(settings, index)
         taken = min(per, settings.samples - index * per)
         for first in range(0, settings.resolution, BLOCK):
             yield _Task(simulation, first, min(first + BLOCK, settings.resolution), taken)

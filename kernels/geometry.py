@@ -24,7 +24,7 @@ import numpy as np
 from halograd.kernels.kernel import KernelError
 
 __all__ = [
-    "LANES", "MODES", "Geometry", "Resampled", "Resampling", "Run", "channels_in_memory", "read_part",
+    "LANES", "MODES", "Geometry", "Resampled", "Resampling", "StridedRun", "channels_in_memory", "read_part",
     "tensor_core_channels",
 ]  # fmt: skip
 
@@ -74,7 +74,7 @@ MODES = ("nearest", "nearest-exact", "linear")
 
 
 @dataclass(frozen=True)
-class Run:
+class StridedRun:
     """`count` outputs ``start + k * step``; each is the sum over `taps` of ``weight * x[first + k * input_step]``.
 
     Attributes
@@ -138,26 +138,26 @@ class Resampling:
             return 0, 0
         return self.taps(start)[0][0], self.taps(stop - 1)[-1][0] + 1
 
-    def runs(self, start: int, stop: int) -> list[Run]:
+    def runs(self, start: int, stop: int) -> list[StridedRun]:
         """The outputs ``[start, stop)`` as runs, each output in exactly one."""
         step, input_step = self.ratio.denominator, self.ratio.numerator
         found = []
         for phase in range(start, min(stop, start + step)):
-            run: Run | None = None
+            run: StridedRun | None = None
             for o in range(phase, stop, step):
                 taps = self.taps(o)
                 if run is not None and taps == _next(run):
-                    run = Run(run.start, step, run.count + 1, input_step, run.taps)
+                    run = StridedRun(run.start, step, run.count + 1, input_step, run.taps)
                     continue
                 if run is not None:
                     found.append(run)
-                run = Run(o, step, 1, input_step, taps)
+                run = StridedRun(o, step, 1, input_step, taps)
             if run is not None:
                 found.append(run)
         return found
 
 
-def _next(run: Run) -> tuple[tuple[int, float], ...]:
+def _next(run: StridedRun) -> tuple[tuple[int, float], ...]:
     """The taps that would continue the run."""
     return tuple((first + run.count * run.input_step, weight) for first, weight in run.taps)
 
@@ -172,7 +172,7 @@ class Resampled:
     origin: int = 0
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[StridedRun]:
         """The outputs as runs."""
         return self.resampling.runs(self.start, self.stop)
 

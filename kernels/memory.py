@@ -15,7 +15,7 @@ __all__ = [
     "ALIGNMENT",
     "CHUNK",
     "Scratch",
-    "Work",
+    "Workspace",
     "aligned_empty",
     "buffer",
     "chunks",
@@ -33,7 +33,7 @@ __all__ = [
 CHUNK = HOST.chunk
 
 
-class Work(dict):
+class Workspace(dict):
     """Buffers of one layer by name, kept from step to step, on its device."""
 
     def __init__(self, device: Device = HOST) -> None:

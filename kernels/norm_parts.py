@@ -27,7 +27,7 @@ import numpy as np
 
 from halograd.device import HOST, Device
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, chain
-from halograd.kernels.memory import Work, buffer, chunks, on_host
+from halograd.kernels.memory import Workspace, buffer, chunks, on_host
 
 __all__ = [
     "GroupNormArrays",
@@ -207,7 +207,7 @@ class GroupNormKernels:
     """The parts, by the batch-norm kernels of every sample (of a rank without elements: none) and NumPy's functions."""
 
     def __init__(self, arrays: GroupNormArrays, device: Device, kernels: Sequence[BatchNormKernels]) -> None:
-        self.a, self._kernels, self._work = arrays, kernels, Work(device)
+        self.a, self._kernels, self._work = arrays, kernels, Workspace(device)
         self._samples, self._channels = arrays.mean.shape
         self._groups = arrays.totals.shape[-1]
         self._single, self._settled = self._groups == self._channels, False

@@ -12,7 +12,7 @@ import numpy as np
 
 from halograd.dtensor import Blocks, Groups
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
-from halograd.kernels.memory import Work
+from halograd.kernels.memory import Workspace
 from halograd.kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from halograd.layers.costs import Passes
 from halograd.layers.groups import sample_groups
@@ -232,7 +232,7 @@ class _BatchNormKernel:
         self.limit = cancellation_limit(self.mean.dtype)
         x, channels = arrays["x"], len(self.mean)
         self.rows = x.reshape(-1, channels) if x.size else x.reshape(0, channels)
-        self._work = Work(environment.kernels.device)
+        self._work = Workspace(environment.kernels.device)
         self._pending = self._trained = False
         self.apply = self._kernels(environment, self.running, None)
         # Forward and backward of training share a workspace, so they are made together.

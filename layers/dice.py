@@ -15,7 +15,7 @@ from halograd.layers.loss import LocalLoss, Loss, LossBlock
 
 if TYPE_CHECKING:
     from halograd.program.context import Context
-    from halograd.program.operations import Kernel
+    from halograd.program.operations import KernelSpec
 
 __all__ = ["Dice"]
 
@@ -77,7 +77,7 @@ class Dice(Loss):
     def block_type(self) -> type[LossBlock]:
         return _DiceKernel
 
-    def lower_passes(self, context: Context, kernel: Kernel) -> None:
+    def lower_passes(self, context: Context, kernel: KernelSpec) -> None:
         prediction = context.inputs[0].layout.shape
         groups = prediction[0] if self.reduction == "sample" else 1
         sums = context.keep((groups, 3, prediction[-1]), "float64", "loss")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.kernels.memory import Work, buffer, chunks, widened
+from halograd.kernels.memory import Workspace, buffer, chunks, widened
 from halograd.layers.costs import Passes
 from halograd.layers.layer import Layer, Shape
 
@@ -97,7 +97,7 @@ class _LocalResponseNorm:
         self.layer, channels = layer, x.shape[-1]
         rows: list[Any] = [None if a is None else a.reshape(-1, channels) for a in (x, y, dy, dx)]
         self.x, self.y, self.dy, self.dx = rows
-        self._work = Work(environment.kernels.device)
+        self._work = Workspace(environment.kernels.device)
 
     def forward(self) -> None:
         for part in chunks(self.x.shape[0], self.x.shape[1], self._work):

@@ -13,13 +13,13 @@ import numpy as np
 from halograd.device import is_low
 from halograd.dtensor import Blocks, Layout
 from halograd.kernels import LossArrays
-from halograd.kernels.memory import Work
+from halograd.kernels.memory import Workspace
 from halograd.layers.costs import Judgement, Passes
 from halograd.layers.layer import Layer, Shape
 
 if TYPE_CHECKING:
     from halograd.program.context import Context
-    from halograd.program.operations import Kernel
+    from halograd.program.operations import KernelSpec
     from halograd.program.views import View
 
 __all__ = ["LocalLoss", "Loss", "LossBlock", "LossOfKernel", "LossPlace"]
@@ -100,7 +100,7 @@ class Loss(Layer):
         """What computes the loss of a block: :class:`LossOfKernel` where there is a :meth:`kernel`."""
         return LocalLoss
 
-    def lower_passes(self, context: Context, kernel: Kernel) -> None:
+    def lower_passes(self, context: Context, kernel: KernelSpec) -> None:
         """Add what computes the loss; sums over all ranks in between."""
         context.run(kernel, "forward", timing=context.timing("forward"))
 
@@ -183,7 +183,7 @@ class LocalLoss(LossBlock):
         self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any, **more: Any
     ) -> None:
         super().__init__(place, environment, prediction, target, value)
-        self.work = Work(environment.kernels.device)
+        self.work = Workspace(environment.kernels.device)
         self.dx: Any = more.get("dx")
         self.copied: Any = None
         self.rounded: Any = None

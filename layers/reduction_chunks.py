@@ -18,8 +18,8 @@ from halograd.layers.pooling import AveragePool, MaxPool
 from halograd.layers.reduction_scheme import Scheme
 
 __all__ = [
-    "Chunk",
     "Gradient",
+    "GradientChunk",
     "GradientLayer",
     "check_scheme",
     "chunks_of",
@@ -69,7 +69,7 @@ class GradientLayer:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class GradientChunk:
     """Gradients that are summed with one message, in the order in which backward finishes them.
 
     Attributes
@@ -158,7 +158,7 @@ def chunks_of(
     bucket_bytes: int,
     itemsize: int,
     apart: frozenset[str] = frozenset(),
-) -> list[Chunk]:
+) -> list[GradientChunk]:
     """All chunks of a scheme, in the order in which their sums are issued.
 
     Every chunk is a run of the gradients that the same ranks share, in the order of `layers`: what the ranks share
@@ -233,11 +233,11 @@ class _Filling:
 
     def __init__(self, ends: _Ends, replicated: frozenset[str], apart: frozenset[str]) -> None:
         self._ends, self._replicated, self._apart = ends, replicated, apart
-        self._done: list[Chunk] = []
+        self._done: list[GradientChunk] = []
         self._growing: dict[tuple[Hashable, bool], list[tuple[str, Gradient]]] = {}
         self._elements: dict[tuple[Hashable, bool], int] = {}
 
-    def run(self, layers: Sequence[GradientLayer]) -> list[Chunk]:
+    def run(self, layers: Sequence[GradientLayer]) -> list[GradientChunk]:
         for i, layer in enumerate(layers):
             if layer.name in self._replicated:
                 self._add_replicated(layer)
@@ -258,9 +258,9 @@ class _Filling:
         members = self._growing.pop(key)
         self._elements.pop(key)
         layers = tuple(dict.fromkeys(name for name, _ in members))
-        self._done.append(Chunk(key[0], tuple(g for _, g in members), layers))
+        self._done.append(GradientChunk(key[0], tuple(g for _, g in members), layers))
 
     def _add_replicated(self, layer: GradientLayer) -> None:
         for sharing in dict.fromkeys(g.sharing for g in layer.gradients):
             own = tuple(g for g in layer.gradients if g.sharing == sharing)
-            self._done.append(Chunk(sharing, own, (layer.name,), replicated=True))
+            self._done.append(GradientChunk(sharing, own, (layer.name,), replicated=True))

@@ -15,7 +15,7 @@ from halograd.layers.loss import Loss, LossBlock, LossOfKernel, LossPlace
 
 if TYPE_CHECKING:
     from halograd.program.context import Context
-    from halograd.program.operations import Kernel
+    from halograd.program.operations import KernelSpec
 
 __all__ = ["SoftmaxCrossEntropy"]
 
@@ -90,7 +90,7 @@ class SoftmaxCrossEntropy(Loss):
     def block_type(self) -> type[LossBlock]:
         return _WeightedLoss if self.normalization == "weights" else LossOfKernel
 
-    def lower_passes(self, context: Context, kernel: Kernel) -> None:
+    def lower_passes(self, context: Context, kernel: KernelSpec) -> None:
         if self.normalization == "weights":
             weight = context.keep((1,), "float64", "loss")
             kernel.add(divisor=weight)

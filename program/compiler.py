@@ -18,7 +18,7 @@ from halograd.layers.parameter import Parameter
 from halograd.layers.parameter_blocks import ParameterBlocks, blocks_of, parameter_blocks
 from halograd.layers.strategy import Cut, Strategy, counts_of, layout_of
 from halograd.program.context import Context
-from halograd.program.operations import Kernel, Operation, Run
+from halograd.program.operations import KernelSpec, Operation, Run
 from halograd.program.program import Program, Segment, Step
 from halograd.program.values import Value
 from halograd.program.views import Buffer, View
@@ -272,7 +272,7 @@ class _Compiler:
 
     def _add(self, name: str, summands: list[View], total: View) -> None:
         views = {f"x{i}": view for i, view in enumerate(summands)}
-        run = Run(name, Kernel(_adding, {**views, "total": total}))
+        run = Run(name, KernelSpec(_adding, {**views, "total": total}))
         self.program.backward.append(Segment(name, [run]))
 
 

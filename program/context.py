@@ -12,7 +12,7 @@ from halograd.dtensor import Blocks, Box, Groups, plan_exchange
 from halograd.layers.axes import AXES
 from halograd.layers.layer import Layer, Shape
 from halograd.layers.needs import ended
-from halograd.program.operations import Exchange, Kernel, Operation, Run, Sum, Timing, Total, Transfer
+from halograd.program.operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
 from halograd.program.values import Value
 from halograd.program.views import Buffer, Region, View
 
@@ -76,7 +76,7 @@ class Context:
         #: Of a loss: where it is written, float64 ``(1,)``.
         self.loss: View | None = None
         #: What others run too: of a dense layer whose gradient may be that of the whole batch.
-        self.exposed: Kernel | None = None
+        self.exposed: KernelSpec | None = None
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -173,13 +173,13 @@ class Context:
 
     # -- operations ----------------------------------------------------------------------------
 
-    def kernel(self, make: Callable[..., Any], **views: View | None) -> Kernel:
+    def kernel(self, make: Callable[..., Any], **views: View | None) -> KernelSpec:
         """A kernel on these arrays: ``make(environment, **arrays)`` gives what :meth:`run` runs."""
-        return Kernel(make, views)
+        return KernelSpec(make, views)
 
     def run(
         self,
-        kernel: Kernel,
+        kernel: KernelSpec,
         method: str | None = None,
         *,
         uses: Sequence[str] | None = None,
@@ -191,7 +191,7 @@ class Context:
         names = None if uses is None else tuple(uses)
         self.operations.append(Run(self.name, kernel, method, names, timing, tuple(guarded), when=when))
 
-    def operation(self, kernel: Kernel, method: str, uses: Sequence[str]) -> Run:
+    def operation(self, kernel: KernelSpec, method: str, uses: Sequence[str]) -> Run:
         """A run of a kernel that is not added, for what others guard."""
         return Run(self.name, kernel, method, tuple(uses))
 
@@ -218,18 +218,18 @@ class Context:
         target_origin: Sequence[int] | None = None,
         combine: str = "assign",
         kind: str = "halo",
-    ) -> Exchange:
+    ) -> ExchangeSpec:
         """An exchange to be started and finished; arguments as for :class:`halograd.dtensor.Exchange`."""
         at_source = tuple(sources[self.rank].start if source_origin is None else source_origin)
         at_target = tuple(targets[self.rank].start if target_origin is None else target_origin)
-        return Exchange(sources, targets, source, target, at_source, at_target, combine, kind, self.name)
+        return ExchangeSpec(sources, targets, source, target, at_source, at_target, combine, kind, self.name)
 
-    def start(self, exchange: Exchange | None) -> None:
+    def start(self, exchange: ExchangeSpec | None) -> None:
         """Add the start of an exchange; nothing for None."""
         if exchange is not None:
             self.operations.append(Transfer(self.name, exchange, "start"))
 
-    def finish(self, exchange: Exchange | None) -> None:
+    def finish(self, exchange: ExchangeSpec | None) -> None:
         """Add its end."""
         if exchange is not None:
             self.operations.append(Transfer(self.name, exchange, "finish"))
@@ -339,7 +339,7 @@ class Gathered:
     """A box of a value on this rank; `view` is packed and holds `box` after `start` and `finish`."""
 
     def __init__(
-        self, context: Context, view: View, box: Box, exchange: Exchange | None = None, copied: View | None = None
+        self, context: Context, view: View, box: Box, exchange: ExchangeSpec | None = None, copied: View | None = None
     ) -> None:
         self.view, self.box, self.exchange = view, box, exchange
         self._context, self._copied = context, copied
@@ -365,7 +365,7 @@ class Gathered:
 class Returned:
     """Gradient of a gathered box: written into `view`, then summed into the owners by `start`, `finish`."""
 
-    def __init__(self, context: Context, view: View, exchange: Exchange | None) -> None:
+    def __init__(self, context: Context, view: View, exchange: ExchangeSpec | None) -> None:
         self.view, self.exchange, self._context = view, exchange, context
 
     def start(self) -> None:

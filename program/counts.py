@@ -9,7 +9,7 @@ import numpy as np
 
 from halograd.program.operations import Operation, Run, Sum, Total, Transfer
 from halograd.program.program import Program
-from halograd.program.traffic import GroupSum, Move, Traffic
+from halograd.program.traffic import ExchangeTraffic, GroupSum, Move
 
 __all__ = ["Ledger", "Sender", "messages_of", "sums_of"]
 
@@ -19,7 +19,7 @@ class Sender(Protocol):
 
     @property
     def kind(self) -> str: ...
-    def sent(self, ranks: int) -> Traffic: ...
+    def sent(self, ranks: int) -> ExchangeTraffic: ...
 
 
 class Ledger:
@@ -27,20 +27,20 @@ class Ledger:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self._kinds: dict[str, Traffic] = {}
+        self._kinds: dict[str, ExchangeTraffic] = {}
 
     def book(self, items: Iterable[Sender]) -> None:
         for item in items:
             sent = item.sent(self.ranks)
             if item.kind not in self._kinds:
                 zero = np.zeros(self.ranks, np.int64)
-                self._kinds[item.kind] = Traffic(zero, zero.copy())
+                self._kinds[item.kind] = ExchangeTraffic(zero, zero.copy())
             total = self._kinds[item.kind]
             total.messages[:] += sent.messages
             total.bytes[:] += sent.bytes
 
     @property
-    def kinds(self) -> dict[str, Traffic]:
+    def kinds(self) -> dict[str, ExchangeTraffic]:
         """Those under which anything is sent."""
         return {kind: total for kind, total in self._kinds.items() if total.messages.any()}
 

@@ -9,7 +9,7 @@ from typing import Any
 from halograd.dtensor import Blocks, Groups
 from halograd.program.views import Buffer, View
 
-__all__ = ["Exchange", "Kernel", "Operation", "Run", "Sum", "Timing", "Total", "Transfer"]
+__all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Run", "Sum", "Timing", "Total", "Transfer"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Timing:
 
 
 @dataclass(eq=False)
-class Kernel:
+class KernelSpec:
     """Local computation on arrays that stay. Made once, run as often as operations say.
 
     Attributes
@@ -61,7 +61,7 @@ class Kernel:
 
 
 @dataclass(eq=False)
-class Exchange:
+class ExchangeSpec:
     """Boxes that travel between ranks; see :class:`halograd.dtensor.Exchange`, whose arguments these are."""
 
     sources: Blocks
@@ -144,7 +144,7 @@ class Run(Operation):
         Operations that follow if the method returns true, as it then does on all ranks.
     """
 
-    kernel: Kernel
+    kernel: KernelSpec
     method: str | None = None
     uses: tuple[str, ...] | None = None
     timing: Timing | None = None
@@ -162,7 +162,7 @@ class Run(Operation):
 class Transfer(Operation):
     """One end of an exchange: ``"start"`` packs and sends, ``"finish"`` waits and unpacks."""
 
-    exchange: Exchange
+    exchange: ExchangeSpec
     end: str
 
     def views(self) -> Iterator[View]:

@@ -12,7 +12,7 @@ import numpy as np
 from halograd.device import wide
 from halograd.layers.layer import Layer
 from halograd.program.arena import Placement, place
-from halograd.program.operations import Kernel, Operation
+from halograd.program.operations import KernelSpec, Operation
 from halograd.program.values import Value
 from halograd.program.views import View
 
@@ -74,7 +74,7 @@ class Program:
     forward: list[Segment] = field(default_factory=list)
     backward: list[Segment] = field(default_factory=list)
     loss: View | None = None
-    exposed: dict[str, Kernel] = field(default_factory=dict)
+    exposed: dict[str, KernelSpec] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Operation]:
         """All operations in order, the backward pass behind the forward pass."""

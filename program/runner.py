@@ -17,7 +17,7 @@ from halograd.kernels import Substitute
 from halograd.layers.groups import reductions_in_groups
 from halograd.program import operations
 from halograd.program.mode import Mode
-from halograd.program.operations import Kernel, Operation, Run, Sum, Total, Transfer
+from halograd.program.operations import KernelSpec, Operation, Run, Sum, Total, Transfer
 from halograd.program.program import Program, Segment
 from halograd.program.recording import Item
 from halograd.program.views import Buffer, Region, View
@@ -112,7 +112,7 @@ class Runner:
         """The array of a region."""
         return self.view(region.view)
 
-    def made(self, kernel: Kernel) -> Any:
+    def made(self, kernel: KernelSpec) -> Any:
         """What the `make` of a kernel has returned."""
         return self._made[kernel]
 
@@ -189,7 +189,7 @@ class Runner:
             return call
         return partial(_guard, call, [self._call(guarded) for guarded in operation.guarded])
 
-    def _kernel(self, name: str, kernel: Kernel) -> Any:
+    def _kernel(self, name: str, kernel: KernelSpec) -> Any:
         arrays = {key: None if view is None else self.view(view) for key, view in kernel.views.items()}
         arrays |= {key: None if sum_ is None else self._made[sum_] for key, sum_ in kernel.sums.items()}
         return kernel.make(Environment(self.kernels, self.mode, name), **arrays)
@@ -204,7 +204,7 @@ class Runner:
         for total, reduction in zip(sums, reductions_in_groups(self.comm, specs)):
             self._made[total] = None if reduction is None else UnderWay(reduction)
 
-    def _arguments(self, made: operations.Exchange) -> dict[str, Any]:
+    def _arguments(self, made: operations.ExchangeSpec) -> dict[str, Any]:
         return {
             "sources": made.sources,
             "targets": made.targets,

@@ -16,13 +16,13 @@ import numpy as np
 from halograd.dtensor import Groups
 from halograd.dtensor.blocks import Blocks, outer, padded
 
-__all__ = ["GroupSum", "Move", "Traffic"]
+__all__ = ["ExchangeTraffic", "GroupSum", "Move"]
 
 _FIRST, _ONE, _NONE = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ExchangeTraffic:
     """What the ranks ``0 .. P-1`` send in one exchange.
 
     Attributes
@@ -72,21 +72,21 @@ class Move:
         """Whether every rank has what it needs."""
         return self.source == self.target or not self.sent(max(self.source.placed, self.target.placed)).messages.any()
 
-    def sent(self, ranks: int) -> Traffic:
+    def sent(self, ranks: int) -> ExchangeTraffic:
         """What every rank of ``0 .. ranks - 1`` sends."""
         return self._sent(ranks)
 
-    def received(self, ranks: int) -> Traffic:
+    def received(self, ranks: int) -> ExchangeTraffic:
         """What every rank of ``0 .. ranks - 1`` receives."""
         return self.adjoint._sent(ranks)
 
-    def _sent(self, ranks: int) -> Traffic:
+    def _sent(self, ranks: int) -> ExchangeTraffic:
         messages = outer([(o > 0).sum(axis=1) for o in self._overlaps])
         elements = outer([o.sum(axis=1) for o in self._overlaps])
         own = self._kept()
         messages[: len(own)] -= own > 0
         elements[: len(own)] -= own
-        return Traffic(padded(messages, ranks), padded(elements * self.itemsize, ranks))
+        return ExchangeTraffic(padded(messages, ranks), padded(elements * self.itemsize, ranks))
 
     def _kept(self) -> np.ndarray:
         """Elements per rank that stay where they are."""
@@ -134,14 +134,14 @@ class GroupSum:
         """The sum over `groups`, of so many bytes by their numbers [B]."""
         return cls(kind, tuple((groups.members(color), int(sizes[color])) for color in range(groups.count)))
 
-    def sent(self, ranks: int) -> Traffic:
+    def sent(self, ranks: int) -> ExchangeTraffic:
         """What every rank sends: a reduction is booked as one message of its buffer."""
         messages, nbytes = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         for members, size in self.groups:
             if len(members) > 1 and size:
                 messages[members.start : members.stop : members.step] = 1
                 nbytes[members.start : members.stop : members.step] = size
-        return Traffic(messages, nbytes)
+        return ExchangeTraffic(messages, nbytes)
 
     @property
     def largest(self) -> tuple[int, range]:

@@ -243,6 +243,16 @@ def test_functions_and_classes_are_no_larger_than_a_reader_can_hold():
     assert oversized(files[0], f"def f({nine}): pass\nclass C:\n" + "    def f(self): pass\n" * 26)
 
 
+def test_one_class_has_a_name():
+    homes: dict[str, list[str]] = {}
+    for path in library():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name(path))
+    several = {kind: files for kind, files in homes.items() if len(files) > 1}
+    assert not several, f"expected one name for one thing, got {several}"
+
+
 def test_every_folder_is_a_package_of_halograd():
     links = {path.name: os.readlink(path) for path in (ROOT / "halograd").iterdir() if path.is_symlink()}
     assert links == {folder: f"../{folder}" for folder in BELOW}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from halograd.layers import Strategy
-    from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint, write_checkpoint
+    from halograd.training.checkpoint import Snapshot, TrainingProgress, read_checkpoint, write_checkpoint
     from halograd.training.config import Config, load_config
     from halograd.training.executor import Executor
     from halograd.training.metrics import Confusion, Evaluation
@@ -35,12 +35,12 @@ __all__ = [
     "Executor",
     "Optimizer",
     "ParameterStore",
-    "Progress",
     "Snapshot",
     "StepDecay",
     "Strategy",
     "Timeline",
     "Trainer",
+    "TrainingProgress",
     "WarmUp",
     "evaluate",
     "load_config",
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checkpoint": ("Progress", "Snapshot", "read_checkpoint", "write_checkpoint"),
+    "checkpoint": ("TrainingProgress", "Snapshot", "read_checkpoint", "write_checkpoint"),
     "config": ("Config", "load_config"),
     "executor": ("Executor",),
     "metrics": ("Confusion", "Evaluation"),

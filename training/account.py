@@ -11,7 +11,7 @@ from halograd import __version__
 from halograd.comm import Communicator
 from halograd.layers.strategy import cuts_text
 from halograd.training.directory import job_id
-from halograd.training.epochs import Run
+from halograd.training.epochs import TrainingRun
 from halograd.training.log import RunLog
 from halograd.training.session import Session
 from halograd.training.step_times import RunPlan
@@ -30,7 +30,7 @@ def headline(session: Session) -> str:
     )
 
 
-def begin_entry(session: Session, run: Run) -> dict[str, Any]:
+def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:
     """What is logged as ``begin``: who trains what, from where, how far. Collective."""
     config, comm = session.config, session.comm
     hosts = Counter(comm.allgather_objects(platform.node()))
@@ -65,7 +65,7 @@ def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> 
     log.say(timeline.table(steps))
 
 
-def report_plan(plan: RunPlan | None, run: Run, log: RunLog) -> None:
+def report_plan(plan: RunPlan | None, run: TrainingRun, log: RunLog) -> None:
     """What the plan predicted, beside what was measured. Local."""
     measured = None if plan is None or run.step_times is None else run.step_times.result()
     if plan is not None and measured is not None:

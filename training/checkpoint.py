@@ -33,15 +33,15 @@ from halograd.errors import UserError
 from halograd.training.chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
 from halograd.training.node_readers import NodeReaders
 from halograd.training.optimizers import Optimizer
-from halograd.training.snapshot import Progress, Snapshot, fingerprint
+from halograd.training.snapshot import Snapshot, TrainingProgress, fingerprint
 from halograd.training.store import ParameterStore
 
 __all__ = [
     "CheckpointReader",
     "DamagedCheckpoint",
     "OtherCheckpoint",
-    "Progress",
     "Snapshot",
+    "TrainingProgress",
     "UnusableCheckpoint",
     "read_checkpoint",
     "read_header",
@@ -73,7 +73,9 @@ class OtherCheckpoint(UnusableCheckpoint):
     """A file of another format or kind; it may be whole."""
 
 
-def write_checkpoint(path: str | Path, snapshot: Snapshot, progress: Progress | None = None, config: str = "") -> None:
+def write_checkpoint(
+    path: str | Path, snapshot: Snapshot, progress: TrainingProgress | None = None, config: str = ""
+) -> None:
     """Write a checkpoint atomically; what was under `path` stays until the new file is complete. Local.
 
     Raises
@@ -82,7 +84,7 @@ def write_checkpoint(path: str | Path, snapshot: Snapshot, progress: Progress | 
         If the file cannot be written (disk full, no folder, no permission). Nothing is left behind.
     """
     needed = snapshot.nbytes
-    progress = progress or Progress()
+    progress = progress or TrainingProgress()
     with atomic_path(path, needed=needed) as partial, ChunkWriter(partial) as raw:
         with h5py.File(raw, "w", userblock_size=HEADER) as file:
             file.attrs["dtype"] = snapshot.dtype
@@ -118,7 +120,7 @@ def _write_arrays(file: h5py.File, name: str, arrays: Mapping[str, Any]) -> dict
     return places
 
 
-def read_header(path: str | Path) -> tuple[Progress, str]:
+def read_header(path: str | Path) -> tuple[TrainingProgress, str]:
     """Progress and configuration text of a checkpoint. Local; reads the chunks that hold them."""
     with CheckpointReader(path) as reader:
         return reader.header()
@@ -126,7 +128,7 @@ def read_header(path: str | Path) -> tuple[Progress, str]:
 
 def read_checkpoint(
     path: str | Path, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
-) -> Progress:
+) -> TrainingProgress:
     """Fill this rank's parameters, states and, if given, the optimizer from a checkpoint.
 
     Collective over `comm`, local without one. Errors are those of :class:`CheckpointReader`.
@@ -178,12 +180,12 @@ class CheckpointReader:
         """From the file system, by this rank, so far [B]. Local."""
         return 0 if self._raw is None else self._raw.bytes_read
 
-    def header(self) -> tuple[Progress, str]:
+    def header(self) -> tuple[TrainingProgress, str]:
         """Progress and configuration text, on all ranks."""
         found = self._read(lambda: (self._progress(), self._index["config"]))
         return self._readers.from_first(found)
 
-    def restore(self, store: ParameterStore, optimizer: Optimizer | None = None) -> Progress:
+    def restore(self, store: ParameterStore, optimizer: Optimizer | None = None) -> TrainingProgress:
         """Fill this rank's parameters, states and, if given, the optimizer.
 
         Nothing is changed unless all that is needed was read and fits.
@@ -226,12 +228,12 @@ class CheckpointReader:
             self._raw.load()
         self._index = json.loads(self._raw.index())
 
-    def _progress(self) -> Progress:
-        return Progress(**self._index["progress"])
+    def _progress(self) -> TrainingProgress:
+        return TrainingProgress(**self._index["progress"])
 
     def _fitting(
         self, wanted: dict[str, _Wanted], store: ParameterStore, optimizer: Optimizer | None
-    ) -> tuple[Progress, dict[str, Any], list[str], dict[str, np.ndarray]]:
+    ) -> tuple[TrainingProgress, dict[str, Any], list[str], dict[str, np.ndarray]]:
         """Progress, settings of the optimizer, names and whole arrays of what is wanted, if all of it fits."""
         index = self._index
         _check_network(self.path, index["network"], fingerprint(store.network))

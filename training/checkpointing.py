@@ -8,7 +8,7 @@ import time
 from halograd.comm.errors import mark_agreed
 from halograd.data.errors import DataError
 from halograd.data.sampler import Sampler
-from halograd.training.checkpoint import Progress, Snapshot
+from halograd.training.checkpoint import Snapshot, TrainingProgress
 from halograd.training.executor import CHECKPOINT
 from halograd.training.folder import CheckpointFolder
 from halograd.training.log import RunLog
@@ -84,7 +84,7 @@ class Checkpoints:
             Whether the run may not go on without. Otherwise a disk that takes no more is reported, and the next
             checkpoint tried when it is due.
         unvalidated
-            See :class:`Progress`.
+            See :class:`TrainingProgress`.
 
         Raises
         ------
@@ -110,7 +110,7 @@ class Checkpoints:
         """Write on rank 0; what went wrong. Collective where parameters are cut."""
         session, statistics = self._session, self._session.statistics
         scaling = session.executor.store.loss_scale
-        progress = Progress(
+        progress = TrainingProgress(
             self._optimizer.step,
             session.config.training.seed,
             self._sampler.state_dict(),

@@ -31,12 +31,12 @@ from halograd.training.signals import CHECKPOINTED, StopSignals
 from halograd.training.step_times import StepTimes
 from halograd.training.trainer import Diverged, Trainer
 
-__all__ = ["Run", "evaluate_batches"]
+__all__ = ["TrainingRun", "evaluate_batches"]
 
 _log = logging.getLogger(__name__)
 
 
-class Run:
+class TrainingRun:
     """Trains a session to its last epoch. Collective over its communicator.
 
     Everything that decides the result is a function of the configuration and the step, so a run that is

@@ -18,8 +18,8 @@ from halograd.errors import UserError
 from halograd.training.checkpoint import (
     CheckpointReader,
     DamagedCheckpoint,
-    Progress,
     Snapshot,
+    TrainingProgress,
     UnusableCheckpoint,
     write_checkpoint,
 )
@@ -103,7 +103,7 @@ class CheckpointFolder:
             return f", cannot be set aside ({error.strerror})"
         return f", set aside as {aside.name}"
 
-    def write(self, snapshot: Snapshot, progress: Progress, config: str) -> Path:
+    def write(self, snapshot: Snapshot, progress: TrainingProgress, config: str) -> Path:
         """Write one checkpoint, point ``latest.h5`` to it, and remove the oldest."""
         if self._check is not None:
             self._check()

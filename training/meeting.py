@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from halograd.comm import Communicator
-from halograd.training.peers import Line
+from halograd.training.peers import Connection
 from halograd.training.tree import Tree
 
 __all__ = ["Listener", "Meeting", "Where", "join"]
@@ -149,7 +149,7 @@ class Meeting:
     near: Collection[int] = ()
     clock: Clock = time.monotonic
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    lines: dict[int, Line] = field(default_factory=dict)
+    lines: dict[int, Connection] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._guests: dict[socket.socket, _Guest] = {}
@@ -216,7 +216,7 @@ class Meeting:
             self._send_away(guest)
         elif rank is not None and guest.received[HELLO:] == CONFIRMED:
             self._forget(guest)
-            self.lines[rank] = Line(guest.socket, rank)
+            self.lines[rank] = Connection(guest.socket, rank)
 
     def _admit(self, guest: _Guest, rank: int | None, greeted: bool) -> bool:
         """Check password and rank; answer once."""
@@ -270,7 +270,7 @@ class Meeting:
             right = hmac.compare_digest(call.received, call.where.countersign)
             if right and _write(call.socket, CONFIRMED):
                 self.selector.unregister(call.socket)
-                self.lines[call.rank], call.socket = Line(call.socket, call.rank), None
+                self.lines[call.rank], call.socket = Connection(call.socket, call.rank), None
             else:
                 self._hang_up(call)
 
@@ -310,7 +310,7 @@ def _targets(where: Where, near: bool) -> Iterator[tuple[int, str] | None]:
             yield from _resolve(address) or (None,)
 
 
-def join(comm: Communicator, tree: Tree) -> tuple[dict[int, Line], list[set[int]]]:
+def join(comm: Communicator, tree: Tree) -> tuple[dict[int, Connection], list[set[int]]]:
     """Make the connections of a tree. Collective over `comm`.
 
     Returns

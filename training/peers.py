@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LOST", "Line", "Peers"]
+__all__ = ["LOST", "Connection", "Peers"]
 
 #: After how long a node that answers nothing is given up [s].
 LOST = 6.0
@@ -23,7 +23,7 @@ LONGEST = 1 << 16  # of a message [B]
 FLUSH = 1.0  # for the last messages of a rank that leaves [s]
 
 
-class Line:
+class Connection:
     """One end of a connection to another rank. Local; never blocks.
 
     Attributes
@@ -99,7 +99,7 @@ class Peers:
         or ``"lost"`` (its node does not answer).
     """
 
-    lines: dict[int, Line]
+    lines: dict[int, Connection]
     on_message: Callable[[int, dict[str, Any]], None]
     on_end: Callable[[int, str], None]
 
@@ -136,7 +136,7 @@ class Peers:
         if rank in self.lines:
             self.lines[rank].send(message)
 
-    def _attend(self, line: Line) -> None:
+    def _attend(self, line: Connection) -> None:
         how = "ended"
         try:
             messages = line.receive()

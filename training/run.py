@@ -16,10 +16,10 @@ from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.training.account import begin_entry, headline, report_plan, report_times
-from halograd.training.checkpoint import CheckpointReader, Progress, read_header
+from halograd.training.checkpoint import CheckpointReader, TrainingProgress, read_header
 from halograd.training.config import Config, check_config, load_config
 from halograd.training.directory import RunLock, make_folder
-from halograd.training.epochs import Run, describe, evaluate_batches
+from halograd.training.epochs import TrainingRun, describe, evaluate_batches
 from halograd.training.folder import CheckpointFolder
 from halograd.training.interruption import Interruption
 from halograd.training.log import RunLog, rewind_log
@@ -109,7 +109,7 @@ def train(
                 log.follow(stack.enter_context(TensorBoard(directory / "tensorboard", step)))
         ranked = _ranked(ranker, session)
         with ranks.agreement():
-            run = Run(session, folder, log, plan is not None, signals, ranked)
+            run = TrainingRun(session, folder, log, plan is not None, signals, ranked)
         log.say(headline(session))
         if found is not None:
             run.resume(found)
@@ -229,7 +229,7 @@ def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
 
 def _start_from(
     ranks: Communicator, folder: CheckpointFolder, resume: bool, stack: ExitStack
-) -> tuple[CheckpointReader | None, Progress | None]:
+) -> tuple[CheckpointReader | None, TrainingProgress | None]:
     """The checkpoint to continue from, open and verified; None for the beginning. Collective."""
     if not resume:
         if ranks.bcast(folder.latest) is not None:
@@ -248,7 +248,7 @@ def _start_from(
     return stack.enter_context(found), found.header()[0]
 
 
-def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, Progress, bool]:
+def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, TrainingProgress, bool]:
     """Configuration, checkpoint and progress of what is to be evaluated; whether it asks for the samples of the run."""
     if target.suffix == ".toml":
         config = load_config(target, overrides)

@@ -12,11 +12,11 @@ from halograd.layers import Network
 from halograd.training.optimizers import Optimizer
 from halograd.training.store import ParameterStore
 
-__all__ = ["Progress", "Snapshot", "fingerprint"]
+__all__ = ["Snapshot", "TrainingProgress", "fingerprint"]
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Where a run stands.
 
     Attributes

@@ -12,10 +12,10 @@ from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.gpu.ipc_memory import ALIGNMENT, Exchanged, IpcMemory
 from halograd.comm.gpu.streams import Cuda, Join, Lane, LaneCodec, LaneMeter, LaneSpans
-from halograd.comm.progress import Operation, Work
-from halograd.comm.reduction import REDUCIBLE, Plan, Reduction, Room
+from halograd.comm.progress import StagedOperation, Work
+from halograd.comm.reduction import REDUCIBLE, Reduction, ReductionPlan, Room
 from halograd.comm.sums import Method, shards
-from halograd.comm.transports.base import Context, Pattern, split_node
+from halograd.comm.transports.base import Pattern, TransportContext, split_node
 from halograd.comm.transports.memory import Arena, Flags, Signal, rounded
 from halograd.comm.transports.shared import WindowChannel, Windows
 
@@ -82,7 +82,7 @@ class IpcTransport:
 
     summable = REDUCIBLE
 
-    def __init__(self, cuda: Cuda, lane: Lane, context: Context, spans: LaneSpans) -> None:
+    def __init__(self, cuda: Cuda, lane: Lane, context: TransportContext, spans: LaneSpans) -> None:
         self._cuda, self._lane, self._context, self._spans = cuda, lane, context, spans
         self._memory = IpcMemory(cuda, context.mpi, context.agree)
         self._arena = Arena(split_node(context.mpi), context.agree)
@@ -152,9 +152,9 @@ class IpcTransport:
         passage = timed.passage(self._lane)
         stages = [Work([passage.enter]), *room.stages(LaneCodec(self._lane)), *([] if method.adds else [moves[1]])]
         stages += [Work([passage.leave]), Join(passage)]
-        operation = Operation(stages, first=2, last=1, prepare=self._cuda.device.use)
+        operation = StagedOperation(stages, first=2, last=1, prepare=self._cuda.device.use)
         held = int(flat.nbytes * (mpi.size + 1) // mpi.size)
-        plan = Plan(operation, self._context.progress, nbytes=ALIGNMENT, device_nbytes=held)
+        plan = ReductionPlan(operation, self._context.progress, nbytes=ALIGNMENT, device_nbytes=held)
         plan.close += [shared.close, notices.give_back]
         return Reduction(buffer, [timed], plan)
 

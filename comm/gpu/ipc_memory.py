@@ -27,7 +27,7 @@ class PeerEvent:
         self.ptr = ptr
 
 
-class Chunk:
+class DeviceChunk:
     """One allocation of this rank, given out piece by piece. Local."""
 
     def __init__(self, cuda: Cuda, nbytes: int) -> None:
@@ -67,7 +67,7 @@ class Exchanged:
         Of this rank, to be recorded.
     """
 
-    def __init__(self, memory: IpcMemory, chunk: Chunk, first: int, events: list[Any]) -> None:
+    def __init__(self, memory: IpcMemory, chunk: DeviceChunk, first: int, events: list[Any]) -> None:
         self._memory, self._chunk, self.rank, self.events = memory, chunk, memory.rank, events
         self._bases: dict[int, int] = {memory.rank: chunk.ptr + first}
         self._peer_events: dict[int, list[PeerEvent]] = {}
@@ -102,7 +102,7 @@ class IpcMemory:
     def __init__(self, cuda: Cuda, mpi: MPI.Intracomm, agree: Callable[[Exception | None], None]) -> None:
         self._cuda, self._mpi, self._agree = cuda, mpi, agree
         self.rank, self.runtime = mpi.rank, cuda.cupy.cuda.runtime
-        self._chunks: list[Chunk] = []
+        self._chunks: list[DeviceChunk] = []
         self._mapped: dict[tuple[int, bytes], int] = {}
 
     @property
@@ -141,7 +141,7 @@ class IpcMemory:
         chunk = next((chunk for chunk in self._chunks if chunk.fits(nbytes)), None)
         if chunk is None:
             # As much again as there is: the number of mappings grows with the logarithm of the memory.
-            chunk = Chunk(self._cuda, -(-max(nbytes, self.nbytes) // GRAIN) * GRAIN)
+            chunk = DeviceChunk(self._cuda, -(-max(nbytes, self.nbytes) // GRAIN) * GRAIN)
             self._chunks.append(chunk)
         first = chunk.take(nbytes)
         event = self._cuda.cupy.cuda.Event

@@ -20,10 +20,10 @@ from halograd.comm.gpu.mpi_aware import claim_fault, prove
 from halograd.comm.gpu.mpi_cuda import MpiCudaTransport
 from halograd.comm.gpu.nccl import NcclTransport, load_nccl
 from halograd.comm.gpu.streams import Cuda, Lane, LaneSpans
-from halograd.comm.gpu.watchdog import TIMEOUT, Watchdog
+from halograd.comm.gpu.watchdog import TIMEOUT, DeviceWatchdog
 from halograd.comm.reduction import Reduction
 from halograd.comm.sums import Method
-from halograd.comm.transports.base import Context, Pattern
+from halograd.comm.transports.base import Pattern, TransportContext
 from halograd.device import Device
 
 __all__ = ["DeviceLinks", "DeviceTransport", "Ranks", "gpu_address", "rank_facts", "reachable_gpus", "timeout_from"]
@@ -72,11 +72,11 @@ class _Opened:
     choice: Choice
     cuda: Cuda
     lanes: tuple[Lane, Lane]
-    watchdog: Watchdog
+    watchdog: DeviceWatchdog
     nccl: Any
     spans: LaneSpans
 
-    def make(self, context: Context) -> DeviceTransport:
+    def make(self, context: TransportContext) -> DeviceTransport:
         """The transport of one communicator. Collective over it."""
         if self.choice.name == "nccl":
             return NcclTransport(self.lanes, context, self.watchdog, self.nccl, self.spans)
@@ -97,7 +97,7 @@ class DeviceLinks:
     def __init__(self) -> None:
         self.choice: Choice | None = None
         self._opened: _Opened | None = None
-        self._transports: dict[Context, DeviceTransport] = {}
+        self._transports: dict[TransportContext, DeviceTransport] = {}
 
     def choose(self, comm: Ranks, device: Device, wanted: str, timeout: float | None = None) -> Choice:
         """Choose, and prepare what is shared. Collective over the root communicator.
@@ -126,7 +126,7 @@ class DeviceLinks:
         self.choice = choice
         return choice
 
-    def transport(self, context: Context, device: Device) -> DeviceTransport | None:
+    def transport(self, context: TransportContext, device: Device) -> DeviceTransport | None:
         """The transport of one communicator for arrays of this device; None: through the host.
 
         Collective over the communicator at the first call.
@@ -144,7 +144,7 @@ class DeviceLinks:
             self._transports[context] = opened.make(context)
         return self._transports[context]
 
-    def leave(self, context: Context) -> None:
+    def leave(self, context: TransportContext) -> None:
         """Free the transport of a communicator, if it has one. Collective over it."""
         transport = self._transports.pop(context, None)
         if transport is not None:
@@ -222,7 +222,7 @@ def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opene
         sys.stderr.flush()
         end(comm.mpi, 1)
 
-    watchdog = Watchdog(f"rank {comm.rank} of {comm.size}", timeout, end=lost, begin=device.use)
+    watchdog = DeviceWatchdog(f"rank {comm.rank} of {comm.size}", timeout, end=lost, begin=device.use)
     nccl = load_nccl() if choice.name == "nccl" else None
     return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl, LaneSpans(cuda))
 

@@ -19,10 +19,10 @@ from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.device_channel import DeviceChannel
 from halograd.comm.gpu.streams import Cuda, Lane, LaneCodec, Passage
-from halograd.comm.progress import Operation, Stage
-from halograd.comm.reduction import REDUCIBLE, Plan, Reduction, Room
+from halograd.comm.progress import Stage, StagedOperation
+from halograd.comm.reduction import REDUCIBLE, Reduction, ReductionPlan, Room
 from halograd.comm.sums import Method, shards
-from halograd.comm.transports.base import Context, Pattern
+from halograd.comm.transports.base import Pattern, TransportContext
 from halograd.comm.transports.mpi import Messages
 
 __all__ = ["MpiCudaChannel", "MpiCudaTransport", "raw"]
@@ -83,7 +83,7 @@ class MpiCudaTransport:
 
     summable = REDUCIBLE
 
-    def __init__(self, cuda: Cuda, lane: Lane, context: Context) -> None:
+    def __init__(self, cuda: Cuda, lane: Lane, context: TransportContext) -> None:
         self._cuda, self._lane, self._context = cuda, lane, context
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
@@ -113,7 +113,7 @@ class MpiCudaTransport:
             moves.append(Messages(back))
             room.gather = moves[-1]
         stages = [Computed(device), *room.stages(AwaitedCodec(self._lane))]
-        plan = Plan(Operation(stages, prepare=device.use), self._context.progress, device_nbytes=held)
+        plan = ReductionPlan(StagedOperation(stages, prepare=device.use), self._context.progress, device_nbytes=held)
         plan.close += [move.free for move in moves]
         return Reduction(buffer, [meter], plan)
 
@@ -127,7 +127,7 @@ class MpiCudaTransport:
 class MpiCudaChannel(DeviceChannel):
     """One buffer per direction for both slots: `finish` waits for the sends too."""
 
-    def __init__(self, cuda: Cuda, context: Context, pattern: Pattern, meter: Meter) -> None:
+    def __init__(self, cuda: Cuda, context: TransportContext, pattern: Pattern, meter: Meter) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter, cuda.device)
         device, mpi, self._progress = cuda.device, context.mpi, context.progress
 
@@ -141,7 +141,7 @@ class MpiCudaChannel(DeviceChannel):
                 *(mpi.Send_init(message(self._out, where), peer, pattern.tag) for peer, where in self._sends.items()),
             ]
         )
-        self._operation = Operation([Computed(device), self._messages], prepare=device.use)
+        self._operation = StagedOperation([Computed(device), self._messages], prepare=device.use)
 
     def _start(self) -> None:
         if self.peers:

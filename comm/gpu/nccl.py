@@ -12,13 +12,13 @@ from halograd.comm.counters import Meter
 from halograd.comm.device_channel import DeviceChannel
 from halograd.comm.errors import CommError
 from halograd.comm.gpu.streams import Join, Lane, LaneCodec, LaneMeter, LaneSpans, Passage
-from halograd.comm.gpu.watchdog import Watchdog
-from halograd.comm.progress import Operation, Stage, Work
-from halograd.comm.reduction import Plan, Reduction, Room
+from halograd.comm.gpu.watchdog import DeviceWatchdog
+from halograd.comm.progress import Stage, StagedOperation, Work
+from halograd.comm.reduction import Reduction, ReductionPlan, Room
 from halograd.comm.sums import Method, shards
-from halograd.comm.transports.base import Context, Pattern
+from halograd.comm.transports.base import Pattern, TransportContext
 
-__all__ = ["SUMMABLE", "Link", "NcclChannel", "NcclTransport", "load_nccl", "nccl_sum"]
+__all__ = ["SUMMABLE", "NcclChannel", "NcclLink", "NcclTransport", "load_nccl", "nccl_sum"]
 
 #: Types that NCCL sums, and its names for them.
 SUMMABLE = {
@@ -51,13 +51,13 @@ def load_nccl() -> Any:
     raise CommError(f"nccl: expected cupy.cuda.nccl, got none ({reason}); pip install 'halograd[gpu]' nvidia-nccl-cu13")
 
 
-class Link:
+class NcclLink:
     """One communicator of NCCL and the lane that all its calls go to. Collective over `context.mpi` to make and close.
 
     NCCL runs the calls of a communicator one after the other, so what should overtake has a link of its own.
     """
 
-    def __init__(self, nccl: Any, lane: Lane, context: Context, watchdog: Watchdog) -> None:
+    def __init__(self, nccl: Any, lane: Lane, context: TransportContext, watchdog: DeviceWatchdog) -> None:
         self.nccl, self.lane, self._watchdog = nccl, lane, watchdog
         self.rank, self.size = context.mpi.rank, context.mpi.size
         self._comm: Any = None
@@ -153,17 +153,17 @@ class NcclTransport:
     summable = tuple(SUMMABLE)
 
     def __init__(
-        self, lanes: tuple[Lane, Lane], context: Context, watchdog: Watchdog, nccl: Any, spans: LaneSpans
+        self, lanes: tuple[Lane, Lane], context: TransportContext, watchdog: DeviceWatchdog, nccl: Any, spans: LaneSpans
     ) -> None:
         self._lanes, self._context = lanes, context
         self._watchdog, self._nccl, self._spans = watchdog, nccl, spans
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, NcclLink] = {}
 
-    def link(self, urgent: bool) -> Link:
+    def link(self, urgent: bool) -> NcclLink:
         """The link for what is waited for at once, or that for large sums. Collective at the first call of each."""
         which = 0 if urgent else 1
         if which not in self._links:
-            self._links[which] = Link(self._nccl, self._lanes[which], self._context, self._watchdog)
+            self._links[which] = NcclLink(self._nccl, self._lanes[which], self._context, self._watchdog)
         return self._links[which]
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
@@ -189,7 +189,7 @@ class NcclChannel(DeviceChannel):
     behind which everything of it was sent.
     """
 
-    def __init__(self, link: Link, pattern: Pattern, meter: LaneMeter) -> None:
+    def __init__(self, link: NcclLink, pattern: Pattern, meter: LaneMeter) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter, link.lane.cuda.device)
         self._link, self._passage = link, meter.passage(link.lane)
         self._to = self._pointers(self._out, self._sends)
@@ -224,7 +224,7 @@ class NcclChannel(DeviceChannel):
         self._link.forget(self._passage)
 
 
-def nccl_sum(link: Link, buffer: Any, meter: LaneMeter, method: Method) -> Reduction:
+def nccl_sum(link: NcclLink, buffer: Any, meter: LaneMeter, method: Method) -> Reduction:
     """A sum by NCCL, in place, all of it enqueued on the lane by `start`. The host never waits.
 
     By a collective of NCCL, whose bits are the same on all ranks and depend on how many there are; or in the order of
@@ -234,15 +234,15 @@ def nccl_sum(link: Link, buffer: Any, meter: LaneMeter, method: Method) -> Reduc
     label = f"sum {meter.label!r} of {buffer.nbytes} bytes"
     stages, held = calls.in_order() if method.ordered else ([Work([calls.native(method)])], 0)
     lane = [Work([passage.enter]), *stages, Work([lambda: link.leave(passage, label)])]
-    operation = Operation([*lane, Join(passage, link.raise_fault)], first=len(lane))
-    plan = Plan(operation, device_nbytes=held, close=[lambda: link.forget(passage)])
+    operation = StagedOperation([*lane, Join(passage, link.raise_fault)], first=len(lane))
+    plan = ReductionPlan(operation, device_nbytes=held, close=[lambda: link.forget(passage)])
     return Reduction(buffer, [meter], plan)
 
 
 class _Calls:
     """Calls of NCCL on a buffer and its shards, each one group."""
 
-    def __init__(self, link: Link, buffer: Any) -> None:
+    def __init__(self, link: NcclLink, buffer: Any) -> None:
         self._link, self._flat = link, buffer.reshape(-1)
         self._parts = shards(self._flat.size, link.size, buffer.itemsize)
         self._lengths = [part.stop - part.start for part in self._parts]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from halograd.comm.errors import CommError
 
-__all__ = ["TIMEOUT", "Monitored", "Watchdog"]
+__all__ = ["TIMEOUT", "DeviceWatchdog", "Monitored"]
 
 TIMEOUT = 600.0  # [s], the time of a very slow rank rather than that of a message
 GRACE = 30.0  # [s] that the main thread has to raise a fault
@@ -33,7 +33,7 @@ class Monitored(Protocol):
         """End everything under way. May be called from another thread than the owner's, and twice."""
 
 
-class Watchdog:
+class DeviceWatchdog:
     """Watches communicators, and what is under way on them. Local; its methods may be called from any thread.
 
     Parameters

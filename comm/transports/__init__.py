@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 
 from halograd.comm.errors import CommError
-from halograd.comm.transports.base import Context
-from halograd.comm.transports.emulated import Network
+from halograd.comm.transports.base import TransportContext
+from halograd.comm.transports.emulated import EmulatedNetwork
 from halograd.comm.transports.transport import Transport
 
-__all__ = ["Context", "Transport", "make_transport", "parse_transport"]
+__all__ = ["Transport", "TransportContext", "make_transport", "parse_transport"]
 
 #: Whether ranks of a node share memory, and whether others exchange messages of MPI.
 _PLAIN = {"auto": (True, True), "mpi": (False, True), "shared": (True, False)}
@@ -58,9 +58,11 @@ def parse_transport(text: str) -> tuple[str, dict[str, float]]:
     return name, options
 
 
-def make_transport(text: str, context: Context) -> Transport:
+def make_transport(text: str, context: TransportContext) -> Transport:
     """The transport of this name on one communicator. Local; the transport may be collective to use."""
     name, options = parse_transport(text)
     if name == "emulated":
-        return Transport(context, True, True, Network(options["alpha"], options["beta"], int(options.get("node", 1))))
+        return Transport(
+            context, True, True, EmulatedNetwork(options["alpha"], options["beta"], int(options.get("node", 1)))
+        )
     return Transport(context, *_PLAIN[name])

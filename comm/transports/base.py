@@ -11,13 +11,13 @@ from mpi4py import MPI
 
 from halograd.comm.progress import Progress
 
-__all__ = ["ALIGNMENT", "Context", "Pattern", "aligned_bytes", "numbered", "split_node"]
+__all__ = ["ALIGNMENT", "Pattern", "TransportContext", "aligned_bytes", "numbered", "split_node"]
 
 ALIGNMENT = 64  # [B], a cache line: neighbors do not share one, and copies use full vectors
 
 
 @dataclass(frozen=True, eq=False)
-class Context:
+class TransportContext:
     """What a communicator gives its transport.
 
     Attributes

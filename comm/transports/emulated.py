@@ -21,7 +21,7 @@ import numpy as np
 from halograd.comm.sums import Method
 from halograd.comm.transports.memory import Flags, Signal
 
-__all__ = ["Network", "Stamped", "Stamps", "ring_seconds", "sleep_until"]
+__all__ = ["EmulatedNetwork", "Stamped", "Stamps", "ring_seconds", "sleep_until"]
 
 # time.sleep wakes up late by 50 to 100 us: stop that much earlier, then take short naps.
 LATE = 1e-4  # [s]
@@ -32,7 +32,7 @@ Stamps = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Network:
+class EmulatedNetwork:
     """Messages of ``alpha + beta * bytes`` seconds.
 
     Attributes

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Stage, rest
-from halograd.comm.reduction import Plan
+from halograd.comm.reduction import ReductionPlan
 from halograd.comm.transports.base import ALIGNMENT
 
 __all__ = ["FLAG_BYTES", "Arena", "Chunk", "Flags", "Places", "Planning", "Signal", "rounded"]
@@ -290,7 +290,7 @@ class Places:
 
 
 #: A set-up that asks for bytes [B] in memory that ranks share, gets places, and returns the plan of a sum.
-Planning = Generator[int, Places, Plan]
+Planning = Generator[int, Places, ReductionPlan]
 
 
 def _counter(chunk: Chunk, rank: int, offset: int) -> memoryview:

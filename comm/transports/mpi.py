@@ -10,11 +10,11 @@ from mpi4py import MPI
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
-from halograd.comm.progress import Operation, Stage, Work
-from halograd.comm.reduction import Plain, Plan, Room
+from halograd.comm.progress import Stage, StagedOperation, Work
+from halograd.comm.reduction import Plain, ReductionPlan, Room
 from halograd.comm.rounding import Rounded
 from halograd.comm.sums import Method, shards
-from halograd.comm.transports.base import Context, Pattern, aligned_bytes
+from halograd.comm.transports.base import Pattern, TransportContext, aligned_bytes
 
 __all__ = ["Messages", "MpiChannel", "Native", "plan_over_mpi", "words"]
 
@@ -78,7 +78,7 @@ class MpiChannel(Channel):
     One buffer is enough: `finish` waits for the sends too, and the next receive begins in the next `start`.
     """
 
-    def __init__(self, context: Context, pattern: Pattern, meter: Meter) -> None:
+    def __init__(self, context: TransportContext, pattern: Pattern, meter: Meter) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
         self._progress = context.progress
         self._sent, self._received = self._allocate(pattern.sends), self._allocate(pattern.recvs)
@@ -88,7 +88,7 @@ class MpiChannel(Channel):
                 *(context.mpi.Send_init(words(m), peer, pattern.tag) for peer, m in self._sent.items()),
             ]
         )
-        self._operation = Operation([self._messages])
+        self._operation = StagedOperation([self._messages])
         for array in self._received.values():
             array.flags.writeable = False
         longest = max((m.nbytes for m in (*self._sent.values(), *self._received.values())), default=0)
@@ -123,7 +123,7 @@ class MpiChannel(Channel):
         self._received.clear()
 
 
-def plan_over_mpi(context: Context, flat: np.ndarray, method: Method) -> Plan:
+def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -> ReductionPlan:
     """How a flat buffer is summed by messages of MPI; of several ranks, not empty, not by nodes.
 
     A sum in the order of the ranks is a room of messages; all others are a collective of the MPI library, which may
@@ -154,10 +154,10 @@ def plan_over_mpi(context: Context, flat: np.ndarray, method: Method) -> Plan:
         counts, places = [(p.stop - p.start) * each for p in parts], [p.start * each for p in parts]
         message = [flat.view(f"u{size}"), (counts, places), _WORDS[size]]
         stages = [Native(lambda: mpi.Iallgatherv(MPI.IN_PLACE, message))]
-    return Plan(Operation(stages), context.progress, direct=direct, nbytes=nbytes)
+    return ReductionPlan(StagedOperation(stages), context.progress, direct=direct, nbytes=nbytes)
 
 
-def _in_order(context: Context, flat: np.ndarray, method: Method, nbytes: int) -> Plan:
+def _in_order(context: TransportContext, flat: np.ndarray, method: Method, nbytes: int) -> ReductionPlan:
     """Every rank receives its shard of all summands, adds them up, and sends the sum to all.
 
     Reduce-scatter and all-gather with ``2 (P - 1) / P`` times the buffer per rank, as the best all-reduce.
@@ -179,6 +179,6 @@ def _in_order(context: Context, flat: np.ndarray, method: Method, nbytes: int) -
     room = Room(copies, scatter, received, own, gather, [(flat, wire)] if rounds else [])
     stages = room.stages(codec or Plain())
     # The owner encodes and decodes; the thread, or the rank in `finish`, does what lies between.
-    operation = Operation(stages, first=1, last=len(room.returns))
+    operation = StagedOperation(stages, first=1, last=len(room.returns))
     held = wire.nbytes + sum(one.nbytes for one in received) - own.nbytes if rounds else nbytes
-    return Plan(operation, context.progress, codec=codec, nbytes=held, close=[scatter.free, gather.free])
+    return ReductionPlan(operation, context.progress, codec=codec, nbytes=held, close=[scatter.free, gather.free])

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.progress import Line, Operation, Progress, Stage, Work
-from halograd.comm.reduction import Plain, Plan
+from halograd.comm.progress import Line, Progress, Stage, StagedOperation, Work
+from halograd.comm.reduction import Plain, ReductionPlan
 from halograd.comm.sums import Method, shards
 from halograd.comm.transports.base import ALIGNMENT
-from halograd.comm.transports.emulated import Network, Stamped, Stamps
+from halograd.comm.transports.emulated import EmulatedNetwork, Stamped, Stamps
 from halograd.comm.transports.memory import Places, Planning, Signal, rounded
 from halograd.comm.transports.mpi import Native
 
@@ -55,7 +55,7 @@ class Team:
     here: Sequence[int]
     heads: Sequence[int]
     leaders: MPI.Comm = field(default_factory=lambda: MPI.COMM_NULL)
-    network: Network | None = None
+    network: EmulatedNetwork | None = None
     line: Line = field(default_factory=Line)
 
     @property
@@ -170,9 +170,9 @@ def plan_by_nodes(flat: np.ndarray, method: Method, team: Team, progress: Progre
         turns.append(stages if attempt is None else [*stages, Work([attempt.settle])])
     # In the background all is done but to raise a fault; otherwise the owner makes the first and the last copy.
     copies = 0 if method.in_background else 1
-    operation = Operation(*turns, first=copies, last=copies + (attempt is not None), line=team.line)
+    operation = StagedOperation(*turns, first=copies, last=copies + (attempt is not None), line=team.line)
     nbytes = room.nbytes + (flat.nbytes if attempt is not None else 0)
-    return Plan(operation, progress, arrival=arrived, nbytes=nbytes, close=[room.places.give_back])
+    return ReductionPlan(operation, progress, arrival=arrived, nbytes=nbytes, close=[room.places.give_back])
 
 
 def _sent(room: _Room, team: Team) -> Signal:

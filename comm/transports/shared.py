@@ -12,13 +12,13 @@ from mpi4py import MPI
 
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
-from halograd.comm.progress import Operation, Stage
-from halograd.comm.reduction import Plain, Plan, Room
+from halograd.comm.progress import Stage, StagedOperation
+from halograd.comm.reduction import Plain, ReductionPlan, Room
 from halograd.comm.rounding import Rounded
 from halograd.comm.sums import LARGEST_AT_ONCE, Method, shards
 from halograd.comm.transports import base
-from halograd.comm.transports.base import ALIGNMENT, Context, Pattern
-from halograd.comm.transports.emulated import Network, Stamped, Stamps
+from halograd.comm.transports.base import ALIGNMENT, Pattern, TransportContext
+from halograd.comm.transports.emulated import EmulatedNetwork, Stamped, Stamps
 from halograd.comm.transports.memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Planning, Signal, rounded
 
 __all__ = ["NodeMemory", "WindowChannel", "Windows", "blocks"]
@@ -40,7 +40,11 @@ class NodeMemory:
     """
 
     def __init__(
-        self, context: Context, network: Network | None = None, node_of: Sequence[int] = (), crowded: bool = True
+        self,
+        context: TransportContext,
+        network: EmulatedNetwork | None = None,
+        node_of: Sequence[int] = (),
+        crowded: bool = True,
     ) -> None:
         self.context, self.network, self.node_of, self._crowded = context, network, tuple(node_of), crowded
         self._arena: Arena | None = None
@@ -190,7 +194,7 @@ class NodeMemory:
             turns.append(room.stages(Plain()))
         nbytes = 2 * flat[deposited[me]].nbytes
         arrival = move if self.network is not None else None
-        return Plan(Operation(*turns, first=1), arrival=arrival, nbytes=nbytes, close=[places.give_back])
+        return ReductionPlan(StagedOperation(*turns, first=1), arrival=arrival, nbytes=nbytes, close=[places.give_back])
 
     def _staged(self, flat: np.ndarray, method: Method) -> Planning:
         """A large sum, made in `finish` by the ranks together: piece by piece, each adds up its share of a piece.
@@ -208,7 +212,7 @@ class NodeMemory:
         finish those before it too, so ranks may call `finish` in different orders.
         """
         stage, stages = self._common(), list[Stage]()
-        plan = Plan(queue=stage.waiting)
+        plan = ReductionPlan(queue=stage.waiting)
         if self.network is not None:
             places = yield 2 * ALIGNMENT
             plan.arrival = self._travel(places, method, flat.nbytes)
@@ -221,7 +225,7 @@ class NodeMemory:
             room = stage.room(piece, flat, np.dtype(np.uint16) if rounds else flat.dtype, method.gathers)
             room.scatter = room.gather = meet
             stages += room.stages(codec or Plain())
-        plan.operation, plan.codec = Operation(stages), codec
+        plan.operation, plan.codec = StagedOperation(stages), codec
         return plan
 
     def _common(self) -> _CommonStage:
@@ -235,7 +239,7 @@ class NodeMemory:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _StagePiece:
     """Part of a buffer that is on the stage at once: what of it is deposited, and every rank's share."""
 
     deposited: Sequence[slice]
@@ -258,20 +262,20 @@ class _CommonStage:
 
     def __init__(self, places: Places, share: int) -> None:
         self.places, self.nbytes = places, STAGE_BYTES + share
-        self._share, self.waiting = share, deque[Operation]()
+        self._share, self.waiting = share, deque[StagedOperation]()
         self._views: dict[tuple[int, int, int, np.dtype], np.ndarray] = {}
 
-    def pieces(self, flat: np.ndarray, itemsize: int) -> list[_Piece]:
+    def pieces(self, flat: np.ndarray, itemsize: int) -> list[_StagePiece]:
         """Runs of the buffer, with a block per rank."""
         step, ranks = STAGE_BYTES // itemsize, self.places.ranks
         found = []
         for i in range(0, flat.size, step):
             size = min(step, flat.size - i)
             shares = [slice(i + a, i + b) for a, b in blocks(size, ranks)]
-            found.append(_Piece([slice(i, i + size)], shares, self.places.mine))
+            found.append(_StagePiece([slice(i, i + size)], shares, self.places.mine))
         return found
 
-    def parts(self, flat: np.ndarray) -> list[_Piece]:
+    def parts(self, flat: np.ndarray) -> list[_StagePiece]:
         """A part of every rank's shard, as long as all of them fit on the stage together."""
         whole = shards(flat.size, self.places.ranks, flat.itemsize)
         longest = max(part.stop - part.start for part in whole)
@@ -279,10 +283,10 @@ class _CommonStage:
         found = []
         for i in range(0, longest, step):
             cut = [slice(min(p.start + i, p.stop), min(p.start + i + step, p.stop)) for p in whole]
-            found.append(_Piece(cut, cut, self.places.mine))
+            found.append(_StagePiece(cut, cut, self.places.mine))
         return found
 
-    def room(self, piece: _Piece, flat: np.ndarray, dtype: np.dtype, gathers: bool) -> Room:
+    def room(self, piece: _StagePiece, flat: np.ndarray, dtype: np.dtype, gathers: bool) -> Room:
         """Where a piece lies: deposits one behind the other, the sums of the shares behind them, or in the buffer."""
         size, own, deposits, first = dtype.itemsize, piece.own, [], 0
         for part in piece.deposited:

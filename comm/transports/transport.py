@@ -11,12 +11,12 @@ from mpi4py import MPI
 from halograd.comm.channel import Channel
 from halograd.comm.counters import Meter
 from halograd.comm.errors import CommError
-from halograd.comm.reduction import Plan
+from halograd.comm.reduction import ReductionPlan
 from halograd.comm.rounds import side_by_side
 from halograd.comm.sums import Method
 from halograd.comm.transports import base
-from halograd.comm.transports.base import Context, Pattern, numbered
-from halograd.comm.transports.emulated import Network
+from halograd.comm.transports.base import Pattern, TransportContext, numbered
+from halograd.comm.transports.emulated import EmulatedNetwork
 from halograd.comm.transports.memory import Places, Planning
 from halograd.comm.transports.mpi import MpiChannel, plan_over_mpi
 from halograd.comm.transports.nodes import Team, plan_by_nodes
@@ -38,7 +38,9 @@ class Transport:
         That shared memory stands for; None: it is no network.
     """
 
-    def __init__(self, context: Context, shares: bool, messages: bool, network: Network | None = None) -> None:
+    def __init__(
+        self, context: TransportContext, shares: bool, messages: bool, network: EmulatedNetwork | None = None
+    ) -> None:
         self._context, self._messages, self._network = context, messages, network
         self._memory: NodeMemory | None = None
         node_of: tuple[int, ...] = ()
@@ -86,7 +88,7 @@ class Transport:
             for pattern, meter, one, far in zip(patterns, meters, shared, beyond)
         ]
 
-    def plans(self, wanted: Sequence[tuple[np.ndarray, Method, str]]) -> list[Plan]:
+    def plans(self, wanted: Sequence[tuple[np.ndarray, Method, str]]) -> list[ReductionPlan]:
         """How buffers are summed, and under which names; of several ranks, not empty. Collective over the communicator.
 
         Raises

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.cuda.launch import ACCESS, LARGE, Launch, Launcher, address, sequence
-from halograd.kernels.cuda.sources import Program, dtype_name
+from halograd.kernels.cuda.sources import CudaProgram, dtype_name
 from halograd.kernels.kernel import Kernel, KernelError, chain, idle
 
 __all__ = ["AXES", "Boxes", "Joined", "join", "joined_bytes", "joined_elements"]
@@ -58,7 +58,7 @@ class Boxes:
         joined = [joined_bytes("add_into", *pair, lanes=(word,)) for pair in pairs]
         name = "add_into_v" if word == 16 else "add_into_1"
         return _kernel(
-            self.launcher, name, Program("boxes_add", (dtype,), is_long(joined)), joined, _heads(pairs), pairs
+            self.launcher, name, CudaProgram("boxes_add", (dtype,), is_long(joined)), joined, _heads(pairs), pairs
         )
 
     def fill(self, value: float, *arrays: Any) -> Kernel:
@@ -78,7 +78,7 @@ class Boxes:
             heads = [(_pattern(value, view), address(view)) for view, _ in pieces]
             kept = [view for view, _ in pieces]
             all_joined = [joined for _, joined in pieces]
-            program = Program("boxes", large=is_long(all_joined))
+            program = CudaProgram("boxes", large=is_long(all_joined))
             made.append(_kernel(self.launcher, f"fill_{word}", program, all_joined, heads, kept))
         return chain(*made) if made else idle()
 
@@ -86,13 +86,13 @@ class Boxes:
 def _move(launcher: Launcher, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
     word = min(joined_bytes("copy", *pair).lanes for pair in pairs)
     joined = [joined_bytes("copy", *pair, lanes=(word,)) for pair in pairs]
-    return _kernel(launcher, f"copy_{word}", Program("boxes", large=is_long(joined)), joined, _heads(pairs), pairs)
+    return _kernel(launcher, f"copy_{word}", CudaProgram("boxes", large=is_long(joined)), joined, _heads(pairs), pairs)
 
 
 def _convert(launcher: Launcher, pairs: Sequence[tuple[Any, Any]], dtypes: tuple[str, ...]) -> Kernel:
     word = min(joined_elements("copy", *pair, lanes=(4, 2, 1)).lanes for pair in pairs)
     joined = [joined_elements("copy", *pair, lanes=(word,)).in_words() for pair in pairs]
-    program = Program("boxes_cast", dtypes, is_long(joined))
+    program = CudaProgram("boxes_cast", dtypes, is_long(joined))
     return _kernel(launcher, f"convert_{word}", program, joined, _heads(pairs), pairs)
 
 
@@ -123,7 +123,7 @@ def _checked(what: str, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any
 def _kernel(
     launcher: Launcher,
     name: str,
-    program: Program,
+    program: CudaProgram,
     joined: Sequence[Joined],
     heads: Sequence[tuple[int, int]],
     kept: Any,

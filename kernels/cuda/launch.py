@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda.sources import ELEMENTS, Program, dtype_name, kernels_of, record_of
+from halograd.kernels.cuda.sources import ELEMENTS, CudaProgram, dtype_name, kernels_of, record_of
 from halograd.kernels.kernel import Kernel, KernelError, run_all
 
 __all__ = [
@@ -50,7 +50,7 @@ class Launcher(ABC):
         """Copy of a host array on the device. May synchronize: for build time."""
 
     @abstractmethod
-    def function(self, program: Program, name: str) -> Function:
+    def function(self, program: CudaProgram, name: str) -> Function:
         """A kernel of a program, which is compiled when first asked for."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class CupyLauncher(Launcher):
             reason = " ".join(str(error).split())
             raise KernelError(f"CUDA kernels: expected a CUDA device, got {reason}; check nvidia-smi") from error
         self._cupy = cupy
-        self._modules: dict[Program, Any] = {}
+        self._modules: dict[CudaProgram, Any] = {}
         self.units = int(found["multiProcessorCount"])
         self.name = found["name"].decode()
 
@@ -114,7 +114,7 @@ class CupyLauncher(Launcher):
     def upload(self, array: np.ndarray) -> Any:
         return self._cupy.asarray(array)
 
-    def function(self, program: Program, name: str) -> Function:
+    def function(self, program: CudaProgram, name: str) -> Function:
         if program not in self._modules:
             self._modules[program] = self._cupy.RawModule(code=program.text, options=program.options)
         kernel = self._modules[program].get_function(name)
@@ -153,7 +153,7 @@ class Launch:
     def __init__(
         self,
         launcher: Launcher,
-        program: Program,
+        program: CudaProgram,
         name: str,
         grid: Sequence[int],
         block: Sequence[int] = (THREADS,),
@@ -217,10 +217,10 @@ def _extent(array: Any) -> int:
     return 1 + sum((n - 1) * abs(s) for n, s in zip(array.shape, array.strides)) // np.dtype(array.dtype).itemsize
 
 
-def scalar_program(source: str, *arrays: Any) -> Program:
+def scalar_program(source: str, *arrays: Any) -> CudaProgram:
     """The program for the dtype of the first array, with offsets for all of them."""
     given = [a for a in arrays if a is not None]
-    return Program(source, (dtype_name(given[0]),), is_large(*given))
+    return CudaProgram(source, (dtype_name(given[0]),), is_large(*given))
 
 
 def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:

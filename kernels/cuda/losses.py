@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.cuda.launch import THREADS, Launch, Launcher, is_large, power_of_two, scalar_program
-from halograd.kernels.cuda.sources import CODES, Program, dtype_name
+from halograd.kernels.cuda.sources import CODES, CudaProgram, dtype_name
 from halograd.kernels.kernel import ScratchKernel
 from halograd.kernels.losses import ClassTargets, LossArrays, Losses, LossKernel
 from halograd.kernels.memory import Scratch
@@ -72,7 +72,7 @@ class CudaLosses(Losses):
 
     def _target_weight(self, target: Any, total: Any, targets: ClassTargets) -> LossKernel:
         members = {"loss": total, **self._classes(target, targets)}
-        program = Program("loss", large=is_large(target))
+        program = CudaProgram("loss", large=is_large(target))
         return self._loss("target_weight", program, members, target.shape[0], (THREADS, 1), target.size)
 
     def _binary_cross_entropy(self, arrays: LossArrays, pos_weight: Any) -> LossKernel:
@@ -109,7 +109,7 @@ class CudaLosses(Losses):
     def _loss(
         self,
         name: str,
-        program: Program,
+        program: CudaProgram,
         members: dict[str, Any],
         samples: int,
         block: tuple[int, int],

@@ -20,7 +20,7 @@ from halograd.kernels.cuda.launch import (
     scalar_program,
     sequence,
 )
-from halograd.kernels.cuda.sources import Program, dtype_name
+from halograd.kernels.cuda.sources import CudaProgram, dtype_name
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, chain, idle
 from halograd.kernels.memory import Scratch
 from halograd.kernels.norm_parts import GroupNormArrays, GroupNormKernels
@@ -136,7 +136,7 @@ def _launch(launcher: Launcher, name: str, items: int, data: Any, **members: Any
     """`data`: an array of the dtype that per-channel vectors have if they are not float32."""
     if items == 0:
         return idle()
-    program = Program("norm", (dtype_name(data) if data is not None else "float32",))
+    program = CudaProgram("norm", (dtype_name(data) if data is not None else "float32",))
     return sequence(name, Launch(launcher, program, name, items_grid(launcher, items), **members))
 
 

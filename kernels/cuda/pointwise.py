@@ -11,7 +11,7 @@ import numpy as np
 from halograd.kernels.checks import same_elements
 from halograd.kernels.cuda.boxes import AXES, Joined, joined_elements
 from halograd.kernels.cuda.launch import Launch, Launcher, items_grid, scalar_program, sequence, suffix, vector_lanes
-from halograd.kernels.cuda.sources import Program
+from halograd.kernels.cuda.sources import CudaProgram
 from halograd.kernels.geometry import Geometry, Resampled
 from halograd.kernels.kernel import Kernel, KernelError
 from halograd.kernels.pointwise import ACTIVATIONS, DropoutMask, Pointwise
@@ -118,7 +118,9 @@ def _axes(joined: Joined, **strides: Sequence[int]) -> dict[str, Any]:
     return {**found, "shape": joined.padded(joined.shape, 1), "axes": joined.axes, "items": joined.items}
 
 
-def _gradient(launcher: Launcher, program: Program, kind: str, arrays: Sequence[Any], common: dict[str, Any]) -> Kernel:
+def _gradient(
+    launcher: Launcher, program: CudaProgram, kind: str, arrays: Sequence[Any], common: dict[str, Any]
+) -> Kernel:
     joined = joined_elements(kind, *arrays)
     names = ("x", "y", "dy", "dx")
     axes = _axes(joined, **dict(zip(names, joined.strides)))
@@ -128,7 +130,7 @@ def _gradient(launcher: Launcher, program: Program, kind: str, arrays: Sequence[
     )
 
 
-def _one_sum(launcher: Launcher, program: Program, xs: list[Any], y: Any, joined: Joined, relu: bool) -> Launch:
+def _one_sum(launcher: Launcher, program: CudaProgram, xs: list[Any], y: Any, joined: Joined, relu: bool) -> Launch:
     own, *others = joined.strides
     rest = TERMS - len(xs)
     return Launch(

@@ -23,7 +23,7 @@ __all__ = [
     "ELEMENTS",
     "INDEX",
     "PROGRAMS",
-    "Program",
+    "CudaProgram",
     "dtype_name",
     "kernels_of",
     "record_of",
@@ -70,7 +70,7 @@ def dtype_name(array: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Program:
+class CudaProgram:
     """A source compiled for certain element types.
 
     Parameters

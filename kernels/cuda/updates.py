@@ -20,7 +20,7 @@ from halograd.kernels.cuda.launch import (
     suffix,
     vector_lanes,
 )
-from halograd.kernels.cuda.sources import Program, dtype_name
+from halograd.kernels.cuda.sources import CudaProgram, dtype_name
 from halograd.kernels.kernel import Kernel, ScratchKernel, idle, run_all
 from halograd.kernels.memory import Scratch
 from halograd.kernels.updates import UpdateArrays, Updates
@@ -95,13 +95,13 @@ class CudaUpdates(Updates):
         launches, places, count = [], [], 0
         for first, size, divisor in joined:
             grid = items_grid(self.launcher, size // 4, per_unit=4)
-            program = Program("reduce", (dtype_name(first),), size >= LARGE)
+            program = CudaProgram("reduce", (dtype_name(first),), size >= LARGE)
             members: dict[str, Any] = {"x": first, "count": size, "weight": 1.0 / divisor}
             launches.append(Launch(self.launcher, program, f"squares_{_reads(first)}", grid, **members))
             places.append(count)
             count += grid[0]
         launches[0].keep([array for array, _ in terms])
-        program = Program("reduce", (dtype_name(terms[0][0]),))
+        program = CudaProgram("reduce", (dtype_name(terms[0][0]),))
         launches.append(Launch(self.launcher, program, "finish_squares", (1,), partials=count, total=out))
         places.append(0)
         run = run_all(launches)
@@ -116,7 +116,7 @@ class CudaUpdates(Updates):
 
     def _clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
         members = {"squares": squares, "inverse": inverse, "max_norm": max_norm, "norm": norm, "factor": factor}
-        return sequence("clip", Launch(self.launcher, Program("reduce"), "clip", (1,), **members))
+        return sequence("clip", Launch(self.launcher, CudaProgram("reduce"), "clip", (1,), **members))
 
     def _find_nonfinite(self, arrays: Sequence[Any], flag: Any) -> Kernel:
         launches = []
@@ -128,7 +128,9 @@ class CudaUpdates(Updates):
 
     def _update_loss_scale(self, state: Any, flag: Any, growth: float, backoff: float, interval: int) -> Kernel:
         members = {"state": state, "flag": flag, "growth": growth, "backoff": backoff, "interval": interval}
-        return sequence("loss_scale", Launch(self.launcher, Program("reduce"), "update_loss_scale", (1,), **members))
+        return sequence(
+            "loss_scale", Launch(self.launcher, CudaProgram("reduce"), "update_loss_scale", (1,), **members)
+        )
 
 
 def _members(a: UpdateArrays) -> dict[str, Any]:
@@ -138,9 +140,9 @@ def _members(a: UpdateArrays) -> dict[str, Any]:
     return {**given, "count": a.p.size}
 
 
-def _program(a: UpdateArrays) -> Program:
+def _program(a: UpdateArrays) -> CudaProgram:
     dtypes = (dtype_name(a.p), dtype_name(a.g), dtype_name(a.p if a.copy is None else a.copy))
-    return Program("optimizer", dtypes, is_large(a.p))
+    return CudaProgram("optimizer", dtypes, is_large(a.p))
 
 
 def _reads(x: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from halograd.kernels import checks
 from halograd.kernels.cuda import CudaKernels
 from halograd.kernels.cudnn import conv, dense
-from halograd.kernels.cudnn.conv import Engine
+from halograd.kernels.cudnn.conv import ConvSettings
 from halograd.kernels.cudnn.dense import Cublas, workspace_bytes
 from halograd.kernels.cudnn.frontend import Handles, Workspaces
 from halograd.kernels.cudnn.graphs import HALF, PRECISIONS, Arithmetic
@@ -110,7 +110,7 @@ class CudnnBackend(CudaKernels):
         kept = PlanStore(store, runtime.conditions)
         timer = EventTimer(runtime.cupy.cuda)
         plans = Plans(runtime.frontend, handles, kept, runtime.bytes, runtime.release, timer)
-        self._engine = Engine(
+        self._engine = ConvSettings(
             plans, handles, self.workspaces, runtime.boxes, self.empty, self.arithmetic, workspace_limit, autotune
         )
         cublas = Cublas(runtime.load_cublas)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.cuda import Boxes
-from halograd.kernels.cudnn.frontend import ALIGNMENT, Handles, Table, Workspaces
+from halograd.kernels.cudnn.frontend import ALIGNMENT, AddressTable, Handles, Workspaces
 from halograd.kernels.cudnn.graphs import (
     BACKWARD_DATA,
     BACKWARD_FILTER,
@@ -26,11 +26,11 @@ from halograd.kernels.cudnn.plans import Plans
 from halograd.kernels.geometry import Geometry, channels_in_memory
 from halograd.kernels.kernel import Kernel, chain
 
-__all__ = ["Engine", "backward_data", "backward_filter", "forward", "outside"]
+__all__ = ["ConvSettings", "backward_data", "backward_filter", "forward", "outside"]
 
 
 @dataclass
-class Engine:
+class ConvSettings:
     """What the convolutions of one backend share.
 
     Attributes
@@ -63,7 +63,7 @@ class _Operands:
     gradients are given as many, zeros in front of zeros.
     """
 
-    def __init__(self, engine: Engine, dtype: Any) -> None:
+    def __init__(self, engine: ConvSettings, dtype: Any) -> None:
         self._engine, self._dtype = engine, np.dtype(dtype)
         self.before: list[Kernel] = []
         self.after: list[Kernel] = []
@@ -134,7 +134,7 @@ def outside(array: Any, part: Sequence[int]) -> list[Any]:
     return rest
 
 
-def forward(engine: Engine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
+def forward(engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
     """``y = relu?(conv(x, w) + b)`` by one plan."""
     operands = _Operands(engine, x.dtype)
     channels = operands.image(X, x)
@@ -148,7 +148,7 @@ def forward(engine: Engine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, 
     return _kernel(engine, operands, FORWARD, shapes, bias=b is not None or relu, relu=relu)
 
 
-def backward_data(engine: Engine, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
+def backward_data(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
     """``dx`` by one plan; rows that no output reads are zeroed."""
     operands = _Operands(engine, dx.dtype)
     operands.input(Y, dy)
@@ -161,7 +161,7 @@ def backward_data(engine: Engine, dy: Any, w: Any, dx: Any, geometry: Geometry) 
     return _kernel(engine, operands, BACKWARD_DATA, shapes)
 
 
-def backward_filter(engine: Engine, x: Any, dy: Any, dw: Any, geometry: Geometry) -> Kernel:
+def backward_filter(engine: ConvSettings, x: Any, dy: Any, dw: Any, geometry: Geometry) -> Kernel:
     """``dw`` by one plan."""
     operands = _Operands(engine, x.dtype)
     channels = operands.image(X, x)
@@ -181,11 +181,11 @@ def _shapes(x: Any, w: Any, y: Any, channels: int, geometry: Geometry) -> Shapes
 
 
 def _kernel(
-    engine: Engine, operands: _Operands, direction: str, shapes: Shapes, bias: bool = False, relu: bool = False
+    engine: ConvSettings, operands: _Operands, direction: str, shapes: Shapes, bias: bool = False, relu: bool = False
 ) -> Kernel:
     dtype = operands.arrays[0].dtype.name
     key = PlanKey(direction, dtype, shapes, engine.arithmetic, bias, relu, engine.workspace_limit, engine.tuned)
-    table = Table(operands.addresses)
+    table = AddressTable(operands.addresses)
     plan = engine.plans.get(key, table)
     handles, workspaces, arrays = engine.handles, engine.workspaces, operands.arrays
 

@@ -22,10 +22,10 @@ __all__ = [
     "CUDNN",
     "FRONTEND",
     "INSTALL",
+    "AddressTable",
     "Frontend",
     "Handles",
     "Launch",
-    "Table",
     "Workspaces",
     "load",
     "one_line",
@@ -116,7 +116,7 @@ CUDNN = (91900, 100000)
 ALIGNMENT = 16
 INSTALL = "pip install 'halograd[gpu]'"
 
-Launch = Callable[["Table", int, Any], None]
+Launch = Callable[["AddressTable", int, Any], None]
 
 
 def one_line(error: BaseException) -> str:
@@ -145,7 +145,7 @@ def load(name: str = "cudnn") -> ModuleType:
         ) from error
 
 
-class Table:
+class AddressTable:
     """Addresses of the arrays of one kernel, in the order in which the frontend wants them. Host memory.
 
     Parameters
@@ -246,7 +246,7 @@ class Frontend:
         return note in graph.get_behavior_notes_for_plan_at_index(index)
 
     def launcher(self, graph: Any, uids: tuple[int, ...]) -> Launch:
-        """A function that runs the plan last built of `graph` on a :class:`Table`, workspace address and handle.
+        """A function that runs the plan last built of `graph` on a :class:`AddressTable`, workspace address and handle.
 
         The way with a table of addresses is private in the frontend, though its own Python code goes it; where it is
         missing the public way is taken, which costs some microseconds more.

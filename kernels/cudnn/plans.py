@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from halograd.kernels.cudnn.frontend import Frontend, Handles, Table, Workspaces, one_line
+from halograd.kernels.cudnn.frontend import AddressTable, Frontend, Handles, Workspaces, one_line
 from halograd.kernels.cudnn.graphs import Built, Candidates, PlanKey
 from halograd.kernels.cudnn.store import Entry, PlanStore
 
-__all__ = ["TRIED", "EventTimer", "Plan", "Plans", "fastest"]
+__all__ = ["TRIED", "CudnnPlan", "EventTimer", "Plans", "fastest"]
 
 
 #: Candidates that are measured, of as many engines as there are; each that needs a compiler takes 0.2-4 s to build.
@@ -86,7 +86,7 @@ def fastest(
 _log = logging.getLogger("halograd.kernels")
 
 
-class Plan:
+class CudnnPlan:
     """A convolution as cuDNN executes it, shared by all kernels of its key.
 
     A plan that could be built may still be refused when it is launched. Until it has run once, a refusal is logged
@@ -116,7 +116,7 @@ class Plan:
         """What it needs while it runs [B]."""
         return self._built.workspace_bytes
 
-    def run(self, table: Table, handle: Any, stream: int, workspaces: Workspaces) -> None:
+    def run(self, table: AddressTable, handle: Any, stream: int, workspaces: Workspaces) -> None:
         """Launch it on the arrays of `table`; `handle` is set to `stream`, the current one.
 
         Raises
@@ -129,7 +129,7 @@ class Plan:
             return
         self._built.launch(table, workspaces.address(stream, self._built.workspace_bytes), handle)
 
-    def _prove(self, table: Table, handle: Any, stream: int, workspaces: Workspaces) -> None:
+    def _prove(self, table: AddressTable, handle: Any, stream: int, workspaces: Workspaces) -> None:
         while not self._proven:
             workspace = workspaces.address(stream, self._built.workspace_bytes)
             try:
@@ -178,13 +178,13 @@ class Plans:
     ) -> None:
         self._frontend, self._handles, self._store = frontend, handles, store
         self._allocate, self._release, self._timer = allocate, release, timer
-        self._known: dict[PlanKey, Plan] = {}
+        self._known: dict[PlanKey, CudnnPlan] = {}
         self.found: dict[PlanKey, dict[str, float]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, key: PlanKey, table: Table) -> Plan:
+    def get(self, key: PlanKey, table: AddressTable) -> CudnnPlan:
         """The plan of a key; if it is chosen by measurement, then on the arrays of `table`, whose output it overwrites.
 
         Raises
@@ -201,10 +201,10 @@ class Plans:
         handle, _ = self._handles.current()
         return Candidates(self._frontend, key, {"handle": handle})
 
-    def _plan(self, key: PlanKey, built: Built, candidates: Candidates | None) -> Plan:
-        return Plan(key, built, candidates, lambda: self._propose(key))
+    def _plan(self, key: PlanKey, built: Built, candidates: Candidates | None) -> CudnnPlan:
+        return CudnnPlan(key, built, candidates, lambda: self._propose(key))
 
-    def _kept(self, key: PlanKey) -> Plan | None:
+    def _kept(self, key: PlanKey) -> CudnnPlan | None:
         """The plan that is on disk, if this library still takes it."""
         entry = self._store.get(key.text)
         if entry is None:
@@ -229,7 +229,7 @@ class Plans:
             return None
         return Built(-1, entry.name, entry.workspace_bytes, launch, graph, compiled=True)
 
-    def _new(self, key: PlanKey, table: Table) -> Plan:
+    def _new(self, key: PlanKey, table: AddressTable) -> CudnnPlan:
         candidates = self._propose(key)
         seconds: dict[str, float] = {}
         if key.tuned:
@@ -247,7 +247,7 @@ class Plans:
             self._store.put(key.text, Entry(built.name, built.workspace_bytes, self._blob(built), seconds))
         return self._plan(key, built, candidates)
 
-    def _trial(self, built: Built, table: Table) -> Callable[[], Any]:
+    def _trial(self, built: Built, table: AddressTable) -> Callable[[], Any]:
         """Launches a candidate on a workspace of its own, which is freed with the function."""
         handle, _ = self._handles.current()
         space = self._allocate(built.workspace_bytes) if built.workspace_bytes else None

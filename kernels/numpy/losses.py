@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.losses import ClassTargets, LossArrays, Losses, LossKernel
-from halograd.kernels.memory import Work, buffer, chunks, constant, take, total
+from halograd.kernels.memory import Workspace, buffer, chunks, constant, take, total
 
 __all__ = ["NumpyLosses"]
 
@@ -23,7 +23,7 @@ class _NumpyLoss(LossKernel):
     mean_over_channels = True
 
     def __init__(self, name: str, arrays: LossArrays) -> None:
-        self.arrays, self.work = arrays, Work()
+        self.arrays, self.work = arrays, Workspace()
         self._samples = arrays.x.shape[0]
         self._x, self._target, self._dx = (_rows(a) for a in (arrays.x, arrays.target, arrays.dx))
         self.width = int(arrays.x.shape[-1])

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, idle
-from halograd.kernels.memory import Scratch, Work, buffer, chunks, round_up
+from halograd.kernels.memory import Scratch, Workspace, buffer, chunks, round_up
 from halograd.kernels.norm_parts import mean_and_variance
 from halograd.kernels.norms import ChannelNormArrays, Norms
 
-__all__ = ["NumpyBatchNorm", "NumpyNorms", "Piece", "RowBlocks", "column_sums", "moments", "moments_scratch_bytes"]
+__all__ = ["NumpyBatchNorm", "NumpyNorms", "RowBlock", "RowBlocks", "column_sums", "moments", "moments_scratch_bytes"]
 
 
 BLOCK_BYTES = 1 << 18
 LONG = 2048
 
 
-class Piece:
+class RowBlock:
     """Some rows of the matrix, seen as ``(height, width)`` with ``width = repeat * C``."""
 
     def __init__(self, start: int, stop: int, repeat: int, channels: int) -> None:
@@ -56,9 +56,11 @@ class RowBlocks:
         self.repeat = max(1, min(rows, LONG // max(1, channels)))
         per_block = max(1, BLOCK_BYTES // max(1, array.itemsize * self.repeat * channels)) * self.repeat
         whole = rows - rows % self.repeat
-        self.pieces = [Piece(a, min(whole, a + per_block), self.repeat, channels) for a in range(0, whole, per_block)]
+        self.pieces = [
+            RowBlock(a, min(whole, a + per_block), self.repeat, channels) for a in range(0, whole, per_block)
+        ]
         if whole < rows:
-            self.pieces.append(Piece(whole, rows, rows - whole, channels))
+            self.pieces.append(RowBlock(whole, rows, rows - whole, channels))
         self.largest = max((p.shape[0] * p.shape[1] for p in self.pieces), default=0)
         self.tallest = max((p.shape[0] for p in self.pieces), default=0)
 
@@ -130,7 +132,7 @@ def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
     return run
 
 
-def _step(piece: Piece, x: Any, ones: Any, shift: Any, row: Any, scratch: Scratch) -> tuple[Any, ...]:
+def _step(piece: RowBlock, x: Any, ones: Any, shift: Any, row: Any, scratch: Scratch) -> tuple[Any, ...]:
     height, width = piece.shape
     long = row[:width]
     return (
@@ -307,7 +309,7 @@ class ChannelNorm:
         self.a, channels = arrays, arrays.x.shape[-1]
         self.x, self.y, self.dy, self.dx = (_rows(a, channels) for a in (arrays.x, arrays.y, arrays.dy, arrays.dx))
         self._parts = list(chunks(len(self.x), channels))
-        self._sums, self._work = np.empty((2, channels)), Work()
+        self._sums, self._work = np.empty((2, channels)), Workspace()
 
     def kernels(self) -> tuple[Kernel, Kernel | None]:
         """Forward and backward."""

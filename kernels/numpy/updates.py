@@ -20,7 +20,7 @@ PIECE = 1 << 15
 
 
 @dataclass
-class _Piece:
+class _Range:
     """A range that is updated in one go: views made once.
 
     Attributes
@@ -52,7 +52,7 @@ class _Piece:
 
 
 #: Updates a piece, with learning rate, factor on the gradients, and the corrections of Adam.
-Rule = Callable[[_Piece, float, float, float, float], None]
+Rule = Callable[[_Range, float, float, float, float], None]
 
 
 class NumpyUpdates(Updates):
@@ -62,7 +62,7 @@ class NumpyUpdates(Updates):
 
     # ------------------------------------------------------------------ optimizers
     def _sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel:
-        def rule(piece: _Piece, rate: float, scale: float, *_: float) -> None:
+        def rule(piece: _Range, rate: float, scale: float, *_: float) -> None:
             step = piece.gradient(scale, weight_decay)
             if momentum:
                 (v,) = piece.state
@@ -83,7 +83,7 @@ class NumpyUpdates(Updates):
     ) -> Kernel:
         beta1, beta2 = betas
 
-        def rule(piece: _Piece, rate: float, scale: float, first: float, second: float) -> None:
+        def rule(piece: _Range, rate: float, scale: float, first: float, second: float) -> None:
             m, v = piece.state
             a, b = piece.a, piece.b
             g = piece.gradient(scale, 0.0 if decoupled else weight_decay)
@@ -112,7 +112,7 @@ class NumpyUpdates(Updates):
             below = g * scale + weight_decay * p
             return trust * p / below if p > 0 and below > 0 else 1.0
 
-        def rule(piece: _Piece, rate: float, scale: float, *_: float) -> None:
+        def rule(piece: _Range, rate: float, scale: float, *_: float) -> None:
             (v,) = piece.state
             g = piece.gradient(scale, weight_decay)
             np.multiply(v, momentum, out=v)
@@ -206,6 +206,6 @@ def _squares(flat: Any) -> float:
     return sum(float(np.dot(piece, piece)) for piece in pieces)
 
 
-def _piece(arrays: UpdateArrays, start: int, stop: int, a: Any, b: Any, decayed: bool) -> _Piece:
+def _piece(arrays: UpdateArrays, start: int, stop: int, a: Any, b: Any, decayed: bool) -> _Range:
     part, count = slice(start, stop), stop - start
-    return _Piece(arrays.p[part], arrays.g[part], tuple(s[part] for s in arrays.state), a[:count], b[:count], decayed)
+    return _Range(arrays.p[part], arrays.g[part], tuple(s[part] for s in arrays.state), a[:count], b[:count], decayed)

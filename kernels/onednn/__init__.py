@@ -14,9 +14,9 @@ from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, K
 from halograd.kernels.numpy import BlasLimit, NumpyBackend
 from halograd.kernels.onednn import conv, matmul, pointwise
 from halograd.kernels.onednn.abi import Abi, open_library
-from halograd.kernels.onednn.conv import Choice
+from halograd.kernels.onednn.conv import ConvChoice
 from halograd.kernels.onednn.norm import OnednnBatchNorm
-from halograd.kernels.onednn.program import Engine, ReferenceOnly
+from halograd.kernels.onednn.program import OnednnEngine, ReferenceOnly
 
 __all__ = ["DELEGATED", "OnednnBackend"]
 
@@ -65,9 +65,9 @@ class OnednnBackend(NumpyBackend):
         self.conv_dtypes = ("float32", "bfloat16")
         self.dtype_remedy = "use float32, or the backend numpy for float64"
         self._substitutes: list[Substitute] = []
-        self._engine = Engine(abi, threads)
+        self._engine = OnednnEngine(abi, threads)
         self.scratch = self._engine.scratch
-        self._choice = Choice(autotune, threads)
+        self._choice = ConvChoice(autotune, threads)
         # One pool of threads per process: NumPy's own would fight oneDNN's for the same cores.
         self._blas = BlasLimit(1)
 

@@ -5,7 +5,7 @@ Weights come packed and change at every step, so each call brings them to the fo
 oneDNN's own format and back.
 
 oneDNN's logical axes are (N, C, *spatial) and (K, C, *kernel). The algorithm is oneDNN's own choice, or that of a
-measurement (:class:`Choice`).
+measurement (:class:`ConvChoice`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from halograd.kernels.geometry import Geometry, read_part
 from halograd.kernels.kernel import Kernel
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.abi import dims
-from halograd.kernels.onednn.program import Engine, Memory, Program, ReferenceOnly, packed_strides
+from halograd.kernels.onednn.program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
 
 __all__ = [
-    "Choice",
+    "ConvChoice",
     "backward_data",
     "backward_filter",
     "flat_shape",
@@ -48,14 +48,14 @@ def _logical(array: Any, spatial: Sequence[int] | None) -> tuple[int, ...]:
     return (n, channels, *(inner if spatial is None else spatial))
 
 
-def image_desc(program: Program, array: Any, spatial: Sequence[int] | None = None, free: bool = False) -> int:
+def image_desc(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None, free: bool = False) -> int:
     """Descriptor of a packed array of the samples, channels and dtype of `array`; `free` leaves the format open."""
     n, channels, *inner = shape = _logical(array, spatial)
     strides = None if free else _channels_first(packed_strides((n, *inner, channels)))
     return program.desc(shape, array.dtype, strides)
 
 
-def image(program: Program, array: Any, spatial: Sequence[int] | None = None) -> Memory:
+def image(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None) -> OnednnMemory:
     """Memory over a packed array ``(N, *spatial, C)``, or over its leading part of extents `spatial`."""
     n, channels, *inner = shape = _logical(array, spatial)
     strides = list(_channels_first(packed_strides(array.shape)))
@@ -65,7 +65,7 @@ def image(program: Program, array: Any, spatial: Sequence[int] | None = None) ->
     return program.array(array, program.desc(shape, array.dtype, strides))
 
 
-def zero_rest(program: Program, array: Any, spatial: Sequence[int]) -> None:
+def zero_rest(program: PrimitiveList, array: Any, spatial: Sequence[int]) -> None:
     """Add a step that zeroes what lies outside the leading part, corners included."""
     rest = []
     at: list[slice] = [slice(None)]
@@ -100,7 +100,7 @@ def weight_shape(w: Any, groups: int) -> tuple[int, ...]:
     return (groups, filters // groups, channels, *kernel)
 
 
-def weights(program: Program, w: Any, groups: int) -> Memory:
+def weights(program: PrimitiveList, w: Any, groups: int) -> OnednnMemory:
     """Memory over packed weights."""
     strides = _channels_first(packed_strides(w.shape))
     if groups > 1:
@@ -108,7 +108,7 @@ def weights(program: Program, w: Any, groups: int) -> Memory:
     return program.array(w, program.desc(weight_shape(w, groups), w.dtype, strides))
 
 
-def vector(program: Program, array: Any, shape: tuple[int, ...] | None = None) -> Memory:
+def vector(program: PrimitiveList, array: Any, shape: tuple[int, ...] | None = None) -> OnednnMemory:
     """Memory over a packed vector ``(C,)``, as such or broadcast as (1, C, 1, 1) or the like."""
     dimensions = shape or array.shape
     return program.array(array, program.desc(dimensions, array.dtype, packed_strides(dimensions)))
@@ -124,7 +124,7 @@ def geometry_dims(geometry: Geometry) -> tuple[Any, Any, Any, Any]:
     )
 
 
-Candidates = Mapping[str, Callable[[], Program]]
+Candidates = Mapping[str, Callable[[], PrimitiveList]]
 
 REPEATS = 7
 ENOUGH = 0.1  # [s] per candidate
@@ -144,7 +144,7 @@ def measure(kernel: Kernel, clock: Callable[[], float]) -> float:
     return best
 
 
-class Choice:
+class ConvChoice:
     """Picks among named candidates: the first one, or (``tune``) the fastest.
 
     What was found is remembered under a key for the life of this object, so that layers of one shape are
@@ -207,7 +207,7 @@ class Choice:
 class _Convolution:
     """Descriptors of one convolution for the primitive; `x`, `w`, `y` may be gradients."""
 
-    def __init__(self, p: Program, x: Any, w: Any, y: Any, bias: Memory | None, geometry: Geometry) -> None:
+    def __init__(self, p: PrimitiveList, x: Any, w: Any, y: Any, bias: OnednnMemory | None, geometry: Geometry) -> None:
         self.p, self.x, self.w, self.y = p, x, w, y
         self.bias = None if bias is None else bias.desc
         self.spatial, self.geometry = read_part(x.shape[1:-1], geometry)
@@ -232,18 +232,18 @@ class _Convolution:
         """Descriptor of a forward primitive, which oneDNN wants to see when it makes a backward one."""
         return self.p.hint("convolution_forward", *self.forward(*self.images(blocked=True)))
 
-    def input(self) -> Memory:
+    def input(self) -> OnednnMemory:
         return image(self.p, self.x, self.spatial)
 
-    def weights(self) -> Memory:
+    def weights(self) -> OnednnMemory:
         return weights(self.p, self.w, self.geometry.groups)
 
 
 def forward(
-    engine: Engine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool, blocked: bool = False
-) -> Program:
+    engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool, blocked: bool = False
+) -> PrimitiveList:
     """``y = relu?(conv(x, w) + b)`` by one primitive."""
-    p = Program(engine)
+    p = PrimitiveList(engine)
     bias = None if b is None else vector(p, b)
     conv = _Convolution(p, x, w, y, bias, geometry)
     attributes = p.attributes(("relu",)) if relu else None
@@ -258,9 +258,11 @@ def forward(
     return p
 
 
-def backward_data(engine: Engine, dy: Any, w: Any, dx: Any, geometry: Geometry, blocked: bool = False) -> Program:
+def backward_data(
+    engine: OnednnEngine, dy: Any, w: Any, dx: Any, geometry: Geometry, blocked: bool = False
+) -> PrimitiveList:
     """``dx`` by one primitive."""
-    p = Program(engine)
+    p = PrimitiveList(engine)
     conv = _Convolution(p, dx, w, dy, None, geometry)
     source, target = conv.images(blocked)
     shape = geometry_dims(conv.geometry)
@@ -276,8 +278,8 @@ def backward_data(engine: Engine, dy: Any, w: Any, dx: Any, geometry: Geometry, 
 
 
 def backward_filter(
-    engine: Engine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry, blocked: bool = False
-) -> Program:
+    engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry, blocked: bool = False
+) -> PrimitiveList:
     """``dw`` and ``db`` by one primitive.
 
     Raises
@@ -285,7 +287,7 @@ def backward_filter(
     ReferenceOnly
         Also where oneDNN's kernel gives wrong numbers, see :func:`_is_wrong`.
     """
-    p = Program(engine)
+    p = PrimitiveList(engine)
     bias = None if db is None else vector(p, db)
     conv = _Convolution(p, x, dw, dy, bias, geometry)
     source, target = conv.images(blocked)

@@ -20,18 +20,20 @@ from halograd.kernels.geometry import Geometry
 from halograd.kernels.numpy.convolution import Margins
 from halograd.kernels.numpy.norms import column_sums
 from halograd.kernels.onednn import abi as c
-from halograd.kernels.onednn.program import Engine, Memory, Program, ReferenceOnly, packed_strides
+from halograd.kernels.onednn.program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
 
 __all__ = ["backward_filter_by_taps", "dense_backward_data", "dense_backward_filter", "dense_forward"]
 
 
-def _matrix(p: Program, array: Any, transposed: bool = False) -> Memory:
+def _matrix(p: PrimitiveList, array: Any, transposed: bool = False) -> OnednnMemory:
     rows, columns = array.shape
     shape, strides = ((columns, rows), (1, columns)) if transposed else ((rows, columns), (columns, 1))
     return p.array(array, p.desc(shape, array.dtype, strides))
 
 
-def _product(p: Program, a: Memory, b: Memory, out: Memory, bias: Memory | None = None) -> None:
+def _product(
+    p: PrimitiveList, a: OnednnMemory, b: OnednnMemory, out: OnednnMemory, bias: OnednnMemory | None = None
+) -> None:
     pd = p.descriptor("matmul", a.desc, b.desc, None if bias is None else bias.desc, out.desc)
     arguments = {c.SRC: a, c.WEIGHTS: b, c.DST: out}
     if bias is not None:
@@ -39,31 +41,33 @@ def _product(p: Program, a: Memory, b: Memory, out: Memory, bias: Memory | None 
     p.step(pd, arguments)
 
 
-def dense_forward(engine: Engine, x: Any, w: Any, b: Any, y: Any) -> Program:
+def dense_forward(engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any) -> PrimitiveList:
     """``y = x w^T + b``."""
-    p = Program(engine)
+    p = PrimitiveList(engine)
     bias = None if b is None else p.array(b, p.desc((1, b.shape[0]), b.dtype, (b.shape[0], 1)))
     _product(p, _matrix(p, x), _matrix(p, w, transposed=True), _matrix(p, y), bias)
     return p
 
 
-def dense_backward_data(engine: Engine, dy: Any, w: Any, dx: Any) -> Program:
+def dense_backward_data(engine: OnednnEngine, dy: Any, w: Any, dx: Any) -> PrimitiveList:
     """``dx = dy w``."""
-    p = Program(engine)
+    p = PrimitiveList(engine)
     _product(p, _matrix(p, dy), _matrix(p, w), _matrix(p, dx))
     return p
 
 
-def dense_backward_filter(engine: Engine, x: Any, dy: Any, dw: Any, db: Any) -> Program:
+def dense_backward_filter(engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any) -> PrimitiveList:
     """``dw = dy^T x``, ``db = sum of dy``."""
-    p = Program(engine)
+    p = PrimitiveList(engine)
     _product(p, _matrix(p, dy, transposed=True), _matrix(p, x), _matrix(p, dw))
     if db is not None:
         p.call(column_sums(dy, db))
     return p
 
 
-def backward_filter_by_taps(engine: Engine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Program:
+def backward_filter_by_taps(
+    engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry
+) -> PrimitiveList:
     """``dw`` and ``db`` of a convolution of stride 1 without groups.
 
     Raises
@@ -73,7 +77,7 @@ def backward_filter_by_taps(engine: Engine, x: Any, dy: Any, dw: Any, db: Any, g
     """
     if geometry.groups > 1 or set(geometry.stride) != {1}:
         raise ReferenceOnly("filter gradients by taps: expected stride 1 and one group; use another algorithm")
-    p = Program(engine)
+    p = PrimitiveList(engine)
     margins = Margins(x.shape, geometry.padding)
     padded = margins.shape
     steps = packed_strides(padded[:-1])  # [rows] per sample and spatial axis
@@ -106,7 +110,7 @@ def backward_filter_by_taps(engine: Engine, x: Any, dy: Any, dw: Any, db: Any, g
     return p
 
 
-def _rows(p: Program, array: Any, shape: tuple[int, ...], margins: Margins) -> Memory:
+def _rows(p: PrimitiveList, array: Any, shape: tuple[int, ...], margins: Margins) -> OnednnMemory:
     """The array with margins of zeros, packed: itself if it has none."""
     desc = p.desc((math.prod(shape[:-1]), shape[-1]), array.dtype, (shape[-1], 1))
     if margins.none:

@@ -36,7 +36,7 @@ from halograd.kernels.numpy.norms import NumpyBatchNorm, moments, moments_scratc
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.conv import flat_shape, image, vector
 from halograd.kernels.onednn.pointwise import Finite
-from halograd.kernels.onednn.program import Engine, Memory, Program, ReferenceOnly
+from halograd.kernels.onednn.program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 
 __all__ = ["OnednnBatchNorm"]
 
@@ -75,7 +75,7 @@ class OnednnBatchNorm:
         Where rows cannot be joined to multiples of 16 channels, or there is one element per channel.
     """
 
-    def __init__(self, engine: Engine, arrays: BatchNormArrays) -> None:
+    def __init__(self, engine: OnednnEngine, arrays: BatchNormArrays) -> None:
         self.engine, self.a = engine, arrays
         n, _, rows, channels = flat_shape(arrays.x)
         self.repeat = LANES // math.gcd(channels, LANES)
@@ -144,7 +144,7 @@ class OnednnBatchNorm:
         ``2 e (mean - mean of all)``: no more than it costs the normalized values anyway, but where the data lie
         far from zero that is too much, and NumPy does it.
         """
-        a, p = self.a, Program(self.engine)
+        a, p = self.a, PrimitiveList(self.engine)
         careful = self._statistics_by_numpy()
         if same_elements(a.x, a.y):
             return careful
@@ -188,11 +188,11 @@ class OnednnBatchNorm:
             lambda: moments(a.x, a.sums, scratch), scratch, moments_scratch_bytes(a.x), "numpy:moments"
         )
 
-    def _image(self, p: Program, array: Any) -> Memory:
+    def _image(self, p: PrimitiveList, array: Any) -> OnednnMemory:
         return image(p, array.reshape(self.shape))
 
-    def _forward(self) -> tuple[Program, int]:
-        a, p, repeated = self.a, Program(self.engine), _Repeated(self.repeat)
+    def _forward(self) -> tuple[PrimitiveList, int]:
+        a, p, repeated = self.a, PrimitiveList(self.engine), _Repeated(self.repeat)
         x, y = self._image(p, a.x), self._image(p, a.y)
         # Inference would take mean and variance as given even where they are to be computed.
         inference = a.dx is None and not self.own
@@ -211,7 +211,7 @@ class OnednnBatchNorm:
         return p, pd
 
     def _backward(self, hint: int) -> Kernel:
-        a, p, repeated = self.a, Program(self.engine), _Repeated(self.repeat)
+        a, p, repeated = self.a, PrimitiveList(self.engine), _Repeated(self.repeat)
         x, dy, dx = self._image(p, a.x), self._image(p, a.dy), self._image(p, a.dx)
         pd = p.descriptor("batch_normalization_backward", c.BACKWARD, dx.desc, dy.desc, x.desc, a.eps, self.flags, hint)
         sums = np.empty((2, self.repeat, a.x.shape[-1]), np.float32)
@@ -229,7 +229,7 @@ class OnednnBatchNorm:
 
     def _correction(self, means: Any) -> Kernel:
         """Normalization again, with other scale and shift, into scratch that stays in the cache; then a sum."""
-        a, p, repeated = self.a, Program(self.engine), _Repeated(self.repeat)
+        a, p, repeated = self.a, PrimitiveList(self.engine), _Repeated(self.repeat)
         slope, offset = np.empty((2, a.x.shape[-1]), np.float32)
         vectors = {
             index: vector(p, repeated(v))
@@ -241,14 +241,21 @@ class OnednnBatchNorm:
         width = self.repeat * a.x.shape[-1]
         x, dx = a.x.reshape(-1, width), a.dx.reshape(-1, width)
         height = max(1, self.engine.threads * BLOCK_BYTES // (4 * width))
-        scratch: Memory | None = None
+        scratch: OnednnMemory | None = None
         for first in range(0, len(x), height):
             some, those = (image(p, part[first : first + height].reshape(1, 1, -1, width)) for part in (x, dx))
             scratch = p.temporary(some.desc) if scratch is None else p.part(scratch, some.desc, 0)
             self._correct(p, some, those, scratch, vectors)
         return p.kernel()
 
-    def _correct(self, p: Program, x: Memory, dx: Memory, scratch: Memory, vectors: dict[int, Memory]) -> None:
+    def _correct(
+        self,
+        p: PrimitiveList,
+        x: OnednnMemory,
+        dx: OnednnMemory,
+        scratch: OnednnMemory,
+        vectors: dict[int, OnednnMemory],
+    ) -> None:
         flags = c.SCALE | c.SHIFT | c.GLOBAL_STATISTICS
         pd = p.descriptor("batch_normalization_forward", c.FORWARD_INFERENCE, x.desc, x.desc, self.a.eps, flags)
         p.step(pd, {c.SRC: x, c.DST: scratch, **vectors})

@@ -24,7 +24,7 @@ from halograd.kernels.kernel import Kernel, deferred, either
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.abi import dims
 from halograd.kernels.onednn.conv import geometry_dims, image, image_desc, zero_rest
-from halograd.kernels.onednn.program import Engine, Memory, Program, ReferenceOnly
+from halograd.kernels.onednn.program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 
 __all__ = ["MAX", "Finite", "activation", "add", "average", "max_pool", "pool"]
 
@@ -40,7 +40,7 @@ class Finite:
         Those that it runs.
     """
 
-    def __init__(self, engine: Engine, x: Any) -> None:
+    def __init__(self, engine: OnednnEngine, x: Any) -> None:
         self._first = self._second = x.reshape(-1)
         self.kernels: tuple[Kernel, ...] = ()
         self._failed = False
@@ -48,8 +48,8 @@ class Finite:
             with contextlib.suppress(ReferenceOnly):
                 self._sum_by_threads(engine, x)
 
-    def _sum_by_threads(self, engine: Engine, x: Any) -> None:
-        p = Program(engine)
+    def _sum_by_threads(self, engine: OnednnEngine, x: Any) -> None:
+        p = PrimitiveList(engine)
         rows = math.prod(x.shape[:2])
         length = x.size // rows
         sums = np.zeros(rows, np.float32)
@@ -82,7 +82,9 @@ def average(count_include_pad: bool) -> int:
     return c.POOLING_AVERAGE_INCLUDE if count_include_pad else c.POOLING_AVERAGE_EXCLUDE
 
 
-def max_pool(engine: Engine, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, plain: Callable[[], Pair]) -> Pair:
+def max_pool(
+    engine: OnednnEngine, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, plain: Callable[[], Pair]
+) -> Pair:
     """Maxima and their gradient: by oneDNN, or by what `plain` makes where an element of `x` is not finite.
 
     Of a window oneDNN takes the largest number and drops NaN, and -inf is -3e38 to it.
@@ -108,7 +110,7 @@ def max_pool(engine: Engine, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometr
 
 
 def pool(
-    engine: Engine, algorithm: int, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry
+    engine: OnednnEngine, algorithm: int, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry
 ) -> tuple[Kernel, Kernel | None]:
     """Forward and backward; the positions of the maxima lie in memory that the forward kernel owns.
 
@@ -122,7 +124,7 @@ def pool(
         raise ReferenceOnly(f"oneDNN's pooling: expected padding below the kernel and no dilation, got {geometry}")
     stride, dilation, lo, hi = geometry_dims(g)
     shape = (stride, dims(g.kernel), dilation, lo, hi)
-    p = Program(engine)
+    p = PrimitiveList(engine)
     kind = c.FORWARD_INFERENCE if dx is None else c.FORWARD_TRAINING
     source, target = image_desc(p, x, spatial), image_desc(p, y)
     pd = p.descriptor("pooling_forward", kind, algorithm, source, target, *shape)
@@ -134,7 +136,7 @@ def pool(
     p.step(pd, {**arguments, c.DST: image(p, y)})
     if dx is None:
         return p.kernel(), None
-    q = Program(engine)
+    q = PrimitiveList(engine)
     source, target = image_desc(q, dx, spatial), image_desc(q, dy)
     back = q.descriptor("pooling_backward", algorithm, source, target, *shape, pd)
     arguments = {c.DIFF_DST: image(q, dy)}
@@ -155,7 +157,7 @@ _KINDS = {
 }
 
 
-def _flat(p: Program, array: Any) -> Memory:
+def _flat(p: PrimitiveList, array: Any) -> OnednnMemory:
     return p.array(array, p.desc((array.size,), array.dtype, (1,)))
 
 
@@ -164,7 +166,7 @@ def _packed(*arrays: Any) -> bool:
 
 
 def activation(
-    engine: Engine, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float
+    engine: OnednnEngine, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float
 ) -> tuple[Kernel, Kernel | None]:
     """Elementwise function and its gradient.
 
@@ -179,14 +181,14 @@ def activation(
     algorithm, by_output = _KINDS[kind]
     # From the output where that is possible: the layer may reuse the memory of its input.
     from_output = by_output is not None and slope >= 0
-    p = Program(engine)
+    p = PrimitiveList(engine)
     source, target = _flat(p, x), _flat(p, y)
     forward = c.KEEPING_RELU if algorithm == c.RELU and slope == 0 else (algorithm, slope, 0.0)
     pd = p.descriptor("eltwise_forward", c.FORWARD_TRAINING, forward[0], source.desc, target.desc, *forward[1:])
     p.step(pd, {c.SRC: source, c.DST: target})
     if dx is None:
         return p.kernel(), None
-    q = Program(engine)
+    q = PrimitiveList(engine)
     data, gradient, result = _flat(q, y if from_output else x), _flat(q, dy), _flat(q, dx)
     backward = by_output if from_output else algorithm
     hint = q.hint("eltwise_forward", c.FORWARD_TRAINING, backward, data.desc, data.desc, slope, 0.0)
@@ -201,7 +203,7 @@ def activation(
 _MOST_TERMS = 33
 
 
-def add(engine: Engine, xs: Sequence[Any], y: Any, relu: bool) -> Kernel:
+def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, relu: bool) -> Kernel:
     """Sum of two or more arrays; `y` may be one of them.
 
     Raises
@@ -214,7 +216,7 @@ def add(engine: Engine, xs: Sequence[Any], y: Any, relu: bool) -> Kernel:
         raise ReferenceOnly(f"oneDNN's sums: expected 2 to {_MOST_TERMS} packed arrays, y at most once among them")
     # In place works on the first operand only.
     first, second, *rest = same + [x for x in xs if not any(x is s for s in same)]
-    p = Program(engine)
+    p = PrimitiveList(engine)
     left, right, out = _flat(p, first), _flat(p, second), _flat(p, y)
     more = [_flat(p, x) for x in rest]
     operations: list[tuple[Any, ...]] = [("binary", c.BINARY_ADD, m.desc) for m in more]

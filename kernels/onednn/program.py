@@ -13,14 +13,14 @@ from halograd.kernels.memory import Scratch, aligned_empty, round_up
 from halograd.kernels.onednn import abi as c
 from halograd.kernels.onednn.abi import Abi, Argument, DnnlError
 
-__all__ = ["Engine", "Memory", "Program", "ReferenceOnly", "packed_strides"]
+__all__ = ["OnednnEngine", "OnednnMemory", "PrimitiveList", "ReferenceOnly", "packed_strides"]
 
 
 class ReferenceOnly(KernelError):
     """oneDNN has nothing but its reference implementation, hundreds of times slower than the others."""
 
 
-class Engine:
+class OnednnEngine:
     """oneDNN's engine and stream, and the scratch memory of its kernels.
 
     Attributes
@@ -45,7 +45,7 @@ class Engine:
             self.handle = self.stream = 0
 
 
-class Memory:
+class OnednnMemory:
     """A memory object of oneDNN over an array, or over scratch memory from `offset` on."""
 
     def __init__(self, handle: int, desc: int, array: Any = None, offset: int = 0, nbytes: int = 0) -> None:
@@ -60,17 +60,17 @@ def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Program:
+class PrimitiveList:
     """Steps to be run one after the other; build it, then take its :meth:`kernel`.
 
     Every handle created is destroyed by :meth:`close`, in reverse order.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: OnednnEngine) -> None:
         self.engine, self.abi = engine, engine.abi
         self._owned: list[tuple[Callable[[int], None], int]] = []
         self._keep: list[Any] = []
-        self._temporaries: list[Memory] = []
+        self._temporaries: list[OnednnMemory] = []
         self._steps: list[Callable[[], Any]] = []
         self._binders: list[Callable[[], tuple[int, Callable[[], Any]]]] = []
         self._scratch_bytes = 0
@@ -109,35 +109,37 @@ class Program:
         """A copy of its own of a descriptor that belongs to another program or primitive."""
         return self.own("memory_desc", self.abi.desc_clone(desc))
 
-    def array(self, array: Any, desc: int) -> Memory:
+    def array(self, array: Any, desc: int) -> OnednnMemory:
         """Memory over an array's own bytes."""
         self._keep.append(array)
         pointer = array.__array_interface__["data"][0]
-        return Memory(self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, array)
+        return OnednnMemory(self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, array)
 
-    def kept(self, desc: int) -> Memory:
+    def kept(self, desc: int) -> OnednnMemory:
         """Memory of the program's own, undefined at first, kept between its steps and calls."""
         nbytes = self.abi.desc_size(desc)
         self.workspace_bytes += nbytes
         self.engine.workspace_bytes += nbytes
         return self.array(aligned_empty((nbytes,), np.uint8), desc)
 
-    def temporary(self, desc: int) -> Memory:
+    def temporary(self, desc: int) -> OnednnMemory:
         """Scratch memory, undefined at the beginning of every call."""
         nbytes = self.abi.desc_size(desc)
         handle = self.own("memory", self.abi.memory(desc, self.engine.handle, None))
-        memory = Memory(handle, desc, None, self._scratch_bytes, nbytes)
+        memory = OnednnMemory(handle, desc, None, self._scratch_bytes, nbytes)
         self._scratch_bytes += round_up(nbytes)
         self._temporaries.append(memory)
         return memory
 
-    def part(self, whole: Memory, desc: int, start: int) -> Memory:
+    def part(self, whole: OnednnMemory, desc: int, start: int) -> OnednnMemory:
         """Memory over the bytes of `whole` from `start` on."""
         if whole.array is not None:
             pointer = whole.array.__array_interface__["data"][0] + start
-            return Memory(self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, whole.array)
+            return OnednnMemory(
+                self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, whole.array
+            )
         handle = self.own("memory", self.abi.memory(desc, self.engine.handle, None))
-        memory = Memory(handle, desc, None, whole.offset + start, self.abi.desc_size(desc))
+        memory = OnednnMemory(handle, desc, None, whole.offset + start, self.abi.desc_size(desc))
         self._temporaries.append(memory)
         return memory
 
@@ -185,7 +187,7 @@ class Program:
             raise
         return self.own("primitive_desc", created)
 
-    def step(self, descriptor: int, arguments: dict[int, Memory], name: bool = True) -> None:
+    def step(self, descriptor: int, arguments: dict[int, OnednnMemory], name: bool = True) -> None:
         """Add a primitive over this memory; its scratchpad is provided."""
         pad = self.abi.argument_desc(descriptor, c.SCRATCHPAD)
         if pad and self.abi.desc_size(pad):
@@ -204,14 +206,14 @@ class Program:
         if name:
             self.impls.append(self.abi.implementation(descriptor))
 
-    def reorder(self, source: Memory, target: Memory) -> None:
+    def reorder(self, source: OnednnMemory, target: OnednnMemory) -> None:
         """Add a copy from one format to another (and from one dtype to another)."""
         engine = self.engine.handle
         pd = self.abi.reorder(source.desc, engine, target.desc, engine, self.attributes())
         self.own("primitive_desc", pd)
         self.step(pd, {c.SRC: source, c.DST: target}, name=False)
 
-    def brought_to(self, source: Memory, desc: int) -> Memory:
+    def brought_to(self, source: OnednnMemory, desc: int) -> OnednnMemory:
         """`source` in another format: itself if it has that format, else a copy made at every call."""
         if self.abi.desc_equal(source.desc, desc):
             return source
@@ -223,7 +225,7 @@ class Program:
         """Descriptor of the format in which a primitive takes one of its arguments."""
         return self.abi.argument_desc(descriptor, argument)
 
-    def step_into(self, descriptor: int, arguments: dict[int, Memory], output: int, result: Memory) -> None:
+    def step_into(self, descriptor: int, arguments: dict[int, OnednnMemory], output: int, result: OnednnMemory) -> None:
         """Add a primitive that writes `result`, by way of the format it prefers if that is another."""
         desc = self.wanted(descriptor, output)
         direct = self.abi.desc_equal(desc, result.desc)
@@ -236,7 +238,7 @@ class Program:
         """Add a step in Python."""
         self._steps.append(function)
 
-    def call_on(self, memory: Memory, dtype: Any, bind: Callable[[Any], Callable[[], Any]]) -> None:
+    def call_on(self, memory: OnednnMemory, dtype: Any, bind: Callable[[Any], Callable[[], Any]]) -> None:
         """Add a step in Python on a temporary: `bind` takes its flat array and returns what to run."""
         at = len(self._steps)
         self._steps.append(_unbound)

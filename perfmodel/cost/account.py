@@ -10,12 +10,12 @@ from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
 from halograd.layers.replication import dense_layers
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost.reductions import booked, kept
-from halograd.perfmodel.cost.timeline import Bucket, aligned, buckets_of
+from halograd.perfmodel.cost.timeline import PricedBucket, aligned, buckets_of
 from halograd.program.compiler import Target, compile_program
 from halograd.program.counts import Ledger, messages_of, sums_of
 from halograd.program.dtypes import dtype_of
 from halograd.program.program import Program
-from halograd.program.traffic import GroupSum, Move, Traffic
+from halograd.program.traffic import ExchangeTraffic, GroupSum, Move
 
 __all__ = ["count_program", "count_step", "memory_of", "program_of"]
 
@@ -47,7 +47,7 @@ def count_step(
     ranks: int | None = None,
     dtype: str = "float32",
     per_node: int | None = None,
-) -> dict[str, Traffic]:
+) -> dict[str, ExchangeTraffic]:
     """What every rank sends in one training step, by kind (``"halo"``, ``"redistribute"``, ``"allreduce"``, ...).
 
     Parameters
@@ -69,7 +69,9 @@ def count_step(
     return count_program(program, buckets, strategy, per_node or size)
 
 
-def count_program(program: Program, buckets: Sequence[Bucket], strategy: Strategy, per_node: int) -> dict[str, Traffic]:
+def count_program(
+    program: Program, buckets: Sequence[PricedBucket], strategy: Strategy, per_node: int
+) -> dict[str, ExchangeTraffic]:
     """The same of a program that is compiled already, and its buckets."""
     ranks, itemsize = program.target.size, program.target.dtype.itemsize
     ledger = Ledger(ranks)
@@ -84,7 +86,7 @@ def count_program(program: Program, buckets: Sequence[Bucket], strategy: Strateg
 def memory_of(
     program: Program,
     blocks: Mapping[str, ParameterBlocks],
-    buckets: Sequence[Bucket],
+    buckets: Sequence[PricedBucket],
     strategy: Strategy,
     slots: int = 0,
     per_node: int | None = None,

@@ -12,9 +12,9 @@ import numpy as np
 
 from halograd.comm.sums import LARGEST_AT_ONCE, METHODS, node_shares, shards
 from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.cost.timeline import Bucket, Reduction
+from halograd.perfmodel.cost.timeline import PricedBucket, PricedReduction
 from halograd.perfmodel.cost.wires import Wires
-from halograd.program.traffic import GroupSum, Traffic
+from halograd.program.traffic import ExchangeTraffic, GroupSum
 
 __all__ = ["Booked", "booked", "kept", "price"]
 
@@ -38,18 +38,18 @@ class Booked:
     kind: str
     nbytes: Mapping[int, int]
 
-    def sent(self, ranks: int) -> Traffic:
+    def sent(self, ranks: int) -> ExchangeTraffic:
         """What every rank of ``0 .. ranks - 1`` sends."""
         messages, nbytes = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         for rank, size in self.nbytes.items():
             messages[rank], nbytes[rank] = size > 0, size
-        return Traffic(messages, nbytes)
+        return ExchangeTraffic(messages, nbytes)
 
 
 # -- messages and bytes ---------------------------------------------------------------------------
 
 
-def booked(bucket: Bucket, scheme: Scheme, per_node: int, itemsize: int) -> list[GroupSum | Booked]:
+def booked(bucket: PricedBucket, scheme: Scheme, per_node: int, itemsize: int) -> list[GroupSum | Booked]:
     """The messages of a bucket in one step.
 
     Parameters
@@ -97,7 +97,7 @@ def _gathered(kind: str, groups: _Groups, itemsize: int) -> Booked:
 # -- time ---------------------------------------------------------------------------------------
 
 
-def price(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
+def price(bucket: PricedBucket, scheme: Scheme, wires: Wires, slots: int) -> PricedReduction:
     """What summing and updating a bucket takes, on the ranks that take longest."""
     of_kind = _price_by_nodes if scheme.sum.by_nodes else _price_shards if scheme.kind.shards else _price_sum
     found = of_kind(bucket, scheme, wires, slots)
@@ -111,7 +111,7 @@ def price(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction
     return replace(found, in_order=wires.emulated and staged)
 
 
-def _price_sum(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
+def _price_sum(bucket: PricedBucket, scheme: Scheme, wires: Wires, slots: int) -> PricedReduction:
     nbytes, members = bucket.sum.largest
     update = wires.update(max(bucket.nbytes), slots)
     if scheme.sum.codec == "bfloat16" and len(members) > 1:
@@ -119,34 +119,34 @@ def _price_sum(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Redu
         back = _WIDENING * wires.copy(nbytes)
         work = min(seconds, wires.sum_work(nbytes / 2, members)) + back
         begin = (_ROUNDING if scheme.error_feedback else _PLAIN_ROUNDING) * wires.copy(nbytes)
-        return Reduction(bucket, seconds + back, update, work, begin)
+        return PricedReduction(bucket, seconds + back, update, work, begin)
     seconds = wires.sum(nbytes, members)
-    return Reduction(bucket, seconds, update, min(seconds, wires.sum_work(nbytes, members)))
+    return PricedReduction(bucket, seconds, update, min(seconds, wires.sum_work(nbytes, members)))
 
 
-def _price_shards(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
+def _price_shards(bucket: PricedBucket, scheme: Scheme, wires: Wires, slots: int) -> PricedReduction:
     nbytes, members = bucket.sum.largest
     work = wires.sum_work(nbytes, members) / 2
     scatter, gather = wires.scatter(nbytes, members), wires.gather(nbytes, members)
     update = wires.update(max(bucket.nbytes) / len(members), slots)
     works = min(scatter, work), min(gather, work)
-    return Reduction(bucket, scatter, update, works[0], gather=gather, gather_work=works[1])
+    return PricedReduction(bucket, scatter, update, works[0], gather=gather, gather_work=works[1])
 
 
-def _price_by_nodes(bucket: Bucket, scheme: Scheme, wires: Wires, slots: int) -> Reduction:
+def _price_by_nodes(bucket: PricedBucket, scheme: Scheme, wires: Wires, slots: int) -> PricedReduction:
     """``hierarchical`` copies on the main thread, ``host_accumulate`` behind it."""
     parts = wires.sum_by_nodes(*bucket.sum.largest)
     update = wires.update(max(bucket.nbytes), slots)
     if scheme.sum.in_background:
-        return Reduction(bucket, parts.seconds, update)
+        return PricedReduction(bucket, parts.seconds, update)
     behind = parts.addition + parts.across
-    return Reduction(bucket, behind + parts.way_back, update, parts.way_back, parts.deposit)
+    return PricedReduction(bucket, behind + parts.way_back, update, parts.way_back, parts.deposit)
 
 
 # -- memory -------------------------------------------------------------------------------------
 
 
-def kept(bucket: Bucket, scheme: Scheme, rank: int, per_node: int, slots: int) -> dict[str, int]:
+def kept(bucket: PricedBucket, scheme: Scheme, rank: int, per_node: int, slots: int) -> dict[str, int]:
     """Memory that a rank needs beside parameters and gradients, by use [B].
 
     Buffers of messages are those of MPI, which takes an all-reduce's size again.

@@ -15,7 +15,14 @@ from halograd.layers.strategy import Strategy, layout_of
 from halograd.perfmodel.cost.account import count_program, memory_of, program_of
 from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, price_layer
 from halograd.perfmodel.cost.reductions import price
-from halograd.perfmodel.cost.timeline import Bucket, Reduction, Replication, StepTimeline, buckets_of, run_step
+from halograd.perfmodel.cost.timeline import (
+    PricedBucket,
+    PricedReduction,
+    Replication,
+    StepTimeline,
+    buckets_of,
+    run_step,
+)
 from halograd.perfmodel.cost.wires import middle_rank
 from halograd.perfmodel.plans import LayerRecord, Prediction
 from halograd.program.compiler import Target
@@ -135,7 +142,7 @@ class _Played:
     """What layers, sums and replicated layers cost under one scheme, and the step that they make."""
 
     costs: Sequence[LayerCost]
-    reductions: Sequence[Reduction]
+    reductions: Sequence[PricedReduction]
     replications: Sequence[Replication]
     timeline: StepTimeline
 
@@ -197,7 +204,7 @@ class Simulation:
         found = [memory_of(self._program(r), self.blocks, buckets, self.strategy, slots, per_node) for r in some]
         return max(found, key=lambda m: sum(m.values()))
 
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self) -> list[PricedBucket]:
         itemsize = self.program.wide.itemsize
         return buckets_of(self.network, self.blocks, itemsize, self.strategy)
 

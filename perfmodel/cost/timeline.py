@@ -30,14 +30,14 @@ from halograd.layers.reduction_chunks import chunks_of, gradient_layers
 from halograd.perfmodel.cost.layer_cost import LayerCost
 from halograd.program.traffic import GroupSum
 
-__all__ = ["Bucket", "Reduction", "Replication", "StepTimeline", "aligned", "buckets_of", "run_step"]
+__all__ = ["PricedBucket", "PricedReduction", "Replication", "StepTimeline", "aligned", "buckets_of", "run_step"]
 
 #: Parameters begin at multiples of this [B].
 ALIGN = 64
 
 
 @dataclass(frozen=True)
-class Bucket:
+class PricedBucket:
     """Parameters whose gradients are summed together.
 
     Attributes
@@ -65,13 +65,13 @@ class Bucket:
 
 def buckets_of(
     network: Network, blocks: Mapping[str, ParameterBlocks], itemsize: int, strategy: Strategy
-) -> list[Bucket]:
+) -> list[PricedBucket]:
     """All buckets of a network under the strategy's scheme, in the order in which the store makes them."""
     found = []
     for chunk in chunks_of(gradient_layers(network, blocks), strategy.reduction, strategy.bucket_bytes, itemsize):
         columns = [[aligned(n * itemsize) for n in blocks[g.name].sizes] for g in chunk.gradients]
         assert isinstance(chunk.sharing, Groups)
-        found.append(Bucket(chunk.layers, chunk.sharing, tuple(map(sum, zip(*columns))), chunk.replicated))
+        found.append(PricedBucket(chunk.layers, chunk.sharing, tuple(map(sum, zip(*columns))), chunk.replicated))
     return found
 
 
@@ -81,7 +81,7 @@ def aligned(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class PricedReduction:
     """One bucket's sum.
 
     Attributes
@@ -105,7 +105,7 @@ class Reduction:
         of the kind that were started before.
     """
 
-    bucket: Bucket
+    bucket: PricedBucket
     seconds: float
     update: float
     work: float = 0.0
@@ -178,7 +178,7 @@ class StepTimeline:
 def run_step(
     names: Sequence[str],
     costs: Sequence[LayerCost],
-    reductions: Sequence[Reduction],
+    reductions: Sequence[PricedReduction],
     concurrent: bool = False,
     barrier: bool = False,
     replications: Sequence[Replication] = (),
@@ -231,7 +231,7 @@ class _Link:
 class _Player:
     """Where computation stands, and what is under way; time 0 is the beginning of backward."""
 
-    def __init__(self, reductions: Sequence[Reduction], replications: Sequence[Replication], link: _Link) -> None:
+    def __init__(self, reductions: Sequence[PricedReduction], replications: Sequence[Replication], link: _Link) -> None:
         self.reductions, self.replications, self.link = reductions, replications, link
         self.now = self.forward_seconds = self.backward_seconds = 0.0
         self.waits = [0.0] * len(reductions)

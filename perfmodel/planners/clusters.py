@@ -19,7 +19,7 @@ import numpy as np
 from halograd.perfmodel.planners.problem import Array, Edge, Effort
 from halograd.perfmodel.planners.tables import Table, aligned, minimum_of_sum
 
-__all__ = ["Cluster", "Clusters", "Part", "Pass"]
+__all__ = ["Cluster", "Clusters", "Part", "PassResult"]
 
 
 def neighbors_of(count: int, edges: Iterable[Edge]) -> list[set[int]]:
@@ -168,7 +168,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassResult:
     """Result of a pass: a table for every factor, and the sum of those over no layer: the optimum or a bound below."""
 
     tables: list[Table]
@@ -256,7 +256,7 @@ class Clusters:
         entries = math.prod(self.sizes[u] for u in scope)
         return entries <= self.limits[0] and entries * self.sizes[v] <= self.limits[1]
 
-    def run(self, tables: Sequence[Table]) -> Pass:
+    def run(self, tables: Sequence[Table]) -> PassResult:
         """Eliminate all layers.
 
         Parameters
@@ -274,7 +274,7 @@ class Clusters:
                 if message is not None and not part.scope:
                     value += float(message)
                 filled.append(message)
-        return Pass(filled, value)
+        return PassResult(filled, value)
 
     def _message(self, v: int, part: Part, tables: list[Table], known: dict[tuple, Array]) -> Table:
         present = [(f, table) for f in part.factors if (table := tables[f]) is not None]
@@ -287,7 +287,7 @@ class Clusters:
             known[key] = minimum_of_sum([aligned(table, self.scopes[f], v, part.scope) for f, table in present])
         return known[key]
 
-    def decide(self, messages: Pass, fixed: Mapping[int, int] | None = None) -> list[int]:
+    def decide(self, messages: PassResult, fixed: Mapping[int, int] | None = None) -> list[int]:
         """Candidate per layer, each the best given those decided before: the optimum, if `exact`.
 
         ``fixed``: layers whose candidate is given. If it is the one eliminated last, the result is still the best.

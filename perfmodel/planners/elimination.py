@@ -16,7 +16,7 @@ from typing import NoReturn
 import numpy as np
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners.clusters import SUM_LIMIT, TABLE_LIMIT, Clusters, Pass
+from halograd.perfmodel.planners.clusters import SUM_LIMIT, TABLE_LIMIT, Clusters, PassResult
 from halograd.perfmodel.planners.problem import (
     Array,
     Effort,
@@ -56,7 +56,7 @@ class Relaxation:
     """
 
     multiplier: float
-    messages: Pass
+    messages: PassResult
     bound: float
     indices: list[int] | None = None
     seconds: float = math.inf
@@ -69,7 +69,7 @@ class Relaxation:
 
 
 def relax(
-    problem: Problem, clusters: Clusters, costs: Costs, free: Pass, small: list[int] | None, rounding: float
+    problem: Problem, clusters: Clusters, costs: Costs, free: PassResult, small: list[int] | None, rounding: float
 ) -> Relaxation:
     """Maximize the lower bound over the price.
 
@@ -246,7 +246,7 @@ class Elimination(Planner):
         whole: Problem,
         clusters: Clusters,
         relaxation: Relaxation,
-        weight: Pass | None,
+        weight: PassResult | None,
         labels: int,
     ) -> Selection:
         """Search near the lower bound, wider and wider, until the fastest choice found is proved to be the best."""
@@ -325,7 +325,7 @@ def next_best(problem: Problem, layer: int, planner: Elimination | None = None) 
     return seconds
 
 
-def _marginal(clusters: Clusters, messages: Pass, layer: int) -> Array:
+def _marginal(clusters: Clusters, messages: PassResult, layer: int) -> Array:
     """Total per candidate of the layer that was eliminated last; where clusters were split, a lower bound."""
     total = np.full(clusters.sizes[layer], messages.value)
     if math.isinf(messages.value):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners.clusters import Cluster, Clusters, Pass
+from halograd.perfmodel.planners.clusters import Cluster, Clusters, PassResult
 from halograd.perfmodel.planners.problem import (
     Array,
     Effort,
@@ -93,7 +93,7 @@ class _Labels:
         return _Labels(self.layers, self.states[rows], self.cost[rows], self.weight[rows])
 
 
-def search(clusters: Clusters, cost: Pass, weight: Pass | None, bounds: Bounds) -> Found:
+def search(clusters: Clusters, cost: PassResult, weight: PassResult | None, bounds: Bounds) -> Found:
     """The fastest choice within bounds.
 
     Parameters
@@ -135,7 +135,7 @@ def _users(clusters: Clusters) -> list[int]:
 
 
 def _extend(
-    clusters: Clusters, cluster: Cluster, cost: Pass, weight: Pass | None, labels: _Labels, bounds: Bounds
+    clusters: Clusters, cluster: Cluster, cost: PassResult, weight: PassResult | None, labels: _Labels, bounds: Bounds
 ) -> tuple[Index, Index, tuple[Array, Array]]:
     """Labels with one more layer decided, within bounds: rows extended, with which candidate, cost and weight."""
     found = []
@@ -155,7 +155,7 @@ def _extend(
     return rows, candidates, (costs, weights)
 
 
-def _regret(clusters: Clusters, cluster: Cluster, messages: Pass, labels: _Labels) -> Array:
+def _regret(clusters: Clusters, cluster: Cluster, messages: PassResult, labels: _Labels) -> Array:
     """What each candidate costs beyond the message of its cluster, ``[labels, candidates]``; never below 0."""
     columns = {u: labels.states[:, i].astype(np.intp) for i, u in enumerate(labels.layers)}
     total = np.zeros((len(labels.cost), clusters.sizes[cluster.layer]))

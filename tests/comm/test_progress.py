@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from halograd.comm import progress as module
-from halograd.comm.progress import Line, Operation, Progress, Stage, Work
+from halograd.comm.progress import Line, Progress, Stage, StagedOperation, Work
 from halograd.comm.transports import emulated as timing
 from halograd.comm.transports import memory
 from halograd.comm.transports.emulated import ring_seconds, sleep_until
@@ -15,7 +15,7 @@ from tests.harness.limits import LIMIT, wait_until
 from tests.support.clock import DrivenClock
 
 
-class Countdown(Operation):
+class Countdown(StagedOperation):
     """Complete after some polls; notes who polled and waited."""
 
     def __init__(self, polls, fault=None):
@@ -119,7 +119,7 @@ def test_an_operation_that_is_started_anew_just_after_its_last_poll_is_driven_on
             self.release()
 
     gate = Gate([], "gate")
-    operation, other = Operation([gate]), Countdown(5)
+    operation, other = StagedOperation([gate]), Countdown(5)
     lock = operation.lock = Lock()
     progress.submit(operation)
     gate.open = True
@@ -186,7 +186,7 @@ def test_stages_follow_each_other_in_pieces():
     log = []
     gate, work = Gate(log, "gate"), Work([lambda: log.append("a"), lambda: log.append("b")])
     last = Work([lambda: log.append("owner's")])
-    operation = Operation([Work([lambda: log.append("first")]), gate, work, last], first=1, last=1)
+    operation = StagedOperation([Work([lambda: log.append("first")]), gate, work, last], first=1, last=1)
     for _ in range(2):
         log.clear()
         gate.open = False
@@ -202,7 +202,7 @@ def test_stages_follow_each_other_in_pieces():
 def test_turns_alternate_and_a_waiter_does_everything():
     log = []
     turns = [[Work([lambda n=n: log.append(n)]), Gate(log, n)] for n in "ab"]
-    operation = Operation(*turns)
+    operation = StagedOperation(*turns)
     for _ in range(3):
         operation.start()
         operation.wait()
@@ -214,7 +214,7 @@ def test_of_a_line_only_the_first_in_every_stage_is_looked_at(progress):
     """None passes another, so that a stage may be a collective, and many that wait cost no more than one."""
     line, log = Line(), []
     gates = [(Gate(log, f"{i} 1"), Gate(log, f"{i} 2")) for i in range(20)]
-    operations = [Operation(both, line=line) for both in gates]
+    operations = [StagedOperation(both, line=line) for both in gates]
     for operation in operations:
         operation.start()
         line.operations.append(operation)

@@ -14,7 +14,7 @@ import pytest
 from halograd.data import mesh_tangling
 from halograd.data.errors import DataError
 from halograd.data.lagrangian import CHANNELS
-from halograd.data.mesh_tangling import Settings, Simulation, generate
+from halograd.data.mesh_tangling import MeshSimulation, Settings, generate
 from tests.harness.limits import LIMIT
 
 
@@ -62,7 +62,7 @@ def test_mask_holds_bad_cells_and_cells_that_are_still_good(small: Path) -> None
 
 def test_mask_is_the_quality_within_the_interval() -> None:
     settings = Settings(16, 1, seed=1)
-    simulation = Simulation(settings, 0)
+    simulation = MeshSimulation(settings, 0)
     _, mask = simulation.sample_rows(0, 16, 1)
     mesh, worst = simulation.mesh(), np.full((16, 16), np.inf)
     for step in range(simulation.steps[0] + settings.interval_steps + 1):
@@ -92,12 +92,12 @@ def test_a_sample_does_not_depend_on_the_others_nor_on_the_block(
 
 
 def test_instants_do_not_depend_on_the_resolution() -> None:
-    assert Simulation(Settings(16, 2, seed=9), 0).steps == Simulation(Settings(500, 2, seed=9), 0).steps
+    assert MeshSimulation(Settings(16, 2, seed=9), 0).steps == MeshSimulation(Settings(500, 2, seed=9), 0).steps
 
 
 def test_flow_that_hardly_tangles_still_gives_its_samples() -> None:
     # With so low a limit no instant has the wanted share: the nearest ones are taken, none of them at rest.
-    steps = Simulation(Settings(16, 3, samples_per_simulation=3, limit=1e-6, most_steps=14), 0).steps
+    steps = MeshSimulation(Settings(16, 3, samples_per_simulation=3, limit=1e-6, most_steps=14), 0).steps
     assert len(steps) == 3 and min(steps) >= 1
 
 

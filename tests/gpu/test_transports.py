@@ -15,11 +15,11 @@ from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
 from halograd.comm.gpu.ipc_memory import IpcMemory
-from halograd.comm.gpu.nccl import SUMMABLE, Link
+from halograd.comm.gpu.nccl import SUMMABLE, NcclLink
 from halograd.comm.gpu.streams import Cuda, Passage
-from halograd.comm.gpu.watchdog import Watchdog
+from halograd.comm.gpu.watchdog import DeviceWatchdog
 from halograd.comm.sums import shards
-from halograd.comm.transports.base import Context
+from halograd.comm.transports.base import TransportContext
 from halograd.device import as_dtype
 from halograd.dtensor import Exchange, Layout
 from halograd.kernels import Backend
@@ -184,15 +184,15 @@ def test_graphs(opened):
         *[pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.ranks(1)])] * bool(gpu_count()),
     ]
 )
-def link(request, monkeypatch) -> Iterator[tuple[Backend, Link]]:
+def link(request, monkeypatch) -> Iterator[tuple[Backend, NcclLink]]:
     """A communicator of NCCL with one rank, on a lane of its own."""
 
-    def connected(kernels: Backend, comm: Communicator) -> Iterator[tuple[Backend, Link]]:
+    def connected(kernels: Backend, comm: Communicator) -> Iterator[tuple[Backend, NcclLink]]:
         from halograd.comm.gpu import link as links
 
-        cuda, watchdog = Cuda(kernels.device), Watchdog("the only rank", begin=kernels.device.use)
-        context = Context(comm.mpi, None, comm.agree, (0,))
-        made = Link(links.load_nccl(), cuda.lane(), context, watchdog)
+        cuda, watchdog = Cuda(kernels.device), DeviceWatchdog("the only rank", begin=kernels.device.use)
+        context = TransportContext(comm.mpi, None, comm.agree, (0,))
+        made = NcclLink(links.load_nccl(), cuda.lane(), context, watchdog)
         try:
             yield kernels, made
         finally:

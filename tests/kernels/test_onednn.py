@@ -14,7 +14,7 @@ from halograd.kernels import Geometry, KernelError, get_backend
 from halograd.kernels.kernel import BatchNormArrays
 from halograd.kernels.onednn import DELEGATED, OnednnBackend, matmul
 from halograd.kernels.onednn.abi import Abi, DnnlError
-from halograd.kernels.onednn.program import Program, ReferenceOnly
+from halograd.kernels.onednn.program import PrimitiveList, ReferenceOnly
 
 from . import reference
 from .conftest import EPS, Arrays, assert_close
@@ -298,7 +298,7 @@ def test_an_asynchronous_library_is_refused():
 
 def test_error_codes_are_words(onednn):
     with pytest.raises(DnnlError, match=r"oneDNN: dnnl_memory_desc_create_with_strides: invalid arguments") as caught:
-        Program(onednn._engine).desc((-1,), np.float32, (1,))
+        PrimitiveList(onednn._engine).desc((-1,), np.float32, (1,))
     assert caught.value.status == 2
 
 

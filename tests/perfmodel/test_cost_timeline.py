@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from halograd.dtensor import Groups
 from halograd.perfmodel.cost.layer_cost import LayerCost
-from halograd.perfmodel.cost.timeline import Bucket, Reduction, Replication, run_step
+from halograd.perfmodel.cost.timeline import PricedBucket, PricedReduction, Replication, run_step
 
 NAMES = ("a", "b", "c")
 #: Forward 1 s, backward 2 s, each.
@@ -19,7 +19,9 @@ COSTS = [LayerCost(forward=1.0, backward_data=1.0, backward_filter=1.0)] * 3
 
 def reductions(*seconds, update=0.0):
     """One bucket per layer, last layer first."""
-    return [Reduction(Bucket((n,), Groups.whole(2), (8,)), t, update) for n, t in zip(reversed(NAMES), seconds)]
+    return [
+        PricedReduction(PricedBucket((n,), Groups.whole(2), (8,)), t, update) for n, t in zip(reversed(NAMES), seconds)
+    ]
 
 
 def test_all_hidden_behind_backward_and_the_next_forward():
@@ -53,7 +55,7 @@ def test_a_barrier_ends_all_sums_before_the_next_step():
 
 
 def test_a_bucket_is_started_when_its_last_layer_is_done():
-    one = [Reduction(Bucket(("c", "b", "a"), Groups.whole(2), (8,)), 2.0, 0.0)]
+    one = [PricedReduction(PricedBucket(("c", "b", "a"), Groups.whole(2), (8,)), 2.0, 0.0)]
     assert run_step(NAMES, COSTS, one).seconds == 6 + 2 + 3
 
 
@@ -83,7 +85,7 @@ def test_blocking_sums_begin_when_backward_is_over():
 
 def test_what_a_start_takes_delays_backward():
     """c's sum is begun from 2 to 2.5 and is there at 3.5; b and a have none."""
-    begun = [Reduction(Bucket(("c",), Groups.whole(2), (8,)), 1.0, 0.0, begin=0.5)]
+    begun = [PricedReduction(PricedBucket(("c",), Groups.whole(2), (8,)), 1.0, 0.0, begin=0.5)]
     found = run_step(NAMES, COSTS, begun)
     assert found.seconds == 9.5 and found.waits == (0.5,) and found.backward == 6.0
 
@@ -93,7 +95,9 @@ def test_shards_are_updated_first_and_gathered_behind_forward():
 
     a is there at 9.25, b at 11.25, c at 13.25; forward waits from 7.75 for a, at 10.25 for b, at 12.25 for c.
     """
-    shards = [Reduction(Bucket((n,), Groups.whole(2), (8,)), 1.0, 0.25, gather=2.0) for n in reversed(NAMES)]
+    shards = [
+        PricedReduction(PricedBucket((n,), Groups.whole(2), (8,)), 1.0, 0.25, gather=2.0) for n in reversed(NAMES)
+    ]
     found = run_step(NAMES, COSTS, shards)
     assert found.seconds == pytest.approx(14.25)
     assert found.waits == pytest.approx((1.0, 1.0, 1.0 + 1.5))

@@ -31,7 +31,7 @@ import numpy as np
 
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
-from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint, read_header, write_checkpoint
+from halograd.training.checkpoint import Snapshot, TrainingProgress, read_checkpoint, read_header, write_checkpoint
 from halograd.training.folder import CheckpointFolder
 from halograd.training.memory import Memory
 from halograd.training.optimizers import Adam
@@ -61,7 +61,9 @@ def write(path: Path, step: int) -> None:
     """A checkpoint of all that one can hold."""
     store, optimizer = make(step)
     sampler = {"epoch": 4, "position": 2, "seed": 7, "batch": 4, "samples": 13, "shuffle": "epoch"}
-    progress = Progress(step, 7, sampler, {"mean": [0.7, 0.1], "std": [1.5, 2.0], "count": 9}, loss_scale={"scale": 8})
+    progress = TrainingProgress(
+        step, 7, sampler, {"mean": [0.7, 0.1], "std": [1.5, 2.0], "count": 9}, loss_scale={"scale": 8}
+    )
     write_checkpoint(path, Snapshot.of(store, optimizer), progress, json.dumps({"training": {"epochs": step}}))
 
 

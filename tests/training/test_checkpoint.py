@@ -14,8 +14,8 @@ from halograd.errors import UserError
 from halograd.training.checkpoint import (
     CheckpointReader,
     DamagedCheckpoint,
-    Progress,
     Snapshot,
+    TrainingProgress,
     read_checkpoint,
     read_header,
     write_checkpoint,
@@ -24,7 +24,7 @@ from halograd.training.folder import CheckpointFolder
 from halograd.training.optimizers import SGD, Adam
 from tests.harness.limits import LIMIT
 
-PROGRESS = Progress(77, 5, {"epoch": 3, "position": 12, "shuffle": "epoch"}, {"mean": [0.1, 1 / 3]})
+PROGRESS = TrainingProgress(77, 5, {"epoch": 3, "position": 12, "shuffle": "epoch"}, {"mean": [0.1, 1 / 3]})
 
 
 def scramble(store, optimizer=None):
@@ -231,7 +231,7 @@ def test_folder_keeps_the_last(make_store, tmp_path):
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     store = make_store()
     for step in (5, 10, 15, 20):
-        folder.write(Snapshot.of(store, SGD(store)), Progress(step=step), "")
+        folder.write(Snapshot.of(store, SGD(store)), TrainingProgress(step=step), "")
     assert sorted(p.name for p in folder.path.iterdir()) == ["latest.h5", "step-00000015.h5", "step-00000020.h5"]
     assert folder.latest is not None and folder.latest.resolve().name == "step-00000020.h5"
     assert read_header(folder.latest)[0].step == 20
@@ -241,7 +241,7 @@ def test_folder_removes_what_a_killed_run_left(make_store, tmp_path):
     left = tmp_path / ".step-00000005.h5.123.partial"
     left.write_text("half")
     folder = CheckpointFolder(tmp_path, keep=2)
-    folder.write(Snapshot.of(make_store()), Progress(step=7), "")
+    folder.write(Snapshot.of(make_store()), TrainingProgress(step=7), "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.h5", "step-00000007.h5"]
 
 
@@ -253,5 +253,5 @@ def test_writing_the_same_step_again(make_store, tmp_path):
     folder = CheckpointFolder(tmp_path, keep=1)
     store = make_store()
     for _ in range(2):
-        folder.write(Snapshot.of(store), Progress(step=7), "")
+        folder.write(Snapshot.of(store), TrainingProgress(step=7), "")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.h5", "step-00000007.h5"]

@@ -20,7 +20,7 @@ from halograd.layers import (
     SoftmaxCrossEntropy,
 )
 from halograd.layers.strategy import Strategy
-from halograd.training.checkpoint import Progress, Snapshot, read_checkpoint, write_checkpoint
+from halograd.training.checkpoint import Snapshot, TrainingProgress, read_checkpoint, write_checkpoint
 from halograd.training.clipping import Clip
 from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, SGD, AdamW
@@ -102,7 +102,7 @@ def test_written_under_one_strategy_and_resumed_under_another(folder):
             snapshot = Snapshot.of(trainer.executor.store, trainer.optimizer, comm)
             assert (snapshot is None) == (comm.rank > 0)
             if snapshot is not None:
-                write_checkpoint(path, snapshot, Progress(step=HALF))
+                write_checkpoint(path, snapshot, TrainingProgress(step=HALF))
             comm.barrier()
             return losses, copied(snapshot)
 

@@ -16,7 +16,7 @@ import pytest
 from halograd.demo.files import Files, prepare
 from halograd.errors import UserError
 from halograd.training import directory
-from halograd.training.checkpoint import Progress, Snapshot
+from halograd.training.checkpoint import Snapshot, TrainingProgress
 from halograd.training.directory import Owner, RunLock
 from halograd.training.folder import CheckpointFolder
 from tests.harness.limits import wait_until
@@ -249,15 +249,15 @@ def test_who_was_taken_over_writes_nothing_more(tmp_path, make_store):
         folder = CheckpointFolder(tmp_path / "checkpoints", 1, lock.check)
         snapshot = Snapshot.of(make_store())
         lock.acquire()
-        folder.write(snapshot, Progress(step=1), "")
+        folder.write(snapshot, TrainingProgress(step=1), "")
         (tmp_path / "run.lock").unlink()  # by hand, by mistake
-        folder.write(snapshot, Progress(step=2), "")
+        folder.write(snapshot, TrainingProgress(step=2), "")
         assert Owner.parse((tmp_path / "run.lock").read_text()).process == os.getpid()
         hold(tmp_path, ELSEWHERE)
         left = folder.path / ".step-00000003.h5.99.partial"
         left.write_text("half")
         with pytest.raises(UserError, match=r"taken over by process .* on n17 .*, to which this run looked dead"):
-            folder.write(snapshot, Progress(step=3), "")
+            folder.write(snapshot, TrainingProgress(step=3), "")
     assert sorted(p.name for p in folder.path.iterdir()) == [left.name, "latest.h5", "step-00000002.h5"]
 
 

@@ -17,7 +17,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.report.status import read_record, status_of
-from halograd.training.epochs import Run
+from halograd.training.epochs import TrainingRun
 from halograd.training.folder import CheckpointFolder
 from halograd.training.interruption import Interruption, append
 from halograd.training.log import read_log
@@ -172,7 +172,7 @@ def test_a_run_of_one_process(config, tmp_path, monkeypatch):
     """It cleans up and ends with the same words; then it goes on."""
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        interrupting(patch, Run, "_tell", 4)
+        interrupting(patch, TrainingRun, "_tell", 4)
         words = rf"interrupted at step 4; the newest checkpoint is {out}/checkpoints/step-00000003\.h5; go on with --re"
         with pytest.raises(KeyboardInterrupt, match=words):
             train(config, comm=MPI.COMM_SELF)

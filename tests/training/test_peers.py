@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from halograd.training.peers import LONGEST, Line, Peers
+from halograd.training.peers import LONGEST, Connection, Peers
 
 
 def pair():
@@ -22,7 +22,7 @@ class Hub:
         self.messages, self.ends, self.others, lines = [], [], {}, {}
         for rank in (1, 2):
             one, other = pair()
-            lines[rank], self.others[rank] = Line(one, rank), Line(other, 0)
+            lines[rank], self.others[rank] = Connection(one, rank), Connection(other, 0)
         self.peers = Peers(lines, lambda *m: self.messages.append(m), lambda *e: self.ends.append(e))
 
     def wait(self, until):
@@ -104,7 +104,7 @@ def test_a_node_that_does_not_answer(hub, monkeypatch, error, how):
         raise error
 
     hub.others[2].send({"kind": "anything"})  # so that there is something to attend to
-    monkeypatch.setattr(Line, "receive", fails)
+    monkeypatch.setattr(Connection, "receive", fails)
     hub.wait(lambda: hub.ends)
     assert hub.ends == [(2, how)]
 

@@ -13,8 +13,8 @@ from halograd.training import chunk_file, node_readers
 from halograd.training.checkpoint import (
     CheckpointReader,
     DamagedCheckpoint,
-    Progress,
     Snapshot,
+    TrainingProgress,
     read_checkpoint,
     write_checkpoint,
 )
@@ -37,7 +37,7 @@ def path(tmp_path_factory, monkeypatch):
             with Executor(network(), alone, get_backend("numpy"), 4, dtype="float64", seed=2) as executor:
                 trainer = trainer_of(executor)
                 steps(trainer, [0])
-                write_checkpoint(found, Snapshot.of(executor.store, trainer.optimizer, alone), Progress(step=1))
+                write_checkpoint(found, Snapshot.of(executor.store, trainer.optimizer, alone), TrainingProgress(step=1))
     comm.barrier()
     yield found
     comm.barrier()
@@ -123,7 +123,7 @@ def test_damage_that_one_node_sees_is_found_by_all(path, monkeypatch):
 def test_nodes_that_see_different_files(path, tmp_path_factory):
     comm = MPI.COMM_WORLD
     mine = tmp_path_factory.mktemp("own") / "step-00000001.h5"
-    write_checkpoint(mine, _snapshot(comm.rank), Progress(step=1))
+    write_checkpoint(mine, _snapshot(comm.rank), TrainingProgress(step=1))
     want = r"^rank 1: .*expected the same file on all nodes, got another one than rank 0 has"
     with Communicator(comm, "emulated:alpha=0,beta=0") as ranks, pytest.raises(UserError, match=want):
         CheckpointReader(mine, ranks)

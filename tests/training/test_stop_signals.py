@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from halograd.training.epochs import Run
+from halograd.training.epochs import TrainingRun
 from halograd.training.log import read_log
 from halograd.training.run import train
 from halograd.training.session import Session
@@ -58,16 +58,16 @@ class AtTheEnd:
 
 def patch():
     import halograd.cli.run, halograd.training.run
-    from halograd.training.epochs import Run
+    from halograd.training.epochs import TrainingRun
     from halograd.training.folder import CheckpointFolder
     from mpi4py import MPI
-    end = Run._end_epoch
+    end = TrainingRun._end_epoch
     def last(run, epoch):
         if epoch == 2:
             stage("last step")
             before(CheckpointFolder, "write", "last checkpoint")
         end(run, epoch)
-    Run._end_epoch = last
+    TrainingRun._end_epoch = last
     before(halograd.training.run, "report_times", "report")
     before(halograd.training.run.StopSignals, "__exit__", "handlers")
     before(halograd.cli.run, "leave", "leave")
@@ -139,7 +139,7 @@ def signaled(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Call
 
 def test_in_the_last_step(tmp_path, monkeypatch):
     """All ranks see it after that step; then there is nothing left to go on with."""
-    signaled(monkeypatch, Run, "_step", lambda run: run.optimizer.step == 11)
+    signaled(monkeypatch, TrainingRun, "_step", lambda run: run.optimizer.step == 11)
     done = train(write_config(tmp_path), ALONE, comm=MPI.COMM_SELF)
     assert (done["steps"], done["stopped"]) == (12, None)
     assert (tmp_path / "out" / "checkpoints" / "step-00000012.h5").exists()
@@ -148,7 +148,7 @@ def test_in_the_last_step(tmp_path, monkeypatch):
 def test_in_the_last_step_before_a_validation(tmp_path, monkeypatch):
     """The validation is left to the next job."""
     with monkeypatch.context() as patch:
-        signaled(patch, Run, "_step", lambda run: run.optimizer.step == 8)
+        signaled(patch, TrainingRun, "_step", lambda run: run.optimizer.step == 8)
         done = train(write_config(tmp_path), comm=MPI.COMM_SELF)
     assert (done["steps"], done["stopped"]) == (9, "SIGTERM to rank 0 of 1")
     done = train(tmp_path / "run.toml", [], True, comm=MPI.COMM_SELF)

@@ -10,7 +10,7 @@ from halograd.comm import CommError, Communicator
 from halograd.comm.gpu import link
 from halograd.comm.gpu import watchdog as module
 from halograd.comm.gpu.streams import TimedPassage
-from halograd.comm.gpu.watchdog import Watchdog
+from halograd.comm.gpu.watchdog import DeviceWatchdog
 from tests.harness.limits import LIMIT, wait_until
 from tests.support.clock import DrivenClock
 from tests.support.gpu_ranks import gpu_ranks
@@ -40,7 +40,7 @@ def passage(done):
 def still(**options):
     """A watchdog whose thread sleeps: the test looks itself."""
     ended = []
-    dog = Watchdog("rank 1 of 4", interval=1000, end=ended.append, **{"timeout": 60, "grace": 0, **options})
+    dog = DeviceWatchdog("rank 1 of 4", interval=1000, end=ended.append, **{"timeout": 60, "grace": 0, **options})
     return dog, ended
 
 
@@ -112,7 +112,7 @@ def test_what_is_over_or_forgotten_is_not_late(clock):
 
 def test_a_fault_that_is_raised_in_time_does_not_end_the_job():
     ended, watched, was_raised = [], Watched(RuntimeError("gone")), threading.Event()
-    dog = Watchdog("rank 0 of 2", interval=0.01, end=ended.append, grace=1000)
+    dog = DeviceWatchdog("rank 0 of 2", interval=0.01, end=ended.append, grace=1000)
 
     class Stop(threading.Event):
         """Its grace time is over as soon as the fault was raised."""
@@ -160,7 +160,7 @@ def test_a_start_that_blocks_ends_the_job(monkeypatch):
 
 def test_a_timeout_must_be_positive():
     with pytest.raises(CommError, match="timeout: expected seconds > 0, got 0"):
-        Watchdog("rank 0 of 1", timeout=0)
+        DeviceWatchdog("rank 0 of 1", timeout=0)
 
 
 @pytest.mark.ranks(2)

@@ -14,7 +14,7 @@ import numpy as np
 
 from halograd.kernels.cuda import Boxes, CudaKernels
 from halograd.kernels.cuda.launch import Extents, Function, Launcher, address
-from halograd.kernels.cuda.sources import Program
+from halograd.kernels.cuda.sources import CudaProgram
 from halograd.kernels.memory import Scratch, aligned_empty
 from halograd.kernels.numpy import NumpyBackend
 
@@ -43,8 +43,8 @@ class HostLauncher(Launcher):
     def __init__(self, folder: Path, units: int = 2) -> None:
         self.folder, self.units = folder, units
         self.launched: list[str] = []
-        self.programs: set[Program] = set()
-        self._libraries: dict[Program, ctypes.CDLL] = {}
+        self.programs: set[CudaProgram] = set()
+        self._libraries: dict[CudaProgram, ctypes.CDLL] = {}
         self._backward = False
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
@@ -66,7 +66,7 @@ class HostLauncher(Launcher):
         for library in self._libraries.values():
             library.set_order(int(backward))
 
-    def function(self, program: Program, name: str) -> Function:
+    def function(self, program: CudaProgram, name: str) -> Function:
         if program not in self._libraries:
             self._libraries[program] = ctypes.CDLL(str(self._compile(program)))
             self._libraries[program].set_order(int(self._backward))
@@ -85,7 +85,7 @@ class HostLauncher(Launcher):
 
         return run
 
-    def _compile(self, program: Program) -> Path:
+    def _compile(self, program: CudaProgram) -> Path:
         macros = [f"-D{name}={value}" for name, value in program.defines.items()]
         macros.append(f'-DHOST_SHIM="{SHIM.name}"')
         command = [str(compiler()), *OPTIONS, *macros, f"-I{SHIM.parent}"]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from halograd.kernels.cuda.launch import Extents, Function, Launch, Launcher
-from halograd.kernels.cuda.sources import Program
+from halograd.kernels.cuda.sources import CudaProgram
 
 from .host import HostLauncher
 
@@ -81,7 +81,7 @@ class MirrorLauncher(HostLauncher):
     def set_order(self, backward: bool) -> None:
         """The device decides."""
 
-    def function(self, program: Program, name: str) -> Function:
+    def function(self, program: CudaProgram, name: str) -> Function:
         self.programs.add(program)
         return self._kernels.function(program, name)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halograd.kernels.cuda.sources import ADDED, Program
+from halograd.kernels.cuda.sources import ADDED, CudaProgram
 from halograd.kernels.kernel import KernelError
 
 __all__ = ["Nvrtc", "Usage"]
@@ -69,7 +69,7 @@ class Nvrtc:
         if status:
             raise KernelError(f"{name}: {self._library.nvrtcGetErrorString(status).decode()}")
 
-    def compile(self, program: Program, arch: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
+    def compile(self, program: CudaProgram, arch: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
         """Machine code of a program for ``sm_80`` or another architecture, and the log.
 
         Raises
@@ -97,7 +97,7 @@ class Nvrtc:
         self._call(get, handle, buffer)
         return buffer.raw
 
-    def usage(self, program: Program, arch: str) -> dict[str, Usage]:
+    def usage(self, program: CudaProgram, arch: str) -> dict[str, Usage]:
         """What each kernel of a program needs on `arch`, by the assembler's own report."""
         _, log = self.compile(program, arch, ("-Xptxas=-v",))
         found = {}

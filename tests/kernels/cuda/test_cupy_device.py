@@ -11,7 +11,7 @@ import pytest
 
 from halograd.kernels import KernelError
 from halograd.kernels.cuda.launch import CupyLauncher, Launch, address
-from halograd.kernels.cuda.sources import PROGRAMS, Program, kernels_of, record_of, text_of
+from halograd.kernels.cuda.sources import PROGRAMS, CudaProgram, kernels_of, record_of, text_of
 
 from .host import HostBackend
 
@@ -108,7 +108,7 @@ def test_a_launch(recorder):
 
 def test_a_launch_prepares_nothing(recorder, monkeypatch):
     """A launch asks for the stream only; arguments are those of the moment, at an address known before."""
-    launch = Launch(CupyLauncher(), Program("reduce"), "clip", (1,), max_norm=1.0)
+    launch = Launch(CupyLauncher(), CudaProgram("reduce"), "clip", (1,), max_norm=1.0)
     asked = []
     monkeypatch.setattr(recorder.cuda, "get_current_stream", None)  # bound before
     module = "halograd.kernels.cuda.launch"

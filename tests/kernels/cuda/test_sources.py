@@ -12,7 +12,7 @@ import pytest
 
 from halograd.kernels import KernelError
 from halograd.kernels.cuda.launch import Launch
-from halograd.kernels.cuda.sources import ADDED, FOLDER, PROGRAMS, Program, kernels_of, record_of, text_of
+from halograd.kernels.cuda.sources import ADDED, FOLDER, PROGRAMS, CudaProgram, kernels_of, record_of, text_of
 
 from .conftest import DTYPES
 from .host import HostLauncher
@@ -26,15 +26,15 @@ def programs(source, dtypes):
     """What a training in these dtypes asks for, in 32-bit offsets, and once in 64-bit."""
     for dtype in dtypes:
         if source == "optimizer":
-            yield Program(source, ("float64",) * 3 if dtype == "float64" else ("float32", dtype, dtype))
+            yield CudaProgram(source, ("float64",) * 3 if dtype == "float64" else ("float32", dtype, dtype))
         elif source == "boxes_cast":
-            yield from (Program(source, (dtype, other.name)) for other in DTYPES)
+            yield from (CudaProgram(source, (dtype, other.name)) for other in DTYPES)
         elif source == "boxes":  # by bytes, whatever the dtype
-            yield Program(source, ("float32",), large=dtype in ("float16", "bfloat16"))
+            yield CudaProgram(source, ("float32",), large=dtype in ("float16", "bfloat16"))
         else:
-            yield Program(source, (dtype,))
+            yield CudaProgram(source, (dtype,))
     if dtypes[0] == "float32" and source == "pool":
-        yield Program(source, ("float32",), large=True)
+        yield CudaProgram(source, ("float32",), large=True)
 
 
 def test_the_table_names_every_source():
@@ -81,7 +81,7 @@ def test_members_of_other_sizes_are_refused(monkeypatch):
 
 
 def test_programs():
-    program = Program("optimizer", ("float32", "bfloat16", "float16"), large=True)
+    program = CudaProgram("optimizer", ("float32", "bfloat16", "float16"), large=True)
     assert program.options == (
         "-std=c++17",
         "-DSCALAR=float",
@@ -91,7 +91,7 @@ def test_programs():
     )
     assert str(program) == "optimizer<float32, bfloat16, float16> large"
     with pytest.raises(KernelError, match=r"pool: expected a dtype out of float32, .*, got int8; convert the array"):
-        Program("pool", ("int8",))
+        CudaProgram("pool", ("int8",))
 
 
 # ------------------------------------------------------------------ NVRTC
@@ -118,9 +118,9 @@ def test_nvrtc_compiles(nvrtc, source, arch):
 
 
 def test_nvrtc_says_what_is_wrong(nvrtc, monkeypatch):
-    monkeypatch.setattr(Program, "text", 'extern "C" __global__ void f() { undeclared = 1; }')
+    monkeypatch.setattr(CudaProgram, "text", 'extern "C" __global__ void f() { undeclared = 1; }')
     with pytest.raises(KernelError, match=r"pool<float32> for sm_90: pool.cu\(1\): error: identifier \"undeclared\""):
-        nvrtc.compile(Program("pool"), "sm_90")
+        nvrtc.compile(CudaProgram("pool"), "sm_90")
 
 
 # ------------------------------------------------------------------ the double
@@ -143,7 +143,7 @@ KERNEL(alone, MeetParams) {
 """
 
 
-class Meeting(Program):
+class Meeting(CudaProgram):
     """A program of which the double must find fault."""
 
     @property
@@ -180,4 +180,4 @@ def test_faults_are_found(tmp_path, host):
 
 def test_unknown_arguments_are_refused(host):
     with pytest.raises(ValueError, match="no field of name"):
-        Launch(host, Program("reduce"), "clip", (1,), max_norms=1.0)
+        Launch(host, CudaProgram("reduce"), "clip", (1,), max_norms=1.0)

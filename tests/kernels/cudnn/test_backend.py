@@ -13,7 +13,7 @@ import pytest
 from halograd.device import as_dtype
 from halograd.kernels import Geometry, KernelError, get_backend
 from halograd.kernels.cudnn import CudnnBackend
-from halograd.kernels.cudnn.frontend import Frontend, Handles, Table, Workspaces, load
+from halograd.kernels.cudnn.frontend import AddressTable, Frontend, Handles, Workspaces, load
 from halograd.kernels.cudnn.runtime import Runtime
 from halograd.kernels.kernel import BatchNormArrays
 from tests.kernels.conftest import Arrays, assert_close
@@ -127,7 +127,7 @@ def test_before_a_capture_the_workspace_is_there(machine, backend):
 
 
 def test_a_table_lists_addresses_by_number():
-    table = Table({4: 400, 1: 100, 2: 2**40})
+    table = AddressTable({4: 400, 1: 100, 2: 2**40})
     assert len(table) == 3 and table.addresses == {1: 100, 2: 2**40, 4: 400}
     assert list(table.addresses) == [1, 2, 4] and list(table._slots) == [100, 2**40, 400]
     assert table.location != 0
