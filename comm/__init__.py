@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from halograd.comm.boot import boot, launched_size, leave
-from halograd.comm.counters import Counters, Recorder, Traffic
-from halograd.comm.errors import CommError
-from halograd.comm.sums import shards
+from .boot import boot, launched_size, leave
+from .counters import Counters, Recorder, Traffic
+from .errors import CommError
+from .sums import shards
 
 if TYPE_CHECKING:
-    from halograd.comm.channel import Channel
-    from halograd.comm.communicator import Communicator
-    from halograd.comm.reduction import Reduction
+    from .channel import Channel
+    from .communicator import Communicator
+    from .reduction import Reduction
 
 __all__ = [
     "Channel",

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from halograd.comm.errors import CommError
+from .errors import CommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -78,7 +78,7 @@ def boot() -> MPI.Intracomm:
     """
     from mpi4py import MPI  # keep the default THREAD_MULTIPLE: MPICH yields the core at that level only
 
-    from halograd.comm.ending import Guard
+    from .ending import Guard
 
     global _booted
     try:
@@ -107,7 +107,7 @@ def begin() -> None:
     """
     from mpi4py import MPI
 
-    from halograd.comm.sweep import sweep, unname
+    from .sweep import sweep, unname
 
     global _begun
     if _begun:
@@ -169,7 +169,7 @@ def end_on_interrupt(comm: MPI.Intracomm | None) -> None:
 def _await_interrupt(comm: MPI.Intracomm, pipe: int) -> NoReturn:
     while signal.SIGINT not in os.read(pipe, 64):  # other signals have their bytes, too
         pass
-    from halograd.comm.ending import end  # commands of one process may run where there is no MPI
+    from .ending import end  # commands of one process may run where there is no MPI
 
     if comm.rank:
         time.sleep(TURN)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.counters import Meter
-from halograd.comm.errors import CommError
-from halograd.device import HOST, Device
+from ..device import HOST, Device
+from .counters import Meter
+from .errors import CommError
 
 if TYPE_CHECKING:
-    from halograd.comm.transports.base import Pattern
+    from .transports.base import Pattern
 
 __all__ = ["Channel", "ChannelSpec", "check_counts", "check_matching"]
 

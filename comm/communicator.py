@@ -12,16 +12,17 @@ from typing import Any, NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.boot import begin
-from halograd.comm.channel import Channel, ChannelSpec, check_counts, check_matching
-from halograd.comm.counters import Instruments, Meter, Recorder
-from halograd.comm.device_channel import StagedChannel, staged, staging
-from halograd.comm.ending import Guard, end
-from halograd.comm.errors import CommError, agree, is_agreed, is_shared
-from halograd.comm.gpu.choice import Choice
-from halograd.comm.gpu.link import DeviceLinks, DeviceTransport
-from halograd.comm.progress import Progress
-from halograd.comm.reduction import (
+from ..device import HOST, Device, on_device
+from .boot import begin
+from .channel import Channel, ChannelSpec, check_counts, check_matching
+from .counters import Instruments, Meter, Recorder
+from .device_channel import StagedChannel, staged, staging
+from .ending import Guard, end
+from .errors import CommError, agree, is_agreed, is_shared
+from .gpu.choice import Choice
+from .gpu.link import DeviceLinks, DeviceTransport
+from .progress import Progress
+from .reduction import (
     REDUCIBLE,
     Reduction,
     ReductionPlan,
@@ -31,10 +32,9 @@ from halograd.comm.reduction import (
     check_type,
     likeness,
 )
-from halograd.comm.sums import METHODS, node_shares
-from halograd.comm.transports import Transport, TransportContext, make_transport, parse_transport
-from halograd.comm.transports.base import Pattern
-from halograd.device import HOST, Device, on_device
+from .sums import METHODS, node_shares
+from .transports import Transport, TransportContext, make_transport, parse_transport
+from .transports.base import Pattern
 
 __all__ = ["Communicator"]
 

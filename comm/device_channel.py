@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.comm.channel import Channel
-from halograd.comm.counters import Meter
-from halograd.comm.reduction import ReductionPlan
-from halograd.device import Device, Ticket, on_device
+from ..device import Device, Ticket, on_device
+from .channel import Channel
+from .counters import Meter
+from .reduction import ReductionPlan
 
 __all__ = ["DeviceChannel", "StagedChannel", "staged", "staging"]
 

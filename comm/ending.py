@@ -34,8 +34,9 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.errors import is_agreed
 from halograd.errors import TRACEBACK, UserError
+
+from .errors import is_agreed
 
 __all__ = ["Guard", "end", "refuse"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halograd.comm.progress import rest
+from .progress import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -24,11 +24,11 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.counters import Meter
-from halograd.comm.errors import CommError
-from halograd.comm.progress import Progress, Stage, StagedOperation, Work
-from halograd.comm.sums import METHODS
-from halograd.device import on_device
+from ..device import on_device
+from .counters import Meter
+from .errors import CommError
+from .progress import Progress, Stage, StagedOperation, Work
+from .sums import METHODS
 
 __all__ = ["Plain", "Reduction", "ReductionPlan", "ReductionSpec", "Room", "add_up", "check_alike", "check_spec", "cut"]
 

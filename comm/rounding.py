@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from halograd.comm.progress import Stage, Work
-from halograd.comm.reduction import Pairs, cut
+from .progress import Stage, Work
+from .reduction import Pairs, cut
 
 __all__ = ["PIECE", "Rounded", "Rounding"]
 

@@ -1,6 +1,6 @@
 """Where arrays live: memory, copies between host and device, events. Imports nothing of the other folders."""
 
-from halograd.device.base import (
+from .base import (
     HOST,
     LOW,
     Device,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device.base import Device, DeviceError, DeviceMemory, Ticket, packed_as, register
+from .base import Device, DeviceError, DeviceMemory, Ticket, packed_as, register
 
 __all__ = ["CupyDevice", "choose_ordinal", "count_devices", "cupy_device", "import_cupy"]
 

@@ -1,13 +1,13 @@
 """Distributed tensors: boxes, windows, blocks, layouts, groups, exchanges. Usable on its own."""
 
-from halograd.dtensor.blocks import Blocks, Interval, Intervals, balanced_boundaries, intervals, shared_boundaries
-from halograd.dtensor.box import Box, hull
-from halograd.dtensor.disttensor import DistTensor, Halo
-from halograd.dtensor.exchange import Exchange
-from halograd.dtensor.groups import Groups
-from halograd.dtensor.layout import Layout, axis_names
-from halograd.dtensor.plan import Piece, plan_exchange
-from halograd.dtensor.window import Window, input_box, output_box
+from .blocks import Blocks, Interval, Intervals, balanced_boundaries, intervals, shared_boundaries
+from .box import Box, hull
+from .disttensor import DistTensor, Halo
+from .exchange import Exchange
+from .groups import Groups
+from .layout import Layout, axis_names
+from .plan import Piece, plan_exchange
+from .window import Window, input_box, output_box
 
 __all__ = [
     "Blocks",

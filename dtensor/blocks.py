@@ -18,7 +18,7 @@ from typing import overload
 
 import numpy as np
 
-from halograd.dtensor.box import Box
+from .box import Box
 
 __all__ = ["Blocks", "Interval", "Intervals", "balanced_boundaries", "intervals", "outer", "shared_boundaries"]
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halograd.dtensor.box import Box
-from halograd.dtensor.exchange import Exchange
-from halograd.dtensor.layout import Layout
+from .box import Box
+from .exchange import Exchange
+from .layout import Layout
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
+    from ..comm import Communicator
 
 __all__ = ["DistTensor", "Halo"]
 

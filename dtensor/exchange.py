@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm.rounds import side_by_side
-from halograd.device import Device, device_of
-from halograd.dtensor.blocks import Blocks
-from halograd.dtensor.box import Box
-from halograd.dtensor.plan import Piece, plan_exchange
+from ..comm.rounds import side_by_side
+from ..device import Device, device_of
+from .blocks import Blocks
+from .box import Box
+from .plan import Piece, plan_exchange
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
-    from halograd.comm.channel import Channel, ChannelSpec
+    from ..comm import Communicator
+    from ..comm.channel import Channel, ChannelSpec
 
 __all__ = ["Exchange"]
 
@@ -108,7 +108,7 @@ class Exchange:
         name: str | None = None,
     ) -> Generator[ChannelSpec, Channel, None]:
         """Say what channel is wanted, and go on when it is there."""
-        from halograd.comm.channel import ChannelSpec  # not at the top: planning needs no MPI
+        from ..comm.channel import ChannelSpec  # not at the top: planning needs no MPI
 
         if combine not in ("assign", "sum"):
             raise ValueError(f"combine: expected 'assign' or 'sum', got {combine!r}")

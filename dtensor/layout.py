@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from halograd.dtensor.blocks import Blocks, Intervals, intervals
+from .blocks import Blocks, Intervals, intervals
 
 __all__ = ["Layout", "axis_names"]
 

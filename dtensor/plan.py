@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from halograd.dtensor.blocks import Blocks, Interval, Intervals
-from halograd.dtensor.box import Box
+from .blocks import Blocks, Interval, Intervals
+from .box import Box
 
 __all__ = ["Piece", "owners", "plan_exchange"]
 

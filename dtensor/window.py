@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halograd.dtensor.box import Box
+from .box import Box
 
 __all__ = ["Window", "input_box", "output_box"]
 

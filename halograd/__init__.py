@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
-    from halograd.comm import Communicator, boot, leave
-    from halograd.dtensor import Box, DistTensor, Exchange, Halo, Layout
-    from halograd.errors import UserError
-    from halograd.kernels import get_backend
-    from halograd.layers import (
+    from .comm import Communicator, boot, leave
+    from .dtensor import Box, DistTensor, Exchange, Halo, Layout
+    from .errors import UserError
+    from .kernels import get_backend
+    from .layers import (
         GELU,
         Add,
         AuxiliaryCrossEntropy,
@@ -49,10 +49,10 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
         Strategy,
         Tanh,
     )
-    from halograd.training.executor import Executor
-    from halograd.training.optimizers import LARS, SGD, Adam, AdamW
-    from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
-    from halograd.training.trainer import Trainer
+    from .training.executor import Executor
+    from .training.optimizers import LARS, SGD, Adam, AdamW
+    from .training.schedules import Constant, Cosine, StepDecay, WarmUp
+    from .training.trainer import Trainer
 
 __all__ = [
     "GELU",

@@ -9,11 +9,11 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # An exception would not be raised in MPI_Init, which waits for the other ranks and holds Python's lock.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from halograd.training.signals import note_stop_signals
+    from .training.signals import note_stop_signals
 
     if sys.argv[1:2] == ["train"]:
         note_stop_signals()
-    from halograd.cli import main as run
+    from .cli import main as run
 
     run()
 

@@ -24,34 +24,34 @@ from typing import Any
 
 import numpy as np
 
-from halograd.cli.planning import compared, comparison, plan_text
-from halograd.comm import Communicator
-from halograd.errors import UserError
-from halograd.layers import Network, Strategy
-from halograd.layers.reduction_scheme import BY_NODES, Scheme
-from halograd.measuring import Measuring
-from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
-from halograd.perfmodel.cuts import BASELINES, baseline
-from halograd.perfmodel.kernel_times import (
+from .cli.planning import compared, comparison, plan_text
+from .comm import Communicator
+from .errors import UserError
+from .layers import Network, Strategy
+from .layers.reduction_scheme import BY_NODES, Scheme
+from .measuring import Measuring
+from .perfmodel.cost import Pricing, Training, Wires, simulate
+from .perfmodel.cuts import BASELINES, baseline
+from .perfmodel.kernel_times import (
     KernelTimes,
     LayerWork,
     MeasuredTimes,
     Recorded,
     RooflineTimes,
 )
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.plans import Alternative, Plan
-from halograd.perfmodel.predict import Planning
-from halograd.perfmodel.reduction_choice import candidate_schemes, rank_schemes
-from halograd.planning import Asked, check_planner, known_baselines, make_plan, parse_memory
-from halograd.training.build import make_network, make_optimizer, with_reduction
-from halograd.training.config import AdamConfig, Config, LARSConfig, SGDConfig
-from halograd.training.executor import Executor
-from halograd.training.kernels import connect_device, open_kernels
-from halograd.training.root import on_root
-from halograd.training.schedules import Constant
-from halograd.training.step_times import Measured
-from halograd.training.trainer import Trainer
+from .perfmodel.machine import Machine
+from .perfmodel.plans import Alternative, Plan
+from .perfmodel.predict import Planning
+from .perfmodel.reduction_choice import candidate_schemes, rank_schemes
+from .planning import Asked, check_planner, known_baselines, make_plan, parse_memory
+from .training.build import make_network, make_optimizer, with_reduction
+from .training.config import AdamConfig, Config, LARSConfig, SGDConfig
+from .training.executor import Executor
+from .training.kernels import connect_device, open_kernels
+from .training.root import on_root
+from .training.schedules import Constant
+from .training.step_times import Measured
+from .training.trainer import Trainer
 
 __all__ = ["measure_steps", "plan_run", "rank_schemes_of", "rests_on", "rivals", "settle"]
 

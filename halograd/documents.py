@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from halograd.errors import UserError
+from .errors import UserError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,7 +9,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from halograd.errors import UserError
+from .errors import UserError
 
 __all__ = ["main"]
 

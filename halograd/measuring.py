@@ -11,25 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from halograd.cli.output import progress_bar
-from halograd.comm import Communicator
-from halograd.errors import UserError
-from halograd.layers import BatchNorm, Conv, Dense, Input, MeanSquaredError, Network
-from halograd.perfmodel.cost.network_costs import works_of
-from halograd.perfmodel.kernel_times import LayerWork, MeasuredTimes, RooflineTimes
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path
-from halograd.perfmodel.profile.device import measure_machine
-from halograd.perfmodel.profile.layers import (
+from .cli.output import progress_bar
+from .comm import Communicator
+from .errors import UserError
+from .layers import BatchNorm, Conv, Dense, Input, MeanSquaredError, Network
+from .perfmodel.cost.network_costs import works_of
+from .perfmodel.kernel_times import LayerWork, MeasuredTimes, RooflineTimes
+from .perfmodel.machine import Machine
+from .perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path
+from .perfmodel.profile.device import measure_machine
+from .perfmodel.profile.layers import (
     Coverage,
     LayerTimer,
     last_level_cache,
     measure_layers,
     passing_bytes,
 )
-from halograd.perfmodel.profile.record import Profile, record_path
-from halograd.training import Executor
-from halograd.training.optimizers import SGD
+from .perfmodel.profile.record import Profile, record_path
+from .training import Executor
+from .training.optimizers import SGD
 
 __all__ = ["Measuring", "measure_overheads"]
 

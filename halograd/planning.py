@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halograd.documents import shown
-from halograd.errors import UserError
-from halograd.layers import Network
-from halograd.models import build
-from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
-from halograd.perfmodel.cuts import BASELINES, baseline
-from halograd.perfmodel.kernel_times import KernelTimes, MeasuredTimes, RooflineTimes
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.machine_file import Bytes
-from halograd.perfmodel.planners import PLANNERS
-from halograd.perfmodel.plans import Alternative, Plan, Request
-from halograd.perfmodel.predict import Planning, plan_network
-from halograd.schema import build as read
+from .documents import shown
+from .errors import UserError
+from .layers import Network
+from .models import build
+from .perfmodel.cost import Pricing, Training, Wires, simulate
+from .perfmodel.cuts import BASELINES, baseline
+from .perfmodel.kernel_times import KernelTimes, MeasuredTimes, RooflineTimes
+from .perfmodel.machine import Machine
+from .perfmodel.machine_file import Bytes
+from .perfmodel.planners import PLANNERS
+from .perfmodel.plans import Alternative, Plan, Request
+from .perfmodel.predict import Planning, plan_network
+from .schema import build as read
 
 __all__ = ["Asked", "baselines_of", "check_planner", "known_baselines", "make_plan", "parse_memory", "source_of"]
 
@@ -102,14 +102,14 @@ class Asked:
 
 def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
     """Times from the cache, if the machine file was measured by `halograd profile` on this machine."""
-    from halograd.perfmodel.profile.record import Profile, record_path
+    from .perfmodel.profile.record import Profile, record_path
 
     match = _DEVICE.fullmatch(asked.machine.device)
     if Path(asked.machine_file).suffix != ".toml" or not record_path(asked.machine_file).exists() or match is None:
         return None
-    from halograd.kernels import KernelError, get_backend
-    from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path, device_name
-    from halograd.perfmodel.profile.layers import passing_bytes
+    from .kernels import KernelError, get_backend
+    from .perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path, device_name
+    from .perfmodel.profile.layers import passing_bytes
 
     try:
         backend = get_backend(match["kernels"], int(match["threads"]))

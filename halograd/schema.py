@@ -20,8 +20,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchema
 from pydantic import create_model as make_table
 from pydantic_core import core_schema
 
-from halograd.documents import dotted, is_one_line, shown
-from halograd.errors import UserError
+from .documents import dotted, is_one_line, shown
+from .errors import UserError
 
 __all__ = [
     "LARGEST",

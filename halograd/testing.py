@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm import Communicator
-from halograd.dtensor import axis_names
-from halograd.errors import UserError
-from halograd.kernels import Backend, get_backend
-from halograd.kernels.memory import total
-from halograd.layers import Input, Layer, Loss, Network
-from halograd.layers.strategy import Strategy
-from halograd.training.executor import Executor
+from .comm import Communicator
+from .dtensor import axis_names
+from .errors import UserError
+from .kernels import Backend, get_backend
+from .kernels.memory import total
+from .layers import Input, Layer, Loss, Network
+from .layers.strategy import Strategy
+from .training.executor import Executor
 
 __all__ = ["LayerResult", "check_layer", "grids", "random_array", "run_layer"]
 

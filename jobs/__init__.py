@@ -1,8 +1,8 @@
 """Batch jobs: scripts for Slurm and for this machine, in which every value is quoted."""
 
-from halograd.jobs.quoting import parse_sweep
-from halograd.jobs.resources import CONTAINERS, LAUNCHERS, Resources, Software, parse_directives, parse_environment
-from halograd.jobs.scripts import AFTER_CRASH, KINDS, Job, Profiling, render, require_slurm, start_chain, submit_chain
+from .quoting import parse_sweep
+from .resources import CONTAINERS, LAUNCHERS, Resources, Software, parse_directives, parse_environment
+from .scripts import AFTER_CRASH, KINDS, Job, Profiling, render, require_slurm, start_chain, submit_chain
 
 __all__ = [
     "AFTER_CRASH",

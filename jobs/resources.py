@@ -11,7 +11,8 @@ from pathlib import Path
 
 from halograd.documents import parse_pair
 from halograd.errors import UserError
-from halograd.jobs.quoting import one_line
+
+from .quoting import one_line
 
 __all__ = ["CONTAINERS", "LAUNCHERS", "Resources", "Software", "parse_directives", "parse_environment"]
 

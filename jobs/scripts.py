@@ -15,8 +15,9 @@ import jinja2
 
 from halograd.documents import to_toml
 from halograd.errors import UserError
-from halograd.jobs.quoting import Raw, directive, folder, one_line, word, words
-from halograd.jobs.resources import Resources, Software
+
+from .quoting import Raw, directive, folder, one_line, word, words
+from .resources import Resources, Software
 
 __all__ = ["AFTER_CRASH", "KINDS", "Job", "Profiling", "render", "require_slurm", "start_chain", "submit_chain"]
 

@@ -1,13 +1,13 @@
 """Local compute on plain arrays: the same kernels by NumPy, by oneDNN, and by cuDNN and our own on a GPU."""
 
-from halograd.kernels.backend import Backend, get_backend
-from halograd.kernels.geometry import Geometry, Resampled, Resampling
-from halograd.kernels.kernel import BatchNormKernels, BatchNormTraining, Kernel, KernelError, Substitute
-from halograd.kernels.losses import ClassTargets, LossArrays, LossKernel
-from halograd.kernels.norm_parts import GroupNormArrays
-from halograd.kernels.norms import ChannelNormArrays
-from halograd.kernels.pointwise import ACTIVATIONS, DropoutMask
-from halograd.kernels.updates import UpdateArrays
+from .backend import Backend, get_backend
+from .geometry import Geometry, Resampled, Resampling
+from .kernel import BatchNormKernels, BatchNormTraining, Kernel, KernelError, Substitute
+from .losses import ClassTargets, LossArrays, LossKernel
+from .norm_parts import GroupNormArrays
+from .norms import ChannelNormArrays
+from .pointwise import ACTIVATIONS, DropoutMask
+from .updates import UpdateArrays
 
 __all__ = [
     "ACTIVATIONS",

@@ -16,13 +16,14 @@ import logging
 from collections.abc import Callable
 
 from halograd.errors import UserError
-from halograd.kernels.convolution import Convolutions
-from halograd.kernels.kernel import KernelError
-from halograd.kernels.losses import Losses
-from halograd.kernels.norms import Norms
-from halograd.kernels.pointwise import Pointwise
-from halograd.kernels.updates import Updates
 from halograd.schema import Threads, build
+
+from .convolution import Convolutions
+from .kernel import KernelError
+from .losses import Losses
+from .norms import Norms
+from .pointwise import Pointwise
+from .updates import Updates
 
 __all__ = ["Backend", "get_backend"]
 
@@ -51,19 +52,19 @@ class Backend(Convolutions, Pointwise, Norms, Losses, Updates):
 
 
 def _numpy(threads: int, autotune: bool) -> Backend:
-    from halograd.kernels.numpy import NumpyBackend
+    from .numpy import NumpyBackend
 
     return NumpyBackend(threads)
 
 
 def _onednn(threads: int, autotune: bool) -> Backend:
-    from halograd.kernels.onednn import OnednnBackend
+    from .onednn import OnednnBackend
 
     return OnednnBackend(threads, autotune)
 
 
 def _cudnn(threads: int, autotune: bool, precision: str, deterministic: bool, device: int) -> Backend:
-    from halograd.kernels.cudnn import CudnnBackend
+    from .cudnn import CudnnBackend
 
     return CudnnBackend(threads, autotune, precision, deterministic, device)
 

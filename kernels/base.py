@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from halograd.device import HOST, Device
-from halograd.kernels import checks
-from halograd.kernels.kernel import Substitute
+from ..device import HOST, Device
+from . import checks
+from .kernel import Substitute
 
 __all__ = ["Base"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.geometry import Geometry, channels_in_memory
-from halograd.kernels.kernel import BatchNormArrays, KernelError
+from .geometry import Geometry, channels_in_memory
+from .kernel import BatchNormArrays, KernelError
 
 __all__ = [
     "check_batch_norm",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from halograd.kernels import checks
-from halograd.kernels.base import Base
-from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import Kernel, bias_only, filled, filter_of_nothing, has_nothing
+from . import checks
+from .base import Base
+from .geometry import Geometry
+from .kernel import Kernel, bias_only, filled, filter_of_nothing, has_nothing
 
 __all__ = ["Convolutions"]
 

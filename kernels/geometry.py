@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.kernel import KernelError
+from .kernel import KernelError
 
 __all__ = [
     "LANES", "MODES", "Geometry", "Resampled", "Resampling", "StridedRun", "channels_in_memory", "read_part",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halograd.kernels.memory import Scratch
+from .memory import Scratch
 
 __all__ = [
     "BatchNormArrays",

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.base import Base
-from halograd.kernels.kernel import Kernel, KernelError, chain
+from .base import Base
+from .kernel import Kernel, KernelError, chain
 
 __all__ = ["ClassTargets", "LossArrays", "LossKernel", "Losses"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import HOST, Device, is_low
+from ..device import HOST, Device, is_low
 
 __all__ = [
     "ALIGNMENT",

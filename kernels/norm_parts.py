@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import HOST, Device
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, chain
-from halograd.kernels.memory import Workspace, buffer, chunks, on_host
+from ..device import HOST, Device
+from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, chain
+from .memory import Workspace, buffer, chunks, on_host
 
 __all__ = [
     "GroupNormArrays",

@@ -6,9 +6,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from halograd.kernels import checks
-from halograd.kernels.base import Base
-from halograd.kernels.kernel import (
+from . import checks
+from .base import Base
+from .kernel import (
     BatchNormArrays,
     BatchNormKernels,
     Kernel,
@@ -17,7 +17,7 @@ from halograd.kernels.kernel import (
     filled,
     has_nothing,
 )
-from halograd.kernels.norm_parts import GroupNormArrays, GroupNormKernels, with_residual, with_training, without_parts
+from .norm_parts import GroupNormArrays, GroupNormKernels, with_residual, with_training, without_parts
 
 __all__ = ["ChannelNormArrays", "Norms"]
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halograd.kernels import checks
-from halograd.kernels.base import Base
-from halograd.kernels.geometry import Geometry, Resampled
-from halograd.kernels.kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
+from . import checks
+from .base import Base
+from .geometry import Geometry, Resampled
+from .kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
 
 __all__ = ["ACTIVATIONS", "DropoutMask", "Pointwise"]
 

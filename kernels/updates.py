@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels import checks
-from halograd.kernels.base import Base
-from halograd.kernels.kernel import Kernel, KernelError, idle
+from . import checks
+from .base import Base
+from .kernel import Kernel, KernelError, idle
 
 __all__ = ["UpdateArrays", "Updates"]
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
-from halograd.layers.pair import Pair
+from .costs import Passes
+from .layer import Layer, Shape
+from .pair import Pair
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
-    from halograd.program.views import View
+    from ..program.context import Context
+    from ..program.views import View
 
 __all__ = ["GELU", "LeakyReLU", "ReLU", "Sigmoid", "Softmax", "Tanh"]
 

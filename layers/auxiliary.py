@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers.layer import Shape
-from halograd.layers.softmax_cross_entropy import SoftmaxCrossEntropy
+from .layer import Shape
+from .softmax_cross_entropy import SoftmaxCrossEntropy
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["AuxiliaryCrossEntropy"]
 

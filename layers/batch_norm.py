@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.dtensor import Blocks, Groups
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
-from halograd.kernels.memory import Workspace
-from halograd.kernels.norm_parts import cancellation_limit, cancels, centered_squares
-from halograd.layers.costs import Passes
-from halograd.layers.groups import sample_groups
-from halograd.layers.layer import Layer, Shape
-from halograd.layers.parameter import Parameter
+from ..dtensor import Blocks, Groups
+from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
+from ..kernels.memory import Workspace
+from ..kernels.norm_parts import cancellation_limit, cancels, centered_squares
+from .costs import Passes
+from .groups import sample_groups
+from .layer import Layer, Shape
+from .parameter import Parameter
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
-    from halograd.program.views import View
+    from ..program.context import Context
+    from ..program.views import View
 
 __all__ = ["STATISTICS", "BatchNorm"]
 

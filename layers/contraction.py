@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from halograd.dtensor import Blocks, Box, Layout, intervals
-from halograd.layers.parameter_blocks import block_channels
+from ..dtensor import Blocks, Box, Layout, intervals
+from .parameter_blocks import block_channels
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["cuts_channels", "lower_contraction", "masking", "partial_boxes", "read_boxes"]
 

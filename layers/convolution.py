@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from halograd.dtensor import Blocks, Box, Layout, Window, input_box, output_box
-from halograd.kernels import Geometry
-from halograd.layers.contraction import cuts_channels, lower_contraction, masking
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
-from halograd.layers.needs import all_of, reaching
-from halograd.layers.parameter import Parameter
-from halograd.layers.stencil import Stencil
-from halograd.layers.strips import lower_strips
+from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
+from ..kernels import Geometry
+from .contraction import cuts_channels, lower_contraction, masking
+from .costs import Passes
+from .layer import Layer, Shape
+from .needs import all_of, reaching
+from .parameter import Parameter
+from .stencil import Stencil
+from .strips import lower_strips
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["Conv", "local_geometry"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from halograd.layers.contraction import cuts_channels, lower_contraction
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
-from halograd.layers.parameter import Parameter
-from halograd.layers.replicated_dense import lower_replicated
+from .contraction import cuts_channels, lower_contraction
+from .costs import Passes
+from .layer import Layer, Shape
+from .parameter import Parameter
+from .replicated_dense import lower_replicated
 
 if TYPE_CHECKING:
-    from halograd.dtensor import Box
-    from halograd.program.context import Context
+    from ..dtensor import Box
+    from ..program.context import Context
 
 __all__ = ["Dense"]
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.dtensor import Groups
-from halograd.kernels.memory import buffer, chunks, on_host, rows
-from halograd.kernels.memory import total as total_of
-from halograd.layers.costs import Judgement
-from halograd.layers.layer import Shape
-from halograd.layers.loss import LocalLoss, Loss, LossBlock
+from ..dtensor import Groups
+from ..kernels.memory import buffer, chunks, on_host, rows
+from ..kernels.memory import total as total_of
+from .costs import Judgement
+from .layer import Shape
+from .loss import LocalLoss, Loss, LossBlock
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
-    from halograd.program.operations import KernelSpec
+    from ..program.context import Context
+    from ..program.operations import KernelSpec
 
 __all__ = ["Dice"]
 

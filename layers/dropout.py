@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.dtensor import Box
-from halograd.kernels import DropoutMask
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
+from ..dtensor import Box
+from ..kernels import DropoutMask
+from .costs import Passes
+from .layer import Layer, Shape
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["Dropout"]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from halograd.dtensor import Box
-    from halograd.layers.layer import Layer
-    from halograd.program.context import Context
+    from ..dtensor import Box
+    from ..program.context import Context
+    from .layer import Layer
 
 __all__ = ["lower_local"]
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.dtensor import Blocks, Layout
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
+from ..dtensor import Blocks, Layout
+from .costs import Passes
+from .layer import Layer, Shape
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["GlobalAveragePool"]
 

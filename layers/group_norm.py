@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.kernels import ChannelNormArrays, GroupNormArrays
-from halograd.layers.batch_norm import affine_parameters, lower_affine
-from halograd.layers.costs import Passes
-from halograd.layers.groups import sample_groups
-from halograd.layers.layer import Layer, Shape
-from halograd.layers.pair import Pair
-from halograd.layers.parameter import Parameter
+from ..kernels import ChannelNormArrays, GroupNormArrays
+from .batch_norm import affine_parameters, lower_affine
+from .costs import Passes
+from .groups import sample_groups
+from .layer import Layer, Shape
+from .pair import Pair
+from .parameter import Parameter
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
 

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-from halograd.dtensor import Blocks, Groups
+from ..dtensor import Blocks, Groups
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
-    from halograd.comm.reduction import Reduction, ReductionSpec
+    from ..comm import Communicator
+    from ..comm.reduction import Reduction, ReductionSpec
 
 __all__ = ["group_of", "in_group", "reductions_in_groups", "sample_groups"]
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.dtensor import Blocks, Box, Layout, Window, input_box
-from halograd.layers.costs import Judgement, Passes
-from halograd.layers.needs import all_of, probe, sliding
-from halograd.layers.parameter import Parameter
-from halograd.layers.stencil import Stencil
+from ..dtensor import Blocks, Box, Layout, Window, input_box
+from .costs import Judgement, Passes
+from .needs import all_of, probe, sliding
+from .parameter import Parameter
+from .stencil import Stencil
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["Input", "Layer", "Node", "Shape"]
 
@@ -241,7 +241,7 @@ class Layer:
         -------
         What adds those of the backward pass, when the gradient of the output has its place; None: there are none.
         """
-        from halograd.layers.generic import lower_local
+        from .generic import lower_local
 
         return lower_local(self, context)
 

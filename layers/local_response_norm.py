@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.kernels.memory import Workspace, buffer, chunks, widened
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
+from ..kernels.memory import Workspace, buffer, chunks, widened
+from .costs import Passes
+from .layer import Layer, Shape
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["LocalResponseNorm"]
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.device import is_low
-from halograd.dtensor import Blocks, Layout
-from halograd.kernels import LossArrays
-from halograd.kernels.memory import Workspace
-from halograd.layers.costs import Judgement, Passes
-from halograd.layers.layer import Layer, Shape
+from ..device import is_low
+from ..dtensor import Blocks, Layout
+from ..kernels import LossArrays
+from ..kernels.memory import Workspace
+from .costs import Judgement, Passes
+from .layer import Layer, Shape
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
-    from halograd.program.operations import KernelSpec
-    from halograd.program.views import View
+    from ..program.context import Context
+    from ..program.operations import KernelSpec
+    from ..program.views import View
 
 __all__ = ["LocalLoss", "Loss", "LossBlock", "LossOfKernel", "LossPlace"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels import LossArrays
-from halograd.layers.costs import Judgement
-from halograd.layers.layer import Shape
-from halograd.layers.loss import Loss, LossBlock, LossOfKernel
+from ..kernels import LossArrays
+from .costs import Judgement
+from .layer import Shape
+from .loss import Loss, LossBlock, LossOfKernel
 
 __all__ = ["BinaryCrossEntropyWithLogits", "MeanSquaredError"]
 

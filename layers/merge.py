@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from halograd.dtensor import Blocks, Box, Interval, Layout
-from halograd.layers.contraction import masking
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
+from ..dtensor import Blocks, Box, Interval, Layout
+from .contraction import masking
+from .costs import Passes
+from .layer import Layer, Shape
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
-    from halograd.program.views import View
+    from ..program.context import Context
+    from ..program.views import View
 
 __all__ = ["Add", "Concat"]
 

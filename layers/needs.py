@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
-from halograd.dtensor import Blocks, Box, Interval, Intervals, Window
 from halograd.errors import UserError
+
+from ..dtensor import Blocks, Box, Interval, Intervals, Window
 
 __all__ = ["ended", "probe", "reaching", "sliding"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from halograd.layers.layer import Input, Layer, Node, Shape
-from halograd.layers.loss import Loss
-from halograd.layers.parameter import Parameter
+from .layer import Input, Layer, Node, Shape
+from .loss import Loss
+from .parameter import Parameter
 
 __all__ = ["Network"]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from halograd.dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
-from halograd.layers.network import Network
-from halograd.layers.parameter import Parameter
-from halograd.layers.strategy import Strategy
+from ..dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
+from .network import Network
+from .parameter import Parameter
+from .strategy import Strategy
 
 __all__ = ["ParameterBlocks", "block_channels", "blocks_of", "parameter_blocks"]
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from halograd.dtensor import Window
-from halograd.layers.convolution import local_geometry
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
-from halograd.layers.pair import Pair
-from halograd.layers.stencil import Stencil
+from ..dtensor import Window
+from .convolution import local_geometry
+from .costs import Passes
+from .layer import Layer, Shape
+from .pair import Pair
+from .stencil import Stencil
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["AveragePool", "MaxPool"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from halograd.dtensor import Blocks, Layout
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer
+from ..dtensor import Blocks, Layout
+from .costs import Passes
+from .layer import Layer
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["Redistribute"]
 

@@ -6,16 +6,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from halograd.errors import UserError
-from halograd.layers.batch_norm import BatchNorm
-from halograd.layers.dense import Dense
-from halograd.layers.global_pooling import GlobalAveragePool
-from halograd.layers.group_norm import GroupNorm
-from halograd.layers.layer import Layer
-from halograd.layers.network import Network
-from halograd.layers.parameter import Parameter
-from halograd.layers.parameter_blocks import ParameterBlocks
-from halograd.layers.pooling import AveragePool, MaxPool
-from halograd.layers.reduction_scheme import Scheme
+
+from .batch_norm import BatchNorm
+from .dense import Dense
+from .global_pooling import GlobalAveragePool
+from .group_norm import GroupNorm
+from .layer import Layer
+from .network import Network
+from .parameter import Parameter
+from .parameter_blocks import ParameterBlocks
+from .pooling import AveragePool, MaxPool
+from .reduction_scheme import Scheme
 
 __all__ = [
     "Gradient",

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from halograd.comm.sums import METHODS, Method
 from halograd.errors import UserError
 from halograd.schema import STRICT, Count, Whole, build, check_fields
+
+from ..comm.sums import METHODS, Method
 
 __all__ = ["BY_NODES", "KINDS", "NAMES", "Kind", "Name", "Payload", "Scheme"]
 

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from halograd.dtensor import Groups
-from halograd.layers.row_gather import RowGather, padded_rows
+from ..dtensor import Groups
+from .row_gather import RowGather, padded_rows
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["ReplicatedDense", "lower_replicated"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from halograd.errors import UserError
-from halograd.layers.dense import Dense
-from halograd.layers.layer import Node
-from halograd.layers.network import Network
-from halograd.layers.strategy import Strategy
+
+from .dense import Dense
+from .layer import Node
+from .network import Network
+from .strategy import Strategy
 
 __all__ = ["check_replicated", "replicable_layers", "saves_traffic"]
 

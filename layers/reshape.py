@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from halograd.dtensor import Blocks, Box, Layout
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
+from ..dtensor import Blocks, Box, Layout
+from .costs import Passes
+from .layer import Layer, Shape
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["Flatten"]
 

@@ -8,14 +8,14 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from halograd.dtensor import Box
-from halograd.kernels import Resampled, Resampling
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
-from halograd.layers.pair import Pair
+from ..dtensor import Box
+from ..kernels import Resampled, Resampling
+from .costs import Passes
+from .layer import Layer, Shape
+from .pair import Pair
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["Resize"]
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.dtensor import Groups
-from halograd.kernels import ClassTargets, LossArrays
-from halograd.layers.costs import Judgement
-from halograd.layers.layer import Shape
-from halograd.layers.loss import Loss, LossBlock, LossOfKernel, LossPlace
+from ..dtensor import Groups
+from ..kernels import ClassTargets, LossArrays
+from .costs import Judgement
+from .layer import Shape
+from .loss import Loss, LossBlock, LossOfKernel, LossPlace
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
-    from halograd.program.operations import KernelSpec
+    from ..program.context import Context
+    from ..program.operations import KernelSpec
 
 __all__ = ["SoftmaxCrossEntropy"]
 

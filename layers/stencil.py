@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halograd.dtensor import Window
+from ..dtensor import Window
 
 __all__ = ["Stencil"]
 

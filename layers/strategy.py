@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from halograd.documents import read_json, shown_path
-from halograd.dtensor import Layout, axis_names, shared_boundaries
 from halograd.errors import UserError
 from halograd.files import write_whole
-from halograd.layers.axes import AXES
-from halograd.layers.layer import Node
-from halograd.layers.loss import Loss
-from halograd.layers.network import Network
-from halograd.layers.reduction_scheme import Scheme
 from halograd.schema import STRICT, As, Count, Shares, Size, Table, build, check_fields
+
+from ..dtensor import Layout, axis_names, shared_boundaries
+from .axes import AXES
+from .layer import Node
+from .loss import Loss
+from .network import Network
+from .reduction_scheme import Scheme
 
 __all__ = ["AXES", "Cut", "CutField", "Strategy", "counts_of", "cuts_text", "layout_of"]
 
@@ -146,8 +147,8 @@ class Strategy:
         return f"{cuts_text(self.cuts_of(most))}{f' of layer {most!r}' if most else ''}"
 
     def _check_reduction(self, network: Network) -> None:
-        from halograd.layers.reduction_chunks import check_scheme  # not at the top: layers know strategies
-        from halograd.layers.replication import check_replicated
+        from .reduction_chunks import check_scheme  # not at the top: layers know strategies
+        from .replication import check_replicated
 
         check_scheme(self.reduction, network)
         check_replicated(self, network)

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from halograd.dtensor import Box, Window, input_box
+from ..dtensor import Box, Window, input_box
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context, Gathered
+    from ..program.context import Context, Gathered
 
 __all__ = ["boundary_boxes", "lower_strips"]
 
@@ -47,7 +47,7 @@ def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Seque
 
 def lower_strips(context: Context, windows: Sequence[Window], x: Gathered, groups: int, relu: bool) -> None:
     """Compute the boundary strips of a convolution. Local."""
-    from halograd.layers.convolution import conv_forward, local_geometry
+    from .convolution import conv_forward, local_geometry
 
     value = context.inputs[0]
     shape, y, origin = value.layout.shape, context.y, context.box.start

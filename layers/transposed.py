@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from halograd.dtensor import Box, Window, input_box, output_box
-from halograd.layers.convolution import conv_data, conv_filter, conv_forward, local_geometry, zeroing
-from halograd.layers.costs import Passes
-from halograd.layers.layer import Layer, Shape
-from halograd.layers.parameter import Parameter
-from halograd.layers.stencil import spread
+from ..dtensor import Box, Window, input_box, output_box
+from .convolution import conv_data, conv_filter, conv_forward, local_geometry, zeroing
+from .costs import Passes
+from .layer import Layer, Shape
+from .parameter import Parameter
+from .stencil import spread
 
 if TYPE_CHECKING:
-    from halograd.program.context import Context
+    from ..program.context import Context
 
 __all__ = ["ConvTranspose"]
 

@@ -9,15 +9,16 @@ from typing import Any
 from halograd import schema
 from halograd.documents import shown
 from halograd.errors import UserError
-from halograd.layers import Network
-from halograd.models.alexnet import alexnet
-from halograd.models.googlenet import googlenet
-from halograd.models.inception import inception_v3
-from halograd.models.lenet import lenet5
-from halograd.models.mesh import mesh, mesh_1k, mesh_2k
-from halograd.models.resnet import resnet, resnet50, resnet152
-from halograd.models.unet import unet, unet2d, unet3d
-from halograd.models.vgg import vgg, vgg16, vgg128, vgg256, vgg512, vgg_a
+
+from ..layers import Network
+from .alexnet import alexnet
+from .googlenet import googlenet
+from .inception import inception_v3
+from .lenet import lenet5
+from .mesh import mesh, mesh_1k, mesh_2k
+from .resnet import resnet, resnet50, resnet152
+from .unet import unet, unet2d, unet3d
+from .vgg import vgg, vgg16, vgg128, vgg256, vgg512, vgg_a
 
 __all__ = [
     "MODELS",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from halograd.layers import Conv, Dense, Flatten, Input, LocalResponseNorm, MaxPool, Network, Node
-from halograd.models.classifier import classifier, dense_relu_dropout, scaled
-from halograd.models.options import Extent, Factor, Filters, Rate
+from ..layers import Conv, Dense, Flatten, Input, LocalResponseNorm, MaxPool, Network, Node
+from .classifier import classifier, dense_relu_dropout, scaled
+from .options import Extent, Factor, Filters, Rate
 
 __all__ = ["alexnet"]
 

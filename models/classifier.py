@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halograd.layers import AuxiliaryCrossEntropy, Dense, Dropout, Input, Network, Node, ReLU, SoftmaxCrossEntropy
+from ..layers import AuxiliaryCrossEntropy, Dense, Dropout, Input, Network, Node, ReLU, SoftmaxCrossEntropy
 
 __all__ = ["classifier", "dense_relu_dropout", "scaled"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halograd.layers import (
+from ..layers import (
     AveragePool,
     Concat,
     Conv,
@@ -16,8 +16,8 @@ from halograd.layers import (
     Network,
     Node,
 )
-from halograd.models.classifier import classifier, dense_relu_dropout, scaled
-from halograd.models.options import Extent, Factor, Filters, Rate
+from .classifier import classifier, dense_relu_dropout, scaled
+from .options import Extent, Factor, Filters, Rate
 
 __all__ = ["googlenet"]
 

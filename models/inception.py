@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halograd.layers import (
+from ..layers import (
     AveragePool,
     BatchNorm,
     Concat,
@@ -18,8 +18,8 @@ from halograd.layers import (
     Network,
     Node,
 )
-from halograd.models.classifier import classifier, scaled
-from halograd.models.options import Extent, Factor, Filters, Rate, Statistics
+from .classifier import classifier, scaled
+from .options import Extent, Factor, Filters, Rate, Statistics
 
 __all__ = ["inception_v3"]
 

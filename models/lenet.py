@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from halograd.layers import Conv, Dense, Flatten, Input, MaxPool, Network, ReLU, SoftmaxCrossEntropy
-from halograd.models.classifier import scaled
-from halograd.models.options import Extent, Factor, Filters
+from ..layers import Conv, Dense, Flatten, Input, MaxPool, Network, ReLU, SoftmaxCrossEntropy
+from .classifier import scaled
+from .options import Extent, Factor, Filters
 
 __all__ = ["lenet5"]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from halograd.layers import (
+from ..layers import (
     BatchNorm,
     BinaryCrossEntropyWithLogits,
     Concat,
@@ -17,7 +17,7 @@ from halograd.layers import (
     Node,
     Resize,
 )
-from halograd.models.options import Extent, Filters, Name, Statistics, Times, Weight
+from .options import Extent, Filters, Name, Statistics, Times, Weight
 
 __all__ = ["mesh", "mesh_1k", "mesh_2k"]
 

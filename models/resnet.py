@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from halograd.layers import (
+from ..layers import (
     BatchNorm,
     Conv,
     Dense,
@@ -18,7 +18,7 @@ from halograd.layers import (
     Node,
     SoftmaxCrossEntropy,
 )
-from halograd.models.options import Extent, Filters, Name, Statistics, Times
+from .options import Extent, Filters, Name, Statistics, Times
 
 __all__ = ["resnet", "resnet50", "resnet152"]
 

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from halograd.layers import BatchNorm, Concat, Conv, ConvTranspose, Input, MaxPool, Network, Node, SoftmaxCrossEntropy
-from halograd.models.options import Extent, Extents, Filters, Name, Statistics
 from halograd.schema import Count
+
+from ..layers import BatchNorm, Concat, Conv, ConvTranspose, Input, MaxPool, Network, Node, SoftmaxCrossEntropy
+from .options import Extent, Extents, Filters, Name, Statistics
 
 __all__ = ["unet", "unet2d", "unet3d"]
 

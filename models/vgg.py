@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from halograd.layers import Conv, Dense, Flatten, Input, MaxPool, Network, Node
-from halograd.models.classifier import classifier, dense_relu_dropout, scaled
-from halograd.models.options import Extent, Factor, Filters, Name, Rate
+from ..layers import Conv, Dense, Flatten, Input, MaxPool, Network, Node
+from .classifier import classifier, dense_relu_dropout, scaled
+from .options import Extent, Factor, Filters, Name, Rate
 
 __all__ = ["vgg", "vgg16", "vgg128", "vgg256", "vgg512", "vgg_a"]
 

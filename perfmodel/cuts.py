@@ -28,10 +28,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
-from halograd.dtensor import axis_names
 from halograd.errors import UserError
-from halograd.layers import Layer, Network, Node, Strategy
-from halograd.layers.axes import AXES
+
+from ..dtensor import axis_names
+from ..layers import Layer, Network, Node, Strategy
+from ..layers.axes import AXES
 
 __all__ = ["BASELINES", "CHANNELS", "UNEVEN", "Parts", "baseline", "candidates", "divisors"]
 

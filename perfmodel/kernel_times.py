@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from halograd.errors import UserError
-from halograd.layers import Layer
-from halograd.perfmodel.machine import Machine
+
+from ..layers import Layer
+from .machine import Machine
 
 if TYPE_CHECKING:
-    from halograd.perfmodel.profile.cache import Conditions, TimeCache
+    from .profile.cache import Conditions, TimeCache
 
 __all__ = ["KernelTimes", "LayerTime", "LayerWork", "MeasuredTimes", "Recorded", "RooflineTimes"]
 

@@ -201,13 +201,13 @@ class Machine:
         UserError
             There is no such machine or file, or the file has a wrong unit, an unknown key or a missing level.
         """
-        from halograd.perfmodel.machine_file import load_machine
+        from .machine_file import load_machine
 
         return load_machine(name_or_path)
 
     def to_toml(self) -> str:
         """The text of a machine file that `load` reads back to an equal machine."""
-        from halograd.perfmodel.machine_file import machine_to_toml
+        from .machine_file import machine_to_toml
 
         return machine_to_toml(self)
 

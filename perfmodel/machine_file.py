@@ -12,8 +12,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from halograd.documents import parse_toml, read_toml, shown, shown_path, to_toml
 from halograd.errors import UserError
-from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Overheads
 from halograd.schema import LARGEST, MOST, Count, Table, build
+
+from .machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Overheads
 
 __all__ = ["UNITS", "format_quantity", "load_machine", "machine_to_toml", "parse_machine", "parse_quantity"]
 

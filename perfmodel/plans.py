@@ -16,9 +16,10 @@ from pydantic import Field
 from halograd.documents import read_json, shown, shown_path
 from halograd.errors import UserError
 from halograd.files import write_whole
-from halograd.layers import Network, Strategy
-from halograd.perfmodel.machine import Machine
 from halograd.schema import STRICT, Bytes, Count, NotNegative, Positive, Text, Whole, build
+
+from ..layers import Network, Strategy
+from .machine import Machine
 
 __all__ = ["Alternative", "LayerRecord", "Plan", "Prediction", "Ranks", "Request", "is_plan"]
 
@@ -203,7 +204,7 @@ class Request:
 
     def load_machine(self) -> Machine:
         """The machine that was planned for, as it was then."""
-        from halograd.perfmodel.machine_file import parse_machine
+        from .machine_file import parse_machine
 
         return parse_machine(self.machine, f"machine {self.machine_file} in the plan")
 

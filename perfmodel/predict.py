@@ -12,19 +12,20 @@ from typing import Any
 
 from halograd.documents import bytes_text
 from halograd.errors import UserError
-from halograd.layers import Network, Strategy
-from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.cost.layer_cost import Pricing
-from halograd.perfmodel.cost.network_costs import NetworkCosts, network_costs
-from halograd.perfmodel.cost.simulate import Simulation, Training
-from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.cuts import BASELINES, baseline
-from halograd.perfmodel.kernel_times import KernelTimes
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.planners import PLANNERS, NoneFits, Selection
-from halograd.perfmodel.plans import Alternative, Plan, Prediction, Ranks
-from halograd.perfmodel.reduction_choice import planned_schemes
 from halograd.schema import build
+
+from ..layers import Network, Strategy
+from ..layers.reduction_scheme import Scheme
+from .cost.layer_cost import Pricing
+from .cost.network_costs import NetworkCosts, network_costs
+from .cost.simulate import Simulation, Training
+from .cost.wires import Wires
+from .cuts import BASELINES, baseline
+from .kernel_times import KernelTimes
+from .machine import Machine
+from .planners import PLANNERS, NoneFits, Selection
+from .plans import Alternative, Plan, Prediction, Ranks
+from .reduction_choice import planned_schemes
 
 __all__ = ["Planning", "plan_network"]
 

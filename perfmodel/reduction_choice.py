@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from halograd.layers import Network, Strategy
-from halograd.layers.reduction_chunks import kind_of
-from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.replication import replicable_layers
-from halograd.perfmodel.cost.layer_cost import Pricing
-from halograd.perfmodel.cost.simulate import Simulation, Training
-from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.kernel_times import KernelTimes
-from halograd.perfmodel.machine import Machine
+from ..layers import Network, Strategy
+from ..layers.reduction_chunks import kind_of
+from ..layers.reduction_scheme import Scheme
+from ..layers.replication import replicable_layers
+from .cost.layer_cost import Pricing
+from .cost.simulate import Simulation, Training
+from .cost.wires import Wires
+from .kernel_times import KernelTimes
+from .machine import Machine
 
 __all__ = ["PricedScheme", "candidate_schemes", "first_chunks", "planned_schemes", "rank_schemes", "shortlist"]
 

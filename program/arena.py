@@ -15,8 +15,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halograd.program.operations import Operation
-from halograd.program.views import Buffer
+from .operations import Operation
+from .views import Buffer
 
 __all__ = ["ALIGNMENT", "Placement", "place"]
 

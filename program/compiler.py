@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import is_low, wide
-from halograd.layers import Input, Network, Node, Redistribute
-from halograd.layers.parameter import Parameter
-from halograd.layers.parameter_blocks import ParameterBlocks, blocks_of, parameter_blocks
-from halograd.layers.strategy import Cut, Strategy, counts_of, layout_of
-from halograd.program.context import Context
-from halograd.program.operations import KernelSpec, Operation, Run
-from halograd.program.program import Program, Segment, Step
-from halograd.program.values import Value
-from halograd.program.views import Buffer, View
+from ..device import is_low, wide
+from ..layers import Input, Network, Node, Redistribute
+from ..layers.parameter import Parameter
+from ..layers.parameter_blocks import ParameterBlocks, blocks_of, parameter_blocks
+from ..layers.strategy import Cut, Strategy, counts_of, layout_of
+from .context import Context
+from .operations import KernelSpec, Operation, Run
+from .program import Program, Segment, Step
+from .values import Value
+from .views import Buffer, View
 
 __all__ = ["Lowered", "Target", "compile_program", "lower_alone"]
 

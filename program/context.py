@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import wide
-from halograd.dtensor import Blocks, Box, Groups, plan_exchange
-from halograd.layers.axes import AXES
-from halograd.layers.layer import Layer, Shape
-from halograd.layers.needs import ended
-from halograd.program.operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
-from halograd.program.values import Value
-from halograd.program.views import Buffer, Region, View
+from ..device import wide
+from ..dtensor import Blocks, Box, Groups, plan_exchange
+from ..layers.axes import AXES
+from ..layers.layer import Layer, Shape
+from ..layers.needs import ended
+from .operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
+from .values import Value
+from .views import Buffer, Region, View
 
 __all__ = ["Context", "Gathered", "Returned"]
 

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from halograd.program.operations import Operation, Run, Sum, Total, Transfer
-from halograd.program.program import Program
-from halograd.program.traffic import ExchangeTraffic, GroupSum, Move
+from .operations import Operation, Run, Sum, Total, Transfer
+from .program import Program
+from .traffic import ExchangeTraffic, GroupSum, Move
 
 __all__ = ["Ledger", "Sender", "messages_of", "sums_of"]
 

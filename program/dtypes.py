@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from halograd.device import as_dtype
+from ..device import as_dtype
 
 __all__ = ["dtype_of"]
 

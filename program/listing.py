@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from halograd.program.operations import Operation, Run, Total, Transfer
-from halograd.program.program import Program
-from halograd.program.views import View
+from .operations import Operation, Run, Total, Transfer
+from .program import Program
+from .views import View
 
 __all__ = ["lines_of"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from halograd.dtensor import Blocks, Groups
-from halograd.program.views import Buffer, View
+from ..dtensor import Blocks, Groups
+from .views import Buffer, View
 
 __all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Run", "Sum", "Timing", "Total", "Transfer"]
 

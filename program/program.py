@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.device import wide
-from halograd.layers.layer import Layer
-from halograd.program.arena import Placement, place
-from halograd.program.operations import KernelSpec, Operation
-from halograd.program.values import Value
-from halograd.program.views import View
+from ..device import wide
+from ..layers.layer import Layer
+from .arena import Placement, place
+from .operations import KernelSpec, Operation
+from .values import Value
+from .views import View
 
 if TYPE_CHECKING:
-    from halograd.program.compiler import Target
+    from .compiler import Target
 
 __all__ = ["Program", "Segment", "Step"]
 

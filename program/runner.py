@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.comm.reduction import ReductionSpec
-from halograd.comm.sums import METHODS
-from halograd.dtensor import Exchange
-from halograd.kernels import Substitute
-from halograd.layers.groups import reductions_in_groups
-from halograd.program import operations
-from halograd.program.mode import Mode
-from halograd.program.operations import KernelSpec, Operation, Run, Sum, Total, Transfer
-from halograd.program.program import Program, Segment
-from halograd.program.recording import Item
-from halograd.program.views import Buffer, Region, View
+from ..comm.reduction import ReductionSpec
+from ..comm.sums import METHODS
+from ..dtensor import Exchange
+from ..kernels import Substitute
+from ..layers.groups import reductions_in_groups
+from . import operations
+from .mode import Mode
+from .operations import KernelSpec, Operation, Run, Sum, Total, Transfer
+from .program import Program, Segment
+from .recording import Item
+from .views import Buffer, Region, View
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
+    from ..comm import Communicator
 
 __all__ = ["Environment", "Pass", "Runner"]
 

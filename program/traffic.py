@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from halograd.dtensor import Groups
-from halograd.dtensor.blocks import Blocks, outer, padded
+from ..dtensor import Groups
+from ..dtensor.blocks import Blocks, outer, padded
 
 __all__ = ["ExchangeTraffic", "GroupSum", "Move"]
 

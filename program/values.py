@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.dtensor import Blocks, Box, Layout, hull
-from halograd.program.views import Buffer, Region, View
+from ..dtensor import Blocks, Box, Layout, hull
+from .views import Buffer, Region, View
 
 __all__ = ["Value", "is_packed"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from halograd.dtensor import Box
+from ..dtensor import Box
 
 __all__ = ["Buffer", "Region", "View"]
 

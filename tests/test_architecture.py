@@ -243,6 +243,13 @@ def test_functions_and_classes_are_no_larger_than_a_reader_can_hold():
     assert oversized(files[0], f"def f({nine}): pass\nclass C:\n" + "    def f(self): pass\n" * 26)
 
 
+def test_folders_import_each_other_relatively():
+    """So a file means the same whether a tool opens it as ``comm/sums.py`` or as ``halograd/comm/sums.py``."""
+    absolute = re.compile(rf"^\s*(?:from|import) halograd\.({'|'.join(BELOW)})\b", re.MULTILINE)
+    found = [name(path) for path in library() if absolute.search(path.read_text(encoding="utf-8"))]
+    assert not found, f"expected relative imports, as `from ..comm import`, got absolute ones in {found}"
+
+
 def test_one_class_has_a_name():
     homes: dict[str, list[str]] = {}
     for path in library():

@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halograd.layers import Strategy
-    from halograd.training.checkpoint import Snapshot, TrainingProgress, read_checkpoint, write_checkpoint
-    from halograd.training.config import Config, load_config
-    from halograd.training.executor import Executor
-    from halograd.training.metrics import Confusion, Evaluation
-    from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
-    from halograd.training.run import evaluate, train
-    from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
-    from halograd.training.store import ParameterStore
-    from halograd.training.timeline import Timeline, write_trace
-    from halograd.training.trainer import Diverged, Trainer
+    from ..layers import Strategy
+    from .checkpoint import Snapshot, TrainingProgress, read_checkpoint, write_checkpoint
+    from .config import Config, load_config
+    from .executor import Executor
+    from .metrics import Confusion, Evaluation
+    from .optimizers import LARS, SGD, Adam, AdamW, Optimizer
+    from .run import evaluate, train
+    from .schedules import Constant, Cosine, StepDecay, WarmUp
+    from .store import ParameterStore
+    from .timeline import Timeline, write_trace
+    from .trainer import Diverged, Trainer
 
 __all__ = [
     "LARS",

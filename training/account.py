@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from halograd import __version__
-from halograd.comm import Communicator
-from halograd.layers.strategy import cuts_text
-from halograd.training.directory import job_id
-from halograd.training.epochs import TrainingRun
-from halograd.training.log import RunLog
-from halograd.training.session import Session
-from halograd.training.step_times import RunPlan
-from halograd.training.timeline import write_trace
+
+from ..comm import Communicator
+from ..layers.strategy import cuts_text
+from .directory import job_id
+from .epochs import TrainingRun
+from .log import RunLog
+from .session import Session
+from .step_times import RunPlan
+from .timeline import write_trace
 
 __all__ = ["begin_entry", "headline", "report_plan", "report_times"]
 

@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Any
 from halograd import schema
 from halograd.documents import bytes_text, read_json, shown_path
 from halograd.errors import UserError
-from halograd.layers import Network
-from halograd.layers.parameter_blocks import parameter_blocks
-from halograd.layers.strategy import Strategy, counts_of, cuts_text
-from halograd.models import build
-from halograd.perfmodel.cost import buckets_of, memory_of, program_of
-from halograd.perfmodel.plans import Plan, is_plan
-from halograd.perfmodel.profile.device import memory_size
-from halograd.program.compiler import Target
-from halograd.program.dtypes import dtype_of
-from halograd.training.config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
-from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
-from halograd.training.schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
-from halograd.training.store import ParameterStore
+
+from ..layers import Network
+from ..layers.parameter_blocks import parameter_blocks
+from ..layers.strategy import Strategy, counts_of, cuts_text
+from ..models import build
+from ..perfmodel.cost import buckets_of, memory_of, program_of
+from ..perfmodel.plans import Plan, is_plan
+from ..perfmodel.profile.device import memory_size
+from ..program.compiler import Target
+from ..program.dtypes import dtype_of
+from .config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
+from .optimizers import LARS, SGD, Adam, AdamW, Optimizer
+from .schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
+from .store import ParameterStore
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
+    from ..comm import Communicator
 
 __all__ = [
     "check_batch",

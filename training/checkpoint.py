@@ -26,15 +26,16 @@ from typing import Any, TypeVar
 import h5py
 import numpy as np
 
-from halograd.comm import Communicator
-from halograd.data.atomic import atomic_path
-from halograd.device import device_of
 from halograd.errors import UserError
-from halograd.training.chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
-from halograd.training.node_readers import NodeReaders
-from halograd.training.optimizers import Optimizer
-from halograd.training.snapshot import Snapshot, TrainingProgress, fingerprint
-from halograd.training.store import ParameterStore
+
+from ..comm import Communicator
+from ..data.atomic import atomic_path
+from ..device import device_of
+from .chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
+from .node_readers import NodeReaders
+from .optimizers import Optimizer
+from .snapshot import Snapshot, TrainingProgress, fingerprint
+from .store import ParameterStore
 
 __all__ = [
     "CheckpointReader",

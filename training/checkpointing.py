@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import time
 
-from halograd.comm.errors import mark_agreed
-from halograd.data.errors import DataError
-from halograd.data.sampler import Sampler
-from halograd.training.checkpoint import Snapshot, TrainingProgress
-from halograd.training.executor import CHECKPOINT
-from halograd.training.folder import CheckpointFolder
-from halograd.training.log import RunLog
-from halograd.training.optimizers import Optimizer
-from halograd.training.reduction.auto import AutoReduction
-from halograd.training.session import Session
+from ..comm.errors import mark_agreed
+from ..data.errors import DataError
+from ..data.sampler import Sampler
+from .checkpoint import Snapshot, TrainingProgress
+from .executor import CHECKPOINT
+from .folder import CheckpointFolder
+from .log import RunLog
+from .optimizers import Optimizer
+from .reduction.auto import AutoReduction
+from .session import Session
 
 __all__ = ["Checkpoints"]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from halograd.comm import Communicator
-from halograd.kernels import Kernel
-from halograd.training.pending import FetchedNumber, PendingLoss
-from halograd.training.reduction import Reducer
-from halograd.training.shards import is_sharded, owned
-from halograd.training.store import Bucket, ParameterStore
+from ..comm import Communicator
+from ..kernels import Kernel
+from .pending import FetchedNumber, PendingLoss
+from .reduction import Reducer
+from .shards import is_sharded, owned
+from .store import Bucket, ParameterStore
 
 __all__ = ["Clip"]
 

@@ -15,9 +15,6 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 
 from halograd.documents import is_one_line, parse_option, parse_toml, read_toml, shown, shown_path
 from halograd.errors import UserError
-from halograd.layers.reduction_scheme import Name, Payload, Scheme
-from halograd.layers.strategy import CutField
-from halograd.perfmodel.machine_file import parse_quantity
 from halograd.schema import (
     LARGEST,
     Below1,
@@ -32,6 +29,10 @@ from halograd.schema import (
     Whole,
     build,
 )
+
+from ..layers.reduction_scheme import Name, Payload, Scheme
+from ..layers.strategy import CutField
+from ..perfmodel.machine_file import parse_quantity
 
 __all__ = [
     "BackendConfig",

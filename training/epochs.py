@@ -12,24 +12,25 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
-from halograd.data import Batch
 from halograd.errors import UserError
-from halograd.layers.reduction_scheme import Scheme
 from halograd.schema import build
-from halograd.training.build import make_optimizer, make_schedule
-from halograd.training.checkpoint import CheckpointReader
-from halograd.training.checkpointing import Checkpoints
-from halograd.training.config import ScheduleConfig
-from halograd.training.executor import STOP
-from halograd.training.folder import CheckpointFolder
-from halograd.training.log import Entry, RunLog, read_log
-from halograd.training.loss_watch import LossWatch
-from halograd.training.metrics import Errors, Evaluation
-from halograd.training.reduction.auto import Tuning, report_to
-from halograd.training.session import Session
-from halograd.training.signals import CHECKPOINTED, StopSignals
-from halograd.training.step_times import StepTimes
-from halograd.training.trainer import Diverged, Trainer
+
+from ..data import Batch
+from ..layers.reduction_scheme import Scheme
+from .build import make_optimizer, make_schedule
+from .checkpoint import CheckpointReader
+from .checkpointing import Checkpoints
+from .config import ScheduleConfig
+from .executor import STOP
+from .folder import CheckpointFolder
+from .log import Entry, RunLog, read_log
+from .loss_watch import LossWatch
+from .metrics import Errors, Evaluation
+from .reduction.auto import Tuning, report_to
+from .session import Session
+from .signals import CHECKPOINTED, StopSignals
+from .step_times import StepTimes
+from .trainer import Diverged, Trainer
 
 __all__ = ["TrainingRun", "evaluate_batches"]
 

@@ -10,30 +10,30 @@ from typing import Any
 
 import numpy as np
 
-from halograd.comm import Communicator
-from halograd.comm.errors import is_shared
-from halograd.device import is_low
-from halograd.dtensor import Box, Exchange, Layout
-from halograd.layers import Network
-from halograd.layers.parameter_blocks import parameter_blocks
-from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.replication import dense_layers, replicable_layers
-from halograd.layers.strategy import Strategy
-from halograd.program.compiler import Target, compile_program
-from halograd.program.mode import Mode
-from halograd.program.recording import Item
-from halograd.program.runner import Runner
-from halograd.program.values import Value
-from halograd.training.graph import GraphedPass, check_graph
-from halograd.training.inputs import block_of, check_name
-from halograd.training.kernels import report_substitutes
-from halograd.training.memory import Memory
-from halograd.training.pending import FetchedNumber, PendingLoss
-from halograd.training.precision import check_dtype
-from halograd.training.reduction import Reducer, check_possible
-from halograd.training.stall import Pulse
-from halograd.training.store import ParameterStore
-from halograd.training.timeline import DeviceSpans
+from ..comm import Communicator
+from ..comm.errors import is_shared
+from ..device import is_low
+from ..dtensor import Box, Exchange, Layout
+from ..layers import Network
+from ..layers.parameter_blocks import parameter_blocks
+from ..layers.reduction_scheme import Scheme
+from ..layers.replication import dense_layers, replicable_layers
+from ..layers.strategy import Strategy
+from ..program.compiler import Target, compile_program
+from ..program.mode import Mode
+from ..program.recording import Item
+from ..program.runner import Runner
+from ..program.values import Value
+from .graph import GraphedPass, check_graph
+from .inputs import block_of, check_name
+from .kernels import report_substitutes
+from .memory import Memory
+from .pending import FetchedNumber, PendingLoss
+from .precision import check_dtype
+from .reduction import Reducer, check_possible
+from .stall import Pulse
+from .store import ParameterStore
+from .timeline import DeviceSpans
 
 __all__ = ["CHECKPOINT", "STOP", "VOTES", "Block", "Executor"]
 

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from halograd.comm import Communicator
 from halograd.errors import UserError
-from halograd.training.checkpoint import (
+
+from ..comm import Communicator
+from .checkpoint import (
     CheckpointReader,
     DamagedCheckpoint,
     Snapshot,
@@ -23,7 +24,7 @@ from halograd.training.checkpoint import (
     UnusableCheckpoint,
     write_checkpoint,
 )
-from halograd.training.root import on_root
+from .root import on_root
 
 __all__ = ["CheckpointFolder"]
 

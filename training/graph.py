@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from halograd.comm import Communicator
-from halograd.device import Device
 from halograd.errors import UserError
-from halograd.program.recording import Item, Section, apart, sections
+
+from ..comm import Communicator
+from ..device import Device
+from ..program.recording import Item, Section, apart, sections
 
 __all__ = ["GraphedPass", "check_graph"]
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from halograd.data import LoadedBatch
-from halograd.device import Ticket, is_low
-from halograd.dtensor import Box
 from halograd.errors import UserError
-from halograd.training.memory import Memory
+
+from ..data import LoadedBatch
+from ..device import Ticket, is_low
+from ..dtensor import Box
+from .memory import Memory
 
 __all__ = ["DeviceFeed", "block_of", "check_name"]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from halograd.comm import Communicator
-from halograd.comm.boot import on_interrupt
-from halograd.comm.errors import mark_agreed
-from halograd.training.folder import CheckpointFolder
-from halograd.training.stall import Pulse
-from halograd.training.watchdog import Watchdog
+from ..comm import Communicator
+from ..comm.boot import on_interrupt
+from ..comm.errors import mark_agreed
+from .folder import CheckpointFolder
+from .stall import Pulse
+from .watchdog import Watchdog
 
 __all__ = ["Interruption"]
 

@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from halograd.comm import CommError, Communicator
-from halograd.device import DeviceError
-from halograd.device.cupy import choose_ordinal, count_devices, import_cupy
 from halograd.errors import UserError
-from halograd.kernels import Backend, KernelError, Substitute, get_backend
-from halograd.training.config import BackendConfig
+
+from ..comm import CommError, Communicator
+from ..device import DeviceError
+from ..device.cupy import choose_ordinal, count_devices, import_cupy
+from ..kernels import Backend, KernelError, Substitute, get_backend
+from .config import BackendConfig
 
 __all__ = ["connect_device", "local_rank", "open_kernels", "report_substitutes"]
 

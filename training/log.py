@@ -17,10 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from halograd.comm.terminal import terminal_columns
 from halograd.errors import UserError
 from halograd.files import write_whole
-from halograd.training.timeline import BUSY
+
+from ..comm.terminal import terminal_columns
+from .timeline import BUSY
 
 __all__ = [
     "Entry",

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.device import Ticket
 from halograd.errors import UserError
-from halograd.training.memory import Memory
+
+from ..device import Ticket
+from .memory import Memory
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator, Reduction
+    from ..comm import Communicator, Reduction
 
 __all__ = ["LossScale"]
 

@@ -25,9 +25,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
-from halograd.comm import Communicator
-from halograd.training.peers import Connection
-from halograd.training.tree import Tree
+from ..comm import Communicator
+from .peers import Connection
+from .tree import Tree
 
 __all__ = ["Listener", "Meeting", "Where", "join"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import Device
-from halograd.kernels import Backend
+from ..device import Device
+from ..kernels import Backend
 
 __all__ = ["Memory"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import is_low
-from halograd.layers.costs import Judgement
-from halograd.program.values import Value
-from halograd.training.executor import Executor
+from ..device import is_low
+from ..layers.costs import Judgement
+from ..program.values import Value
+from .executor import Executor
 
 __all__ = ["Confusion", "Errors", "Evaluation", "scores"]
 

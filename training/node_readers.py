@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from halograd.comm import Communicator
-from halograd.comm.errors import mark_agreed
+from ..comm import Communicator
+from ..comm.errors import mark_agreed
 
 __all__ = ["NodeReaders"]
 

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.device import Device, Ticket
 from halograd.errors import UserError
-from halograd.kernels import Kernel, UpdateArrays
-from halograd.training.shards import gather_shards, is_sharded, owned
-from halograd.training.store import Bucket, ParameterStore
+
+from ..device import Device, Ticket
+from ..kernels import Kernel, UpdateArrays
+from .shards import gather_shards, is_sharded, owned
+from .store import Bucket, ParameterStore
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
+    from ..comm import Communicator
 
 __all__ = ["LARS", "SGD", "Adam", "AdamW", "Optimizer"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import Device, Ticket
+from ..device import Device, Ticket
 
 __all__ = ["FetchedNumber", "PendingLoss"]
 

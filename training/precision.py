@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import as_dtype, is_low
 from halograd.errors import UserError
+
+from ..device import as_dtype, is_low
 
 __all__ = ["check_dtype"]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from halograd.data import Batch, DataError
-from halograd.data.atomic import atomic_path, check_writable
-from halograd.data.reading import open_to_read, regular_size
-from halograd.device import is_low
-from halograd.training.session import Session
+from ..data import Batch, DataError
+from ..data.atomic import atomic_path, check_writable
+from ..data.reading import open_to_read, regular_size
+from ..device import is_low
+from .session import Session
 
 __all__ = ["check_predictions", "write_predictions"]
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from halograd.comm.errors import mark_agreed
-from halograd.data.errors import DataError
 from halograd.errors import UserError
-from halograd.training.config import Config, load_config
+
+from ..comm.errors import mark_agreed
+from ..data.errors import DataError
+from .config import Config, load_config
 
 __all__ = ["on_root", "read_config"]
 

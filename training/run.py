@@ -11,27 +11,28 @@ from typing import Any
 
 import numpy as np
 
-from halograd.comm import CommError, Communicator, boot
 from halograd.errors import UserError
-from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.strategy import Strategy
-from halograd.training.account import begin_entry, headline, report_plan, report_times
-from halograd.training.checkpoint import CheckpointReader, TrainingProgress, read_header
-from halograd.training.config import Config, check_config, load_config
-from halograd.training.directory import RunLock, make_folder
-from halograd.training.epochs import TrainingRun, describe, evaluate_batches
-from halograd.training.folder import CheckpointFolder
-from halograd.training.interruption import Interruption
-from halograd.training.log import RunLog, rewind_log
-from halograd.training.metrics import Evaluation
-from halograd.training.predictions import check_predictions, write_predictions
-from halograd.training.rank_log import RankLog
-from halograd.training.root import on_root, read_config
-from halograd.training.session import Session
-from halograd.training.signals import StopSignals
-from halograd.training.step_times import RunPlan
-from halograd.training.tensorboard import TensorBoard
-from halograd.training.watchdog import Watchdog
+
+from ..comm import CommError, Communicator, boot
+from ..layers.reduction_scheme import Scheme
+from ..layers.strategy import Strategy
+from .account import begin_entry, headline, report_plan, report_times
+from .checkpoint import CheckpointReader, TrainingProgress, read_header
+from .config import Config, check_config, load_config
+from .directory import RunLock, make_folder
+from .epochs import TrainingRun, describe, evaluate_batches
+from .folder import CheckpointFolder
+from .interruption import Interruption
+from .log import RunLog, rewind_log
+from .metrics import Evaluation
+from .predictions import check_predictions, write_predictions
+from .rank_log import RankLog
+from .root import on_root, read_config
+from .session import Session
+from .signals import StopSignals
+from .step_times import RunPlan
+from .tensorboard import TensorBoard
+from .watchdog import Watchdog
 
 __all__ = ["Planner", "Ranker", "evaluate", "train"]
 
@@ -178,7 +179,7 @@ def evaluate(
 @contextmanager
 def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
     """These ranks, with the transport of the configuration."""
-    from halograd.comm.transports import parse_transport  # not at the top: it needs MPI
+    from ..comm.transports import parse_transport  # not at the top: it needs MPI
 
     try:
         parse_transport(config.backend.transport)

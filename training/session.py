@@ -12,8 +12,10 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from halograd.comm import Communicator
-from halograd.data import (
+from halograd.errors import UserError
+
+from ..comm import Communicator
+from ..data import (
     Batch,
     ChannelStatistics,
     DataError,
@@ -27,19 +29,18 @@ from halograd.data import (
     find_files,
     split,
 )
-from halograd.data.files import check_alike
-from halograd.data.look import LOOKS, look_at_data
-from halograd.data.sampler import Batches
-from halograd.data.structure import Structure
-from halograd.errors import UserError
-from halograd.layers import Network, Strategy
-from halograd.training.build import check_batch, check_memory, make_network, make_strategy, with_reduction
-from halograd.training.config import Config, DataConfig
-from halograd.training.executor import Executor
-from halograd.training.inputs import DeviceFeed
-from halograd.training.kernels import connect_device, open_kernels
-from halograd.training.root import on_root
-from halograd.training.timeline import Timeline
+from ..data.files import check_alike
+from ..data.look import LOOKS, look_at_data
+from ..data.sampler import Batches
+from ..data.structure import Structure
+from ..layers import Network, Strategy
+from .build import check_batch, check_memory, make_network, make_strategy, with_reduction
+from .config import Config, DataConfig
+from .executor import Executor
+from .inputs import DeviceFeed
+from .kernels import connect_device, open_kernels
+from .root import on_root
+from .timeline import Timeline
 
 __all__ = ["Session"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from halograd.comm import shards
-from halograd.layers.groups import group_of
-from halograd.training.store import Bucket, ParameterStore
+from ..comm import shards
+from ..layers.groups import group_of
+from .store import Bucket, ParameterStore
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
+    from ..comm import Communicator
 
 __all__ = ["gather_shards", "is_sharded", "owned"]
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from halograd.comm import Communicator
-from halograd.device import device_of
-from halograd.layers import Network
-from halograd.training.optimizers import Optimizer
-from halograd.training.store import ParameterStore
+from ..comm import Communicator
+from ..device import device_of
+from ..layers import Network
+from .optimizers import Optimizer
+from .store import ParameterStore
 
 __all__ = ["Snapshot", "TrainingProgress", "fingerprint"]
 

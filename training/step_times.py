@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Protocol
 
-from halograd.layers.strategy import Strategy
-from halograd.training.executor import Executor
-from halograd.training.timeline import Timeline, kind_of
+from ..layers.strategy import Strategy
+from .executor import Executor
+from .timeline import Timeline, kind_of
 
 __all__ = ["Measured", "RunPlan", "StepTimes"]
 

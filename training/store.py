@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.device import device_of, is_low, wide
-from halograd.dtensor import Box, Exchange, Groups, Layout
-from halograd.layers import Network, Parameter, Strategy
-from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
-from halograd.layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
-from halograd.layers.reduction_scheme import Scheme
-from halograd.training.loss_scale import LossScale
-from halograd.training.memory import Memory
+from ..device import device_of, is_low, wide
+from ..dtensor import Box, Exchange, Groups, Layout
+from ..layers import Network, Parameter, Strategy
+from ..layers.parameter_blocks import ParameterBlocks, parameter_blocks
+from ..layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
+from ..layers.reduction_scheme import Scheme
+from .loss_scale import LossScale
+from .memory import Memory
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
+    from ..comm import Communicator
 
 __all__ = ["Bucket", "Flat", "ParameterStore"]
 

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator, Recorder
-    from halograd.device import Device, Stamp
+    from ..comm import Communicator, Recorder
+    from ..device import Device, Stamp
 
 __all__ = ["DeviceSpans", "Phase", "Timeline", "merge_traces", "overlap_ratio", "trace_events", "write_trace"]
 

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from halograd.comm.errors import mark_agreed
 from halograd.errors import UserError
-from halograd.layers.reduction_scheme import Scheme
-from halograd.training.clipping import Clip
-from halograd.training.executor import Executor
-from halograd.training.optimizers import Optimizer
-from halograd.training.pending import PendingLoss
-from halograd.training.reduction.auto import AutoReduction, Tuning
-from halograd.training.schedules import Schedule
-from halograd.training.store import Bucket
+
+from ..comm.errors import mark_agreed
+from ..layers.reduction_scheme import Scheme
+from .clipping import Clip
+from .executor import Executor
+from .optimizers import Optimizer
+from .pending import PendingLoss
+from .reduction.auto import AutoReduction, Tuning
+from .schedules import Schedule
+from .store import Bucket
 
 __all__ = ["Diverged", "Trainer"]
 

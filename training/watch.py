@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-from halograd.training.stall import Place, describe_stall
-from halograd.training.tree import Tree
+from .stall import Place, describe_stall
+from .tree import Tree
 
 __all__ = ["ANSWERS", "GRACE", "INTERVAL", "LAST", "TURN", "Station", "Watch"]
 

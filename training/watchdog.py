@@ -18,14 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from halograd.comm import Communicator
-from halograd.comm.errors import is_agreed
 from halograd.errors import UserError
-from halograd.training.meeting import join
-from halograd.training.peers import Peers
-from halograd.training.stall import Place, Pulse
-from halograd.training.tree import Tree
-from halograd.training.watch import LAST, Message, Watch
+
+from ..comm import Communicator
+from ..comm.errors import is_agreed
+from .meeting import join
+from .peers import Peers
+from .stall import Place, Pulse
+from .tree import Tree
+from .watch import LAST, Message, Watch
 
 __all__ = ["Watchdog", "oom_kills", "unwatched"]
 

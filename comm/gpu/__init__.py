@@ -14,6 +14,6 @@
 Importing this package imports neither CuPy nor NCCL.
 """
 
-from halograd.comm.gpu.choice import NAMES, Choice, RankFacts, choose
+from .choice import NAMES, Choice, RankFacts, choose
 
 __all__ = ["NAMES", "Choice", "RankFacts", "choose"]

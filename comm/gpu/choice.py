@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from halograd.comm.errors import CommError
+from ..errors import CommError
 
 __all__ = ["MULTI_RANK_VERSION", "NAMES", "Choice", "RankFacts", "check_name", "choose", "version_text"]
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from halograd.comm.channel import Channel
-from halograd.comm.counters import Meter
-from halograd.comm.gpu.ipc_memory import ALIGNMENT, Exchanged, IpcMemory
-from halograd.comm.gpu.streams import Cuda, Join, Lane, LaneCodec, LaneMeter, LaneSpans
-from halograd.comm.progress import StagedOperation, Work
-from halograd.comm.reduction import REDUCIBLE, Reduction, ReductionPlan, Room
-from halograd.comm.sums import Method, shards
-from halograd.comm.transports.base import Pattern, TransportContext, split_node
-from halograd.comm.transports.memory import Arena, Flags, Signal, rounded
-from halograd.comm.transports.shared import WindowChannel, Windows
+from ..channel import Channel
+from ..counters import Meter
+from ..progress import StagedOperation, Work
+from ..reduction import REDUCIBLE, Reduction, ReductionPlan, Room
+from ..sums import Method, shards
+from ..transports.base import Pattern, TransportContext, split_node
+from ..transports.memory import Arena, Flags, Signal, rounded
+from ..transports.shared import WindowChannel, Windows
+from .ipc_memory import ALIGNMENT, Exchanged, IpcMemory
+from .streams import Cuda, Join, Lane, LaneCodec, LaneMeter, LaneSpans
 
 __all__ = ["EventMove", "IpcTransport"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.errors import CommError
-from halograd.comm.gpu.streams import Cuda
+from ..errors import CommError
+from .streams import Cuda
 
 __all__ = ["Exchanged", "IpcMemory", "PeerEvent"]
 

@@ -10,21 +10,21 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from halograd.comm.channel import Channel
-from halograd.comm.counters import Meter
-from halograd.comm.ending import end
-from halograd.comm.errors import CommError, mark_agreed
-from halograd.comm.gpu.choice import Choice, RankFacts, check_name, choose
-from halograd.comm.gpu.ipc import IpcTransport
-from halograd.comm.gpu.mpi_aware import claim_fault, prove
-from halograd.comm.gpu.mpi_cuda import MpiCudaTransport
-from halograd.comm.gpu.nccl import NcclTransport, load_nccl
-from halograd.comm.gpu.streams import Cuda, Lane, LaneSpans
-from halograd.comm.gpu.watchdog import TIMEOUT, DeviceWatchdog
-from halograd.comm.reduction import Reduction
-from halograd.comm.sums import Method
-from halograd.comm.transports.base import Pattern, TransportContext
-from halograd.device import Device
+from ...device import Device
+from ..channel import Channel
+from ..counters import Meter
+from ..ending import end
+from ..errors import CommError, mark_agreed
+from ..reduction import Reduction
+from ..sums import Method
+from ..transports.base import Pattern, TransportContext
+from .choice import Choice, RankFacts, check_name, choose
+from .ipc import IpcTransport
+from .mpi_aware import claim_fault, prove
+from .mpi_cuda import MpiCudaTransport
+from .nccl import NcclTransport, load_nccl
+from .streams import Cuda, Lane, LaneSpans
+from .watchdog import TIMEOUT, DeviceWatchdog
 
 __all__ = ["DeviceLinks", "DeviceTransport", "Ranks", "gpu_address", "rank_facts", "reachable_gpus", "timeout_from"]
 

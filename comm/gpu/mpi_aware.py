@@ -105,8 +105,8 @@ def main(ordinal: int) -> int:
     """
     from mpi4py import MPI
 
-    from halograd.comm.gpu.mpi_cuda import raw
-    from halograd.device.cupy import CupyDevice
+    from ...device.cupy import CupyDevice
+    from .mpi_cuda import raw
 
     device = CupyDevice(ordinal)
     for nbytes in SIZES:

@@ -15,15 +15,15 @@ from typing import Any
 
 from mpi4py import MPI
 
-from halograd.comm.channel import Channel
-from halograd.comm.counters import Meter
-from halograd.comm.device_channel import DeviceChannel
-from halograd.comm.gpu.streams import Cuda, Lane, LaneCodec, Passage
-from halograd.comm.progress import Stage, StagedOperation
-from halograd.comm.reduction import REDUCIBLE, Reduction, ReductionPlan, Room
-from halograd.comm.sums import Method, shards
-from halograd.comm.transports.base import Pattern, TransportContext
-from halograd.comm.transports.mpi import Messages
+from ..channel import Channel
+from ..counters import Meter
+from ..device_channel import DeviceChannel
+from ..progress import Stage, StagedOperation
+from ..reduction import REDUCIBLE, Reduction, ReductionPlan, Room
+from ..sums import Method, shards
+from ..transports.base import Pattern, TransportContext
+from ..transports.mpi import Messages
+from .streams import Cuda, Lane, LaneCodec, Passage
 
 __all__ = ["MpiCudaChannel", "MpiCudaTransport", "raw"]
 

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from halograd.comm.channel import Channel
-from halograd.comm.counters import Meter
-from halograd.comm.device_channel import DeviceChannel
-from halograd.comm.errors import CommError
-from halograd.comm.gpu.streams import Join, Lane, LaneCodec, LaneMeter, LaneSpans, Passage
-from halograd.comm.gpu.watchdog import DeviceWatchdog
-from halograd.comm.progress import Stage, StagedOperation, Work
-from halograd.comm.reduction import Reduction, ReductionPlan, Room
-from halograd.comm.sums import Method, shards
-from halograd.comm.transports.base import Pattern, TransportContext
+from ..channel import Channel
+from ..counters import Meter
+from ..device_channel import DeviceChannel
+from ..errors import CommError
+from ..progress import Stage, StagedOperation, Work
+from ..reduction import Reduction, ReductionPlan, Room
+from ..sums import Method, shards
+from ..transports.base import Pattern, TransportContext
+from .streams import Join, Lane, LaneCodec, LaneMeter, LaneSpans, Passage
+from .watchdog import DeviceWatchdog
 
 __all__ = ["SUMMABLE", "NcclChannel", "NcclLink", "NcclTransport", "load_nccl", "nccl_sum"]
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from halograd.comm.counters import Meter
-from halograd.comm.progress import Stage, Work
-from halograd.comm.reduction import Pairs
-from halograd.device import Device
+from ...device import Device
+from ..counters import Meter
+from ..progress import Stage, Work
+from ..reduction import Pairs
 
 __all__ = ["Cuda", "Join", "Lane", "LaneCodec", "LaneMeter", "LaneSpans", "Passage", "TimedPassage", "add_up"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from halograd.comm.errors import CommError
+from ..errors import CommError
 
 __all__ = ["TIMEOUT", "DeviceWatchdog", "Monitored"]
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 
-from halograd.comm.errors import CommError
-from halograd.comm.transports.base import TransportContext
-from halograd.comm.transports.emulated import EmulatedNetwork
-from halograd.comm.transports.transport import Transport
+from ..errors import CommError
+from .base import TransportContext
+from .emulated import EmulatedNetwork
+from .transport import Transport
 
 __all__ = ["Transport", "TransportContext", "make_transport", "parse_transport"]
 

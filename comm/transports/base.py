@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.progress import Progress
+from ..progress import Progress
 
 __all__ = ["ALIGNMENT", "Pattern", "TransportContext", "aligned_bytes", "numbered", "split_node"]
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from halograd.comm.sums import Method
-from halograd.comm.transports.memory import Flags, Signal
+from ..sums import Method
+from .memory import Flags, Signal
 
 __all__ = ["EmulatedNetwork", "Stamped", "Stamps", "ring_seconds", "sleep_until"]
 

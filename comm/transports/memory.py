@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.errors import CommError
-from halograd.comm.progress import Stage, rest
-from halograd.comm.reduction import ReductionPlan
-from halograd.comm.transports.base import ALIGNMENT
+from ..errors import CommError
+from ..progress import Stage, rest
+from ..reduction import ReductionPlan
+from .base import ALIGNMENT
 
 __all__ = ["FLAG_BYTES", "Arena", "Chunk", "Flags", "Places", "Planning", "Signal", "rounded"]
 

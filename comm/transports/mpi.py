@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.channel import Channel
-from halograd.comm.counters import Meter
-from halograd.comm.progress import Stage, StagedOperation, Work
-from halograd.comm.reduction import Plain, ReductionPlan, Room
-from halograd.comm.rounding import Rounded
-from halograd.comm.sums import Method, shards
-from halograd.comm.transports.base import Pattern, TransportContext, aligned_bytes
+from ..channel import Channel
+from ..counters import Meter
+from ..progress import Stage, StagedOperation, Work
+from ..reduction import Plain, ReductionPlan, Room
+from ..rounding import Rounded
+from ..sums import Method, shards
+from .base import Pattern, TransportContext, aligned_bytes
 
 __all__ = ["Messages", "MpiChannel", "Native", "plan_over_mpi", "words"]
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.progress import Line, Progress, Stage, StagedOperation, Work
-from halograd.comm.reduction import Plain, ReductionPlan
-from halograd.comm.sums import Method, shards
-from halograd.comm.transports.base import ALIGNMENT
-from halograd.comm.transports.emulated import EmulatedNetwork, Stamped, Stamps
-from halograd.comm.transports.memory import Places, Planning, Signal, rounded
-from halograd.comm.transports.mpi import Native
+from ..progress import Line, Progress, Stage, StagedOperation, Work
+from ..reduction import Plain, ReductionPlan
+from ..sums import Method, shards
+from .base import ALIGNMENT
+from .emulated import EmulatedNetwork, Stamped, Stamps
+from .memory import Places, Planning, Signal, rounded
+from .mpi import Native
 
 __all__ = ["Attempt", "Team", "plan_by_nodes"]
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.channel import Channel
-from halograd.comm.counters import Meter
-from halograd.comm.progress import Stage, StagedOperation
-from halograd.comm.reduction import Plain, ReductionPlan, Room
-from halograd.comm.rounding import Rounded
-from halograd.comm.sums import LARGEST_AT_ONCE, Method, shards
-from halograd.comm.transports import base
-from halograd.comm.transports.base import ALIGNMENT, Pattern, TransportContext
-from halograd.comm.transports.emulated import EmulatedNetwork, Stamped, Stamps
-from halograd.comm.transports.memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Planning, Signal, rounded
+from ..channel import Channel
+from ..counters import Meter
+from ..progress import Stage, StagedOperation
+from ..reduction import Plain, ReductionPlan, Room
+from ..rounding import Rounded
+from ..sums import LARGEST_AT_ONCE, Method, shards
+from . import base
+from .base import ALIGNMENT, Pattern, TransportContext
+from .emulated import EmulatedNetwork, Stamped, Stamps
+from .memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Planning, Signal, rounded
 
 __all__ = ["NodeMemory", "WindowChannel", "Windows", "blocks"]
 

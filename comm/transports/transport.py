@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from halograd.comm.channel import Channel
-from halograd.comm.counters import Meter
-from halograd.comm.errors import CommError
-from halograd.comm.reduction import ReductionPlan
-from halograd.comm.rounds import side_by_side
-from halograd.comm.sums import Method
-from halograd.comm.transports import base
-from halograd.comm.transports.base import Pattern, TransportContext, numbered
-from halograd.comm.transports.emulated import EmulatedNetwork
-from halograd.comm.transports.memory import Places, Planning
-from halograd.comm.transports.mpi import MpiChannel, plan_over_mpi
-from halograd.comm.transports.nodes import Team, plan_by_nodes
-from halograd.comm.transports.shared import NodeMemory, WindowChannel
+from ..channel import Channel
+from ..counters import Meter
+from ..errors import CommError
+from ..reduction import ReductionPlan
+from ..rounds import side_by_side
+from ..sums import Method
+from . import base
+from .base import Pattern, TransportContext, numbered
+from .emulated import EmulatedNetwork
+from .memory import Places, Planning
+from .mpi import MpiChannel, plan_over_mpi
+from .nodes import Team, plan_by_nodes
+from .shared import NodeMemory, WindowChannel
 
 __all__ = ["Transport"]
 

@@ -1,5 +1,5 @@
 """The command line. Commands are thin: they parse, call the library, and print on rank 0."""
 
-from halograd.cli.run import main
+from .run import main
 
 __all__ = ["main"]

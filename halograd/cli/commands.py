@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from halograd.cli.explaining import explain
-from halograd.cli.options import Several, grouped
-from halograd.cli.planning import plan
-from halograd.cli.predicting import predict
-from halograd.cli.profiling import allreduce, profile
-from halograd.cli.submitting import submit
+from .explaining import explain
+from .options import Several, grouped
+from .planning import plan
+from .predicting import predict
+from .profiling import allreduce, profile
+from .submitting import submit
 
 __all__ = ["app"]
 
@@ -44,7 +44,7 @@ def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
 ) -> None:
     if version:
-        from halograd import __version__
+        from .. import __version__
 
         typer.echo(f"halograd {__version__}")
         raise typer.Exit
@@ -61,7 +61,7 @@ def doctor() -> int:
       halograd doctor
       mpiexec -n 4 halograd doctor
     """
-    from halograd.cli.doctor import examine
+    from .doctor import examine
 
     return examine()
 
@@ -79,15 +79,15 @@ def mesh_tangling(
     Example:
       halograd generate mesh-tangling mesh.h5 --resolution 256 --samples 32 --seed 1
     """
-    from halograd.cli.output import progress_bar
-    from halograd.comm.boot import launched_size
+    from ..comm.boot import launched_size
+    from .output import progress_bar
 
     if launched_size() is not None:
         from mpi4py import MPI
 
         if MPI.COMM_WORLD.rank:
             return  # one process does it
-    from halograd.data.mesh_tangling import generate
+    from ..data.mesh_tangling import generate
 
     with progress_bar("blocks") as progress:
         generate(out, resolution, samples, seed, progress=progress)
@@ -120,9 +120,9 @@ def train(
       mpiexec -n 4 halograd train mesh.toml --set strategy=auto
       mpiexec -n 16 halograd train mesh.toml --set strategy.file=plan.json
     """
-    from halograd.auto import plan_run, rank_schemes_of
-    from halograd.training.run import train as run
-    from halograd.training.signals import CHECKPOINTED
+    from ..auto import plan_run, rank_schemes_of
+    from ..training.run import train as run
+    from ..training.signals import CHECKPOINTED
 
     result = run(config, _overrides(sets, threads), resume, planner=plan_run, ranker=rank_schemes_of)
     if result["stopped"] is not None:
@@ -150,8 +150,8 @@ def evaluate(
       halograd evaluate runs/mesh
       mpiexec -n 2 halograd evaluate runs/mesh --set strategy.height=2 --predictions predicted.h5
     """
-    from halograd.auto import plan_run
-    from halograd.training.run import evaluate as judge
+    from ..auto import plan_run
+    from ..training.run import evaluate as judge
 
     judge(run, _overrides(sets, threads), samples, predictions, planner=plan_run)
 
@@ -170,7 +170,7 @@ def demo(
       halograd demo
       halograd demo --quick --out /tmp/demo
     """
-    from halograd.demo import FULL, QUICK, run_demo
+    from ..demo import FULL, QUICK, run_demo
 
     run_demo(out, QUICK if quick else FULL)
 
@@ -192,8 +192,8 @@ def status(
     import json
     import sys
 
-    from halograd.errors import UserError
-    from halograd.report.status import TAIL, read_record, status_of, status_text
+    from ..errors import UserError
+    from ..report.status import TAIL, read_record, status_of, status_text
 
     code = 0
     for run in runs:
@@ -232,8 +232,8 @@ def report(
     import mpi4py
 
     mpi4py.rc.initialize = False  # login nodes may not allow it
-    from halograd.report.page import write_page
-    from halograd.report.status import read_record
+    from ..report.page import write_page
+    from ..report.status import read_record
 
     path = run / "report.html" if out is None else out
     left_out = write_page(read_record(run), path, predictions)

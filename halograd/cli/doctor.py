@@ -19,12 +19,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from halograd.comm.boot import launched_size
+from ..comm.boot import launched_size
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from halograd.kernels import Backend
+    from ..kernels import Backend
 
 __all__ = ["Finding", "careful", "examine", "merge", "probe_gpu", "probe_mpi", "show"]
 
@@ -65,7 +65,7 @@ def careful(name: str, probe: Callable[[], Iterator[Finding]], status: str = "fa
 
 def probe_python() -> Iterator[Finding]:
     """Interpreter and machine. Local."""
-    from halograd import __version__
+    from .. import __version__
 
     yield Finding("halograd", "ok", __version__)
     yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
@@ -97,7 +97,7 @@ def probe_numpy() -> Iterator[Finding]:
 
 def probe_onednn() -> Iterator[Finding]:
     """oneDNN, and one convolution with it checked against NumPy's. Local."""
-    from halograd.kernels import KernelError, get_backend
+    from ..kernels import KernelError, get_backend
 
     try:
         backend = get_backend("onednn", threads=1)
@@ -119,7 +119,7 @@ def convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
     """Implementation of one 3 x 3 convolution, and the largest difference from that of `reference`. Local."""
     import numpy as np
 
-    from halograd.kernels import Geometry
+    from ..kernels import Geometry
 
     geometry = Geometry(kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((0, 0), (0, 0)))
     draw = np.random.default_rng(0)
@@ -281,7 +281,7 @@ def _missing(name: str, why: str, devices: int) -> Finding:
 
 def _backend(devices: int) -> Iterator[Finding]:
     """The backend cudnn, and one convolution with it checked against NumPy's."""
-    from halograd.kernels import KernelError, get_backend
+    from ..kernels import KernelError, get_backend
 
     try:
         backend = get_backend("cudnn")

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halograd.cli.options import Cache
-from halograd.cli.output import bytes_text, cut_text, idle_text, milliseconds, table, time_text
-from halograd.errors import UserError
+from ..errors import UserError
+from .options import Cache
+from .output import bytes_text, cut_text, idle_text, milliseconds, table, time_text
 
 if TYPE_CHECKING:
-    from halograd.layers import Strategy
-    from halograd.perfmodel.cost import Prediction
-    from halograd.perfmodel.plans import LayerRecord, Plan
-    from halograd.planning import Asked
+    from ..layers import Strategy
+    from ..perfmodel.cost import Prediction
+    from ..perfmodel.plans import LayerRecord, Plan
+    from ..planning import Asked
 
 __all__ = ["explain"]
 
@@ -62,7 +62,7 @@ def explain(
       halograd explain plan.json --layer conv3_1 --picture strip.png
       halograd explain plan.json --program --rank 3 --layer conv3_1
     """
-    from halograd.perfmodel.plans import Plan
+    from ..perfmodel.plans import Plan
 
     made = Plan.load(path)
     if program:
@@ -72,7 +72,7 @@ def explain(
     chosen = explainer.check_layers(layers or ())
     print("\n".join(explainer.text(chosen, bool(layers))))
     if image is not None:
-        from halograd.cli.pictures import draw_strip
+        from .pictures import draw_strip
 
         draw_strip(made, image)
         print(f"{image}: written")
@@ -86,7 +86,7 @@ def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
     UserError
         The plan does not say what it was asked for, or the model is another one by now.
     """
-    from halograd.planning import Asked
+    from ..planning import Asked
 
     request = plan.request
     if request is None:
@@ -102,10 +102,10 @@ def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
 
 def _program(plan: Plan, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
     """Lines of the program of one rank."""
-    from halograd.perfmodel.cost import Wires, program_of
-    from halograd.program.compiler import Target
-    from halograd.program.dtypes import dtype_of
-    from halograd.program.listing import lines_of
+    from ..perfmodel.cost import Wires, program_of
+    from ..program.compiler import Target
+    from ..program.dtypes import dtype_of
+    from ..program.listing import lines_of
 
     if rank >= plan.ranks:
         raise UserError(f"--rank: expected one of 0 to {plan.ranks - 1}, got {rank}")
@@ -151,8 +151,8 @@ class Explainer:
     """
 
     def __init__(self, plan: Plan, asked: Asked) -> None:
-        from halograd.perfmodel.cost import Pricing, Training, Wires
-        from halograd.perfmodel.cost.network_costs import network_costs
+        from ..perfmodel.cost import Pricing, Training, Wires
+        from ..perfmodel.cost.network_costs import network_costs
 
         assert plan.request is not None
         self.plan, self.asked, self.request = plan, asked, plan.request
@@ -182,7 +182,7 @@ class Explainer:
         """The best other cuts of a layer, fastest step first, and how many cuts there were to choose from."""
         import numpy as np
 
-        from halograd.perfmodel.planners import Elimination, NoneFits, next_best
+        from ..perfmodel.planners import Elimination, NoneFits, next_best
 
         v = self.costs.names.index(layer)
         chosen = self.costs.indices(self.plan.strategy)
@@ -212,14 +212,14 @@ class Explainer:
 
     def _reducing(self, strategy: Strategy) -> Strategy:
         """With the plan's scheme of gradient reduction, as far as these cuts can have it."""
-        from halograd.layers.replication import replicable_layers
+        from ..layers.replication import replicable_layers
 
         scheme = self.plan.strategy.reduction
         most = len(replicable_layers(strategy, self.asked.network, self.plan.batch))
         return replace(strategy, reduction=replace(scheme, replicated_dense=min(most, scheme.replicated_dense)))
 
     def _simulate(self, strategy: Strategy) -> Prediction:
-        from halograd.perfmodel.cost import simulate
+        from ..perfmodel.cost import simulate
 
         plan = self.plan
         return simulate(self.asked.network, strategy, plan.batch, self.pricing, self.training, plan.ranks)
@@ -228,7 +228,7 @@ class Explainer:
 
     def text(self, layers: Sequence[str], details: bool) -> list[str]:
         """Everything that is told, in lines."""
-        from halograd.planning import source_of
+        from ..planning import source_of
 
         plan = self.plan
         lines = [

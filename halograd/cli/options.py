@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halograd.documents import parse_option, parse_pair, shown
-from halograd.errors import UserError
+from ..documents import parse_option, parse_pair, shown
+from ..errors import UserError
 
 if TYPE_CHECKING:
-    from halograd.layers import Network, Strategy
-    from halograd.planning import Asked
+    from ..layers import Network, Strategy
+    from ..planning import Asked
 
 __all__ = [
     "AsJson",
@@ -108,7 +108,7 @@ class ModelOptions:
 
     def asked(self) -> Asked:
         """The model and the machine, made; user errors in one line each."""
-        from halograd.planning import Asked
+        from ..planning import Asked
 
         return Asked.of(self.model, parse_options(self.options or ()), self.machine, self.dtype, self.cache)
 
@@ -125,8 +125,8 @@ _WHOLE = r"[0-9]{1,9}"
 
 def check_counts(**counts: float | None) -> None:
     """Refuse what is no number of ranks, samples or threads, or no time of a budget [s]; None was not given."""
-    from halograd.perfmodel.plans import Ranks
-    from halograd.schema import Count, NotNegative, Threads, build
+    from ..perfmodel.plans import Ranks
+    from ..schema import Count, NotNegative, Threads, build
 
     kinds: dict[str, Any] = {"ranks": Ranks, "threads": Threads, "budget": NotNegative}
     for name, count in counts.items():
@@ -178,7 +178,7 @@ def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[in
 
 def parse_grid(text: str) -> dict[str, int]:
     """Parts per axis of ``sample=2,height=4``."""
-    from halograd.layers.strategy import AXES
+    from ..layers.strategy import AXES
 
     found: dict[str, int] = {}
     for item in text.split(","):
@@ -201,8 +201,8 @@ def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, rank
     UserError
         The parts do not make up the ranks, or the network cannot be cut so.
     """
-    from halograd.dtensor import axis_names
-    from halograd.layers import Strategy
+    from ..dtensor import axis_names
+    from ..layers import Strategy
 
     parts = _complete(grid, ranks)
     names = axis_names(len(next(iter(network.inputs.values())).shape) + 1)[:-1]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from halograd.documents import bytes_text
+from ..documents import bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from halograd.perfmodel.plans import Plan
+    from ..perfmodel.plans import Plan
 
 __all__ = ["bytes_text", "cut_text", "idle_text", "mebibytes", "milliseconds", "progress_bar", "table", "time_text"]
 
@@ -94,7 +94,7 @@ def progress_bar(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from halograd.training.log import stderr_console
+    from ..training.log import stderr_console
 
     console = console or stderr_console()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())

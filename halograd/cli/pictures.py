@@ -13,13 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullFormatter
 
-from halograd.cli.output import cut_text, time_text
-from halograd.cli.predicting import Series
-from halograd.errors import UserError
-from halograd.report.pictures import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, picture
+from ..errors import UserError
+from ..report.pictures import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, picture
+from .output import cut_text, time_text
+from .predicting import Series
 
 if TYPE_CHECKING:
-    from halograd.perfmodel.plans import LayerRecord, Plan
+    from ..perfmodel.plans import LayerRecord, Plan
 
 __all__ = ["draw_scaling", "draw_strip"]
 

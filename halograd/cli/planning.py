@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halograd.cli.options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_counts
-from halograd.cli.output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, table, time_text
+from .options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_counts
+from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, table, time_text
 
 if TYPE_CHECKING:
-    from halograd.perfmodel.plans import Alternative, LayerRecord, Plan
-    from halograd.training.step_times import Measured
+    from ..perfmodel.plans import Alternative, LayerRecord, Plan
+    from ..training.step_times import Measured
 
 __all__ = ["compared", "comparison", "plan", "plan_text"]
 
@@ -42,9 +42,9 @@ def plan(
       halograd plan mesh_1k --option resolution=512 --machine machine.toml --ranks 2 --batch 1 --json
     """
     check_counts(ranks=ranks, batch=batch)
-    from halograd.perfmodel.cost import Training
-    from halograd.perfmodel.predict import Planning
-    from halograd.planning import baselines_of, check_planner, make_plan, parse_memory
+    from ..perfmodel.cost import Training
+    from ..perfmodel.predict import Planning
+    from ..planning import baselines_of, check_planner, make_plan, parse_memory
 
     check_planner(planner)
     planning = Planning(planner, parse_memory(memory), full, Training(what.dtype))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halograd.cli.options import (
+from ..errors import UserError
+from .options import (
     AsJson,
     Memory,
     ModelOptions,
@@ -20,12 +21,11 @@ from halograd.cli.options import (
     parse_ranks,
     strategy_of_grid,
 )
-from halograd.cli.output import bytes_text, mebibytes, milliseconds, table, time_text
-from halograd.errors import UserError
+from .output import bytes_text, mebibytes, milliseconds, table, time_text
 
 if TYPE_CHECKING:
-    from halograd.perfmodel.cost import Prediction
-    from halograd.planning import Asked
+    from ..perfmodel.cost import Prediction
+    from ..planning import Asked
 
 __all__ = ["Series", "predict"]
 
@@ -57,7 +57,7 @@ def predict(
       halograd predict resnet50 --machine dgx-h100 --ranks 8,16,32 --batch 1024 --planner data --json
     """
     check_counts(batch=batch)
-    from halograd.planning import check_planner, parse_memory
+    from ..planning import check_planner, parse_memory
 
     check_planner(planner)
     counts, limit = parse_ranks(ranks), parse_memory(memory)
@@ -68,7 +68,7 @@ def predict(
         return
     series = [Series.run(kind, predictor, counts, batch) for kind in ("strong", "weak")]
     if plot is not None:
-        from halograd.cli.pictures import draw_scaling
+        from .pictures import draw_scaling
 
         draw_scaling(series, predictor.title(), plot)
     if as_json:
@@ -162,8 +162,8 @@ class _Predictor:
         return self._known[key]
 
     def _cut(self, ranks: int, batch: int) -> Point:
-        from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
-        from halograd.planning import source_of
+        from ..perfmodel.cost import Pricing, Training, Wires, simulate
+        from ..planning import source_of
 
         asked = self.asked
         assert self.grid is not None
@@ -175,9 +175,9 @@ class _Predictor:
         return Point(ranks, batch, found, "grid", found.memory_bytes <= limit)
 
     def _planned(self, ranks: int, batch: int) -> Point:
-        from halograd.perfmodel.cost import Training
-        from halograd.perfmodel.predict import Planning
-        from halograd.planning import baselines_of, make_plan
+        from ..perfmodel.cost import Training
+        from ..perfmodel.predict import Planning
+        from ..planning import baselines_of, make_plan
 
         planning = Planning(self.planner, self.limit, training=Training(self.asked.dtype))
         try:

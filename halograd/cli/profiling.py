@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halograd.cli.options import AsJson, Batch, Cache, Options, check_counts, parse_options
-from halograd.cli.output import bytes_text, table
-from halograd.errors import UserError
+from ..errors import UserError
+from .options import AsJson, Batch, Cache, Options, check_counts, parse_options
+from .output import bytes_text, table
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
-    from halograd.perfmodel.profile.layers import Coverage
-    from halograd.perfmodel.profile.record import Profile
+    from ..comm import Communicator
+    from ..perfmodel.profile.layers import Coverage
+    from ..perfmodel.profile.record import Profile
 
 __all__ = ["METHODS", "allreduce", "profile"]
 
@@ -68,9 +68,9 @@ def profile(
       halograd profile mesh_1k --threads 2 --out machine.toml
       mpiexec -n 2 halograd profile resnet50 --batch 8 --out machine.toml --budget 120
     """
-    from halograd.measuring import Measuring
-    from halograd.models import build
-    from halograd.perfmodel.cost.network_costs import works_of
+    from ..measuring import Measuring
+    from ..models import build
+    from ..perfmodel.cost.network_costs import works_of
 
     begin = time.perf_counter()
     network = build(model, **parse_options(options or ()))
@@ -94,10 +94,10 @@ def open_communicator(transport: str) -> Iterator[Communicator]:
     """All ranks that were launched; this process alone without a launcher."""
     from mpi4py import MPI
 
-    from halograd.comm import Communicator
-    from halograd.comm.boot import launched_size
-    from halograd.comm.errors import CommError
-    from halograd.comm.transports import parse_transport
+    from ..comm import Communicator
+    from ..comm.boot import launched_size
+    from ..comm.errors import CommError
+    from ..comm.transports import parse_transport
 
     try:
         parse_transport(transport)
@@ -109,7 +109,7 @@ def open_communicator(transport: str) -> Iterator[Communicator]:
 
 @contextmanager
 def _backend(how: MeasuringOptions) -> Iterator[Any]:
-    from halograd.kernels import KernelError, get_backend
+    from ..kernels import KernelError, get_backend
 
     try:
         backend = get_backend(how.kernels, how.threads, how.autotune)
@@ -198,8 +198,8 @@ def allreduce(
 
 def _measured(comm: Communicator, transport: str, method: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """Times of one way of summing; without times where the transport cannot. Collective."""
-    from halograd.comm import CommError
-    from halograd.perfmodel.profile.messages import MessageTimer
+    from ..comm import CommError
+    from ..perfmodel.profile.messages import MessageTimer
 
     row = {"transport": transport, "method": method, "schemes": METHODS[method]}
     if comm.size == 1:
@@ -240,7 +240,7 @@ def _refusals(found: Sequence[dict[str, Any]]) -> list[str]:
 
 def _parse_size(text: str) -> int:
     """Bytes of float32, at least one."""
-    from halograd.planning import parse_memory
+    from ..planning import parse_memory
 
     try:
         nbytes = parse_memory(text)

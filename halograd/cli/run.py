@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from halograd.comm.boot import INTERRUPTED, boot, end_on_interrupt, launched_size, leave
-from halograd.documents import shown
-from halograd.errors import TRACEBACK, UserError
-from halograd.training.signals import ignore_stop_signals
+from ..comm.boot import INTERRUPTED, boot, end_on_interrupt, launched_size, leave
+from ..documents import shown
+from ..errors import TRACEBACK, UserError
+from ..training.signals import ignore_stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     form = f"halograd: {who.replace('%', '%%')}%(message)s"
     logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, format=form)
     try:
-        from halograd.cli.commands import app
+        from .commands import app
 
         # Neither `app`, which would replace the hook by which `boot` ends the job on a fault, nor `command.main`, which
         # makes an exit like any other of KeyboardInterrupt.
@@ -124,7 +124,7 @@ def _complain(error: UserError, comm: MPI.Intracomm | None) -> int:
             traceback.print_exception(error)
         print(f"halograd: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     else:
-        from halograd.comm.ending import refuse
+        from ..comm.ending import refuse
 
         refuse(error)
     return USER_MISTAKE

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halograd.cli.options import Several
-from halograd.errors import UserError
-from halograd.files import write_whole
+from ..errors import UserError
+from ..files import write_whole
+from .options import Several
 
 if TYPE_CHECKING:
-    from halograd.jobs import Job, Resources, Software
-    from halograd.training.config import BackendConfig, Config
+    from ..jobs import Job, Resources, Software
+    from ..training.config import BackendConfig, Config
 
 __all__ = ["submit"]
 
@@ -48,7 +48,7 @@ class ResourceOptions:
 
     def resources(self, threads: int) -> Resources:
         """What the job asks Slurm for, of ranks with so many threads."""
-        from halograd.jobs import Resources, parse_directives
+        from ..jobs import Resources, parse_directives
 
         return Resources(
             self.nodes,
@@ -84,7 +84,7 @@ class SoftwareOptions:
 
     def software(self) -> Software:
         """As the scripts want it."""
-        from halograd.jobs import Software, parse_environment
+        from ..jobs import Software, parse_environment
 
         return Software(
             _here(),
@@ -149,8 +149,8 @@ def submit(
       halograd submit mesh.toml --ranks-per-node 4 --cpus-per-rank 4 --sweep training.batch=2,4 --at-most 1
       halograd submit mesh.toml --kind local --ranks-per-node 4
     """
-    from halograd.comm.boot import launched_size
-    from halograd.jobs import parse_sweep
+    from ..comm.boot import launched_size
+    from ..jobs import parse_sweep
 
     if launched_size() is not None:
         raise UserError("submit: expected to be started alone, got a launcher; the job starts its ranks itself")
@@ -173,7 +173,7 @@ def submit(
 
 
 def _kind(kind: str | None, job: JobOptions) -> str:
-    from halograd.jobs import KINDS
+    from ..jobs import KINDS
 
     chosen = kind or ("sweep" if job.sweep else "train")
     if chosen not in KINDS:
@@ -186,7 +186,7 @@ def _kind(kind: str | None, job: JobOptions) -> str:
 
 
 def _load(path: Path, overrides: Sequence[str]) -> Config:
-    from halograd.training.config import load_config
+    from ..training.config import load_config
 
     return load_config(path, overrides)
 
@@ -207,7 +207,7 @@ def _check(
     config: Path, sets: Sequence[str], settings: Sequence[Sequence[str]], resources: Resources, kind: str
 ) -> None:
     """Refuse now what the job would refuse when it has waited in the queue, and what it would reserve for nothing."""
-    from halograd.training.build import make_network, make_strategy
+    from ..training.build import make_network, make_strategy
 
     checked, ranks = set[str](), resources.ranks
     for changes in settings or [[]]:
@@ -240,7 +240,7 @@ def _check_stage(paths: Sequence[str | list[str]]) -> None:
 
 
 def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, software: Software) -> Job:
-    from halograd.jobs import Job, Profiling
+    from ..jobs import Job, Profiling
 
     if not 1 <= job.profile_nodes <= resources.nodes:
         raise UserError(
@@ -288,7 +288,7 @@ def _here() -> str:
 
 
 def _start(kind: str, job: Job, dry_run: bool) -> int:
-    from halograd.jobs import KINDS, render, require_slurm, start_chain, submit_chain
+    from ..jobs import KINDS, render, require_slurm, start_chain, submit_chain
 
     script = render(kind, job)
     if dry_run:

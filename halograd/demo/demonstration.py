@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from halograd.cli.output import progress_bar
-from halograd.comm.boot import launched_size
-from halograd.demo.files import DemoSettings, Files, make_dataset, prepare, replace_run, write_config
-from halograd.demo.report import Clock, Judged, draw_pictures, judge, write_report
-from halograd.errors import UserError
+from ..cli.output import progress_bar
+from ..comm.boot import launched_size
+from ..errors import UserError
+from .files import DemoSettings, Files, make_dataset, prepare, replace_run, write_config
+from .report import Clock, Judged, draw_pictures, judge, write_report
 
 __all__ = ["find_mpiexec", "run_demo", "run_ranks"]
 

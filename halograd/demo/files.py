@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from halograd.data import DataError, Hdf5Dataset, generate
-from halograd.data.atomic import atomic_path
-from halograd.data.mesh_tangling import FORMAT, FORMAT_VERSION, Settings
-from halograd.data.reading import open_to_read
-from halograd.errors import UserError
-from halograd.training.directory import RunLock
+from ..data import DataError, Hdf5Dataset, generate
+from ..data.atomic import atomic_path
+from ..data.mesh_tangling import FORMAT, FORMAT_VERSION, Settings
+from ..data.reading import open_to_read
+from ..errors import UserError
+from ..training.directory import RunLock
 
 __all__ = ["FULL", "QUICK", "DemoSettings", "Files", "make_dataset", "prepare", "replace_run", "write_config"]
 

@@ -15,22 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from halograd import __version__
-from halograd.cli.doctor import probe_mpi
-from halograd.data import ChannelStatistics, Hdf5Dataset, split
-from halograd.data.atomic import atomic_path
-from halograd.data.lagrangian import CHANNELS, UNITS
-from halograd.data.logistic import LogisticModel, best_threshold, fit, predict
-from halograd.data.reading import open_to_read
-from halograd.demo.files import DemoSettings, Files
-from halograd.dtensor.box import Box
-from halograd.report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
-from halograd.report.pictures import Masks, Quality, best_to_worst, draw_curves, draw_masks
-from halograd.report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
-from halograd.training.checkpoint import read_header
-from halograd.training.folder import CheckpointFolder
-from halograd.training.log import read_log
-from halograd.training.metrics import Confusion
+from .. import __version__
+from ..cli.doctor import probe_mpi
+from ..data import ChannelStatistics, Hdf5Dataset, split
+from ..data.atomic import atomic_path
+from ..data.lagrangian import CHANNELS, UNITS
+from ..data.logistic import LogisticModel, best_threshold, fit, predict
+from ..data.reading import open_to_read
+from ..dtensor.box import Box
+from ..report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
+from ..report.pictures import Masks, Quality, best_to_worst, draw_curves, draw_masks
+from ..report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
+from ..training.checkpoint import read_header
+from ..training.folder import CheckpointFolder
+from ..training.log import read_log
+from ..training.metrics import Confusion
+from .files import DemoSettings, Files
 
 __all__ = ["Clock", "Judged", "draw_pictures", "judge", "write_report"]
 

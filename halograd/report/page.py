@@ -11,20 +11,20 @@ from typing import Any
 import h5py
 import numpy as np
 
-from halograd.cli.output import cut_text
-from halograd.data import DataError, open_dataset
-from halograd.data.atomic import atomic_path
-from halograd.data.reading import open_file
-from halograd.data.storage import Storage
-from halograd.data.structure import find, looking_into
-from halograd.documents import to_toml
-from halograd.dtensor.box import Box
-from halograd.errors import UserError
-from halograd.perfmodel.plans import Plan
-from halograd.report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html
-from halograd.report.pictures import Masks, best_to_worst, draw_curves, draw_masks, draw_speed, iou
-from halograd.report.status import Record, duration_text, status_of
-from halograd.report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
+from ..cli.output import cut_text
+from ..data import DataError, open_dataset
+from ..data.atomic import atomic_path
+from ..data.reading import open_file
+from ..data.storage import Storage
+from ..data.structure import find, looking_into
+from ..documents import to_toml
+from ..dtensor.box import Box
+from ..errors import UserError
+from ..perfmodel.plans import Plan
+from .document import Block, Code, Heading, Picture, TableBlock, Text, to_html
+from .pictures import Masks, best_to_worst, draw_curves, draw_masks, draw_speed, iou
+from .status import Record, duration_text, status_of
+from .timeline import about_timeline, draw_timeline, hidden_text, phase_tables
 
 __all__ = ["read_masks", "write_page"]
 

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
-from halograd.data.atomic import atomic_path
-from halograd.training.metrics import Confusion
+from ..data.atomic import atomic_path
+from ..training.metrics import Confusion
 
 __all__ = [
     "BLUE",

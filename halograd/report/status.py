@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halograd.cli.output import bytes_text
-from halograd.errors import UserError
-from halograd.training.log import Entry, lines_of, parse_lines, warn_of_lines
+from ..cli.output import bytes_text
+from ..errors import UserError
+from ..training.log import Entry, lines_of, parse_lines, warn_of_lines
 
 __all__ = ["TAIL", "Record", "duration_text", "read_record", "status_of", "status_text"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import Patch
 
-from halograd.report.document import Block, TableBlock, Text
-from halograd.report.pictures import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, YELLOW, picture
+from .document import Block, TableBlock, Text
+from .pictures import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, YELLOW, picture
 
 __all__ = [
     "Bar",

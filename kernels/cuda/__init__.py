@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from halograd.kernels.backend import Backend
-from halograd.kernels.cuda.boxes import Boxes
-from halograd.kernels.cuda.columns import CudaBias
-from halograd.kernels.cuda.launch import CupyLauncher, Launcher
-from halograd.kernels.cuda.losses import CudaLosses
-from halograd.kernels.cuda.norms import CudaNorms
-from halograd.kernels.cuda.pointwise import CudaPointwise
-from halograd.kernels.cuda.updates import CudaUpdates
+from ..backend import Backend
+from .boxes import Boxes
+from .columns import CudaBias
+from .launch import CupyLauncher, Launcher
+from .losses import CudaLosses
+from .norms import CudaNorms
+from .pointwise import CudaPointwise
+from .updates import CudaUpdates
 
 __all__ = ["Boxes", "CudaKernels", "CupyLauncher", "Launcher"]
 

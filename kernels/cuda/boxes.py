@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda.launch import ACCESS, LARGE, Launch, Launcher, address, sequence
-from halograd.kernels.cuda.sources import CudaProgram, dtype_name
-from halograd.kernels.kernel import Kernel, KernelError, chain, idle
+from ..kernel import Kernel, KernelError, chain, idle
+from .launch import ACCESS, LARGE, Launch, Launcher, address, sequence
+from .sources import CudaProgram, dtype_name
 
 __all__ = ["AXES", "Boxes", "Joined", "join", "joined_bytes", "joined_elements"]
 

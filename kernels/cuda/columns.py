@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.convolution import Convolutions
-from halograd.kernels.cuda.launch import (
+from ..convolution import Convolutions
+from ..kernel import Kernel, KernelError, ScratchKernel, run_all
+from ..memory import Scratch
+from .launch import (
     THREADS,
     Launch,
     Launcher,
@@ -22,9 +24,7 @@ from halograd.kernels.cuda.launch import (
     suffix,
     vector_lanes,
 )
-from halograd.kernels.cuda.sources import dtype_name
-from halograd.kernels.kernel import Kernel, KernelError, ScratchKernel, run_all
-from halograd.kernels.memory import Scratch
+from .sources import dtype_name
 
 __all__ = ["FINISH_BLOCK", "ColumnsGrid", "CudaBias", "row_sums", "with_partial"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda.sources import ELEMENTS, CudaProgram, dtype_name, kernels_of, record_of
-from halograd.kernels.kernel import Kernel, KernelError, run_all
+from ..kernel import Kernel, KernelError, run_all
+from .sources import ELEMENTS, CudaProgram, dtype_name, kernels_of, record_of
 
 __all__ = [
     "LARGE", "THREADS", "CupyLauncher", "Extents", "Function", "Launch", "Launcher", "accumulator", "address",

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda.launch import THREADS, Launch, Launcher, is_large, power_of_two, scalar_program
-from halograd.kernels.cuda.sources import CODES, CudaProgram, dtype_name
-from halograd.kernels.kernel import ScratchKernel
-from halograd.kernels.losses import ClassTargets, LossArrays, Losses, LossKernel
-from halograd.kernels.memory import Scratch
+from ..kernel import ScratchKernel
+from ..losses import ClassTargets, LossArrays, Losses, LossKernel
+from ..memory import Scratch
+from .launch import THREADS, Launch, Launcher, is_large, power_of_two, scalar_program
+from .sources import CODES, CudaProgram, dtype_name
 
 __all__ = ["CudaLosses"]
 

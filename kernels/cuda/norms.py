@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from halograd.device import Device
-from halograd.kernels.cuda.columns import FINISH_BLOCK, ColumnsGrid, row_sums, with_partial
-from halograd.kernels.cuda.launch import (
+from ...device import Device
+from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, chain, idle
+from ..memory import Scratch
+from ..norm_parts import GroupNormArrays, GroupNormKernels
+from ..norms import ChannelNormArrays, Norms
+from .columns import FINISH_BLOCK, ColumnsGrid, row_sums, with_partial
+from .launch import (
     THREADS,
     Launch,
     Launcher,
@@ -20,11 +24,7 @@ from halograd.kernels.cuda.launch import (
     scalar_program,
     sequence,
 )
-from halograd.kernels.cuda.sources import CudaProgram, dtype_name
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, chain, idle
-from halograd.kernels.memory import Scratch
-from halograd.kernels.norm_parts import GroupNormArrays, GroupNormKernels
-from halograd.kernels.norms import ChannelNormArrays, Norms
+from .sources import CudaProgram, dtype_name
 
 __all__ = ["CudaNorms"]
 

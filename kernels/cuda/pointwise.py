@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.checks import same_elements
-from halograd.kernels.cuda.boxes import AXES, Joined, joined_elements
-from halograd.kernels.cuda.launch import Launch, Launcher, items_grid, scalar_program, sequence, suffix, vector_lanes
-from halograd.kernels.cuda.sources import CudaProgram
-from halograd.kernels.geometry import Geometry, Resampled
-from halograd.kernels.kernel import Kernel, KernelError
-from halograd.kernels.pointwise import ACTIVATIONS, DropoutMask, Pointwise
+from ..checks import same_elements
+from ..geometry import Geometry, Resampled
+from ..kernel import Kernel, KernelError
+from ..pointwise import ACTIVATIONS, DropoutMask, Pointwise
+from .boxes import AXES, Joined, joined_elements
+from .launch import Launch, Launcher, items_grid, scalar_program, sequence, suffix, vector_lanes
+from .sources import CudaProgram
 
 __all__ = ["CudaPointwise", "readers"]
 

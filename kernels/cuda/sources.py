@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.kernel import KernelError
+from ..kernel import KernelError
 
 __all__ = [
     "ADDED",

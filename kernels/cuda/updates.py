@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda.launch import (
+from ..kernel import Kernel, ScratchKernel, idle, run_all
+from ..memory import Scratch
+from ..updates import UpdateArrays, Updates
+from .launch import (
     LARGE,
     THREADS,
     Launch,
@@ -20,10 +23,7 @@ from halograd.kernels.cuda.launch import (
     suffix,
     vector_lanes,
 )
-from halograd.kernels.cuda.sources import CudaProgram, dtype_name
-from halograd.kernels.kernel import Kernel, ScratchKernel, idle, run_all
-from halograd.kernels.memory import Scratch
-from halograd.kernels.updates import UpdateArrays, Updates
+from .sources import CudaProgram, dtype_name
 
 __all__ = ["CudaUpdates"]
 

@@ -8,19 +8,19 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from halograd.kernels import checks
-from halograd.kernels.cuda import CudaKernels
-from halograd.kernels.cudnn import conv, dense
-from halograd.kernels.cudnn.conv import ConvSettings
-from halograd.kernels.cudnn.dense import Cublas, workspace_bytes
-from halograd.kernels.cudnn.frontend import Handles, Workspaces
-from halograd.kernels.cudnn.graphs import HALF, PRECISIONS, Arithmetic
-from halograd.kernels.cudnn.plans import EventTimer, Plans
-from halograd.kernels.cudnn.runtime import Runtime
-from halograd.kernels.cudnn.store import PlanStore, store_path
-from halograd.kernels.geometry import Geometry, tensor_core_channels
-from halograd.kernels.kernel import Kernel, KernelError, chain
-from halograd.kernels.memory import Scratch
+from .. import checks
+from ..cuda import CudaKernels
+from ..geometry import Geometry, tensor_core_channels
+from ..kernel import Kernel, KernelError, chain
+from ..memory import Scratch
+from . import conv, dense
+from .conv import ConvSettings
+from .dense import Cublas, workspace_bytes
+from .frontend import Handles, Workspaces
+from .graphs import HALF, PRECISIONS, Arithmetic
+from .plans import EventTimer, Plans
+from .runtime import Runtime
+from .store import PlanStore, store_path
 
 __all__ = ["PRECISIONS", "CudnnBackend"]
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cuda import Boxes
-from halograd.kernels.cudnn.frontend import ALIGNMENT, AddressTable, Handles, Workspaces
-from halograd.kernels.cudnn.graphs import (
+from ..cuda import Boxes
+from ..geometry import Geometry, channels_in_memory
+from ..kernel import Kernel, chain
+from .frontend import ALIGNMENT, AddressTable, Handles, Workspaces
+from .graphs import (
     BACKWARD_DATA,
     BACKWARD_FILTER,
     BIAS,
@@ -22,9 +24,7 @@ from halograd.kernels.cudnn.graphs import (
     X,
     Y,
 )
-from halograd.kernels.cudnn.plans import Plans
-from halograd.kernels.geometry import Geometry, channels_in_memory
-from halograd.kernels.kernel import Kernel, chain
+from .plans import Plans
 
 __all__ = ["ConvSettings", "backward_data", "backward_filter", "forward", "outside"]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.cudnn.frontend import Handles, Workspaces
-from halograd.kernels.cudnn.graphs import Arithmetic
-from halograd.kernels.kernel import Kernel, KernelError
+from ..kernel import Kernel, KernelError
+from .frontend import Handles, Workspaces
+from .graphs import Arithmetic
 
 __all__ = ["Cublas", "Products", "backward_data", "backward_filter", "forward", "workspace_bytes"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from halograd.kernels.kernel import KernelError
+from ..kernel import KernelError
 
 __all__ = [
     "ALIGNMENT",

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halograd.kernels.cudnn.frontend import Frontend, Launch, one_line
-from halograd.kernels.geometry import Geometry, read_part
-from halograd.kernels.kernel import KernelError
+from ..geometry import Geometry, read_part
+from ..kernel import KernelError
+from .frontend import Frontend, Launch, one_line
 
 __all__ = [
     "BACKWARD_DATA",

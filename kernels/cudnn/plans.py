@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from halograd.kernels.cudnn.frontend import AddressTable, Frontend, Handles, Workspaces, one_line
-from halograd.kernels.cudnn.graphs import Built, Candidates, PlanKey
-from halograd.kernels.cudnn.store import Entry, PlanStore
+from .frontend import AddressTable, Frontend, Handles, Workspaces, one_line
+from .graphs import Built, Candidates, PlanKey
+from .store import Entry, PlanStore
 
 __all__ = ["TRIED", "CudnnPlan", "EventTimer", "Plans", "fastest"]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halograd.device import Device
-from halograd.kernels.cuda import Boxes, CupyLauncher
-from halograd.kernels.cudnn.frontend import INSTALL, Frontend, load, one_line
-from halograd.kernels.kernel import Kernel, KernelError, chain
+from ...device import Device
+from ..cuda import Boxes, CupyLauncher
+from ..kernel import Kernel, KernelError, chain
+from .frontend import INSTALL, Frontend, load, one_line
 
 __all__ = ["Runtime"]
 
@@ -144,7 +144,7 @@ class Runtime:
 
 
 def _open_device(ordinal: int) -> Device:
-    from halograd.device.cupy import cupy_device
+    from ...device.cupy import cupy_device
 
     return cupy_device(ordinal)
 

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import threadpoolctl
 
-from halograd.kernels.backend import Backend
-from halograd.kernels.memory import Scratch, aligned_empty
-from halograd.kernels.numpy.convolution import COLUMN_BYTES, NumpyConvolutions
-from halograd.kernels.numpy.losses import NumpyLosses
-from halograd.kernels.numpy.norms import NumpyNorms
-from halograd.kernels.numpy.pointwise import NumpyPointwise
-from halograd.kernels.numpy.updates import NumpyUpdates
+from ..backend import Backend
+from ..memory import Scratch, aligned_empty
+from .convolution import COLUMN_BYTES, NumpyConvolutions
+from .losses import NumpyLosses
+from .norms import NumpyNorms
+from .pointwise import NumpyPointwise
+from .updates import NumpyUpdates
 
 __all__ = ["BlasLimit", "NumpyBackend"]
 

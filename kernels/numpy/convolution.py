@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from halograd.kernels.convolution import Convolutions
-from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import Kernel, ScratchKernel
-from halograd.kernels.memory import Scratch, nbytes_of, round_up
-from halograd.kernels.numpy.norms import column_sums
+from ..convolution import Convolutions
+from ..geometry import Geometry
+from ..kernel import Kernel, ScratchKernel
+from ..memory import Scratch, nbytes_of, round_up
+from .norms import column_sums
 
 __all__ = ["COLUMN_BYTES", "Block", "Columns", "Margins", "NumpyConvolutions"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.losses import ClassTargets, LossArrays, Losses, LossKernel
-from halograd.kernels.memory import Workspace, buffer, chunks, constant, take, total
+from ..losses import ClassTargets, LossArrays, Losses, LossKernel
+from ..memory import Workspace, buffer, chunks, constant, take, total
 
 __all__ = ["NumpyLosses"]
 

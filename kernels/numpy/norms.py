@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, idle
-from halograd.kernels.memory import Scratch, Workspace, buffer, chunks, round_up
-from halograd.kernels.norm_parts import mean_and_variance
-from halograd.kernels.norms import ChannelNormArrays, Norms
+from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, idle
+from ..memory import Scratch, Workspace, buffer, chunks, round_up
+from ..norm_parts import mean_and_variance
+from ..norms import ChannelNormArrays, Norms
 
 __all__ = ["NumpyBatchNorm", "NumpyNorms", "RowBlock", "RowBlocks", "column_sums", "moments", "moments_scratch_bytes"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.checks import same_elements
-from halograd.kernels.kernel import Kernel, ScratchKernel
-from halograd.kernels.memory import nbytes_of, round_up
-from halograd.kernels.numpy.windows import NumpyWindows
-from halograd.kernels.pointwise import DropoutMask
+from ..checks import same_elements
+from ..kernel import Kernel, ScratchKernel
+from ..memory import nbytes_of, round_up
+from ..pointwise import DropoutMask
+from .windows import NumpyWindows
 
 __all__ = ["NumpyPointwise", "erf", "global_counters", "mix64", "mix64_inplace"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.kernel import Kernel, ScratchKernel
-from halograd.kernels.memory import Scratch, round_up
-from halograd.kernels.updates import UpdateArrays, Updates
+from ..kernel import Kernel, ScratchKernel
+from ..memory import Scratch, round_up
+from ..updates import UpdateArrays, Updates
 
 __all__ = ["NumpyUpdates"]
 

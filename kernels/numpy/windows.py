@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.geometry import Geometry, Resampled
-from halograd.kernels.kernel import Kernel, ScratchKernel, run_all
-from halograd.kernels.memory import Scratch, nbytes_of, round_up
-from halograd.kernels.numpy.convolution import Margins
-from halograd.kernels.pointwise import Pointwise
+from ..geometry import Geometry, Resampled
+from ..kernel import Kernel, ScratchKernel, run_all
+from ..memory import Scratch, nbytes_of, round_up
+from ..pointwise import Pointwise
+from .convolution import Margins
 
 __all__ = ["NumpyWindows", "tap_counts"]
 

@@ -8,15 +8,15 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from halograd.kernels import checks
-from halograd.kernels.geometry import Geometry
-from halograd.kernels.kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute
-from halograd.kernels.numpy import BlasLimit, NumpyBackend
-from halograd.kernels.onednn import conv, matmul, pointwise
-from halograd.kernels.onednn.abi import Abi, open_library
-from halograd.kernels.onednn.conv import ConvChoice
-from halograd.kernels.onednn.norm import OnednnBatchNorm
-from halograd.kernels.onednn.program import OnednnEngine, ReferenceOnly
+from .. import checks
+from ..geometry import Geometry
+from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute
+from ..numpy import BlasLimit, NumpyBackend
+from . import conv, matmul, pointwise
+from .abi import Abi, open_library
+from .conv import ConvChoice
+from .norm import OnednnBatchNorm
+from .program import OnednnEngine, ReferenceOnly
 
 __all__ = ["DELEGATED", "OnednnBackend"]
 

@@ -13,7 +13,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_size_t, c_uint,
 from pathlib import Path
 from typing import Any
 
-from halograd.kernels.kernel import KernelError
+from ..kernel import KernelError
 
 __all__ = ["NAME", "Abi", "Argument", "DnnlError", "candidates", "dims", "open_library"]
 

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from halograd.kernels.geometry import Geometry, read_part
-from halograd.kernels.kernel import Kernel
-from halograd.kernels.onednn import abi as c
-from halograd.kernels.onednn.abi import dims
-from halograd.kernels.onednn.program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
+from ..geometry import Geometry, read_part
+from ..kernel import Kernel
+from . import abi as c
+from .abi import dims
+from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
 
 __all__ = [
     "ConvChoice",

@@ -16,11 +16,11 @@ import itertools
 import math
 from typing import Any
 
-from halograd.kernels.geometry import Geometry
-from halograd.kernels.numpy.convolution import Margins
-from halograd.kernels.numpy.norms import column_sums
-from halograd.kernels.onednn import abi as c
-from halograd.kernels.onednn.program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
+from ..geometry import Geometry
+from ..numpy.convolution import Margins
+from ..numpy.norms import column_sums
+from . import abi as c
+from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
 
 __all__ = ["backward_filter_by_taps", "dense_backward_data", "dense_backward_filter", "dense_forward"]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.checks import same_elements
-from halograd.kernels.kernel import (
+from ..checks import same_elements
+from ..kernel import (
     BatchNormArrays,
     BatchNormKernels,
     Kernel,
@@ -31,12 +31,12 @@ from halograd.kernels.kernel import (
     fallback,
     idle,
 )
-from halograd.kernels.norm_parts import mean_and_variance
-from halograd.kernels.numpy.norms import NumpyBatchNorm, moments, moments_scratch_bytes
-from halograd.kernels.onednn import abi as c
-from halograd.kernels.onednn.conv import flat_shape, image, vector
-from halograd.kernels.onednn.pointwise import Finite
-from halograd.kernels.onednn.program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
+from ..norm_parts import mean_and_variance
+from ..numpy.norms import NumpyBatchNorm, moments, moments_scratch_bytes
+from . import abi as c
+from .conv import flat_shape, image, vector
+from .pointwise import Finite
+from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 
 __all__ = ["OnednnBatchNorm"]
 

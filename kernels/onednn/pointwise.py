@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.checks import same_elements
-from halograd.kernels.geometry import Geometry, read_part
-from halograd.kernels.kernel import Kernel, deferred, either
-from halograd.kernels.onednn import abi as c
-from halograd.kernels.onednn.abi import dims
-from halograd.kernels.onednn.conv import geometry_dims, image, image_desc, zero_rest
-from halograd.kernels.onednn.program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
+from ..checks import same_elements
+from ..geometry import Geometry, read_part
+from ..kernel import Kernel, deferred, either
+from . import abi as c
+from .abi import dims
+from .conv import geometry_dims, image, image_desc, zero_rest
+from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 
 __all__ = ["MAX", "Finite", "activation", "add", "average", "max_pool", "pool"]
 

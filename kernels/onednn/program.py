@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from halograd.kernels.kernel import Kernel, KernelError, ScratchKernel
-from halograd.kernels.memory import Scratch, aligned_empty, round_up
-from halograd.kernels.onednn import abi as c
-from halograd.kernels.onednn.abi import Abi, Argument, DnnlError
+from ..kernel import Kernel, KernelError, ScratchKernel
+from ..memory import Scratch, aligned_empty, round_up
+from . import abi as c
+from .abi import Abi, Argument, DnnlError
 
 __all__ = ["OnednnEngine", "OnednnMemory", "PrimitiveList", "ReferenceOnly", "packed_strides"]
 

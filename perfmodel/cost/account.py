@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from halograd.dtensor import Groups
-from halograd.layers import Network
-from halograd.layers.parameter_blocks import ParameterBlocks, parameter_blocks
-from halograd.layers.replication import dense_layers
-from halograd.layers.strategy import Strategy
-from halograd.perfmodel.cost.reductions import booked, kept
-from halograd.perfmodel.cost.timeline import PricedBucket, aligned, buckets_of
-from halograd.program.compiler import Target, compile_program
-from halograd.program.counts import Ledger, messages_of, sums_of
-from halograd.program.dtypes import dtype_of
-from halograd.program.program import Program
-from halograd.program.traffic import ExchangeTraffic, GroupSum, Move
+from ...dtensor import Groups
+from ...layers import Network
+from ...layers.parameter_blocks import ParameterBlocks, parameter_blocks
+from ...layers.replication import dense_layers
+from ...layers.strategy import Strategy
+from ...program.compiler import Target, compile_program
+from ...program.counts import Ledger, messages_of, sums_of
+from ...program.dtypes import dtype_of
+from ...program.program import Program
+from ...program.traffic import ExchangeTraffic, GroupSum, Move
+from .reductions import booked, kept
+from .timeline import PricedBucket, aligned, buckets_of
 
 __all__ = ["count_program", "count_step", "memory_of", "program_of"]
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.kernel_times import KernelTimes, LayerTime
-from halograd.program.operations import Operation, Run, Timing, Total, Transfer
-from halograd.program.program import Step
-from halograd.program.traffic import GroupSum, Move
+from ...program.operations import Operation, Run, Timing, Total, Transfer
+from ...program.program import Step
+from ...program.traffic import GroupSum, Move
+from ..kernel_times import KernelTimes, LayerTime
+from .wires import Wires
 
 __all__ = ["LayerCost", "Pricing", "price_layer"]
 

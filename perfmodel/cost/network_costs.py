@@ -25,21 +25,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from halograd.layers import Input, Network, Node, Strategy
-from halograd.layers.axes import AXES
-from halograd.layers.parameter_blocks import blocks_of
-from halograd.layers.strategy import layout_of
-from halograd.perfmodel.cost.layer_cost import Pricing, price_layer
-from halograd.perfmodel.cost.simulate import Training
-from halograd.perfmodel.cost.wires import Wires, middle_rank
-from halograd.perfmodel.cuts import Parts, candidates
-from halograd.perfmodel.kernel_times import LayerWork, Recorded, RooflineTimes
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.planners import Problem
-from halograd.program.compiler import Target, compile_program, lower_alone
-from halograd.program.dtypes import dtype_of
-from halograd.program.program import Step
-from halograd.program.values import Value
+from ...layers import Input, Network, Node, Strategy
+from ...layers.axes import AXES
+from ...layers.parameter_blocks import blocks_of
+from ...layers.strategy import layout_of
+from ...program.compiler import Target, compile_program, lower_alone
+from ...program.dtypes import dtype_of
+from ...program.program import Step
+from ...program.values import Value
+from ..cuts import Parts, candidates
+from ..kernel_times import LayerWork, Recorded, RooflineTimes
+from ..machine import Machine
+from ..planners import Problem
+from .layer_cost import Pricing, price_layer
+from .simulate import Training
+from .wires import Wires, middle_rank
 
 __all__ = ["Grids", "NetworkCosts", "edge_seconds", "network_costs", "redistributed_bytes", "works_of"]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from halograd.comm.sums import LARGEST_AT_ONCE, METHODS, node_shares, shards
-from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.cost.timeline import PricedBucket, PricedReduction
-from halograd.perfmodel.cost.wires import Wires
-from halograd.program.traffic import ExchangeTraffic, GroupSum
+from ...comm.sums import LARGEST_AT_ONCE, METHODS, node_shares, shards
+from ...layers.reduction_scheme import Scheme
+from ...program.traffic import ExchangeTraffic, GroupSum
+from .timeline import PricedBucket, PricedReduction
+from .wires import Wires
 
 __all__ = ["Booked", "booked", "kept", "price"]
 

@@ -8,14 +8,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from halograd.layers import Add, Network
-from halograd.layers.parameter_blocks import parameter_blocks
-from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.strategy import Strategy, layout_of
-from halograd.perfmodel.cost.account import count_program, memory_of, program_of
-from halograd.perfmodel.cost.layer_cost import LayerCost, Pricing, price_layer
-from halograd.perfmodel.cost.reductions import price
-from halograd.perfmodel.cost.timeline import (
+from ...layers import Add, Network
+from ...layers.parameter_blocks import parameter_blocks
+from ...layers.reduction_scheme import Scheme
+from ...layers.strategy import Strategy, layout_of
+from ...program.compiler import Target
+from ...program.dtypes import dtype_of
+from ...program.operations import Operation, Run
+from ...program.program import Program, Step
+from ..plans import LayerRecord, Prediction
+from .account import count_program, memory_of, program_of
+from .layer_cost import LayerCost, Pricing, price_layer
+from .reductions import price
+from .timeline import (
     PricedBucket,
     PricedReduction,
     Replication,
@@ -23,12 +28,7 @@ from halograd.perfmodel.cost.timeline import (
     buckets_of,
     run_step,
 )
-from halograd.perfmodel.cost.wires import middle_rank
-from halograd.perfmodel.plans import LayerRecord, Prediction
-from halograd.program.compiler import Target
-from halograd.program.dtypes import dtype_of
-from halograd.program.operations import Operation, Run
-from halograd.program.program import Program, Step
+from .wires import middle_rank
 
 __all__ = ["Simulation", "Training", "simulate"]
 

@@ -23,12 +23,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from halograd.dtensor import Groups
-from halograd.layers import Network, Strategy
-from halograd.layers.parameter_blocks import ParameterBlocks
-from halograd.layers.reduction_chunks import chunks_of, gradient_layers
-from halograd.perfmodel.cost.layer_cost import LayerCost
-from halograd.program.traffic import GroupSum
+from ...dtensor import Groups
+from ...layers import Network, Strategy
+from ...layers.parameter_blocks import ParameterBlocks
+from ...layers.reduction_chunks import chunks_of, gradient_layers
+from ...program.traffic import GroupSum
+from .layer_cost import LayerCost
 
 __all__ = ["PricedBucket", "PricedReduction", "Replication", "StepTimeline", "aligned", "buckets_of", "run_step"]
 

@@ -18,10 +18,10 @@ from functools import cached_property
 
 import numpy as np
 
-from halograd.dtensor import Blocks
-from halograd.perfmodel import collectives
-from halograd.perfmodel.machine import LEVELS, Machine
-from halograd.program.traffic import Move
+from ...dtensor import Blocks
+from ...program.traffic import Move
+from .. import collectives
+from ..machine import LEVELS, Machine
 
 __all__ = ["Ranks", "Wires", "middle_rank"]
 

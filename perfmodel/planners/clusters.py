@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from halograd.perfmodel.planners.problem import Array, Edge, Effort
-from halograd.perfmodel.planners.tables import Table, aligned, minimum_of_sum
+from .problem import Array, Edge, Effort
+from .tables import Table, aligned, minimum_of_sum
 
 __all__ = ["Cluster", "Clusters", "Part", "PassResult"]
 

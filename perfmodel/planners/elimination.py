@@ -16,8 +16,9 @@ from typing import NoReturn
 import numpy as np
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners.clusters import SUM_LIMIT, TABLE_LIMIT, Clusters, PassResult
-from halograd.perfmodel.planners.problem import (
+
+from .clusters import SUM_LIMIT, TABLE_LIMIT, Clusters, PassResult
+from .problem import (
     Array,
     Effort,
     NoneFits,
@@ -28,8 +29,8 @@ from halograd.perfmodel.planners.problem import (
     no_fit,
     not_allowed,
 )
-from halograd.perfmodel.planners.search import Bounds, search
-from halograd.perfmodel.planners.tables import Costs, memory_problem, prune
+from .search import Bounds, search
+from .tables import Costs, memory_problem, prune
 
 __all__ = ["Elimination", "next_best"]
 

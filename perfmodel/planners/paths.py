@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners.elimination import Elimination
-from halograd.perfmodel.planners.problem import Array, Edge, Effort, Planner, Problem, Selection, choice_of
-from halograd.perfmodel.planners.tables import memory_problem
+
+from .elimination import Elimination
+from .problem import Array, Edge, Effort, Planner, Problem, Selection, choice_of
+from .tables import memory_problem
 
 __all__ = ["LongestPathFirst", "ShortestPath", "path_order"]
 

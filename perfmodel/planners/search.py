@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halograd.errors import UserError
-from halograd.perfmodel.planners.clusters import Cluster, Clusters, PassResult
-from halograd.perfmodel.planners.problem import (
+
+from .clusters import Cluster, Clusters, PassResult
+from .problem import (
     Array,
     Effort,
     Planner,

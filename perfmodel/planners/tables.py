@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from halograd.perfmodel.planners.problem import Array, Edge, Problem
+from .problem import Array, Edge, Problem
 
 __all__ = ["Costs", "Pruned", "aligned", "memory_problem", "minimum_of_sum", "prune"]
 

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from halograd.device import device_of, wide
-from halograd.dtensor import Layout
-from halograd.layers import Layer
-from halograd.layers.axes import AXES
-from halograd.program.compiler import Target, lower_alone
-from halograd.program.mode import Mode
-from halograd.program.operations import Run
-from halograd.program.program import Program, Segment, Step
-from halograd.program.runner import Runner
-from halograd.program.values import Value
+from ...device import device_of, wide
+from ...dtensor import Layout
+from ...layers import Layer
+from ...layers.axes import AXES
+from ...program.compiler import Target, lower_alone
+from ...program.mode import Mode
+from ...program.operations import Run
+from ...program.program import Program, Segment, Step
+from ...program.runner import Runner
+from ...program.values import Value
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
-    from halograd.comm.reduction import ReductionSpec
+    from ...comm import Communicator
+    from ...comm.reduction import ReductionSpec
 
 __all__ = ["BoundLayer"]
 

@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from halograd import __version__
-from halograd import device as device_package
-from halograd import kernels as kernels_package
-from halograd import layers as layers_package
-from halograd import program as program_package
 from halograd.errors import UserError
 from halograd.schema import NotNegative
 
+from ... import device as device_package
+from ... import kernels as kernels_package
+from ... import layers as layers_package
+from ... import program as program_package
+
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
+    from ...comm import Communicator
 
 __all__ = ["Conditions", "Crowd", "TimeCache", "cache_path", "device_name"]
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.kernels import Geometry
-from halograd.perfmodel.machine import Efficiency, Link, Machine
-from halograd.perfmodel.profile.cache import Crowd, device_name
-from halograd.perfmodel.profile.messages import LARGE, SIZES, MessageTimer, Nodes, fit_copy
-from halograd.perfmodel.profile.record import Fit, Profile, fit_line
+from ...kernels import Geometry
+from ..machine import Efficiency, Link, Machine
+from .cache import Crowd, device_name
+from .messages import LARGE, SIZES, MessageTimer, Nodes, fit_copy
+from .record import Fit, Profile, fit_line
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
+    from ...comm import Communicator
 
 __all__ = ["group_sizes", "measure_machine", "memory_size"]
 

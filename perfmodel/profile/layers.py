@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halograd.layers import Network
-from halograd.perfmodel.kernel_times import LayerTime, LayerWork
-from halograd.perfmodel.profile.bound import BoundLayer
-from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
+from ...layers import Network
+from ..kernel_times import LayerTime, LayerWork
+from .bound import BoundLayer
+from .cache import Conditions, Crowd, TimeCache
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator
+    from ...comm import Communicator
 
 __all__ = ["Coverage", "LayerTimer", "last_level_cache", "measure_layers", "passing_bytes"]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from halograd.dtensor import Blocks, Exchange
-from halograd.perfmodel.profile.record import Fit, fit_line
+from ...dtensor import Blocks, Exchange
+from .record import Fit, fit_line
 
 if TYPE_CHECKING:
-    from halograd.comm import Communicator, Reduction
+    from ...comm import Communicator, Reduction
 
 __all__ = ["LARGE", "SIZES", "MessageTimer", "Nodes", "fit_copy"]
 

@@ -14,8 +14,9 @@ from pydantic import Field
 from halograd.documents import read_json, shown_path
 from halograd.errors import UserError
 from halograd.files import write_whole
-from halograd.perfmodel.machine import Link, Machine, Overheads
 from halograd.schema import STRICT, Count, NotNegative, build
+
+from ..machine import Link, Machine, Overheads
 
 __all__ = ["Fit", "Profile", "fit_line", "record_path"]
 

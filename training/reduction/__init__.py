@@ -1,5 +1,5 @@
 """Gradient reduction: who sums which gradients when, by name of the scheme."""
 
-from halograd.training.reduction.reducer import Reducer, check_possible
+from .reducer import Reducer, check_possible
 
 __all__ = ["Reducer", "check_possible"]

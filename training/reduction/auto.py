@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from halograd.layers.reduction_chunks import gradient_layers
-from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.reduction_choice import candidate_schemes, shortlist
-from halograd.training.executor import Executor
-from halograd.training.log import RunLog
-from halograd.training.reduction.tuner import ChunkSearch, Tuner
+from ...layers.reduction_chunks import gradient_layers
+from ...layers.reduction_scheme import Scheme
+from ...perfmodel.reduction_choice import candidate_schemes, shortlist
+from ..executor import Executor
+from ..log import RunLog
+from .tuner import ChunkSearch, Tuner
 
 __all__ = ["AutoReduction", "Tuning", "pinned", "report_to"]
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from halograd.comm import Communicator, Reduction
-from halograd.comm.reduction import ReductionSpec
 from halograd.errors import UserError
-from halograd.layers.groups import group_of, reductions_in_groups
-from halograd.layers.reduction_scheme import BY_NODES, KINDS, Scheme
-from halograd.layers.replicated_dense import ReplicatedDense
-from halograd.training.store import Bucket, ParameterStore
+
+from ...comm import Communicator, Reduction
+from ...comm.reduction import ReductionSpec
+from ...layers.groups import group_of, reductions_in_groups
+from ...layers.reduction_scheme import BY_NODES, KINDS, Scheme
+from ...layers.replicated_dense import ReplicatedDense
+from ..store import Bucket, ParameterStore
 
 __all__ = ["Reducer", "Run", "check_possible"]
 

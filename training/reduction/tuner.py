@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from halograd.layers.reduction_scheme import Scheme
+from ...layers.reduction_scheme import Scheme
 
 __all__ = ["ChunkSearch", "Trial", "Tuner"]
 
