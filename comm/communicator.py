@@ -218,7 +218,7 @@ class Communicator:
             meters = [self._meter(spec, pattern) for spec, pattern in zip(specs, patterns)]
             device = specs[0].device if specs else HOST
             over = None if device.is_host else self.devices.transport(self._context, device)
-            channels = (over or self._transport).channels(patterns, meters)
+            channels: list[Channel] = (over or self._transport).channels(patterns, meters)
             if over is None and not device.is_host:
                 channels = [StagedChannel(channel, device, meter) for channel, meter in zip(channels, meters)]
         for channel in channels:

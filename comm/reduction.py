@@ -82,12 +82,15 @@ class Codec(Protocol):
 
     def deposit(self, pairs: Pairs) -> Stage:
         """Copy summands, or parts of them, to where they travel from."""
+        ...
 
     def add(self, summands: Sequence[Any], total: Any) -> Stage:
         """Add up summands in their order."""
+        ...
 
     def give_back(self, pairs: Pairs) -> Stage:
         """Copy what has travelled to the buffer."""
+        ...
 
 
 class Plain:

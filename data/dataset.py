@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..dtensor.box import Box
 from .errors import DataError
 from .reading import one_line, open_file
-from .storage import check_files
+from .storage import check_files, dataset_of
 from .structure import HDF5_FAULTS, Kind, Structure, examine, find, looking_into, shape_of
 
 __all__ = ["Hdf5Dataset"]
@@ -150,7 +150,7 @@ class Hdf5Dataset:
         file = open_file(self.path)
         try:
             found = examine(file, self.path, inputs, targets, layout, allow_external)
-            self._opened = file, file[inputs], None if targets is None else file[targets]
+            self._opened = file, dataset_of(file, inputs), None if targets is None else dataset_of(file, targets)
         except BaseException:
             file.close()
             raise

@@ -38,6 +38,7 @@ from .atomic import atomic_path
 from .errors import DataError
 from .flow import Bubble, Flow
 from .lagrangian import CHANNELS, UNITS, MeshBlock
+from .storage import dataset_of
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "MeshSimulation", "Settings", "generate"]
 
@@ -277,9 +278,9 @@ def _write(file: h5py.File, settings: Settings, task: _Task) -> None:
     inputs, mask = task.simulation.sample_rows(task.first, task.last, task.taken)
     start = task.simulation.index * settings.samples_per_simulation
     samples, rows = slice(start, start + task.taken), slice(task.first, task.last)
-    file["inputs"][samples, rows] = inputs
-    file["mask"][samples, rows] = mask
-    file["time"][samples] = np.array(task.simulation.steps[: task.taken]) * settings.time_step
+    dataset_of(file, "inputs")[samples, rows] = inputs
+    dataset_of(file, "mask")[samples, rows] = mask
+    dataset_of(file, "time")[samples] = np.array(task.simulation.steps[: task.taken]) * settings.time_step
 
 
 def _check(valid: bool, name: str, expected: str, got: object) -> None:

@@ -42,9 +42,11 @@ class Dataset(Protocol):
     @property
     def bytes_read(self) -> int:
         """Requested so far [B]."""
+        ...
 
     def __len__(self) -> int:
         """Number of samples."""
+        ...
 
     def read(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """Read a box of the inputs of a global batch, ``(len(indices), *sample_shape)``. Local.
@@ -52,9 +54,11 @@ class Dataset(Protocol):
         `box` may reach outside the batch's array: what lies there is left as it is in `out`, of shape ``box.shape``.
         Returns the part of `out` that was filled.
         """
+        ...
 
     def read_targets(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """The same of the targets, over `target_shape`."""
+        ...
 
     def close(self) -> None:
         """Free what is open; what is read afterwards opens it again."""

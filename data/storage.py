@@ -26,7 +26,7 @@ from .errors import DataError
 from .hyperslab import Hyperslab, hyperslabs
 from .reading import open_file, reason_of, regular_size
 
-__all__ = ["Storage", "check_files"]
+__all__ = ["Storage", "check_files", "dataset_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -356,3 +356,10 @@ def _places(own: str, name: str, variable: str) -> Iterator[str]:
     yield os.path.join(folder, name)
     yield os.path.abspath(name)
     yield os.path.join(os.path.dirname(os.path.realpath(own)), name)
+
+
+def dataset_of(file: h5py.File, name: str) -> h5py.Dataset:
+    """The dataset of this name, which is known to be one. Local."""
+    found = file[name]
+    assert isinstance(found, h5py.Dataset), f"{name!r} is no dataset"
+    return found

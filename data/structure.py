@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .errors import DataError
 from .reading import one_line
-from .storage import Storage, check_files
+from .storage import Storage, check_files, dataset_of
 
 __all__ = ["HDF5_FAULTS", "Kind", "Structure", "examine", "find", "looking_into"]
 
@@ -198,7 +198,7 @@ def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArr
     """The dataset ``simulation``, if there is one: samples of one simulation belong together."""
     if not storage.check(file, "simulation"):
         return None
-    found = file["simulation"]
+    found = dataset_of(file, "simulation")
     if found.shape != (samples,):
         _log.warning(
             "%s: dataset 'simulation' is not used, its shape is %s and not (%d,); samples are split one by one",

@@ -88,7 +88,7 @@ class Exchange:
         """
         if not many:
             return []
-        made = [cls.__new__(cls) for _ in many]
+        made: list[Exchange] = [cls.__new__(cls) for _ in many]
         steps = [one._set_up(comm.rank, **arguments) for one, arguments in zip(made, many)]
         with comm.agreement():
             side_by_side(steps, comm.channels)

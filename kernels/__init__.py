@@ -2,7 +2,7 @@
 
 from .backend import Backend, get_backend
 from .geometry import Geometry, Resampled, Resampling
-from .kernel import BatchNormKernels, BatchNormTraining, Kernel, KernelError, Substitute
+from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, KernelError, Substitute
 from .losses import ClassTargets, LossArrays, LossKernel
 from .norm_parts import GroupNormArrays
 from .norms import ChannelNormArrays

@@ -243,6 +243,19 @@ def test_functions_and_classes_are_no_larger_than_a_reader_can_hold():
     assert oversized(files[0], f"def f({nine}): pass\nclass C:\n" + "    def f(self): pass\n" * 26)
 
 
+def test_what_a_module_offers_is_there():
+    for path in library():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        bound = {
+            alias.asname or alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for alias in n.names
+        }
+        bound |= {n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+        bound |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        offered = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+        missing = set(ast.literal_eval(offered[0])) - bound if offered and "__getattr__" not in bound else set()
+        assert not missing, f"{name(path)}: {missing}"
+
+
 def test_folders_import_each_other_relatively():
     """So a file means the same whether a tool opens it as ``comm/sums.py`` or as ``halograd/comm/sums.py``."""
     absolute = re.compile(rf"^\s*(?:from|import) halograd\.({'|'.join(BELOW)})\b", re.MULTILINE)

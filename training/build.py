@@ -42,7 +42,7 @@ __all__ = [
 
 
 #: Cuts of all layers alike go along these.
-AXES = ("sample", "depth", "height", "width")
+AXES: tuple[str, ...] = ("sample", "depth", "height", "width")
 #: How many a message names; for more ranks there are too many to try them all.
 SHOWN, MOST_RANKS = 3, 8192
 

@@ -225,9 +225,9 @@ class VerifiedFile:
 
     def load(self, start: int = 0, stop: int | None = None) -> None:
         """Read and verify what was not yet of the bytes from `start` to `stop`, by default all."""
-        stop = self._end if stop is None else min(stop, self._end)
+        last = self._end if stop is None else min(stop, self._end)
         first = max(0, (start - HEADER) // self._chunk)
-        for chunk in range(first, -(-(stop - HEADER) // self._chunk)):
+        for chunk in range(first, -(-(last - HEADER) // self._chunk)):
             if not self._known[chunk]:
                 begin = HEADER + chunk * self._chunk
                 end = min(begin + self._chunk, self._end)

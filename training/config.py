@@ -367,7 +367,7 @@ def _set(tables: dict[str, Any], override: str) -> None:
             return
     if len(path) < 2 and not isinstance(value, Mapping):
         raise UserError(f"--set: expected section.key=value, got {shown(override)}")
-    where = tables
+    where: Any = tables
     for name in path[:-1]:
         where = where.setdefault(name, {})
         if not isinstance(where, Mapping):

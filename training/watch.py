@@ -48,6 +48,7 @@ class Station(Protocol):
 
     def place(self, idle: float) -> Place:
         """Where the main thread is, and has been for `idle` [s]."""
+        ...
 
     def say(self, rank: int, cause: str) -> None:
         """Print that the job ends because of a rank."""

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpi4py import MPI
 
@@ -26,22 +26,10 @@ from .nccl import NcclTransport, load_nccl
 from .streams import Cuda, Lane, LaneSpans
 from .watchdog import TIMEOUT, DeviceWatchdog
 
-__all__ = ["DeviceLinks", "DeviceTransport", "Ranks", "gpu_address", "rank_facts", "reachable_gpus", "timeout_from"]
+if TYPE_CHECKING:
+    from ..communicator import Communicator
 
-
-class Ranks(Protocol):
-    """What is asked of the communicator whose ranks choose."""
-
-    rank: int
-    size: int
-
-    @property
-    def nodes(self) -> tuple[int, ...]: ...
-
-    @property
-    def mpi(self) -> MPI.Intracomm: ...
-
-    def agree(self, fault: Exception | None) -> None: ...
+__all__ = ["DeviceLinks", "DeviceTransport", "gpu_address", "rank_facts", "reachable_gpus", "timeout_from"]
 
 
 class DeviceTransport(Protocol):
@@ -57,9 +45,11 @@ class DeviceTransport(Protocol):
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
         """Channels of these (valid and matching) patterns. Collective over the communicator."""
+        ...
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
         """A sum of several ranks, not empty, of a method that devices make. Collective over the communicator."""
+        ...
 
     def close(self) -> None:
         """Free what the transport holds, after its channels. Collective over the communicator."""
@@ -99,7 +89,7 @@ class DeviceLinks:
         self._opened: _Opened | None = None
         self._transports: dict[TransportContext, DeviceTransport] = {}
 
-    def choose(self, comm: Ranks, device: Device, wanted: str, timeout: float | None = None) -> Choice:
+    def choose(self, comm: Communicator, device: Device, wanted: str, timeout: float | None = None) -> Choice:
         """Choose, and prepare what is shared. Collective over the root communicator.
 
         Raises
@@ -179,7 +169,7 @@ def timeout_from(environment: Any) -> float:
     raise CommError(f"HALOGRAD_GPU_TIMEOUT: expected seconds > 0 and <= 1e6, got {text[:60]!r}")
 
 
-def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:
+def _decide(comm: Communicator, device: Device, wanted: str) -> Choice:
     """The same choice on all ranks. Collective."""
     node = comm.nodes[comm.rank]
     gpus = _gathered(comm, lambda: gpu_address(device))
@@ -194,7 +184,7 @@ def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:
     return _choose(comm, wanted, [replace(fact, mpi_fault=fault) for fact, fault in zip(facts, faults)])
 
 
-def _choose(comm: Ranks, wanted: str, facts: Sequence[RankFacts]) -> Choice:
+def _choose(comm: Communicator, wanted: str, facts: Sequence[RankFacts]) -> Choice:
     try:
         return choose(wanted, facts)
     except CommError as error:
@@ -203,7 +193,7 @@ def _choose(comm: Ranks, wanted: str, facts: Sequence[RankFacts]) -> Choice:
         raise
 
 
-def _gathered(comm: Ranks, ask: Callable[[], Any]) -> list[Any]:
+def _gathered(comm: Communicator, ask: Callable[[], Any]) -> list[Any]:
     """What every rank has found out; faults are agreed upon. Collective."""
     found, fault = None, None
     try:
@@ -214,7 +204,7 @@ def _gathered(comm: Ranks, ask: Callable[[], Any]) -> list[Any]:
     return comm.mpi.allgather(found)
 
 
-def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opened:
+def _open(comm: Communicator, device: Device, choice: Choice, timeout: float) -> _Opened:
     cuda = Cuda(device)
 
     def lost(text: str) -> None:

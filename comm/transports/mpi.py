@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -136,12 +137,10 @@ def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -
     nbytes = method.held(flat.nbytes, mpi.size, (own.stop - own.start) * flat.itemsize)
     if method.ordered:
         return _in_order(context, flat, method, nbytes if not feedback else 0)
-    direct = None
+    direct: Callable[[], None] | None = None
     if method.adds and method.gathers:
         stages: list[Stage] = [Native(lambda: mpi.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM))]
-
-        def direct() -> None:
-            mpi.Allreduce(MPI.IN_PLACE, flat, MPI.SUM)
+        direct = partial(mpi.Allreduce, MPI.IN_PLACE, flat, MPI.SUM)
     elif method.adds:
         # In place, MPI would put the sum where the buffer begins, over the summands of another rank.
         total, counts = np.empty_like(flat[own]), [part.stop - part.start for part in parts]

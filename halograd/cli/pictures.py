@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ def _bars(ax: Axes, records: Sequence[LayerRecord], width: int, top: float) -> N
     ax.set_xticks([])
 
 
-def _tiles(ax: Axes, records: Sequence[LayerRecord], width: int, styles: dict[str, tuple[str, str]]) -> None:
+def _tiles(ax: Axes, records: Sequence[LayerRecord], width: int, styles: Mapping[str, tuple[str, str]]) -> None:
     for i, record in enumerate(records):
         hatch, color = styles[cut_text(record.parts)]
         ax.add_patch(Rectangle((i - 0.5, 0), 1, 1, facecolor=color, hatch=hatch, edgecolor="white"))
@@ -97,7 +97,7 @@ def _tiles(ax: Axes, records: Sequence[LayerRecord], width: int, styles: dict[st
 
 
 def _legend(
-    figure: Any, ax: Axes, plan: Plan, cuts: Counter[str], styles: dict[str, tuple[str, str]], columns: int
+    figure: Any, ax: Axes, plan: Plan, cuts: Counter[str], styles: Mapping[str, tuple[str, str]], columns: int
 ) -> None:
     figure.suptitle(
         f"{plan.network} on {plan.ranks} ranks of {plan.machine}, batch {plan.batch}: {time_text(plan.step_seconds)} "

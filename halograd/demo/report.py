@@ -22,6 +22,7 @@ from ..data.atomic import atomic_path
 from ..data.lagrangian import CHANNELS, UNITS
 from ..data.logistic import LogisticModel, best_threshold, fit, predict
 from ..data.reading import open_to_read
+from ..data.storage import dataset_of
 from ..dtensor.box import Box
 from ..report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
 from ..report.pictures import Masks, Quality, best_to_worst, draw_curves, draw_masks
@@ -141,8 +142,8 @@ def judge(files: Files, settings: DemoSettings) -> Judged:
 def _logits(files: Files) -> np.ndarray:
     """``(N, H, W, 1)``, by number of the sample."""
     with open_to_read(files.predictions) as file:
-        order = np.argsort(file["sample"][:])
-        return file["prediction"][:][order]
+        order = np.argsort(dataset_of(file, "sample")[:])
+        return dataset_of(file, "prediction")[:][order]
 
 
 def _read(dataset: Hdf5Dataset) -> tuple[np.ndarray, np.ndarray]:

@@ -82,7 +82,7 @@ class CudaPointwise(Pointwise):
         parts = {
             "first": [first for first, _ in tables],
             "weights": [weights for _, weights in tables],
-            "readers": [readers(*table, n) for table, n in zip(tables, inputs)],
+            "readers": [readers(first, weights, n) for (first, weights), n in zip(tables, inputs)],
         }
         members = {"x": x, "y": y, "dy": dy, "dx": dx, "samples": x.shape[0], "channels": x.shape[-1]}
         members.update({"in": inputs, "out": outputs})

@@ -157,7 +157,7 @@ class OnednnBatchNorm:
 
     def _far_from_zero(self, mean: Any, var: Any) -> Callable[[], bool]:
         """A function that tells whether any channel's mean is many times its deviation."""
-        left, right = np.empty((2, *mean.shape), np.float32)
+        left, right = (np.empty(mean.shape, np.float32) for _ in range(2))
 
         def ask() -> bool:
             np.multiply(mean, mean, out=left)
@@ -170,7 +170,7 @@ class OnednnBatchNorm:
     def _sums_of(self, found: Any) -> Callable[[], None]:
         """A function that turns `found`, mean and variance of every `repeat`-th row, into the sums."""
         a, rows = self.a, self.a.rows / self.repeat
-        mean, square = np.empty((2, *found.shape[1:]))
+        mean, square = (np.empty(found.shape[1:]) for _ in range(2))
 
         def run() -> None:
             np.copyto(mean, found[0])

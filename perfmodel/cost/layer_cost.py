@@ -150,7 +150,7 @@ def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Ope
     return cost
 
 
-_TERMS = ("halo", "channel", "redistribution", "packing", "statistics")
+_TERMS: tuple[str, ...] = ("halo", "channel", "redistribution", "packing", "statistics")
 _KINDS = {"halo": "halo", "channel": "channel", "redistribute": "redistribution"}
 
 
