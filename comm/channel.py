@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
 from ..device import HOST, Device
 from .counters import Meter
 from .errors import CommError
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from .transports.base import Pattern
 
 __all__ = ["Channel", "ChannelSpec", "check_counts", "check_matching"]

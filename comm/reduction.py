@@ -19,16 +19,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from mpi4py import MPI
 
 from ..device import on_device
 from .counters import Meter
 from .errors import CommError
 from .progress import Progress, Stage, StagedOperation, Work
 from .sums import METHODS
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["Plain", "Reduction", "ReductionPlan", "ReductionSpec", "Room", "add_up", "check_alike", "check_spec", "cut"]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..comm.channel import Channel, ChannelSpec
 from ..comm.rounds import side_by_side
 from ..device import Device, device_of
 from .blocks import Blocks
@@ -23,7 +24,6 @@ from .plan import Piece, plan_exchange
 
 if TYPE_CHECKING:
     from ..comm import Communicator
-    from ..comm.channel import Channel, ChannelSpec
 
 __all__ = ["Exchange"]
 
@@ -108,8 +108,6 @@ class Exchange:
         name: str | None = None,
     ) -> Generator[ChannelSpec, Channel, None]:
         """Say what channel is wanted, and go on when it is there."""
-        from ..comm.channel import ChannelSpec  # not at the top: planning needs no MPI
-
         if combine not in ("assign", "sum"):
             raise ValueError(f"combine: expected 'assign' or 'sum', got {combine!r}")
         self._sum = combine == "sum"

@@ -4,10 +4,11 @@ A :class:`Timeline` is the recorder of a communicator: set it as ``comm.recorder
 built. Open the merged file in ``chrome://tracing`` or https://ui.perfetto.dev: one process per rank, rows
 for what the main thread does and for the messages that travel meanwhile::
 
-    rank 0   compute      [conv1 forward][bn1 forward]      [conv2 forward]
-             wait                        [halo]
-             halo             [  halo travels  ]
-             all-reduce   [ all-reduce of the last step ]
+    rank 0   compute         [conv1 forward][bn1 forward]      [conv2 forward]
+             wait                           [halo]
+             halo                [  halo travels  ]
+             gradient sums   [ all-reduce of the last step ]
+             other sums                  [ statistics of bn1 ]
 """
 
 from __future__ import annotations
@@ -237,17 +238,11 @@ class DeviceSpans:
 
 # -- files -----------------------------------------------------------------------------------------
 
-_ROWS = {"compute": 0, "wait": 1, "I/O": 2, "halo": 3, "all-reduce": 4, "other": 5}
-_REDUCTIONS = (
-    "allreduce",
-    "reduce_scatter",
-    "all_gather",
-    "replicated_dense",
-    "loss",
-    "statistics",
-    "running statistics",
-    "metrics",
-)
+_ROWS = {"compute": 0, "wait": 1, "I/O": 2, "halo": 3, "gradient sums": 4, "other sums": 5, "other": 6}
+_ROW_OF = {
+    **dict.fromkeys(("allreduce", "reduce_scatter", "all_gather", "replicated_dense"), "gradient sums"),
+    **dict.fromkeys(("loss", "statistics", "running statistics", "metrics"), "other sums"),
+}
 
 
 def trace_events(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
@@ -272,7 +267,7 @@ def trace_events(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
 def _row(name: str, category: str) -> str:
     if category == "communication":
         kind = kind_of(name)
-        return "all-reduce" if kind in _REDUCTIONS else kind if kind in _ROWS else "other"
+        return _ROW_OF.get(kind, kind if kind in _ROWS else "other")
     return {"wait": "wait", "io": "I/O"}.get(category, "compute")
 
 

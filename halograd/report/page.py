@@ -79,9 +79,9 @@ def _summary(record: Record) -> Iterator[Block]:
         rows.append(("loss of the last step", f"{status.loss:.5g}"))
     rows += [(f"validation: {k}", f"{v:.4g}") for k, v in status.validation.items() if isinstance(v, float)]
     if status.seconds_per_step:
-        rows.append(("time of a step, all included", f"{1e3 * status.seconds_per_step:.4g} ms"))
+        rows.append(("time of a step, of the last two epochs, all included", f"{1e3 * status.seconds_per_step:.4g} ms"))
     if status.samples_per_second:
-        rows.append(("samples per second", f"{status.samples_per_second:.4g}"))
+        rows.append(("samples per second, of the same", f"{status.samples_per_second:.4g}"))
     if status.seconds_left is not None:
         rows.append(("time left", duration_text(status.seconds_left)))
     if begin.keys() >= ABOUT:

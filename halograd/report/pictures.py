@@ -137,7 +137,7 @@ def draw_speed(path: Path, steps: Entries, per_epoch: int) -> None:
         speed = np.array([s["samples_per_second"] for s in steps])
         left.plot(at, _thinned(speed), color=SKY, linewidth=0.7, label="each step")
         median = float(np.median(speed))
-        left.axhline(median, color=BLUE, linewidth=1.2, label=f"median: {median:.4g}")
+        left.axhline(median, color=BLUE, linewidth=1.2, label=f"median of all steps: {median:.4g} samples/s")
         left.set(ylabel="samples/s", title="Speed", ylim=(0, 1.1 * float(np.quantile(speed, 0.99))))
         left.legend(loc="lower right")
         right.plot(at, _thinned(np.array([s["learning_rate"] for s in steps])), color=DARK, linewidth=1.2)

@@ -268,7 +268,7 @@ def status_text(status: Status) -> list[str]:
         lines.append(_line("loss", f"{status.loss:.5g}{_validation_text(status.validation)}"))
     if status.seconds_per_step:
         speed = "" if status.samples_per_second is None else f", {status.samples_per_second:.4g} samples/s"
-        lines.append(_line("speed", f"{status.seconds_per_step:.4g} s/step{speed}"))
+        lines.append(_line("speed", f"{status.seconds_per_step:.4g} s/step{speed} (last two epochs, all included)"))
     if status.seconds_left is not None:
         lines.append(_line("time left", f"{duration_text(status.seconds_left)}{_until(status.seconds_left)}"))
     lines.append(_line("checkpoint", _checkpoint_text(status)))

@@ -35,7 +35,7 @@ class Bar:
     Attributes
     ----------
     lane
-        "compute", "wait", "I/O", "halo", "all-reduce" or "other": the row of the trace.
+        "compute", "wait", "I/O", "halo", "gradient sums", "other sums" or "other": the row of the trace.
     kind
         "forward", "backward", "update", "wait", "io"; of a communication "halo", "allreduce", "statistics", ...
     begin, end
@@ -99,14 +99,14 @@ def without(spans: Sequence[Interval], holes: Sequence[Interval]) -> list[Interv
     return left
 
 
-LANES = ("compute", "wait", "halo", "all-reduce", "I/O")
+LANES = ("compute", "wait", "halo", "gradient sums", "other sums", "I/O")
 COLOURS = {
     "forward": (BLUE, "forward"),
     "backward": (SKY, "backward"),
     "update": (DARK, "update"),
     "wait": (SILVER, "wait for a message"),
     "halo": (ORANGE, "halo travels"),
-    "allreduce": (RED, "all-reduce: gradients"),
+    "allreduce": (RED, "all-reduce of gradients"),
     "statistics": (PURPLE, "batch-norm statistics"),
     "loss": (YELLOW, "loss"),
     "io": (GREEN, "read ahead"),
@@ -187,7 +187,12 @@ def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
         for name, p in phases.items()
         if "communication" in p
     ]
-    yield TableBlock([("communication (rank 0)", "duration, ms/step", "blocked, ms/step", "hidden"), *rows])
+    head = ("communication (rank 0)", "durations, added up, ms/step", "blocked, ms/step", "hidden")
+    yield TableBlock([head, *rows])
+    yield Text(
+        "Durations are from the start of a message or sum to its end, added up over all of a step: many are under way "
+        "at once, so they may exceed the step."
+    )
 
 
 def hidden_text(phases: dict[str, Any]) -> str:

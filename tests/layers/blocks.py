@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ class _Silent:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+
+    def agreement(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[_Buffers]:
         return [_Buffers(spec.sends, spec.recvs, spec.dtype) for spec in specs]

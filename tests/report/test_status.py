@@ -83,7 +83,7 @@ def test_a_run_under_way(tmp_path):
     assert text[0] == f"{folder}: running, step 35 of 40 (87 %), epoch 4 of 4"
     for part in (
         "loss        0.028571; validation after epoch 3: loss 0.25, iou 0.75",
-        "speed       1 s/step, 8 samples/s",
+        "speed       1 s/step, 8 samples/s (last two epochs, all included)",
         "time left   5 s, until ",
         "checkpoint  step 30, 7 s ago, 2 KiB: ",
         "hidden      halo 75.0 %",

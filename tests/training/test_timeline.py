@@ -90,11 +90,21 @@ def check_trace(folder, ranks):
             ("conv1", "forward"): "compute",
             ("halo", "communication"): "halo",
             ("halo", "wait"): "wait",
-            ("allreduce", "communication"): "all-reduce",
+            ("allreduce", "communication"): "gradient sums",
             ("allreduce", "wait"): "wait",
             ("read", "io"): "I/O",
         }
         assert all(e["dur"] > 0 and e["ts"] >= 0 for e in own)
+
+
+def test_sums_of_gradients_have_a_row_of_their_own():
+    kinds = ("loss", "statistics: bn1", "running statistics: bn1", "metrics", "reduce_scatter", "redistribution")
+    timeline = Timeline(0)
+    for kind in kinds:
+        timeline.span(kind, "communication", 10.0, 10.1)
+    rows = {e["tid"]: e["args"]["name"] for e in trace_events(timeline, 0.0) if e["name"] == "thread_name"}
+    found = [rows[e["tid"]] for e in trace_events(timeline, 0.0) if e["ph"] == "X"]
+    assert found == ["other sums"] * 4 + ["gradient sums", "other"]
 
 
 @pytest.mark.mpi
