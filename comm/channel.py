@@ -17,9 +17,7 @@ from .errors import CommError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .transports.base import Pattern
-
-__all__ = ["Channel", "ChannelSpec", "check_counts", "check_matching"]
+__all__ = ["Channel", "ChannelSpec", "check_counts", "check_matching", "expectations"]
 
 IDLE, STARTED, FINISHED = "idle", "started", "finished"
 
@@ -212,32 +210,41 @@ class ChannelSpec:
     device: Device = HOST
 
 
-def check_matching(mpi_comm: MPI.Intracomm, patterns: Sequence[Pattern]) -> None:
-    """Raise CommError where this rank does not expect [B] what a peer sends. Collective, to be agreed on.
+def expectations(size: int, specs: Sequence[ChannelSpec]) -> tuple[np.ndarray, np.ndarray]:
+    """One number for each of `size` ranks, of what is sent to it and of what is expected from it. Local.
 
-    Of several patterns one number per peer is compared, in which every one counts by its place.
+    Of one channel the bytes; of several a sum in which every channel counts by its place.
     """
-    announced, awaited = [0] * mpi_comm.size, [0] * mpi_comm.size
-    for place, pattern in enumerate(patterns):
-        for total, counts in ((announced, pattern.sends), (awaited, pattern.recvs)):
+    totals = [0] * size, [0] * size
+    for place, spec in enumerate(specs):
+        weight = np.dtype(spec.dtype).itemsize * _weight(place)
+        for total, counts in zip(totals, (spec.sends, spec.recvs)):
             for peer, count in counts.items():
-                total[peer] += count * pattern.dtype.itemsize * _weight(place) & _MASK
-    expected = np.empty(mpi_comm.size, np.uint64)
-    mpi_comm.Alltoall(np.array([total & _MASK for total in announced], np.uint64), expected)
-    awaited = [total & _MASK for total in awaited]
-    differing = np.flatnonzero(expected != np.array(awaited, np.uint64))
+                total[peer] += count * weight & _MASK
+    announced, awaited = (np.array([one & _MASK for one in total], np.uint64) for total in totals)
+    return announced, awaited
+
+
+def check_matching(
+    mpi_comm: MPI.Intracomm, announced: np.ndarray, awaited: np.ndarray, specs: Sequence[ChannelSpec]
+) -> None:
+    """Raise CommError where this rank does not expect what a peer sends; totals are `expectations`. Collective, to be
+    agreed on."""
+    sent = np.empty_like(announced)
+    mpi_comm.Alltoall(announced, sent)
+    differing = np.flatnonzero(sent != awaited)
     if not differing.size:
         return
     peer = int(differing[0])
-    if len(patterns) > 1:
+    if len(specs) > 1:
         raise CommError(
-            f"recv_counts: expected in {len(patterns)} channels what rank {peer} sends, got other counts; give both "
+            f"recv_counts: expected in {len(specs)} channels what rank {peer} sends, got other counts; give both "
             "ranks the same counts"
         )
-    nbytes, itemsize = int(expected[peer]), patterns[0].dtype.itemsize
+    nbytes, itemsize = int(sent[peer]), np.dtype(specs[0].dtype).itemsize
     raise CommError(
         f"recv_counts: expected {nbytes // itemsize} elements from rank {peer} (it sends {nbytes} "
-        f"bytes), got {patterns[0].recvs.get(peer, 0)} of {itemsize} bytes; give both ranks the same counts"
+        f"bytes), got {specs[0].recvs.get(peer, 0)} of {itemsize} bytes; give both ranks the same counts"
     )
 
 

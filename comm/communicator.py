@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from ..device import HOST, Device, on_device
 from .boot import begin
-from .channel import Channel, ChannelSpec, check_counts, check_matching
+from .channel import Channel, ChannelSpec, check_counts, check_matching, expectations
 from .counters import Instruments, Meter, Recorder
 from .device_channel import StagedChannel, staged, staging
 from .ending import Guard, end
@@ -203,18 +203,21 @@ class Communicator:
         All are made for arrays of the host, or all for the same kind of device.
         """
         self._check_open()
-        with self.agreement():
+        fault, totals = None, (np.zeros(0), np.zeros(0))
+        try:
             for spec in specs:
                 check_counts(spec.sends, "send_counts", self.rank, self.size)
                 check_counts(spec.recvs, "recv_counts", self.rank, self.size)
-                np.dtype(spec.dtype)
-        # Tags only now: a rank with a fault would have taken none, and others one.
-        patterns = [
-            Pattern(_positive(spec.sends), _positive(spec.recvs), np.dtype(spec.dtype), self._context.tag())
-            for spec in specs
-        ]
+            totals = expectations(self.size, specs)
+        except Exception as error:
+            fault = error
+        self._meet(fault)
         with self.agreement():
-            check_matching(self.mpi, patterns)
+            check_matching(self.mpi, *totals, specs)
+            patterns = [
+                Pattern(_positive(spec.sends), _positive(spec.recvs), np.dtype(spec.dtype), self._context.tag())
+                for spec in specs
+            ]
             meters = [self._meter(spec, pattern) for spec, pattern in zip(specs, patterns)]
             device = specs[0].device if specs else HOST
             over = None if device.is_host else self.devices.transport(self._context, device)
@@ -277,14 +280,15 @@ class Communicator:
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
         """Several sums at once, for the price of one: see :meth:`reduction`. Collective, in the same order."""
         self._check_open()
-        fault, mine = None, list[str]()
+        fault, mine, mark = None, list[str](), 0
         try:
             for spec in specs:
                 check_spec(spec)
             mine = likeness(specs)
-        except CommError as error:
+            mark = zlib.crc32("\n".join(mine).encode())
+        except Exception as error:
             fault = error
-        alike = agree(self.mpi, self.ranks, fault, zlib.crc32("\n".join(mine).encode()))
+        alike = self._meet(fault, mark)
         with self.agreement():
             if not alike:
                 check_alike(self.mpi, self.ranks[0], mine)
@@ -351,6 +355,15 @@ class Communicator:
             Of the type of the fault; a CommError if that type cannot be made from a text alone.
         """
         agree(self.mpi, self.ranks, fault)
+
+    def _meet(self, fault: Exception | None, mark: int = 0) -> bool:
+        """Begin a set-up: raise a fault everywhere; whether all ranks have the same mark of 32 bits. Collective.
+
+        Ranks may have taken different numbers of tags in a set-up that failed: all go on from the largest.
+        """
+        marks = agree(self.mpi, self.ranks, fault, self._context.tags_taken << 32 | mark)
+        self._context.tags_taken = int(marks.max() >> 32)
+        return bool((marks & 0xFFFFFFFF == mark).all())
 
     @contextmanager
     def agreement(self) -> Iterator[None]:

@@ -43,10 +43,10 @@ def is_shared(leaving: BaseException | None, ranks: int) -> bool:
     return leaving is None or is_agreed(leaving, ranks)
 
 
-def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None, mark: int = 0) -> bool:
+def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None, mark: int = 0) -> np.ndarray:
     """Raise on all ranks if any rank has a fault; see `Communicator.agree`. Collective over `mpi_comm`.
 
-    `ranks` are their numbers in messages. Returns whether all ranks give the same `mark`, of 63 bits.
+    `ranks` are their numbers in messages. Returns the marks of all ranks, of 63 bits.
     """
     marks = np.zeros(mpi_comm.size, np.int64)
     request = mpi_comm.Iallgather(np.array([mark if fault is None else -1], np.int64), marks)
@@ -56,7 +56,7 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
         polls += 1
     faulty = marks < 0
     if not faulty.any():
-        return bool((marks == mark).all())
+        return marks
     if fault is not None and faulty.all() and len(set(mpi_comm.allgather(describe(fault)))) == 1:
         mark_agreed(fault, mpi_comm.rank == 0, mpi_comm.size)
         raise fault

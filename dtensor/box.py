@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["Box", "hull"]
 
@@ -52,12 +53,12 @@ class Box:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         return tuple(zip(self.start, self.stop))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Extent per axis; an empty axis has extent 0."""
         return tuple(max(0, b - a) for a, b in zip(self.start, self.stop))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

@@ -208,19 +208,21 @@ class Trainer:
         Raises
         ------
         Diverged
-            If a parameter is not finite: a checkpoint of it would be worthless.
+            If a parameter or a running statistic is not finite: a checkpoint of it would be worthless.
         """
         self._reducer.settle()
         self._check_last()
         if self._scaling is not None:
             self._scaling.observe()
         store, comm = self.executor.store, self.executor.comm
-        name = next((n for n, array in store.params.items() if not np.isfinite(array).all()), None)
+        kinds = {"parameter": store.params, "running statistic": store.state}
+        kept = ((f"{kind} {n}", array) for kind, arrays in kinds.items() for n, array in arrays.items())
+        name = next((n for n, array in kept if not np.isfinite(array).all()), None)
         if not store.whole:
             name = next((n for n in comm.allgather_objects(name) if n is not None), None)
         if name is not None:
             raise self._diverged(
-                f"parameter {name} is not finite any more; lower schedule.learning_rate, or set training.clip_norm"
+                f"{name} is not finite any more; lower schedule.learning_rate, or set training.clip_norm"
             )
 
     def _diverged(self, what: str) -> Diverged:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
@@ -16,7 +15,7 @@ __all__ = ["ALIGNMENT", "Pattern", "TransportContext", "aligned_bytes", "numbere
 ALIGNMENT = 64  # [B], a cache line: neighbors do not share one, and copies use full vectors
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TransportContext:
     """What a communicator gives its transport.
 
@@ -30,18 +29,21 @@ class TransportContext:
         `Communicator.agree`: raise everywhere what failed somewhere. Collective.
     ranks
         Rank in the root communicator of each rank.
+    tags_taken
+        How many tags.
     """
 
     mpi: MPI.Intracomm
     progress: Progress
     agree: Callable[[Exception | None], None]
     ranks: tuple[int, ...]
-    _tags: Iterator[int] = field(default_factory=count)
+    tags_taken: int = 0
 
     def tag(self) -> int:
         """A tag of no other message under way. Local; ranks that ask equally often get equal tags."""
         # Wraps only where the first channels are long gone. (MPI keeps its limits as attributes of COMM_WORLD.)
-        return next(self._tags) % (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
+        self.tags_taken += 1
+        return self.tags_taken % (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 
 
 @dataclass(frozen=True)

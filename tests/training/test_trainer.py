@@ -157,6 +157,10 @@ def test_diverged(comm, case):
         params["conv2/b"][...] = 0
         with pytest.raises(Diverged, match="step 1: parameter conv1/w is not finite any more; lower"):
             trainer.settle()
+        params["conv1/w"][0, 1, 1, 0] = 0
+        executor.store.state["norm1/mean"] = np.array([0.0, np.nan])  # as it is after the statistics of a bad batch
+        with pytest.raises(Diverged, match="step 1: running statistic norm1/mean is not finite any more"):
+            trainer.settle()
 
 
 @pytest.mark.mpi
