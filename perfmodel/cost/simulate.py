@@ -7,6 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from ...layers import Add, Network
 from ...layers.parameter_blocks import parameter_blocks
@@ -31,6 +34,9 @@ from .timeline import (
 from .wires import middle_rank
 
 __all__ = ["Simulation", "Training", "simulate"]
+
+#: Ranks whose memory is looked at one by one.
+FEW = 4
 
 
 @dataclass(frozen=True)
@@ -198,11 +204,25 @@ class Simulation:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Of the fullest rank, by use [B]: the first, whose blocks are the largest, or one with halos on all sides."""
+        """Of the fullest rank, by use [B]: of those that may be it, as a program per rank takes too long.
+
+        They are the one with halos on all sides, and the one whose parameters, blocks and halos are the most; all of
+        up to `FEW`.
+        """
         buckets, slots, per_node = self._buckets(), self.training.slots, self.pricing.wires.per_node
-        some = sorted({0, self.program.target.rank})
+        some = range(self.ranks) if self.ranks <= FEW else sorted({self.program.target.rank, self._fullest})
         found = [memory_of(self._program(r), self.blocks, buckets, self.strategy, slots, per_node) for r in some]
         return max(found, key=lambda m: sum(m.values()))
+
+    @cached_property
+    def _fullest(self) -> int:
+        """The first rank with the most bytes of parameters and of all values, halos included."""
+        copies = (2 + self.training.slots) * self.program.wide.itemsize
+        held = copies * np.sum([one.boxes.sizes() for one in self.blocks.values()], axis=0) + np.zeros(self.ranks)
+        for value in self.program.values.values():
+            needed = {key[0] for key in value.gathered}
+            held += value.dtype.itemsize * np.maximum.reduce([value.layout.boxes.sizes(), *(b.sizes() for b in needed)])
+        return int(held.argmax())
 
     def _buckets(self) -> list[PricedBucket]:
         itemsize = self.program.wide.itemsize

@@ -11,6 +11,7 @@ from halograd.layers import Strategy
 from halograd.models import build, lenet5, mesh, resnet, unet
 from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
 from halograd.perfmodel.cost import network_costs as problem_module
+from halograd.perfmodel.cost.account import memory_of
 from halograd.perfmodel.cost.network_costs import network_costs
 from halograd.perfmodel.cost.simulate import Simulation
 from halograd.perfmodel.cuts import BASELINES, baseline
@@ -20,6 +21,7 @@ from halograd.perfmodel.planners import PLANNERS
 from halograd.perfmodel.plans import Plan
 from halograd.perfmodel.predict import Planning, plan_network
 from halograd.perfmodel.reduction_choice import planned_schemes
+from tests.layers.cuts import random_strategy
 from tests.perfmodel.pricing import priced
 
 LASSEN = Machine.load("lassen")
@@ -50,6 +52,24 @@ def test_a_step_is_the_sum_of_its_layers(name, machine):
         assert found.total("allreduce") == pytest.approx(found.allreduce_seconds)
         assert found.total("halo_exposed") <= found.total("halo") + 1e-15
         assert [record.name for record in found.layers] == list(network.layers)
+
+
+def memory_of_every_rank(made):
+    """What each rank takes in all [B]."""
+    what = made.blocks, made._buckets(), made.strategy, made.training.slots, made.pricing.wires.per_node
+    return [sum(memory_of(made._program(rank), *what).values()) for rank in range(made.ranks)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_memory_is_that_of_the_fullest_rank(name):
+    """Of few ranks under any cut; of many where every layer is cut alike."""
+    network = NETWORKS[name]()
+    cuts = [(random_strategy(network, 4, seed), 4) for seed in range(3)]
+    if name != "lenet":
+        cuts.append((Strategy({"height": 4, "width": 4}), 16))
+    for strategy, ranks in cuts:
+        made = Simulation(network, strategy, 4, priced(LASSEN), Training(), ranks)
+        assert sum(made.memory.values()) == max(memory_of_every_rank(made))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
