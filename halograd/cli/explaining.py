@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ import typer
 
 from ..errors import UserError
 from .options import Cache
-from .output import bytes_text, cut_text, idle_text, milliseconds, table, time_text
+from .output import bytes_text, cut_text, idle_text, milliseconds, table, time_text, working
 
 if TYPE_CHECKING:
     from ..layers import Strategy
@@ -68,9 +68,11 @@ def explain(
     if program:
         print("\n".join(_program(made, _asked(made, path, cache), rank, layers or ())))
         return
-    explainer = Explainer(made, _asked(made, path, cache))
-    chosen = explainer.check_layers(layers or ())
-    print("\n".join(explainer.text(chosen, bool(layers))))
+    with working("pricing every cut of every layer") as say:
+        explainer = Explainer(made, _asked(made, path, cache), say)
+        chosen = explainer.check_layers(layers or ())
+        lines = explainer.text(chosen, bool(layers))
+    print("\n".join(lines))
     if image is not None:
         from .pictures import draw_strip
 
@@ -148,14 +150,16 @@ class Explainer:
         With what was asked for.
     asked
         Its network and machine.
+    say
+        Is called with what is being done.
     """
 
-    def __init__(self, plan: Plan, asked: Asked) -> None:
+    def __init__(self, plan: Plan, asked: Asked, say: Callable[[str], None] = lambda text: None) -> None:
         from ..perfmodel.cost import Pricing, Training, Wires
         from ..perfmodel.cost.network_costs import network_costs
 
         assert plan.request is not None
-        self.plan, self.asked, self.request = plan, asked, plan.request
+        self.plan, self.asked, self.request, self._say = plan, asked, plan.request, say
         self.pricing = asked.pricing(plan.batch, plan.ranks)
         self.training = Training(plan.dtype, plan.request.slots)
         quick = Pricing(Wires(asked.machine, quick=True), self.pricing.times, plan.dtype, best_halo=True)
@@ -242,6 +246,7 @@ class Explainer:
             source = source_of(self.pricing.times, self.asked.machine)
             lines.append(f"by today's kernel times ({source}) it takes {time_text(now)}; what follows is by these")
         for name in layers:
+            self._say(f"planning anew around the cuts of {name}")
             lines += ["", *self._of_layer(name, RIVALS if details else 1)]
         if not details:
             lines += ["", f"These layers take longest; --layer NAME shows the {RIVALS} next best cuts of any other."]

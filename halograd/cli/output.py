@@ -1,4 +1,4 @@
-"""What commands print: tables of text, with columns aligned and units in the heading, and a bar of progress."""
+"""What commands print: tables of text, with columns aligned and units in the heading, and signs of progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ if TYPE_CHECKING:
 
     from ..perfmodel.plans import Plan
 
-__all__ = ["bytes_text", "cut_text", "idle_text", "mebibytes", "milliseconds", "progress_bar", "table", "time_text"]
+__all__ = [
+    "bytes_text",
+    "cut_text",
+    "idle_text",
+    "mebibytes",
+    "milliseconds",
+    "progress_bar",
+    "table",
+    "time_text",
+    "working",
+]
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -71,6 +81,22 @@ def idle_text(plan: Plan) -> list[str]:
     if not idle:
         return []
     return [f"idle        {idle} of {plan.ranks} ranks have nothing to compute: plan for fewer, or for a larger batch"]
+
+
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """A sign of life on the terminal of stderr while something takes long; and what changes its text.
+
+    Where stderr is no terminal nothing is shown.
+    """
+    from ..training.log import stderr_console
+
+    console = stderr_console()
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(text) as status:
+        yield status.update
 
 
 @contextmanager

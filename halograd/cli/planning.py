@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_counts
-from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, table, time_text
+from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, table, time_text, working
 
 if TYPE_CHECKING:
     from ..perfmodel.plans import Alternative, LayerRecord, Plan
@@ -49,8 +49,9 @@ def plan(
     check_planner(planner)
     planning = Planning(planner, parse_memory(memory), full, Training(what.dtype))
     asked = what.asked()
-    made = make_plan(asked, batch, ranks, planning)
-    others = baselines_of(asked, made)
+    with working(f"planning {asked.model} on {ranks} ranks"):
+        made = make_plan(asked, batch, ranks, planning)
+        others = baselines_of(asked, made)
     if out is not None:
         made.save(out)
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ from .options import (
     parse_ranks,
     strategy_of_grid,
 )
-from .output import bytes_text, mebibytes, milliseconds, table, time_text
+from .output import bytes_text, mebibytes, milliseconds, table, time_text, working
 
 if TYPE_CHECKING:
     from ..perfmodel.cost import Prediction
@@ -66,7 +66,8 @@ def predict(
     if len(counts) == 1:
         _one(predictor, counts[0], batch, as_json, plot)
         return
-    series = [Series.run(kind, predictor, counts, batch) for kind in ("strong", "weak")]
+    with working("predicting") as predictor.say:
+        series = [Series.run(kind, predictor, counts, batch) for kind in ("strong", "weak")]
     if plot is not None:
         from .pictures import draw_scaling
 
@@ -134,6 +135,7 @@ class _Predictor:
     def __init__(self, asked: Asked, grid: Mapping[str, int] | None, planner: str, limit: float | None) -> None:
         self.asked, self.grid, self.planner, self.limit = asked, grid, planner, limit
         self.told = ""
+        self.say: Callable[[str], None] = lambda text: None
         self._known: dict[tuple[int, int], Point] = {}
 
     def title(self) -> str:
@@ -158,6 +160,7 @@ class _Predictor:
         """The prediction for this size; None in it where nothing fits."""
         key = (ranks, batch)
         if key not in self._known:
+            self.say(f"predicting {ranks} ranks, batch {batch}")
             self._known[key] = self._planned(*key) if self.grid is None else self._cut(*key)
         return self._known[key]
 

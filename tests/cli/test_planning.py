@@ -22,6 +22,7 @@ from halograd.perfmodel.plans import Plan
 from tests.harness.jobs import job_environment, new_mark
 from tests.harness.limits import LIMIT
 from tests.perfmodel.pricing import priced
+from tests.support.terminal import on_terminal
 
 SMALL = ("mesh", "--option", "resolution=[128, 64]", "--option", "widths=[8, 16]", "--option", "convs=1")
 LASSEN = ("--machine", "lassen", "--ranks", "8", "--batch", "2")
@@ -385,3 +386,19 @@ def test_machine_files_with_faults(typed, tmp_path, change, message):
     path.write_text(Machine.load("lassen").to_toml().replace(*change))
     code, _, err = typed("plan", *SMALL, "--machine", path, "--ranks", 2, "--batch", 1)
     assert code == 2 and len(err.splitlines()) == 1 and str(path) in err and message in err, err
+
+
+def test_what_takes_long_shows_a_sign_of_life_on_a_terminal(tmp_path):
+    """And nothing of it where stderr is read by a program."""
+    out = str(tmp_path / "plan.json")
+    for words, sign in [
+        (("plan", *SMALL, *LASSEN, "--out", out), "planning mesh on 8 ranks"),
+        (("explain", out), "planning anew around the cuts of"),
+        (("predict", *SMALL, "--machine", "lassen", "--ranks", "2,4", "--batch", "2"), "predicting 4 ranks, batch 2"),
+    ]:
+        command = [sys.executable, "-m", "halograd", *words]
+        code, shown = on_terminal(command)
+        assert code == 0, shown
+        assert sign in shown and "\x1b[" in shown
+        plain = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=job_environment(new_mark()))
+        assert plain.returncode == 0 and plain.stderr == ""
