@@ -197,7 +197,7 @@ class ChannelSpec:
     dtype
         Type of the elements, the same on all ranks.
     kind, name
-        What the counters book it under, and what the recorder is told (by default the kind).
+        What the counters book it under, and what the recorder is given (by default the kind).
     device
         Where the buffers are; the same kind of device on all ranks.
     """

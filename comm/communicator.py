@@ -147,7 +147,7 @@ class Communicator:
 
     @property
     def recorder(self) -> Recorder | None:
-        """Who is told of waits and communications, shared like the counters; None for nobody."""
+        """Gets the times of waits and communications, shared like the counters; None: they are not recorded."""
         return self.instruments.recorder
 
     @recorder.setter
@@ -180,15 +180,8 @@ class Communicator:
 
         Parameters
         ----------
-        send_counts, recv_counts
-            Elements per peer (another rank of this communicator); zeros mean no message. What a rank sends
-            its peer expects: ``send_counts[q]`` here is ``recv_counts[p]`` on rank q. May be empty.
-        dtype
-            Type of the elements, the same on all ranks.
-        kind, name
-            What the counters book it under, and what the recorder is told (by default the kind).
-        device
-            Where the buffers are; the same kind of device on all ranks.
+        send_counts, recv_counts, dtype, kind, name, device
+            See :class:`halograd.comm.channel.ChannelSpec`.
 
         Raises
         ------
@@ -208,18 +201,24 @@ class Communicator:
             for spec in specs:
                 check_counts(spec.sends, "send_counts", self.rank, self.size)
                 check_counts(spec.recvs, "recv_counts", self.rank, self.size)
+                if spec.device is not specs[0].device:
+                    raise CommError(
+                        f"device: expected {specs[0].device.name} as of the first channel, got {spec.device.name}"
+                    )
             totals = expectations(self.size, specs)
         except Exception as error:
             fault = error
-        self._meet(fault)
+        device = specs[0].device if specs else HOST
+        alike = self._meet(fault, int(device.is_host))
         with self.agreement():
+            if not alike:
+                raise CommError("device: expected the host on all ranks or on none, got both; give all ranks one kind")
             check_matching(self.mpi, *totals, specs)
             patterns = [
                 Pattern(_positive(spec.sends), _positive(spec.recvs), np.dtype(spec.dtype), self._context.tag())
                 for spec in specs
             ]
             meters = [self._meter(spec, pattern) for spec, pattern in zip(specs, patterns)]
-            device = specs[0].device if specs else HOST
             over = None if device.is_host else self.devices.transport(self._context, device)
             channels: list[Channel] = (over or self._transport).channels(patterns, meters)
             if over is None and not device.is_host:
@@ -243,7 +242,7 @@ class Communicator:
             Array of the same shape and dtype on all ranks (float32, float64, int32 or int64), packed, on the host or
             on a device. Modified by each run.
         kind, name
-            What the counters book it under, and what the recorder is told (by default the kind).
+            What the counters book it under, and what the recorder is given (by default the kind).
         method
             ``"allreduce"``
                 The sum, by the algorithm of the transport.

@@ -1,4 +1,4 @@
-"""What was sent, by kind, and who is told how long it took."""
+"""What was sent, by kind, and the recorder of how long it took."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Counters:
 
 
 class Recorder(Protocol):
-    """Is told of spans of time, always from the thread that calls `finish()`."""
+    """Gets spans of time, always from the thread that calls `finish()`."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
         """Category ``"communication"`` (from start to arrival) or ``"wait"``; `time.perf_counter` [s].
@@ -82,7 +82,7 @@ class Meter:
     kind
         Name under which the counters book.
     name
-        Name of the channel or reduction; with the kind, what the recorder is told.
+        Name of the channel or reduction; with the kind, what the recorder is given.
     messages, nbytes
         Traffic per exchange [B].
     """

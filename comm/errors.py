@@ -61,10 +61,10 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
         mark_agreed(fault, mpi_comm.rank == 0, mpi_comm.size)
         raise fault
     origin = int(np.argmax(faulty))
-    module, name, text, told = mpi_comm.bcast(None if fault is None else describe(fault), root=origin)
+    module, name, text, names_rank = mpi_comm.bcast(None if fault is None else describe(fault), root=origin)
     others = int(faulty.sum()) - 1
     where = f"rank {ranks[origin]}" + (f" (and {others} more)" if others else "")
-    error = recreate(module, name, text, "" if told else f"{where}: ")
+    error = recreate(module, name, text, "" if names_rank else f"{where}: ")
     mark_agreed(error, origin == mpi_comm.rank, mpi_comm.size, needs_no_rank=True)
     raise error from fault
 

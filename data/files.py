@@ -154,7 +154,7 @@ class FileSet:
 
     @property
     def names(self) -> list[str]:
-        """Of the files, from where their paths part, each with its number of samples."""
+        """Each file, from where their paths part, and its number of samples."""
         paths = [part.path.parts for part in self.parts]
         common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*paths)))
         return [f"{'/'.join(path[common:])} {len(part)}" for path, part in zip(paths, self.parts)]

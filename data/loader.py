@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -131,7 +131,7 @@ class Loader:
     ) -> None:
         self.close()
 
-    def iterate(self, batches: Iterable[Batch | Sequence[int]]) -> Iterator[LoadedBatch]:
+    def iterate(self, batches: Iterable[Batch | Sequence[int]]) -> Generator[LoadedBatch, None, None]:
         """Load these batches in order, which the thread asks for one by one. An error of it is raised when due.
 
         Ends its thread when the loop ends, breaks or fails. One loop at a time.

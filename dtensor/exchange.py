@@ -48,7 +48,7 @@ class Exchange:
         ``"assign"``: each element of the target is set once. ``"sum"``: sources are summands, the
         target box is overwritten with their sum, in the order of the ranks.
     kind, name
-        Under which `comm.counters` books the messages and bytes, and what the recorder is told.
+        Under which `comm.counters` books the messages and bytes, and what the recorder is given.
 
     Notes
     -----

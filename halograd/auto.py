@@ -121,11 +121,11 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget if training else 0.0)
         plan = planner.confirmed(planner.measured())
-        told: list[str] = []
+        tried: list[str] = []
         if training:
-            plan, told = planner.tried(plan)
+            plan, tried = planner.tried(plan)
     if comm.rank == 0 and training:
-        _show(plan, told, _plan_path(config))
+        _show(plan, tried, _plan_path(config))
     return PlannedRun(plan)
 
 
@@ -167,9 +167,9 @@ def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
     return comm.bcast(found)
 
 
-def _show(plan: Plan, told: list[str], path: Path) -> None:
+def _show(plan: Plan, tried: list[str], path: Path) -> None:
     """The start-up table, what was tried, and the plan in the run's directory."""
-    print("\n".join([*plan_text(plan, known_baselines(plan)), *told]), flush=True)
+    print("\n".join([*plan_text(plan, known_baselines(plan)), *tried]), flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     plan.save(path)
 
@@ -270,9 +270,9 @@ class _Planner:
         self._say(f"trying steps of {', '.join(strategies)}")
         seconds = measure_steps(self.comm, strategies, self._opened)
         best = settle(seconds)
-        told = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())
+        tried = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())
         chosen = plan if plans[best] is plan else _instead_of(plan, plans[best])
-        return chosen, [f"steps tried: {told}; trained by {best}"]
+        return chosen, [f"steps tried: {tried}; trained by {best}"]
 
     @contextmanager
     def _opened(self, strategy: Strategy) -> Iterator[Callable[[], object]]:

@@ -10,6 +10,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -111,12 +112,12 @@ def run_layer(
             executor.backward()
             assert executor.reducer is not None
             executor.reducer.finish()
-        result = {"y": executor.gather(name)}
+        result: dict[str, Any] = {"y": executor.gather(name)}
         result |= {f"dx{i}": executor.gather(f"x{i}", gradient=True) for i in range(len(shapes))}
         grads = executor.store.gather(comm, executor.store.grads)
         result |= {f"d{labels[k]}": executor.device.to_host(v).copy() for k, v in (grads or {}).items()}
     result["loss"] = np.array([loss])
-    return result if comm.rank == 0 else None  # type: ignore[return-value]
+    return result if comm.rank == 0 else None
 
 
 def _labels(keys: Iterable[str]) -> dict[str, str]:
@@ -167,23 +168,23 @@ def check_layer(
     """
     make = (lambda: layer) if isinstance(layer, Layer) else layer
     several = bool(input_shape) and isinstance(input_shape[0], Sequence)
-    shapes = [tuple(s) for s in input_shape] if several else [tuple(input_shape)]  # type: ignore[arg-type]
+    shapes: list[Any] = [tuple(cast(Any, s)) for s in input_shape] if several else [tuple(input_shape)]
     world = comm if comm is not None else MPI.COMM_WORLD
-    common = {"batch": batch, "backend": backend, "dtype": dtype}
+    common: dict[str, Any] = {"batch": batch, "backend": backend, "dtype": dtype}
     with Communicator(MPI.COMM_SELF) as alone:
-        reference = run_layer(make, shapes, alone, {}, **common)  # type: ignore[arg-type]
+        reference = run_layer(make, shapes, alone, {}, **common)
         assert reference is not None
         wrong = None
         if gradient and dtype == "float64" and world.rank == 0:
             wrong = _check_gradient(make, shapes, alone, reference, batch, backend)
     axes = axes or [a for a in axis_names(len(shapes[0]) + 1) if a != "channel"]
-    network, _ = _probed(make, shapes)  # type: ignore[arg-type]
+    network, _ = _probed(make, shapes)
     with Communicator(world, transport) as ranks:
         ranks.agree(wrong)
         for parts in grids(world.size, axes):
             if not _possible(network, parts, world.size):
                 continue
-            found = run_layer(make, shapes, ranks, parts, options=options, steps=2, **common)  # type: ignore[arg-type]
+            found = run_layer(make, shapes, ranks, parts, options=options, steps=2, **common)
             fault = None if found is None else compare(found, reference, tolerance, dtype, str(parts))
             ranks.agree(fault)
 

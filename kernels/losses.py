@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,12 +20,12 @@ _INTEGERS = tuple(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in (""
 TARGETS = ("float32", "float64", "float16", "bfloat16", "bool", *_INTEGERS)
 
 
-class LossKernel(Kernel):
+class LossKernel(Kernel, ABC):
     """A kernel that writes a loss of which not all samples may count; all of them do until :meth:`set` is called."""
 
+    @abstractmethod
     def set(self, samples: int, scale: float) -> None:
         """`samples` leading samples count, the others get a gradient of 0; the sum is multiplied by `scale`."""
-        raise NotImplementedError
 
 
 class _LossOfNothing(LossKernel):

@@ -21,9 +21,9 @@ __all__ = ["GELU", "LeakyReLU", "ReLU", "Sigmoid", "Softmax", "Tanh"]
 
 
 class _Activation(Layer):
-    cuts_channels = "channelwise"
-
     """An elementwise function that the kernel backend has under the name `function`. Communication: none."""
+
+    cuts_channels = "channelwise"
 
     function = ""
     alpha = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,7 +126,7 @@ class LossPlace:
     rank: int
 
 
-class LossBlock:
+class LossBlock(ABC):
     """Loss of one rank's block, written into `value`, float64 ``(1,)``: the executor sums it over the ranks.
 
     The gradient is written with the loss. With a loss scale (`mode.loss_scale`) it is multiplied by it before it is
@@ -150,9 +151,9 @@ class LossBlock:
         """What the sum over positions is multiplied by."""
         return 1.0 / max(1, self.mode.valid * self.place.positions)
 
+    @abstractmethod
     def forward(self) -> None:
         """Write `value` and the gradient."""
-        raise NotImplementedError
 
 
 class LossOfKernel(LossBlock):

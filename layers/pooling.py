@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["AveragePool", "MaxPool"]
 
 
-class _Pool(Layer):
-    cuts_channels = "channelwise"
-
+class _Pool(Layer, ABC):
     """What both kinds of pooling share: the window, and the refusal of windows that hold only padding."""
+
+    cuts_channels = "channelwise"
 
     def __init__(
         self,
@@ -52,9 +53,9 @@ class _Pool(Layer):
         taps = math.prod(w.kernel for w in self.windows(shapes[0]))
         return taps * math.prod(self.output_shape(*shapes))
 
+    @abstractmethod
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
         """Forward and backward kernel of the backend."""
-        raise NotImplementedError
 
     def lower(self, context: Context) -> Callable[[], None]:
         """Halo of `x`, one kernel; backward one kernel, then the adjoint of the halo exchange.

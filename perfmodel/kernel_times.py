@@ -178,7 +178,7 @@ def _plain(value: Any) -> Any:
 
 
 class KernelTimes(ABC):
-    """Tells what a layer takes on one rank, without messages; remembers what it told: planners ask again and again."""
+    """Times of a layer on one rank, without messages; kept, as planners ask for the same again and again."""
 
     def __init__(self) -> None:
         self._known: dict[Any, LayerTime] = {}

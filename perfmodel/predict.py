@@ -107,7 +107,7 @@ class _Found:
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Of the fullest rank; asked for only where it matters, because it takes as long as all else [B]."""
+        """What the fullest rank takes; asked for only where it matters, because it takes as long as all else [B]."""
         return sum(self.simulation.memory.values())
 
 

@@ -215,7 +215,7 @@ class Session:
         x, target = (self.executor.input(name).array for name in ("x", "target"))
         pulse = self.executor.pulse
         pulse.at("data", "")
-        with closing(self.loader.iterate(batches)) as loaded:  # type: ignore[type-var]
+        with closing(self.loader.iterate(batches)) as loaded:
             for item in loaded:
                 assert item.y is not None
                 if self.ahead is not None:
@@ -260,7 +260,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator) -> Dat
             if len(paths) > 1:
                 opened[number].close()
     except DataError as error:
-        error.needs_no_rank = True  # type: ignore[attr-defined]  # it names the file
+        vars(error)["needs_no_rank"] = True  # it names the file
         fault = error
     comm.agree(fault)
     found = comm.allgather_objects({number: part.structure for number, part in opened.items()})

@@ -97,11 +97,11 @@ class IpcTransport:
         for peer, size in sizes.items():
             offsets[peer] = (at, at + size)
             at += 2 * size
-        told = self._context.mpi.allgather(offsets)
+        places = self._context.mpi.allgather(offsets)
         (notices,), mine = self._arena.places([0]), shared.rank
 
         def both(owner: int, reader: int, count: int) -> tuple[Any, Any]:
-            first, second = (shared.array(owner, offset, count, pattern.dtype) for offset in told[owner][reader])
+            first, second = (shared.array(owner, offset, count, pattern.dtype) for offset in places[owner][reader])
             return first, second
 
         sends = {peer: both(mine, peer, count) for peer, count in pattern.sends.items()}

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mpi4py import MPI
 
@@ -180,7 +180,7 @@ def _decide(comm: Communicator, device: Device, wanted: str) -> Choice:
         return choice
     # The first rank of each node proves it for the others; takes seconds, so only where it would be used.
     leads = comm.nodes.index(node) == comm.rank
-    faults = _gathered(comm, lambda: prove(device.ordinal) if leads else "")  # type: ignore[attr-defined]
+    faults = _gathered(comm, lambda: prove(cast(Any, device).ordinal) if leads else "")
     return _choose(comm, wanted, [replace(fact, mpi_fault=fault) for fact, fault in zip(facts, faults)])
 
 

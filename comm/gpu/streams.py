@@ -140,7 +140,7 @@ class LaneSpans:
 
 
 class LaneMeter(Meter):
-    """Books the traffic of something on a lane; its times are told by the device, not by the host."""
+    """Books the traffic of something on a lane; the device gives its times, not the host."""
 
     def __init__(self, meter: Meter, spans: LaneSpans) -> None:
         super().__init__(meter._instruments, meter.kind, meter.name, meter.messages, meter.nbytes)

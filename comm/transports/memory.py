@@ -127,17 +127,17 @@ class Arena:
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
         size = rounded(max(sum(requests), SMALLEST, self._nbytes), PAGE)
         mine = [*requests, size, _free(), *(chunk.used for chunk in self._chunks)]
-        told = np.empty((self.node.size, len(mine)), np.int64)
-        self.node.Allgather(np.array(mine, np.int64), told)
-        wanted, sizes, free, used = np.split(told, np.cumsum([len(requests), 1, 1]), axis=1)
-        starts = np.concatenate([np.zeros((len(told), 1), np.int64), wanted.cumsum(axis=1)], axis=1)
+        everywhere = np.empty((self.node.size, len(mine)), np.int64)
+        self.node.Allgather(np.array(mine, np.int64), everywhere)
+        wanted, sizes, free, used = np.split(everywhere, np.cumsum([len(requests), 1, 1]), axis=1)
+        starts = np.concatenate([np.zeros((len(everywhere), 1), np.int64), wanted.cumsum(axis=1)], axis=1)
         fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())
         index = next(fits, None)
         if index is None:
             _check_room(int(sizes.sum()), int(free.min()))
             self._chunks.append(Chunk(self.node, sizes[:, 0]))
             self._nbytes += size
-            chunk, before = self._chunks[-1], np.zeros(len(told), np.int64)
+            chunk, before = self._chunks[-1], np.zeros(len(everywhere), np.int64)
         else:
             chunk, before = self._chunks[index], used[:, index]
         chunk.take(requests)

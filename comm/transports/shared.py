@@ -113,20 +113,20 @@ class NodeMemory:
         arena, local = self._open(), self._node_ranks
         slots = [_slots({local[peer]: count * p.dtype.itemsize for peer, count in p.sends.items()}) for p in patterns]
         chunk, offsets = arena.reserve([nbytes for _, nbytes in slots])
-        told = arena.node.allgather([places for places, _ in slots])
+        slots_of = arena.node.allgather([places for places, _ in slots])
         return [
-            self._channel(pattern, meter, chunk, offsets[:, i], [places[i] for places in told])
+            self._channel(pattern, meter, chunk, offsets[:, i], [places[i] for places in slots_of])
             for i, (pattern, meter) in enumerate(zip(patterns, meters))
         ]
 
     def _channel(
-        self, pattern: Pattern, meter: Meter, chunk: Chunk, offsets: np.ndarray, told: Sequence[Mapping[int, int]]
+        self, pattern: Pattern, meter: Meter, chunk: Chunk, offsets: np.ndarray, slots_of: Sequence[Mapping[int, int]]
     ) -> WindowChannel:
         """A channel whose ranks have memory at `offsets` and say there for whom is what; by rank on the node. Local."""
         mine, local = self._node_ranks[self.context.mpi.rank], self._node_ranks
 
         def both(owner: int, reader: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-            start, size = int(offsets[owner]) + told[owner][reader], rounded(count * pattern.dtype.itemsize)
+            start, size = int(offsets[owner]) + slots_of[owner][reader], rounded(count * pattern.dtype.itemsize)
             return _both(chunk.segment(owner), (start, start + size), count, pattern.dtype)
 
         sends = {peer: both(mine, local[peer], count) for peer, count in pattern.sends.items()}

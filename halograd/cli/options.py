@@ -76,7 +76,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
         made = {name: kind(**{f.name: given.pop(f.name) for f in _fields(kind)}) for name, kind in groups.items()}
         return command(**made, **given)
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    vars(run)["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 

@@ -172,8 +172,8 @@ def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
         "loss, waited for": (0.0, measured.waits.get("loss", 0.0)),
         "update": (p.update_seconds, measured.update),
     }
-    told, seen = (sum(pair[i] for pair in found.values()) for i in (0, 1))
-    return {**found, "between them": (max(0.0, p.step_seconds - told), max(0.0, measured.step_seconds - seen))}
+    predicted, seen = (sum(pair[i] for pair in found.values()) for i in (0, 1))
+    return {**found, "between them": (max(0.0, p.step_seconds - predicted), max(0.0, measured.step_seconds - seen))}
 
 
 def compared(plan: Plan, measured: Measured) -> dict[str, object]:

@@ -75,7 +75,7 @@ def predict(
     if as_json:
         print(json.dumps({**predictor.as_dict(), **{s.kind: s.as_list() for s in series}}), flush=True)
         return
-    lines = [predictor.title(), f"kernel times: {predictor.told}"]
+    lines = [predictor.title(), f"kernel times: {predictor.source}"]
     for s in series:
         lines += ["", *s.text()]
     print("\n".join(lines))
@@ -134,7 +134,7 @@ class _Predictor:
 
     def __init__(self, asked: Asked, grid: Mapping[str, int] | None, planner: str, limit: float | None) -> None:
         self.asked, self.grid, self.planner, self.limit = asked, grid, planner, limit
-        self.told = ""
+        self.source = ""
         self.say: Callable[[str], None] = lambda text: None
         self._known: dict[tuple[int, int], Point] = {}
 
@@ -152,7 +152,7 @@ class _Predictor:
             "dtype": asked.dtype,
             "planner": self.planner if self.grid is None else None,
             "grid": self.grid,
-            "kernel_times": self.told,
+            "kernel_times": self.source,
             "units": {"step_seconds": "s", "memory_bytes": "B", "parts": "s"},
         }
 
@@ -173,7 +173,7 @@ class _Predictor:
         strategy = strategy_of_grid(asked.network, self.grid, batch, ranks)
         pricing = Pricing(Wires(asked.machine), asked.times(batch, ranks), asked.dtype)
         found = simulate(asked.network, strategy, batch, pricing, Training(asked.dtype), ranks)
-        self.told = source_of(pricing.times, asked.machine)
+        self.source = source_of(pricing.times, asked.machine)
         limit = asked.machine.memory if self.limit is None else self.limit
         return Point(ranks, batch, found, "grid", found.memory_bytes <= limit)
 
@@ -187,7 +187,7 @@ class _Predictor:
             made = make_plan(self.asked, batch, ranks, planning)
         except UserError as error:
             return Point(ranks, batch, None, fits=False, fault=str(error))
-        self.told = made.kernel_times
+        self.source = made.kernel_times
         rows = {a.name: (a.step_seconds, a.fits) for a in baselines_of(self.asked, made)}
         return Point(ranks, batch, made.prediction, made.planner, baselines=rows)
 
@@ -306,7 +306,7 @@ def _one(predictor: _Predictor, ranks: int, batch: int, as_json: bool, plot: Pat
     if as_json:
         print(json.dumps({**predictor.as_dict(), **point.as_dict(), "prediction": p.as_dict()}), flush=True)
         return
-    print(f"{predictor.title()}: {ranks} ranks, batch {batch}\nkernel times: {predictor.told}\n")
+    print(f"{predictor.title()}: {ranks} ranks, batch {batch}\nkernel times: {predictor.source}\n")
     print(f"step            {time_text(p.step_seconds)} ({p.samples_per_second:.4g} samples/s)")
     for name, seconds in parts_of(p).items():
         if seconds:

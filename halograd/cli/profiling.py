@@ -144,10 +144,10 @@ def _as_text(found: Profile, layers: Coverage, out: Path, path: Path, seconds: f
     for what, fit in fits:
         lines.append(f"  {what:<34} {_us(fit.alpha)} + {fit.beta * 1e9:.3f} ns/B, fit within {fit.error:.0%}")
     lines.append(f"  update {found.update * 1e9:.3f} ns/B of parameters; per layer {_us(found.layer_overhead)}")
-    told = f"{layers.measured} layer shapes measured, {layers.known} known before"
+    counts = f"{layers.measured} layer shapes measured, {layers.known} known before"
     if layers.left:
-        told += f", {layers.left} left: the budget is spent; the same command goes on"
-    return "\n".join([*lines, f"{out}: written after {seconds:.0f} s; {told} (in {path})"])
+        counts += f", {layers.left} left: the budget is spent; the same command goes on"
+    return "\n".join([*lines, f"{out}: written after {seconds:.0f} s; {counts} (in {path})"])
 
 
 def _us(seconds: float) -> str:
@@ -183,17 +183,17 @@ def allreduce(
     nbytes = [_parse_size(text) for text in sizes or SIZES]
     chosen = _check_methods(methods)
     found: list[dict[str, Any]] = []
-    told = ""
+    title = ""
     for transport in transports or ("auto", "mpi"):
         with open_communicator(transport) as comm:
             found += [_measured(comm, transport, method, nbytes, rounds) for method in chosen]
             nodes = len(set(comm.nodes))  # collective
             where = f"{comm.size} ranks on {nodes} node{'s' * (nodes > 1)}"
-            told = where if comm.rank == 0 else ""
-    if told and as_json:
-        print(json.dumps({"ranks": told, "units": {"bytes": "B", "seconds": "s"}, "sums": found}))
-    elif told:
-        print("\n".join(_sums(told, nbytes, found)))
+            title = where if comm.rank == 0 else ""
+    if title and as_json:
+        print(json.dumps({"ranks": title, "units": {"bytes": "B", "seconds": "s"}, "sums": found}))
+    elif title:
+        print("\n".join(_sums(title, nbytes, found)))
 
 
 def _measured(comm: Communicator, transport: str, method: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _measured(comm: Communicator, transport: str, method: str, sizes: Sequence[i
     return row | {"waited": waited.to_dict(), "left": left.to_dict()}
 
 
-def _sums(told: str, sizes: Sequence[int], found: Sequence[dict[str, Any]]) -> list[str]:
+def _sums(title: str, sizes: Sequence[int], found: Sequence[dict[str, Any]]) -> list[str]:
     heading = ["transport", "method", *map(bytes_text, sizes), "alpha", "beta", "fit", "left alpha", "beta"]
     units = ["", "", *["[ms]"] * len(sizes), "[us]", "[ns/B]", "", "[us]", "[ns/B]"]
     rows = [units]
@@ -225,7 +225,7 @@ def _sums(told: str, sizes: Sequence[int], found: Sequence[dict[str, Any]]) -> l
         waited, left = row["waited"], row["left"]
         times = [f"{1e3 * t:.3f}" for t in waited["seconds"]]
         rows.append([*label, *times, *_line(waited), f"{waited['error']:.0%}", *_line(left)])
-    lines = [f"{told}: a sum waited for at once, and what is left of it behind long computation", ""]
+    lines = [f"{title}: a sum waited for at once, and what is left of it behind long computation", ""]
     return [*lines, *table(heading, rows, left=2), *_refusals(found)]
 
 

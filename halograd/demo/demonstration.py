@@ -17,7 +17,7 @@ from .report import Clock, Judged, draw_pictures, judge, write_report
 
 __all__ = ["find_mpiexec", "run_demo", "run_ranks"]
 
-# Open MPI refuses more ranks than cores unless told.
+# Open MPI refuses more ranks than cores without this.
 ENVIRONMENT = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -68,7 +68,7 @@ def _cpu() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-# A logit is all that a logistic model of weight 1 needs to be told.
+# A logit is all that a logistic model of weight 1 needs.
 OF_LOGITS = LogisticModel(np.ones(1), 0.0, 0.0, 0)
 
 

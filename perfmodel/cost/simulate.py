@@ -204,9 +204,9 @@ class Simulation:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Of the fullest rank, by use [B]: of those that may be it, as a program per rank takes too long.
+        """What the fullest rank takes, by use [B]; only ranks that may be it are looked at.
 
-        They are the one with halos on all sides, and the one whose parameters, blocks and halos are the most; all of
+        These are the one with halos on all sides, and the one whose parameters, blocks and halos are the most; all of
         up to `FEW`.
         """
         buckets, slots, per_node = self._buckets(), self.training.slots, self.pricing.wires.per_node

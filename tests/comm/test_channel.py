@@ -1,12 +1,14 @@
 """Channels: the data arrive, whatever the pattern, and no exchange disturbs another."""
 
 import time
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from halograd.comm import CommError, Communicator
+from halograd.comm.channel import ChannelSpec
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -305,3 +307,18 @@ def test_too_little_shared_memory_is_an_error_not_a_bus_error(comm, monkeypatch)
     shortage = r"shared transport: .* use transport='mpi'"
     with Communicator(comm, "shared") as communicator, pytest.raises(CommError, match=shortage):
         open_channel(communicator, np.full((comm.size, comm.size), 4))
+
+
+@pytest.mark.mpi
+def test_channels_made_together_are_of_one_device(comm):
+    """And of one kind on all ranks: others would wait for messages that go another way."""
+    elsewhere = SimpleNamespace(is_host=False, name="a device")
+    none = ChannelSpec({}, {}, np.float32)
+    with Communicator(comm) as communicator:
+        with pytest.raises(CommError, match=r"device: expected .* as of the first channel, got a device"):
+            communicator.channels([none, ChannelSpec({}, {}, np.float32, device=elsewhere)])
+        if comm.size > 1:
+            spec = ChannelSpec({}, {}, np.float32, device=elsewhere) if comm.rank else none
+            with pytest.raises(CommError, match="device: expected the host on all ranks or on none, got both"):
+                communicator.channels([spec])
+        assert communicator.channels([none, none])[1].peers == ()

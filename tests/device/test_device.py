@@ -68,7 +68,7 @@ def test_a_device_that_cannot_be_had(wanted, count, message):
 
 def test_one_line_without_a_gpu():
     if gpu_count():
-        pytest.skip("there is a GPU")
+        pytest.skip("needs a machine without a GPU")
     with pytest.raises(DeviceError, match=r"^device: expected (CuPy for a GPU|a CUDA device), "):
         CupyDevice()
 
@@ -153,7 +153,7 @@ def test_the_double_takes_no_keyword_that_cupy_does_not():
 
 
 def test_a_kernel_of_the_double_leaves_alone_what_it_does_not_write():
-    """Of 16 bits it computes with copies of all arrays of a pair, some of which share memory with others in a step."""
+    """In 16 bits it computes with copies of all arrays of a pair, some of which share memory with others in a step."""
     kernels, low = FakeBackend(), as_dtype("bfloat16")
     memory, x, dy = (kernels.device.array(np.full(9, n, np.float32), low) for n in range(3))
     state = kernels.device.array([0, 0], np.uint64)

@@ -61,7 +61,7 @@ def opened(request, monkeypatch) -> Iterator[tuple[Backend, Communicator, str]]:
         try:
             comm.use_device(kernels.device, name)
         except CommError as error:
-            pytest.skip(str(error))
+            pytest.skip(f"needs the transport: {error}")
         yield kernels, comm, place
 
 

@@ -62,7 +62,7 @@ def memory_of_every_rank(made):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_memory_is_that_of_the_fullest_rank(name):
-    """Of few ranks under any cut; of many where every layer is cut alike."""
+    """Exact for few ranks under any cut, and for many where every layer is cut alike."""
     network = NETWORKS[name]()
     cuts = [(random_strategy(network, 4, seed), 4) for seed in range(3)]
     if name != "lenet":

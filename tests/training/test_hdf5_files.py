@@ -90,7 +90,7 @@ def onednn():
     try:
         get_backend("onednn")
     except KernelError:
-        pytest.skip("needs oneDNN")
+        pytest.skip("needs oneDNN: pip install onednn-cpu-gomp")
 
 
 @pytest.mark.ranks(1)

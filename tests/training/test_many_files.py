@@ -50,8 +50,8 @@ def test_the_run_is_that_of_one_file(comm, config, caplog):
         assert found["validation"] == whole["validation"]
         comm.Barrier()
         assert losses(folder / name) == losses(folder / "one")
-    told = [r.message for r in caplog.records if "are both trained on and held out" in r.message]
-    assert len(told) == (2 if comm.rank == 0 else 0)
+    said = [r.message for r in caplog.records if "are both trained on and held out" in r.message]
+    assert len(said) == (2 if comm.rank == 0 else 0)
     judged = evaluate(folder / "folder", cut, comm=comm)
     assert judged["loss"] == pytest.approx(whole["validation"]["loss"], rel=1e-12)
 
@@ -86,7 +86,7 @@ def test_a_run_goes_on_with_the_samples_it_began_with(comm, config):
         with pytest.raises(UserError, match=r'files were .* renamed .*; put that back, or evaluate "all" samples'):
             evaluate(folder / "out", samples=samples, comm=comm)
     assert np.isfinite(evaluate(folder / "out", samples="all", comm=comm)["loss"])
-    # Whoever names data asks for these.
+    # A caller that names data asks for these.
     other = evaluate(folder / "out", [f"data.path={folder / 'parts' / '*.h5'}"], comm=comm)
     assert other["loss"] != wanted["loss"]
     with pytest.raises(UserError, match=r"13 of 19 samples in 4 files, \w{8}\), got others .13 of 19 .* start anew"):

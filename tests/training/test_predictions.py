@@ -66,12 +66,12 @@ def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(tmp_path, monk
         raise fault
 
     monkeypatch.setattr(predictions, "_write", fail)
-    told = []
+    faults = []
     network = SimpleNamespace(names={"node": "y"}, outputs={"prediction": "node"})
-    ranks = SimpleNamespace(rank=0, agree=told.append)
+    ranks = SimpleNamespace(rank=0, agree=faults.append)
     session = SimpleNamespace(executor=None, comm=ranks, network=network, feed=lambda batches: batches)
     write_predictions(session, [], tmp_path / "p.h5")
-    assert told == [fault]
+    assert faults == [fault]
 
 
 @pytest.mark.ranks(1, 2)

@@ -79,7 +79,7 @@ def test_large_offsets(cuda, monkeypatch):
 
 
 def test_many_targets_have_large_offsets(cuda, monkeypatch):
-    """Of 2^31 targets the number would be negative in 32 bits: their weight would be 0, and so the loss."""
+    """The number of 2^31 targets would be negative in 32 bits: their weight would be 0, and so the loss."""
     from halograd.kernels.cuda import launch
     from halograd.kernels.losses import ClassTargets
 
