@@ -140,6 +140,7 @@ class Arena:
             chunk, before = self._chunks[-1], np.zeros(len(everywhere), np.int64)
         else:
             chunk, before = self._chunks[index], used[:, index]
+        # Zeroed before the agreement that ends every set-up: no rank looks at the flags of another one before that.
         chunk.take(requests)
         return chunk, before[:, None] + starts[:, :-1]
 
