@@ -10,6 +10,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -170,21 +171,24 @@ def check_layer(
     several = bool(input_shape) and isinstance(input_shape[0], Sequence)
     shapes: list[Any] = [tuple(cast(Any, s)) for s in input_shape] if several else [tuple(input_shape)]
     world = comm if comm is not None else MPI.COMM_WORLD
-    common: dict[str, Any] = {"batch": batch, "backend": backend, "dtype": dtype}
-    with Communicator(MPI.COMM_SELF) as alone:
-        reference = run_layer(make, shapes, alone, {}, **common)
-        assert reference is not None
-        wrong = None
-        if gradient and dtype == "float64" and world.rank == 0:
-            wrong = _check_gradient(make, shapes, alone, reference, batch, backend)
+    common: dict[str, Any] = {"batch": batch, "dtype": dtype}
     axes = axes or [a for a in axis_names(len(shapes[0]) + 1) if a != "channel"]
     network, _ = _probed(make, shapes)
-    with Communicator(world, transport) as ranks:
-        ranks.agree(wrong)
+    made = get_backend(backend) if isinstance(backend, str) else nullcontext(backend)
+    with made as kernels, Communicator(MPI.COMM_SELF) as alone, Communicator(world, transport) as ranks:
+        reference = None
+        with ranks.agreement():
+            if ranks.rank == 0:
+                reference = run_layer(make, shapes, alone, {}, backend=kernels, **common)
+        reference = cast(LayerResult, ranks.bcast(reference))
+        if gradient and dtype == "float64":
+            own = [k for k in reference if k.startswith("d")][ranks.rank :: ranks.size]
+            with ranks.agreement():
+                _check_gradients(make, shapes, alone, {k: reference[k] for k in own}, batch, kernels)
         for parts in grids(world.size, axes):
             if not _possible(network, parts, world.size):
                 continue
-            found = run_layer(make, shapes, ranks, parts, options=options, steps=2, **common)
+            found = run_layer(make, shapes, ranks, parts, options=options, steps=2, backend=kernels, **common)
             fault = None if found is None else compare(found, reference, tolerance, dtype, str(parts))
             ranks.agree(fault)
 
@@ -212,10 +216,10 @@ def compare(found: LayerResult, reference: LayerResult, tolerance: float, dtype:
     return None
 
 
-def _check_gradient(make, shapes, comm, reference, batch, backend) -> Exception | None:
-    """Central differences of the probe loss along a random direction of each input and each parameter."""
-    for key in (k for k in reference if k.startswith("d")):
-        direction = random_array(reference[key].shape, f"direction of {key}")
+def _check_gradients(make, shapes, comm, gradients, batch, backend) -> None:
+    """Central differences of the probe loss along a random direction of each of these inputs and parameters."""
+    for key, gradient in gradients.items():
+        direction = random_array(gradient.shape, f"direction of {key}")
         eps, values = 1e-6, []
         for sign in (1, -1):
             shift = {key[1:]: sign * eps * direction}
@@ -223,8 +227,7 @@ def _check_gradient(make, shapes, comm, reference, batch, backend) -> Exception 
             assert result is not None
             values.append(float(result["loss"][0]))
         numeric = (values[0] - values[1]) / (2 * eps)
-        exact = float(np.sum(reference[key] * direction))
-        scale = max(1.0, abs(exact), float(np.linalg.norm(reference[key])))
+        exact = float(np.sum(gradient * direction))
+        scale = max(1.0, abs(exact), float(np.linalg.norm(gradient)))
         if not abs(numeric - exact) <= 1e-5 * scale:
-            return AssertionError(f"gradient {key}: {exact:.9g} from backward(), {numeric:.9g} numerically")
-    return None
+            raise AssertionError(f"gradient {key}: {exact:.9g} from backward(), {numeric:.9g} numerically")

@@ -1,6 +1,6 @@
 """Run the whole suite: serially, then under 1, 2, 3, 4, 6 and 8 MPI ranks. Called by ``make test``.
 
-The serial tests run in two halves at the same time: those that start programs, which wait a lot, and the rest.
+Of the whole suite, those serial tests that start programs, which wait a lot, run beside all others.
 
 Every run has a wall-clock limit, every test one of its own, which grow on a machine that is slow or busy. A run that
 hangs is killed with all its ranks and counts as failed, with the tracebacks of every rank. The last line is
@@ -39,7 +39,6 @@ from tests.harness.watchdog import ask_for_stacks  # noqa: E402
 from tests.launch import find_mpiexec  # noqa: E402
 
 RUNS = ("serial", "1", "2", "3", "4", "6", "8")
-HALVES = ("programs", "rest")
 ENDED_WELL = (0, 5)  # exit codes of pytest: all passed, nothing was selected
 
 
@@ -108,18 +107,24 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
     return run
 
 
-def execute_serial(options: argparse.Namespace, folder: Path) -> Run:
-    """Both halves of the serial run, at the same time."""
-    with ThreadPoolExecutor(len(HALVES)) as pool:
-        runs = list(pool.map(lambda half: execute("serial", options, folder, half), HALVES))
-    whole = Run("serial", seconds=max(run.seconds for run in runs))
-    for run in runs:
-        whole.passed += run.passed
-        whole.skipped += run.skipped
-        whole.failures += run.failures
-        whole.skips += run.skips
-        whole.files.update(run.files)
-    return whole
+def execute_all(options: argparse.Namespace, folder: Path) -> list[Run]:
+    """All runs in their order, of the whole suite with the tests that start programs beside them."""
+    halves = options.whole and "serial" in options.runs
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(execute, "serial", options, folder, "programs") if halves else None
+        runs = []
+        for name in options.runs:
+            print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)
+            runs.append(execute(name, options, folder, "rest" if halves and name == "serial" else ""))
+        return [together(run, beside.result()) if beside and run.name == "serial" else run for run in runs]
+
+
+def together(run: Run, other: Run) -> Run:
+    """Two halves of one run."""
+    both = Run(run.name, run.passed + other.passed, run.skipped + other.skipped, max(run.seconds, other.seconds))
+    both.failures, both.skips = run.failures + other.failures, run.skips + other.skips
+    both.files = run.files + other.files
+    return both
 
 
 def _pass_on(process: subprocess.Popen[bytes], tail: deque[str]) -> None:
@@ -223,13 +228,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run what the command line asks for."""
     options = parse()
-    runs = []
     print(f"limits are {slowness():g} times those of an idle machine", flush=True)
     with tempfile.TemporaryDirectory(prefix="halograd-suite-", ignore_cleanup_errors=True) as folder:
-        for name in options.runs:
-            print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)
-            halves = name == "serial" and options.whole
-            runs.append(execute_serial(options, Path(folder)) if halves else execute(name, options, Path(folder)))
+        runs = execute_all(options, Path(folder))
     return 0 if summarize(runs, options.slowest) else 1
 
 
