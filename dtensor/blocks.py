@@ -157,9 +157,14 @@ class Blocks(Sequence[Box]):
         return tuple(np.maximum(0, _bounds(axis)[:, 1] - _bounds(axis)[:, 0]) for axis in self.axes)
 
     @cached_property
+    def longest(self) -> tuple[int, ...]:
+        """Per axis, the length of the longest interval."""
+        return tuple(int(extents.max()) for extents in self.extents)
+
+    @property
     def fullest(self) -> int:
         """Elements of the largest box."""
-        return math.prod(int(e.max()) for e in self.extents)
+        return math.prod(self.longest)
 
     def sizes(self) -> np.ndarray:
         """Elements per rank."""

@@ -7,6 +7,7 @@ neither MPI nor arrays' contents, and is tested against brute force.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +44,8 @@ class Box:
     @classmethod
     def of_ranges(cls, ranges: Sequence[tuple[int, int]]) -> Box:
         """The box with these ``(start, stop)`` pairs."""
-        return cls(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
+        start, stop = zip(*ranges) if ranges else ((), ())
+        return cls(start, stop)
 
     @property
     def ndim(self) -> int:
@@ -56,7 +58,7 @@ class Box:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Extent per axis; an empty axis has extent 0."""
-        return tuple(max(0, b - a) for a, b in zip(self.start, self.stop))
+        return tuple([b - a if b > a else 0 for a, b in zip(self.start, self.stop)])
 
     @cached_property
     def size(self) -> int:
@@ -64,14 +66,13 @@ class Box:
         return math.prod(self.shape)
 
     def __and__(self, other: Box) -> Box:
-        return Box(
-            tuple(max(a, b) for a, b in zip(self.start, other.start)),
-            tuple(min(a, b) for a, b in zip(self.stop, other.stop)),
-        )
+        return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
 
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` lies in this box (an empty box lies in any)."""
-        return other.size == 0 or (self & other) == other
+        if other.size == 0:
+            return True
+        return all(map(operator.le, self.start, other.start)) and all(map(operator.ge, self.stop, other.stop))
 
     def shift(self, offset: Sequence[int]) -> Box:
         """This box moved by `offset`."""

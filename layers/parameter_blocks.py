@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
 from .network import Network
@@ -35,12 +35,12 @@ class ParameterBlocks:
         """Whether every rank holds all of it."""
         return self.holders.is_whole
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of the block of each group."""
         return tuple(self.boxes[self.holders.members(color)[0]].size for color in range(self.holders.count))
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest block."""
         return self.boxes.fullest
@@ -80,8 +80,11 @@ def _repeated(axis: Intervals, times: int) -> Intervals:
 
 def blocks_of(spec: Parameter, parts: Mapping[str, int], size: int) -> ParameterBlocks:
     """The blocks of one parameter of a layer that is cut into these parts."""
-    channel, inner = parts["channel"], parts["input_channel"]
-    used = math.prod(parts.values())
+    return _blocks_of(spec, parts["channel"], parts["input_channel"], math.prod(parts.values()), size)
+
+
+@lru_cache(maxsize=65536)
+def _blocks_of(spec: Parameter, channel: int, inner: int, used: int, size: int) -> ParameterBlocks:
     # Row-major: replicas along the first axis of the parameter, then its channels, then its input channels.
     axes: list[Intervals] = [((0, n),) for n in spec.shape]
     grid = (used // (channel * inner), channel, inner)
@@ -91,7 +94,7 @@ def blocks_of(spec: Parameter, parts: Mapping[str, int], size: int) -> Parameter
         agreeing.append(2)
         repeats //= inner
     if spec.channel_axis is not None:
-        own = block_channels(spec.shape[spec.channel_axis], parts)
+        own = block_channels(spec.shape[spec.channel_axis], {"channel": channel, "input_channel": inner})
         agreeing.append(1)
         repeats //= channel
         if spec.input_axis is None:  # what is added once lies with the first part of the sum

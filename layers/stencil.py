@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from ..dtensor import Window
 
@@ -30,8 +32,16 @@ class Stencil:
     padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = 0
     dilation: _PerAxis = 1
 
+    def __post_init__(self) -> None:
+        for name in ("kernel", "stride", "padding", "dilation"):
+            object.__setattr__(self, name, _hashable(getattr(self, name)))
+
     def windows(self, spatial: Sequence[int]) -> tuple[Window, ...]:
         """One window per spatial axis, for inputs of these global spatial sizes."""
+        return self._windows(tuple(spatial))
+
+    @lru_cache(maxsize=16384)  # noqa: B019  (small, and asked for many times per layer and cut)
+    def _windows(self, spatial: tuple[int, ...]) -> tuple[Window, ...]:
         axes = len(spatial)
         kernel, stride = spread("kernel", self.kernel, axes), spread("stride", self.stride, axes)
         dilation = spread("dilation", self.dilation, axes)
@@ -60,6 +70,10 @@ class Stencil:
                 f"padding {[(w.pad_lo, w.pad_hi) for w in windows]}; enlarge the input or the padding"
             )
         return sizes
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:

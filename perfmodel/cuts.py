@@ -3,12 +3,13 @@
 Candidates are legal and by default load-balanced: a rank in use has no more than `UNEVEN` times its fair share, and
 as many ranks are used as divide their number. Of these, to keep their number near a hundred for 1,024 ranks:
 
-* space is cut into blocks that are as square as they get, or into slabs along its first axis;
+* space is cut into blocks that are as square as they get, or into slabs along any of its axes;
 * channels are cut along the output or along the input, not both, into blocks of `CHANNELS` and more;
 * space and channels are cut together with up to `FEW` ranks;
-* with less than a quarter of the ranks, one kind of axis is cut (samples, space, or channels).
+* with less than half of the ranks, one kind of axis is cut (samples, space, or channels).
 
-``full=True`` drops all of this: every legal factorization of every divisor.
+``full=True`` drops all of this: every legal factorization of every divisor. `grids` are the cuts of samples and space
+that are one for all layers, `--grid` of the command line.
 
 =========  =====================================================================================================
 baseline   cut
@@ -25,7 +26,7 @@ owt        one weird trick (Krizhevsky 2014): `data`, but dense layers, and what
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from halograd.errors import UserError
@@ -34,7 +35,18 @@ from ..dtensor import axis_names
 from ..layers import Layer, Network, Node, Strategy
 from ..layers.axes import AXES
 
-__all__ = ["BASELINES", "CHANNELS", "UNEVEN", "Parts", "baseline", "candidates", "divisors"]
+__all__ = [
+    "BASELINES",
+    "CHANNELS",
+    "UNEVEN",
+    "Parts",
+    "baseline",
+    "candidates",
+    "divisors",
+    "grids",
+    "is_step",
+    "strategy_of",
+]
 
 #: Parts per axis of a strategy, in the order of `AXES`.
 Parts = tuple[int, ...]
@@ -154,15 +166,13 @@ def _worthwhile(extents: Sequence[Sequence[int]], parts: Parts, used: int, ranks
     kinds = [parts[0] > 1, math.prod(space) > 1, math.prod(channels) > 1]
     if kinds[1] and kinds[2] and ranks > FEW:
         return False
-    return 4 * used >= ranks or sum(kinds) < 2
+    return 2 * used >= ranks or sum(kinds) < 2
 
 
 def _shapely(space: Sequence[int], there: Sequence[bool]) -> bool:
-    """As square as it gets, or slabs along the first axis."""
-    cut = [n for n, has in zip(space, there) if has]
-    if not cut or math.prod(cut) == 1 or cut[0] == math.prod(cut):
-        return True
-    return _squarest(math.prod(cut), len(cut)) == tuple(cut)
+    """As square as it gets, in any order, or slabs along one axis."""
+    cut = sorted((n for n, has in zip(space, there) if has), reverse=True)
+    return not cut or cut[0] == math.prod(cut) or _squarest(math.prod(cut), len(cut)) == tuple(cut)
 
 
 @lru_cache(maxsize=4096)
@@ -179,6 +189,37 @@ def _squarest(product: int, axes: int) -> tuple[int, ...]:
         key=lambda factors: (sum(factors), [-f for f in factors]),
     )
     return tuple(sorted(best, reverse=True))
+
+
+def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
+    """Cuts of samples and space into exactly `ranks` parts that every input has room for."""
+    names = tuple(AXES)
+    extents = [batch, *(_least_extent(network, name) for name in names[1:4])]
+    return list(_factorizations([(n,) for n in extents] + [(), ()], ranks))
+
+
+def _least_extent(network: Network, axis: str) -> int:
+    """Of the inputs that have the axis; 1 if none has."""
+    shapes = [node.shape for node in network.inputs.values()]
+    axes = [dict(zip(axis_names(len(shape) + 1)[1:-1], shape)) for shape in shapes]
+    return min((found[axis] for found in axes if axis in found), default=1)
+
+
+def is_step(a: Parts, b: Parts) -> bool:
+    """Whether two grids differ in two axes: some parts along one are parts along another.
+
+    >>> is_step((4, 2, 1), (2, 4, 1)), is_step((4, 2, 1), (1, 2, 4)), is_step((4, 2, 1), (2, 2, 2))
+    (True, True, True)
+    """
+    return sum(m != n for m, n in zip(a, b)) == 2
+
+
+def strategy_of(network: Network, parts: Mapping[str, Parts], bucket_bytes: int = 4 << 20) -> Strategy:
+    """The strategy with these parts of every layer."""
+    layers = {
+        name: {axis: n for axis, n in zip(AXES, parts[name]) if n > 1} or {"sample": 1} for name in network.layers
+    }
+    return Strategy({}, layers, bucket_bytes=bucket_bytes)
 
 
 def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
@@ -200,11 +241,8 @@ def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: 
         raise UserError(f"baseline: expected one of {', '.join(BASELINES)}, got {name!r}")
     samples = max(d for d in divisors(ranks) if d <= batch)
     choose = BASELINES[name]
-    layers = {}
-    for layer, node in network.layers.items():
-        parts = choose(node, batch, ranks, samples)
-        layers[layer] = {axis: n for axis, n in zip(AXES, parts) if n > 1} or {"sample": 1}
-    return Strategy({}, layers, bucket_bytes=bucket_bytes)
+    parts = {layer: choose(node, batch, ranks, samples) for layer, node in network.layers.items()}
+    return strategy_of(network, parts, bucket_bytes)
 
 
 def _data(node: Node, batch: int, ranks: int, samples: int) -> Parts:

@@ -1,14 +1,27 @@
-"""Planning a network for a machine: planners, baselines and schemes of gradient reduction, compared by simulation."""
+"""Planning a network for a machine: what is simulated, and what of it is chosen.
+
+A planner minimizes sums over layers and edges; what overlaps is not such a sum, and `simulate` decides. It is given:
+
+* the baselines, and grids for all layers alike;
+* what the planner finds, for several charges of the sums of gradients (`EXPOSED`);
+* what follows from the best by descent: changes of a layer, of two that are joined, of all that are cut alike, the most
+  promising by additive costs first, as long as a step becomes faster;
+* the same under ever smaller limits of memory, from what the fastest takes to the one that was given;
+* each of them under every scheme of gradient reduction and size of buckets.
+
+The fastest that fits is the plan. So it is never slower than a baseline or a grid that fits; and as what is simulated
+under the larger limits does not depend on the smallest, more memory never gives a slower plan.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from halograd.documents import bytes_text
 from halograd.errors import UserError
@@ -16,14 +29,18 @@ from halograd.schema import build
 
 from ..layers import Network, Strategy
 from ..layers.reduction_scheme import Scheme
+from .changes import Changes
+from .contenders import Contender, Contenders
 from .cost.layer_cost import Pricing
-from .cost.network_costs import NetworkCosts, network_costs
+from .cost.network_costs import network_costs
 from .cost.simulate import Simulation, Training
 from .cost.wires import Wires
-from .cuts import BASELINES, baseline
+from .cuts import BASELINES, Parts, baseline, grids, is_step, strategy_of
 from .kernel_times import KernelTimes
 from .machine import Machine
-from .planners import PLANNERS, NoneFits, Selection
+from .planners import PLANNERS, Elimination, NoneFits
+from .planners.problem import no_fit
+from .planners.tables import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
 from .reduction_choice import planned_schemes
 
@@ -33,12 +50,20 @@ __all__ = ["Planning", "plan_network"]
 EXPOSED = (1.0, 0.3, 0.0)
 #: Sizes of buckets that are tried for the best plan [B].
 BUCKETS = (1 << 20, 4 << 20, 16 << 20)
-#: What another scheme of gradient reduction than buckets has to gain to be chosen, as a part of the step.
-WORTH = 0.01
-#: Where what stays in memory is less than this part of the limit, what backward borrows fits too.
-ROOMY = 0.4
 #: How often a plan that does not fit after all is made again under a smaller limit.
 ATTEMPTS = 6
+#: Limits of memory that are searched: each is so much of the one before, from what the fastest plan takes.
+LEVEL = 0.8
+#: Grids whose cuts are candidates of every layer.
+GRIDS = 3
+#: How much a change may seem to lose, as a part of the step, and still be simulated.
+SLACK = 0.01
+#: What is estimated of the memory that a change takes, over what it takes, at most.
+NEAR = 1.05
+#: Times closer than this, relative to the step, are equal.
+ROUNDING = 1e-9
+#: Layers that are simulated in one descent; and the fewest strategies.
+WORK, FEWEST = 2000, 8
 
 
 @dataclass(frozen=True)
@@ -77,11 +102,7 @@ def plan_network(
     times: KernelTimes,
     planning: Planning | None = None,
 ) -> Plan:
-    """The fastest strategy that fits, by simulation, among planners' choices and the baselines. Local.
-
-    A planner minimizes sums over layers and edges; what overlaps is not such a sum. So it is asked for several charges
-    of the sums of gradients (`EXPOSED`), and `simulate` compares its answers, the baselines, and for the best of them
-    schemes of gradient reduction and sizes of buckets.
+    """The fastest strategy that fits, by simulation, of all that are looked at (see this module). Local.
 
     Raises
     ------
@@ -91,107 +112,148 @@ def plan_network(
     return _Search(network, batch, ranks, machine, times, planning or Planning()).run()
 
 
-@dataclass
-class _Found:
-    name: str
-    simulation: Simulation
-    optimal: bool = False
-
-    @property
-    def strategy(self) -> Strategy:
-        return self.simulation.strategy
-
-    @cached_property
-    def seconds(self) -> float:
-        return self.simulation.step_seconds
-
-    @cached_property
-    def memory_bytes(self) -> int:
-        """What the fullest rank takes; asked for only where it matters, because it takes as long as all else [B]."""
-        return sum(self.simulation.memory.values())
-
-
-@dataclass
 class _Search:
-    network: Network
-    batch: int
-    ranks: int
-    machine: Machine
-    times: KernelTimes
-    planning: Planning
-    found: list[_Found] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        build(Ranks, self.ranks, at="ranks")
+    def __init__(
+        self, network: Network, batch: int, ranks: int, machine: Machine, times: KernelTimes, planning: Planning
+    ) -> None:
+        build(Ranks, ranks, at="ranks")
         known = (*PLANNERS, *BASELINES)
-        if self.planning.planner not in known:
-            raise UserError(f"planner: expected one of {', '.join(known)}, got {self.planning.planner!r}")
-        self.limit = self.machine.memory if self.planning.limit is None else self.planning.limit
-        self.buckets = (self.planning.bucket_bytes,) if self.planning.bucket_bytes else BUCKETS
-        dtype = self.planning.training.dtype
-        self.pricing = Pricing(Wires(self.machine), self.times, dtype, best_halo=True)
+        if planning.planner not in known:
+            raise UserError(f"planner: expected one of {', '.join(known)}, got {planning.planner!r}")
+        self.network, self.batch, self.ranks, self.machine = network, batch, ranks, machine
+        self.times, self.planning, self.training = times, planning, planning.training
+        self.limit: float = machine.memory if planning.limit is None else planning.limit
+        self.buckets = (planning.bucket_bytes,) if planning.bucket_bytes else BUCKETS
         self.middle = self.buckets[len(self.buckets) // 2]
+        self.pricing = Pricing(Wires(machine), times, self.training.dtype, best_halo=True)
+        self.contenders = Contenders(network, self._schemes)
+        #: Strategies that a descent, or the search for a grid, may simulate.
+        self.budget = max(FEWEST, WORK // len(network.layers))
 
     def run(self) -> Plan:
-        with _uncollected():
-            return self._run()
-
-    def _run(self) -> Plan:
         began = time.perf_counter()
-        fixed = self.planning.planner in BASELINES
-        for name in [self.planning.planner] if fixed else BASELINES:
-            self._try(name, baseline(name, self.network, self.batch, self.ranks, self.middle))
-        failure: NoneFits | None = None
-        if not fixed:
+        with _uncollected():
+            fixed = self.planning.planner in BASELINES
+            for name in [self.planning.planner] if fixed else BASELINES:
+                self._try(name, baseline(name, self.network, self.batch, self.ranks, self.middle))
+            failure = None if fixed else self._explore_all()
+            best = self.contenders.fastest(self.limit)
+            if best is None:
+                self._refuse(failure)
+            return self._result(best, began)
+
+    def _try(
+        self, name: str, strategy: Strategy, optimal: bool = False, indices: tuple[int, ...] | None = None
+    ) -> Contender:
+        known = self.contenders.find(strategy)
+        if known is not None:
+            return known
+        simulation = Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
+        return self.contenders.add(Contender(name, simulation, optimal, indices))
+
+    def _schemes(self, strategy: Strategy) -> list[tuple[Scheme, int]]:
+        planned = planned_schemes(self.network, strategy, self.batch, self.machine, self.planning.without)
+        return [
+            (scheme, nbytes)
+            for scheme in dict.fromkeys([strategy.reduction, *planned])
+            for nbytes in (self.buckets if scheme.has_buckets else self.buckets[:1])
+        ]
+
+    # -- what is simulated ---------------------------------------------------------------------
+
+    def _explore_all(self) -> NoneFits | None:
+        """Grids, and what planners and descents find under no limit and under ever smaller ones, to the one given."""
+        pricing = Pricing(Wires(self.machine, quick=True), self.times, self.training.dtype, best_halo=True)
+        some = (self.network, self.batch, self.ranks, pricing, self.training, self.planning.full, self.middle)
+        self.costs = network_costs(*some, self._best_grids())
+        self.changes, self.planner = Changes(self.costs), PLANNERS[self.planning.planner]()
+        self._explore(math.inf)
+        best = self.contenders.fastest()
+        assert best is not None
+        level = float(best.memory_bytes)
+        if level > self.limit:
+            leanest = Elimination().plan(memory_problem(self.costs.problem()))
+            self._choose(leanest.indices)
+            if leanest.seconds > self.limit:  # these seconds are bytes
+                return no_fit(self.costs.problem(limit=self.limit), leanest.seconds)
+        while level > self.limit:
+            level *= LEVEL
             try:
-                self._plan()
+                self._explore(level)
             except NoneFits as fault:
-                failure = fault
-        best = self._best(failure)
-        best = self._best_reduction(best)
-        return self._result(best, time.perf_counter() - began)
+                return fault
+        return None
 
-    def _try(self, name: str, strategy: Strategy, optimal: bool = False) -> _Found:
-        training = self.planning.training
-        simulation = Simulation(self.network, strategy, self.batch, self.pricing, training, self.ranks)
-        self.found.append(_Found(name, simulation, optimal))
-        return self.found[-1]
+    def _choose(self, indices: tuple[int, ...], optimal: bool = False) -> Contender:
+        return self._try(self.planning.planner, self.costs.strategy(indices, self.middle), optimal, indices)
 
-    def _plan(self) -> None:
-        """Ask the planner, once per charge."""
-        training, full = self.planning.training, self.planning.full
-        pricing = Pricing(Wires(self.machine, quick=True), self.times, training.dtype, best_halo=True)
-        costs = network_costs(self.network, self.batch, self.ranks, pricing, training, full, self.middle)
-        planner = PLANNERS[self.planning.planner]()
-        seen: set[tuple[int, ...]] = set()
+    def _best_grids(self) -> list[Parts]:
+        """The best of the grids for all layers alike; of many, the best that steps from one to the next find."""
+        seconds: dict[Parts, float] = {}
+
+        def simulated(parts: Parts) -> float:
+            if parts not in seconds:
+                alike = strategy_of(self.network, dict.fromkeys(self.network.layers, parts), self.middle)
+                found = self._try(self.planning.planner, alike)
+                seconds[parts] = found.seconds
+            return seconds[parts]
+
+        some = grids(self.network, self.batch, self.ranks)
+        if len(some) <= self.budget:
+            return sorted(some, key=simulated)[:GRIDS]
+        best = some[0]
+        while len(seconds) < self.budget:
+            nearest = min((p for p in some if is_step(best, p)), key=simulated, default=best)
+            if simulated(nearest) >= simulated(best):
+                break
+            best = nearest
+        return sorted(seconds, key=simulated)[:GRIDS]
+
+    def _explore(self, limit: float) -> None:
+        """What the planner finds under a limit of memory [B], once per charge, and what a descent makes of it."""
         for exposed in EXPOSED:
-            limit: float = self.limit
-            for _ in range(ATTEMPTS):
-                choice = planner.plan(costs.problem(exposed, limit))
-                if choice.indices in seen:
-                    break
-                seen.add(choice.indices)
-                found = self._candidate(costs, choice, exposed)
-                if choice.memory < ROOMY * self.limit:
-                    break
-                over = found.memory_bytes - self.limit
-                if over <= 0:
-                    break
-                # What the backward pass borrows is not in the problem: leave room for it.
-                limit = min(limit, choice.memory) - over
+            self._plan(exposed, limit)
+        best = self.contenders.fastest(limit)
+        if best is not None:
+            self._descend(best, limit)
 
-    def _candidate(self, costs: NetworkCosts, choice: Selection, exposed: float) -> _Found:
-        name = f"{self.planning.planner}, {exposed:.0%} of gradient sums charged"
-        return self._try(name, costs.strategy(choice.indices, self.middle), choice.optimal)
+    def _plan(self, exposed: float, limit: float) -> None:
+        room: float | None = None if limit == math.inf else limit
+        for attempt in range(ATTEMPTS):
+            try:
+                choice = self.planner.plan(self.costs.problem(exposed, room))
+            except NoneFits:
+                if attempt:
+                    return
+                raise
+            found = self._choose(choice.indices, choice.optimal)
+            if room is None or found.fits(limit):
+                return
+            # What the backward pass borrows is not in the problem: leave room for it.
+            room = min(room, choice.memory) - (found.memory_bytes - limit)
 
-    def _fits(self, found: _Found) -> bool:
-        return found.memory_bytes <= self.limit
+    def _descend(self, best: Contender, limit: float) -> None:
+        """Change layers as long as a step becomes faster, and stays within the limit [B]."""
+        left, tried = self.budget, set[tuple[int, ...]]()
+        while left > 0:
+            indices = best.indices or self.costs.indices(best.strategy)
+            faster = None
+            for change in [] if indices is None else self.changes.of(indices, -SLACK * best.seconds):
+                if change.indices in tried or not best.fits(limit - change.memory / NEAR):
+                    continue
+                tried.add(change.indices)
+                left -= 1
+                faster = self.contenders.best_of(self._choose(change.indices), limit, best.seconds * (1 - ROUNDING))
+                if faster is not None or not left:
+                    break
+            if faster is None:
+                return
+            best = faster
 
-    def _best(self, failure: NoneFits | None) -> _Found:
-        for found in sorted(self.found, key=lambda f: f.seconds):
-            if self._fits(found):
-                return found
-        least = min(self.found, key=lambda f: f.memory_bytes)
+    # -- what comes of it ----------------------------------------------------------------------
+
+    def _refuse(self, failure: NoneFits | None) -> NoReturn:
+        least = self.contenders.leanest()
         needs = least.memory_bytes
         raise UserError(
             f"plan: expected a strategy within {bytes_text(self.limit)} per rank, the leanest found ({least.name}) "
@@ -199,46 +261,24 @@ class _Search:
             f"than {self.batch}, or allow more memory"
         ) from failure
 
-    def _best_reduction(self, best: _Found) -> _Found:
-        """The same strategy with the best scheme of gradient reduction, and the best size of its buckets.
-
-        Another scheme than buckets has to be worth it: predictions are not that exact.
-        """
-        plain = self._fastest(best, [best.strategy.reduction])
-        schemes = planned_schemes(self.network, best.strategy, self.batch, self.machine, self.planning.without)
-        other = self._fastest(plain, schemes)
-        return other if other.seconds < (1 - WORTH) * plain.seconds else plain
-
-    def _fastest(self, best: _Found, schemes: Sequence[Scheme]) -> _Found:
-        tries = [
-            _Found(best.name, best.simulation.with_reduction(scheme, nbytes), best.optimal)
-            for scheme in schemes
-            for nbytes in (self.buckets if scheme.has_buckets else self.buckets[:1])
-        ]
-        for found in sorted(tries, key=lambda f: f.seconds):
-            if found.seconds >= best.seconds:
-                break
-            if self._fits(found):
-                return found
-        return best
-
-    def _result(self, best: _Found, seconds: float) -> Plan:
-        others = [f for f in self.found if f.strategy.layers != best.strategy.layers]
+    def _result(self, best: Contender, began: float) -> Plan:
+        own = self.contenders.cuts(best.strategy)
+        others = [f for f in self.contenders if f.name in BASELINES and self.contenders.cuts(f.strategy) != own]
         prediction = best.simulation.prediction()
         return Plan(
             self.network.name,
             tuple(self.network.layers),
             self.batch,
             self.ranks,
-            self.planning.training.dtype,
+            self.training.dtype,
             self.machine.name,
-            best.name.split(",")[0],
+            best.name,
             _with_halos(best.strategy, prediction),
             prediction,
-            tuple(Alternative(f.name, f.seconds, f.memory_bytes, self._fits(f)) for f in others),
+            tuple(Alternative(f.name, f.seconds, f.memory_bytes, f.fits(self.limit)) for f in others),
             self.limit,
             best.optimal,
-            seconds,
+            time.perf_counter() - began,
         )
 
 

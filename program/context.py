@@ -203,8 +203,8 @@ class Context:
 
     def timing(self, phase: str, **changes: Any) -> Timing:
         """What a kernel of this layer is priced by: the fullest blocks."""
-        inputs = tuple(_fullest(v.layout.boxes) for v in self.inputs)
-        given = {"inputs": inputs, "outputs": _fullest(self.output.layout.boxes)[1:-1] or None, **changes}
+        inputs = tuple(v.layout.boxes.longest for v in self.inputs)
+        given = {"inputs": inputs, "outputs": self.output.layout.boxes.longest[1:-1] or None, **changes}
         return Timing(phase, **given)
 
     def exchange(
@@ -379,7 +379,3 @@ def copying(environment: Any, **arrays: Any) -> Callable[[], None]:
     """The kernel that copies every array ``source{i}`` into ``target{i}``, of its shape."""
     pairs = [(arrays[f"target{i}"], arrays[f"source{i}"]) for i in range(len(arrays) // 2)]
     return environment.kernels.device.copies(pairs)
-
-
-def _fullest(boxes: Blocks) -> tuple[int, ...]:
-    return tuple(int(extent.max()) for extent in boxes.extents)

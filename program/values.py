@@ -87,9 +87,9 @@ class Value:
             self.stored = self.stored.joined([blocks for blocks in needs if blocks.grid == self.stored.grid])
             box = self.stored[self.rank]
         else:
-            own = [blocks[self.rank] for blocks in needs]
-            box = hull([self.box, *own])
-            if not all(is_packed(box, part) for part in (self.box, *own)):
+            own = {blocks[self.rank] for blocks in needs} | {self.box}
+            box = hull(list(own)) if len(own) > 1 else self.box
+            if not all(is_packed(box, part) for part in own):
                 box = self.box
         shape = (*box.shape[:-1], max(self.room, box.shape[-1]))
         buffer = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read)
@@ -130,4 +130,7 @@ def is_packed(storage: Box, box: Box) -> bool:
     """Whether `box`, as a view of an array that holds `storage`, is contiguous."""
     if not box.size:
         return True
-    return storage.contains(box) and Region(Buffer(storage.shape, np.dtype("u1"), "").view, storage).part(box).packed
+    if not storage.contains(box):
+        return False
+    cut = [axis for axis, (have, want) in enumerate(zip(storage.shape, box.shape)) if have != want]
+    return not cut or all(n == 1 for n in box.shape[: cut[-1]])

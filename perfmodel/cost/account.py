@@ -17,7 +17,7 @@ from ...program.traffic import ExchangeTraffic, GroupSum, Move
 from .reductions import booked, kept
 from .timeline import PricedBucket, aligned, buckets_of
 
-__all__ = ["count_program", "count_step", "memory_of", "program_of"]
+__all__ = ["add_sums", "count_program", "count_step", "layers_memory", "memory_of", "program_of"]
 
 #: What is summed with every loss [B]: it, and two numbers by which the ranks agree on checkpoints
 #: (`halograd.training.executor.VOTES`).
@@ -100,7 +100,14 @@ def memory_of(
     per_node
         So many consecutive ranks share memory; all of them if None.
     """
-    rank, ranks = program.target.rank, program.target.size
+    found = layers_memory(program, blocks)
+    add_sums(found, program.target.rank, buckets, strategy, slots, per_node or program.target.size)
+    return found
+
+
+def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> dict[str, int]:
+    """The same without what sums of gradients and the optimizer keep [B]."""
+    rank = program.target.rank
     found = dict(program.placement.uses)
     found["parameter"] = found["parameter gradient"] = 0
     for step in program.steps:
@@ -112,10 +119,16 @@ def memory_of(
         for key in step.layer.state(*shapes):
             found["parameter"] += blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize
     found["messages"] = _messages(program)
-    for bucket in buckets:
-        for use, nbytes in kept(bucket, strategy.reduction, rank, per_node or ranks, slots).items():
-            found[use] = found.get(use, 0) + nbytes
     return found
+
+
+def add_sums(
+    found: dict[str, int], rank: int, buckets: Sequence[PricedBucket], strategy: Strategy, slots: int, per_node: int
+) -> None:
+    """Add what the sums of gradients and the optimizer keep on a rank [B]."""
+    for bucket in buckets:
+        for use, nbytes in kept(bucket, strategy.reduction, rank, per_node, slots).items():
+            found[use] = found.get(use, 0) + nbytes
 
 
 def _messages(program: Program) -> int:

@@ -33,7 +33,7 @@ from ...program.compiler import Target, compile_program, lower_alone
 from ...program.dtypes import dtype_of
 from ...program.program import Step
 from ...program.values import Value
-from ..cuts import Parts, candidates
+from ..cuts import Parts, candidates, grids
 from ..kernel_times import LayerWork, Recorded, RooflineTimes
 from ..machine import Machine
 from ..planners import Problem
@@ -250,6 +250,7 @@ def network_costs(
     training: Training | None = None,
     full: bool = False,
     bucket_bytes: int = 4 << 20,
+    grids: Sequence[Parts] = (),
 ) -> NetworkCosts:
     """Costs of all candidates of all layers.
 
@@ -263,8 +264,10 @@ def network_costs(
         Links and kernels of the machine. (``Wires(machine, quick=True)`` is enough for a plan.)
     full
         Every legal cut, not only those that are worth a look (`candidates`).
+    grids
+        Cuts of all layers alike that are looked at too.
     """
-    return _Maker(network, batch, ranks, pricing, training or Training(), full, bucket_bytes).costs()
+    return _Maker(network, batch, ranks, pricing, training or Training(), full, bucket_bytes, grids).costs()
 
 
 def works_of(
@@ -281,7 +284,7 @@ def works_of(
     """
     recorded = Recorded(RooflineTimes(machine))
     pricing = Pricing(Wires(machine, quick=True), recorded, dtype, best_halo=True)
-    _Maker(network, batch, ranks, pricing, Training(dtype), full, bucket_bytes=1).price()
+    _Maker(network, batch, ranks, pricing, Training(dtype), full, 1, grids(network, batch, ranks)).price()
     return recorded.asked
 
 
@@ -295,10 +298,13 @@ class _Maker:
         training: Training,
         full: bool,
         bucket_bytes: int,
+        grids: Sequence[Parts] = (),
     ) -> None:
         self.network, self.batch, self.ranks, self.pricing, self.training = network, batch, ranks, pricing, training
-        self.full, self.bucket_bytes = full, bucket_bytes
+        self.full, self.grids = full, grids
         self.itemsize = dtype_of(training.dtype).itemsize
+        # A bucket holds no more than all gradients: what its sum costs at least is shared by those there are.
+        self.bucket_bytes = max(1, min(bucket_bytes, self.itemsize * _parameters(network)))
         program = compile_program(network, Strategy(), Target(batch, dtype=dtype_of(training.dtype)))
         self.plain = {step.name: step for step in program.steps}
         self._trained = {segment.name for segment in program.backward}
@@ -327,7 +333,8 @@ class _Maker:
         )
 
     def _candidates(self, node: Node) -> tuple[Parts, ...]:
-        return candidates(node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full)
+        some = candidates(node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full)
+        return tuple(dict.fromkeys([*some, *self.grids]))
 
     # -- layers --------------------------------------------------------------------------------
 
@@ -402,6 +409,11 @@ class _Maker:
             seconds = edge_seconds(shape, makers, readers, self.pricing.wires, itemsize, self.ranks) * passes
             self._tables[key] = (seconds, redistributed_bytes(shape, makers, readers, itemsize))
         return self._tables[key]
+
+
+def _parameters(network: Network) -> int:
+    shapes = [(node.layer, [n.shape for n in node.inputs]) for node in network.layers.values()]
+    return sum(spec.size for layer, inputs in shapes for spec in layer.parameters(*inputs).values())
 
 
 def _signature(step: Step) -> object:

@@ -6,7 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +20,7 @@ from ...program.dtypes import dtype_of
 from ...program.operations import Operation, Run
 from ...program.program import Program, Step
 from ..plans import LayerRecord, Prediction
-from .account import count_program, memory_of, program_of
+from .account import add_sums, count_program, layers_memory, program_of
 from .layer_cost import LayerCost, Pricing, price_layer
 from .reductions import price
 from .timeline import (
@@ -153,6 +153,16 @@ class _Played:
     timeline: StepTimeline
 
 
+@dataclass
+class _Known:
+    """What simulations of one strategy under all schemes have found."""
+
+    programs: dict[tuple[int, int], Program] = field(default_factory=dict)
+    memory: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
+    steps: dict[tuple[Scheme, int], _Played] = field(default_factory=dict)
+    fullest: int | None = None
+
+
 class Simulation:
     """A step of a network under a strategy: what layers cost is found once, what else is asked for when it is.
 
@@ -172,19 +182,18 @@ class Simulation:
         self.pricing, self.training = pricing, training
         self.ranks = ranks or strategy.ranks
         self.blocks = parameter_blocks(network, strategy, self.ranks)
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._known = _Known()
         self.program = self._program(_middle(network, strategy, batch, self.ranks))
         self.costs = _costs(self.program, pricing)
-        self._made: dict[tuple[Scheme, int], _Played] = {}
 
     def _program(self, rank: int) -> Program:
         """Of one rank, under the dense layers that the scheme replicates."""
         key = rank, self.strategy.reduction.replicated_dense
-        if key not in self._programs:
+        if key not in self._known.programs:
             overlaps, dtype = self.pricing.wires.waits_for_network, dtype_of(self.training.dtype)
             target = Target(self.batch, self.ranks, rank, dtype, overlaps=overlaps)
-            self._programs[key] = program_of(self.network, self.strategy, target, self.blocks)
-        return self._programs[key]
+            self._known.programs[key] = program_of(self.network, self.strategy, target, self.blocks)
+        return self._known.programs[key]
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
         """The same with another scheme of gradient reduction, or buckets of another size [B].
@@ -202,6 +211,12 @@ class Simulation:
         """What a step takes [s]."""
         return self._step().timeline.seconds + self.pricing.wires.machine.runtime.step
 
+    @cached_property
+    def computing(self) -> float:
+        """What a step takes at least, under any scheme of gradient reduction: both passes [s]."""
+        passes = sum(cost.forward_seconds + cost.backward_seconds for cost in self.costs.values())
+        return passes + self.pricing.wires.machine.runtime.step
+
     @property
     def memory(self) -> Mapping[str, int]:
         """What the fullest rank takes, by use [B]; only ranks that may be it are looked at.
@@ -211,12 +226,25 @@ class Simulation:
         """
         buckets, slots, per_node = self._buckets(), self.training.slots, self.pricing.wires.per_node
         some = range(self.ranks) if self.ranks <= FEW else sorted({self.program.target.rank, self._fullest})
-        found = [memory_of(self._program(r), self.blocks, buckets, self.strategy, slots, per_node) for r in some]
+        found = [dict(self._layers_memory(rank)) for rank in some]
+        for rank, memory in zip(some, found):
+            add_sums(memory, rank, buckets, self.strategy, slots, per_node)
         return max(found, key=lambda m: sum(m.values()))
 
-    @cached_property
+    def _layers_memory(self, rank: int) -> dict[str, int]:
+        key = rank, self.strategy.reduction.replicated_dense
+        if key not in self._known.memory:
+            self._known.memory[key] = layers_memory(self._program(rank), self.blocks)
+        return self._known.memory[key]
+
+    @property
     def _fullest(self) -> int:
         """The first rank with the most bytes of parameters and of all values, halos included."""
+        if self._known.fullest is None:
+            self._known.fullest = self._find_fullest()
+        return self._known.fullest
+
+    def _find_fullest(self) -> int:
         copies = (2 + self.training.slots) * self.program.wide.itemsize
         held = copies * np.sum([one.boxes.sizes() for one in self.blocks.values()], axis=0) + np.zeros(self.ranks)
         for value in self.program.values.values():
@@ -230,9 +258,9 @@ class Simulation:
 
     def _step(self) -> _Played:
         key = self.strategy.reduction, self.strategy.bucket_bytes
-        if key not in self._made:
-            self._made[key] = self._make(key[0])
-        return self._made[key]
+        if key not in self._known.steps:
+            self._known.steps[key] = self._make(key[0])
+        return self._known.steps[key]
 
     def _make(self, scheme: Scheme) -> _Played:
         pricing, slots = self.pricing, self.training.slots
@@ -304,7 +332,7 @@ def _costs(program: Program, pricing: Pricing) -> dict[str, LayerCost]:
         for added in backward.get(f"{step.name} (sum)", ()):
             # The gradients of several readers are added up before the layer's own backward.
             assert isinstance(added, Run)
-            shape = tuple(int(extents.max()) for extents in step.output.layout.boxes.extents)
+            shape = step.output.layout.boxes.longest
             time = pricing.times.time(Add(), [shape] * (len(added.kernel.views) - 1), pricing.dtype, False)
             cost = replace(cost, backward_data=cost.backward_data + time.forward)
         found[step.name] = cost

@@ -77,11 +77,11 @@ def test_axes_that_a_layer_does_not_have_are_not_cut():
 
 
 @pytest.mark.parametrize("name", ["inception_v3", "mesh_2k", "unet3d"])
-def test_their_number_stays_near_a_hundred_for_a_thousand_ranks(name):
+def test_their_number_grows_slowly_to_a_thousand_ranks(name):
     network = build(name)
     for node in network.layers.values():
         some = candidates(node.layer, [n.shape for n in node.inputs], node.shape, 1024, 1024)
-        assert 1 <= len(some) <= 128
+        assert 1 <= len(some) <= 160
 
 
 def test_no_ranks():

@@ -16,6 +16,7 @@ from halograd.layers import BatchNorm, Conv, Dropout, Input, MaxPool, Network, S
 from halograd.models import build
 from halograd.perfmodel.cost import simulate
 from halograd.perfmodel.cost.network_costs import network_costs, works_of
+from halograd.perfmodel.cuts import grids
 from halograd.perfmodel.kernel_times import LayerTime, LayerWork, Recorded, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile import cache
@@ -148,7 +149,7 @@ def test_works_are_what_a_plan_asks_for_and_few(model):
     """Many layers compute the same, and planners ask for shapes, not for cuts."""
     network = build(model)
     times = Recorded(RooflineTimes(MACHINE))
-    network_costs(network, 4, 4, priced(MACHINE, times, quick=True))
+    network_costs(network, 4, 4, priced(MACHINE, times, quick=True), grids=grids(network, 4, 4))
     found, every = (works_of(network, 4, 4, MACHINE, full=full) for full in (False, True))
     assert found.keys() == times.asked.keys() <= every.keys()
     assert 0 < len(every) < 16 * len(network.layers)

@@ -1,0 +1,146 @@
+"""Changes of a choice that may make a step faster: of one layer, of two that are joined, of all that are cut alike.
+
+What they gain is estimated by the additive costs of :mod:`halograd.perfmodel.cost.network_costs`, between gradient sums
+that are all hidden and sums that are all waited for; whoever simulates them begins with the most promising.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost.network_costs import NetworkCosts
+from .cuts import Parts
+
+__all__ = ["Change", "Changes"]
+
+Floats = NDArray[np.float64]
+
+#: Changes of two joined layers that are looked at per pair.
+PAIRS = 4
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of some layers.
+
+    Attributes
+    ----------
+    gain
+        By how much the step may become shorter, estimated [s].
+    memory
+        By how much the memory grows, estimated [B].
+    indices
+        The choice that it leads to.
+    """
+
+    gain: float
+    memory: float
+    indices: tuple[int, ...]
+
+
+class Changes:
+    """The changes of any choice among the candidates of a network. Pure arithmetic."""
+
+    def __init__(self, costs: NetworkCosts) -> None:
+        self.costs = costs
+        self._of: list[list[tuple[int, int]]] = [[] for _ in costs.names]
+        for u, v in costs.edges:
+            self._of[u].append((u, v))
+            self._of[v].append((u, v))
+        self._numbers = [{parts: i for i, parts in enumerate(some)} for some in costs.candidates]
+
+    def of(self, indices: Sequence[int], least: float) -> list[Change]:
+        """Changes that may gain more than `least` [s], the most promising first; each choice once."""
+        found: dict[tuple[int, ...], Change] = {}
+        for changes, hidden, waited in self._changes(indices):
+            gain = max(hidden, waited)
+            if gain > least:
+                new = list(indices)
+                for layer, candidate in changes:
+                    new[layer] = candidate
+                key = tuple(new)
+                if key not in found or found[key].gain < gain:
+                    found[key] = Change(gain, self._memory(indices, new, [layer for layer, _ in changes]), key)
+        found.pop(tuple(indices), None)
+        return sorted(found.values(), key=lambda change: -change.gain)
+
+    def _changes(self, x: Sequence[int]) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
+        """Changed layers, and what they gain where sums of gradients are hidden, and where they are waited for."""
+        own = [self._own(v, x) for v in range(len(x))]
+        sums = [s[i] - s for s, i in zip(self.costs.sums, x)]
+        for v, costs in enumerate(own):
+            gains = costs[x[v]] - costs
+            for c in np.flatnonzero(np.isfinite(gains)):
+                yield [(v, int(c))], gains[c], gains[c] + sums[v][c]
+        for (u, v), table in self.costs.edges.items():
+            joint = own[u][:, None] - table[:, x[v]][:, None] + own[v][None, :] - table[x[u]][None, :] + table
+            hidden = joint[x[u], x[v]] - joint
+            waited = hidden + sums[u][:, None] + sums[v][None, :]
+            best = np.where(np.isfinite(hidden), np.maximum(hidden, waited), -np.inf)
+            best[x[u]], best[:, x[v]] = -np.inf, -np.inf
+            count = min(PAIRS, best.size)
+            for at in np.argpartition(best.ravel(), -count)[-count:]:
+                a, b = divmod(int(at), len(own[v]))
+                if best[a, b] > -np.inf:
+                    yield [(u, a), (v, b)], hidden[a, b], waited[a, b]
+        for region in self._regions(x):
+            cuts = dict.fromkeys(parts for v in region for parts in self.costs.candidates[v])
+            for parts in cuts:
+                yield from self._whole(region, parts, x)
+
+    def _own(self, v: int, x: Sequence[int]) -> Floats:
+        """Per candidate of a layer, what it costs with all its edges, the other layers as they are [s]."""
+        total = self.costs.times[v].copy()
+        for a, b in self._of[v]:
+            table = self.costs.edges[a, b]
+            total += table[:, x[b]] if a == v else table[x[a]]
+        return total
+
+    def _regions(self, x: Sequence[int]) -> list[list[int]]:
+        """Joined layers with the same cut; three or more."""
+        cuts = [self.costs.candidates[v][i] for v, i in enumerate(x)]
+        seen: set[int] = set()
+        found = []
+        for first in range(len(x)):
+            if first in seen:
+                continue
+            seen.add(first)
+            region, waiting = [], [first]
+            while waiting:
+                v = waiting.pop()
+                region.append(v)
+                for w in (w for edge in self._of[v] for w in edge if w not in seen and cuts[w] == cuts[first]):
+                    seen.add(w)
+                    waiting.append(w)
+            if len(region) > 2:
+                found.append(sorted(region))
+        return found
+
+    def _whole(
+        self, region: Sequence[int], parts: Parts, x: Sequence[int]
+    ) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
+        """All layers of a region that can be cut so."""
+        changes = [(v, self._numbers[v][parts]) for v in region if parts in self._numbers[v]]
+        new = list(x)
+        for v, c in changes:
+            new[v] = c
+        times, sums = self.costs.times, self.costs.sums
+        hidden = sum(times[v][x[v]] - times[v][c] for v, c in changes)
+        edges = {edge for v, _ in changes for edge in self._of[v]}
+        hidden += sum(self.costs.edges[u, v][x[u], x[v]] - self.costs.edges[u, v][new[u], new[v]] for u, v in edges)
+        if np.isfinite(hidden):
+            yield changes, hidden, hidden + sum(sums[v][x[v]] - sums[v][c] for v, c in changes)
+
+    def _memory(self, old: Sequence[int], new: Sequence[int], layers: Sequence[int]) -> float:
+        """By how much memory grows [B]."""
+        grown = sum(self.costs.memory[v][new[v]] - self.costs.memory[v][old[v]] for v in layers)
+        for edge in {edge for v in layers for edge in self._of[v]}:
+            table = self.costs.edge_memory.get(edge)
+            if table is not None:
+                u, v = edge
+                grown += table[new[u], new[v]] - table[old[u], old[v]]
+        return float(grown)

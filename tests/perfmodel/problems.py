@@ -1,0 +1,191 @@
+"""Random planning problems: networks of several families, machines from slow to fast, with and without limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from halograd.layers import (
+    Add,
+    BatchNorm,
+    Concat,
+    Conv,
+    Dense,
+    Flatten,
+    GlobalAveragePool,
+    Input,
+    LayerNorm,
+    MaxPool,
+    MeanSquaredError,
+    Network,
+    ReLU,
+    Resize,
+    SoftmaxCrossEntropy,
+)
+from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
+
+FAMILIES = ("strip", "image", "volume", "branches", "dilated", "convnext", "unet")
+
+
+@dataclass
+class Drawing:
+    """Settings of a network in the order in which they are drawn, so that it can be made again with its axes turned."""
+
+    family: str
+    seed: int
+    turned: bool = False
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng([14, self.seed])
+
+    def whole(self, low: int, high: int) -> int:
+        """One of ``low .. high``."""
+        return int(self.rng.integers(low, high + 1))
+
+    def one_of(self, *some: Any) -> Any:
+        """One of these."""
+        return some[int(self.rng.integers(len(some)))]
+
+    def along(self, *values: Any) -> Any:
+        """One value per spatial axis, in their order, or in the opposite one."""
+        return values[::-1] if self.turned else values
+
+    def extents(self) -> tuple[int, ...]:
+        """Of a sample."""
+        if self.family == "strip":
+            return self.along(2 ** self.whole(3, 5), 2 ** self.whole(8, 12))
+        if self.family == "volume":
+            return self.along(*(2 ** self.whole(3, 6) for _ in range(3)))
+        return self.along(*(16 * self.whole(2, 16) for _ in range(2)))
+
+    def network(self) -> Network:
+        """The network of these settings."""
+        start = Input((*self.extents(), self.whole(1, 8)))
+        return Network({"loss": self.end(getattr(self, self.family)(start))})
+
+    def end(self, y: Any) -> Any:
+        """A loss of one of two kinds."""
+        if self.rng.random() < 0.5:
+            return MeanSquaredError()(y, Input(y.shape, name="target"))
+        classes = 2 ** self.whole(3, 10)
+        y = Flatten()(y) if np.prod(y.shape) <= 2**16 and self.rng.random() < 0.5 else GlobalAveragePool()(y)
+        return SoftmaxCrossEntropy()(Dense(classes)(y), Input((1,), name="target"))
+
+    def conv(self, y: Any, **options: Any) -> Any:
+        """A convolution that keeps extents, its kernel not always square."""
+        kernel = self.along(*(self.one_of(1, 3, 3, 5) for _ in y.shape[:-1]))
+        return Conv(2 ** self.whole(2, 6), kernel, padding=tuple(k // 2 for k in kernel), **options)(y)
+
+    def strip(self, y: Any) -> Any:
+        """A chain."""
+        for _ in range(self.whole(2, 5)):
+            y = self.conv(y, activation="relu")
+        return y
+
+    volume = strip
+
+    def image(self, y: Any) -> Any:
+        """Convolutions, norms and pooling."""
+        for _ in range(self.whole(2, 4)):
+            y = BatchNorm(activation="relu")(self.conv(y, bias=False))
+            y = MaxPool(2)(y) if min(y.shape[:-1]) >= 16 and self.rng.random() < 0.7 else y
+        return y
+
+    def branches(self, y: Any) -> Any:
+        """Two or three ways, joined again."""
+        for _ in range(self.whole(1, 2)):
+            ways = [self.conv(y, activation="relu") for _ in range(self.whole(2, 3))]
+            joined = Concat()(*ways)
+            y = Conv(joined.shape[-1], 1)(joined)
+            y = ReLU()(Add()(y, joined))
+        return y
+
+    def dilated(self, y: Any) -> Any:
+        """Halos that grow."""
+        for i in range(self.whole(2, 4)):
+            y = Conv(2 ** self.whole(2, 5), 3, padding=2**i, dilation=2**i, activation="relu")(y)
+        return y
+
+    def convnext(self, y: Any) -> Any:
+        """Depthwise convolutions, norms of layers, wide products; residual."""
+        y = Conv(16, 4, stride=4)(y)
+        for _ in range(self.whole(1, 2)):
+            z = LayerNorm()(Conv(16, 7, padding=3, groups=16)(y))
+            y = Add()(y, Conv(16, 1)(Conv(64, 1, activation="relu")(z)))
+        return y
+
+    def unet(self, y: Any) -> Any:
+        """Down, up, and across."""
+        top = self.conv(y, activation="relu")
+        down = self.conv(MaxPool(2)(top), activation="relu")
+        return self.conv(Concat()(top, Resize(2)(down)))
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """What a plan is asked for."""
+
+    family: str
+    seed: int
+    batch: int
+    ranks: int
+    machine: Machine
+
+    def network(self, turned: bool = False) -> Network:
+        """The network; `turned`: with the order of its spatial axes reversed."""
+        return Drawing(self.family, self.seed, turned).network()
+
+
+def random_problem(seed: int) -> PlanningProblem:
+    """The problem of this number."""
+    rng = np.random.default_rng([1415, seed])
+    family = FAMILIES[seed % len(FAMILIES)]
+    batch, ranks = int(rng.choice([1, 1, 2, 4, 8])), int(rng.choice([2, 3, 4, 4, 6, 8, 16]))
+    return PlanningProblem(family, seed, batch, ranks, random_machine(rng, seed))
+
+
+def random_machine(rng: np.random.Generator, seed: int) -> Machine:
+    """Slow and fast links, flat and steep hierarchies."""
+    peak = 10 ** rng.uniform(10.5, 14)
+    bandwidth = peak / 10 ** rng.uniform(0.5, 2)
+    steep = 10 ** rng.uniform(0, 1.5) if rng.random() < 0.6 else 1.0
+    alpha, beta = 10 ** rng.uniform(-6.5, -3.5), 10 ** rng.uniform(-11.5, -8)
+    links = {level: Link(alpha * steep**i, beta * steep**i) for i, level in enumerate(LEVELS)}
+    per_node = int(rng.choice([1, 2, 4, 8])) if steep > 1 else 1
+    efficiency = Efficiency(compute=0.6, half=peak * 10 ** rng.uniform(-6, -4), memory=0.8)
+    launch = float(10 ** rng.uniform(-7, -5))
+    return Machine(
+        f"random-{seed}",
+        "drawn",
+        per_node,
+        4,
+        {"float32": float(peak)},
+        float(bandwidth),
+        1 << 40,
+        launch,
+        links,
+        efficiency,
+    )
+
+
+def faster(
+    machine: Machine, factor: float = 2.0, what: Callable[[str], bool] = lambda level: level != "device"
+) -> Machine:
+    """The machine with links so many times as fast."""
+    links = {
+        level: Link(link.alpha / factor, link.beta / factor) if what(level) else link
+        for level, link in machine.links.items()
+    }
+    return replace(machine, links=links)
+
+
+def stronger(machine: Machine, factor: float = 2.0) -> Machine:
+    """The machine with devices that compute, and reach their memory, so many times as fast."""
+    peaks = {dtype: peak * factor for dtype, peak in machine.peak_flops.items()}
+    return replace(
+        machine, peak_flops=peaks, memory_bandwidth=machine.memory_bandwidth * factor, launch=machine.launch / factor
+    )

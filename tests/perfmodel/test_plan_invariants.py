@@ -1,0 +1,47 @@
+"""Promises of plans: on random problems, and on those that broke one."""
+
+from __future__ import annotations
+
+import pytest
+
+from halograd.layers import Conv, Input, MeanSquaredError, Network, Strategy
+from halograd.perfmodel.cost import simulate
+from halograd.perfmodel.cuts import grids
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.predict import plan_network
+from tests.perfmodel.invariants import violations
+from tests.perfmodel.pricing import priced
+from tests.perfmodel.problems import FAMILIES, random_problem
+
+SLOW = Machine.load("lassen").emulated(1e-4, 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(len(FAMILIES)), ids=FAMILIES)
+def test_promises_are_kept(seed):
+    assert not violations(random_problem(seed))
+
+
+def strip(*extents: int) -> Network:
+    """A sample that is long and narrow."""
+    y = Input((*extents, 8))
+    for filters in (16, 16, 32, 32):
+        y = Conv(filters, 3, padding=1, activation="relu")(y)
+    return Network({"loss": MeanSquaredError()(y, Input(y.shape, name="target"))})
+
+
+def test_a_strip_is_cut_along_its_length_whichever_axis_that_is():
+    seconds = {}
+    for axis, extents in (("width", (8, 4096)), ("height", (4096, 8))):
+        network = strip(*extents)
+        plan = plan_network(network, 1, 16, SLOW, RooflineTimes(SLOW))
+        grid = simulate(network, Strategy({axis: 16}), 1, priced(SLOW), ranks=16)
+        assert plan.step_seconds <= grid.step_seconds * (1 + 1e-9)
+        seconds[axis] = plan.step_seconds
+    assert seconds["width"] == pytest.approx(seconds["height"])
+
+
+def test_grids_are_all_cuts_that_inputs_have_room_for():
+    network = strip(4, 64)
+    assert (2, 1, 2, 4, 1, 1) in grids(network, 2, 16)
+    assert all(p[0] <= 2 and p[1] == 1 and p[2] <= 4 for p in grids(network, 2, 16))
