@@ -1,4 +1,4 @@
-"""Changes of a choice that may make a step faster: of one layer, of two that are joined, of all that are cut alike.
+"""Changes of a choice that may make a step faster: of one layer, of two that are joined, of some that are cut alike.
 
 What they gain is estimated by the additive costs of :mod:`halograd.perfmodel.cost.network_costs`, between gradient sums
 that are all hidden and sums that are all waited for; whoever simulates them begins with the most promising.
@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cost.network_costs import NetworkCosts
-from .cuts import Parts
 
 __all__ = ["Change", "Changes"]
 
 Floats = NDArray[np.float64]
 
-#: Changes of two joined layers that are looked at per pair.
-PAIRS = 4
+#: Changes of two joined layers that are looked at per pair, and of the first layers of a region per region.
+PAIRS, BEGINNINGS = 4, 32
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,8 @@ class Changes:
                 if best[a, b] > -np.inf:
                     yield [(u, a), (v, b)], hidden[a, b], waited[a, b]
         for region in self._regions(x):
-            cuts = dict.fromkeys(parts for v in region for parts in self.costs.candidates[v])
-            for parts in cuts:
-                yield from self._whole(region, parts, x)
+            yield from self._beginnings(region, x)
+            yield from self._beginnings(region[::-1], x)
 
     def _own(self, v: int, x: Sequence[int]) -> Floats:
         """Per candidate of a layer, what it costs with all its edges, the other layers as they are [s]."""
@@ -120,20 +118,34 @@ class Changes:
                 found.append(sorted(region))
         return found
 
-    def _whole(
-        self, region: Sequence[int], parts: Parts, x: Sequence[int]
+    def _beginnings(
+        self, region: Sequence[int], x: Sequence[int]
     ) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
-        """All layers of a region that can be cut so."""
-        changes = [(v, self._numbers[v][parts]) for v in region if parts in self._numbers[v]]
-        new = list(x)
-        for v, c in changes:
-            new[v] = c
-        times, sums = self.costs.times, self.costs.sums
-        hidden = sum(times[v][x[v]] - times[v][c] for v, c in changes)
-        edges = {edge for v, _ in changes for edge in self._of[v]}
-        hidden += sum(self.costs.edges[u, v][x[u], x[v]] - self.costs.edges[u, v][new[u], new[v]] for u, v in edges)
-        if np.isfinite(hidden):
-            yield changes, hidden, hidden + sum(sums[v][x[v]] - sums[v][c] for v, c in changes)
+        """The first layers of a region, up to any of them, cut in another way; those that cannot be stay."""
+        cuts = list(dict.fromkeys(parts for v in region for parts in self.costs.candidates[v]))
+        new = np.array([[self._numbers[v].get(parts, x[v]) for parts in cuts] for v in region])
+        place = {v: i for i, v in enumerate(region)}
+        gained, sums = np.zeros(new.shape), np.zeros(new.shape)
+        for i, v in enumerate(region):
+            gained[i] += self.costs.times[v][x[v]] - self.costs.times[v][new[i]]
+            sums[i] += self.costs.sums[v][x[v]] - self.costs.sums[v][new[i]]
+            for a, b in self._of[v]:
+                other, table = (b, self.costs.edges[a, b]) if a == v else (a, self.costs.edges[a, b].T)
+                j = place.get(other)
+                if j is not None and j < i:  # counted with the other one
+                    continue
+                before, between = table[x[v], x[other]], table[new[i], x[other]]
+                gained[i] += before - between
+                if j is not None:  # as soon as both are changed
+                    gained[j] += between - table[new[i], new[j]]
+        hidden = gained.cumsum(axis=0)
+        waited = hidden + sums.cumsum(axis=0)
+        best = np.where(np.isfinite(hidden), np.maximum(hidden, waited), -np.inf)
+        count = min(BEGINNINGS, best.size)
+        for at in np.argpartition(best.ravel(), -count)[-count:]:
+            last, c = divmod(int(at), len(cuts))
+            if best[last, c] > -np.inf:
+                yield list(zip(region, new[: last + 1, c].tolist())), hidden[last, c], waited[last, c]
 
     def _memory(self, old: Sequence[int], new: Sequence[int], layers: Sequence[int]) -> float:
         """By how much memory grows [B]."""

@@ -2,10 +2,10 @@
 
 A planner minimizes sums over layers and edges; what overlaps is not such a sum, and `simulate` decides. It is given:
 
-* the baselines, and grids for all layers alike;
+* the baselines, and grids for all layers alike (of many grids and layers those that steps from one to the next find);
 * what the planner finds, for several charges of the sums of gradients (`EXPOSED`);
-* what follows from the best by descent: changes of a layer, of two that are joined, of all that are cut alike, the most
-  promising by additive costs first, as long as a step becomes faster;
+* what follows from the best by descent: changes of a layer, of two that are joined, of some that are cut alike, the
+  most promising by additive costs first, as long as a step becomes faster;
 * the same under ever smaller limits of memory, from what the fastest takes to the one that was given;
 * each of them under every scheme of gradient reduction and size of buckets.
 
@@ -57,7 +57,7 @@ LEVEL = 0.8
 #: Grids whose cuts are candidates of every layer.
 GRIDS = 3
 #: How much a change may seem to lose, as a part of the step, and still be simulated.
-SLACK = 0.01
+SLACK = 0.05
 #: What is estimated of the memory that a change takes, over what it takes, at most.
 NEAR = 1.05
 #: Times closer than this, relative to the step, are equal.
