@@ -12,26 +12,27 @@ so may a script. It lives above `training`, which knows nothing of planners.
 
 from __future__ import annotations
 
+import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
+from .cli.output import split_text
 from .cli.planning import compared, comparison, plan_text
 from .comm import Communicator
 from .errors import UserError
+from .kernels import get_backend
 from .layers import Network, Strategy
 from .layers.reduction_scheme import BY_NODES, Scheme
 from .measuring import Measuring
 from .perfmodel.cost import Pricing, Training, Wires, simulate
-from .perfmodel.cuts import BASELINES, baseline
+from .perfmodel.cuts import BASELINES, GRID, baseline
 from .perfmodel.kernel_times import (
     KernelTimes,
     LayerWork,
@@ -52,22 +53,16 @@ from .training.root import on_root
 from .training.schedules import Constant
 from .training.step_times import Measured
 from .training.trainer import Trainer
+from .trials import StepTrial, measure_steps, rivals, settle
 
-__all__ = ["measure_steps", "plan_run", "rank_schemes_of", "rests_on", "rivals", "settle"]
+__all__ = ["plan_run", "rank_schemes_of", "rests_on", "try_run", "usable_cores"]
 
 #: How often a plan is made again because it asks for layers that were not measured.
 ROUNDS = 3
 #: How often what the plan rests on is measured once more; the fastest of many was lucky more often than fast.
 CONFIRMATIONS = 3
-#: A baseline is a rival if it is predicted to take at most so much longer than the plan, as a part of its step.
-NEAR = 0.25
-#: What a rival has to gain to be preferred, as a part of the step.
-WORTH = 0.02
-#: Steps of each are measured in so many rounds, of so many seconds each; the fastest round counts.
-TRIALS, SECONDS = 2, 0.5
-LEAST, MOST = 3, 50
-
-Opened = AbstractContextManager[Callable[[], object]]
+#: What one rank may take of the memory that is free, to be tried.
+SPARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -121,12 +116,19 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget if training else 0.0)
         plan = planner.confirmed(planner.measured())
-        tried: list[str] = []
-        if training:
-            plan, tried = planner.tried(plan)
+        trial = planner.tried(plan) if training else StepTrial(plan, plan.planner)
     if comm.rank == 0 and training:
-        _show(plan, tried, _plan_path(config))
-    return PlannedRun(plan)
+        _show(trial, config)
+    return PlannedRun(trial.plan)
+
+
+def try_run(config: Config, comm: Communicator) -> StepTrial:
+    """What `plan_run` would train by, with the steps that were tried; the grid is among them. Collective."""
+    network = make_network(config)
+    with open_kernels(config.backend, comm) as kernels:
+        planner = _Planner(config, comm, network, kernels, config.strategy.budget)
+        plan = planner.confirmed(planner.measured())
+        return planner.tried(plan, [GRID])
 
 
 def rank_schemes_of(config: Config, comm: Communicator, strategy: Strategy) -> list[Scheme]:
@@ -167,9 +169,10 @@ def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
     return comm.bcast(found)
 
 
-def _show(plan: Plan, tried: list[str], path: Path) -> None:
+def _show(trial: StepTrial, config: Config) -> None:
     """The start-up table, what was tried, and the plan in the run's directory."""
-    print("\n".join([*plan_text(plan, known_baselines(plan)), *tried]), flush=True)
+    plan, path = trial.plan, _plan_path(config)
+    print("\n".join([*trial.lines(config.backend.threads), *plan_text(plan, known_baselines(plan))]), flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     plan.save(path)
 
@@ -249,12 +252,17 @@ class _Planner:
             self._say(f"{state.left} of them are estimated: strategy.budget is spent")
         return self.comm.bcast(state.measured) > 0
 
-    def tried(self, plan: Plan) -> tuple[Plan, list[str]]:
-        """What takes the shortest steps of the plan and the baselines near it; and a line about them."""
+    def tried(self, plan: Plan, asked: Sequence[str] = ()) -> StepTrial:
+        """What takes the shortest steps of the plan and the baselines near it; and one rank with all threads.
+
+        `asked`: names of baselines that are tried however slow they are predicted to be.
+        """
         table = self.config.strategy
-        names = [] if table.machine or self.budget == 0 or table.planner in BASELINES else rivals(plan)
+        if not asked and (table.machine or self.budget == 0):
+            return StepTrial(plan, plan.planner)
+        names = [] if table.planner in (*BASELINES, GRID) else rivals(plan)
         times, plans = self.times(), {plan.planner: plan}
-        for name in names:
+        for name in dict.fromkeys([*names, *asked]):
             with suppress(UserError):  # on all ranks: as a plan of its own it does not fit
                 plans[name] = self._plan_on_root(times, name)
         strategies = {name: as_run(some.strategy, self.config) for name, some in plans.items()}
@@ -263,23 +271,43 @@ class _Planner:
             for name, some in strategies.items()
             if plans[name] is plan or can_run(some, self.network, self.comm.size)
         }
-        if len(strategies) == 1:
-            return plan, []
+        if len(strategies) == self.comm.size == 1 and not asked:
+            return StepTrial(plan, plan.planner)
         # As the run does, before any exchange.
         connect_device(self.kernels, self.comm, self.config.backend.device_transport)
         self._say(f"trying steps of {', '.join(strategies)}")
-        seconds = measure_steps(self.comm, strategies, self._opened)
+        seconds = measure_steps(self.comm, strategies, lambda some: self._opened(some, self.comm, self.kernels))
         best = settle(seconds)
-        tried = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in seconds.items())
         chosen = plan if plans[best] is plan else _instead_of(plan, plans[best])
-        return chosen, [f"steps tried: {tried}; trained by {best}"]
+        return StepTrial(chosen, best, seconds, self._alone())
+
+    def _alone(self) -> float | None:
+        """What a step takes on one rank with the threads of all of them [s]; None where there is no telling."""
+        threads, seconds = self.comm.size * self.config.backend.threads, None
+        together = self.comm.size > 1 and self.kernels.device.is_host and len(set(self.comm.nodes)) == 1
+        alone = self.comm.split(self.comm.rank)
+        assert alone is not None
+        with self.comm.agreement():
+            if together and self.comm.rank == 0 and threads <= usable_cores() and self._fits_alone():
+                self._say(f"trying steps of {split_text(1, threads)}")
+                with get_backend(self.kernels.name, threads, self.config.backend.autotune) as kernels:
+                    opened = partial(self._opened, comm=alone, kernels=kernels)
+                    seconds = measure_steps(alone, {"alone": Strategy()}, opened)["alone"]
+        alone.close()
+        return self.comm.bcast(seconds)
+
+    def _fits_alone(self) -> bool:
+        """Whether this machine has memory for a step on one rank. Local."""
+        pricing = Pricing(Wires(self.machine), self.times(), self.training.dtype)
+        needed = simulate(self.network, Strategy(), self.batch, pricing, self.training, 1).memory_bytes
+        return needed < SPARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     @contextmanager
-    def _opened(self, strategy: Strategy) -> Iterator[Callable[[], object]]:
+    def _opened(self, strategy: Strategy, comm: Communicator, kernels: Any) -> Iterator[Callable[[], object]]:
         """A function that trains for a step under a strategy, on noise and at rate 0."""
-        with Executor(self.network, self.comm, self.kernels, self.batch, strategy, self.training.dtype) as executor:
+        with Executor(self.network, comm, kernels, self.batch, strategy, self.training.dtype) as executor:
             trainer = Trainer(executor, make_optimizer(self.config.optimizer, executor.store), Constant(0.0))
-            draw = np.random.default_rng(self.comm.rank)
+            draw = np.random.default_rng(comm.rank)
             for name, node in self.network.inputs.items():
                 array = executor.input(name).array
                 if node.dtype == "compute":
@@ -310,6 +338,11 @@ class _Planner:
     def _say(self, text: str) -> None:
         if self.comm.rank == 0 and self.config.output.progress:
             print(text, file=sys.stderr, flush=True)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on. Local."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def as_run(strategy: Strategy, config: Config) -> Strategy:
@@ -348,7 +381,7 @@ def _without(config: Config) -> frozenset[str]:
     return frozenset((*by_nodes, *shards))
 
 
-# -- what is measured once more, and what is tried --------------------------------------------------
+# -- what is measured once more -------------------------------------------------------------------
 
 
 def rests_on(
@@ -371,49 +404,3 @@ def rests_on(
     for strategy in [plan.strategy, *fixed]:
         simulate(network, strategy, plan.batch, pricing, training)
     return recorded.asked
-
-
-def rivals(plan: Plan) -> list[str]:
-    """Names of the baselines that may be as fast as a plan, and fit; the best predicted first. Local."""
-    slowest = (1 + NEAR) * plan.step_seconds
-    near = [a for a in plan.alternatives if a.name in BASELINES and a.fits and a.step_seconds <= slowest]
-    return [a.name for a in sorted(near, key=lambda a: a.step_seconds)]
-
-
-def measure_steps(
-    comm: Communicator, strategies: Mapping[str, Strategy], opened: Callable[[Strategy], Opened]
-) -> dict[str, float]:
-    """What a step takes under each strategy, by the slowest rank [s]. Collective over `comm`.
-
-    Parameters
-    ----------
-    strategies
-        By name, in the same order on all ranks.
-    opened
-        Builds what is needed under a strategy, and gives a function that runs one step; one is open at a time.
-    """
-    found = dict.fromkeys(strategies, float("inf"))
-    for _ in range(TRIALS):
-        for name, strategy in strategies.items():
-            with opened(strategy) as step:
-                found[name] = min(found[name], _median_step(comm, step))
-    return found
-
-
-def _median_step(comm: Communicator, step: Callable[[], object]) -> float:
-    def timed() -> float:
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-
-    timed()  # pages are touched, primitives made
-    slowest = float(comm.allreduce_scalar(timed(), "max"))
-    count = max(LEAST, min(MOST, int(SECONDS / max(slowest, 1e-6))))
-    return float(comm.allreduce_scalar(median([timed() for _ in range(count)]), "max"))
-
-
-def settle(seconds: Mapping[str, float]) -> str:
-    """The name of the fastest, unless the first of them is about as fast. Local."""
-    favorite = next(iter(seconds))
-    best = min(seconds, key=lambda name: seconds[name])
-    return best if seconds[best] < (1 - WORTH) * seconds[favorite] else favorite

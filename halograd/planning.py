@@ -18,7 +18,7 @@ from .errors import UserError
 from .layers import Network
 from .models import build
 from .perfmodel.cost import Pricing, Training, Wires, simulate
-from .perfmodel.cuts import BASELINES, baseline
+from .perfmodel.cuts import BASELINES, GRID, baseline
 from .perfmodel.kernel_times import KernelTimes, MeasuredTimes, RooflineTimes
 from .perfmodel.machine import Machine
 from .perfmodel.machine_file import Bytes
@@ -138,7 +138,7 @@ def source_of(times: KernelTimes, machine: Machine) -> str:
 
 def check_planner(name: str, at: str = "--planner") -> None:
     """Refuse a planner that there is not; `at` says where it was asked for."""
-    known = (*PLANNERS, *BASELINES)
+    known = (*PLANNERS, *BASELINES, GRID)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -181,7 +181,10 @@ def make_plan(
 
 
 def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
-    """What a step takes under each baseline, in their order; a baseline that was chosen is the plan itself."""
+    """What a step takes under each baseline, in their order, and under the best grid if it was looked for.
+
+    A baseline that was chosen is the plan itself.
+    """
     known = {a.name: a for a in known_baselines(plan)}
     left = [name for name in BASELINES if name not in known]
     pricing = asked.pricing(plan.batch, plan.ranks) if left else None
@@ -192,13 +195,14 @@ def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
         nbytes = prediction.memory_bytes
         limit = asked.machine.memory if plan.limit is None else plan.limit
         known[name] = Alternative(name, prediction.step_seconds, nbytes, nbytes <= limit)
-    return [known[name] for name in BASELINES]
+    return [known[name] for name in (*BASELINES, GRID) if name in known]
 
 
 def known_baselines(plan: Plan) -> list[Alternative]:
     """Baselines that were priced when the plan was made; those with the plan's own cuts take what it takes."""
     known = {a.name: a for a in plan.alternatives}
     # Equal strategies are left out of `alternatives`; a baseline that was asked for by name is the only one priced.
-    same = BASELINES if set(known) & set(BASELINES) else (plan.planner,)
+    same = (*BASELINES, GRID) if set(known) & set(BASELINES) else (plan.planner,)
     own = plan.step_seconds, plan.prediction.memory_bytes
-    return [known.get(name, Alternative(name, *own, True)) for name in BASELINES if name in known or name in same]
+    names = [name for name in (*BASELINES, GRID) if name in known or name in same]
+    return [known.get(name, Alternative(name, *own, True)) for name in names]

@@ -38,6 +38,7 @@ from ..layers.axes import AXES
 __all__ = [
     "BASELINES",
     "CHANNELS",
+    "GRID",
     "UNEVEN",
     "Parts",
     "baseline",
@@ -48,6 +49,8 @@ __all__ = [
     "strategy_of",
 ]
 
+#: The planner that takes the best of `grids`.
+GRID = "grid"
 #: Parts per axis of a strategy, in the order of `AXES`.
 Parts = tuple[int, ...]
 #: Largest share of a rank over the mean.

@@ -35,7 +35,7 @@ from .cost.layer_cost import Pricing
 from .cost.network_costs import network_costs
 from .cost.simulate import Simulation, Training
 from .cost.wires import Wires
-from .cuts import BASELINES, Parts, baseline, grids, is_step, strategy_of
+from .cuts import BASELINES, GRID, Parts, baseline, grids, is_step, strategy_of
 from .kernel_times import KernelTimes
 from .machine import Machine
 from .planners import PLANNERS, Elimination, NoneFits
@@ -73,7 +73,7 @@ class Planning:
     Attributes
     ----------
     planner
-        Name of a planner, or of a baseline to be taken as it is.
+        Name of a planner, or of a baseline to be taken as it is; ``"grid"``: the best cut of all layers alike.
     limit
         Memory of one rank [B]; that of the machine's device if None.
     full
@@ -117,7 +117,7 @@ class _Search:
         self, network: Network, batch: int, ranks: int, machine: Machine, times: KernelTimes, planning: Planning
     ) -> None:
         build(Ranks, ranks, at="ranks")
-        known = (*PLANNERS, *BASELINES)
+        known = (*PLANNERS, *BASELINES, GRID)
         if planning.planner not in known:
             raise UserError(f"planner: expected one of {', '.join(known)}, got {planning.planner!r}")
         self.network, self.batch, self.ranks, self.machine = network, batch, ranks, machine
@@ -127,20 +127,28 @@ class _Search:
         self.middle = self.buckets[len(self.buckets) // 2]
         self.pricing = Pricing(Wires(machine), times, self.training.dtype, best_halo=True)
         self.contenders = Contenders(network, self._schemes)
+        self.grid: Contender | None = None  # the best of those for all layers alike
         #: Strategies that a descent, or the search for a grid, may simulate.
         self.budget = max(FEWEST, WORK // len(network.layers))
 
     def run(self) -> Plan:
         began = time.perf_counter()
         with _uncollected():
-            fixed = self.planning.planner in BASELINES
-            for name in [self.planning.planner] if fixed else BASELINES:
-                self._try(name, baseline(name, self.network, self.batch, self.ranks, self.middle))
-            failure = None if fixed else self._explore_all()
+            failure = self._look()
             best = self.contenders.fastest(self.limit)
             if best is None:
                 self._refuse(failure)
             return self._result(best, began)
+
+    def _look(self) -> NoneFits | None:
+        """Simulate what was asked for; what a planner says that finds nothing."""
+        planner = self.planning.planner
+        if planner == GRID:
+            self._best_grids()
+            return None
+        for name in [planner] if planner in BASELINES else BASELINES:
+            self._try(name, baseline(name, self.network, self.batch, self.ranks, self.middle))
+        return None if planner in BASELINES else self._explore_all()
 
     def _try(
         self, name: str, strategy: Strategy, optimal: bool = False, indices: tuple[int, ...] | None = None
@@ -189,25 +197,26 @@ class _Search:
 
     def _best_grids(self) -> list[Parts]:
         """The best of the grids for all layers alike; of many, the best that steps from one to the next find."""
-        seconds: dict[Parts, float] = {}
+        found: dict[Parts, Contender] = {}
 
-        def simulated(parts: Parts) -> float:
-            if parts not in seconds:
+        def seconds(parts: Parts) -> float:
+            if parts not in found:
                 alike = strategy_of(self.network, dict.fromkeys(self.network.layers, parts), self.middle)
-                found = self._try(self.planning.planner, alike)
-                seconds[parts] = found.seconds
-            return seconds[parts]
+                found[parts] = self._try(GRID, alike)
+            return found[parts].seconds
 
         some = grids(self.network, self.batch, self.ranks)
-        if len(some) <= self.budget:
-            return sorted(some, key=simulated)[:GRIDS]
-        best = some[0]
-        while len(seconds) < self.budget:
-            nearest = min((p for p in some if is_step(best, p)), key=simulated, default=best)
-            if simulated(nearest) >= simulated(best):
-                break
-            best = nearest
-        return sorted(seconds, key=simulated)[:GRIDS]
+        if len(some) > self.budget:
+            best = some[0]
+            while len(found) < self.budget:
+                nearest = min((p for p in some if is_step(best, p)), key=seconds, default=best)
+                if seconds(nearest) >= seconds(best):
+                    break
+                best = nearest
+            some = list(found)
+        some.sort(key=seconds)
+        self.grid = found[some[0]]
+        return some[:GRIDS]
 
     def _explore(self, limit: float) -> None:
         """What the planner finds under a limit of memory [B], once per charge, and what a descent makes of it."""
@@ -263,7 +272,15 @@ class _Search:
 
     def _result(self, best: Contender, began: float) -> Plan:
         own = self.contenders.cuts(best.strategy)
-        others = [f for f in self.contenders if f.name in BASELINES and self.contenders.cuts(f.strategy) != own]
+        others = [(f.name, f) for f in self.contenders if f.name in BASELINES]
+        others += [] if self.grid is None else [(GRID, self.grid)]
+        # Each under the scheme that suits it, as the plan is.
+        suited = [(name, self.contenders.best_of(f, self.limit) or f) for name, f in others]
+        alternatives = [
+            Alternative(name, f.seconds, f.memory_bytes, f.fits(self.limit))
+            for name, f in suited
+            if self.contenders.cuts(f.strategy) != own
+        ]
         prediction = best.simulation.prediction()
         return Plan(
             self.network.name,
@@ -275,7 +292,7 @@ class _Search:
             best.name,
             _with_halos(best.strategy, prediction),
             prediction,
-            tuple(Alternative(f.name, f.seconds, f.memory_bytes, f.fits(self.limit)) for f in others),
+            tuple(alternatives),
             self.limit,
             best.optimal,
             time.perf_counter() - began,

@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 import pytest
 
-from halograd.demo.demonstration import find_mpiexec, run_ranks
 from halograd.errors import UserError
+from halograd.local import find_mpiexec, run_ranks
 from halograd.report.document import Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
 from halograd.report.timeline import Bar, step_begins, typical_steps, without
 from tests.harness import jobs

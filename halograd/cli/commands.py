@@ -66,6 +66,14 @@ def doctor() -> int:
     return examine()
 
 
+@app.command("try-split", hidden=True)
+def try_split(job: Path, result: Path) -> None:
+    """One of the jobs of `halograd plan --cores`."""
+    from ..splits import try_split as run
+
+    run(job, result)
+
+
 @generators.command("mesh-tangling")
 def mesh_tangling(
     out: Annotated[Path, typer.Argument(metavar="OUT.h5", help="The HDF5 file to write.")],

@@ -47,7 +47,10 @@ Memory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Limit per rank, such as 16GiB; else that of the machine's device.")
 ]
 Planner = Annotated[
-    str, typer.Option(help="elimination, shortest_path, longest_path_first, exhaustive; or data, spatial, model, owt.")
+    str,
+    typer.Option(
+        help="elimination, shortest_path, longest_path_first, exhaustive; or data, spatial, model, owt, grid."
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="Of the computation, such as float32.")]
 Full = Annotated[bool, typer.Option("--full", help="Look at every legal cut, balanced or not.")]
@@ -100,16 +103,20 @@ class ModelOptions:
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model by name, such as mesh_2k or resnet50.")]
     machine: Annotated[
-        str, typer.Option(metavar="NAME|FILE.toml", help="A shipped machine, or a machine file (`halograd profile`).")
-    ]
+        str | None,
+        typer.Option(metavar="NAME|FILE.toml", help="A shipped machine, or a machine file (`halograd profile`)."),
+    ] = None
     options: Options = None
     dtype: Dtype = "float32"
     cache: Cache = None
 
     def asked(self) -> Asked:
         """The model and the machine, made; user errors in one line each."""
+        from ..perfmodel.machine import MACHINES
         from ..planning import Asked
 
+        if self.machine is None:
+            raise UserError(f"--machine: expected one of {', '.join(MACHINES)}, or a machine file, got none")
         return Asked.of(self.model, parse_options(self.options or ()), self.machine, self.dtype, self.cache)
 
 

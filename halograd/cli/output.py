@@ -20,6 +20,7 @@ __all__ = [
     "mebibytes",
     "milliseconds",
     "progress_bar",
+    "split_text",
     "table",
     "time_text",
     "working",
@@ -97,6 +98,15 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
         return
     with console.status(text) as status:
         yield status.update
+
+
+def split_text(ranks: int, threads: int) -> str:
+    """Ranks and their threads, in words.
+
+    >>> split_text(2, 1), split_text(1, 4)
+    ('2 ranks x 1 thread', '1 rank x 4 threads')
+    """
+    return f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}"
 
 
 @contextmanager

@@ -4,28 +4,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_counts
-from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, table, time_text, working
+from ..errors import UserError
+from .options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_counts, parse_options
+from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, split_text, table, time_text, working
 
 if TYPE_CHECKING:
     from ..perfmodel.plans import Alternative, LayerRecord, Plan
+    from ..splits import Split
     from ..training.step_times import Measured
 
 __all__ = ["compared", "comparison", "plan", "plan_text"]
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """How a plan is looked for."""
+
+    memory: Memory = None
+    planner: Planner = "elimination"
+    full: Full = False
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """How the cores of this machine are used in what is tried."""
+
+    cores: Annotated[int | None, typer.Option(help="Try ranks and threads for so many cores of this machine.")] = None
+    transport: Annotated[str, typer.Option(help="With --cores: how messages travel.")] = "auto"
+    kernels: Annotated[str, typer.Option(help="With --cores: kernel backend.")] = "auto"
+    budget: Annotated[float | None, typer.Option(help="With --cores: seconds to measure layers, per job.")] = None
+
+
 def plan(
     what: ModelOptions,
-    ranks: Annotated[int, typer.Option(help="How many there are; a layer may use fewer.")],
     batch: Batch,
-    memory: Memory = None,
-    planner: Planner = "elimination",
-    full: Full = False,
+    how: SearchOptions,
+    tried: CoreOptions,
+    ranks: Annotated[int | None, typer.Option(help="How many there are; a layer may use fewer.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="PLAN.json", help="Write the plan to this file.")
     ] = None,
@@ -35,19 +56,27 @@ def plan(
 
     `halograd explain` tells why, and `strategy.file = "plan.json"` of a configuration trains by it.
 
+    With --cores, how many ranks this machine should run, of how many threads: each is measured, planned and tried.
+
     \b
     Examples:
       halograd plan mesh_2k --machine lassen --ranks 16 --batch 4 -o plan.json
       halograd plan resnet50 --machine dgx-h100 --ranks 64 --batch 1024 --memory 16GiB
       halograd plan mesh_1k --option resolution=512 --machine machine.toml --ranks 2 --batch 1 --json
+      halograd plan resnet50 --cores 4 --batch 1
     """
-    check_counts(ranks=ranks, batch=batch)
+    check_counts(ranks=ranks, batch=batch, cores=tried.cores, budget=tried.budget)
+    if (ranks is None) == (tried.cores is None):
+        raise UserError("plan: expected --ranks with a --machine, or --cores of this one, got both or neither")
+    if ranks is None:
+        _try_cores(what, batch, how, tried, as_json)
+        return
     from ..perfmodel.cost import Training
     from ..perfmodel.predict import Planning
     from ..planning import baselines_of, check_planner, make_plan, parse_memory
 
-    check_planner(planner)
-    planning = Planning(planner, parse_memory(memory), full, Training(what.dtype))
+    check_planner(how.planner)
+    planning = Planning(how.planner, parse_memory(how.memory), how.full, Training(what.dtype))
     asked = what.asked()
     with working(f"planning {asked.model} on {ranks} ranks"):
         made = make_plan(asked, batch, ranks, planning)
@@ -60,6 +89,51 @@ def plan(
     print("\n".join(plan_text(made, others)))
     if out is not None:
         print(f'{out}: written; `halograd explain {out}` tells why, strategy.file = "{out}" trains by it')
+
+
+def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOptions, as_json: bool) -> None:
+    from ..comm.boot import launched_size
+    from ..splits import try_splits
+
+    if what.machine is not None:
+        raise UserError("--cores: expected no --machine with it, as this one is measured, got one; remove either")
+    if launched_size() is not None:
+        raise UserError("--cores: expected to be started alone, got a launcher; it starts its ranks itself")
+    strategy = {"auto": True, "planner": how.planner}
+    strategy |= {} if how.memory is None else {"memory": how.memory}
+    strategy |= {} if tried.budget is None else {"budget": tried.budget}
+    tables = {
+        "model": {"name": what.model, **parse_options(what.options or ())},
+        "data": {"path": "none.h5"},  # nothing is read: steps are tried on noise
+        "strategy": strategy,
+        "optimizer": {"kind": "sgd", "momentum": 0.9},
+        "schedule": {"learning_rate": 1e-3},
+        "training": {"epochs": 1, "batch": batch, "dtype": what.dtype},
+        "backend": {"kernels": tried.kernels, "transport": tried.transport},
+    }
+    assert tried.cores is not None
+    with working(f"trying {what.model} on {tried.cores} cores") as now:
+        found = try_splits(tried.cores, tables, now, lambda r, t: now(f"trying {split_text(r, t)}"))
+    print(json.dumps([vars(one) for one in found]) if as_json else "\n".join(_cores_text(what.model, batch, found)))
+
+
+def _cores_text(model: str, batch: int, found: Sequence[Split]) -> list[str]:
+    """What every split took, and the best of them."""
+    best = min(found, key=lambda one: one.seconds)
+    rows = [["", "[ms]", "[ms]", "", "[ms]", ""]]
+    for one in found:
+        times = [milliseconds(t) for t in (one.predicted, one.seconds)]
+        alike = milliseconds(one.alike) if one.ranks > 1 else "-"
+        rows.append([split_text(one.ranks, one.threads), *times, one.by, alike, "the best" if one is best else ""])
+    heading = ["cores as", "predicted", "step", "cut by", "all layers alike", ""]
+    lines = [f"{model}, batch {batch}, tried on this machine", "", *table(heading, rows, left=1)]
+    lines += ["", f"best: {split_text(best.ranks, best.threads)}, {time_text(best.seconds)} a step"]
+    cut = [one for one in found if one.ranks > 1]
+    if best.ranks == 1 and cut:
+        least = min(cut, key=lambda one: one.alike)
+        more = least.alike / best.seconds - 1
+        lines.append(f"cutting every layer over {least.ranks} ranks would take {more:.0%} longer")
+    return lines
 
 
 # -- output -------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from halograd import auto
-from halograd.auto import measure_steps, plan_run, rests_on, rivals, settle
+from halograd import auto, trials
+from halograd.auto import plan_run, rests_on
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.models import build
@@ -26,6 +26,7 @@ from halograd.perfmodel.predict import plan_network
 from halograd.training.build import make_network, make_strategy
 from halograd.training.config import StrategyConfig, parse_config
 from halograd.training.log import read_log
+from halograd.trials import measure_steps, rivals, settle
 from tests.launch import mpiexec
 from tests.perfmodel.pricing import priced
 from tests.support.clock import DrivenClock
@@ -190,7 +191,7 @@ def test_rivals_are_baselines_that_fit_and_are_near(trained):
 
 @pytest.mark.ranks(2)
 def test_steps_are_measured_one_strategy_at_a_time(monkeypatch):
-    log, clock = [], DrivenClock().drive(monkeypatch, auto)
+    log, clock = [], DrivenClock().drive(monkeypatch, trials)
 
     @contextmanager
     def opened(strategy):
@@ -224,6 +225,7 @@ def test_a_run_settles_on_what_was_faster(tmp_path, monkeypatch):
             return {name: 1.0 - 0.5 * (name == tried[0][-1]) for name in strategies}
 
         monkeypatch.setattr(auto, "measure_steps", measured)
+        monkeypatch.setattr(auto, "usable_cores", lambda: 1)
         monkeypatch.setattr(auto, "rivals", lambda plan: ["model" if plan.planner != "model" else "data"])
         run = plan_run(config, comm)
         ((favorite, rival),) = tried
