@@ -96,7 +96,7 @@ def test_json_of_plan_holds_the_same(typed):
     assert record["planning_seconds"] > 0 and record["step_seconds"] == record["prediction"]["step_seconds"] > 0
     assert record["ranks"] == 8 and record["batch"] == 2 and record["machine"] == "lassen"
     assert record["request"]["model"] == "mesh" and record["request"]["options"]["resolution"] == [128, 64]
-    assert [b["name"] for b in record["baselines"]] == ["data", "spatial", "model", "owt"]
+    assert [b["name"] for b in record["baselines"]] == ["data", "spatial", "model", "owt", "grid"]
     for other in record["baselines"]:
         assert other["speed_up"] == pytest.approx(other["step_seconds"] / record["step_seconds"])
         assert not other["fits"] or other["speed_up"] >= 1
