@@ -17,7 +17,7 @@ from benchmarks.machine import Load, Usage, cpu_seconds
 __all__ = ["Outcome", "Settings", "Times", "run"]
 
 #: Relative difference that is allowed between the losses of the first steps.
-TOLERANCE = 1e-3
+TOLERANCE = 1e-3  # of those that compute equally precisely; others have their own
 CHECKED = 3
 
 
@@ -92,14 +92,14 @@ def run(
             contestant.ready()
             say(f"  ready: {contestant.about}")
         losses = {c.entry.name: c.ask("losses", CHECKED)[0]["losses"] for c in contestants}
-        check_losses(losses)
+        check_losses(losses, {e.name: e.tolerance for e in entries})
         outcome = Outcome(problem, {c.entry.name: Times(c.entry.title, c.about) for c in contestants}, losses)
         _time(contestants, settings, outcome)
     return outcome
 
 
-def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
-    """Refuse contestants that do not train the same network alike.
+def check_losses(losses: Mapping[str, Sequence[float]], tolerances: Mapping[str, float] | None = None) -> None:
+    """Refuse contestants that do not train the same network alike; `tolerances` by name, else `TOLERANCE`.
 
     Raises
     ------
@@ -114,10 +114,11 @@ def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
         raise EntryError(f"{reference}: the losses {expected} hardly change; choose a larger learning rate")
     for name, found in others:
         errors = [abs(a - b) / abs(b) for a, b in zip(found, expected)]
-        if not all(e <= TOLERANCE for e in errors):  # NaN is not
+        allowed = (tolerances or {}).get(name, TOLERANCE)
+        if not all(e <= allowed for e in errors):  # NaN is not
             raise EntryError(
                 f"{name}: losses of the first steps {found} differ from {reference}'s {expected} by {max(errors):.1e} "
-                f"(allowed are {TOLERANCE:.0e}): they do not train the same network, so nothing is timed"
+                f"(allowed are {allowed:.0e}): they do not train the same network, so nothing is timed"
             )
 
 

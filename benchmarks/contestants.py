@@ -47,13 +47,15 @@ class Entry:
     name, title
         Short name, and what the table calls it.
     kind
-        ``"halograd"``, ``"raw"``, ``"torch"`` or ``"jax"``.
+        ``"halograd"``, ``"raw"``, ``"torch"``, ``"gloo"`` (torch on several ranks) or ``"jax"``.
     ranks, threads
         Processes under MPI, and threads of each.
     devices
         Devices of one process (JAX).
     spec
         Further settings for the worker.
+    tolerance
+        By how much its losses of the first steps may differ, relative.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Entry:
     threads: int = 2
     devices: int = 1
     spec: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-3
 
     @property
     def ours(self) -> bool:
@@ -70,7 +73,12 @@ class Entry:
 
     @property
     def peer(self) -> bool:
-        return self.kind in ("torch", "jax")
+        return self.kind in ("torch", "gloo", "jax")
+
+    @property
+    def equal(self) -> bool:
+        """Whether it computes as precisely as the others: only then is it one of those that the best is taken of."""
+        return self.tolerance <= 1e-3
 
     def environment(self) -> dict[str, str]:
         """Settings of threads and memory; everything else comes from the caller's environment."""
@@ -87,6 +95,9 @@ CONTESTANTS = (
     Entry("halograd-2x1", "halograd, 2 ranks x 1 thread, cut along H", "halograd", ranks=2, threads=1),
     Entry("raw", "sum of its raw oneDNN primitives, 2 threads", "raw"),
     Entry("torch", "torch, channels-last, 2 threads", "torch"),
+    Entry("torch-compile", "torch.compile, channels-last, 2 threads", "torch", spec={"compile": True}),
+    Entry("torch-gloo", "torch, halos by hand over gloo, 2 ranks x 1", "gloo", ranks=2, threads=1),
+    Entry("torch-bf16", "torch, bfloat16 autocast, 2 threads", "torch", spec={"bfloat16": True}, tolerance=0.1),
     Entry("jax", "JAX, jit, 1 device (2 threads)", "jax"),
     Entry("jax-sharded", "JAX, jit, image sharded over 2 devices", "jax", devices=2),
 )
@@ -108,7 +119,13 @@ class Contestant:
             "problem": problem,
             "pipes": str(self._directory),
         }
-        given |= {"threads": entry.threads, "devices": entry.devices, **entry.spec, **(spec or {})}
+        given |= {
+            "ranks": entry.ranks,
+            "threads": entry.threads,
+            "devices": entry.devices,
+            **entry.spec,
+            **(spec or {}),
+        }
         self._log = (self._directory / "log").open("w+")
         self._process = subprocess.Popen(
             [*launcher(entry.ranks), sys.executable, str(_WORKER), json.dumps(given)],

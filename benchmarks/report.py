@@ -11,7 +11,7 @@ from benchmarks.contestants import CONTESTANTS
 __all__ = ["ratios", "summary", "table", "worst"]
 
 _OURS = tuple(e.name for e in CONTESTANTS if e.ours)
-_PEERS = tuple(e.name for e in CONTESTANTS if e.peer)
+_PEERS = tuple(e.name for e in CONTESTANTS if e.peer and e.equal)
 #: More than this, in cores, and the times are not to be trusted: others, the idle contestants, other machines.
 _DISTURBED = {"others": 0.08, "idle": 0.02, "stolen": 0.02}
 
@@ -24,8 +24,11 @@ def ratios(outcome: Outcome) -> dict[str, float]:
     result = {}
     if ours and peers:
         result["ratio to best peer"] = min(ours) / min(peers)
+    if ours and "torch-bf16" in median:
+        result["ratio to bfloat16"] = min(ours) / median["torch-bf16"]
     for label, above, below in (
         ("ratio to raw sum", "halograd-1x2", "raw"),
+        ("ratio to gloo", "halograd-2x1", "torch-gloo"),
         ("ratio to JAX sharded", "halograd-2x1", "jax-sharded"),
         ("two ranks to one", "halograd-2x1", "halograd-1x2"),
     ):

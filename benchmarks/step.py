@@ -11,7 +11,9 @@ step goes from the end of the step before it to its own end; every step reads it
 
 ``median`` and ``best`` are over all steps of all blocks. Per network::
 
-    ratio to best peer   = (smaller median of halograd's contestants) / (smallest median of torch and JAX's)
+    ratio to best peer   = (smaller median of halograd's contestants) / (smallest median of the peers in float32)
+    ratio to bfloat16    = (the same) / (median of torch under autocast, which computes in 16 bits)
+    ratio to gloo        = (median, two ranks x 1 thread) / (median of halos by hand over gloo, two ranks x 1)
     ratio to raw sum     = (median, one rank x 2 threads) / (median of the sum of its kernels' times within a step)
     ratio to JAX sharded = (median, two ranks x 1 thread) / (median of JAX with the image sharded over 2 devices)
     two ranks to one     = (median, two ranks x 1 thread) / (median, one rank x 2 threads)
@@ -63,7 +65,7 @@ def select(peers: Sequence[str]) -> list[Entry]:
     if unknown:
         raise UsageError(f"--peers: expected some of {', '.join(PEERS)} or none, got {unknown[0]!r}")
     entries = [e for e in CONTESTANTS if not e.peer or e.name in peers]
-    for kind in dict.fromkeys(e.kind for e in entries if e.peer):
+    for kind in dict.fromkeys(e.kind.replace("gloo", "torch") for e in entries if e.peer):
         if importlib.util.find_spec(kind) is None:
             raise UsageError(
                 f"peers: expected {kind} to be installed, got none; run `make bench-step` or `pip install '.[peers]'`, "

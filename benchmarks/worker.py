@@ -46,6 +46,10 @@ def make(spec: dict[str, Any]) -> Subject:
         from benchmarks.subject_torch import TorchSubject
 
         return TorchSubject(spec)
+    if kind == "gloo":
+        from benchmarks.subject_gloo import GlooSubject
+
+        return GlooSubject(spec)
     if kind == "jax":
         from benchmarks.subject_jax import JaxSubject
 

@@ -108,3 +108,15 @@ def test_choices_are_checked_before_anything_is_started(monkeypatch):
     assert not [e for e in select([]) if e.peer]
     with pytest.raises(UsageError, match="expected torch to be installed, got none; run `make bench-step`"):
         select(["torch"])
+
+
+@pytest.mark.parametrize("problem", ["mesh-tiny", "resnet-tiny"])
+def test_halos_by_hand_and_16_bits_train_alike(problem):
+    """Else nothing is timed; windows with strides, pooling, norms and both losses are in these networks."""
+    pytest.importorskip("torch")
+    named = {e.name: replace(e, threads=1) for e in CONTESTANTS}
+    entries = [named[name] for name in ("halograd-2x1", "torch-gloo", "torch-bf16")]
+    outcome = run(problem, entries, Settings(0.02, 2, 1.0), lambda line: None, NUMPY)
+    ratios = report.ratios(outcome)
+    assert {"ratio to best peer", "ratio to gloo", "ratio to bfloat16"} <= ratios.keys()
+    assert ratios["ratio to best peer"] == ratios["ratio to gloo"], "what computes in 16 bits is no equal peer"
