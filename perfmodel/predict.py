@@ -144,7 +144,11 @@ class _Search:
         """Simulate what was asked for; what a planner says that finds nothing."""
         planner = self.planning.planner
         if planner == GRID:
-            self._best_grids()
+            if not self._best_grids():
+                raise UserError(
+                    f"planner grid: expected inputs with samples, rows and columns for {self.ranks} parts, got a batch "
+                    f"of {self.batch} that has not so many; use fewer ranks, or another planner"
+                )
             return None
         for name in [planner] if planner in BASELINES else BASELINES:
             self._try(name, baseline(name, self.network, self.batch, self.ranks, self.middle))
@@ -206,6 +210,8 @@ class _Search:
             return found[parts].seconds
 
         some = grids(self.network, self.batch, self.ranks)
+        if not some:
+            return []
         if len(some) > self.budget:
             best = some[0]
             while len(found) < self.budget:

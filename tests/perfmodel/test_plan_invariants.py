@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from halograd.layers import Conv, Input, MeanSquaredError, Network, Strategy
+from halograd.errors import UserError
+from halograd.layers import Conv, Dense, Input, MeanSquaredError, Network, Strategy
 from halograd.perfmodel.cost import simulate
 from halograd.perfmodel.cuts import grids
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.predict import plan_network
+from halograd.perfmodel.predict import Planning, plan_network
 from tests.perfmodel.invariants import violations
 from tests.perfmodel.pricing import priced
 from tests.perfmodel.problems import FAMILIES, random_problem
@@ -39,6 +40,16 @@ def test_a_strip_is_cut_along_its_length_whichever_axis_that_is():
         assert plan.step_seconds <= grid.step_seconds * (1 + 1e-9)
         seconds[axis] = plan.step_seconds
     assert seconds["width"] == pytest.approx(seconds["height"])
+
+
+def test_more_ranks_than_a_grid_has_parts_for():
+    y = Dense(16)(Input((8,)))
+    network = Network({"loss": MeanSquaredError()(y, Input(y.shape, name="target"))})
+    assert grids(network, 2, 8) == []
+    plan = plan_network(network, 2, 8, SLOW, RooflineTimes(SLOW))
+    assert "grid" not in [a.name for a in plan.alternatives]
+    with pytest.raises(UserError, match="planner grid: expected inputs with samples, rows and columns for 8 parts"):
+        plan_network(network, 2, 8, SLOW, RooflineTimes(SLOW), Planning("grid"))
 
 
 def test_grids_are_all_cuts_that_inputs_have_room_for():
