@@ -9,7 +9,8 @@ their losses of the first three steps must agree to 1e-3, or nothing is timed. T
 each, in one order and back (A B C C B A); those whose turn it is not sleep in a read, which is checked. The time of a
 step goes from the end of the step before it to its own end; every step reads its loss on the host.
 
-``median`` and ``best`` are over all steps of all blocks. Per network::
+``median``, ``quarters`` (between which half of the steps lie) and ``best`` are over all steps of all blocks. Per
+network::
 
     ratio to best peer   = (smaller median of halograd's contestants) / (smallest median of the peers in float32)
     ratio to bfloat16    = (the same) / (median of torch under autocast, which computes in 16 bits)
@@ -106,7 +107,7 @@ def main(
     networks: Annotated[str, typer.Option(help=f"Of {', '.join(PROBLEMS)}; separated by commas.")] = ",".join(DEFAULT),
     peers: Annotated[str, typer.Option(help=f"Of {', '.join(PEERS)}; or none.")] = ",".join(PEERS),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at most per network.")] = 12,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds of timing per network.")] = 75.0,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds of timing per network.")] = 240.0,
     quick: Annotated[bool, typer.Option("--quick", help="Two short rounds: to see that it works.")] = False,
     out: Annotated[str, typer.Option(help="Write JSON there; 'auto' for benchmarks/results/step-DATE.json.")] = "",
 ) -> None:
