@@ -15,7 +15,6 @@ from .options import (
     AsJson,
     Memory,
     ModelOptions,
-    Planner,
     check_counts,
     parse_grid,
     parse_ranks,
@@ -40,7 +39,9 @@ def predict(
         str | None,
         typer.Option(metavar="AXIS=PARTS,...", help="This cut for all layers; without sample, samples fill up."),
     ] = None,
-    planner: Planner = "elimination",
+    planner: Annotated[
+        str | None, typer.Option(help="As of `halograd plan`: elimination if left out, or another, or a baseline.")
+    ] = None,
     memory: Memory = None,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
@@ -59,6 +60,9 @@ def predict(
     check_counts(batch=batch)
     from ..planning import check_planner, parse_memory
 
+    if grid is not None and planner is not None:
+        raise UserError("--grid: expected no --planner with it, as nothing is planned, got one; remove either")
+    planner = planner or "elimination"
     check_planner(planner)
     counts, limit = parse_ranks(ranks), parse_memory(memory)
     cut = None if grid is None else parse_grid(grid)

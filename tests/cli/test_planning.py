@@ -270,6 +270,7 @@ WRONG = [
     (("predict", *SMALL, *LASSEN, "--grid", "sample=2,height=2"), "choose parts whose product is 8"),
     (("predict", *SMALL, *LASSEN, "--grid", "depth=8"), "'depth' is cut, but the samples of 'mesh' have only the axes"),
     (("predict", *SMALL, *LASSEN, "--grid", "sample=8"), "8 parts along 'sample', but the batch has 2; use at most 2"),
+    (("predict", *SMALL, *LASSEN, "--grid", "sample=2", "--planner", "data"), "--grid: expected no --planner with it"),
     (("predict", *SMALL, *LASSEN, "--plot", "x.png"), "--plot: expected several numbers of ranks"),
     (("predict", *SMALL, "--machine", "lassen", "--ranks", "2,3", "--batch", 3), "use a multiple of 2"),
     (("plan", *SMALL, *LASSEN, "--memory", "0 B"), "--memory: expected a number >= 1, got 0"),
