@@ -26,6 +26,7 @@ from .errors import DataError
 from .reading import one_line, open_file
 from .storage import check_files, dataset_of
 from .structure import HDF5_FAULTS, Kind, Structure, examine, find, looking_into, shape_of
+from .targets import TargetRange
 
 __all__ = ["Hdf5Dataset"]
 
@@ -40,8 +41,8 @@ class Hdf5Dataset:
         Names of the datasets; ``targets=None`` for a file without.
     layout : {"NHWC", "NCHW"}, optional
         Order of axes on disk, for any number of spatial axes. Default: the attribute ``layout`` of the inputs.
-    target_range : (low, high), optional
-        Targets outside are refused when they are read.
+    target_range : TargetRange, optional
+        Targets outside, and fractions where they are numbers of classes, are refused when they are read.
     structure : Structure, optional
         What another rank found in this file (:attr:`structure`); it is then not looked at before it is first read, and
         `inputs`, `targets` and `layout` do not count.
@@ -76,7 +77,7 @@ class Hdf5Dataset:
         inputs: str = "inputs",
         targets: str | None = "mask",
         layout: str | None = None,
-        target_range: tuple[float, float] | None = None,
+        target_range: TargetRange | None = None,
         structure: Structure | None = None,
         allow_external: bool = False,
     ) -> None:
@@ -256,17 +257,18 @@ class Hdf5Dataset:
 
     def _check_targets(self, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]) -> None:
         values = out[filled]
-        low, high = self.target_range if self.target_range is not None else (-np.inf, np.inf)
+        low, high, whole = limits = self.target_range or TargetRange()
         # A comparison with NaN is false, so that NaN counts as wrong here.
         good = (values >= low) & (values <= high) & np.isfinite(values)
+        if whole:
+            good &= values == np.trunc(values)
         if good.all():
             return
         at = np.argwhere(~good)[0] + [s.start for s in filled]
         where = [int(a + o) for a, o in zip(at, box.start)]
-        expected = "a finite number" if self.target_range is None else f"{low:g} .. {high:g}"
         raise DataError(
             f"{self.path}: target {float(out[tuple(at)]):g} in sample {indices[where[0]]} at {tuple(where[1:])}; "
-            f"expected {expected}: repair the data or choose another loss"
+            f"expected {limits}: repair the data or choose another loss"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,27 @@ from numpy.typing import NDArray
 from ..dtensor.box import Box
 from .errors import DataError
 
-__all__ = ["RULES", "TargetReduction"]
+__all__ = ["RULES", "TargetRange", "TargetReduction"]
 
 Axes = tuple[int, ...]
+
+
+class TargetRange(NamedTuple):
+    """What a target may be: ``low .. high``; `whole`: numbers of classes only."""
+
+    low: float = -np.inf
+    high: float = np.inf
+    whole: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        return self.low > -np.inf
+
+    def __str__(self) -> str:
+        numbers = f"{self.low:g} .. {self.high:g}" if self.bounded else "a finite number"
+        if not self.whole:
+            return numbers
+        return f"a whole number of {numbers}" if self.bounded else "a whole number"
 
 
 def _center(cells: NDArray[Any], axes: Axes) -> NDArray[Any]:

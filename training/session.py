@@ -33,6 +33,7 @@ from ..data.files import check_alike
 from ..data.look import LOOKS, look_at_data
 from ..data.sampler import Batches
 from ..data.structure import Structure
+from ..data.targets import TargetRange
 from ..layers import Network, Strategy
 from .build import check_batch, check_memory, make_network, make_strategy, with_reduction
 from .config import Config, DataConfig
@@ -128,7 +129,8 @@ class Session:
             statistics = ChannelStatistics.from_state_dict(normalization)
         elif data.normalize:
             statistics = computed = _statistics(data, dataset, training, comm)
-        least = LOOKS if _target_range(network) is None else 1
+        limits = _target_range(network)
+        least = LOOKS if limits is None or not limits.bounded else 1
         scale = _on_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), least))
         timeline = None
         if config.output.timeline or planned:
@@ -307,9 +309,12 @@ def _check_shape(data: DataConfig, dataset: Dataset, network: Network) -> None:
         )
 
 
-def _target_range(network: Network) -> tuple[float, float] | None:
-    loss = network.outputs["loss"]
-    return loss.layer.target_range(loss.inputs[0].shape)
+def _target_range(network: Network) -> TargetRange | None:
+    loss, target = network.outputs["loss"], network.inputs["target"]
+    found, classes = loss.layer.target_range(loss.inputs[0].shape), target.dtype != "compute"
+    if found is None:
+        return TargetRange(whole=True) if classes else None
+    return TargetRange(*found, whole=classes)
 
 
 def _reduction(data: DataConfig, dataset: Dataset, network: Network) -> TargetReduction | None:

@@ -10,6 +10,7 @@ import pytest
 
 from halograd.data.dataset import Hdf5Dataset
 from halograd.data.errors import DataError
+from halograd.data.targets import TargetRange
 from halograd.dtensor.box import Box
 
 N, CHANNELS = 5, 3
@@ -248,12 +249,29 @@ def test_targets_out_of_range(path: Path) -> None:
         file["mask"][2, 1, 1] = 9
     out = np.zeros((1, 6, 8, 1), np.float32)
     box = Box((0, 0, 0, 0), (1, 6, 8, 1))
-    with Hdf5Dataset(path, target_range=(0, 1)) as data:
+    with Hdf5Dataset(path, target_range=TargetRange(0, 1)) as data:
         data.read_targets([0], box, out)
         with pytest.raises(DataError, match=r"target 9 in sample 2 at \(1, 1, 0\); expected 0 \.\. 1"):
             data.read_targets([2], box, out)
     with Hdf5Dataset(path) as data:
         data.read_targets([2], box, out)
+
+
+def test_fractions_are_no_classes(path: Path) -> None:
+    """They were cut off: 2.7 was trained as class 2."""
+    make(path)
+    with h5py.File(path, "a") as file:
+        values = file["mask"][:].astype(np.float32)
+        values[2, 1, 1] = 0.5
+        del file["mask"]
+        file["mask"] = values
+    out = np.zeros((1, 6, 8, 1), np.float32)
+    box = Box((0, 0, 0, 0), (1, 6, 8, 1))
+    with Hdf5Dataset(path, target_range=TargetRange(0, 1, whole=True)) as data:
+        data.read_targets([0], box, out)
+        expected = r"target 0\.5 in sample 2 at \(1, 1, 0\); expected a whole number of 0 \.\. 1"
+        with pytest.raises(DataError, match=expected):
+            data.read_targets([2], box, out)
 
 
 def test_reading_again_allocates_no_arrays(path: Path) -> None:
