@@ -28,7 +28,7 @@ def halograd(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def commands() -> list[list[str]]:
     """Every command, as the words one types."""
-    found = [[info.name or info.callback.__name__] for info in app.registered_commands]
+    found = [[info.name or info.callback.__name__] for info in app.registered_commands if not info.hidden]
     for group in app.registered_groups:
         found += [
             [group.name, info.name or info.callback.__name__] for info in group.typer_instance.registered_commands
