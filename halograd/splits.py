@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .cli.output import split_text
 from .documents import read_json
 from .errors import UserError
 from .local import find_mpiexec, run_ranks
@@ -64,7 +65,7 @@ def try_splits(
     tables
         Of a configuration: model, training, backend, strategy.
     say
-        Is given every line that a job prints.
+        Is told what cannot be tried, and why.
     begin
         Is told ranks and threads before each.
 
@@ -78,14 +79,18 @@ def try_splits(
     with tempfile.TemporaryDirectory(prefix="halograd-splits-") as folder:
         for ranks, threads in splits(cores):
             begin(ranks, threads)
+            lines: list[str] = []
             job, result = Path(folder) / "job.json", Path(folder) / f"{ranks}.json"
             backend = {**tables.get("backend", {}), "threads": threads}
             job.write_text(json.dumps({**tables, "backend": backend, "output": {"directory": folder}}))
             try:
-                run_ranks(mpiexec, ranks, ["try-split", str(job), str(result)], say)
+                run_ranks(mpiexec, ranks, ["try-split", str(job), str(result)], lines.append)
                 found.append(Split(**json.loads(result.read_text())))
             except UserError as error:
-                refused = str(error)
+                refused = next(
+                    (line.removeprefix("halograd: error: ") for line in lines if "error: " in line), f"{error}"
+                )
+                say(f"{split_text(ranks, threads)} cannot be tried: {refused}")
     if not found:
         raise UserError(refused)
     return found

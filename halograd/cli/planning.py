@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,8 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
     }
     assert tried.cores is not None
     with working(f"trying {what.model} on {tried.cores} cores") as now:
-        found = try_splits(tried.cores, tables, now, lambda r, t: now(f"trying {split_text(r, t)}"))
+        begin = lambda ranks, threads: now(f"trying {split_text(ranks, threads)}")  # noqa: E731
+        found = try_splits(tried.cores, tables, lambda line: print(line, file=sys.stderr), begin)
     print(json.dumps([vars(one) for one in found]) if as_json else "\n".join(_cores_text(what.model, batch, found)))
 
 

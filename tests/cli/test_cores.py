@@ -53,7 +53,9 @@ def test_every_split_is_a_job_with_all_cores(jobs, capsys):
     config = jobs[0][2]
     assert (config.model.name, config.model.options, config.training.batch) == ("mesh", {"resolution": 32}, 2)
     assert (config.backend.kernels, config.strategy.auto, config.strategy.budget) == ("numpy", True, 1)
-    lines = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert "3 ranks x 2 threads cannot be tried: `halograd try-split` on 3 ranks: expected exit code 0, got 2" in err
     (best,) = [line for line in lines if line.endswith("the best")]
     assert best.split()[:6] == ["1", "rank", "x", "6", "threads", "90.000"]
     assert "best: 1 rank x 6 threads, 100 ms a step" in lines
