@@ -52,7 +52,7 @@ class Halo:
 
     @classmethod
     def of(cls, window: Any, size: int, out: int, rank: int, ranks: int) -> Halo:
-        """Of a window from `size` rows to `out`, both in even parts; each part needs its direct neighbors only."""
+        """What a window from `size` rows to `out` needs, both in even parts, of its direct neighbors only."""
         rows, outs = intervals(size, ranks), intervals(out, ranks)
         needs = [window.input_range(*part) for part in outs]
         if any(high - size > 0 < ranks - 1 - r or low < 0 < r for r, (low, high) in enumerate(needs)):
@@ -86,7 +86,7 @@ class WithHalo(torch.autograd.Function):
     """The rows of a block with those of its neighbors and the padding around them; ``(N, C, H, W)``, channels-last."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, halo: Halo, fill: float) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, halo: Halo, fill: float) -> torch.Tensor:
         ctx.halo, ctx.rows = halo, x.shape[2]
         rows = x.permute(0, 2, 3, 1)
         n, h, w, c = rows.shape
@@ -98,7 +98,7 @@ class WithHalo(torch.autograd.Function):
         return torch.cat(parts, 1).permute(0, 3, 1, 2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         halo, h = ctx.halo, ctx.rows
         rows = gradient.permute(0, 2, 3, 1)
         n, _, w, c = rows.shape
@@ -123,7 +123,7 @@ class SummedNorm(torch.autograd.Function):
     """Batch norm of the whole image: statistics, and their gradients, summed over the ranks."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, eps: float, count: int
     ) -> torch.Tensor:
         mean, var = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
@@ -136,7 +136,7 @@ class SummedNorm(torch.autograd.Function):
         return F.batch_norm(x, mean, var, gamma, beta, False, 0.0, eps)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, mean, var, gamma = ctx.saved_tensors
         inverse = torch.rsqrt(var + ctx.eps)
         some = (gradient, x, gamma, mean, var, mean, inverse, False, ctx.eps, [True, True, True])
@@ -153,13 +153,13 @@ class Summed(torch.autograd.Function):
     """A sum over the ranks; so is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
         dist.all_reduce(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         whole = gradient.clone()
         dist.all_reduce(whole)
         return whole

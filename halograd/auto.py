@@ -27,7 +27,7 @@ from .cli.output import split_text
 from .cli.planning import compared, comparison, plan_text
 from .comm import Communicator
 from .errors import UserError
-from .kernels import get_backend
+from .kernels import KernelError, get_backend
 from .layers import Network, Strategy
 from .layers.reduction_scheme import BY_NODES, Scheme
 from .measuring import Measuring
@@ -284,13 +284,17 @@ class _Planner:
     def _alone(self) -> float | None:
         """What a step takes on one rank with the threads of all of them [s]; None where there is no telling."""
         threads, seconds = self.comm.size * self.config.backend.threads, None
-        together = self.comm.size > 1 and self.kernels.device.is_host and len(set(self.comm.nodes)) == 1
+        on_one_host = self.comm.size > 1 and self.kernels.device.is_host and len(set(self.comm.nodes)) == 1
         alone = self.comm.split(self.comm.rank)
         assert alone is not None
         with self.comm.agreement():
-            if together and self.comm.rank == 0 and threads <= usable_cores() and self._fits_alone():
+            if on_one_host and self.comm.rank == 0 and threads <= usable_cores() and self._fits_alone():
                 self._say(f"trying steps of {split_text(1, threads)}")
-                with get_backend(self.kernels.name, threads, self.config.backend.autotune) as kernels:
+                # The run does not need it: what one rank cannot do here is no reason to end.
+                with (
+                    suppress(UserError, KernelError, MemoryError),
+                    get_backend(self.kernels.name, threads, self.config.backend.autotune) as kernels,
+                ):
                     opened = partial(self._opened, comm=alone, kernels=kernels)
                     seconds = measure_steps(alone, {"alone": Strategy()}, opened)["alone"]
         alone.close()
@@ -300,7 +304,11 @@ class _Planner:
         """Whether this machine has memory for a step on one rank. Local."""
         pricing = Pricing(Wires(self.machine), self.times(), self.training.dtype)
         needed = simulate(self.network, Strategy(), self.batch, pricing, self.training, 1).memory_bytes
-        return needed < SPARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        try:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except ValueError:  # a system that does not say
+            return False
+        return needed < SPARE * free
 
     @contextmanager
     def _opened(self, strategy: Strategy, comm: Communicator, kernels: Any) -> Iterator[Callable[[], object]]:
@@ -363,7 +371,7 @@ def can_run(strategy: Strategy, network: Network, ranks: int) -> bool:
 def _instead_of(plan: Plan, other: Plan) -> Plan:
     """The other plan, with this one and the rest of its alternatives beside it."""
     beside = Alternative(plan.planner, plan.step_seconds, plan.prediction.memory_bytes, True)
-    rest = [a for a in plan.alternatives if a.name not in (other.planner, plan.planner)]
+    rest = [a for a in plan.alternatives if a.name != plan.planner]
     return replace(other, alternatives=(beside, *rest))
 
 

@@ -181,10 +181,7 @@ def make_plan(
 
 
 def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
-    """What a step takes under each baseline, in their order, and under the best grid if it was looked for.
-
-    A baseline that was chosen is the plan itself.
-    """
+    """What a step takes under each baseline, in their order, and under the best grid if it was looked for."""
     known = {a.name: a for a in known_baselines(plan)}
     left = [name for name in BASELINES if name not in known]
     pricing = asked.pricing(plan.batch, plan.ranks) if left else None
@@ -199,10 +196,6 @@ def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
 
 
 def known_baselines(plan: Plan) -> list[Alternative]:
-    """Baselines that were priced when the plan was made; those with the plan's own cuts take what it takes."""
+    """Baselines that were priced when the plan was made, and the best grid if it was looked for."""
     known = {a.name: a for a in plan.alternatives}
-    # Equal strategies are left out of `alternatives`; a baseline that was asked for by name is the only one priced.
-    same = (*BASELINES, GRID) if set(known) & set(BASELINES) else (plan.planner,)
-    own = plan.step_seconds, plan.prediction.memory_bytes
-    names = [name for name in (*BASELINES, GRID) if name in known or name in same]
-    return [known.get(name, Alternative(name, *own, True)) for name in names]
+    return [known[name] for name in (*BASELINES, GRID) if name in known]

@@ -65,9 +65,9 @@ def try_splits(
     tables
         Of a configuration: model, training, backend, strategy.
     say
-        Is told what cannot be tried, and why.
+        Gets a line about each that cannot be tried, and why.
     begin
-        Is told ranks and threads before each.
+        Gets ranks and threads before each is tried.
 
     Raises
     ------

@@ -67,7 +67,10 @@ def rivals(plan: Plan) -> list[str]:
     """Names of the baselines and of the grid that may be as fast as a plan, and fit; the best first. Local."""
     slowest = (1 + NEAR) * plan.step_seconds
     near = [a for a in plan.alternatives if a.name in (*BASELINES, GRID) and a.fits and a.step_seconds <= slowest]
-    return [a.name for a in sorted(near, key=lambda a: a.step_seconds)]
+    # What takes as much as another, to the byte, has its cuts; one of them is enough.
+    costs = [(plan.step_seconds, plan.prediction.memory_bytes), *((a.step_seconds, a.memory_bytes) for a in near)]
+    different = [a for i, a in enumerate(near, 1) if costs[i] not in costs[:i]]
+    return [a.name for a in sorted(different, key=lambda a: a.step_seconds)]
 
 
 def measure_steps(

@@ -44,6 +44,7 @@ class Parameter:
     rounded: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))  # compared, and looked up
         if self.init not in ("he", "glorot", "zeros", "ones"):
             raise ValueError(f"init: expected 'he', 'glorot', 'zeros' or 'ones', got {self.init!r}")
         channel, inner = self.channel_axis, self.input_axis

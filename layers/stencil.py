@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 from ..dtensor import Window
@@ -73,7 +74,10 @@ class Stencil:
 
 
 def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    """Tuples of Python's numbers for lists and arrays of any."""
+    if isinstance(value, Integral):
+        return int(value)
+    return tuple(map(_hashable, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
 def spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Changes of a choice that may make a step faster: of one layer, of two that are joined, of some that are cut alike.
 
 What they gain is estimated by the additive costs of :mod:`halograd.perfmodel.cost.network_costs`, between gradient sums
-that are all hidden and sums that are all waited for; whoever simulates them begins with the most promising.
+that are all hidden and sums that are all waited for. They are to be simulated, the most promising first.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class Contender:
 class Contenders:
     """All strategies of a search, each kept once.
 
-    Which they are must not depend on the memory limit: then more memory never gives a slower plan, and what a plan
-    takes is always enough for it.
+    Which they are depends on a memory limit in one way only: under a smaller one there are more. So what a plan takes
+    is always enough for it.
 
     Parameters
     ----------

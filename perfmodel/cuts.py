@@ -202,7 +202,7 @@ def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
 
 
 def _least_extent(network: Network, axis: str) -> int:
-    """Of the inputs that have the axis; 1 if none has."""
+    """The shortest extent along an axis among the inputs that have it; 1 if none has."""
     shapes = [node.shape for node in network.inputs.values()]
     axes = [dict(zip(axis_names(len(shape) + 1)[1:-1], shape)) for shape in shapes]
     return min((found[axis] for found in axes if axis in found), default=1)

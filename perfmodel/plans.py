@@ -226,7 +226,7 @@ class Plan:
     prediction
         Of a step.
     alternatives
-        Baselines and other plans.
+        Baselines, the best grid, and plans that others were preferred to; some may have the plan's own cuts.
     limit
         Memory of one rank that it was made for [B].
     optimal

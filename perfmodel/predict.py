@@ -9,8 +9,8 @@ A planner minimizes sums over layers and edges; what overlaps is not such a sum,
 * the same under ever smaller limits of memory, from what the fastest takes to the one that was given;
 * each of them under every scheme of gradient reduction and size of buckets.
 
-The fastest that fits is the plan. So it is never slower than a baseline or a grid that fits; and as what is simulated
-under the larger limits does not depend on the smallest, more memory never gives a slower plan.
+The fastest that fits is the plan: never slower than a baseline, or a grid that was simulated, that fits. What is
+simulated under the larger limits does not depend on the smallest, so what a plan takes of memory is always enough.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from .cuts import BASELINES, GRID, Parts, baseline, grids, is_step, strategy_of
 from .kernel_times import KernelTimes
 from .machine import Machine
 from .planners import PLANNERS, Elimination, NoneFits
-from .planners.problem import no_fit
 from .planners.tables import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
 from .reduction_choice import planned_schemes
@@ -127,7 +126,8 @@ class _Search:
         self.middle = self.buckets[len(self.buckets) // 2]
         self.pricing = Pricing(Wires(machine), times, self.training.dtype, best_halo=True)
         self.contenders = Contenders(network, self._schemes)
-        self.grid: Contender | None = None  # the best of those for all layers alike
+        #: What plans are compared with, by name; several names may have the same cuts.
+        self.compared: dict[str, Contender] = {}
         #: Strategies that a descent, or the search for a grid, may simulate.
         self.budget = max(FEWEST, WORK // len(network.layers))
 
@@ -151,7 +151,8 @@ class _Search:
                 )
             return None
         for name in [planner] if planner in BASELINES else BASELINES:
-            self._try(name, baseline(name, self.network, self.batch, self.ranks, self.middle))
+            strategy = baseline(name, self.network, self.batch, self.ranks, self.middle)
+            self.compared[name] = self._try(name, strategy)
         return None if planner in BASELINES else self._explore_all()
 
     def _try(
@@ -184,10 +185,7 @@ class _Search:
         assert best is not None
         level = float(best.memory_bytes)
         if level > self.limit:
-            leanest = Elimination().plan(memory_problem(self.costs.problem()))
-            self._choose(leanest.indices)
-            if leanest.seconds > self.limit:  # these seconds are bytes
-                return no_fit(self.costs.problem(limit=self.limit), leanest.seconds)
+            self._choose(Elimination().plan(memory_problem(self.costs.problem())).indices)
         while level > self.limit:
             level *= LEVEL
             try:
@@ -221,7 +219,7 @@ class _Search:
                 best = nearest
             some = list(found)
         some.sort(key=seconds)
-        self.grid = found[some[0]]
+        self.compared[GRID] = found[some[0]]
         return some[:GRIDS]
 
     def _explore(self, limit: float) -> None:
@@ -277,16 +275,9 @@ class _Search:
         ) from failure
 
     def _result(self, best: Contender, began: float) -> Plan:
-        own = self.contenders.cuts(best.strategy)
-        others = [(f.name, f) for f in self.contenders if f.name in BASELINES]
-        others += [] if self.grid is None else [(GRID, self.grid)]
         # Each under the scheme that suits it, as the plan is.
-        suited = [(name, self.contenders.best_of(f, self.limit) or f) for name, f in others]
-        alternatives = [
-            Alternative(name, f.seconds, f.memory_bytes, f.fits(self.limit))
-            for name, f in suited
-            if self.contenders.cuts(f.strategy) != own
-        ]
+        suited = [(name, self.contenders.best_of(f, self.limit) or f) for name, f in self.compared.items()]
+        others = [Alternative(name, f.seconds, f.memory_bytes, f.fits(self.limit)) for name, f in suited]
         prediction = best.simulation.prediction()
         return Plan(
             self.network.name,
@@ -298,7 +289,7 @@ class _Search:
             best.name,
             _with_halos(best.strategy, prediction),
             prediction,
-            tuple(alternatives),
+            tuple(others),
             self.limit,
             best.optimal,
             time.perf_counter() - began,

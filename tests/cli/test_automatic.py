@@ -16,6 +16,7 @@ from halograd import auto, trials
 from halograd.auto import plan_run, rests_on
 from halograd.comm import Communicator
 from halograd.errors import UserError
+from halograd.kernels import KernelError
 from halograd.models import build
 from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.cuts import BASELINES, baseline
@@ -236,6 +237,26 @@ def test_a_run_settles_on_what_was_faster(tmp_path, monkeypatch):
         if comm.rank == 0:
             kept = Plan.load(folder / "out/plan.json")
             assert kept.planner == rival and kept.alternatives[0].name == favorite
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fault", [KernelError("no primitive"), MemoryError(), UserError("not one sample")], ids=repr)
+def test_what_one_rank_cannot_do_ends_no_run(tmp_path, monkeypatch, fault):
+    """One rank with all threads is tried for the comparison only."""
+
+    def measured(comm, strategies, opened):
+        if "alone" in strategies:
+            raise fault
+        return dict.fromkeys(strategies, 1.0)
+
+    with Communicator(MPI.COMM_WORLD) as comm:
+        folder = Path(comm.bcast(str(tmp_path)))
+        monkeypatch.setenv("HALOGRAD_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(auto, "measure_steps", measured)
+        monkeypatch.setattr(auto, "usable_cores", lambda: 8)
+        trial = auto.try_run(parse_config(AUTO, [f"output.directory={folder / 'out'}"]), comm)
+        assert trial.alone is None and trial.seconds
+        assert not any("1 rank" in line for line in trial.lines(1))
 
 
 @pytest.mark.ranks(2)

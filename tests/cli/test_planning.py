@@ -17,9 +17,13 @@ from halograd.cli.options import parse_grid, parse_ranks
 from halograd.cli.run import run
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
+from halograd.models import build
 from halograd.perfmodel.cost import simulate
+from halograd.perfmodel.cuts import BASELINES, GRID
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.plans import Plan
+from halograd.perfmodel.plans import Alternative, Plan
+from halograd.planning import Asked, baselines_of
+from halograd.trials import rivals
 from tests.harness.jobs import job_environment, new_mark
 from tests.harness.limits import LIMIT
 from tests.perfmodel.pricing import priced
@@ -110,8 +114,6 @@ def test_plan_file_is_read_back_and_simulates_to_the_same(planned):
     assert made.request is not None
     machine = made.request.load_machine()
     assert machine == Machine.load("lassen")
-    from halograd.models import build
-
     network = build(made.request.model, **made.request.options)
     again = simulate(network, made.strategy, 2, priced(machine), ranks=8)
     assert again.step_seconds == pytest.approx(made.step_seconds)
@@ -123,6 +125,27 @@ def test_a_baseline_may_be_asked_for(typed):
     record = json.loads(out)
     assert code == 0 and record["planner"] == "spatial"
     assert {b["name"]: b["speed_up"] for b in record["baselines"]}["spatial"] == 1
+
+
+def test_baselines_with_equal_cuts_take_the_same(typed, planned):
+    """No layer of a mesh network is dense: `owt` is `data`, and neither is the plan."""
+    rows = {b["name"]: b for b in json.loads(typed("plan", *SMALL, *LASSEN, "--json")[1])["baselines"]}
+    assert rows["owt"] == {**rows["data"], "name": "owt"} and rows["owt"]["speed_up"] > 1
+    made = Plan.load(planned)
+    slowest = 10 * made.step_seconds
+    same = Alternative("model", made.step_seconds, made.prediction.memory_bytes, True)
+    others = [same, Alternative("data", slowest / 9, 7, True), Alternative("owt", slowest / 9, 7, True)]
+    assert rivals(replace(made, alternatives=tuple(others))) == ["data"], "equal cuts are tried once"
+
+
+def test_a_grid_is_shown_where_one_was_looked_for(planned):
+    """A plan of one planner, or of an earlier version, has none; baselines are simulated."""
+    made = Plan.load(planned)
+    assert made.request is not None
+    network = build(made.request.model, **made.request.options)
+    asked = Asked("mesh", {}, network, made.request.load_machine(), "lassen", made.dtype)
+    assert [a.name for a in baselines_of(asked, made)] == [*BASELINES, GRID]
+    assert [a.name for a in baselines_of(asked, replace(made, alternatives=()))] == [*BASELINES]
 
 
 def test_less_memory_makes_a_leaner_plan(typed):

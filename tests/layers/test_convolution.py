@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 
 from halograd.dtensor import Box, Window
-from halograd.layers import Conv, Input, MaxPool, Network
+from halograd.layers import Conv, Input, Layer, MaxPool, Network, Strategy
 from halograd.layers.convolution import local_geometry
+from halograd.layers.parameter import Parameter
+from halograd.layers.parameter_blocks import parameter_blocks
 from halograd.layers.strips import boundary_boxes
 from halograd.testing import check_layer
 from tests.layers.geometries import CROWDED, NASTY, drawn, every, skew
@@ -185,6 +187,30 @@ def test_shapes_parameters_and_flops():
     assert params["w"].decay and not params["b"].decay
     assert layer.flops((9, 8, 6)) == 2 * (3 * 5 * 3) * 8 * (5 * 8)
     assert "b" not in Conv(8, 3, bias=False).parameters((9, 8, 6))
+
+
+def test_windows_may_be_given_as_lists_and_arrays():
+    """A layer is a key of what was computed before; numbers that the user computed are not Python's."""
+    plain = Conv(8, (3, 5), (2, 1), ((1, 1), (2, 2)), dilation=(1, 2))
+    for kind in (list, np.array):
+        layer = Conv(8, kind([3, 5]), kind([2, 1]), kind([[1, 1], [2, 2]]), dilation=kind([1, 2]))
+        assert layer.output_shape((9, 12, 6)) == plain.output_shape((9, 12, 6)) == (5, 8, 8)
+    assert Conv(8, np.int64(3), padding=np.int64(1)).output_shape((9, 8, 6)) == (9, 8, 8)
+
+
+def test_parameters_may_have_shapes_that_are_lists():
+    """Of layers of the user's own; their blocks are looked up by shape."""
+
+    class Scale(Layer):
+        def output_shape(self, shape):
+            return shape
+
+        def parameters(self, shape):
+            return {"s": Parameter([shape[-1]], "ones", channel_axis=0)}
+
+    network = Network(Scale(name="own")(Input((4, 3))))
+    (block,) = parameter_blocks(network, Strategy({"sample": 2}), 2).values()
+    assert block.boxes[1].shape == (3,)
 
 
 def test_flops_and_shape_are_in_the_table():

@@ -55,7 +55,7 @@ class Drawing:
         return values[::-1] if self.turned else values
 
     def extents(self) -> tuple[int, ...]:
-        """Of a sample."""
+        """Spatial extents of a sample."""
         if self.family == "strip":
             return self.along(2 ** self.whole(3, 5), 2 ** self.whole(8, 12))
         if self.family == "volume":
