@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import cpu_seconds, tree
+from benchmarks.problems import PLAIN
 
 __all__ = ["CONTESTANTS", "Contestant", "Entry", "EntryError", "launcher"]
 
@@ -47,7 +48,7 @@ class Entry:
     name, title
         Short name, and what the table calls it.
     kind
-        ``"halograd"``, ``"raw"``, ``"torch"``, ``"gloo"`` (torch on several ranks) or ``"jax"``.
+        ``"halograd"``, ``"raw"``, ``"torch"``, ``"gloo"`` (torch on several ranks), ``"shardtensor"`` or ``"jax"``.
     ranks, threads
         Processes under MPI, and threads of each.
     devices
@@ -56,6 +57,8 @@ class Entry:
         Further settings for the worker.
     tolerance
         By how much its losses of the first steps may differ, relative.
+    problems
+        What it can take part in; empty: everything.
     """
 
     name: str
@@ -66,6 +69,15 @@ class Entry:
     devices: int = 1
     spec: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-3
+    problems: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """What has to be installed for it."""
+        return {"gloo": "torch", "shardtensor": "physicsnemo"}.get(self.kind, self.kind)
+
+    def takes_part(self, problem: str) -> bool:
+        return not self.problems or problem in self.problems
 
     @property
     def ours(self) -> bool:
@@ -73,7 +85,7 @@ class Entry:
 
     @property
     def peer(self) -> bool:
-        return self.kind in ("torch", "gloo", "jax")
+        return self.kind in ("torch", "gloo", "shardtensor", "jax")
 
     @property
     def equal(self) -> bool:
@@ -97,6 +109,7 @@ CONTESTANTS = (
     Entry("torch", "torch, channels-last, 2 threads", "torch"),
     Entry("torch-compile", "torch.compile, channels-last, 2 threads", "torch", spec={"compile": True}),
     Entry("torch-gloo", "torch, halos by hand over gloo, 2 ranks x 1", "gloo", ranks=2, threads=1),
+    Entry("shardtensor", "ShardTensor, NCHW over gloo, 2 ranks x 1", "shardtensor", ranks=2, threads=1, problems=PLAIN),
     Entry("torch-bf16", "torch, bfloat16 autocast, 2 threads", "torch", spec={"bfloat16": True}, tolerance=0.1),
     Entry("jax", "JAX, jit, 1 device (2 threads)", "jax"),
     Entry("jax-sharded", "JAX, jit, image sharded over 2 devices", "jax", devices=2),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from halograd.layers import Network
+from halograd.layers import BinaryCrossEntropyWithLogits, Conv, Input, Network, Node
 from halograd.models import mesh, resnet50, unet2d
 
-__all__ = ["DEFAULT", "PROBLEMS", "Problem"]
+__all__ = ["DEFAULT", "PLAIN", "PROBLEMS", "Problem"]
 
 _WIDTHS = (32, 48, 64, 96, 128, 128)
 
@@ -55,16 +55,33 @@ class Problem:
         return result
 
 
+def convolutions(extent: int, widths: tuple[int, ...], convs: int, stride: int, channels: int = 18) -> Network:
+    """Convolutions of 3 x 3 with ReLU and nothing else; the first of each width has a stride."""
+    y: Node = Input((extent, extent, channels), name="x")
+    for block, width in enumerate(widths):
+        for i in range(convs):
+            y = Conv(width, 3, 1 if i else stride, padding=1, activation="relu", name=f"conv{block}_{i}")(y)
+    logits = Conv(1, 3, padding=1, name="predict")(y)
+    loss = BinaryCrossEntropyWithLogits(name="bce")(logits, Input(logits.shape, name="target"))
+    return Network({"prediction": logits, "loss": loss}, name="convolutions")
+
+
 PROBLEMS: dict[str, Problem] = {
     "mesh-256": Problem(lambda: mesh(256, channels=18, widths=_WIDTHS, convs=3), 1, 1e-4),
     "mesh-512": Problem(lambda: mesh(512, channels=18, widths=_WIDTHS, convs=3), 1, 1e-4),
     "resnet50": Problem(lambda: resnet50(), 1, 1e-6),
     "resnet50-b4": Problem(lambda: resnet50(), 4, 1e-6),
     "unet-256": Problem(lambda: unet2d(256, channels=1, classes=2, width=64, levels=4), 1, 3e-3),
+    # What every library that cuts images can do.
+    "convs-512": Problem(lambda: convolutions(512, (32,), 6, 1), 1, 3e-3),
+    "blocks-512": Problem(lambda: convolutions(512, (32, 48, 64, 96), 3, 2), 1, 3e-3),
     # Small ones, to try the benchmark itself.
     "mesh-tiny": Problem(lambda: mesh(64, channels=3, widths=(8, 8), convs=2), 1, 0.05),
     "resnet-tiny": Problem(lambda: resnet50(width=8, resolution=128, classes=10), 2, 1e-6),
+    "blocks-tiny": Problem(lambda: convolutions(64, (8, 8), 2, 2), 1, 0.05),
     "unet-tiny": Problem(lambda: unet2d(32, width=8, levels=2), 2, 0.05),
 }
 
-DEFAULT = ("mesh-256", "mesh-512", "resnet50", "unet-256")
+DEFAULT = ("mesh-256", "mesh-512", "resnet50", "unet-256", "convs-512", "blocks-512")
+#: Networks of convolutions only.
+PLAIN = ("convs-512", "blocks-512", "blocks-tiny")

@@ -29,6 +29,7 @@ def ratios(outcome: Outcome) -> dict[str, float]:
     for label, above, below in (
         ("ratio to raw sum", "halograd-1x2", "raw"),
         ("ratio to gloo", "halograd-2x1", "torch-gloo"),
+        ("ratio to ShardTensor", "halograd-2x1", "shardtensor"),
         ("ratio to JAX sharded", "halograd-2x1", "jax-sharded"),
         ("two ranks to one", "halograd-2x1", "halograd-1x2"),
     ):

@@ -16,6 +16,7 @@ network::
     ratio to bfloat16    = (the same) / (median of torch under autocast, which computes in 16 bits)
     ratio to gloo        = (median, two ranks x 1 thread) / (median of halos by hand over gloo, two ranks x 1)
     ratio to raw sum     = (median, one rank x 2 threads) / (median of the sum of its kernels' times within a step)
+    ratio to ShardTensor = (the same) / (median of PhysicsNeMo's ShardTensor, two ranks x 1, where it can take part)
     ratio to JAX sharded = (median, two ranks x 1 thread) / (median of JAX with the image sharded over 2 devices)
     two ranks to one     = (median, two ranks x 1 thread) / (median, one rank x 2 threads)
 
@@ -48,6 +49,8 @@ from benchmarks.problems import DEFAULT, PROBLEMS
 
 PEERS = tuple(e.name for e in CONTESTANTS if e.peer)
 CORES = 2
+#: Packages of those that are not in the extra ``peers``, as they bring a CUDA toolkit with them.
+OPTIONAL = {"physicsnemo": "nvidia-physicsnemo"}
 
 
 class UsageError(ValueError):
@@ -60,19 +63,21 @@ def select(peers: Sequence[str]) -> list[Entry]:
     Raises
     ------
     UsageError
-        If a peer is not known, or not installed.
+        If a peer is not known, or one of the extra ``peers`` is not installed.
     """
     unknown = sorted(set(peers) - set(PEERS))
     if unknown:
         raise UsageError(f"--peers: expected some of {', '.join(PEERS)} or none, got {unknown[0]!r}")
     entries = [e for e in CONTESTANTS if not e.peer or e.name in peers]
-    for kind in dict.fromkeys(e.kind.replace("gloo", "torch") for e in entries if e.peer):
-        if importlib.util.find_spec(kind) is None:
+    missing = [e for e in entries if e.peer and importlib.util.find_spec(e.module) is None]
+    for entry in missing:
+        if entry.module not in OPTIONAL:
             raise UsageError(
-                f"peers: expected {kind} to be installed, got none; run `make bench-step` or `pip install '.[peers]'`, "
-                "or leave it out with --peers"
+                f"peers: expected {entry.module} to be installed, got none; run `make bench-step` or "
+                "`pip install '.[peers]'`, or leave it out with --peers"
             )
-    return entries
+        print(f"left out: {entry.name}, for which `pip install {OPTIONAL[entry.module]}`", flush=True)
+    return [e for e in entries if e not in missing]
 
 
 def split(text: str, known: Sequence[str], option: str) -> list[str]:
@@ -124,7 +129,8 @@ def main(
         outcomes = []
         for name in names:
             print(f"\n{name}", flush=True)
-            outcomes.append(run(name, entries, settings, lambda line: print(line, flush=True)))
+            some = [e for e in entries if e.takes_part(name)]
+            outcomes.append(run(name, some, settings, lambda line: print(line, flush=True)))
             print(report.table(outcomes[-1]), flush=True)
     except (UsageError, ValueError) as error:
         print(f"step: {error}", file=sys.stderr)

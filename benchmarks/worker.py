@@ -50,6 +50,10 @@ def make(spec: dict[str, Any]) -> Subject:
         from benchmarks.subject_gloo import GlooSubject
 
         return GlooSubject(spec)
+    if kind == "shardtensor":
+        from benchmarks.subject_shardtensor import ShardTensorSubject
+
+        return ShardTensorSubject(spec)
     if kind == "jax":
         from benchmarks.subject_jax import JaxSubject
 

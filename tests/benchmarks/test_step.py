@@ -98,7 +98,7 @@ def test_a_disturbed_machine_is_named():
         assert "DISTURBED" in report.table(replace(quiet, usage=[loud]))
 
 
-def test_choices_are_checked_before_anything_is_started(monkeypatch):
+def test_choices_are_checked_before_anything_is_started(monkeypatch, capsys):
     assert split("a, b", ["a", "b", "c"], "--networks") == ["a", "b"]
     with pytest.raises(UsageError, match="--networks: expected some of a, b, got 'd'"):
         split("d", ["a", "b"], "--networks")
@@ -108,6 +108,14 @@ def test_choices_are_checked_before_anything_is_started(monkeypatch):
     assert not [e for e in select([]) if e.peer]
     with pytest.raises(UsageError, match="expected torch to be installed, got none; run `make bench-step`"):
         select(["torch"])
+    assert not [e for e in select(["shardtensor"]) if e.peer], "it brings a CUDA toolkit with it"
+    assert "left out: shardtensor, for which `pip install nvidia-physicsnemo`" in capsys.readouterr().out
+
+
+def test_contestants_take_part_in_what_they_can_do():
+    some = [e.name for e in CONTESTANTS if e.takes_part("blocks-tiny")]
+    assert "shardtensor" in some and "torch" in some
+    assert "shardtensor" not in [e.name for e in CONTESTANTS if e.takes_part("mesh-256")]
 
 
 @pytest.mark.parametrize("problem", ["mesh-tiny", "resnet-tiny"])
