@@ -157,7 +157,7 @@ def _panel(ax: Axes, series: Series) -> None:
     points = [p for p in series.points if p.seconds is not None and p.fits]
     first = series.reference()
     for name, color in COLORS.items():
-        some = [(p.ranks, p.baselines[name]) for p in points if p.baselines]
+        some = [(p.ranks, p.baselines[name]) for p in points if p.baselines and name in p.baselines]
         xy = [(ranks, 1e3 * seconds) for ranks, (seconds, fits) in some if fits]
         if xy:
             ax.plot(*zip(*xy), color=color, marker=".", linewidth=WIDTHS[name], label=name)

@@ -248,7 +248,7 @@ class Series:
 
     def text(self) -> list[str]:
         """A table."""
-        names = list(next((p.baselines for p in self.points if p.baselines), {}))
+        names = list(dict.fromkeys(name for p in self.points for name in p.baselines or ()))
         heading = ["ranks", "batch", "step", "samples", "speed-up", "efficiency", "memory", *names, ""]
         rows = [["", "", "[ms]", "[1/s]", "", "", "[MiB]", *["[ms]"] * len(names), ""]]
         for point in self.points:
@@ -261,14 +261,21 @@ class Series:
             row += ["", ""] if gain is None else [f"{gain[0]:.2f} x", f"{gain[1]:.0%}"]
             row.append(mebibytes(p.memory_bytes))
             for name in names:
-                seconds, fits = (point.baselines or {})[name]
-                row.append(milliseconds(seconds) if fits else f"({milliseconds(seconds)})")
+                row.append(_bracketed(point.baselines, name))
             rows.append([*row, "" if point.fits else "does not fit"])
         what = {"strong": "strong scaling: the batch stays", "weak": "weak scaling: samples per rank stay"}[self.kind]
         lines = [what, *table(heading, rows, left=0)]
         if any(not fits for p in self.points for _, fits in (p.baselines or {}).values()):
             lines.append("(in brackets: does not fit into memory)")
         return lines
+
+
+def _bracketed(baselines: Mapping[str, tuple[float, bool]] | None, name: str) -> str:
+    """Time of a step, in brackets if it does not fit; nothing where there is none."""
+    if name not in (baselines or {}):
+        return ""
+    seconds, fits = (baselines or {})[name]
+    return milliseconds(seconds) if fits else f"({milliseconds(seconds)})"
 
 
 def parts_of(p: Prediction) -> dict[str, float]:

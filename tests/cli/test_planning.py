@@ -263,6 +263,17 @@ def test_predict_scales_strongly_and_weakly(typed, tmp_path):
     assert code == 0 and "strong scaling: the batch stays" in text and "weak scaling: samples per rank stay" in text
 
 
+def test_predict_where_some_numbers_of_ranks_have_no_grid(typed, tmp_path):
+    """A narrow sample has rows for two ranks, and for sixteen none."""
+    few = ("mesh", "--option", "resolution=[4, 1]", "--option", "widths=[8]", "--option", "convs=1")
+    arguments = ("predict", *few, "--machine", "lassen", "--ranks", "2,16", "--batch", "1")
+    code, out, err = typed(*arguments, "--json", "--plot", tmp_path / "curves.png")
+    assert (code, err) == (0, "")
+    assert [GRID in p["baselines"] for p in json.loads(out)["strong"]] == [True, False]
+    code, text, _ = typed(*arguments)
+    assert code == 0 and GRID in text
+
+
 def test_predict_says_where_nothing_fits(typed):
     limited = ("--machine", "lassen", "--ranks", "1,8", "--batch", "2", "--memory", "1500kB")
     code, out, _ = typed("predict", *SMALL, *limited)
