@@ -46,10 +46,10 @@ def worst(outcomes: Sequence[Outcome]) -> float | None:
 
 def table(outcome: Outcome) -> str:
     """Times, ratios and the state of the machine, for one network."""
-    lines = [f"  {'':46}{'median ms':>10}{'quarters ms':>18}{'best ms':>10}{'steps':>7}{'faults/step':>13}"]
+    lines = [f"  {'':46}{'median ms':>10}{'quarters ms':>20}{'best ms':>10}{'steps':>7}{'faults/step':>13}"]
     for times in outcome.times.values():
         quarters = " .. ".join(f"{1e3 * t:.2f}" for t in times.spread)
-        numbers = f"{1e3 * times.median:>10.2f}{quarters:>18}{1e3 * times.best:>10.2f}{len(times.seconds):>7}"
+        numbers = f"{1e3 * times.median:>10.2f}{quarters:>20}{1e3 * times.best:>10.2f}{len(times.seconds):>7}"
         numbers += f"{times.faults:>13.0f}"
         lines.append(f"  {times.title:46}{numbers}")
     lines += [f"  {label:46}{value:>10.3f}" for label, value in ratios(outcome).items()]
