@@ -335,7 +335,7 @@ class _Planner:
         bucket = table.bucket_bytes if "bucket_bytes" in table.model_fields_set else None
         limit = parse_memory(table.memory, "strategy.memory")
         planning = Planning(planner, limit, False, self.training, bucket, _without(self.config))
-        asked = Asked(model.name, model.options, self.network, self.machine, self.machine_file, self.training.dtype)
+        asked = Asked(model.source, model.options, self.network, self.machine, self.machine_file, self.training.dtype)
         plan = make_plan(asked, self.batch, self.comm.size, planning, times)
         if table.statistics is None:
             return plan

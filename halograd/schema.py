@@ -161,7 +161,7 @@ def table_of(*callables: Callable[..., Any]) -> type[Table]:
         hints = typing.get_type_hints(call, include_extras=True)
         for name, parameter in inspect.signature(call).parameters.items():
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                fields.setdefault(name, (hints[name], None))
+                fields.setdefault(name, (hints.get(name, Any), None))
     return make_table(callables[0].__name__, __base__=Table, **fields)
 
 

@@ -1,19 +1,18 @@
 """Layers: the interface for writing one, the graph they build, and those that halograd has."""
 
 from .activation import GELU, LeakyReLU, ReLU, Sigmoid, Softmax, Tanh
-from .auxiliary import AuxiliaryCrossEntropy
 from .batch_norm import BatchNorm
 from .convolution import Conv
 from .dense import Dense
-from .dice import Dice
+from .dice import Dice, Tversky
 from .dropout import Dropout
 from .global_pooling import GlobalAveragePool
 from .group_norm import GroupNorm, InstanceNorm, LayerNorm
 from .layer import Input, Layer, Node, Shape
 from .local_response_norm import LocalResponseNorm
 from .loss import Loss
-from .losses import BinaryCrossEntropyWithLogits, MeanSquaredError
-from .merge import Add, Concat
+from .losses import AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, MeanSquaredError
+from .merge import Add, Concat, Multiply
 from .network import Network
 from .parameter import Parameter
 from .pooling import AveragePool, MaxPool
@@ -23,12 +22,13 @@ from .resize import Resize
 from .softmax_cross_entropy import SoftmaxCrossEntropy
 from .stencil import Stencil
 from .strategy import Strategy
+from .total_loss import training_only
 from .transposed import ConvTranspose
 
 __all__ = [
     "GELU",
+    "AbsoluteError",
     "Add",
-    "AuxiliaryCrossEntropy",
     "AveragePool",
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
@@ -39,8 +39,10 @@ __all__ = [
     "Dice",
     "Dropout",
     "Flatten",
+    "Focal",
     "GlobalAveragePool",
     "GroupNorm",
+    "Huber",
     "Input",
     "InstanceNorm",
     "Layer",
@@ -50,6 +52,7 @@ __all__ = [
     "Loss",
     "MaxPool",
     "MeanSquaredError",
+    "Multiply",
     "Network",
     "Node",
     "Parameter",
@@ -63,4 +66,6 @@ __all__ = [
     "Stencil",
     "Strategy",
     "Tanh",
+    "Tversky",
+    "training_only",
 ]

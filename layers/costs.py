@@ -38,6 +38,8 @@ class Judgement:
 
     Attributes
     ----------
+    prediction, target
+        Which inputs of the loss they are.
     classes
         Number of classes; None: predictions are numbers, of which differences are taken.
     threshold
@@ -49,3 +51,5 @@ class Judgement:
     classes: int | None = None
     threshold: float | None = None
     ignored: int | None = None
+    prediction: int = 0
+    target: int = 1

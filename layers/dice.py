@@ -1,7 +1,8 @@
-"""Soft Dice loss: its sums run over all ranks before there is a gradient."""
+"""Soft Dice and Tversky losses: their sums run over all ranks before there is a gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,13 +12,13 @@ from ..kernels.memory import buffer, chunks, on_host, rows
 from ..kernels.memory import total as total_of
 from .costs import Judgement
 from .layer import Shape
-from .loss import LocalLoss, Loss, LossBlock
+from .loss import LocalLoss, Loss, LossBlock, LossTerm
 
 if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.operations import KernelSpec
 
-__all__ = ["Dice"]
+__all__ = ["Dice", "Tversky"]
 
 ACTIVATIONS = ("sigmoid", "softmax", "none")
 REDUCTIONS = ("batch", "sample")
@@ -66,25 +67,69 @@ class Dice(Loss):
         legal = f"{prediction} or {indices}" if self.activation == "softmax" else f"{prediction}"
         raise ValueError(f"{self.kind}: expected a target of shape {legal}, got {target}")
 
-    def reads_classes(self, target: Shape, prediction: Shape) -> bool:
-        return target != prediction
+    def reads_classes(self, i: int, *shapes: Shape) -> bool:
+        return shapes[1] != shapes[0]
 
-    def judgement(self, prediction: Shape, target: Shape) -> Judgement:
+    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float]:
+        return (0.0, shapes[0][-1] - 1.0 if self.reads_classes(i, *shapes) else 1.0)
+
+    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+        prediction, target = shapes
         if self.activation == "softmax" or prediction[-1] != target[-1]:
-            return Judgement(prediction[-1])
-        return Judgement(2, threshold=0.0 if self.activation == "sigmoid" else 0.5)
+            return (Judgement(prediction[-1]),)
+        return (Judgement(2, threshold=0.0 if self.activation == "sigmoid" else 0.5),)
+
+    @property
+    def ratio(self) -> tuple[float, float, float, float]:
+        """``(n, i, p, t)`` of ``1 - (n * I + smooth) / (i * I + p * P + t * T + smooth)``."""
+        return 2.0, 0.0, 1.0, 1.0
 
     def block_type(self) -> type[LossBlock]:
         return _DiceKernel
 
-    def lower_passes(self, context: Context, kernel: KernelSpec) -> None:
-        prediction = context.inputs[0].layout.shape
+    def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> None:
+        prediction = term.prediction.layout.shape
         groups = prediction[0] if self.reduction == "sample" else 1
         sums = context.keep((groups, 3, prediction[-1]), "float64", "loss")
         kernel.add(sums=sums)
         context.run(kernel, "sum_up")
         context.add_up(context.sum(Groups.whole(context.size), sums, "loss", [sums.nbytes]))
-        super().lower_passes(context, kernel)
+        super().lower_passes(context, kernel, term)
+
+
+class Tversky(Dice):
+    """``loss = mean_c (1 - (I[c] + smooth) / (I[c] + alpha * (P[c] - I[c]) + beta * (T[c] - I[c]) + smooth))``.
+
+    ``P - I`` is what was predicted in vain, ``T - I`` what was missed; sums, other parameters and targets as of
+    :class:`Dice`, which it is for ``alpha = beta = 1/2`` and half of its `smooth`.
+
+    Parameters
+    ----------
+    alpha, beta
+        Weights of false positives and of false negatives, of which at least one is above 0.
+
+    References
+    ----------
+    Salehi et al., "Tversky loss function for image segmentation", MLMI 2017.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.5,
+        beta: float = 0.5,
+        activation: str = "sigmoid",
+        reduction: str = "batch",
+        smooth: float = 1.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(activation, reduction, smooth, name)
+        if not (alpha >= 0 and beta >= 0 and alpha + beta > 0):
+            raise ValueError(f"alpha, beta: expected numbers >= 0, not both 0, got {alpha!r}, {beta!r}")
+        self.alpha, self.beta = float(alpha), float(beta)
+
+    @property
+    def ratio(self) -> tuple[float, float, float, float]:
+        return 1.0, 1.0 - self.alpha - self.beta, self.alpha, self.beta
 
 
 class _DiceKernel(LocalLoss):
@@ -117,17 +162,24 @@ class _DiceKernel(LocalLoss):
     def _coefficients(self, samples: int) -> Any:
         """The loss; `sums` become a, b with ``dloss/dp = a * t + b``. Local, the same on all ranks."""
         loss: Any = 0.0
-        share = 1.0 / (samples * self.sums.shape[2])
+        share = self.place.weight / (samples * self.sums.shape[2])
+        n, i, p, t = self.layer.ratio
         for both, total, target in self.sums[:samples]:
+            total *= p
+            target *= t
             total += target
+            total += np.multiply(both, i, out=target)
             total += self.layer.smooth
-            both *= 2
+            both *= n
             both += self.layer.smooth
             both /= total
             loss = loss + share * total_of(np.subtract(1, both, out=target))
-            np.divide(both, total, out=target)
-            target *= share
-            np.divide(-2 * share, total, out=both)
+            # With the quotient q and the denominator D: dloss/dI = (i * q - n) / D, dloss/dP = p * q / D.
+            np.multiply(both, p * share, out=target)
+            target /= total
+            both *= i * share
+            both -= n * share
+            both /= total
         return loss
 
     def _sweep(self, n: int, sums: Any, gradient: bool) -> None:

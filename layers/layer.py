@@ -12,6 +12,7 @@ Write your own by subclassing :class:`Layer`: see ``docs/custom_layers.md``.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,21 @@ class Node:
         self.inputs = tuple(inputs)
         self.shape: Shape = layer.output_shape(*(n.shape for n in inputs))
 
+    def __add__(self, other: Any) -> Node:
+        """The sum, a layer of its own."""
+        from .merge import Add
+
+        return Add()(self, other)
+
+    def __mul__(self, other: Any) -> Node:
+        """The product; the smaller of the two may have 1 for any extent, or be a vector per sample."""
+        from .merge import Multiply
+
+        if not isinstance(other, Node):
+            raise TypeError(f"product: expected the outputs of two layers, got {type(other).__name__}")
+        small, large = sorted((self, other), key=lambda node: math.prod(node.shape))
+        return Multiply()(large, small)
+
 
 class Layer:
     """One step of a network, described globally.
@@ -84,10 +100,13 @@ class Layer:
         self.name = name
 
     def __call__(self, *inputs: Node) -> Node:
+        self._refuse_others(inputs)
+        return Node(self, inputs)
+
+    def _refuse_others(self, inputs: Sequence[Node]) -> None:
         for node in inputs:
             if not isinstance(node, Node):
                 raise TypeError(f"{self.kind}: expected the outputs of other layers, got {type(node).__name__}")
-        return Node(self, inputs)
 
     @property
     def kind(self) -> str:
@@ -187,17 +206,17 @@ class Layer:
         """Whether input `i` is only compared with, so that it keeps its digits where activations have 16 bits."""
         return False
 
-    def reads_classes(self, target: Shape, prediction: Shape) -> bool:
-        """Whether a target of this sample shape holds numbers of classes."""
+    def reads_classes(self, i: int, *shapes: Shape) -> bool:
+        """Whether input `i`, which is compared with, holds numbers of classes; of inputs of these sample shapes."""
         return False
 
-    def target_range(self, prediction: Shape) -> tuple[float, float] | None:
-        """Least and largest target that makes sense beside a prediction of this sample shape; None: all do."""
+    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
+        """Least and largest number that makes sense in input `i`, which is compared with; None: all do."""
         return None
 
-    def judgement(self, prediction: Shape, target: Shape) -> Judgement | None:
-        """How the predictions that a loss reads are judged; None: there is nothing to judge."""
-        return None
+    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+        """How the predictions that a loss reads are judged; empty: there is nothing to judge."""
+        return ()
 
     def of_filters(self, filters: int) -> Layer:
         """The layer with so many of its output channels, where these can be cut; it is not modified."""

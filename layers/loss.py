@@ -1,4 +1,4 @@
-"""The base of all losses: a scalar, and the gradient of its first input."""
+"""The base of all losses: a scalar, and the gradient of its prediction."""
 
 from __future__ import annotations
 
@@ -16,14 +16,59 @@ from ..dtensor import Blocks, Layout
 from ..kernels import LossArrays
 from ..kernels.memory import Workspace
 from .costs import Judgement, Passes
-from .layer import Layer, Shape
+from .layer import Layer, Node, Shape
 
 if TYPE_CHECKING:
     from ..program.context import Context
-    from ..program.operations import KernelSpec
+    from ..program.operations import KernelSpec, Timing
+    from ..program.values import Value
     from ..program.views import View
 
-__all__ = ["LocalLoss", "Loss", "LossBlock", "LossOfKernel", "LossPlace"]
+__all__ = ["LocalLoss", "Loss", "LossBlock", "LossNode", "LossOfKernel", "LossPlace", "LossTerm"]
+
+
+class LossNode(Node):
+    """A loss in the graph. Losses are added, and multiplied by numbers: ``ce + 0.5 * dice``."""
+
+    def __add__(self, other: Any) -> LossNode:
+        from .total_loss import total_of
+
+        return total_of(self, other)
+
+    def __radd__(self, other: object) -> LossNode:
+        if other != 0:  # sum() begins with it
+            return NotImplemented
+        return self
+
+    def __mul__(self, other: Any) -> LossNode:
+        from .total_loss import weighted
+
+        return weighted(self, other)
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One prediction beside its target, being lowered.
+
+    Attributes
+    ----------
+    prediction, target
+        Values that are cut alike.
+    value
+        Where the loss of this rank's block goes, float64 ``(1,)``.
+    weight
+        Of the term in the loss that is trained.
+    timing
+        What its kernel is priced by; None where something else is.
+    """
+
+    prediction: Value
+    target: Value
+    value: View
+    weight: float = 1.0
+    timing: Timing | None = None
 
 
 class Loss(Layer):
@@ -39,6 +84,10 @@ class Loss(Layer):
     # Reads prediction and target, some times, and writes the gradient with it; backward does nothing.
     passes = Passes((3, 0), (0, 0))
     keeps_inputs = True
+
+    def __call__(self, *inputs: Node) -> LossNode:
+        self._refuse_others(inputs)
+        return LossNode(self, inputs)
 
     def output_shape(self, *shapes: Shape) -> Shape:
         self.check(*shapes)
@@ -66,32 +115,42 @@ class Loss(Layer):
     def compares(self, i: int) -> bool:
         return i == 1
 
-    def judgement(self, prediction: Shape, target: Shape) -> Judgement:
-        return Judgement()
+    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+        return (Judgement(),)
 
     def lower(self, context: Context) -> Callable[[], None]:
         context.loss = context.keep((1,), "float64", "loss")
-        return self.lower_term(context, 0, context.loss)
+        prediction, target = context.inputs
+        backward = self.lower_term(
+            context, LossTerm(prediction, target, context.loss, timing=context.timing("forward"))
+        )
+        return lambda: backward(context.gradient(0))
 
-    def lower_term(self, context: Context, i: int, value: View) -> Callable[[], None]:
-        """The loss of input `i` and its gradient, which are computed together in the forward pass."""
-        prediction, target = context.inputs[i], context.inputs[1]
+    def lower_term(self, context: Context, term: LossTerm) -> Callable[[View], None]:
+        """The loss of one prediction and its gradient, which are computed together in the forward pass.
+
+        Returns
+        -------
+        What is told where the gradient of the prediction goes.
+        """
+        prediction, target = term.prediction, term.target
         if prediction.box.shape[:-1] != target.box.shape[:-1]:
             raise ValueError(
                 f"{context.name}: prediction and target are cut differently: {prediction.box}, {target.box}"
             )
-        views: dict[str, View | None] = {"prediction": prediction.view, "target": target.view, "value": value}
+        views: dict[str, View | None] = {"prediction": prediction.view, "target": target.view, "value": term.value}
         block = self.block_type()
         low = block.widens and is_low(prediction.dtype)
         if low:
             views["copy"] = context.scratch(prediction.box.shape, context.wide)
         shape = prediction.layout.shape
-        place = LossPlace(self, prediction.box.start[0], shape[0], math.prod(shape[1:-1]), shape[-1], context.rank)
+        positions = math.prod(shape[1:-1])
+        place = LossPlace(self, prediction.box.start[0], shape[0], positions, shape[-1], context.rank, term.weight)
         kernel = context.kernel(partial(block, place), **views)
-        self.lower_passes(context, kernel)
+        self.lower_passes(context, kernel, term)
 
-        def backward() -> None:
-            kernel.add(dx=context.gradient(i))
+        def backward(gradient: View) -> None:
+            kernel.add(dx=gradient)
             if low:
                 kernel.add(dx_copy=context.scratch(prediction.box.shape, context.wide))
 
@@ -101,9 +160,9 @@ class Loss(Layer):
         """What computes the loss of a block: :class:`LossOfKernel` where there is a :meth:`kernel`."""
         return LocalLoss
 
-    def lower_passes(self, context: Context, kernel: KernelSpec) -> None:
+    def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> None:
         """Add what computes the loss; sums over all ranks in between."""
-        context.run(kernel, "forward", timing=context.timing("forward"))
+        context.run(kernel, "forward", timing=term.timing)
 
 
 @dataclass(frozen=True)
@@ -116,6 +175,8 @@ class LossPlace:
         Number in the batch of the block's first sample.
     batch, positions, channels
         Of the whole prediction.
+    weight
+        Multiplies loss and gradient.
     """
 
     layer: Loss
@@ -124,6 +185,7 @@ class LossPlace:
     positions: int
     channels: int
     rank: int
+    weight: float = 1.0
 
 
 class LossBlock(ABC):
@@ -149,7 +211,7 @@ class LossBlock(ABC):
 
     def scale(self) -> float:
         """What the sum over positions is multiplied by."""
-        return 1.0 / max(1, self.mode.valid * self.place.positions)
+        return self.place.weight / max(1, self.mode.valid * self.place.positions)
 
     @abstractmethod
     def forward(self) -> None:

@@ -1,18 +1,21 @@
-"""Losses that are means over elements: binary cross-entropy with logits, mean squared error."""
+"""Losses that are means over elements."""
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..kernels import LossArrays
+from ..kernels.memory import buffer, chunks, rows, total
 from .costs import Judgement
 from .layer import Shape
-from .loss import Loss, LossBlock, LossOfKernel
+from .loss import LocalLoss, Loss, LossBlock, LossOfKernel
 
-__all__ = ["BinaryCrossEntropyWithLogits", "MeanSquaredError"]
+__all__ = ["AbsoluteError", "BinaryCrossEntropyWithLogits", "Focal", "Huber", "MeanSquaredError"]
 
 
 class _ElementwiseLoss(Loss):
@@ -59,11 +62,11 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
         if self.pos_weight.ndim > 1 or not np.all(self.pos_weight > 0):
             raise ValueError(f"pos_weight: expected a number > 0 or one per channel, got {pos_weight!r}")
 
-    def target_range(self, prediction: Shape) -> tuple[float, float]:
+    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float]:
         return (0.0, 1.0)
 
-    def judgement(self, prediction: Shape, target: Shape) -> Judgement:
-        return Judgement(2, threshold=0.0)
+    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+        return (Judgement(2, threshold=0.0),)
 
     def check(self, *shapes: Shape) -> None:
         super().check(*shapes)
@@ -74,3 +77,151 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
 
     def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
         return kernels.binary_cross_entropy(arrays, self.pos_weight.tolist())
+
+
+class _Pointwise(_ElementwiseLoss):
+    """A function of prediction and target, element by element, in chunks that stay in the cache.
+
+    Communication per process: none but the sum of the loss.
+    """
+
+    def block_type(self) -> type[LossBlock]:
+        return LocalLoss
+
+    @abstractmethod
+    def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
+        """In place of `x` the loss of every element, in `slope` its derivative; `t` may be used up. Local."""
+
+    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> Any:
+        scale /= prediction.shape[-1]
+        given, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
+        gradient = None if dx is None else dx.reshape(given.shape)
+        found: Any = 0.0
+        for part in chunks(len(given), given.shape[1], work):
+            x, t, slope = (buffer(work, name, given[part].shape, given.dtype) for name in ("x", "t", "slope"))
+            np.copyto(x, given[part])
+            np.copyto(t, targets[part], casting="unsafe")
+            self.terms(x, t, slope, work)
+            found = found + total(x)
+            if gradient is not None:
+                np.multiply(slope, scale, out=gradient[part])
+        return found * scale
+
+
+class AbsoluteError(_Pointwise):
+    """``mean(|x - t|)`` over all elements of the batch; the gradient where they are equal is 0."""
+
+    def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
+        x -= t
+        np.sign(x, out=slope)
+        np.abs(x, out=x)
+
+
+class Huber(_Pointwise):
+    """``mean(h(x - t))``, with ``h(d) = d^2 / 2`` where ``|d| <= delta``, else ``delta * (|d| - delta / 2)``.
+
+    Parameters
+    ----------
+    delta
+        Where the parabola ends; in the unit of the prediction.
+    """
+
+    def __init__(self, delta: float = 1.0, name: str | None = None) -> None:
+        super().__init__(name)
+        if not 0 < delta < math.inf:
+            raise ValueError(f"delta: expected a number > 0, got {delta!r}")
+        self.delta = float(delta)
+
+    def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
+        # With c = clip(d): c * (d - c / 2) is both cases.
+        x -= t
+        np.clip(x, -self.delta, self.delta, out=slope)
+        np.multiply(slope, 0.5, out=t)
+        x -= t
+        x *= slope
+
+
+class Focal(_Pointwise):
+    """Binary cross-entropy with logits in which what is right already counts little.
+
+    ``mean(a * (1 - q)^gamma * bce(x, t))``, with the probability of the truth ``q = p * t + (1 - p) * (1 - t)`` for
+    ``p = sigmoid(x)``, and ``a = alpha * t + (1 - alpha) * (1 - t)``. The mean is over all elements of the batch.
+
+    Parameters
+    ----------
+    gamma
+        How little; 0: as binary cross-entropy.
+    alpha
+        Weight of the positive class, in [0, 1]; None: no weights.
+
+    References
+    ----------
+    Lin et al., "Focal loss for dense object detection", ICCV 2017, Equation 5; with soft targets as torchvision's
+    ``sigmoid_focal_loss``.
+    """
+
+    def __init__(self, gamma: float = 2.0, alpha: float | None = 0.25, name: str | None = None) -> None:
+        super().__init__(name)
+        if not 0 <= gamma < math.inf:
+            raise ValueError(f"gamma: expected a number >= 0, got {gamma!r}")
+        if alpha is not None and not 0 <= alpha <= 1:
+            raise ValueError(f"alpha: expected a number in [0, 1] or None, got {alpha!r}")
+        self.gamma, self.alpha = float(gamma), alpha
+
+    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float]:
+        return (0.0, 1.0)
+
+    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+        return (Judgement(2, threshold=0.0),)
+
+    def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
+        p, rest, ce, more = (buffer(work, name, x.shape, x.dtype) for name in ("p", "rest", "ce", "more"))
+        self._probabilities(x, p, rest, ce, work)
+        # ce += max(-x, 0) + (1 - t) * x
+        np.minimum(x, 0, out=more)
+        ce -= more
+        np.subtract(1, t, out=more)
+        x *= more
+        ce += x
+        # Neither cancels where the target is 0 or 1: p - t = (1 - t) p - t (1 - p), 1 - q = (1 - t) p + t (1 - p).
+        more *= p
+        np.multiply(t, rest, out=x)
+        p *= rest
+        wrong, difference = rest, more
+        np.add(more, x, out=wrong)
+        difference -= x
+        # dloss/dx = (1 - q)^(gamma - 1) * ((1 - q) (p - t) - gamma ce (2 t - 1) p (1 - p)).
+        np.multiply(t, 2, out=slope)
+        slope -= 1
+        slope *= p
+        slope *= ce
+        slope *= -self.gamma
+        difference *= wrong
+        slope += difference
+        np.power(wrong, self.gamma, out=x)
+        x *= ce
+        np.maximum(wrong, np.finfo(x.dtype).tiny, out=wrong)  # where it is 0, so is what it is multiplied with
+        np.power(wrong, self.gamma - 1, out=more)
+        slope *= more
+        if self.alpha is not None:
+            t *= 2 * self.alpha - 1
+            t += 1 - self.alpha
+            x *= t
+            slope *= t
+
+    @staticmethod
+    def _probabilities(x: Any, p: Any, rest: Any, log: Any, work: dict) -> None:
+        """sigmoid(x), sigmoid(-x), and ``log1p(exp(-|x|))``; none of them overflows, or is a difference."""
+        np.abs(x, out=p)
+        np.negative(p, out=p)
+        np.exp(p, out=p)
+        np.log1p(p, out=log)
+        np.add(p, 1, out=rest)
+        p /= rest
+        np.reciprocal(rest, out=rest)
+        # p is the smaller of the two, rest the larger.
+        positive = np.greater(x, 0, out=buffer(work, "positive", x.shape, np.bool_))
+        small = buffer(work, "small", x.shape, x.dtype)
+        np.copyto(small, p)
+        np.copyto(p, rest, where=positive)
+        np.copyto(rest, small, where=positive)

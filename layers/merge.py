@@ -1,4 +1,4 @@
-"""Layers that join branches: sum and concatenation."""
+"""Layers that join branches: sum, product and concatenation."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..dtensor import Blocks, Box, Interval, Layout
 from .contraction import masking
 from .costs import Passes
+from .global_pooling import without_space
 from .layer import Layer, Shape
 
 if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["Add", "Concat"]
+__all__ = ["Add", "Concat", "Multiply"]
 
 
 class Add(Layer):
@@ -71,6 +74,106 @@ class Add(Layer):
 
 def _add(relu: bool, environment: Any, y: Any, **summands: Any) -> Any:
     return environment.kernels.add(list(summands.values()), y, relu=relu)
+
+
+class Multiply(Layer):
+    """Product of two inputs, ``y = x * g``, of which the second may have fewer extents: a gate, or a mask.
+
+    `g` has the shape of `x`, with 1 for any of its extents, or is a vector ``(C,)`` of ``x (*spatial, C)``. Also
+    written ``x * g`` of two nodes: squeeze-and-excitation, attention gates, a scale per layer.
+
+    Notes
+    -----
+    Communication per process: what it needs of a `g` with fewer extents and other ranks own; backward, the adjoint, its
+    part of the sum over the positions or channels that share a number.
+    """
+
+    cuts_channels = "channelwise"
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        if len(shapes) != 2:
+            raise ValueError(f"Multiply: expected two inputs, got {len(shapes)}; make more of them in several steps")
+        x, g = shapes
+        alike = len(g) == len(x) and all(n in (1, whole) for n, whole in zip(g, x))
+        if not alike and g not in ((x[-1],), (1,)):
+            raise ValueError(
+                f"Multiply: expected a second input of the shape {x}, with 1 for any of its extents, or {(x[-1],)}, "
+                f"got {g}"
+            )
+        return x
+
+    def flops(self, *shapes: Shape) -> int:
+        return math.prod(shapes[0])
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        shape, boxes = inputs[i].shape, output.boxes
+        if len(shape) < len(output.shape):
+            boxes = without_space(boxes)
+
+        def of_one(low: int, high: int) -> Interval:
+            return (0, min(1, high - low))
+
+        def same(low: int, high: int) -> Interval:
+            return low, high
+
+        return boxes.map(same, *(of_one if n == 1 else same for n in shape[1:]))
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        boxes = [context.needed(i) for i in range(2)]
+        x, g = (context.gather(i, blocks) for i, blocks in enumerate(boxes))
+        for gathered in (x, g):
+            gathered.start()
+        for gathered in (x, g):
+            gathered.finish()
+        gate = _spread(g.view, len(context.box.shape))
+        context.run(context.kernel(_product, x=x.view, g=gate, y=context.y), timing=context.timing("forward"))
+
+        def backward() -> None:
+            if context.needs_gradient(1):
+                returned = context.return_gradient(1, boxes[1])
+                views = {"x": x.view, "g": context.dy, "y": context.scratch(context.box.shape)}
+                sums = context.scratch(gate.shape, "float64")
+                context.run(context.kernel(_product, **views))
+                context.run(context.kernel(_sum_over, x=views["y"], y=sums))
+                context.copy((sums, _spread(returned.view, len(gate.shape))))
+                returned.start()
+            if context.needs_gradient(0):
+                own = context.return_gradient(0, boxes[0])
+                product = context.kernel(_product, x=context.dy, g=gate, y=own.view)
+                context.run(product, timing=context.timing("backward_data"))
+                own.start()
+                own.finish()
+            if context.needs_gradient(1):
+                returned.finish()
+
+        return backward
+
+
+def _spread(view: View, axes: int) -> View:
+    """A vector per sample as an array with so many axes."""
+    shape = view.shape
+    return view if len(shape) == axes else view.reshape(shape[0], *(1,) * (axes - len(shape)), *shape[1:])
+
+
+def _product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
+    def run() -> None:
+        if y.size:
+            np.multiply(x, g, out=y)
+
+    return run
+
+
+def _sum_over(environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    """y = the sum of x over the axes along which y has one element."""
+    axes = tuple(axis for axis, n in enumerate(y.shape) if n < x.shape[axis])
+
+    def run() -> None:
+        if x.size:
+            np.add.reduce(x, axis=axes, dtype=np.float64, out=y, keepdims=True)
+        else:
+            y.fill(0)
+
+    return run
 
 
 class Concat(Layer):

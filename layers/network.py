@@ -65,10 +65,15 @@ class Network:
             if node is not self.outputs.get("loss"):
                 raise ValueError(
                     f"network {self.name!r}: expected no loss but the output named 'loss', got {name!r} "
-                    f"({node.layer.kind}) too; one loss is trained: leave this one out, or make it the output 'loss' "
-                    "(for several predictions of one target, use AuxiliaryCrossEntropy)"
+                    f"({node.layer.kind}) too; one loss is trained: leave this one out, make it the output 'loss', "
+                    "or add it to that one (ce + 0.5 * dice)"
                 )
-            for other in _sorted(list(node.inputs[1:2])):
+            if not node.layer.judgements(*self._shapes(node)):
+                raise ValueError(
+                    f"network {self.name!r}: expected in loss {name!r} at least one term that counts in evaluation, "
+                    "got terms for training only; leave training_only out of one"
+                )
+            for other in _sorted([n for i, n in enumerate(node.inputs) if node.layer.compares(i)]):
                 if other.layer.parameters(*self._shapes(other)):
                     raise ValueError(
                         f"network {self.name!r}: expected a target of {name!r} without parameters, got one that "

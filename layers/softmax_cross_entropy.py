@@ -11,7 +11,7 @@ from ..dtensor import Groups
 from ..kernels import ClassTargets, LossArrays
 from .costs import Judgement
 from .layer import Shape
-from .loss import Loss, LossBlock, LossOfKernel, LossPlace
+from .loss import Loss, LossBlock, LossOfKernel, LossPlace, LossTerm
 
 if TYPE_CHECKING:
     from ..program.context import Context
@@ -78,25 +78,25 @@ class SoftmaxCrossEntropy(Loss):
         if weights is not None and len(weights) != prediction[-1]:
             raise ValueError(f"class_weights: expected {prediction[-1]} numbers, one per class, got {len(weights)}")
 
-    def reads_classes(self, target: Shape, prediction: Shape) -> bool:
+    def reads_classes(self, i: int, *shapes: Shape) -> bool:
         return True
 
-    def target_range(self, prediction: Shape) -> tuple[float, float] | None:
-        return (0.0, prediction[-1] - 1.0) if self.ignore_index is None else None
+    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
+        return (0.0, shapes[0][-1] - 1.0) if self.ignore_index is None else None
 
-    def judgement(self, prediction: Shape, target: Shape) -> Judgement:
-        return Judgement(prediction[-1], ignored=self.ignore_index)
+    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+        return (Judgement(shapes[0][-1], ignored=self.ignore_index),)
 
     def block_type(self) -> type[LossBlock]:
         return _WeightedLoss if self.normalization == "weights" else LossOfKernel
 
-    def lower_passes(self, context: Context, kernel: KernelSpec) -> None:
+    def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> None:
         if self.normalization == "weights":
             weight = context.keep((1,), "float64", "loss")
             kernel.add(divisor=weight)
             context.run(kernel, "weigh")
             context.add_up(context.sum(Groups.whole(context.size), weight, "loss", [8], f"{context.name} (weights)"))
-        super().lower_passes(context, kernel)
+        super().lower_passes(context, kernel, term)
 
     def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
         return kernels.softmax_cross_entropy(arrays, self.targets(arrays.x.shape[-1]), self.label_smoothing)
@@ -121,7 +121,7 @@ class _WeightedLoss(LossOfKernel):
         self._weight()
 
     def scale(self) -> float:
-        return 1.0
+        return self.place.weight
 
     def close(self) -> None:
         self._weight.close()

@@ -16,6 +16,7 @@ from .googlenet import googlenet
 from .inception import inception_v3
 from .lenet import lenet5
 from .mesh import mesh, mesh_1k, mesh_2k
+from .own import build_own, is_own
 from .resnet import resnet, resnet50, resnet152
 from .unet import unet, unet2d, unet3d
 from .vgg import vgg, vgg16, vgg128, vgg256, vgg512, vgg_a
@@ -78,7 +79,7 @@ def options_of(name: str) -> tuple[str, ...]:
 
 
 def build(name: str, /, **given: Any) -> Network:
-    """The network called `name`, with its options.
+    """The network called `name`, or made by the function at ``FILE.py:NAME`` or ``MODULE:NAME``, with its options.
 
     Raises
     ------
@@ -86,10 +87,15 @@ def build(name: str, /, **given: Any) -> Network:
         If there is no such model, or it does not take one of the options, or not of this type or size; or no network
         can be made of them.
     """
+    if is_own(name):
+        return build_own(name, given)
     if name not in MODELS:
         near = difflib.get_close_matches(name.lower().replace("-", "_"), MODELS, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(f"model.name: expected one of {', '.join(sorted(MODELS))}, got {shown(name)}{hint}")
+        raise UserError(
+            f"model.name: expected one of {', '.join(sorted(MODELS))}, or FILE.py:FUNCTION for your own, got "
+            f"{shown(name)}{hint}"
+        )
     checked = schema.build(_table(name), given, at="model")
     try:
         return MODELS[name](**{option: getattr(checked, option) for option in given})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..layers import AuxiliaryCrossEntropy, Dense, Dropout, Input, Network, Node, ReLU, SoftmaxCrossEntropy
+from ..layers import Dense, Dropout, Input, Network, Node, ReLU, SoftmaxCrossEntropy, training_only
 
 __all__ = ["classifier", "dense_relu_dropout", "scaled"]
 
@@ -47,9 +47,7 @@ def classifier(
         Inputs ``x`` and ``target (1,)`` (class index); outputs ``prediction`` (logits) and ``loss``.
     """
     target = Input((1,), name="target", dtype="int32")
-    if auxiliary:
-        layer = AuxiliaryCrossEntropy(weight, label_smoothing=label_smoothing, name="ce")
-        loss = layer(logits, target, *auxiliary)
-    else:
-        loss = SoftmaxCrossEntropy(label_smoothing=label_smoothing, name="ce")(logits, target)
+    loss = SoftmaxCrossEntropy(label_smoothing=label_smoothing, name="ce")(logits, target)
+    for other in auxiliary:
+        loss = loss + training_only(weight * SoftmaxCrossEntropy(label_smoothing=label_smoothing)(other, target))
     return Network({"prediction": logits, "loss": loss}, name=name)

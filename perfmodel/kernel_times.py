@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,15 +15,13 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..layers import Layer
+from ..layers.settings import settings_of
 from .machine import Machine
 
 if TYPE_CHECKING:
     from .profile.cache import Conditions, TimeCache
 
 __all__ = ["KernelTimes", "LayerTime", "LayerWork", "MeasuredTimes", "Recorded", "RooflineTimes"]
-
-#: Attributes that say what a layer is called, not what it computes.
-_NAMES = ("name",)
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,9 @@ class LayerWork:
         The layer's class, its settings without its name, shapes, dtype, and whether there is a backward pass, it
         computes the gradient of the inputs, and statistics are sums over several ranks.
         """
-        config, flags = _config(self.layer, self.inputs[0][1:]), [self.trainable, self.input_gradient, self.spread]
+        settings = settings_of(self.layer, self.inputs[0][1:])
+        config = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+        flags = [self.trainable, self.input_gradient, self.spread]
         return json.dumps([self.kind, config, self.inputs, self.dtype, *flags], separators=(",", ":"))
 
     @property
@@ -146,35 +144,6 @@ class LayerWork:
     def empty(self) -> bool:
         """Whether the rank has nothing of the layer."""
         return not all(math.prod(shape) for shape in self.inputs)
-
-
-def _config(layer: Layer, shape: tuple[int, ...]) -> str:
-    """Settings of a layer as JSON; equal for layers that compute the same, and in every process."""
-    settings = {k: _plain(v) for k, v in vars(layer).items() if k not in _NAMES}
-    if layer.stencil is not None:
-        # "same" and the numbers it stands for are one and the same.
-        settings["stencil"] = [[w.kernel, w.stride, w.pad_lo, w.pad_hi, w.dilation] for w in layer.windows(shape)]
-    return json.dumps(settings, sort_keys=True, separators=(",", ":"))
-
-
-def _plain(value: Any) -> Any:
-    """A setting as JSON has it: no addresses, no order of sets or dictionaries."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.ndarray | np.generic):
-        array = np.asarray(value)
-        return [array.dtype.name, list(array.shape), zlib.crc32(array.tobytes())]
-    if isinstance(value, Mapping):
-        return sorted([str(k), _plain(v)] for k, v in value.items())
-    if isinstance(value, Sequence):
-        return [_plain(v) for v in value]
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_plain(v)) for v in value)
-    if isinstance(value, Number):  # a fraction
-        return str(value)
-    named = type(value) if not callable(value) or is_dataclass(value) else value
-    inner = {k: _plain(v) for k, v in vars(value).items()} if is_dataclass(value) else {}
-    return [getattr(named, "__qualname__", type(value).__qualname__), inner]
 
 
 class KernelTimes(ABC):

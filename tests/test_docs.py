@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
+from halograd import SGD, Communicator, Constant, Executor, Trainer, get_backend
 from halograd.layers import Strategy
 from halograd.models import vgg_a
 
@@ -24,6 +26,26 @@ def test_custom_layer_tutorial():
     space: dict = {"__name__": "tutorial"}
     for code in found:
         exec(compile(code, "custom_layers.md", "exec"), space)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_networks_of_ones_own_train():
+    """Those of the page, on the ranks of this run; the loss goes down."""
+    first, second = blocks("networks.md")
+    space: dict = {}
+    exec(compile(first, "networks.md", "exec"), space)
+    network = space["build"](resolution=16, width=4)
+    exec(compile(second, "networks.md", "exec"), space)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for made in (network, space["network"]):
+            strategy = Strategy({"height": comm.size})
+            with Executor(made, comm, get_backend("numpy"), 1, strategy, "float64") as executor:
+                trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
+                for name, node in made.inputs.items():
+                    values = np.random.default_rng(1).random((1, *node.shape))
+                    executor.set_input(name, values if node.dtype == "compute" else np.floor(4 * values))
+                losses = [trainer.step() for _ in range(10)]
+                assert losses[-1] < losses[0]
 
 
 def test_the_strategy_with_cut_channels_fits_its_network(tmp_path):

@@ -55,11 +55,11 @@ def make_network(config: Config) -> Network:
     UserError
         If the model is not known, refuses an option, or cannot be trained by name.
     """
-    network = build(config.model.name, **config.model.options)
+    network = build(config.model.source, **config.model.options)
     if set(network.inputs) != {"x", "target"} or "loss" not in network.outputs:
         raise UserError(
-            f"model.name: expected a model with inputs x and target and an output loss, got {config.model.name!r} "
-            f"with inputs {sorted(network.inputs)}"
+            f"model: expected a network with inputs x and target and an output loss, got {config.model.source!r} "
+            f"with inputs {sorted(network.inputs)} and outputs {sorted(network.outputs)}"
         )
     return network
 

@@ -34,7 +34,7 @@ from ..device import device_of
 from .chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
 from .node_readers import NodeReaders
 from .optimizers import Optimizer
-from .snapshot import Snapshot, TrainingProgress, fingerprint
+from .snapshot import Snapshot, TrainingProgress, difference, fingerprint
 from .store import ParameterStore
 
 __all__ = [
@@ -351,8 +351,6 @@ def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wa
 
 
 def _check_network(path: str | Path, there: list[str], here: list[str]) -> None:
-    for i in range(max(len(there), len(here))):
-        a = there[i] if i < len(there) else "nothing"
-        b = here[i] if i < len(here) else "nothing"
-        if a != b:
-            raise UserError(f"checkpoint {path} is of another network: expected {b!r}, got {a!r}")
+    found = difference(there, here)
+    if found is not None:
+        raise UserError(f"checkpoint {path} is of another network: expected {found[0]!r}, got {found[1]!r}")

@@ -119,6 +119,7 @@ class Checkpoints:
             None if self._auto is None else self._auto.state_dict(),
             None if scaling is None else scaling.state_dict(),
             session.drawn,
+            session.source,
         )
         snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
         if snapshot is None:

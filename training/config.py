@@ -60,14 +60,34 @@ def _size(text: str) -> str:
 
 
 class ModelConfig(Table):
-    """``[model]``: its name, and the options of the function of that name, which `halograd.models.build` checks."""
+    """``[model]``: a network, and the options of the function that makes it, which `halograd.models.build` checks.
+
+    One of `name`, that of a shipped model, and `file`, ``"net.py:build"`` or ``"package.module:build"``: a function
+    that returns a network. Paths are relative to the working folder.
+    """
 
     model_config = ConfigDict(extra="allow")
-    name: Text
+    name: Text | None = None
+    file: FilePath | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> ModelConfig:
+        if self.name is None and self.file is None:
+            raise ValueError('name: expected a model, or file = "net.py:build", got neither')
+        if self.name is not None and self.file is not None:
+            raise ValueError("file: expected no name beside it, got one; remove one of them")
+        if self.file is not None and ":" not in self.file:
+            raise ValueError(f'file: expected "FILE.py:FUNCTION" or "MODULE:FUNCTION", got {shown(self.file)}')
+        return self
+
+    @property
+    def source(self) -> str:
+        """What `halograd.models.build` is asked for."""
+        return self.name or self.file or ""
 
     @property
     def options(self) -> dict[str, Any]:
-        """All keys but the name."""
+        """All keys but these."""
         return dict(self.model_extra or {})
 
 

@@ -87,6 +87,7 @@ class TrainingRun:
         with comm.agreement():
             self.sampler.load_state_dict(progress.sampler)
             self.session.check_drawn(progress.drawn, "start anew")
+            self.session.warn_of_changes(progress.source)
             entries = read_log(self.log.path) if comm.rank == 0 else []
             judged = self._judged_before(entries)
             self._warn_of_schedule(entries)

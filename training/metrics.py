@@ -5,6 +5,7 @@ Counts are integers, so a metric does not depend on the decomposition in any dig
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -129,14 +130,19 @@ class Evaluation:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._prediction, self._target, judgement = _judged(executor)
-        self.counted = _counter(judgement)
-        self._reduction = executor.comm.reduction(self.counted.counts, kind="metrics")
+        self._judged = _judged(executor)
+        self._reductions = [executor.comm.reduction(one.counter.counts, kind="metrics") for one in self._judged]
         self._loss, self._samples = 0.0, 0
+
+    @property
+    def counted(self) -> Confusion | Errors:
+        """What was counted of the first prediction."""
+        return self._judged[0].counter
 
     def begin(self) -> None:
         """Forget what was counted."""
-        self.counted.counts[...] = 0
+        for one in self._judged:
+            one.counter.counts[...] = 0
         self._loss, self._samples = 0.0, 0
 
     def add(self) -> float:
@@ -145,35 +151,57 @@ class Evaluation:
         loss = self._executor.loss_value()
         self._loss += loss * valid
         self._samples += valid
-        box = self._prediction.box
-        count = max(0, min(box.stop[0], valid) - box.start[0])
-        if count and box.size:
-            # Counted there: the same counts on every device.
-            to_host, array = self._executor.device.to_host, self._executor.array
-            arrays = (to_host(array(value)[:count]) for value in (self._prediction, self._target))
-            self.counted.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
+        for one in self._judged:
+            box = one.prediction.box
+            count = max(0, min(box.stop[0], valid) - box.start[0])
+            if count and box.size:
+                # Counted there: the same counts on every device.
+                to_host, array = self._executor.device.to_host, self._executor.array
+                arrays = (to_host(array(value)[:count]) for value in (one.prediction, one.target))
+                one.counter.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
         return loss
 
     def finish(self) -> dict[str, float | None]:
-        """Mean loss per sample and the metrics, the same on all ranks."""
-        self._reduction.run()
-        loss = self._loss / self._samples if self._samples else None
-        return {"loss": loss, **self.counted.scores()}
+        """Mean loss per sample and the metrics, the same on all ranks.
+
+        Those of a second prediction, and of others, are named after it: ``"mask iou"``.
+        """
+        found: dict[str, float | None] = {"loss": self._loss / self._samples if self._samples else None}
+        for number, (one, reduction) in enumerate(zip(self._judged, self._reductions)):
+            reduction.run()
+            scores = one.counter.scores()
+            found |= {f"{one.name} {key}": score for key, score in scores.items()} if number else scores
+        return found
 
     def close(self) -> None:
-        """Free the reduction. Collective."""
-        self._reduction.close()
+        """Free the reductions. Collective."""
+        for reduction in self._reductions:
+            reduction.close()
 
 
-def _judged(executor: Executor) -> tuple[Value, Value, Judgement]:
-    """Prediction and target that the loss to be minimised reads, and how they are judged."""
-    node = executor.network.outputs.get("loss")
-    for step in executor.steps:
-        if node is not None and step.layer is node.layer:
-            shapes = [value.layout.shape[1:] for value in step.inputs]
-            judgement = step.layer.judgement(*shapes[:2]) if len(shapes) > 1 else None
-            if judgement is not None:
-                return step.inputs[0], step.inputs[1], judgement
+@dataclass(frozen=True)
+class _Judged:
+    """A prediction beside its target; `name` is that of the output, or of the layer that makes it."""
+
+    name: str
+    prediction: Value
+    target: Value
+    counter: Confusion | Errors
+
+
+def _judged(executor: Executor) -> list[_Judged]:
+    """Predictions and targets that the loss to be minimised reads, and how they are judged."""
+    network, node = executor.network, executor.network.outputs.get("loss")
+    step = next((step for step in executor.steps if node is not None and step.layer is node.layer), None)
+    judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
+    if step is not None and node is not None and judgements:
+        outputs = {made: name for name, made in network.outputs.items()}
+        made = [node.inputs[one.prediction] for one in judgements]
+        names = [outputs.get(prediction, network.names[prediction]) for prediction in made]
+        return [
+            _Judged(name, step.inputs[one.prediction], step.inputs[one.target], _counter(one))
+            for name, one in zip(names, judgements)
+        ]
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
 
 

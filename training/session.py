@@ -35,6 +35,7 @@ from ..data.sampler import Batches
 from ..data.structure import Structure
 from ..data.targets import TargetRange
 from ..layers import Network, Strategy
+from ..models.own import is_own, source_of
 from .build import check_batch, check_memory, make_network, make_strategy, with_reduction
 from .config import Config, DataConfig
 from .executor import Executor
@@ -190,6 +191,22 @@ class Session:
         mark = zlib.crc32(self.training.tobytes(), zlib.crc32("\n".join(names).encode()))
         return f"{len(self.training)} of {len(self.dataset)} samples{files}, {mark:08x}"
 
+    @cached_property
+    def source(self) -> str | None:
+        """Of a network of the user's own, its function and a checksum of the file that has it; else None. Local."""
+        name = self.config.model.source
+        return " ".join(source_of(name)) if is_own(name) else None
+
+    def warn_of_changes(self, before: str | None) -> None:
+        """Say that the file of the network, which may have layers, was changed since a checkpoint. Local."""
+        if before not in (None, self.source) and self.comm.rank == 0:
+            _log.warning(
+                "model.file: the checkpoint is of %s, this is %s; the network has the same layers and settings, but a "
+                "layer of your own may compute otherwise",
+                before,
+                self.source,
+            )
+
     def check_drawn(self, before: str | None, instead: str) -> None:
         """Refuse to go on from a checkpoint of a run that trained on others: what this one holds out. Local.
 
@@ -311,7 +328,8 @@ def _check_shape(data: DataConfig, dataset: Dataset, network: Network) -> None:
 
 def _target_range(network: Network) -> TargetRange | None:
     loss, target = network.outputs["loss"], network.inputs["target"]
-    found, classes = loss.layer.target_range(loss.inputs[0].shape), target.dtype != "compute"
+    shapes = [node.shape for node in loss.inputs]
+    found, classes = loss.layer.target_range(loss.inputs.index(target), *shapes), target.dtype != "compute"
     if found is None:
         return TargetRange(whole=True) if classes else None
     return TargetRange(*found, whole=classes)

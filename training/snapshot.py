@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..comm import Communicator
 from ..device import device_of
 from ..layers import Network
+from ..layers.settings import settings_of
 from .optimizers import Optimizer
 from .store import ParameterStore
 
-__all__ = ["Snapshot", "TrainingProgress", "fingerprint"]
+__all__ = ["Snapshot", "TrainingProgress", "difference", "fingerprint"]
+
+_READS, _SETTINGS = ": reads ", ": settings "
 
 
 @dataclass
@@ -38,6 +43,8 @@ class TrainingProgress:
         With float16, as :meth:`LossScale.state_dict` gives it; None otherwise.
     drawn
         Which samples are trained on, as `Session.drawn` says; None in checkpoints of earlier versions.
+    source
+        Of a network of the user's own, its function and a checksum of the file that has it; else None.
     """
 
     step: int = 0
@@ -48,13 +55,48 @@ class TrainingProgress:
     reduction: dict[str, Any] | None = None
     loss_scale: dict[str, float] | None = None
     drawn: str | None = None
+    source: str | None = None
 
 
 def fingerprint(network: Network) -> list[str]:
-    """What makes two networks the same: layers in order with kind and shape, and their arrays."""
+    """What makes two networks the same: layers in order with kind and shape, what they read, settings, and arrays."""
     lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
+    for name, node in network.layers.items():
+        settings = json.dumps(settings_of(node.layer, node.inputs[0].shape), sort_keys=True)
+        lines += [f"{name}: reads {', '.join(network.names[n] for n in node.inputs)}", f"{name}: settings {settings}"]
     lines += [f"{name}: parameter {_by(p.shape)}" for name, p in network.parameters().items()]
     return lines + [f"{name}: state {_by(p.shape)}" for name, p in network.state().items()]
+
+
+def difference(there: Sequence[str], here: Sequence[str]) -> tuple[str, str] | None:
+    """The first line in which the fingerprint of a network here, and of one there, differ: both; None if none does.
+
+    Of settings only those count that both know: later versions of a layer have more.
+    """
+    known = [line for line in here if _SETTINGS not in line and (_READS not in line or any(_READS in a for a in there))]
+    found = [line for line in there if _SETTINGS not in line]
+    for own, other in itertools.zip_longest(known, found, fillvalue="nothing"):
+        if own != other:
+            return own, other
+    before = dict(line.split(_SETTINGS, 1) for line in there if _SETTINGS in line)
+    for name, text in (line.split(_SETTINGS, 1) for line in here if _SETTINGS in line):
+        differs = _differs(json.loads(text), json.loads(before.get(name, "{}")), "")
+        if differs is not None:
+            return f"{name}: {differs[0]}", f"{name}: {differs[1]}"
+    return None
+
+
+def _differs(own: Any, other: Any, at: str) -> tuple[str, str] | None:
+    """The innermost settings in which two differ, with their place."""
+    if isinstance(own, dict) and isinstance(other, dict):
+        pairs = [(f"{at}.{key}".lstrip("."), own[key], other[key]) for key in sorted(set(own) & set(other))]
+    elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
+        pairs = [(f"{at}[{i}]", *both) for i, both in enumerate(zip(own, other))]
+    elif json.dumps(own) == json.dumps(other):  # NaN is as it was
+        return None
+    else:
+        return f"{at} {own}", f"{at} {other}"
+    return next((found for key, a, b in pairs if (found := _differs(a, b, key)) is not None), None)
 
 
 def _by(shape: tuple[int, ...]) -> str:

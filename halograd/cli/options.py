@@ -101,7 +101,7 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
 class ModelOptions:
     """What is planned, and for which machine."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model by name, such as mesh_2k or resnet50.")]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model by name, such as resnet50; or net.py:build.")]
     machine: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE.toml", help="A shipped machine, or a machine file (`halograd profile`)."),

@@ -248,7 +248,7 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
         )
     strategy, backend = loaded.strategy, loaded.backend
     profiling = Profiling(
-        loaded.model.name,
+        loaded.model.source,
         loaded.model.options,
         loaded.training.batch,
         loaded.training.dtype,

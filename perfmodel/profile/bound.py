@@ -84,8 +84,8 @@ class BoundLayer:
         self.runner = Runner(self.program, self._comm, kernels, arrays, mode)
         self.inputs = [self.runner.view(value.view) for value in values]
         self.output = self.runner.view(output.view)
-        for array, value in zip(self.inputs, values):
-            self._fill_input(array, value)
+        for i, (array, value) in enumerate(zip(self.inputs, values)):
+            self._fill_input(array, value, layer.compares(i))
         self._before = [self._copy(array) for array in self.inputs]
         self.dy: Any = None
         self._behind: Any = None
@@ -101,16 +101,16 @@ class BoundLayer:
 
     def _input(self, layer: Layer, i: int, inputs: Sequence[tuple[int, ...]], input_gradient: bool) -> Value:
         shape, is_target = inputs[i], layer.compares(i)
-        labels = is_target and layer.reads_classes(tuple(shape[1:]), tuple(inputs[0][1:]))
+        labels = is_target and layer.reads_classes(i, *(tuple(one[1:]) for one in inputs))
         value = self._value(f"x{i}", shape, np.dtype("int64") if labels else self._dtype)
         value.trainable = input_gradient and not is_target
         return value
 
-    def _fill_input(self, array: Any, value: Value) -> None:
+    def _fill_input(self, array: Any, value: Value, is_target: bool) -> None:
         if value.dtype.kind == "i":
             return
         _fill(array, value.name)
-        if not value.trainable and self.program.loss is not None and value.name != "x0":
+        if is_target:
             np.greater(array, 0, out=array, casting="unsafe")
 
     def _parameters(self, layer: Layer, shapes: Sequence[tuple[int, ...]]) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,8 @@ import pytest
 
 from halograd import models
 from halograd.errors import UserError
-from halograd.layers import AuxiliaryCrossEntropy, Dropout
+from halograd.layers import Dropout
+from halograd.layers.total_loss import TotalLoss
 from halograd.models import (
     MODELS,
     alexnet,
@@ -126,7 +127,8 @@ def test_dropout_is_that_of_the_papers():
 def test_auxiliary_classifiers_join_the_loss(model, weight, heads):
     network = model(auxiliary=True, classes=7)
     loss = network.outputs["loss"]
-    assert isinstance(loss.layer, AuxiliaryCrossEntropy) and loss.layer.weight == weight
+    assert isinstance(loss.layer, TotalLoss)
+    assert [(t.weight, t.training_only) for t in loss.layer.terms] == [(1.0, False), *[(weight, True)] * heads]
     assert [n.shape for n in loss.inputs] == [(7,), (1,)] + [(7,)] * heads
     assert loss.inputs[0] is network.outputs["prediction"]
 
@@ -204,7 +206,9 @@ def test_unknown_names_are_answered_with_near_and_all_names(wrong, near):
 
 
 def test_a_name_like_none_is_answered_with_all_names():
-    with pytest.raises(UserError, match=r"expected one of alexnet, googlenet, .*, vgg_a, got 'qqq'$"):
+    with pytest.raises(
+        UserError, match=r"expected one of alexnet, googlenet, .*, vgg_a, or FILE.py:FUNCTION for your own, got 'qqq'$"
+    ):
         build("qqq")
 
 

@@ -1,0 +1,209 @@
+"""What is trained where there are several losses: a weighted sum, written as ``ce + 0.5 * dice``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .costs import Judgement
+from .layer import Node, Shape
+from .loss import Loss, LossNode, LossTerm
+
+if TYPE_CHECKING:
+    from ..program.context import Context
+    from ..program.views import View
+
+__all__ = ["Term", "TotalLoss", "total_of", "training_only", "weighted"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A loss within a sum of them.
+
+    Attributes
+    ----------
+    layer
+        The loss.
+    inputs
+        Which inputs of the sum are its own, in its order.
+    weight
+        What it is multiplied by.
+    training_only
+        Whether it is left out in evaluation.
+    """
+
+    layer: Loss
+    inputs: tuple[int, ...]
+    weight: float = 1.0
+    training_only: bool = False
+
+
+class TotalLoss(Loss):
+    """A weighted sum of losses, ``sum_k weight[k] * loss[k]``; made by ``+`` and ``*``, see :class:`LossNode`.
+
+    All terms are computed under one cut, so predictions may have different extents: outputs at several scales (deep
+    supervision), several tasks. Metrics judge every pair of prediction and target that counts in evaluation.
+
+    Notes
+    -----
+    Communication per process: that of the terms; the loss itself is one sum.
+    """
+
+    def __init__(self, terms: Sequence[Term], name: str | None = None) -> None:
+        super().__init__(name)
+        self.terms = tuple(terms)
+
+    def check(self, *shapes: Shape) -> None:
+        for term in self.terms:
+            term.layer.check(*self._of(term, shapes))
+        both = [i for i in range(len(shapes)) if self.compares(i) and not all(k for k, _ in self._readers(i))]
+        if both:
+            raise ValueError(
+                f"{self.kind}: expected every input to be a prediction or a target, got one (number {both[0]}) that is "
+                "both; a loss has no gradient with respect to its target"
+            )
+
+    @staticmethod
+    def _of(term: Term, values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in term.inputs]
+
+    def _readers(self, i: int) -> Iterator[tuple[int, Loss]]:
+        """Losses that read input `i`, and which of their own inputs it is."""
+        for term in self.terms:
+            yield from ((k, term.layer) for k, own in enumerate(term.inputs) if own == i)
+
+    def compares(self, i: int) -> bool:
+        return any(layer.compares(k) for k, layer in self._readers(i))
+
+    def reads_classes(self, i: int, *shapes: Shape) -> bool:
+        terms = [(term, term.inputs.index(i)) for term in self.terms if i in term.inputs]
+        return any(term.layer.reads_classes(k, *self._of(term, shapes)) for term, k in terms)
+
+    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
+        terms = [(term, term.inputs.index(i)) for term in self.terms if i in term.inputs]
+        found = [term.layer.target_range(k, *self._of(term, shapes)) for term, k in terms]
+        limits = [limit for limit in found if limit is not None]
+        return (max(low for low, _ in limits), min(high for _, high in limits)) if limits else None
+
+    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+        found = [
+            replace(one, prediction=term.inputs[one.prediction], target=term.inputs[one.target])
+            for term in self.terms
+            if not term.training_only
+            for one in term.layer.judgements(*self._of(term, shapes))
+        ]
+        pairs = [(one.prediction, one.target) for one in found]
+        return [one for k, one in enumerate(found) if pairs[k] not in pairs[:k]]
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        context.loss = context.keep((1,), "float64", "loss")
+        values = {f"value{k}": context.keep((1,), "float64", "loss") for k in range(len(self.terms))}
+        backwards = []
+        for term, value in zip(self.terms, values.values()):
+            first = len(context.operations)
+            prediction, target = self._of(term, context.inputs)
+            backwards.append(term.layer.lower_term(context, LossTerm(prediction, target, value, term.weight)))
+            for operation in context.operations[first:] if term.training_only else ():
+                operation.when = "training"
+        left_out = tuple(term.training_only for term in self.terms)
+        kernel = context.kernel(partial(_Total, left_out), total=context.loss, **values)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            for k, (term, add) in enumerate(zip(self.terms, backwards)):
+                gradient: View = context.gradient(term.inputs[0])
+                add(gradient)
+                if term.training_only:
+                    kernel.add(**{f"dx{k}": gradient})
+
+        return backward
+
+
+class _Total:
+    """The sum of the terms, which have their weights already; in evaluation without those of training."""
+
+    def __init__(self, left_out: Sequence[bool], environment: Any, total: Any, **arrays: Any) -> None:
+        self.mode, self.total = environment.mode, total
+        values = [arrays[f"value{k}"] for k in range(len(left_out))]
+        self.always = [value for value, only in zip(values, left_out) if not only]
+        self.in_training = [value for value, only in zip(values, left_out) if only]
+        self.gradients = [array for name, array in arrays.items() if name.startswith("dx")]
+
+    def __call__(self) -> None:
+        first, *others = self.always + (self.in_training if self.mode.training else [])
+        np.copyto(self.total, first)
+        for value in others:
+            self.total += value
+        for gradient in () if self.mode.training else self.gradients:
+            gradient.fill(0)
+
+
+# -- expressions -----------------------------------------------------------------------------------
+
+
+def total_of(*losses: Node) -> LossNode:
+    """The sum of some losses, as one loss.
+
+    Raises
+    ------
+    TypeError
+        If something else is among them.
+    """
+    inputs: list[Node] = []
+    terms: list[Term] = []
+    for loss in losses:
+        for term in _terms(loss):
+            own = [loss.inputs[i] for i in term.inputs]
+            inputs += [node for node in own if not any(node is known for known in inputs)]
+            places = tuple(next(i for i, known in enumerate(inputs) if known is node) for node in own)
+            terms.append(replace(term, inputs=places))
+    return _total(terms, inputs)
+
+
+def weighted(loss: Node, factor: Any) -> LossNode:
+    """`factor` times a loss.
+
+    Raises
+    ------
+    ValueError
+        If the factor is not a finite number above 0.
+    """
+    if isinstance(factor, bool) or not isinstance(factor, Real) or not 0 < float(factor) < math.inf:
+        raise ValueError(f"loss: expected a finite number > 0 as its weight, got {factor!r}")
+    return _changed(loss, lambda term: replace(term, weight=term.weight * float(factor)))
+
+
+def training_only(loss: Node) -> LossNode:
+    """The loss, left out in evaluation: of auxiliary predictions, which "at inference time are discarded".
+
+    References
+    ----------
+    Szegedy et al., "Going deeper with convolutions", CVPR 2015, Section 5.
+
+    A network refuses a loss of which nothing is left in evaluation.
+    """
+    return _changed(loss, lambda term: replace(term, training_only=True))
+
+
+def _terms(loss: Node) -> tuple[Term, ...]:
+    if not isinstance(loss, LossNode):
+        raise TypeError(f"loss: expected losses to be added, got {getattr(loss, 'layer', loss)!r}")
+    if isinstance(loss.layer, TotalLoss):
+        return loss.layer.terms
+    assert isinstance(loss.layer, Loss)
+    return (Term(loss.layer, tuple(range(len(loss.inputs)))),)
+
+
+def _changed(loss: Node, change: Callable[[Term], Term]) -> LossNode:
+    return _total([change(term) for term in _terms(loss)], loss.inputs)
+
+
+def _total(terms: Sequence[Term], inputs: Sequence[Node]) -> LossNode:
+    """It has the name of its first term that has one."""
+    return TotalLoss(terms, next((term.layer.name for term in terms if term.layer.name), None))(*inputs)

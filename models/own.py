@@ -1,0 +1,152 @@
+"""Networks of one's own: a function in a file (``net.py:build``) or in a module (``package.module:build``)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic.errors import PydanticUserError
+
+from halograd import schema
+from halograd.documents import shown
+from halograd.errors import UserError
+
+from ..layers import Network
+
+__all__ = ["build_own", "is_own", "load_function", "source_of"]
+
+
+def is_own(name: str) -> bool:
+    """Whether a model's name says where its function is.
+
+    >>> is_own("net.py:build"), is_own("resnet50")
+    (True, False)
+    """
+    return ":" in name
+
+
+def build_own(where: str, given: Mapping[str, Any]) -> Network:
+    """The network that a function of one's own makes of these options. Local; every rank calls it.
+
+    Raises
+    ------
+    UserError
+        There is no such function, it does not take one of the options, or not of this type; it raises an error, or
+        returns something else than a network.
+    """
+    function = load_function(where)
+    options = _checked(function, given)
+    try:
+        made = function(**options)
+    except Exception as error:
+        raise UserError(f"model: {where} made no network: {_said(error)}") from error
+    if not isinstance(made, Network):
+        raise UserError(
+            f"model: {where}: expected a function that returns a halograd.Network, got {type(made).__name__}"
+        )
+    return made
+
+
+def load_function(where: str) -> Callable[..., Any]:
+    """The function at ``FILE.py:NAME`` or ``MODULE:NAME``. Local.
+
+    A file may import others from its folder. It is executed once, however often it is asked for, unless it was changed.
+
+    Raises
+    ------
+    UserError
+        There is no such file, module or function, or it raises an error while it is imported.
+    """
+    place, _, name = where.rpartition(":")
+    if not place or not name.isidentifier():
+        raise UserError(f'model.file: expected "FILE.py:FUNCTION" or "MODULE:FUNCTION", got {shown(where)}')
+    module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
+    found = getattr(module, name, None)
+    if not callable(found):
+        there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise UserError(
+            f"model.file: expected a function {name!r} in {place}, got {', '.join(there) or 'none'}; name one of these"
+        )
+    return found
+
+
+def source_of(where: str) -> tuple[str, str]:
+    """Where a function is, and a checksum of its file: what a run says that it trained. Local."""
+    file = inspect.getsourcefile(load_function(where))
+    text = Path(file).read_bytes() if file is not None else b""
+    return where, f"{zlib.crc32(text):08x}"
+
+
+def _module(name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # `python -m` has it there; the installed command has not
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UserError(f"model.file: {shown(name)} cannot be imported: {_said(error)}") from error
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    try:
+        real = path.resolve(strict=True)
+        state = real.stat()
+    except OSError as error:
+        raise UserError(
+            f"model.file: expected a Python file, got {shown(str(path))} ({(error.strerror or '').lower()}); a path is "
+            f"relative to the working folder, {os.getcwd()}"
+        ) from error
+    # Its name tells one file, in one state, from all others.
+    mark = zlib.crc32(f"{real} {state.st_mtime_ns} {state.st_size}".encode())
+    name = f"halograd_own_{real.stem}_{mark:08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, real)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(real.parent) not in sys.path:
+        sys.path.append(str(real.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(f"model.file: {path} cannot be imported: {_said(error)}") from error
+    return module
+
+
+def _said(error: Exception) -> str:
+    """An error in one line, with the place in the user's code where it was raised."""
+    what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not _is_inside(frame.filename, Path(__file__).resolve().parents[1]) and "importlib" not in frame.filename
+    ]
+    return what if not own else f"{what} ({own[-1].filename}, line {own[-1].lineno})"
+
+
+def _is_inside(name: str, folder: Path) -> bool:
+    return Path(name).resolve().is_relative_to(folder)
+
+
+def _checked(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as the annotations of a function have them; what has none may be anything."""
+    taken = inspect.signature(function).parameters.values()
+    named = {parameter.name for parameter in taken if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
+    free = {k: v for k, v in given.items() if k not in named} if len(named) < len(taken) else {}
+    wanted = {k: v for k, v in given.items() if k not in free}
+    try:
+        table = schema.table_of(function)
+    except (NameError, TypeError, PydanticUserError):  # annotations for static tools only
+        return {**given}
+    checked = schema.build(table, wanted, at="model")
+    return {**{option: getattr(checked, option) for option in wanted}, **free}

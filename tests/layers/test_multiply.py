@@ -1,0 +1,123 @@
+"""Products of nodes: gates with fewer extents, exact under every cut, shared inputs, messages, refusals, torch."""
+
+import math
+
+import numpy as np
+import pytest
+
+from halograd.dtensor import Box, Layout
+from halograd.layers import Add, Conv, Dense, GlobalAveragePool, Input, Multiply, Sigmoid
+from halograd.testing import check_layer
+from tests.layers.geometries import skew
+from tests.layers.oracle import check_torch
+
+SHAPE = (7, 6, 3)
+GATES = {
+    "whole": SHAPE,
+    "per channel": (3,),
+    "per channel, with axes": (1, 1, 3),
+    "per position": (7, 6, 1),
+    "per row": (7, 1, 1),
+    "per column and channel": (1, 6, 3),
+    "per sample": (1,),
+    "per sample, with axes": (1, 1, 1),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("gate", GATES)
+def test_exact_on_every_grid(gate):
+    check_layer(Multiply, [SHAPE, GATES[gate]], batch=3)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("gate", ["whole", "per channel", "per position", "per column and channel"])
+def test_exact_with_channels_cut(gate):
+    """A gate of one channel has one owner."""
+    check_layer(Multiply, [SHAPE, GATES[gate]], axes=("sample", "width", "channel"), gradient=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shape", [(9, 2), (6, 5, 4, 2)])
+def test_exact_in_other_dimensions(shape):
+    for gate in (shape, shape[-1:], (*shape[:-1], 1)):
+        check_layer(Multiply, [shape, gate], gradient=False)
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("gate", ["whole", "per channel", "per row"])
+def test_exact_on_uneven_and_empty_blocks(gate, monkeypatch):
+    skew(monkeypatch)
+    check_layer(Multiply, [SHAPE, GATES[gate]], gradient=False)
+
+
+@pytest.mark.mpi
+def test_squeeze_and_excitation():
+    """The gate is made of what it opens: its gradient and that of the product are added."""
+
+    def block():
+        pooled, dense, gate, conv = GlobalAveragePool(), Dense(3), Sigmoid(), Conv(3, 3, padding=1)
+
+        def call(x):
+            y = conv(x)
+            return y * gate(dense(pooled(y)))
+
+        return call
+
+    check_layer(block, SHAPE, backend="numpy")
+
+
+@pytest.mark.mpi
+def test_a_square_has_both_gradients():
+    def square(x):
+        return x * x
+
+    check_layer(lambda: square, SHAPE)
+
+
+@pytest.mark.torch
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("gate", ["whole", "per channel, with axes", "per position", "per row"])
+def test_as_torch(gate):
+    check_torch(lambda: Multiply(name="m"), [SHAPE, GATES[gate]], lambda x, g: x * g)
+
+
+def test_needed_blocks_are_what_is_multiplied():
+    """Against a product on index arrays: which elements of the gate a block reads."""
+    for gate in GATES.values():
+        for parts in ({"sample": 2, "height": 3}, {"height": 2, "width": 2}, {"channel": 3}, {"sample": 5}):
+            size = math.prod(parts.values())
+            output = Layout.blocks((3, *SHAPE), parts, size)
+            read = Multiply().needed_blocks(1, [output, Layout.blocks((3, *gate), {}, size)], output)
+            number = np.arange(3 * math.prod(gate)).reshape(3, *(1,) * (4 - 1 - len(gate)), *gate)
+            spread = np.broadcast_to(number, (3, *SHAPE))
+            for rank in range(size):
+                box: Box = output.boxes[rank]
+                want = set(spread[box.slices()].ravel().tolist())
+                have = number.reshape(3, *gate)[read[rank].slices()] if read[rank].size else np.empty(0, int)
+                assert set(have.ravel().tolist()) == want, (gate, parts, rank)
+
+
+def test_operators_are_layers():
+    x, gate = Input(SHAPE, "x"), Input((3,), "gate")
+    assert isinstance((x * gate).layer, Multiply) and isinstance((x + x).layer, Add)
+    assert (gate * x).inputs == (x, gate), "the larger one first, whatever the order"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda x: Multiply()(x), ValueError, "expected two inputs, got 1"),
+        (
+            lambda x: Multiply()(x, Input((7, 5, 3))),
+            ValueError,
+            r"with 1 for any of its extents, or \(3,\), got \(7, 5, 3\)",
+        ),
+        (lambda x: Multiply()(x, Input((7,))), ValueError, r"got \(7,\)"),
+        (lambda x: x * 2, TypeError, "product: expected the outputs of two layers, got int"),
+        (lambda x: x + 1, TypeError, "Add: expected the outputs of other layers, got int"),
+    ],
+)
+def test_refusals(make, error, message):
+    with pytest.raises(error, match=message):
+        make(Input(SHAPE))

@@ -1,0 +1,108 @@
+"""A network and a layer of the user's own in whole runs: every cut, resumption, evaluation, and what has changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from halograd.errors import UserError
+from halograd.training import evaluate, train
+from halograd.training.checkpoint import read_header
+from tests.training.runs import CONFIG, EDGE, write_data
+
+NET = """
+import numpy as np
+import halograd as hg
+
+class Doubled(hg.Layer):
+    def forward(self, inputs, params, box):
+        return 2 * inputs[0]
+
+    def backward(self, dy, inputs, params, box):
+        return (2 * dy,), {{}}
+
+def build(width=4):
+    x = hg.Input(({edge}, {edge}, 3), name="x")
+    y = hg.Conv(width, 3, padding=1, activation="relu", name="conv")(x)
+    gate = hg.Sigmoid()(hg.Dense(width, name="gate")(hg.GlobalAveragePool()(y)))
+    logits = hg.Conv(1, 3, padding=1, name="head")(Doubled(name="own")(y * gate))
+    target = hg.Input(logits.shape, name="target")
+    loss = hg.BinaryCrossEntropyWithLogits(name="bce")(logits, target) + {weight} * hg.Dice()(logits, target)
+    return hg.Network({{"prediction": logits, "loss": loss}}, name="mine")
+"""
+
+
+def write_network(folder, weight=0.5, more=""):
+    (folder / "net.py").write_text(NET.format(edge=EDGE, weight=weight) + more)
+
+
+@pytest.fixture
+def comm():
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def config(comm, tmp_path, monkeypatch):
+    """A run in a folder that all ranks share, which is also the working folder."""
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_data(folder / "data.h5")
+        write_network(folder)
+        text = CONFIG.format(edge=EDGE, channels=3, data="data.h5", out="out")
+        text = '[model]\nfile = "net.py:build"\nwidth = 6\n' + text[text.index("[data]") :]
+        (folder / "run.toml").write_text(text)
+    comm.barrier()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return folder / "run.toml"
+
+
+def trained(config, comm, out):
+    """Loss of a run that was resumed once. Collective."""
+    for epochs in (1, 2):
+        train(config, [f"training.epochs={epochs}", f"output.directory={out}"], epochs > 1, comm=comm)
+    return evaluate(config, overrides=[f"output.directory={out}"], comm=comm)["loss"]
+
+
+@pytest.mark.mpi
+def test_trains_and_resumes_as_one_process_does(comm, config):
+    found = trained(config, comm, "together")
+    if comm.rank == 0:
+        assert found == pytest.approx(trained(config, MPI.COMM_SELF, "alone"), rel=1e-10)
+        progress, text = read_header(config.parent / "together/checkpoints/latest.h5")
+        assert progress.source.startswith("net.py:build ")
+        assert json.loads(text)["model"] == {"file": "net.py:build", "width": 6}
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_changed_network_is_refused_by_what_differs(comm, config, caplog):
+    train(config, ["training.epochs=1"], comm=comm)
+    comm.barrier()
+    if comm.rank == 0:
+        write_network(config.parent, weight=0.25)
+    comm.barrier()
+    with pytest.raises(
+        UserError, match=r"another network: expected 'bce: terms\[1\].*weight 0\.25', got '.*weight 0\.5'"
+    ):
+        train(config, resume=True, comm=comm)
+    comm.barrier()
+    if comm.rank == 0:
+        write_network(config.parent, more="\n# a remark\n")
+    comm.barrier()
+    train(config, resume=True, comm=comm)
+    said = [r.getMessage() for r in caplog.records if "model.file" in r.getMessage()]
+    assert len(said) == (comm.rank == 0), said
+
+
+@pytest.mark.ranks(2)
+def test_a_fault_of_one_rank_is_raised_on_all(comm, config):
+    """As where a node does not see a file."""
+    if comm.rank == 0:
+        write_network(config.parent, more="\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    open('not-here')\n")
+    comm.barrier()
+    with pytest.raises(UserError, match=r"net.py cannot be imported: FileNotFoundError: .*not-here"):
+        train(config, comm=comm)
