@@ -5,7 +5,7 @@ from .errors import DataError
 from .files import FileSet, find_files, open_dataset
 from .loader import LoadedBatch, Loader
 from .mesh_tangling import generate
-from .normalize import ChannelStatistics, channel_statistics
+from .normalize import ChannelStatistics, channel_statistics, check_transforms
 from .sampler import Batch, Sampler, split
 from .source import Dataset
 from .targets import TargetReduction
@@ -23,6 +23,7 @@ __all__ = [
     "Sampler",
     "TargetReduction",
     "channel_statistics",
+    "check_transforms",
     "find_files",
     "generate",
     "open_dataset",

@@ -1,4 +1,4 @@
-"""Any HDF5 file with an input and a target dataset, of which each process reads only its own box.
+"""Any HDF5 file with datasets for the inputs of a network, of which each process reads only its own box.
 
 Arrays of halograd are ``(N, *spatial, C)``; on disk a dataset may be that (``layout="NHWC"``) or
 ``(N, C, *spatial)`` (``"NCHW"``), with 1, 2 or 3 spatial axes. Targets are one of
@@ -6,13 +6,15 @@ Arrays of halograd are ``(N, *spatial, C)``; on disk a dataset may be that (``la
 - a value per cell, ``(N, *spatial)``, or with a channel axis, in the layout of the inputs; the grid may be coarser
   than that of the inputs by a whole factor per axis;
 - a label per sample, ``(N,)``, or a vector ``(N, K)``.
+
+Further inputs may be any of these too.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,10 +27,23 @@ from ..dtensor.box import Box
 from .errors import DataError
 from .reading import one_line, open_file
 from .storage import check_files, dataset_of
-from .structure import HDF5_FAULTS, Kind, Structure, examine, find, looking_into, shape_of
+from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, find, looking_into, shape_of
 from .targets import TargetRange
 
-__all__ = ["Hdf5Dataset"]
+__all__ = ["Hdf5Dataset", "named"]
+
+Names = str | Mapping[str, str] | None
+
+
+def named(given: Names, alone: str) -> dict[str, str]:
+    """Datasets by the name of the network's input; of a single one that is called `alone`.
+
+    >>> named("fields", "x"), named({"mask": "label"}, "target"), named(None, "target")
+    ({'x': 'fields'}, {'mask': 'label'}, {})
+    """
+    if given is None:
+        return {}
+    return {alone: given} if isinstance(given, str) else dict(given)
 
 
 class Hdf5Dataset:
@@ -37,12 +52,13 @@ class Hdf5Dataset:
     Parameters
     ----------
     path : path
-    inputs, targets : str
-        Names of the datasets; ``targets=None`` for a file without.
+    inputs, targets : str or mapping
+        Names of the datasets, by the name of the network's input; a single one is ``x``, or ``target``.
+        ``targets=None`` for a file without.
     layout : {"NHWC", "NCHW"}, optional
-        Order of axes on disk, for any number of spatial axes. Default: the attribute ``layout`` of the inputs.
-    target_range : TargetRange, optional
-        Targets outside, and fractions where they are numbers of classes, are refused when they are read.
+        Order of axes on disk, for any number of spatial axes. Default: the attribute ``layout`` of the first input.
+    ranges : mapping of TargetRange, optional
+        By name: targets outside, and fractions where they are numbers of classes, are refused when they are read.
     structure : Structure, optional
         What another rank found in this file (:attr:`structure`); it is then not looked at before it is first read, and
         `inputs`, `targets` and `layout` do not count.
@@ -54,10 +70,8 @@ class Hdf5Dataset:
     ----------
     structure : Structure
         All there is to know of the file, as plain data.
-    sample_shape, target_shape : tuple
-        ``(*spatial, C)`` of one sample; a label per sample is ``(1,)``.
-    channel_names : list of str
-        From the attribute of that name, else ``channel 0``, ...
+    fields : dict of Field
+        By name, the inputs first: shapes of one sample and names of channels.
     groups : int64 array ``(N,)`` or None
         The dataset ``simulation``, where there is one: samples that belong together.
     bytes_read : int
@@ -74,26 +88,26 @@ class Hdf5Dataset:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        inputs: str = "inputs",
-        targets: str | None = "mask",
+        inputs: Names = "inputs",
+        targets: Names = "mask",
         layout: str | None = None,
-        target_range: TargetRange | None = None,
+        ranges: Mapping[str, TargetRange] | None = None,
         structure: Structure | None = None,
         allow_external: bool = False,
     ) -> None:
         self.path = Path(path)
         self.bytes_read = 0
-        self.target_range = target_range
+        self.ranges = dict(ranges or {})
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
-        self._opened: tuple[h5py.File, h5py.Dataset, h5py.Dataset | None] | None = None
+        self._file: h5py.File | None = None
+        self._datasets: dict[str, h5py.Dataset] = {}
         if structure is None:
-            structure = self._examine(inputs, targets, layout, allow_external)
+            structure = self._examine(named(inputs, "x"), named(targets, "target"), layout, allow_external)
         self.structure = structure
-        self.sample_shape, self.target_shape = self.structure.sample_shape, self.structure.target_shape
-        self.channel_names, self.groups = self.structure.channel_names, self.structure.groups
+        self.fields, self.groups = structure.fields, structure.groups
 
     def __len__(self) -> int:
-        return self.structure.shape[0]
+        return self.structure.samples
 
     def __enter__(self) -> Hdf5Dataset:
         return self
@@ -105,20 +119,22 @@ class Hdf5Dataset:
 
     def close(self) -> None:
         """Close the file; twice does no harm, and what is read afterwards opens it again."""
-        if self._opened is not None:
-            self._opened[0].close()
-            self._opened = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def read(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read this rank's box of the inputs of a global batch. Local.
+    def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read this rank's box of an input of a global batch. Local.
 
         Parameters
         ----------
+        name : str
+            Of :attr:`fields`.
         indices : sequence of int
             Samples of the whole (global) batch, in order.
         box : Box
-            In the batch's coordinates ``(N, *spatial, C)``. May reach outside the array: what lies there is left as
-            it is in `out` (margins that hold padding).
+            In the batch's coordinates ``(N, *spatial, C)``, of a label per sample ``(N, 1)``. May reach outside the
+            array: what lies there is left as it is in `out` (margins that hold padding).
         out : array of shape ``box.shape``, host
             Filled within; float32 or float64 (others are converted), any strides; C-contiguous is fastest.
 
@@ -129,59 +145,58 @@ class Hdf5Dataset:
         Raises
         ------
         DataError
-            NaN or infinity in what was read; a file that cannot be read any more.
+            NaN or infinity in what was read, a target out of range; a file that cannot be read any more.
         """
-        filled = self._read(self._datasets()[0], self.structure.input_kind, indices, box, out)
-        self._check_finite(indices, box, out, filled)
+        if name not in self.fields:
+            raise DataError(
+                f"{self.path}: expected one of {', '.join(self.fields)}, got {name!r}; open it with that too"
+            )
+        field = self.fields[name]
+        filled = self._read(self._dataset(name), field.kind, indices, box, out)
+        if field.is_target:
+            self._check_targets(name, indices, box, out, filled)
+        else:
+            self._check_finite(field, indices, box, out, filled)
         return filled
 
-    def read_targets(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read this rank's box of the targets of a global batch; as :meth:`read`, over :attr:`target_shape`.
-
-        A label per sample has the box ``(N, 1)``.
-        """
-        targets = self._datasets()[1]
-        if targets is None:
-            raise DataError(f"{self.path}: opened without targets; pass targets='name of a dataset'")
-        filled = self._read(targets, self.structure.target_kind, indices, box, out)
-        self._check_targets(indices, box, out, filled)
-        return filled
-
-    def _examine(self, inputs: str, targets: str | None, layout: str | None, allow_external: bool) -> Structure:
+    def _examine(
+        self, inputs: Mapping[str, str], targets: Mapping[str, str], layout: str | None, allow_external: bool
+    ) -> Structure:
         file = open_file(self.path)
         try:
             found = examine(file, self.path, inputs, targets, layout, allow_external)
-            self._opened = file, dataset_of(file, inputs), None if targets is None else dataset_of(file, targets)
+            self._datasets = {name: dataset_of(file, field.dataset) for name, field in found.fields.items()}
         except BaseException:
             file.close()
             raise
+        self._file = file
         return found
 
-    def _datasets(self) -> tuple[h5py.Dataset, h5py.Dataset | None]:
-        """Inputs and targets; opened now, where another rank has examined the file."""
-        if self._opened is None:
+    def _dataset(self, name: str) -> h5py.Dataset:
+        """One of the datasets; opened now, where another rank has examined the file."""
+        if self._file is None:
             file = open_file(self.path)
             try:
                 check_files(self.path, self.structure.files)
                 with looking_into(self.path):
-                    self._opened = file, *self._find_again(file)
+                    self._datasets = {key: self._find_again(file, field) for key, field in self.fields.items()}
             except BaseException:
                 file.close()
                 raise
-        return self._opened[1:]
+            self._file = file
+        return self._datasets[name]
 
-    def _find_again(self, file: h5py.File) -> tuple[h5py.Dataset, h5py.Dataset | None]:
-        """The datasets, no attribute of which is read."""
-        wanted = self.structure
-        inputs = find(file, self.path, wanted.inputs)
-        targets = None if wanted.targets is None else find(file, self.path, wanted.targets)
-        coarse = () if targets is None else shape_of(targets, wanted.target_kind)
-        if (inputs.shape, coarse) != (wanted.shape, wanted.target_shape):
+    def _find_again(self, file: h5py.File, field: Field) -> h5py.Dataset:
+        """A dataset, no attribute of which is read."""
+        found = find(file, self.path, field.dataset)
+        shape = (len(found), *shape_of(found, field.kind)) if found.ndim else ()
+        wanted = (self.structure.samples, *field.shape)
+        if shape != wanted:
             raise DataError(
-                f"{self.path}: expected inputs of shape {wanted.shape}, targets of {wanted.target_shape} as when the "
-                f"run began, got {inputs.shape} and {coarse}; it was written anew, or this node sees another file"
+                f"{self.path}: expected {field.dataset!r} to be {wanted}, samples first and channels last, as when the "
+                f"run began, got {shape}; it was written anew, or this node sees another file"
             )
-        return inputs, targets
+        return found
 
     def _read(
         self, source: h5py.Dataset, kind: Kind, indices: Sequence[int], box: Box, out: NDArray[Any]
@@ -243,21 +258,25 @@ class Hdf5Dataset:
             raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
         return int(index)
 
-    def _check_finite(self, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]) -> None:
+    def _check_finite(
+        self, field: Field, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]
+    ) -> None:
         values = out[filled]
         if np.isfinite(values).all():
             return
         at = np.argwhere(~np.isfinite(values))[0] + [s.start for s in filled]
         where = [int(a + o) for a, o in zip(at, box.start)]
-        name = self.channel_names[where[-1]]
+        name = field.channel_names[where[-1]]
         raise DataError(
             f"{self.path}: {float(out[tuple(at)])} in sample {indices[where[0]]}, channel {where[-1]} ({name}) "
             f"at {tuple(where[1:-1])}; expected finite numbers: repair or leave out that sample"
         )
 
-    def _check_targets(self, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]) -> None:
+    def _check_targets(
+        self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]
+    ) -> None:
         values = out[filled]
-        low, high, whole = limits = self.target_range or TargetRange()
+        low, high, whole = limits = self.ranges.get(name, TargetRange())
         # A comparison with NaN is false, so that NaN counts as wrong here.
         good = (values >= low) & (values <= high) & np.isfinite(values)
         if whole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -93,17 +93,21 @@ def check_alike(paths: Sequence[Path], structures: Sequence[Structure]) -> None:
     Raises
     ------
     DataError
-        Other shapes of inputs or targets, other channels than in the first file.
+        Other shapes or other channels than in the first file.
     """
     first = structures[0]
     for path, other in zip(paths, structures):
-        for what, mine, theirs in (
-            ("samples of shape", first.sample_shape, other.sample_shape),
-            ("targets of shape", first.target_shape, other.target_shape),
-            ("the channels", first.channel_names, other.channel_names),
-        ):
-            if mine != theirs:
-                raise DataError(f"{path}: expected {what} {mine} as in {paths[0]}, got {theirs}; leave that file out")
+        for name, field in first.fields.items():
+            same = other.fields[name]
+            for what, mine, theirs in (
+                ("samples of shape", field.shape, same.shape),
+                ("the channels", field.channel_names, same.channel_names),
+            ):
+                if mine != theirs:
+                    raise DataError(
+                        f"{path}: {field.dataset!r}: expected {what} {mine} as in {paths[0]}, got {theirs}; leave that "
+                        "file out"
+                    )
 
 
 class FileSet:
@@ -132,8 +136,7 @@ class FileSet:
         first = self.parts[0]
         more = f" (and {len(parts) - 1} more files)" if len(parts) > 1 else ""
         self.path = Path(f"{first.path}{more}")
-        self.sample_shape, self.target_shape = first.sample_shape, first.target_shape
-        self.channel_names = first.channel_names
+        self.fields = first.fields
         lengths = np.array([len(part) for part in self.parts], np.int64)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         self.file_of = np.repeat(np.arange(len(self.parts), dtype=np.int64), lengths)
@@ -170,22 +173,9 @@ class FileSet:
             part.close()
         self._open.clear()
 
-    def read(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+    def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """See :meth:`Hdf5Dataset.read`; messages name the file, and the sample in it."""
-        return self._read(Hdf5Dataset.read, self.sample_shape, indices, box, out)
-
-    def read_targets(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """See :meth:`Hdf5Dataset.read_targets`."""
-        return self._read(Hdf5Dataset.read_targets, self.target_shape, indices, box, out)
-
-    def _read(
-        self,
-        read: Callable[[Hdf5Dataset, Sequence[int], Box, NDArray[Any]], tuple[slice, ...]],
-        shape: tuple[int, ...],
-        indices: Sequence[int],
-        box: Box,
-        out: NDArray[Any],
-    ) -> tuple[slice, ...]:
+        shape = self.fields[name].shape
         if box.ndim != len(shape) + 1 or out.shape != box.shape:
             raise DataError(
                 f"{self.path}: expected a box of {len(shape) + 1} axes and an array of its shape, got {box} and "
@@ -199,7 +189,7 @@ class FileSet:
         for k in range(first, last):
             file, local = self._place(int(indices[k]))
             at = k - box.start[0]
-            read(self._opened(file), [local], box.replace(0, 0, 1), out[at : at + 1])
+            self._opened(file).read(name, [local], box.replace(0, 0, 1), out[at : at + 1])
         return filled
 
     def _place(self, index: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -35,27 +35,25 @@ class Ahead(Protocol):
     def before_fill(self, slot: int) -> None:
         """Return when the buffers of a slot may be written again."""
 
-    def after_fill(self, slot: int, x: NDArray[Any], y: NDArray[Any] | None) -> None:
+    def after_fill(self, slot: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """The buffers of a slot hold a batch."""
 
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """This rank's box of one global batch.
+    """This rank's boxes of one global batch.
 
     Attributes
     ----------
-    x : array ``input_box.shape``
-        Normalised inputs; outside the sample (padding) 0.
-    y : array ``target_box.shape``, or None
-        Targets, reduced to patches where asked for.
+    arrays : dict
+        By the name of the network's input, of the shape of its box: inputs are normalised, and 0 outside the sample
+        (padding); targets are reduced to patches where asked for.
     batch : Batch
     slot : int
         Number of the set of buffers.
     """
 
-    x: NDArray[Any]
-    y: NDArray[Any] | None
+    arrays: Mapping[str, NDArray[Any]]
     batch: Batch
     slot: int = 0
 
@@ -69,14 +67,13 @@ class Loader:
     ----------
     dataset : Dataset
         Used by the thread only, while a loop runs.
-    input_box : Box
-        Of the global batch ``(N, *spatial, C)``: the owned box with the halo the first layer needs. May reach outside.
-    target_box : Box, optional
-        Of the targets ``(N, *grid, C)``, in patches where there is a `reduction`. None: no targets.
-    statistics : ChannelStatistics, optional
-        Applied to the inputs within the sample.
-    reduction : TargetReduction, optional
-        Reduces the targets from cells to patches.
+    boxes : dict of Box
+        By name, of the global batch ``(N, *spatial, C)``: the owned box with the halo the first layer needs. May reach
+        outside. Of a target in patches, where there is a reduction.
+    statistics : dict of ChannelStatistics, optional
+        By name, applied to inputs within the sample.
+    reductions : dict of TargetReduction, optional
+        By name: reduce targets from cells to patches.
     dtype : float32 or float64
     depth : int
         Sets of buffers: one is in use, the others are being filled.
@@ -96,11 +93,10 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset,
-        input_box: Box,
-        target_box: Box | None = None,
+        boxes: Mapping[str, Box],
         *,
-        statistics: ChannelStatistics | None = None,
-        reduction: TargetReduction | None = None,
+        statistics: Mapping[str, ChannelStatistics] | None = None,
+        reductions: Mapping[str, TargetReduction] | None = None,
         dtype: DTypeLike = np.float32,
         depth: int = 2,
         recorder: LoadRecorder | None = None,
@@ -109,17 +105,14 @@ class Loader:
     ) -> None:
         if depth < 2:
             raise DataError(f"depth: expected 2 or more sets of buffers, got {depth}")
-        if reduction is not None:
-            reduction.coarse_shape(dataset.target_shape)
-        self._dataset, self._statistics = dataset, statistics
-        self._reduction, self._recorder = reduction, recorder
-        self._input_box, self._target_box = input_box, target_box
-        self._ahead = ahead
-        self._x = [allocate(input_box.shape, dtype) for _ in range(depth)]
-        self._y = [None if target_box is None else allocate(target_box.shape, dtype) for _ in range(depth)]
-        self._cells: NDArray[Any] | None = None
-        if reduction is not None and target_box is not None:
-            self._cells = np.zeros(reduction.fine_box(target_box).shape, dtype)
+        reductions = reductions or {}
+        for name, reduction in reductions.items():
+            reduction.coarse_shape(dataset.fields[name].shape)
+        self._dataset, self._statistics = dataset, statistics or {}
+        self._reductions, self._recorder, self._ahead = reductions, recorder, ahead
+        self._boxes = dict(boxes)
+        self._slots = [{name: allocate(box.shape, dtype) for name, box in boxes.items()} for _ in range(depth)]
+        self._cells = {name: np.zeros(r.fine_box(boxes[name]).shape, dtype) for name, r in reductions.items()}
         self._running: _Worker | None = None
         self.seconds_waited = 0.0
 
@@ -150,7 +143,7 @@ class Loader:
                 if isinstance(item, BaseException):
                     raise item
                 slot, batch = item
-                yield LoadedBatch(self._x[slot], self._y[slot], batch, slot)
+                yield LoadedBatch(self._slots[slot], batch, slot)
                 worker.free.put(slot)
         finally:
             # Not close(): by the time a forgotten loop is collected, another may run.
@@ -169,21 +162,23 @@ class Loader:
         if self._ahead is not None:
             self._ahead.before_fill(slot)
         t0 = time.perf_counter()
-        x, y = self._x[slot], self._y[slot]
-        filled = self._dataset.read(batch.indices, self._input_box, x)
-        if self._statistics is not None:
-            self._statistics.apply(x[filled], max(0, self._input_box.start[-1]))
-        if y is not None and self._target_box is not None:
-            if self._reduction is None or self._cells is None:
-                self._dataset.read_targets(batch.indices, self._target_box, y)
-            else:
-                fine = self._reduction.fine_box(self._target_box)
-                self._dataset.read_targets(batch.indices, fine, self._cells)
-                self._reduction.apply(self._cells, y)
+        arrays = self._slots[slot]
+        for name, array in arrays.items():
+            self._fill(name, batch, array)
         if self._ahead is not None:
-            self._ahead.after_fill(slot, x, y)
+            self._ahead.after_fill(slot, arrays)
         if self._recorder is not None:
             self._recorder.span("read", "io", t0, time.perf_counter())
+
+    def _fill(self, name: str, batch: Batch, array: NDArray[Any]) -> None:
+        box, reduction = self._boxes[name], self._reductions.get(name)
+        if reduction is not None:
+            self._dataset.read(name, batch.indices, reduction.fine_box(box), self._cells[name])
+            reduction.apply(self._cells[name], array)
+            return
+        filled = self._dataset.read(name, batch.indices, box, array)
+        if name in self._statistics:
+            self._statistics[name].apply(array[filled], max(0, box.start[-1]))
 
 
 class _Worker:
@@ -194,7 +189,7 @@ class _Worker:
         self._stopped = threading.Event()
         self.free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.ready: queue.SimpleQueue[tuple[int, Batch] | BaseException | None] = queue.SimpleQueue()
-        for slot in range(len(loader._x)):
+        for slot in range(len(loader._slots)):
             self.free.put(slot)
         # A daemon, so that a consumer that dies without closing does not keep the process alive.
         self.thread = threading.Thread(target=self._run, name="halograd-prefetch", daemon=True)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,26 +48,21 @@ class Look:
     scale: float
 
 
-def look_at(
-    read: Callable[[Sequence[int], Box, NDArray[Any]], Any], samples: int, shape: tuple[int, ...], least: int = 1
-) -> Look:
+def look_at(dataset: Dataset, name: str, least: int = 1) -> Look:
     """Read parts of samples that lie evenly in the file, until every channel has shown two values. Local.
 
     Parameters
     ----------
-    read : callable
-        :meth:`Hdf5Dataset.read` or :meth:`Hdf5Dataset.read_targets`.
-    samples : int
-        In the file.
-    shape : tuple
-        ``(*spatial, C)`` of one sample.
+    dataset, name
+        What is read.
     least : int
         Look at so many samples, if there are, also where the first ones differ.
     """
+    samples, shape = len(dataset), dataset.fields[name].shape
     low, high, scale, seen = np.full(shape[-1], np.inf), np.full(shape[-1], -np.inf), 0.0, 0
     chosen = np.unique(np.linspace(0, samples - 1, min(samples, LOOKS)).astype(np.int64))
     for seen, sample in enumerate(chosen, 1):
-        values = _part(read, int(sample), shape, (seen - 1) / max(1, len(chosen) - 1)).reshape(-1, shape[-1])
+        values = _part(dataset, name, int(sample), (seen - 1) / max(1, len(chosen) - 1)).reshape(-1, shape[-1])
         np.minimum(low, values.min(axis=0), out=low)
         np.maximum(high, values.max(axis=0), out=high)
         magnitude = np.abs(values, dtype=np.float64)
@@ -80,27 +74,30 @@ def look_at(
     return Look(seen, constant, scale)
 
 
-def _part(read: Callable[..., Any], sample: int, shape: tuple[int, ...], where: float) -> NDArray[np.float32]:
+def _part(dataset: Dataset, name: str, sample: int, where: float) -> NDArray[np.float32]:
     """Some rows of a sample, the first ones for `where` = 0, the last ones for 1."""
+    shape = dataset.fields[name].shape
     box = Box.of_shape((1, *shape))
     if len(shape) > 1:
         rows = min(shape[0], max(1, PART // math.prod(shape[1:])))
         first = int(where * (shape[0] - rows))
         box = box.replace(1, first, first + rows)
     out = np.empty(box.shape, np.float32)
-    read([sample], box, out)
+    dataset.read(name, [sample], box, out)
     return out
 
 
-def look_at_data(dataset: Dataset, statistics: ChannelStatistics | None, sample: int = 0, least: int = 1) -> float:
+def look_at_data(
+    dataset: Dataset, statistics: Mapping[str, ChannelStatistics] | None, sample: int = 0, least: int = 1
+) -> float:
     """Log a warning of constant inputs and of targets with a single value; the scale of the targets. Local.
 
     Parameters
     ----------
     dataset : Dataset
         With targets.
-    statistics : ChannelStatistics, optional
-        Of its training samples: then the inputs are not looked at, because these say more.
+    statistics : dict of ChannelStatistics, optional
+        By input, of its training samples: then that input is not looked at, because these say more.
     sample : int
         One of these samples.
     least : int
@@ -111,26 +108,46 @@ def look_at_data(dataset: Dataset, statistics: ChannelStatistics | None, sample:
     DataError
         As in reading.
     """
+    scale = 0.0
+    for name, field in dataset.fields.items():
+        if field.is_target:
+            scale = max(scale, _look_at_target(dataset, name, least))
+        else:
+            _look_at_input(dataset, name, (statistics or {}).get(name), sample)
+    return scale
+
+
+def _look_at_input(dataset: Dataset, name: str, statistics: ChannelStatistics | None, sample: int) -> None:
     if statistics is None:
-        inputs = look_at(dataset.read, len(dataset), dataset.sample_shape)
-        constant, where = inputs.constant, _looked_at(inputs.samples, len(dataset))
+        found = look_at(dataset, name)
+        constant, where = found.constant, _looked_at(found.samples, len(dataset))
     else:
-        values = _part(dataset.read, sample, dataset.sample_shape, 0.0).reshape(-1, dataset.sample_shape[-1])[0]
+        values = _part(dataset, name, sample, 0.0).reshape(-1, dataset.fields[name].shape[-1])[0]
         constant = {int(k): float(values[k]) for k in np.flatnonzero(statistics.std == 0) if statistics.count > 1}
         where = "in all training samples, to 7 digits, and 0 when normalised"
     if constant:
         _log.warning(
             "%s: %s %s: a network learns nothing from that; check the file, or leave it out",
-            dataset.path, _named(constant, dataset.channel_names), where,
+            _of(dataset, name, False), _named(constant, dataset.fields[name].channel_names), where,
         )  # fmt: skip
-    targets = look_at(dataset.read_targets, len(dataset), dataset.target_shape, least)
-    if len(targets.constant) == dataset.target_shape[-1]:
-        numbers = ", ".join(f"{v:g}" for v in sorted(set(targets.constant.values())))
+
+
+def _look_at_target(dataset: Dataset, name: str, least: int) -> float:
+    """Its scale."""
+    found = look_at(dataset, name, least)
+    if len(found.constant) == dataset.fields[name].shape[-1]:
+        numbers = ", ".join(f"{v:g}" for v in sorted(set(found.constant.values())))
         _log.warning(
             "%s: the targets are %s %s: a network learns that and nothing else; check the file and data.targets",
-            dataset.path, numbers, _looked_at(targets.samples, len(dataset)),
+            _of(dataset, name, True), numbers, _looked_at(found.samples, len(dataset)),
         )  # fmt: skip
-    return targets.scale
+    return found.scale
+
+
+def _of(dataset: Dataset, name: str, is_target: bool) -> str:
+    """The file; and which of several inputs, or targets, it is."""
+    several = sum(field.is_target == is_target for field in dataset.fields.values()) > 1
+    return f"{dataset.path}: {name}" if several else f"{dataset.path}"
 
 
 def _looked_at(some: int, samples: int) -> str:

@@ -20,7 +20,7 @@ from ..dtensor.box import Box
 from .errors import DataError
 from .source import Dataset
 
-__all__ = ["HEAVY_TAILED", "TRANSFORMS", "ChannelStatistics", "channel_statistics"]
+__all__ = ["HEAVY_TAILED", "TRANSFORMS", "ChannelStatistics", "channel_statistics", "check_transforms"]
 
 Array = NDArray[np.float64]
 AllReduce = Callable[[Array], Array]
@@ -97,7 +97,7 @@ class ChannelStatistics:
         std = self.std[mine]
         scale = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0).astype(x.dtype)
         mean = self.mean[mine].astype(x.dtype)
-        for sample in x:
+        for sample in x if x.ndim > 2 else x[:, None]:
             # Rows that fit the cache: every rule passes over them.
             for first in range(0, len(sample), _CACHED_ROWS):
                 rows = sample[first : first + _CACHED_ROWS]
@@ -128,8 +128,26 @@ def _raise(fault: Exception | None) -> None:
         raise fault
 
 
+def check_transforms(dataset: Dataset, transforms: Mapping[str, str]) -> None:
+    """Refuse rules that there are not, and channels that no input has. Local.
+
+    Raises
+    ------
+    DataError
+        Naming those that there are.
+    """
+    names = [name for field in dataset.fields.values() if not field.is_target for name in field.channel_names]
+    unknown = [n for n in transforms if n not in names]
+    if unknown:
+        raise DataError(f"transforms: expected channels out of {', '.join(names)}, got {', '.join(unknown)}")
+    wrong = [r for r in transforms.values() if r not in TRANSFORMS]
+    if wrong:
+        raise DataError(f"transforms: expected rules out of {', '.join(TRANSFORMS)}, got {', '.join(wrong)}")
+
+
 def channel_statistics(
     dataset: Dataset,
+    name: str,
     indices: Sequence[int] | NDArray[np.int64],
     *,
     rank: int = 0,
@@ -138,7 +156,7 @@ def channel_statistics(
     agree: Callable[[Exception | None], None] = _raise,
     transforms: Mapping[str, str] | None = None,
 ) -> ChannelStatistics:
-    """Mean and standard deviation per channel over these samples.
+    """Mean and standard deviation per channel of one input over these samples.
 
     Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, then one array of 2 C + 1
     numbers is summed. The result differs between numbers of ranks by rounding only (1e-12): sums are taken in float64
@@ -147,6 +165,8 @@ def channel_statistics(
     Parameters
     ----------
     dataset : Dataset
+    name : str
+        Of the input.
     indices : sequence of int
         The training samples; the same on every rank.
     rank, size : int
@@ -155,21 +175,25 @@ def channel_statistics(
     agree : callable
         ``agree(fault)`` raises on all ranks if a rank passes a fault of reading instead of None, before sums are taken.
     transforms : dict, optional
-        Rule per channel name, in place of the default (``log`` for :data:`HEAVY_TAILED`, else ``none``).
+        Rule per channel name, in place of the default (``log`` for :data:`HEAVY_TAILED`, else ``none``); names of
+        channels of others do not count (:func:`check_transforms`).
 
     Raises
     ------
     DataError
-        No samples; unknown channel or rule; NaN in the data.
+        No samples; NaN in the data.
     """
     if len(indices) == 0:
         raise DataError(f"{dataset.path}: expected samples to compute the normalisation from, got none")
-    rules = _rules(dataset.channel_names, transforms or {})
+    field = dataset.fields[name]
+    rules = tuple(
+        (transforms or {}).get(channel, "log" if channel in HEAVY_TAILED else "none") for channel in field.channel_names
+    )
     if rank == 0:
-        _announce(dataset, len(indices), size)
+        _announce(dataset, name, len(indices), size)
     shift, total, fault = np.zeros(len(rules)), np.zeros(2 * len(rules) + 1), None
     try:
-        buffer = _Blocks(dataset, rules)
+        buffer = _Blocks(dataset, name, rules)
         shift = buffer.first(int(indices[0])).reshape(-1, len(rules)).mean(axis=0, dtype=np.float64)
         _add_up(buffer, indices[rank::size], shift, total)
     except Exception as error:
@@ -185,9 +209,9 @@ def channel_statistics(
     return ChannelStatistics(shift + mean, np.sqrt(variance), rules, int(count))
 
 
-def _announce(dataset: Dataset, samples: int, size: int) -> None:
+def _announce(dataset: Dataset, name: str, samples: int, size: int) -> None:
     """Say what takes long before it does."""
-    nbytes = samples * math.prod(dataset.sample_shape) * np.dtype(np.float32).itemsize
+    nbytes = samples * math.prod(dataset.fields[name].shape) * np.dtype(np.float32).itemsize
     if nbytes > _LONG * size:
         _logger.warning(
             "%s: reading all %s training samples (%.0f GB) for the normalisation; data.normalize = false leaves it out",
@@ -209,32 +233,24 @@ def _add_up(buffer: _Blocks, indices: Sequence[int] | NDArray[np.int64], shift: 
 class _Blocks:
     """Transformed blocks of rows of one sample at a time, in one buffer."""
 
-    def __init__(self, dataset: Dataset, rules: tuple[str, ...]) -> None:
-        self._dataset, self._rules = dataset, rules
-        rows = min(_ROWS, dataset.sample_shape[0])
-        self._buffer = np.empty((1, rows, *dataset.sample_shape[1:]), np.float32)
+    def __init__(self, dataset: Dataset, name: str, rules: tuple[str, ...]) -> None:
+        self._dataset, self._name, self._rules = dataset, name, rules
+        self._shape = dataset.fields[name].shape
+        #: Of a vector per sample, all of it.
+        self._rows = self._shape[0] if len(self._shape) > 1 else self._shape[-1]
+        step = min(_ROWS, self._rows) if len(self._shape) > 1 else self._rows
+        self._buffer = np.empty((1, step, *self._shape[1:]), np.float32)
 
     def of_sample(self, index: int) -> Any:
-        rows = self._dataset.sample_shape[0]
-        for first in range(0, rows, self._buffer.shape[1]):
-            yield self._read(index, first, min(first + self._buffer.shape[1], rows))
+        for first in range(0, self._rows, self._buffer.shape[1]):
+            yield self._read(index, first, min(first + self._buffer.shape[1], self._rows))
 
     def first(self, index: int) -> NDArray[np.float32]:
         return self._read(index, 0, self._buffer.shape[1])
 
     def _read(self, index: int, first: int, last: int) -> NDArray[np.float32]:
-        box = Box.of_shape((1, *self._dataset.sample_shape)).replace(1, first, last)
+        box = Box.of_shape((1, *self._shape)).replace(1, first, last)
         block = self._buffer[:, : last - first]
-        self._dataset.read([index], box, block)
+        self._dataset.read(self._name, [index], box, block)
         transform(block, self._rules)
         return block
-
-
-def _rules(names: Sequence[str], chosen: Mapping[str, str]) -> tuple[str, ...]:
-    unknown = [n for n in chosen if n not in names]
-    if unknown:
-        raise DataError(f"transforms: expected channels out of {', '.join(names)}, got {', '.join(unknown)}")
-    wrong = [r for r in chosen.values() if r not in TRANSFORMS]
-    if wrong:
-        raise DataError(f"transforms: expected rules out of {', '.join(TRANSFORMS)}, got {', '.join(wrong)}")
-    return tuple(chosen.get(n, "log" if n in HEAVY_TAILED else "none") for n in names)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
+from .structure import Field
 
 __all__ = ["Dataset"]
 
@@ -25,18 +26,15 @@ class Dataset(Protocol):
     ----------
     path : Path
         For messages.
-    sample_shape, target_shape : tuple
-        ``(*spatial, C)`` of one sample; a label per sample is ``(1,)``.
-    channel_names : list of str
-        Of the inputs.
+    fields : dict of Field
+        By the name of the network's input: shape ``(*spatial, C)`` of one sample, names of channels, and whether it is
+        a target. A number per sample has the shape ``(1,)``.
     groups : int64 array ``(N,)`` or None
         Samples of equal number belong together: they are held out together.
     """
 
     path: Path
-    sample_shape: tuple[int, ...]
-    target_shape: tuple[int, ...]
-    channel_names: list[str]
+    fields: dict[str, Field]
     groups: NDArray[np.int64] | None
 
     @property
@@ -48,16 +46,12 @@ class Dataset(Protocol):
         """Number of samples."""
         ...
 
-    def read(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read a box of the inputs of a global batch, ``(len(indices), *sample_shape)``. Local.
+    def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read a box of one of the fields of a global batch, ``(len(indices), *fields[name].shape)``. Local.
 
         `box` may reach outside the batch's array: what lies there is left as it is in `out`, of shape ``box.shape``.
         Returns the part of `out` that was filled.
         """
-        ...
-
-    def read_targets(self, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """The same of the targets, over `target_shape`."""
         ...
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from .errors import DataError
 from .reading import one_line
 from .storage import Storage, check_files, dataset_of
 
-__all__ = ["HDF5_FAULTS", "Kind", "Structure", "examine", "find", "looking_into"]
+__all__ = ["HDF5_FAULTS", "Field", "Kind", "Structure", "examine", "find", "looking_into"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,40 +35,60 @@ _LAYOUTS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True)
+class Field:
+    """One dataset, which becomes one input of a network.
+
+    Attributes
+    ----------
+    dataset : str
+        Its name in the file.
+    kind : Kind
+    shape : tuple
+        ``(*spatial, C)`` of one sample; a number per sample is ``(1,)``.
+    channel_names : list of str
+        From the attribute of that name, else ``channel 0``, ...
+    is_target : bool
+        Whether predictions are compared with it.
+    """
+
+    dataset: str
+    kind: Kind
+    shape: tuple[int, ...]
+    channel_names: list[str]
+    is_target: bool = False
+
+
+@dataclass(frozen=True)
 class Structure:
     """What a file holds, as plain data: one rank examines it and tells the others, who then need not.
 
     Attributes
     ----------
-    inputs, targets : str
-        Names of the datasets; None for a file that is read without targets.
-    shape : tuple
-        Of the inputs on disk.
-    input_kind, target_kind : Kind
-    sample_shape, target_shape : tuple
-        ``(*spatial, C)`` of one sample.
-    channel_names : list of str
+    fields : dict
+        :class:`Field` by the name of the network's input; those that are no targets first.
+    samples : int
     groups : int64 array ``(N,)`` or None
     files : dict
         Other files that the numbers come from, with their sizes [B].
     """
 
-    inputs: str
-    targets: str | None
-    shape: tuple[int, ...]
-    input_kind: Kind
-    target_kind: Kind
-    sample_shape: tuple[int, ...]
-    target_shape: tuple[int, ...]
-    channel_names: list[str]
+    fields: dict[str, Field]
+    samples: int
     groups: NDArray[np.int64] | None
     files: dict[str, int]
 
 
 def examine(
-    file: h5py.File, path: Path, inputs: str, targets: str | None, layout: str | None, allow_external: bool = False
+    file: h5py.File,
+    path: Path,
+    inputs: Mapping[str, str],
+    targets: Mapping[str, str],
+    layout: str | None,
+    allow_external: bool = False,
 ) -> Structure:
     """Look at an open file: which axes its datasets have, whether they fit each other, and where they lie. Local.
+
+    The first of the inputs has the grid by which the others, and targets, are judged.
 
     Raises
     ------
@@ -78,18 +98,18 @@ def examine(
     """
     storage = Storage(path, allow_external)
     with looking_into(path):
-        x = find(file, path, inputs, storage)
-        kind = input_kind(x, path, layout)
-        sample_shape = shape_of(x, kind)
-        wanted: tuple[Kind, tuple[int, ...]] = ("vector", ())
-        if targets is not None:
-            y = find(file, path, targets, storage)
-            found = target_kind(y, path, x, kind)
-            wanted = found, shape_of(y, found)
-        names = channel_names(x, path, sample_shape[-1])
-        together = groups(file, path, len(x), storage)
+        found = {name: find(file, path, dataset, storage) for name, dataset in {**inputs, **targets}.items()}
+        first = found[next(iter(inputs))]
+        kind = input_kind(first, path, layout)
+        fields = {}
+        for name, dataset in found.items():
+            own = kind if dataset is first else field_kind(dataset, path, first, kind)
+            shape = shape_of(dataset, own)
+            names = channel_names(dataset, path, shape[-1]) if name in inputs else numbered(shape[-1])
+            fields[name] = Field({**inputs, **targets}[name], own, shape, names, name in targets)
+        together = groups(file, path, len(first), storage)
         check_files(path, storage.files)
-    return Structure(inputs, targets, x.shape, kind, wanted[0], sample_shape, wanted[1], names, together, storage.files)
+    return Structure(fields, len(first), together, storage.files)
 
 
 @contextmanager
@@ -150,25 +170,28 @@ def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
     return _LAYOUTS[name]
 
 
-def target_kind(targets: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Kind) -> Kind:
-    """How the targets are stored, judged by the grid of the inputs (of that kind)."""
-    shape, samples, spatial = targets.shape, inputs.shape[0], shape_of(inputs, kind)[:-1]
+def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Kind) -> Kind:
+    """How another dataset than the first of the inputs is stored: by its attribute ``layout``, else by their grid."""
+    shape, samples, spatial = dataset.shape, inputs.shape[0], shape_of(inputs, kind)[:-1]
     if len(shape) < 1 or shape[0] != samples:
         raise DataError(
-            f"{path}: inputs have {samples} samples, targets {targets.name!r} have shape {shape}; expected as many on "
+            f"{path}: {inputs.name!r} has {samples} samples, {dataset.name!r} the shape {shape}; expected as many on "
             "the first axis"
         )
+    stated = _text(dataset.attrs.get("layout"))
+    if isinstance(stated, str) and stated in _LAYOUTS and len(stated) == len(shape):
+        return _LAYOUTS[stated]
     if len(shape) == 1:
         return "no channels"
     if len(shape) == len(spatial) + 1 and _is_coarser(shape[1:], spatial):
         return "no channels"
-    if len(shape) == len(spatial) + 2 and _is_coarser(shape_of(targets, kind)[:-1], spatial):
+    if len(shape) == len(spatial) + 2 and _is_coarser(shape_of(dataset, kind)[:-1], spatial):
         return kind
     if len(shape) == 2:
         return "vector"
     raise DataError(
-        f"{path}: inputs have the grid {spatial}, targets {targets.name!r} the shape {shape}; expected that grid (or "
-        "one coarser by a whole factor), with or without channels, or one row per sample"
+        f"{path}: {inputs.name!r} has the grid {spatial}, {dataset.name!r} the shape {shape}; expected that grid (or "
+        "one coarser by a whole factor), with or without channels, one row per sample, or an attribute 'layout'"
     )
 
 
@@ -184,7 +207,7 @@ def channel_names(inputs: h5py.Dataset, path: Path, channels: int) -> list[str]:
     """From the attribute of that name, where there is one."""
     found = inputs.attrs.get("channel_names")
     if found is None:
-        return [f"channel {k}" for k in range(channels)]
+        return numbered(channels)
     names = [_text(n) for n in found] if isinstance(found, np.ndarray) and found.ndim == 1 else []
     if len(names) != channels or not all(isinstance(n, str) for n in names):
         raise DataError(
@@ -192,6 +215,11 @@ def channel_names(inputs: h5py.Dataset, path: Path, channels: int) -> list[str]:
             f"{one_line(repr(found))}; correct or remove it"
         )
     return names
+
+
+def numbered(channels: int) -> list[str]:
+    """Names of channels that have none."""
+    return [f"channel {k}" for k in range(channels)]
 
 
 def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArray[np.int64] | None:

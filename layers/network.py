@@ -87,6 +87,15 @@ class Network:
         return {self.names[n]: n for n in self.nodes if isinstance(n, Input)}
 
     @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the inputs that the loss compares with, and that no prediction depends on."""
+        loss = self.outputs.get("loss")
+        read = [node for node in self.outputs.values() if node is not loss]
+        read += [] if loss is None else [n for i, n in enumerate(loss.inputs) if not loss.layer.compares(i)]
+        behind = set(_sorted(read))
+        return tuple(name for name, node in self.inputs.items() if node not in behind)
+
+    @property
     def layers(self) -> dict[str, Node]:
         """All nodes but the inputs, by name, in order of computation."""
         return {self.names[n]: n for n in self.nodes if not isinstance(n, Input)}

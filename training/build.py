@@ -11,7 +11,7 @@ from halograd import schema
 from halograd.documents import bytes_text, read_json, shown_path
 from halograd.errors import UserError
 
-from ..layers import Network
+from ..layers import Loss, Network
 from ..layers.parameter_blocks import parameter_blocks
 from ..layers.strategy import Strategy, counts_of, cuts_text
 from ..models import build
@@ -20,7 +20,7 @@ from ..perfmodel.plans import Plan, is_plan
 from ..perfmodel.profile.device import memory_size
 from ..program.compiler import Target
 from ..program.dtypes import dtype_of
-from .config import AdamConfig, Config, LARSConfig, ScheduleConfig, StrategyConfig
+from .config import AdamConfig, Config, DataConfig, LARSConfig, ScheduleConfig, StrategyConfig
 from .optimizers import LARS, SGD, Adam, AdamW, Optimizer
 from .schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
 from .store import ParameterStore
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_batch",
     "check_memory",
+    "datasets_of",
     "fitting_cuts",
     "make_network",
     "make_optimizer",
@@ -48,20 +49,63 @@ SHOWN, MOST_RANKS = 3, 8192
 
 
 def make_network(config: Config) -> Network:
-    """The network of ``[model]``, with inputs ``x`` and ``target`` and the outputs ``prediction`` and ``loss``.
+    """The network of ``[model]``, with a loss to train.
 
     Raises
     ------
     UserError
-        If the model is not known, refuses an option, or cannot be trained by name.
+        If the model is not known, refuses an option, or has no loss.
     """
     network = build(config.model.source, **config.model.options)
-    if set(network.inputs) != {"x", "target"} or "loss" not in network.outputs:
+    if "loss" not in network.outputs or not isinstance(network.outputs["loss"].layer, Loss):
         raise UserError(
-            f"model: expected a network with inputs x and target and an output loss, got {config.model.source!r} "
-            f"with inputs {sorted(network.inputs)} and outputs {sorted(network.outputs)}"
+            f"model: expected a network with an output 'loss' that is one, got {config.model.source!r} with outputs "
+            f"{', '.join(network.outputs)}"
         )
     return network
+
+
+def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dict[str, str]]:
+    """Datasets of inputs, and of targets, by the name of the network's input.
+
+    Raises
+    ------
+    UserError
+        An input of the network without a dataset, one with two, or a name that is none of them.
+    """
+    compared = network.targets
+    inputs = _named(data, "inputs", [name for name in network.inputs if name not in compared])
+    targets = _named(data, "targets", compared)
+    both = sorted(set(inputs) & set(targets))
+    if both:
+        raise UserError(f"data.targets: expected {both[0]!r} in one table, got it in data.inputs too; remove one")
+    for name in (*inputs, *targets):
+        if name not in network.inputs:
+            key = "inputs" if name in inputs else "targets"
+            raise UserError(
+                f"data.{key}.{name}: expected inputs of network {network.name!r} ({', '.join(network.inputs)}), got "
+                "another name"
+            )
+    left = [name for name in network.inputs if name not in inputs and name not in targets]
+    if left:
+        key = "targets" if left[0] in compared else "inputs"
+        raise UserError(
+            f"data.{key}: expected a dataset for {left[0]!r}, which network {network.name!r} reads, got none"
+        )
+    return inputs, targets
+
+
+def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
+    """A single dataset is that of the only input there is; the default one need not be there."""
+    given = getattr(data, key)
+    if not isinstance(given, str):
+        return dict(given)
+    if not names and key not in data.model_fields_set:
+        return {}
+    if len(names) != 1:
+        wanted = f"a table with {', '.join(names)}, as the network reads them" if names else "nothing"
+        raise UserError(f"data.{key}: expected {wanted}, got one dataset, {given!r}")
+    return {names[0]: given}
 
 
 def make_strategy(

@@ -114,7 +114,7 @@ class Checkpoints:
             self._optimizer.step,
             session.config.training.seed,
             self._sampler.state_dict(),
-            None if statistics is None else statistics.state_dict(),
+            {name: found.state_dict() for name, found in statistics.items()},
             unvalidated,
             None if self._auto is None else self._auto.state_dict(),
             None if scaling is None else scaling.state_dict(),

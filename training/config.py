@@ -94,6 +94,9 @@ class ModelConfig(Table):
 class DataConfig(Table):
     """``[data]``: HDF5 files, their datasets, and how samples are drawn.
 
+    `inputs` and `targets` name a dataset each, or, where a network has several, tables of datasets by the name of its
+    input: ``[data.targets]``, ``mask = "label"``. Only `inputs` are normalized; `normalize` may name some of them.
+
     `path` is a file, a pattern (``"runs/*/fields.h5"``), a folder, or a list of these; samples are numbered over all
     files, of which a rank keeps at most `open_files` open. `split` says what `validation` holds out: ``"random"``
     samples, whole groups (``"group"``: of one number in the dataset ``simulation``), or whole files (``"file"``);
@@ -104,12 +107,12 @@ class DataConfig(Table):
     """
 
     path: FilePath | Annotated[list[FilePath], Field(min_length=1)]
-    inputs: FilePath = "inputs"
-    targets: FilePath = "mask"
+    inputs: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "inputs"
+    targets: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "mask"
     layout: Literal["NHWC", "NCHW"] | None = None
     rule: Literal["any", "all", "majority", "fraction", "max", "center"] | None = None
     validation: Below1 = 0.1
-    normalize: bool = True
+    normalize: bool | list[Text] = True
     transforms: dict[str, str] = Field(default_factory=dict)
     shuffle: bool = True
     prefetch: Annotated[Count, Field(le=64)] = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -84,17 +84,20 @@ class DeviceFeed:
     ----------
     memory
         Counts the buffers on the device, one set per slot of the loader.
-    x, target
-        Arrays on the device, inputs of the network.
+    inputs
+        Arrays on the device by name, inputs of the network.
     slots
         Sets of buffers of the loader.
     dtype
         Of the loader's buffers; on the device they become what the inputs are.
     """
 
-    def __init__(self, memory: Memory, x: Any, target: Any, slots: int, dtype: np.dtype) -> None:
-        self._device, self._inputs = memory.device, (x, target)
-        self._staged = [tuple(memory.keep(a.shape, dtype, "input ahead") for a in (x, target)) for _ in range(slots)]
+    def __init__(self, memory: Memory, inputs: Mapping[str, Any], slots: int, dtype: np.dtype) -> None:
+        self._device, self._inputs = memory.device, dict(inputs)
+        self._staged = [
+            {name: memory.keep(array.shape, dtype, "input ahead") for name, array in inputs.items()}
+            for _ in range(slots)
+        ]
         self._copies = [self._taken(slot) for slot in range(slots)]
         self._uploaded: list[Ticket | None] = [None] * slots
         # Uploads run beside the queue, which may still be zeroing their targets.
@@ -103,7 +106,8 @@ class DeviceFeed:
     def _taken(self, slot: int) -> list[Callable[[], None]]:
         """What enqueues the copies of a slot into the inputs, in their dtypes."""
         floats, others = [], []
-        for target, staged in zip(self._inputs, self._staged[slot]):
+        for name, target in self._inputs.items():
+            staged = self._staged[slot][name]
             if is_low(target.dtype) or target.dtype.kind == "f":
                 floats.append((target, staged))
             else:
@@ -118,10 +122,9 @@ class DeviceFeed:
         if ticket is not None:
             ticket.wait()
 
-    def after_fill(self, slot: int, x: NDArray[Any], y: NDArray[Any] | None) -> None:
+    def after_fill(self, slot: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Begin to copy what was read; it goes where the batch before in this slot has been taken from."""
-        assert y is not None
-        pairs = list(zip((x, y), self._staged[slot]))
+        pairs = [(arrays[name], staged) for name, staged in self._staged[slot].items()]
         self._uploaded[slot] = self._device.upload_ahead(pairs, self._used[slot])
 
     # -- the main thread ------------------------------------------------------------------------

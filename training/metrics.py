@@ -15,7 +15,7 @@ from ..layers.costs import Judgement
 from ..program.values import Value
 from .executor import Executor
 
-__all__ = ["Confusion", "Errors", "Evaluation", "scores"]
+__all__ = ["Confusion", "Errors", "Evaluation", "Judged", "judged", "scores"]
 
 
 class Confusion:
@@ -130,7 +130,7 @@ class Evaluation:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._judged = _judged(executor)
+        self._judged = judged(executor)
         self._reductions = [executor.comm.reduction(one.counter.counts, kind="metrics") for one in self._judged]
         self._loss, self._samples = 0.0, 0
 
@@ -180,28 +180,40 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class _Judged:
-    """A prediction beside its target; `name` is that of the output, or of the layer that makes it."""
+class Judged:
+    """A prediction beside its target.
+
+    Attributes
+    ----------
+    name
+        That of the output, or of the layer that makes it.
+    nodes
+        Names of both in the network.
+    prediction, target
+        As the loss reads them.
+    """
 
     name: str
+    nodes: tuple[str, str]
     prediction: Value
     target: Value
     counter: Confusion | Errors
 
 
-def _judged(executor: Executor) -> list[_Judged]:
+def judged(executor: Executor) -> list[Judged]:
     """Predictions and targets that the loss to be minimised reads, and how they are judged."""
     network, node = executor.network, executor.network.outputs.get("loss")
     step = next((step for step in executor.steps if node is not None and step.layer is node.layer), None)
     judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
     if step is not None and node is not None and judgements:
         outputs = {made: name for name, made in network.outputs.items()}
-        made = [node.inputs[one.prediction] for one in judgements]
-        names = [outputs.get(prediction, network.names[prediction]) for prediction in made]
-        return [
-            _Judged(name, step.inputs[one.prediction], step.inputs[one.target], _counter(one))
-            for name, one in zip(names, judgements)
-        ]
+        found = []
+        for one in judgements:
+            made, target = node.inputs[one.prediction], node.inputs[one.target]
+            nodes = network.names[made], network.names[target]
+            values = step.inputs[one.prediction], step.inputs[one.target]
+            found.append(Judged(outputs.get(made, nodes[0]), nodes, *values, _counter(one)))
+        return found
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
 
 

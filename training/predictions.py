@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import h5py
@@ -12,6 +12,7 @@ from ..data import Batch, DataError
 from ..data.atomic import atomic_path, check_writable
 from ..data.reading import open_to_read, regular_size
 from ..device import is_low
+from .metrics import judged
 from .session import Session
 
 __all__ = ["check_predictions", "write_predictions"]
@@ -30,7 +31,7 @@ def check_predictions(path: Path) -> None:
         if regular_size(path) == 0:
             return
         with open_to_read(path) as file:
-            if set(file) == {"prediction", "target", "sample"}:
+            if {"prediction", "target", "sample"} <= set(file):
                 return
     except FileNotFoundError:
         return
@@ -44,30 +45,35 @@ def check_predictions(path: Path) -> None:
 def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:
     """Datasets ``prediction``, ``target`` ``(n, *spatial, C)`` and ``sample`` ``(n,)``. Collective; rank 0 writes.
 
-    Predictions are what the loss reads (logits). Rank 0 holds all of them at once: for pictures and small sets.
+    Of a second prediction that the loss judges, and of others, ``NAME/prediction`` and ``NAME/target``. Predictions are
+    what the loss reads (logits). Rank 0 holds all of them at once: for pictures and small sets.
     """
     executor, comm = session.executor, session.comm
-    name = session.network.names[session.network.outputs["prediction"]]
+    names: dict[str, str] = {}
+    for number, one in enumerate(judged(executor)):
+        folder = f"{one.name}/" if number else ""
+        names |= {f"{folder}prediction": one.nodes[0], f"{folder}target": one.nodes[1]}
+    parts: dict[str, list[np.ndarray]] = {key: [] for key in names}
+    samples: list[int] = []
     fault: Exception | None = None
-    parts: list[tuple[np.ndarray, np.ndarray, list[int]]] = []
     for batch in session.feed(batches):
         executor.forward(training=False)
         executor.loss_value()
-        prediction, target = executor.gather(name), executor.gather("target")
-        if prediction is not None and target is not None:
-            if is_low(prediction.dtype):
-                prediction = prediction.astype(np.float32)
-            parts.append((prediction[: batch.valid], target[: batch.valid], list(batch.indices[: batch.valid])))
+        for key, name in names.items():
+            whole = executor.gather(name)
+            if whole is not None:
+                parts[key].append((whole.astype(np.float32) if is_low(whole.dtype) else whole)[: batch.valid])
+        samples += batch.indices[: batch.valid]
     try:
         if comm.rank == 0:
-            _write(path, parts)
+            _write(path, parts, samples)
     except Exception as error:  # of whatever kind, such as too little memory: the other ranks wait for the answer
         fault = error
     comm.agree(fault)
 
 
-def _write(path: Path, parts: list[tuple[np.ndarray, np.ndarray, list[int]]]) -> None:
+def _write(path: Path, parts: Mapping[str, list[np.ndarray]], samples: list[int]) -> None:
     with atomic_path(path) as partial, h5py.File(partial, "w", locking=False) as file:
-        file["prediction"] = np.concatenate([p for p, _, _ in parts])
-        file["target"] = np.concatenate([t for _, t, _ in parts])
-        file["sample"] = np.array([i for _, _, indices in parts for i in indices], np.int64)
+        for key, arrays in parts.items():
+            file[key] = np.concatenate(arrays)
+        file["sample"] = np.array(samples, np.int64)

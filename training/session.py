@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,17 +26,18 @@ from ..data import (
     Sampler,
     TargetReduction,
     channel_statistics,
+    check_transforms,
     find_files,
     split,
 )
 from ..data.files import check_alike
 from ..data.look import LOOKS, look_at_data
 from ..data.sampler import Batches
-from ..data.structure import Structure
+from ..data.structure import Field, Structure
 from ..data.targets import TargetRange
-from ..layers import Network, Strategy
+from ..layers import Input, Network, Strategy
 from ..models.own import is_own, source_of
-from .build import check_batch, check_memory, make_network, make_strategy, with_reduction
+from .build import check_batch, check_memory, datasets_of, make_network, make_strategy, with_reduction
 from .config import Config, DataConfig
 from .executor import Executor
 from .inputs import DeviceFeed
@@ -60,7 +61,7 @@ class Session:
     training, validation
         Dataset indices, the same on all ranks.
     statistics
-        Of the inputs; None without normalization.
+        By input, of those that are normalized.
     timeline
         None unless ``output.timeline`` is set, or the run follows a plan; then it is paused but for some steps.
     ahead
@@ -76,7 +77,7 @@ class Session:
     dataset: Dataset
     training: np.ndarray
     validation: np.ndarray
-    statistics: ChannelStatistics | None
+    statistics: dict[str, ChannelStatistics]
     loader: Loader
     timeline: Timeline | None
     ahead: DeviceFeed | None = None
@@ -119,19 +120,19 @@ class Session:
         strategy.refuse_empty_blocks(network)
         dataset = stack.enter_context(closing(_open_dataset(data, network, comm)))
         with comm.agreement():
-            _check_shape(data, dataset, network)
-            reduction = _reduction(data, dataset, network)
+            reductions = _fit_together(data, dataset, network)
         training, validation = split(len(dataset), data.validation, settings.seed, _groups(data, dataset))
         if comm.rank == 0:
             _warn_of_neighbors(data, dataset, training, validation)
         check_batch(config, len(training) if trainable else len(dataset), trainable)
-        statistics = computed = None
-        if data.normalize and normalization is not None:
-            statistics = ChannelStatistics.from_state_dict(normalization)
-        elif data.normalize:
-            statistics = computed = _statistics(data, dataset, training, comm)
-        limits = _target_range(network)
-        least = LOOKS if limits is None or not limits.bounded else 1
+        wanted, known = _normalized(data, dataset), normalization or {}
+        known = {wanted[0]: known} if wanted and "mean" in known else known  # of a checkpoint of an earlier version
+        computed = _statistics(data, dataset, [name for name in wanted if name not in known], training, comm)
+        statistics = {
+            name: computed[name] if name in computed else ChannelStatistics.from_state_dict(known[name])
+            for name in wanted
+        }
+        least = 1 if all(limits.bounded for limits in _ranges(network).values()) else LOOKS
         scale = _on_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), least))
         timeline = None
         if config.output.timeline or planned:
@@ -154,17 +155,17 @@ class Session:
                 graph=config.backend.graph,
             )
         )
-        x, target = (executor.input(name) for name in ("x", "target"))
+        inputs = {name: executor.input(name) for name in dataset.fields}
         slots, device, ahead = data.prefetch + 1, executor.device, None
         if not device.is_host:
-            ahead = DeviceFeed(executor.memory, x.array, target.array, slots, executor.store.dtype)
+            arrays = {name: made.array for name, made in inputs.items()}
+            ahead = DeviceFeed(executor.memory, arrays, slots, executor.store.dtype)
         loader = stack.enter_context(
             Loader(
                 dataset,
-                x.box,
-                target.box,
+                {name: made.box for name, made in inputs.items()},
                 statistics=statistics,
-                reduction=reduction,
+                reductions=reductions,
                 dtype=executor.store.dtype,  # of 16 bits are the inputs on the device only: statistics come before
                 depth=slots,
                 recorder=timeline,
@@ -231,17 +232,16 @@ class Session:
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Bring one batch after the other into the inputs of the executor. Local."""
-        x, target = (self.executor.input(name).array for name in ("x", "target"))
+        inputs = {name: self.executor.input(name).array for name in self.dataset.fields}
         pulse = self.executor.pulse
         pulse.at("data", "")
         with closing(self.loader.iterate(batches)) as loaded:
             for item in loaded:
-                assert item.y is not None
                 if self.ahead is not None:
                     self.ahead.bring(item)
                 else:
-                    np.copyto(x, item.x)
-                    np.copyto(target, item.y, casting="unsafe")
+                    for name, array in inputs.items():
+                        np.copyto(array, item.arrays[name], casting="unsafe")
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
                 pulse.at("data", "")
@@ -264,12 +264,12 @@ def _on_root(comm: Communicator, call: Callable[[], Result]) -> Result:
 
 def _open_dataset(data: DataConfig, network: Network, comm: Communicator) -> Dataset:
     """The data set. Every file is examined by one rank for all: the others open it when they first read. Collective."""
+    names = datasets_of(data, network)
     paths = _on_root(comm, lambda: find_files(data.path))
-    limits = _target_range(network)
+    limits = _ranges(network)
 
     def open_(number: int, structure: Structure | None = None) -> Hdf5Dataset:
-        some = (data.inputs, data.targets, data.layout, limits, structure, data.allow_external)
-        return Hdf5Dataset(paths[number], *some)
+        return Hdf5Dataset(paths[number], *names, data.layout, limits, structure, data.allow_external)
 
     opened: dict[int, Hdf5Dataset] = {}
     fault: DataError | None = None
@@ -317,53 +317,80 @@ def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray,
             )
 
 
-def _check_shape(data: DataConfig, dataset: Dataset, network: Network) -> None:
-    expected = network.inputs["x"].shape
-    if dataset.sample_shape != expected:
+def _fit_together(data: DataConfig, dataset: Dataset, network: Network) -> dict[str, TargetReduction]:
+    """Check that every field has the shape of its input; how targets that are finer are reduced, by name."""
+    reductions = {}
+    for name, field in dataset.fields.items():
+        wanted = network.inputs[name].shape
+        if field.is_target and field.shape != wanted:
+            reductions[name] = _reduction(data, field, wanted)
+        elif field.shape != wanted:
+            raise UserError(
+                f"data.path: expected samples of shape {wanted} for {name!r} of model {network.name!r}, got "
+                f"{field.shape} in {data.where}; change the options of [model] or the data"
+            )
+    return reductions
+
+
+def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...]) -> TargetReduction:
+    """How a target of the file becomes that of the network, which is coarser."""
+    have = field.shape
+    divides = len(have) == len(wanted) > 1 and all(n and not m % n for m, n in zip(have, wanted))
+    if not divides or have[-1] != wanted[-1]:
         raise UserError(
-            f"data.path: expected samples of shape {expected} for model {network.name!r}, got {dataset.sample_shape} "
-            f"in {data.where}; change the options of [model] or the data"
-        )
-
-
-def _target_range(network: Network) -> TargetRange | None:
-    loss, target = network.outputs["loss"], network.inputs["target"]
-    shapes = [node.shape for node in loss.inputs]
-    found, classes = loss.layer.target_range(loss.inputs.index(target), *shapes), target.dtype != "compute"
-    if found is None:
-        return TargetRange(whole=True) if classes else None
-    return TargetRange(*found, whole=classes)
-
-
-def _reduction(data: DataConfig, dataset: Dataset, network: Network) -> TargetReduction | None:
-    """How the targets of the file become those of the network, None where they are the same."""
-    have, want = dataset.target_shape, network.inputs["target"].shape
-    if have == want:
-        return None
-    divides = len(have) == len(want) > 1 and all(n and not m % n for m, n in zip(have, want)) and have[-1] == want[-1]
-    if not divides:
-        raise UserError(
-            f"data.targets: expected targets of shape {want} (or finer by whole factors), got {have} in {data.where}"
+            f"data.targets: expected targets of shape {wanted} (or finer by whole factors), got {have} in "
+            f"{field.dataset!r} of {data.where}"
         )
     if data.rule is None:
         raise UserError(
             f"data.rule: expected how a patch is made of its cells (any, all, majority, fraction, max, center), got "
-            f"nothing; the network predicts {want[:-1]} patches, the targets have {have[:-1]} cells"
+            f"nothing; the network predicts {wanted[:-1]} patches, the targets have {have[:-1]} cells"
         )
-    return TargetReduction(data.rule, tuple(m // n for m, n in zip(have[:-1], want[:-1])))
+    return TargetReduction(data.rule, tuple(m // n for m, n in zip(have[:-1], wanted[:-1])))
 
 
-def _statistics(data: DataConfig, dataset: Dataset, training: np.ndarray, comm: Communicator) -> ChannelStatistics:
+def _ranges(network: Network) -> dict[str, TargetRange]:
+    """What targets may be, by name: as the loss says, and whole numbers where they are classes."""
+    loss, found = network.outputs["loss"], {}
+    shapes = [node.shape for node in loss.inputs]
+    for i, node in enumerate(loss.inputs):
+        if isinstance(node, Input) and loss.layer.compares(i):
+            limits = loss.layer.target_range(i, *shapes) or TargetRange()[:2]
+            found[network.names[node]] = TargetRange(*limits, whole=node.dtype != "compute")
+    return found
+
+
+def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
+    """Names of the inputs that are."""
+    inputs = [name for name, field in dataset.fields.items() if not field.is_target]
+    if isinstance(data.normalize, bool):
+        return inputs if data.normalize else []
+    unknown = [name for name in data.normalize if name not in inputs]
+    if unknown:
+        raise UserError(f"data.normalize: expected names of inputs ({', '.join(inputs)}), got {unknown[0]!r}")
+    return data.normalize
+
+
+def _statistics(
+    data: DataConfig, dataset: Dataset, names: Sequence[str], training: np.ndarray, comm: Communicator
+) -> dict[str, ChannelStatistics]:
+    """Of these inputs. Collective."""
+
     def total(array: np.ndarray) -> np.ndarray:
         comm.reduction(array, kind="data").run()
         return array
 
-    return channel_statistics(
-        dataset,
-        training,
-        rank=comm.rank,
-        size=comm.size,
-        allreduce=total,
-        agree=comm.agree,
-        transforms=data.transforms,
-    )
+    check_transforms(dataset, data.transforms)
+    return {
+        name: channel_statistics(
+            dataset,
+            name,
+            training,
+            rank=comm.rank,
+            size=comm.size,
+            allreduce=total,
+            agree=comm.agree,
+            transforms=data.transforms,
+        )
+        for name in names
+    }

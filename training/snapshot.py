@@ -33,7 +33,7 @@ class TrainingProgress:
     sampler
         Position in the data, as :meth:`Sampler.state_dict` gives it.
     normalization
-        Statistics of the inputs, as :meth:`ChannelStatistics.state_dict` gives them; None without.
+        Statistics by input, as :meth:`ChannelStatistics.state_dict` gives them; None: they were never computed.
     unvalidated
         The run was stopped when an epoch was over and its validation was not.
     reduction

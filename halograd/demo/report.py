@@ -121,8 +121,8 @@ def judge(files: Files, settings: DemoSettings) -> Judged:
     logits = _logits(files)
     with Hdf5Dataset(files.data) as dataset:
         training, held_out = split(len(dataset), settings.validation, settings.seed, dataset.groups)
-        inputs, masks = _read(dataset)
-        density, now = (inputs[held_out, ..., dataset.channel_names.index(n)] for n in ("Density", "scaledJacobian"))
+        (inputs, masks), names = _read(dataset), dataset.fields["x"].channel_names
+        density, now = (inputs[held_out, ..., names.index(n)] for n in ("Density", "scaledJacobian"))
     _statistics(files).apply(inputs)
     model = fit(lambda: ((inputs[i], masks[i]) for i in training))
     cut, _ = best_threshold(model, lambda: ((inputs[i], masks[i]) for i in training))
@@ -147,11 +147,11 @@ def _logits(files: Files) -> np.ndarray:
 
 
 def _read(dataset: Hdf5Dataset) -> tuple[np.ndarray, np.ndarray]:
-    n = len(dataset)
-    inputs = np.empty((n, *dataset.sample_shape), np.float32)
-    masks = np.empty((n, *dataset.target_shape), np.float32)
-    dataset.read(range(n), Box.of_shape(inputs.shape), inputs)
-    dataset.read_targets(range(n), Box.of_shape(masks.shape), masks)
+    n, found = len(dataset), []
+    for name, one in dataset.fields.items():
+        found.append(np.empty((n, *one.shape), np.float32))
+        dataset.read(name, range(n), Box.of_shape(found[-1].shape), found[-1])
+    inputs, masks = found
     return inputs, masks[..., 0]
 
 
@@ -161,7 +161,7 @@ def _statistics(files: Files) -> ChannelStatistics:
     assert checkpoint is not None, "the run was just finished"
     normalization = read_header(checkpoint)[0].normalization
     assert normalization is not None, "the configuration asks for it"
-    return ChannelStatistics.from_state_dict(normalization)
+    return ChannelStatistics.from_state_dict(normalization["x"])
 
 
 def _limit(files: Files) -> float:

@@ -317,14 +317,16 @@ def _image(samples: np.ndarray, data: dict[str, Any]) -> tuple[np.ndarray | None
     """One channel of the inputs and its name: the density of a mesh, else the first."""
     try:
         outside = bool(data.get("allow_external", False))
-        name, layout = data.get("inputs", "inputs"), data.get("layout")
-        with open_dataset(data["path"], name, None, layout, allow_external=outside) as dataset:
-            names = dataset.channel_names
+        with open_dataset(
+            data["path"], data.get("inputs", "inputs"), None, data.get("layout"), allow_external=outside
+        ) as dataset:
+            first, field = next(iter(dataset.fields.items()))
+            names = field.channel_names
             channel = names.index("Density") if "Density" in names else 0
-            whole = Box.of_shape((len(samples), *dataset.sample_shape))
+            whole = Box.of_shape((len(samples), *field.shape))
             box = Box((*whole.start[:-1], channel), (*whole.stop[:-1], channel + 1))
             values = np.empty(box.shape, np.float32)
-            dataset.read([int(k) for k in samples], box, values)
+            dataset.read(first, [int(k) for k in samples], box, values)
     except (DataError, KeyError):
         return None, ""
     return np.stack([_slice(v[..., 0]) for v in values]), names[channel]

@@ -45,7 +45,7 @@ def test_any_box_of_any_layout(path: Path, spatial: tuple, layout: str, dtype: t
     x = make(path, spatial, layout, dtype)
     rng = np.random.default_rng(0)
     with Hdf5Dataset(path) as data:
-        assert len(data) == N and data.sample_shape == (*spatial, CHANNELS)
+        assert len(data) == N and data.fields["x"].shape == (*spatial, CHANNELS)
         for out_dtype in (np.float32, np.float64):
             indices = [int(i) for i in rng.permutation(N)[:4]]
             batch = x[indices].astype(out_dtype)
@@ -54,7 +54,7 @@ def test_any_box_of_any_layout(path: Path, spatial: tuple, layout: str, dtype: t
                 high = [int(rng.integers(a + 1, n + 1)) for a, n in zip(low, batch.shape)]
                 box = Box(tuple(low), tuple(high))
                 out = np.full(box.shape, np.nan, out_dtype)
-                data.read(indices, box, out)
+                data.read("x", indices, box, out)
                 np.testing.assert_array_equal(out, batch[box.slices()])
 
 
@@ -67,7 +67,7 @@ def test_margins_outside_the_sample_are_left_alone(path: Path, layout: str, cont
     out = whole[:, :, :8]
     assert out.flags.c_contiguous == contiguous
     with Hdf5Dataset(path) as data:
-        filled = data.read([4, 0], box, out)
+        filled = data.read("x", [4, 0], box, out)
     expected = np.full(box.shape, -7.0, np.float32)
     expected[:, 2:6, 0:5] = x[[4, 0], 0:4, 3:8]
     np.testing.assert_array_equal(out, expected)
@@ -82,10 +82,10 @@ def test_each_rank_reads_only_its_box(path: Path) -> None:
         with Hdf5Dataset(path) as data:
             box = Box((0, rows[0], cols[0], 0), (2, rows[1], cols[1], 3))
             out = np.empty(box.shape, np.float32)
-            data.read([1, 3], box, out)
+            data.read("x", [1, 3], box, out)
             assert data.bytes_read == 2 * 4 * 5 * 3 * 4
             np.testing.assert_array_equal(out, x[[1, 3], slice(*rows), slice(*cols)])
-            data.read_targets([1, 3], box.replace(3, 0, 1), np.empty((2, 4, 5, 1), np.float32))
+            data.read("target", [1, 3], box.replace(3, 0, 1), np.empty((2, 4, 5, 1), np.float32))
             assert data.bytes_read == 2 * 4 * 5 * 3 * 4 + 2 * 4 * 5
 
 
@@ -93,7 +93,7 @@ def test_a_sample_cut_reads_its_samples_only(path: Path) -> None:
     x = make(path)
     with Hdf5Dataset(path) as data:
         out = np.empty((1, 6, 8, 3), np.float32)
-        data.read([3, 0, 2], Box((2, 0, 0, 0), (3, 6, 8, 3)), out)
+        data.read("x", [3, 0, 2], Box((2, 0, 0, 0), (3, 6, 8, 3)), out)
         assert data.bytes_read == x[0].nbytes
     np.testing.assert_array_equal(out[0], x[2])
 
@@ -101,8 +101,8 @@ def test_a_sample_cut_reads_its_samples_only(path: Path) -> None:
 def test_an_empty_box_reads_nothing(path: Path) -> None:
     make(path)
     with Hdf5Dataset(path) as data:
-        data.read([0], Box((0, 6, 0, 0), (1, 6, 8, 3)), np.empty((1, 0, 8, 3), np.float32))
-        data.read([0], Box((0, 20, 0, 0), (1, 22, 8, 3)), np.empty((1, 2, 8, 3), np.float32))
+        data.read("x", [0], Box((0, 6, 0, 0), (1, 6, 8, 3)), np.empty((1, 0, 8, 3), np.float32))
+        data.read("x", [0], Box((0, 20, 0, 0), (1, 22, 8, 3)), np.empty((1, 2, 8, 3), np.float32))
         assert data.bytes_read == 0
 
 
@@ -113,9 +113,9 @@ def test_targets_with_and_without_channels(path: Path, layout: str, channels: in
     with h5py.File(path) as file:
         mask = file["mask"][()].reshape(N, 6, 8, 1)
     with Hdf5Dataset(path) as data:
-        assert data.target_shape == (6, 8, 1)
+        assert data.fields["target"].shape == (6, 8, 1)
         out = np.empty((2, 3, 4, 1), np.float32)
-        data.read_targets([1, 2], Box((0, 2, 1, 0), (2, 5, 5, 1)), out)
+        data.read("target", [1, 2], Box((0, 2, 1, 0), (2, 5, 5, 1)), out)
     np.testing.assert_array_equal(out, mask[[1, 2], 2:5, 1:5])
 
 
@@ -124,25 +124,25 @@ def test_labels_vectors_and_coarse_targets(path: Path) -> None:
     make(path, labels=labels, vectors=vectors, coarse=np.arange(N * 12).reshape(N, 3, 4))
     out = np.empty((2, 1))
     with Hdf5Dataset(path, targets="labels") as data:
-        data.read_targets([4, 1], Box((0, 0), (2, 1)), out)
+        data.read("target", [4, 1], Box((0, 0), (2, 1)), out)
     np.testing.assert_array_equal(out[:, 0], [40, 10])
     out = np.empty((2, 2))
     with Hdf5Dataset(path, targets="vectors") as data:
-        data.read_targets([4, 1], Box((0, 1), (2, 3)), out)
+        data.read("target", [4, 1], Box((0, 1), (2, 3)), out)
     np.testing.assert_array_equal(out, vectors[[4, 1], 1:3])
     with Hdf5Dataset(path, targets="coarse") as data:
-        assert data.target_shape == (3, 4, 1)
+        assert data.fields["target"].shape == (3, 4, 1)
 
 
 def test_names_and_groups(path: Path) -> None:
     make(path, simulation=np.array([0, 0, 1, 1, 2]))
     with Hdf5Dataset(path) as data:
-        assert data.channel_names == ["channel 0", "channel 1", "channel 2"]
+        assert data.fields["x"].channel_names == ["channel 0", "channel 1", "channel 2"]
         assert list(data.groups) == [0, 0, 1, 1, 2]
     with h5py.File(path, "a") as file:
         file["inputs"].attrs["channel_names"] = ["Density", "Pressure", "oddy"]
     with Hdf5Dataset(path) as data:
-        assert data.channel_names == ["Density", "Pressure", "oddy"]
+        assert data.fields["x"].channel_names == ["Density", "Pressure", "oddy"]
 
 
 def test_a_missing_file(path: Path) -> None:
@@ -177,9 +177,9 @@ def test_a_damaged_chunk_is_named_when_it_is_read(path: Path) -> None:
     path.write_bytes(raw)
     box, out = Box((0, 0, 0, 0), (1, 4, 4, 1)), np.empty((1, 4, 4, 1), np.float32)
     with Hdf5Dataset(path, targets=None) as data:
-        data.read([0], box, out)
+        data.read("x", [0], box, out)
         with pytest.raises(DataError, match=r"cannot read sample 1 of '/inputs' .*the file is damaged") as caught:
-            data.read([1], box, out)
+            data.read("x", [1], box, out)
     assert "\n" not in str(caught.value)
 
 
@@ -195,7 +195,7 @@ def test_layout_must_be_known(path: Path) -> None:
         del file["inputs"].attrs["layout"]
     with pytest.raises(DataError, match="has no attribute 'layout'; pass layout='NHWC' or 'NCHW'"):
         Hdf5Dataset(path)
-    assert Hdf5Dataset(path, targets=None, layout="NCHW").sample_shape == (8, 3, 6)
+    assert Hdf5Dataset(path, targets=None, layout="NCHW").fields["x"].shape == (8, 3, 6)
     with pytest.raises(DataError, match="expected layout 'NHWC' or 'NCHW', got 'HWCN'"):
         Hdf5Dataset(path, layout="HWCN")
 
@@ -207,9 +207,9 @@ def test_wrong_ranks_shapes_and_types(path: Path) -> None:
         ({"inputs": "flat", "layout": "NHWC"}, r"expected \(N, \*spatial, C\) .* got shape \(5, 6\)"),
         ({"inputs": "text", "layout": "NHWC"}, "'/text': expected numbers, got .*; write numbers, or name others"),
         ({"inputs": "empty", "layout": "NHWC"}, r"is empty: expected samples, got shape \(0, 6, 8, 3\)"),
-        ({"targets": "few"}, r"inputs have 5 samples, targets '/few' have shape \(4, 6, 8\)"),
-        ({"targets": "scalar"}, r"inputs have 5 samples, targets '/scalar' have shape \(\)"),
-        ({"targets": "off"}, r"inputs have the grid \(6, 8\), targets '/off' the shape \(5, 6, 7\)"),
+        ({"targets": "few"}, r"'/inputs' has 5 samples, '/few' the shape \(4, 6, 8\)"),
+        ({"targets": "scalar"}, r"'/inputs' has 5 samples, '/scalar' the shape \(\)"),
+        ({"targets": "off"}, r"'/inputs' has the grid \(6, 8\), '/off' the shape \(5, 6, 7\)"),
     ]
     for arguments, message in cases:
         with pytest.raises(DataError, match=message):
@@ -221,14 +221,14 @@ def test_wrong_requests(path: Path) -> None:
     with Hdf5Dataset(path) as data:
         box = Box((0, 0, 0, 0), (1, 6, 8, 3))
         with pytest.raises(DataError, match=r"expected a box of 4 axes within \(1, 6, 8, 3\)"):
-            data.read([0], box, np.empty((1, 6, 8), np.float32))
+            data.read("x", [0], box, np.empty((1, 6, 8), np.float32))
         with pytest.raises(DataError, match=r"expected a sample of 0 \.\. 4, got 5"):
-            data.read([5], box, np.empty(box.shape, np.float32))
+            data.read("x", [5], box, np.empty(box.shape, np.float32))
     with (
         Hdf5Dataset(path, targets=None) as data,
-        pytest.raises(DataError, match="opened without targets; pass targets="),
+        pytest.raises(DataError, match="expected one of x, got 'target'; open it with that too"),
     ):
-        data.read_targets([0], box, np.empty(box.shape, np.float32))
+        data.read("target", [0], box, np.empty(box.shape, np.float32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -238,9 +238,9 @@ def test_nan_names_sample_and_channel(path: Path, bad: float) -> None:
         file["inputs"][3, 4, 5, 1] = bad
     out = np.zeros((2, 4, 8, 3), np.float32)
     with Hdf5Dataset(path) as data:
-        data.read([1, 3], Box((0, 0, 0, 0), (2, 4, 8, 3)), out)
+        data.read("x", [1, 3], Box((0, 0, 0, 0), (2, 4, 8, 3)), out)
         with pytest.raises(DataError, match=rf"{bad} in sample 3, channel 1 \(channel 1\) at \(4, 5\)"):
-            data.read([1, 3], Box((0, 2, 0, 0), (2, 6, 8, 3)), out)
+            data.read("x", [1, 3], Box((0, 2, 0, 0), (2, 6, 8, 3)), out)
 
 
 def test_targets_out_of_range(path: Path) -> None:
@@ -249,12 +249,12 @@ def test_targets_out_of_range(path: Path) -> None:
         file["mask"][2, 1, 1] = 9
     out = np.zeros((1, 6, 8, 1), np.float32)
     box = Box((0, 0, 0, 0), (1, 6, 8, 1))
-    with Hdf5Dataset(path, target_range=TargetRange(0, 1)) as data:
-        data.read_targets([0], box, out)
+    with Hdf5Dataset(path, ranges={"target": TargetRange(0, 1)}) as data:
+        data.read("target", [0], box, out)
         with pytest.raises(DataError, match=r"target 9 in sample 2 at \(1, 1, 0\); expected 0 \.\. 1"):
-            data.read_targets([2], box, out)
+            data.read("target", [2], box, out)
     with Hdf5Dataset(path) as data:
-        data.read_targets([2], box, out)
+        data.read("target", [2], box, out)
 
 
 def test_fractions_are_no_classes(path: Path) -> None:
@@ -267,11 +267,11 @@ def test_fractions_are_no_classes(path: Path) -> None:
         file["mask"] = values
     out = np.zeros((1, 6, 8, 1), np.float32)
     box = Box((0, 0, 0, 0), (1, 6, 8, 1))
-    with Hdf5Dataset(path, target_range=TargetRange(0, 1, whole=True)) as data:
-        data.read_targets([0], box, out)
+    with Hdf5Dataset(path, ranges={"target": TargetRange(0, 1, whole=True)}) as data:
+        data.read("target", [0], box, out)
         expected = r"target 0\.5 in sample 2 at \(1, 1, 0\); expected a whole number of 0 \.\. 1"
         with pytest.raises(DataError, match=expected):
-            data.read_targets([2], box, out)
+            data.read("target", [2], box, out)
 
 
 def test_reading_again_allocates_no_arrays(path: Path) -> None:
@@ -279,7 +279,7 @@ def test_reading_again_allocates_no_arrays(path: Path) -> None:
     box = Box((0, 0, 0, 0), (2, 6, 8, 3))
     out = np.empty(box.shape, np.float32)
     with Hdf5Dataset(path) as data:
-        data.read([0, 1], box, out)
+        data.read("x", [0, 1], box, out)
         scratch = dict(data._scratch)
-        data.read([2, 3], box, out)
+        data.read("x", [2, 3], box, out)
         assert all(data._scratch[k] is v for k, v in scratch.items())

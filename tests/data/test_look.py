@@ -13,6 +13,7 @@ from halograd.data.dataset import Hdf5Dataset
 from halograd.data.errors import DataError
 from halograd.data.look import look_at, look_at_data
 from halograd.data.normalize import channel_statistics
+from halograd.data.structure import Field, numbered
 from halograd.dtensor.box import Box
 
 N, GRID = 200, (6, 5)
@@ -23,8 +24,12 @@ class Reads:
 
     def __init__(self, values: np.ndarray) -> None:
         self.values, self.boxes, self.samples = values, [], []
+        self.fields = {"x": Field("x", "channels last", values.shape[1:], numbered(values.shape[-1]))}
 
-    def __call__(self, indices: list[int], box: Box, out: np.ndarray) -> None:
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def read(self, name: str, indices: list[int], box: Box, out: np.ndarray) -> None:
         self.samples.append(indices[0])
         self.boxes.append(box)
         out[...] = self.values[indices][box.slices()]
@@ -36,7 +41,7 @@ def drawn(*shape: int) -> np.ndarray:
 
 def test_one_sample_where_everything_differs() -> None:
     read = Reads(drawn(N, *GRID, 3))
-    found = look_at(read, N, (*GRID, 3))
+    found = look_at(read, "x")
     assert (found.samples, found.constant) == (1, {}) and read.samples == [0]
 
 
@@ -44,39 +49,39 @@ def test_constant_channels_and_the_samples_that_were_looked_at() -> None:
     values = drawn(N, *GRID, 3)
     values[..., 1] = 2.5
     read = Reads(values)
-    found = look_at(read, N, (*GRID, 3))
+    found = look_at(read, "x")
     assert (found.samples, found.constant) == (look.LOOKS, {1: 2.5})
     assert read.samples[0] == 0 and read.samples[-1] == N - 1 and len(set(read.samples)) == look.LOOKS
 
 
 def test_a_label_per_sample_differs_between_samples() -> None:
     labels = np.repeat([3.0, 4.0], N // 2)[:, None]
-    assert look_at(Reads(labels), N, (1,)).constant == {}
-    assert look_at(Reads(labels[:100]), 100, (1,)).constant == {0: 3.0}
-    assert look_at(Reads(labels[:1]), 1, (1,)).constant == {}  # one number is no sign of anything
+    assert look_at(Reads(labels), "x").constant == {}
+    assert look_at(Reads(labels[:100]), "x").constant == {0: 3.0}
+    assert look_at(Reads(labels[:1]), "x").constant == {}  # one number is no sign of anything
 
 
 def test_parts_of_large_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than a part is read of one sample, and other rows of every sample."""
     monkeypatch.setattr(look, "PART", 10)
     read = Reads(np.ones((N, *GRID, 1)))
-    assert look_at(read, N, (*GRID, 1)).constant == {0: 1.0}
+    assert look_at(read, "x").constant == {0: 1.0}
     assert all(box.size == 10 for box in read.boxes)
     rows = [box.start[1] for box in read.boxes]
     assert rows == sorted(rows) and set(rows) == {0, 1, 2, 3, 4}
     monkeypatch.setattr(look, "PART", 1)
     read = Reads(np.ones((2, *GRID, 1)))
-    look_at(read, 2, (*GRID, 1))
+    look_at(read, "x")
     assert [box.size for box in read.boxes] == [5, 5]  # a row is the least
 
 
 def test_the_scale_is_the_loss_of_predicting_zero() -> None:
     values = np.zeros((N, 2, 1))
     values[100:] = [[0.1], [-0.3]]
-    assert look_at(Reads(values), N, (2, 1)).scale == pytest.approx(0.2)
+    assert look_at(Reads(values), "x").scale == pytest.approx(0.2)
     values[-1] = [[30.0], [-10.0]]
-    assert look_at(Reads(values), N, (2, 1)).scale == pytest.approx(0.2)  # others already differ
-    assert look_at(Reads(values), N, (2, 1), least=look.LOOKS).scale == pytest.approx(500)
+    assert look_at(Reads(values), "x").scale == pytest.approx(0.2)  # others already differ
+    assert look_at(Reads(values), "x", least=look.LOOKS).scale == pytest.approx(500)
 
 
 @pytest.fixture
@@ -100,7 +105,7 @@ def test_messages(path: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_messages_of_statistics(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Normalisation makes zeros of what differs in the last digits only."""
     with Hdf5Dataset(path) as data:
-        look_at_data(data, channel_statistics(data, range(5, 20)), 5)
+        look_at_data(data, {"x": channel_statistics(data, "x", range(5, 20))}, 5)
     message = caplog.messages[0]
     assert "channel 1 (b) is 7, channel 3 (d) is 1e+06 in all training samples, to 7 digits, and 0 when norm" in message
 
@@ -113,7 +118,7 @@ def test_nothing_to_say(path: Path, caplog: pytest.LogCaptureFixture) -> None:
         file["mask"] = np.stack([drawn(20, *GRID) > 0, drawn(20, *GRID) <= 0, np.zeros((20, *GRID))], axis=-1)
     with Hdf5Dataset(path) as data:
         look_at_data(data, None)
-        look_at_data(data, channel_statistics(data, range(20)))
+        look_at_data(data, {"x": channel_statistics(data, "x", range(20))})
     assert not caplog.messages
 
 
@@ -121,12 +126,12 @@ def test_long_reads_are_announced(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Hdf5Dataset(path) as data:
-        channel_statistics(data, range(20))
+        channel_statistics(data, "x", range(20))
         assert not caplog.messages
         monkeypatch.setattr(normalize, "_LONG", 20 * 6 * 5 * 4 * 4 - 1)
-        channel_statistics(data, range(20))
+        channel_statistics(data, "x", range(20))
         assert "reading all 20 training samples (0 GB) for the normalisation; data.normalize = false" in caplog.text
-        channel_statistics(data, range(20), rank=1, size=2)
+        channel_statistics(data, "x", range(20), rank=1, size=2)
         assert len(caplog.messages) == 1
 
 
@@ -145,7 +150,7 @@ def test_a_fault_of_reading_is_agreed_on_before_sums_are_taken(path: Path) -> No
     with Hdf5Dataset(path) as data:
         for rank in (0, 1):
             with pytest.raises(DataError, match="another rank has a fault"):
-                channel_statistics(data, range(20), rank=rank, size=2, allreduce=allreduce, agree=agree)
+                channel_statistics(data, "x", range(20), rank=rank, size=2, allreduce=allreduce, agree=agree)
         with pytest.raises(DataError, match="nan in sample 3"):
-            channel_statistics(data, range(20))
+            channel_statistics(data, "x", range(20))
     assert agreed[0] is None and "nan in sample 3" in str(agreed[1])

@@ -36,7 +36,7 @@ import logging, sys
 logging.basicConfig(format="halograd: %(message)s")
 from halograd.data.dataset import Hdf5Dataset
 with Hdf5Dataset(sys.argv[1]) as data, Hdf5Dataset(sys.argv[1]) as again:
-    print(data.sample_shape, again.sample_shape)
+    print(data.fields["x"].shape, again.fields["x"].shape)
 """
 
 WRITES = """
@@ -105,11 +105,11 @@ def test_another_ranks_structure_is_not_looked_for_again(path, monkeypatch):
     monkeypatch.setattr(structure, "channel_names", lambda *a: looked.append("names"))
     path.rename(path.with_name("away.h5"))
     data = Hdf5Dataset(path, structure=found)  # nothing is opened
-    assert (len(data), data.sample_shape, data.target_shape) == (N, (EDGE, EDGE, 2), (EDGE, EDGE, 1))
+    assert (len(data), data.fields["x"].shape, data.fields["target"].shape) == (N, (EDGE, EDGE, 2), (EDGE, EDGE, 1))
     assert data.groups is not None and data.groups.tolist() == [0, 0, 1]
     path.with_name("away.h5").rename(path)
     out = np.empty((N, EDGE, EDGE, 2), np.float32)
-    data.read(range(N), Box.of_shape(out.shape), out)
+    data.read("x", range(N), Box.of_shape(out.shape), out)
     data.close()
     assert out.reshape(-1).tolist() == list(range(out.size)) and not looked
 
@@ -120,9 +120,9 @@ def test_another_file_than_rank_0_has_seen(path):
     with h5py.File(path, "w") as file:
         file["inputs"], file["mask"] = np.zeros((N, 8, 8, 2)), np.zeros((N, 8, 8))
     data, out = Hdf5Dataset(path, structure=found), np.empty((1, EDGE, EDGE, 2))
-    message = r"expected inputs of shape \(3, 4, 4, 2\), targets .* as when the run began, got \(3, 8, 8, 2\) and"
+    message = r"expected 'inputs' to be \(3, 4, 4, 2\), .* as when the run began, got \(3, 8, 8, 2\); it was"
     with pytest.raises(DataError, match=message):
-        data.read([0], Box.of_shape(out.shape), out)
+        data.read("x", [0], Box.of_shape(out.shape), out)
     path.unlink()
     with pytest.raises(DataError, match="no such file"):
-        data.read([0], Box.of_shape(out.shape), out)
+        data.read("x", [0], Box.of_shape(out.shape), out)

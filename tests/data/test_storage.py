@@ -63,7 +63,7 @@ def open_(path: Path, **options: object) -> Hdf5Dataset:
 def assert_reads(path: Path, expected: np.ndarray = VALUES, **options: object) -> None:
     out = np.empty(VALUES.shape, np.float32)
     with open_(path, **options) as data:
-        data.read(range(N), Box.of_shape(out.shape), out)
+        data.read("x", range(N), Box.of_shape(out.shape), out)
     np.testing.assert_array_equal(out, expected)
 
 
@@ -304,7 +304,7 @@ def test_other_ranks_see_the_same_files(folder: Path) -> None:
     (folder / "a.h5").unlink()
     data, out = open_(path, structure=found), np.empty((1, *SHAPE), np.float32)
     with pytest.raises(DataError, match=r"data\.h5: takes numbers from .*a\.h5, expected \d+ B .*got no such file"):
-        data.read([0], Box.of_shape(out.shape), out)
+        data.read("x", [0], Box.of_shape(out.shape), out)
 
 
 def test_links(folder: Path) -> None:

@@ -179,8 +179,9 @@ def test_the_first_upload_comes_behind_the_zeros_of_its_target(monkeypatch):
     kernels, after = FakeBackend(), []
     monkeypatch.setattr(kernels.device, "upload_ahead", lambda pairs, ticket: after.append(ticket))
     x, target = (kernels.zeros(shape, "float32") for shape in ((2, 3), (2, 1)))
-    feed = DeviceFeed(Memory(kernels), x, target, 2, np.dtype("float32"))
+    inputs = {"x": x, "target": target}
+    feed = DeviceFeed(Memory(kernels), inputs, 2, np.dtype("float32"))
     for slot in range(2):
-        feed.after_fill(slot, np.ones(x.shape, "float32"), np.ones(target.shape, "float32"))
+        feed.after_fill(slot, {name: np.ones(array.shape, "float32") for name, array in inputs.items()})
     assert [ticket.number for ticket in after] == [kernels.device.number] * 2
     kernels.close()

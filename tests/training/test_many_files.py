@@ -111,7 +111,7 @@ def test_a_file_that_differs_is_named_on_all_ranks(comm, config):
     comm.Barrier()
     cut = ["strategy.height=2", f"data.path={folder / 'parts'}"]
     with pytest.raises(
-        UserError, match=r"^\S*run1.h5: expected samples of shape .* as in \S*run0.h5, got \(15, 16, 3\)"
+        UserError, match=r"^\S*run1.h5: 'inputs': expected samples of shape .* as in \S*run0.h5, got \(15, 16, 3\)"
     ):
         train(config, cut, comm=comm)
     if comm.rank == 0:

@@ -67,9 +67,9 @@ def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(tmp_path, monk
 
     monkeypatch.setattr(predictions, "_write", fail)
     faults = []
-    network = SimpleNamespace(names={"node": "y"}, outputs={"prediction": "node"})
+    monkeypatch.setattr(predictions, "judged", lambda executor: [])
     ranks = SimpleNamespace(rank=0, agree=faults.append)
-    session = SimpleNamespace(executor=None, comm=ranks, network=network, feed=lambda batches: batches)
+    session = SimpleNamespace(executor=None, comm=ranks, feed=lambda batches: batches)
     write_predictions(session, [], tmp_path / "p.h5")
     assert faults == [fault]
 

@@ -173,7 +173,7 @@ MODEL = "model={name='mesh', channels=3, widths=[4, 6], convs=1, resolution=16"
 REFUSED = [
     (
         ["model.resolution=32"],
-        r"data\.path: expected samples of shape \(32, 32, 3\) for model 'mesh', got \(16, 16, 3\)",
+        r"data\.path: expected samples of shape \(32, 32, 3\) for 'x' of model 'mesh', got \(16, 16, 3\)",
     ),
     (["model.name=mush"], "model.name: expected one of .*mesh.*, got 'mush'"),
     (["model.depth=3"], "model.depth: unknown key; expected one of resolution, channels"),

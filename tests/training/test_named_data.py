@@ -1,0 +1,149 @@
+"""Networks with several inputs, targets and losses, fed by datasets of any names: under every cut as in one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.errors import UserError
+from halograd.training import evaluate, train
+from halograd.training.checkpoint import read_header
+from tests.training.runs import CONFIG, EDGE, SAMPLES
+
+NET = """
+import halograd as hg
+
+def build(edge=16):
+    fields = hg.Input((edge, edge, 3), name="fields")
+    settings = hg.Input((2,), name="settings")
+    mask = hg.Input((edge, edge, 1), name="mask", dtype="int32")
+    speed = hg.Input((edge // 2, edge // 2, 2), name="speed")
+    kind = hg.Input((1,), name="kind", dtype="int32")
+    y = hg.Conv(4, 3, padding=1, activation="relu")(fields)
+    y = y * hg.Sigmoid()(hg.Dense(4)(settings))
+    logits, flow = hg.Conv(3, 1, name="logits")(y), hg.Conv(2, 2, stride=2, name="flow")(y)
+    whole = hg.Dense(2, name="whole")(hg.GlobalAveragePool()(y))
+    loss = hg.SoftmaxCrossEntropy()(logits, mask) + 0.1 * hg.Huber()(flow, speed)
+    loss = loss + 0.5 * hg.SoftmaxCrossEntropy()(whole, kind)
+    return hg.Network({"classes": logits, "flow": flow, "kind of": whole, "loss": loss}, name="several")
+
+def itself(edge=16):
+    x = hg.Input((edge, edge, 3), name="x")
+    y = hg.Conv(3, 3, padding=1)(hg.Conv(2, 3, padding=1, activation="relu")(x))
+    return hg.Network({"prediction": y, "loss": hg.MeanSquaredError()(y, x)})
+"""
+DATA = """[data]
+path = "data.h5"
+validation = 0.3
+normalize = ["fields"]
+[data.inputs]
+fields = "u"
+settings = "run/settings"
+[data.targets]
+mask = "label"
+speed = "v"
+kind = "kind"
+"""
+
+
+def write(folder: Path) -> None:
+    rng = np.random.default_rng(5)
+    with h5py.File(folder / "data.h5", "w") as file:
+        file.create_dataset("u", data=5 + 3 * rng.standard_normal((SAMPLES, EDGE, EDGE, 3))).attrs["layout"] = "NHWC"
+        file.create_dataset("run/settings", data=rng.random((SAMPLES, 2)))
+        file.create_dataset("label", data=rng.integers(0, 3, (SAMPLES, EDGE, EDGE)))
+        half = EDGE // 2
+        file.create_dataset("v", data=rng.random((SAMPLES, 2, half, half))).attrs["layout"] = "NCHW"
+        file.create_dataset("kind", data=rng.integers(0, 2, SAMPLES))
+
+
+@pytest.fixture
+def comm():
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def config(comm, tmp_path, monkeypatch):
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write(folder)
+        (folder / "net.py").write_text(NET)
+        text = CONFIG.format(edge=EDGE, channels=3, data="", out="out")
+        text = '[model]\nfile = "net.py:build"\n' + DATA + text[text.index("[strategy]") :]
+        (folder / "run.toml").write_text(text)
+    comm.barrier()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return folder / "run.toml"
+
+
+CUTS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 3: [{"width": 3}], 4: [{"height": 2, "width": 2}]}
+
+
+@pytest.mark.mpi
+def test_trains_and_judges_as_one_process_does(comm, config):
+    """Five arrays of other kinds and extents, three tasks; predictions of all of them are written."""
+    found = {}
+    for number, cut in enumerate(CUTS.get(comm.size, [])):
+        sets = [f"strategy.{axis}={n}" for axis, n in cut.items()] + [f"output.directory=cut{number}"]
+        train(config, [*sets, "training.epochs=2"], comm=comm)
+        found[number] = evaluate(config, sets, predictions=f"{number}.h5", comm=comm)
+    if comm.rank == 0 and found:
+        train(config, ["output.directory=alone", "training.epochs=2"], comm=MPI.COMM_SELF)
+        want = evaluate(config, ["output.directory=alone"], predictions="alone.h5", comm=MPI.COMM_SELF)
+        assert {"accuracy", "iou", "flow mae", "kind of accuracy"} <= set(want)
+        for number, scores in found.items():
+            for key, value in want.items():
+                assert key == "checkpoint" or scores[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+            with h5py.File(f"{number}.h5") as mine, h5py.File("alone.h5") as theirs:
+                assert set(mine) == {"prediction", "target", "sample", "flow", "kind of"} == set(theirs)
+                for name in ("prediction", "target", "flow/prediction", "flow/target", "kind of/prediction"):
+                    np.testing.assert_allclose(mine[name][()], theirs[name][()], rtol=1e-8, atol=1e-10)
+        progress, _ = read_header(Path("alone/checkpoints/latest.h5"))
+        assert set(progress.normalization) == {"fields"}
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_network_may_compare_with_what_it_reads(comm, config):
+    sets = ['model.file="net.py:itself"', 'data={path="data.h5", inputs="u"}', "training.epochs=2"]
+    train(config, sets, comm=comm)
+    found = evaluate(config, sets, comm=comm)
+    assert found["rmse"] is not None and "mae" in found
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (
+            ['data.inputs="u"'],
+            "data.inputs: expected a table with fields, settings, as the network reads them, got one",
+        ),
+        (
+            ['data.targets={mask="label"}'],
+            "data.targets: expected a dataset for 'speed', which network 'several' reads",
+        ),
+        (['data.inputs.other="u"'], "data.inputs.other: expected inputs of network 'several' .fields, "),
+        (['data.inputs.kind="kind"'], "data.targets: expected 'kind' in one table, got it in data.inputs too"),
+        (['data.normalize=["mask"]'], r"data.normalize: expected names of inputs \(fields, settings\), got 'mask'"),
+        (['data.inputs.settings="none"'], "data.h5: expected a dataset 'none', got kind "),
+        (['data.inputs.settings="v"'], r"expected samples of shape \(2,\) for 'settings' of model 'several', got \(8"),
+        (
+            ['data.targets.mask="run/settings"'],
+            r"data.targets: expected targets of shape \(16, 16, 1\) .*'run/settings'",
+        ),
+        (['data.targets.kind="label"'], r"data.targets: expected targets of shape \(1,\) "),
+        (
+            ['model.file="net.py:itself"', 'data={path="data.h5", inputs="u", targets="v"}'],
+            "data.targets: expected nothing, got one dataset, 'v'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(comm, config, sets, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        train(config, sets, comm=comm)
