@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
     from .errors import UserError
     from .kernels import get_backend
     from .layers import (
+        ELU,
         GELU,
         AbsoluteError,
         Add,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
         Focal,
         GlobalAveragePool,
         GroupNorm,
+        HardSigmoid,
+        HardSwish,
         Huber,
         Input,
         InstanceNorm,
@@ -46,6 +49,7 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
         ReLU,
         Resize,
         Sigmoid,
+        SiLU,
         Softmax,
         SoftmaxCrossEntropy,
         Stencil,
@@ -60,6 +64,7 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
     from .training.trainer import Trainer
 
 __all__ = [
+    "ELU",
     "GELU",
     "LARS",
     "SGD",
@@ -88,6 +93,8 @@ __all__ = [
     "GlobalAveragePool",
     "GroupNorm",
     "Halo",
+    "HardSigmoid",
+    "HardSwish",
     "Huber",
     "Input",
     "InstanceNorm",
@@ -103,6 +110,7 @@ __all__ = [
     "Parameter",
     "ReLU",
     "Resize",
+    "SiLU",
     "Sigmoid",
     "Softmax",
     "SoftmaxCrossEntropy",

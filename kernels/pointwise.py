@@ -12,9 +12,11 @@ from .base import Base
 from .geometry import Geometry, Resampled
 from .kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
 
-__all__ = ["ACTIVATIONS", "DropoutMask", "Pointwise"]
+__all__ = ["ACTIVATIONS", "BY_INPUT", "DropoutMask", "Pointwise"]
 
-ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu")
+ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "elu", "hard_sigmoid", "hard_swish")
+#: Those whose derivative cannot be formed from the output.
+BY_INPUT = ("gelu", "silu", "hard_swish")
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,10 @@ class Pointwise(Base):
     ) -> tuple[Kernel, Kernel | None]:
         """Elementwise ``y = f(x)`` and ``dx = f'(x) * dy``; the arrays may be strided, `x` may be `y`.
 
-        `kind` is relu, leaky_relu (slope `alpha` below 0), sigmoid, tanh or gelu (by erf). With `x` as
-        `y` the derivative is formed from the output, which gelu (and leaky_relu of a slope < 0) cannot.
+        `kind` is relu, leaky_relu (slope `alpha` below 0), sigmoid, tanh, gelu (by erf), silu (``x * sigmoid(x)``), elu
+        (``alpha * (exp(x) - 1)`` below 0, `alpha` >= 0), hard_sigmoid (``min(max(x / 6 + 1/2, 0), 1)``) or hard_swish
+        (x times that). With `x` as `y` the derivative is formed from the output, which gelu, silu and hard_swish (and
+        leaky_relu of a slope < 0) cannot.
         Without `dy` and `dx` (None) the backward kernel is None.
         """
         if kind not in ACTIVATIONS:
@@ -88,7 +92,9 @@ class Pointwise(Base):
         self._check_dtypes("activation", x=x, y=y, dy=dy, dx=dx)
         if has_nothing(x):
             return filled(0), None if dx is None else filled(0)
-        needs_input = kind == "gelu" or (kind == "leaky_relu" and alpha < 0)
+        if kind == "elu" and not alpha >= 0:
+            raise KernelError(f"activation: expected alpha >= 0 of elu, got {alpha}; it would not be monotonous")
+        needs_input = kind in BY_INPUT or (kind == "leaky_relu" and alpha < 0)
         if dy is not None and checks.same_elements(x, y) and needs_input:
             raise KernelError(f"activation: expected x and y apart for the gradient of {kind}, got one array; use two")
         return self._activation(kind, x, y, dy, dx, alpha)

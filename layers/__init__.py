@@ -1,6 +1,6 @@
 """Layers: the interface for writing one, the graph they build, and those that halograd has."""
 
-from .activation import GELU, LeakyReLU, ReLU, Sigmoid, Softmax, Tanh
+from .activation import ELU, GELU, HardSigmoid, HardSwish, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from .batch_norm import BatchNorm
 from .convolution import Conv
 from .dense import Dense
@@ -26,6 +26,7 @@ from .total_loss import training_only
 from .transposed import ConvTranspose
 
 __all__ = [
+    "ELU",
     "GELU",
     "AbsoluteError",
     "Add",
@@ -42,6 +43,8 @@ __all__ = [
     "Focal",
     "GlobalAveragePool",
     "GroupNorm",
+    "HardSigmoid",
+    "HardSwish",
     "Huber",
     "Input",
     "InstanceNorm",
@@ -60,6 +63,7 @@ __all__ = [
     "Redistribute",
     "Resize",
     "Shape",
+    "SiLU",
     "Sigmoid",
     "Softmax",
     "SoftmaxCrossEntropy",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["GELU", "LeakyReLU", "ReLU", "Sigmoid", "Softmax", "Tanh"]
+__all__ = ["ELU", "GELU", "HardSigmoid", "HardSwish", "LeakyReLU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
 
 
 class _Activation(Layer):
@@ -81,6 +81,38 @@ class GELU(_Activation):
 
     passes = Passes((1, 1), (2, 1))
     function = "gelu"
+
+
+class SiLU(_Activation):
+    """``y = x / (1 + exp(-x))``, also called swish (Ramachandran et al. 2017)."""
+
+    passes = Passes((1, 1), (2, 1))
+    function = "silu"
+
+
+class ELU(_Activation):
+    """``y = x`` where x > 0, else ``alpha * (exp(x) - 1)`` (Clevert et al. 2016)."""
+
+    function = "elu"
+
+    def __init__(self, alpha: float = 1.0, name: str | None = None) -> None:
+        super().__init__(name)
+        if not 0 <= alpha < math.inf:
+            raise ValueError(f"alpha: expected a number >= 0, got {alpha!r}")
+        self.alpha = float(alpha)
+
+
+class HardSigmoid(_Activation):
+    """``y = min(max(x / 6 + 1/2, 0), 1)`` (Howard et al. 2019)."""
+
+    function = "hard_sigmoid"
+
+
+class HardSwish(_Activation):
+    """``y = x * min(max(x / 6 + 1/2, 0), 1)`` (Howard et al. 2019)."""
+
+    passes = Passes((1, 1), (2, 1))
+    function = "hard_swish"
 
 
 class Softmax(Layer):

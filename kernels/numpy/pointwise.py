@@ -100,6 +100,70 @@ def _gelu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: flo
     np.multiply(dy, work[4], out=dx)
 
 
+def _silu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    _sigmoid(x, work[0], work, alpha)
+    np.multiply(x, work[0], out=y)
+
+
+def _silu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """``f'(x) = s * (1 + x * (1 - s))`` with ``s = sigmoid(x)``."""
+    _sigmoid(x, work[0], work, alpha)
+    np.subtract(1, work[0], out=work[1])
+    np.multiply(work[1], x, out=work[1])
+    np.add(work[1], 1, out=work[1])
+    np.multiply(work[1], work[0], out=work[1])
+    np.multiply(dy, work[1], out=dx)
+
+
+def _elu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    np.minimum(x, 0, out=work[0])
+    np.expm1(work[0], out=work[0])
+    np.multiply(work[0], alpha, out=work[0])
+    np.maximum(x, 0, out=work[1])
+    np.add(work[0], work[1], out=y)
+
+
+def _elu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """By the output: 1 where it is positive, else ``y + alpha``."""
+    np.minimum(y, 0, out=work[0])
+    np.add(work[0], alpha, out=work[0])
+    np.greater(y, 0, out=work[1])
+    np.multiply(work[1], 1 - alpha, out=work[1])
+    np.add(work[0], work[1], out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _hard_sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    np.multiply(x, 1 / 6, out=work[0])
+    np.add(work[0], 0.5, out=work[0])
+    np.clip(work[0], 0, 1, out=y)
+
+
+def _hard_sigmoid_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    np.greater(y, 0, out=work[0])
+    np.less(y, 1, out=work[1])
+    np.multiply(work[0], work[1], out=work[0])
+    np.multiply(work[0], 1 / 6, out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _hard_swish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    _hard_sigmoid(x, work[0], work, alpha)
+    np.multiply(x, work[0], out=y)
+
+
+def _hard_swish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """``f'(x) = h + x / 6`` where ``0 < h < 1``, else h; h the hard sigmoid."""
+    _hard_sigmoid(x, work[0], work, alpha)
+    np.greater(work[0], 0, out=work[1])
+    np.less(work[0], 1, out=work[2])
+    np.multiply(work[1], work[2], out=work[1])
+    np.multiply(work[1], x, out=work[1])
+    np.multiply(work[1], 1 / 6, out=work[1])
+    np.add(work[0], work[1], out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
 # Name: forward, gradient, and the number of buffers of the array's shape that they overwrite.
 _KINDS: dict[str, tuple[Step, Callable[..., None], int]] = {
     "relu": (_relu, _relu_gradient, 1),
@@ -107,6 +171,10 @@ _KINDS: dict[str, tuple[Step, Callable[..., None], int]] = {
     "sigmoid": (_sigmoid, _sigmoid_gradient, 1),
     "tanh": (_tanh, _tanh_gradient, 1),
     "gelu": (_gelu, _gelu_gradient, 5),
+    "silu": (_silu, _silu_gradient, 2),
+    "elu": (_elu, _elu_gradient, 2),
+    "hard_sigmoid": (_hard_sigmoid, _hard_sigmoid_gradient, 2),
+    "hard_swish": (_hard_swish, _hard_swish_gradient, 3),
 }
 
 

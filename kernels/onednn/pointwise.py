@@ -154,6 +154,7 @@ _KINDS = {
     "sigmoid": (c.LOGISTIC, c.LOGISTIC_BY_OUTPUT),
     "tanh": (c.TANH, c.TANH_BY_OUTPUT),
     "gelu": (c.GELU_ERF, None),
+    "silu": (c.SWISH, None),
 }
 
 
@@ -173,11 +174,13 @@ def activation(
     Raises
     ------
     ReferenceOnly
-        For strided arrays.
+        For strided arrays, and for kinds whose minima and maxima would drop NaN.
     """
     if not _packed(x, y, dy, dx):
         raise ReferenceOnly("oneDNN's activations are slow on strided arrays; use packed ones")
-    slope = alpha if kind == "leaky_relu" else 0.0
+    if kind not in _KINDS:
+        raise ReferenceOnly(f"oneDNN's {kind} drops NaN")
+    slope = {"leaky_relu": alpha, "silu": 1.0}.get(kind, 0.0)
     algorithm, by_output = _KINDS[kind]
     # From the output where that is possible: the layer may reuse the memory of its input.
     from_output = by_output is not None and slope >= 0

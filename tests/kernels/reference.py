@@ -129,5 +129,13 @@ def _point(kind: str, v: float, alpha: float) -> tuple[float, float]:
         return s, s * (1 - s)
     if kind == "tanh":
         return math.tanh(v), 1 - math.tanh(v) ** 2
+    if kind == "silu":
+        s = 1 / (1 + math.exp(-v))
+        return v * s, s + v * s * (1 - s)
+    if kind == "elu":
+        return (v, 1.0) if v > 0 else (alpha * math.expm1(v), alpha * math.exp(v))
+    if kind.startswith("hard"):
+        h, inside = min(max(v / 6 + 0.5, 0.0), 1.0), -3 < v < 3
+        return (h, inside / 6) if kind == "hard_sigmoid" else (v * h, h + v * inside / 6)
     normal = 0.5 * math.erfc(-v / math.sqrt(2))
     return v * normal, normal + v * math.exp(-v * v / 2) / math.sqrt(2 * math.pi)

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from halograd.kernels import ACTIVATIONS, KernelError
+from halograd.kernels.pointwise import BY_INPUT
 
 from . import reference
 from .conftest import assert_close
 
-ALPHAS = {"leaky_relu": (0.0, 0.1, 1.5)}
+ALPHAS = {"leaky_relu": (0.0, 0.1, 1.5), "elu": (1.0, 0.3, 1.5)}
 
 
 @pytest.mark.parametrize("strided", [False, True], ids=["packed", "strided"])
@@ -33,7 +34,7 @@ def test_activation(typed, kind, strided):
         backward.close()
 
 
-@pytest.mark.parametrize("kind", ["relu", "leaky_relu", "sigmoid", "tanh"])
+@pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if kind not in BY_INPUT])
 def test_activation_in_place(typed, kind):
     x, dy = typed.draw(2, 5, 6, 5), typed.draw(2, 5, 6, 5)
     dx = typed.poisoned(2, 5, 6, 5)
@@ -55,10 +56,11 @@ def test_activation_of_large_values(typed, kind):
     forward, backward = typed.backend.activation(kind, x, y, dy, dx, 0.5)
     forward()
     backward()
-    positive = {"sigmoid": [1, 1], "tanh": [1, 1]}.get(kind, [50, 300])
-    negative = {"tanh": [-1, -1], "leaky_relu": [-150, -25]}.get(kind, [0, 0])
+    ends = {key: [1, 1] for key in ("sigmoid", "tanh", "hard_sigmoid")}
+    positive = ends.get(kind, [50, 300])
+    negative = {"tanh": [-1, -1], "leaky_relu": [-150, -25], "elu": [-0.5, -0.5]}.get(kind, [0, 0])
     assert_close(y[0], np.array([*negative, *positive], np.float64), 4, "y")
-    slopes = {"sigmoid": [0, 0, 0, 0], "tanh": [0, 0, 0, 0], "leaky_relu": [0.5, 0.5, 1, 1]}
+    slopes = {**{key: [0, 0, 0, 0] for key in ends}, "leaky_relu": [0.5, 0.5, 1, 1]}
     assert_close(dx[0], np.array(slopes.get(kind, [0, 0, 1, 1]), np.float64), 4, "dx")
 
 

@@ -179,13 +179,14 @@ def test_wrong_arguments_of_a_batch_norm(arrays):
 
 def test_wrong_arguments_of_elementwise_and_dense(arrays):
     b, x, y = arrays.backend, arrays.draw(4, 6), arrays.draw(4, 6)
-    assert "expected one of relu, leaky_relu, sigmoid, tanh, gelu, got 'swish'" in text_of(
+    assert f"expected one of {', '.join(ACTIVATIONS)}, got 'swish'" in text_of(
         lambda: b.activation("swish", x, y, None, None)
     )
     assert "expected x and y apart for the gradient of gelu" in text_of(lambda: b.activation("gelu", x, x, y, y))
     assert "expected x and y apart for the gradient of leaky_relu" in text_of(
         lambda: b.activation("leaky_relu", x, x, y, y, -0.5)
     )
+    assert "expected alpha >= 0 of elu, got -1" in text_of(lambda: b.activation("elu", x, y, None, None, -1))
     assert "activation: expected both dy and dx or neither" in text_of(lambda: b.activation("relu", x, y, y, None))
     assert "expected arrays of one shape" in text_of(lambda: b.activation("relu", x, arrays.draw(4, 5), None, None))
     assert "expected at least one array to add, got none" in text_of(lambda: b.add([], y))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from halograd.kernels import Geometry
+from halograd.kernels import ACTIVATIONS, Geometry
 from halograd.kernels.kernel import BatchNormArrays
 
 from .test_interface import norm
@@ -38,7 +38,7 @@ def windows_with(x, geometry):
 
 
 @CHANNELS
-@pytest.mark.parametrize("kind", ["relu", "leaky_relu", "sigmoid", "tanh", "gelu"])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations(arrays, kind, channels):
     x = with_nan(arrays, *SHAPE, channels)
     y, dy, dx = arrays.poisoned(*x.shape), arrays.draw(*x.shape), arrays.poisoned(*x.shape)

@@ -4,7 +4,20 @@ import numpy as np
 import pytest
 
 from halograd.comm import Communicator
-from halograd.layers import GELU, Input, LeakyReLU, MaxPool, ReLU, Sigmoid, Softmax, Tanh
+from halograd.layers import (
+    ELU,
+    GELU,
+    HardSigmoid,
+    HardSwish,
+    Input,
+    LeakyReLU,
+    MaxPool,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Tanh,
+)
 from halograd.testing import check_layer, random_array, run_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
@@ -15,6 +28,10 @@ KINDS = {
     "sigmoid": Sigmoid,
     "tanh": Tanh,
     "gelu": GELU,
+    "silu": SiLU,
+    "elu": lambda name=None: ELU(0.7, name),
+    "hard sigmoid": HardSigmoid,
+    "hard swish": HardSwish,
     "softmax": Softmax,
 }
 
@@ -55,6 +72,10 @@ def test_as_torch(kind, backend, dtype):
         "sigmoid": lambda x: x.sigmoid(),
         "tanh": lambda x: x.tanh(),
         "gelu": f.gelu,
+        "silu": f.silu,
+        "elu": lambda x: f.elu(x, 0.7),
+        "hard sigmoid": lambda x: f.relu6(x + 3) / 6,  # its own divides by 6 in float32
+        "hard swish": f.hardswish,
         "softmax": lambda x: x.softmax(1),
     }
     check_torch(lambda: KINDS[kind](name="a"), [(7, 6, 3)], functions[kind], dtype, backend)

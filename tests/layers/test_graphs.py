@@ -12,6 +12,7 @@ from halograd.layers import (
     Conv,
     Dropout,
     GroupNorm,
+    HardSigmoid,
     Layer,
     LayerNorm,
     LocalResponseNorm,
@@ -70,6 +71,7 @@ def test_two_inputs_of_different_halos(monkeypatch):
 POINTWISE = {
     "relu": ReLU,
     "gelu": GELU,
+    "hard sigmoid": HardSigmoid,
     "tanh": Tanh,
     "softmax": Softmax,
     "dropout": lambda name: Dropout(0.4, name),

@@ -27,6 +27,7 @@ from halograd.layers import (
     ReLU,
     Resize,
     Sigmoid,
+    SiLU,
     Softmax,
     Tanh,
 )
@@ -49,6 +50,8 @@ LAYERS = {
     "leaky": lambda x: LeakyReLU()(x),
     "sigmoid": lambda x: Sigmoid()(x),
     "gelu": lambda x: GELU()(x),
+    "silu": lambda x: SiLU()(x),
+    "gate": lambda x: x * Sigmoid()(Dense(x.shape[-1])(GlobalAveragePool()(x))),
     "softmax": lambda x: Softmax()(x),
     "dropout": lambda x: Dropout(0.3)(x),
     "nearest": lambda x: Resize(2)(x),

@@ -9,6 +9,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.device import as_dtype
 from halograd.layers import (
+    ELU,
     GELU,
     AveragePool,
     BatchNorm,
@@ -45,6 +46,7 @@ LAYERS = {
     "resize": lambda: Resize(2, mode="bilinear", name="l"),
     "dropout": lambda: Dropout(0.4, name="l"),
     "gelu": lambda: GELU(name="l"),
+    "elu": lambda: ELU(name="l"),
     "concat": lambda: Concat(name="l"),
 }
 

@@ -70,24 +70,44 @@ template <int V> DEVICE Index find(Index item, int64 axes, const int64 (&shape)[
     return V == 1 ? offset_strided(item, axes, shape, strides) : offset_of<V>(item, axes, shape, strides);
 }
 
-// Kinds: 0 relu, 1 leaky_relu, 2 sigmoid, 3 tanh, 4 gelu.
+// min(max(x / 6 + 1/2, 0), 1), and NaN of NaN.
+DEVICE A hard_sigmoid(A x) {
+    const A h = x * A(1.0 / 6) + A(0.5);
+    return h < A(0) ? A(0) : h > A(1) ? A(1) : h;
+}
+
+// Kinds: 0 relu, 1 leaky_relu, 2 sigmoid, 3 tanh, 4 gelu, 5 silu, 6 elu, 7 hard_sigmoid, 8 hard_swish.
 DEVICE A activated(int64 kind, A x, A alpha) {
     switch (int(kind)) {
         case 0: return rectify(x);
         case 1: return x > A(0) ? x : alpha * x;
         case 2: return A(0.5) + A(0.5) * tanh(A(0.5) * x);
         case 3: return tanh(x);
+        case 5: return x * (A(0.5) + A(0.5) * tanh(A(0.5) * x));
+        case 6: return x > A(0) ? x : alpha * expm1(x);
+        case 7: return hard_sigmoid(x);
+        case 8: return x * hard_sigmoid(x);
         default: return x * (A(0.5) * erfc(-x * A(0.70710678118654752440)));
     }
 }
 
-// By the output for all but gelu (and a leaky ReLU that turns the sign, which is given its input here).
+// By the output for all but gelu, silu and hard_swish (and a leaky ReLU that turns the sign): those are given the input.
 DEVICE A slope(int64 kind, A x, A y, A alpha) {
     switch (int(kind)) {
         case 0: return y > A(0) ? A(1) : A(0);
         case 1: return x > A(0) ? A(1) : alpha;
         case 2: return y * (A(1) - y);
         case 3: return A(1) - y * y;
+        case 5: {
+            const A s = A(0.5) + A(0.5) * tanh(A(0.5) * x);
+            return s * (A(1) + x * (A(1) - s));
+        }
+        case 6: return y > A(0) ? A(1) : y + alpha;
+        case 7: return y > A(0) && y < A(1) ? A(1.0 / 6) : A(0);
+        case 8: {
+            const A h = hard_sigmoid(x);
+            return h > A(0) && h < A(1) ? h + x * A(1.0 / 6) : h;
+        }
         default: {
             const A density = A(0.39894228040143267794) * exp(A(-0.5) * x * x);
             return A(0.5) * erfc(-x * A(0.70710678118654752440)) + x * density;
@@ -106,7 +126,7 @@ template <int V> DEVICE void activation_forward(const PointwiseParams& p) {
 }
 
 template <int V> DEVICE void activation_backward(const PointwiseParams& p) {
-    const bool by_input = p.kind == 4 || (p.kind == 1 && !p.from_output);
+    const bool by_input = p.kind == 4 || p.kind == 5 || p.kind == 8 || (p.kind == 1 && !p.from_output);
     for (Index item = first_item(); item < Index(p.items); item += item_step()) {
         A from[V], dy[V];
         if (by_input) load<V>(p.x + find<V>(item, p.axes, p.shape, p.x_strides), from);
