@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .executor import Executor
     from .metrics import Confusion, Evaluation
     from .optimizers import LARS, SGD, Adam, AdamW, Optimizer
-    from .run import evaluate, train
+    from .run import apply, evaluate, train
     from .schedules import Constant, Cosine, StepDecay, WarmUp
     from .store import ParameterStore
     from .timeline import Timeline, write_trace
@@ -42,6 +42,7 @@ __all__ = [
     "Trainer",
     "TrainingProgress",
     "WarmUp",
+    "apply",
     "evaluate",
     "load_config",
     "read_checkpoint",
@@ -56,7 +57,7 @@ _HOMES = {
     "executor": ("Executor",),
     "metrics": ("Confusion", "Evaluation"),
     "optimizers": ("LARS", "SGD", "Adam", "AdamW", "Optimizer"),
-    "run": ("evaluate", "train"),
+    "run": ("apply", "evaluate", "train"),
     "schedules": ("Constant", "Cosine", "StepDecay", "WarmUp"),
     "store": ("ParameterStore",),
     "halograd.layers": ("Strategy",),

@@ -186,8 +186,12 @@ class CheckpointReader:
         found = self._read(lambda: (self._progress(), self._index["config"]))
         return self._readers.from_first(found)
 
-    def restore(self, store: ParameterStore, optimizer: Optimizer | None = None) -> TrainingProgress:
+    def restore(
+        self, store: ParameterStore, optimizer: Optimizer | None = None, extents: bool = True
+    ) -> TrainingProgress:
         """Fill this rank's parameters, states and, if given, the optimizer.
+
+        Not `extents`: the network may be one for larger or smaller samples.
 
         Nothing is changed unless all that is needed was read and fits.
 
@@ -197,7 +201,7 @@ class CheckpointReader:
             If the checkpoint is of another network, optimizer or dtype.
         """
         wanted = _wanted(store, optimizer)
-        found = self._read(lambda: self._fitting(wanted, store, optimizer))
+        found = self._read(lambda: self._fitting(wanted, store, optimizer, extents))
         progress, settings, paths = self._readers.from_first(None if found is None else found[:3])
         shapes = [(path, store.shapes[wanted[path].name]) for path in paths]
         arrays = {} if found is None else found[3]
@@ -233,11 +237,11 @@ class CheckpointReader:
         return TrainingProgress(**self._index["progress"])
 
     def _fitting(
-        self, wanted: dict[str, _Wanted], store: ParameterStore, optimizer: Optimizer | None
+        self, wanted: dict[str, _Wanted], store: ParameterStore, optimizer: Optimizer | None, extents: bool
     ) -> tuple[TrainingProgress, dict[str, Any], list[str], dict[str, np.ndarray]]:
         """Progress, settings of the optimizer, names and whole arrays of what is wanted, if all of it fits."""
         index = self._index
-        _check_network(self.path, index["network"], fingerprint(store.network))
+        _check_network(self.path, index["network"], fingerprint(store.network), extents)
         if index["dtype"] != store.dtype.name:
             raise UserError(
                 f"checkpoint {self.path}: expected {store.dtype.name} parameters, got {index['dtype']}; "
@@ -350,7 +354,7 @@ def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wa
     return found
 
 
-def _check_network(path: str | Path, there: list[str], here: list[str]) -> None:
-    found = difference(there, here)
+def _check_network(path: str | Path, there: list[str], here: list[str], extents: bool) -> None:
+    found = difference(there, here, extents)
     if found is not None:
         raise UserError(f"checkpoint {path} is of another network: expected {found[0]!r}, got {found[1]!r}")

@@ -14,9 +14,11 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..comm import CommError, Communicator, boot
+from ..data import find_files
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
 from .account import begin_entry, headline, report_plan, report_times
+from .applying import check_outputs, outputs_of, write_outputs
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .config import Config, check_config, load_config
 from .directory import RunLock, make_folder
@@ -34,7 +36,7 @@ from .step_times import RunPlan
 from .tensorboard import TensorBoard
 from .watchdog import Watchdog
 
-__all__ = ["Planner", "Ranker", "evaluate", "train"]
+__all__ = ["Planner", "Ranker", "apply", "evaluate", "train"]
 
 #: Configuration, communicator, whether to train -> the plan to follow. Collective.
 Planner = Callable[[Config, Communicator, bool], RunPlan]
@@ -176,6 +178,60 @@ def evaluate(
     return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
 
 
+def apply(
+    target: str | Path,
+    data: Sequence[str],
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    what: str = "logits",
+    comm: Any = None,
+    planner: Planner | None = None,
+    tell: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """What a trained network predicts of data without labels. Collective over all ranks of the job.
+
+    Samples may be larger or smaller than those it was trained on, where the network allows it: an override such as
+    ``model.resolution=2048`` makes it. A job that was interrupted goes on when it is started again.
+
+    Parameters
+    ----------
+    target, overrides, comm, planner
+        As for :func:`evaluate`.
+    data
+        Files, patterns or folders with the inputs of the network; other datasets do not matter.
+    out
+        File to write, see :mod:`halograd.training.applying`. One that is there is replaced, if an earlier job wrote it.
+    what
+        ``"logits"``: what the network says; ``"probabilities"`` or ``"classes"`` of outputs that have them.
+    tell
+        Is called on rank 0 with samples done, and with all there are.
+
+    Returns
+    -------
+    dict
+        ``samples``, those of them that were ``computed`` now, ``step`` and ``checkpoint``.
+    """
+    world, out = boot() if comm is None else comm, Path(out)
+    config, checkpoint, progress, _ = on_root(world, lambda: _trained(Path(target), overrides))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"path": list(data)})})
+    on_root(world, lambda: check_outputs(out))
+    with _communicator(config, world) as ranks, ExitStack() as stack:
+        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))
+        plan = _plan(config, ranks, planner, training=False)
+        strategy = None if plan is None else plan.strategy
+        session = Session.open(config, ranks, stack, False, progress.normalization, strategy, labelled=False)
+        reader.restore(session.executor.store, extents=False)
+        reader.close()
+        with ranks.agreement():
+            outputs = outputs_of(session, what)
+        files = on_root(ranks.mpi, lambda: [_state(path) for path in find_files(list(data))])
+        job = {"checkpoint": str(checkpoint), "step": progress.step, "what": what, "files": files}
+        shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
+        computed = write_outputs(session, outputs, out, job, shown)
+        found = {"samples": len(session.dataset), "computed": computed, "step": progress.step}
+    return {**found, "checkpoint": str(checkpoint)}
+
+
 @contextmanager
 def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
     """These ranks, with the transport of the configuration."""
@@ -187,6 +243,12 @@ def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
         raise UserError(f"backend.{error}") from error
     with Communicator(world, config.backend.transport) as ranks:
         yield ranks
+
+
+def _state(path: Path) -> list[Any]:
+    """What tells a file from what it was before."""
+    found = path.stat()
+    return [str(path), found.st_size, found.st_mtime_ns]
 
 
 def _acquire(lock: RunLock, directory: Path) -> None:

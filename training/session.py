@@ -92,14 +92,15 @@ class Session:
         trainable: bool = True,
         normalization: dict[str, Any] | None = None,
         strategy: Strategy | None = None,
+        labelled: bool = True,
     ) -> Session:
         """Build everything. Collective over `comm`: what fails on one rank is raised on all.
 
         `normalization` is that of a checkpoint, computed from the data otherwise; `strategy` one that was planned,
-        that of the configuration otherwise.
+        that of the configuration otherwise; not `labelled`: targets are not read, and no samples are held out.
         """
         with comm.agreement():
-            return cls._build(config, comm, stack, trainable, normalization, strategy)
+            return cls._build(config, comm, stack, trainable, normalization, strategy, labelled)
 
     @classmethod
     def _build(
@@ -110,6 +111,7 @@ class Session:
         trainable: bool,
         normalization: dict[str, Any] | None,
         strategy: Strategy | None,
+        labelled: bool,
     ) -> Session:
         data, settings = config.data, config.training
         network = make_network(config)
@@ -118,12 +120,14 @@ class Session:
         strategy = with_reduction(strategy, config)
         strategy.validate(network, comm.size)
         strategy.refuse_empty_blocks(network)
-        dataset = stack.enter_context(closing(_open_dataset(data, network, comm)))
+        dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
         with comm.agreement():
             reductions = _fit_together(data, dataset, network)
-        training, validation = split(len(dataset), data.validation, settings.seed, _groups(data, dataset))
-        if comm.rank == 0:
-            _warn_of_neighbors(data, dataset, training, validation)
+        training, validation = np.arange(len(dataset)), np.arange(0)
+        if labelled:
+            training, validation = split(len(dataset), data.validation, settings.seed, _groups(data, dataset))
+            if comm.rank == 0:
+                _warn_of_neighbors(data, dataset, training, validation)
         check_batch(config, len(training) if trainable else len(dataset), trainable)
         wanted, known = _normalized(data, dataset), normalization or {}
         known = {wanted[0]: known} if wanted and "mean" in known else known  # of a checkpoint of an earlier version
@@ -133,7 +137,9 @@ class Session:
             for name in wanted
         }
         least = 1 if all(limits.bounded for limits in _ranges(network).values()) else LOOKS
-        scale = _on_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), least))
+        scale = 0.0
+        if labelled:
+            scale = _on_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), least))
         timeline = None
         if config.output.timeline or planned:
             timeline = comm.recorder = Timeline(comm.rank)
@@ -262,9 +268,10 @@ def _on_root(comm: Communicator, call: Callable[[], Result]) -> Result:
     return on_root(comm.mpi, call)
 
 
-def _open_dataset(data: DataConfig, network: Network, comm: Communicator) -> Dataset:
+def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labelled: bool) -> Dataset:
     """The data set. Every file is examined by one rank for all: the others open it when they first read. Collective."""
-    names = datasets_of(data, network)
+    inputs, targets = datasets_of(data, network)
+    names = inputs, targets if labelled else {}
     paths = _on_root(comm, lambda: find_files(data.path))
     limits = _ranges(network)
 

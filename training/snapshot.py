@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from .store import ParameterStore
 __all__ = ["Snapshot", "TrainingProgress", "difference", "fingerprint"]
 
 _READS, _SETTINGS = ": reads ", ": settings "
+#: Of an activation, behind its layer and kind.
+_SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")
 
 
 @dataclass
@@ -68,11 +71,14 @@ def fingerprint(network: Network) -> list[str]:
     return lines + [f"{name}: state {_by(p.shape)}" for name, p in network.state().items()]
 
 
-def difference(there: Sequence[str], here: Sequence[str]) -> tuple[str, str] | None:
+def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) -> tuple[str, str] | None:
     """The first line in which the fingerprint of a network here, and of one there, differ: both; None if none does.
 
-    Of settings only those count that both know: later versions of a layer have more.
+    Of settings only those count that both know: later versions of a layer have more. Without `extents` the shapes of
+    activations, and the padding that follows from them, do not count: samples may be larger or smaller.
     """
+    if not extents:
+        there, here = ([_SHAPE.sub(r"\1", line) for line in lines] for lines in (there, here))
     known = [line for line in here if _SETTINGS not in line and (_READS not in line or any(_READS in a for a in there))]
     found = [line for line in there if _SETTINGS not in line]
     for own, other in itertools.zip_longest(known, found, fillvalue="nothing"):
@@ -80,7 +86,8 @@ def difference(there: Sequence[str], here: Sequence[str]) -> tuple[str, str] | N
             return own, other
     before = dict(line.split(_SETTINGS, 1) for line in there if _SETTINGS in line)
     for name, text in (line.split(_SETTINGS, 1) for line in here if _SETTINGS in line):
-        differs = _differs(json.loads(text), json.loads(before.get(name, "{}")), "")
+        settings = {key: value for key, value in json.loads(text).items() if extents or key != "stencil"}
+        differs = _differs(settings, json.loads(before.get(name, "{}")), "")
         if differs is not None:
             return f"{name}: {differs[0]}", f"{name}: {differs[1]}"
     return None

@@ -165,6 +165,38 @@ def evaluate(
 
 
 @app.command()
+def apply(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, a checkpoint, or a configuration.")],
+    data: Annotated[list[str], typer.Argument(metavar="DATA...", help="Files, patterns or folders with inputs.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.h5", help="Write what it predicts to this file.")],
+    what: Annotated[str, typer.Option(help="logits, probabilities or classes.")] = "logits",
+    sets: Sets = None,
+    threads: Threads = None,
+) -> None:
+    """What a trained network predicts of data without labels, on any number of ranks.
+
+    Each rank writes its own blocks; on several, OUT.h5 joins the parts beside it. A job that was interrupted goes on.
+
+    \b
+    Examples:
+      halograd apply runs/mesh new.h5 -o predicted.h5 --what classes
+      mpiexec -n 4 halograd apply runs/mesh 'new/*.h5' -o out.h5 --set strategy.height=4 --set model.resolution=2048
+    """
+    from ..auto import plan_run
+    from ..comm.boot import boot
+    from ..training.run import apply as predict
+    from .output import progress_bar
+
+    world = boot()
+    with progress_bar("samples", world.rank == 0) as tell:
+        found = predict(run, data, out, _overrides(sets, threads), what, world, plan_run, tell)
+    if world.rank == 0:
+        before = found["samples"] - found["computed"]
+        more = f", {before} of them before" if before else ""
+        print(f"{out}: {found['samples']} samples{more}, by step {found['step']}", flush=True)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of data set, configuration, run and report.")] = Path("demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Tiny: to see that everything works here.")] = False,

@@ -91,7 +91,7 @@ DEVICE A activated(int64 kind, A x, A alpha) {
     }
 }
 
-// By the output for all but gelu, silu and hard_swish (and a leaky ReLU that turns the sign): those are given the input.
+// By the output; gelu, silu and hard_swish (and a leaky ReLU that turns the sign) are given the input here.
 DEVICE A slope(int64 kind, A x, A y, A alpha) {
     switch (int(kind)) {
         case 0: return y > A(0) ? A(1) : A(0);

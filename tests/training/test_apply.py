@@ -1,0 +1,160 @@
+"""Predictions of data without labels: under every cut as of one process, of other extents, interrupted, and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.cli.run import run
+from halograd.data import DataError
+from halograd.errors import UserError
+from halograd.training import apply, applying, evaluate, train
+from halograd.training.applying import part_path
+from tests.training.runs import EDGE, write_config
+
+FILES = (3, 5)
+CUTS = {1: ({},), 2: ({"height": 2}, {"sample": 2}), 3: ({"width": 3},), 4: ({"height": 2, "width": 2}, {"sample": 4})}
+
+
+def write_new(folder: Path, edge: int = EDGE, name: str = "new") -> None:
+    """Files without masks."""
+    rng = np.random.default_rng(11)
+    (folder / name).mkdir()
+    for number, samples in enumerate(FILES):
+        with h5py.File(folder / name / f"{number}.h5", "w") as file:
+            x = rng.standard_normal((samples, 3, edge, edge))
+            file.create_dataset("inputs", data=x).attrs["layout"] = "NCHW"
+
+
+@pytest.fixture
+def comm():
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def trained(comm, tmp_path):
+    """Folder of a run in ``out``, and of data without labels in ``new``; the same on all ranks."""
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+        write_new(folder)
+        train(folder / "run.toml", ["training.epochs=1", "strategy.sample=1"], comm=MPI.COMM_SELF)
+    comm.barrier()
+    return folder
+
+
+def read(path: Path, name: str = "prediction") -> np.ndarray:
+    with h5py.File(path) as file:
+        return file[name][()]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("what", ["logits", "probabilities", "classes"])
+def test_is_that_of_one_process_under_every_cut(comm, trained, what):
+    """Eight samples of two files in batches of four, of which the last is short under no cut and three."""
+    new = [str(trained / "new")]
+    if comm.rank == 0:
+        apply(trained / "out", new, trained / "alone.h5", ["strategy.sample=1"], what, MPI.COMM_SELF)
+    comm.barrier()
+    want = read(trained / "alone.h5")
+    assert want.shape == (sum(FILES), EDGE, EDGE, 1) and want.std() > 0
+    for number, cut in enumerate(CUTS.get(comm.size, ())):
+        for batch in (4, 3) if "sample" not in cut else (4,):
+            sets = [*(f"strategy.{axis}={n}" for axis, n in cut.items()), f"training.batch={batch}"]
+            sets += [] if "sample" in cut else ["strategy.sample=1"]
+            out = trained / f"{what}-{number}-{batch}.h5"
+            found = apply(trained / "out", new, out, sets, what, comm)
+            assert found["samples"] == found["computed"] == sum(FILES)
+            np.testing.assert_allclose(read(out), want, rtol=1e-9, atol=1e-12)
+            assert read(out).dtype == want.dtype == (np.uint8 if what == "classes" else np.float64)
+
+
+@pytest.mark.ranks(1, 2)
+def test_is_what_evaluation_predicts(comm, trained):
+    """Of the samples that it was trained on, with their labels unread."""
+    sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
+    evaluate(trained / "out", sets, "all", trained / "judged.h5", comm)
+    apply(trained / "out", [str(trained / "data.h5")], trained / "applied.h5", sets, comm=comm)
+    order = np.argsort(read(trained / "judged.h5", "sample"))
+    np.testing.assert_array_equal(read(trained / "applied.h5"), read(trained / "judged.h5")[order])
+    with h5py.File(trained / "applied.h5") as file:
+        assert file["prediction"].attrs["layout"] == "NHWC" and file.attrs["network"] == "mesh"
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_samples_of_another_size(comm, trained):
+    """Twice as many rows and columns: a row in the middle does not see the border."""
+    if comm.rank == 0:
+        write_new(trained, 2 * EDGE, "large")
+    comm.barrier()
+    sets = [f"model.resolution={2 * EDGE}", f"strategy.height={comm.size}", "strategy.sample=1", "training.batch=2"]
+    found = apply(trained / "out", [str(trained / "large")], trained / "large.h5", sets, comm=comm)
+    assert read(trained / "large.h5").shape == (found["samples"], 2 * EDGE, 2 * EDGE, 1)
+    with pytest.raises(UserError, match="is of another network: expected 'conv1_1/w: parameter"):
+        apply(trained / "out", [str(trained / "new")], trained / "x.h5", ["model.widths=[5, 6]", *sets[1:]], comm=comm)
+
+
+@pytest.mark.ranks(1, 2)
+def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
+    """Behind the last batch that all ranks have written; of another job nothing is kept."""
+    new, sets = [str(trained / "new")], [f"strategy.height={comm.size}", "strategy.sample=1", "training.batch=2"]
+    apply(trained / "out", new, trained / "whole.h5", sets, comm=comm)
+    written = []
+    write = applying._Part.write
+
+    def failing(self, number, samples, blocks):
+        written.append(number)
+        if number == 2 and self.rank == comm.size - 1:
+            raise OSError(28, "No space left on device")
+        write(self, number, samples, blocks)
+
+    monkeypatch.setattr(applying._Part, "write", failing)
+    with pytest.raises((OSError, DataError), match="No space left on device"):
+        apply(trained / "out", new, trained / "out.h5", sets, comm=comm)
+    assert not (trained / "out.h5").exists() and part_path(trained / "out.h5", comm.rank).exists()
+    written.clear()
+    monkeypatch.setattr(applying._Part, "write", lambda *a: (written.append(a[1]), write(*a)))
+    found = apply(trained / "out", new, trained / "out.h5", sets, comm=comm)
+    assert written == [2, 3] and found["computed"] == 4
+    np.testing.assert_array_equal(read(trained / "out.h5"), read(trained / "whole.h5"))
+    found = apply(trained / "out", new, trained / "out.h5", [*sets[:2], "training.batch=4"], comm=comm)
+    assert found["computed"] == sum(FILES), "other batches are another job, and a file of ours is replaced"
+    np.testing.assert_allclose(read(trained / "out.h5"), read(trained / "whole.h5"), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.ranks(1, 2)
+def test_refusals(comm, trained):
+    new, sets = [str(trained / "new")], ["strategy.sample=1", f"strategy.height={comm.size}"]
+    if comm.rank == 0:
+        (trained / "mine.h5").write_text("mine")
+    comm.barrier()
+    for out, what, message in (
+        ("mine.h5", "logits", r"mine.h5: expected no file there, or one of an earlier job, got another"),
+        ("out.h5", "masks", "--what: expected one of logits, probabilities, classes, got 'masks'"),
+    ):
+        with pytest.raises((UserError, DataError), match=message):
+            apply(trained / "out", new, trained / out, sets, what, comm)
+    with pytest.raises(DataError, match="no such file"):
+        apply(trained / "out", [str(trained / "none.h5")], trained / "out.h5", sets, comm=comm)
+    with pytest.raises(UserError, match=r"training.batch: expected at most 3, the samples of .*0.h5, got 4"):
+        apply(trained / "out", [str(trained / "new/0.h5")], trained / "out.h5", sets, comm=comm)
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    write_config(tmp_path)
+    write_new(tmp_path)
+    train(tmp_path / "run.toml", ["training.epochs=1"], comm=MPI.COMM_SELF)
+    words = [
+        str(tmp_path / "out"),
+        str(tmp_path / "new/0.h5"),
+        str(tmp_path / "new/1.h5"),
+        "-o",
+        str(tmp_path / "p.h5"),
+    ]
+    assert run(["apply", *words, "--what", "classes"]) == 0
+    assert f"{tmp_path / 'p.h5'}: 8 samples, by step " in capsys.readouterr().out
+    assert set(np.unique(read(tmp_path / "p.h5"))) <= {0, 1} and not list(tmp_path.glob("*.parts"))

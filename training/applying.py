@@ -1,0 +1,374 @@
+"""A trained network on data without labels: what it predicts of every sample, written by blocks.
+
+::
+
+    OUT.h5                      one dataset per output, (N, *spatial, C); on several ranks virtual, of the parts
+    OUT.h5.parts/rank-00003.h5  what rank 3 has computed: its box of every sample, and how many batches are done
+
+No rank holds more of an output than its box of three batches. A part is begun anew unless it is of the same job; a job
+that was interrupted goes on behind the last batch that all ranks have written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy as np
+
+from halograd.errors import UserError
+
+from ..data import DataError
+from ..data.atomic import atomic_path, check_writable
+from ..data.reading import open_to_read, regular_size
+from ..device import is_low
+from ..dtensor import Blocks, Box
+from ..layers.costs import Judgement
+from ..program.values import Value
+from .session import Session
+
+__all__ = ["WHAT", "Output", "check_outputs", "outputs_of", "write_outputs"]
+
+#: What is written of an output that a loss judges: as it is, or what it says of the classes.
+WHAT = ("logits", "probabilities", "classes")
+#: Of a chunk [B]: HDF5 reads and writes whole ones.
+_CHUNK = 4 << 20
+
+Tell = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a network, as it is written.
+
+    Attributes
+    ----------
+    name
+        Of the dataset.
+    value
+        Where this rank has its block.
+    shape
+        ``(*spatial, C)`` of one sample in the file.
+    boxes
+        Per rank, of the batch, in the file.
+    dtype
+        In the file.
+    of_block
+        Makes what is written of a block.
+    """
+
+    name: str
+    value: Value
+    shape: tuple[int, ...]
+    boxes: Blocks
+    dtype: np.dtype
+    of_block: Callable[[np.ndarray], np.ndarray]
+
+
+def check_outputs(out: Path) -> None:
+    """See that `out` can be written, before anything is computed; makes its folder. Local.
+
+    Raises
+    ------
+    DataError
+        If it cannot be, or if a file is there that no such job has written: it is not replaced.
+    """
+    check_writable(out)
+    try:
+        if regular_size(out) == 0:
+            return
+        with open_to_read(out) as file:
+            if "network" in file.attrs:
+                return
+    except FileNotFoundError:
+        return
+    except OSError:
+        pass
+    raise DataError(
+        f"cannot write {out}: expected no file there, or one of an earlier job, got another; give another path"
+    )
+
+
+def outputs_of(session: Session, what: str) -> list[Output]:
+    """All outputs of the network but the loss. Local; alike on all ranks.
+
+    Raises
+    ------
+    UserError
+        An unknown `what`; probabilities or classes of channels that are cut.
+    """
+    if what not in WHAT:
+        raise UserError(f"--what: expected one of {', '.join(WHAT)}, got {what!r}")
+    network, values = session.network, session.executor.program.values
+    loss = network.outputs["loss"]
+    judged = {loss.inputs[one.prediction]: one for one in loss.layer.judgements(*(n.shape for n in loss.inputs))}
+    found = []
+    for name, node in network.outputs.items():
+        if node is loss:
+            continue
+        value = values[network.names[node]]
+        dtype = np.dtype(np.float32) if is_low(value.dtype) else value.dtype
+        plain = Output(name, value, node.shape, value.layout.boxes, dtype, _as_it_is)
+        judgement = judged.get(node)
+        found.append(plain if what == "logits" or judgement is None else _of_classes(plain, judgement, what))
+    return found
+
+
+def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
+    """Probabilities or classes of an output; numbers stay as they are."""
+    if judgement.classes is None:
+        return output
+    if len(output.boxes.axes[-1]) > 1 and judgement.threshold is None:
+        raise UserError(
+            f"--what {what}: expected whole channels of output {output.name!r}, got them cut; choose another cut by "
+            "--set, or logits"
+        )
+    if what == "probabilities":
+        return replace(output, of_block=_softmax if judgement.threshold is None else _sigmoid)
+    dtype = np.dtype(np.uint8 if judgement.classes <= 256 else np.uint16)
+    if judgement.threshold is not None:
+        threshold = judgement.threshold
+        return replace(output, dtype=dtype, of_block=lambda block: block > threshold)
+    boxes = output.boxes.replace(-1, ((0, 1),))
+    shape = (*output.shape[:-1], 1)
+    return replace(output, dtype=dtype, shape=shape, boxes=boxes, of_block=_largest)
+
+
+def _as_it_is(block: np.ndarray) -> np.ndarray:
+    return block
+
+
+def _largest(block: np.ndarray) -> np.ndarray:
+    return np.argmax(block, axis=-1)[..., None]
+
+
+def _sigmoid(block: np.ndarray) -> np.ndarray:
+    found = np.tanh(0.5 * block)  # saturates where an exponential would overflow
+    found += 1
+    found *= 0.5
+    return found
+
+
+def _softmax(block: np.ndarray) -> np.ndarray:
+    found = block - block.max(axis=-1, keepdims=True)
+    np.exp(found, out=found)
+    found /= found.sum(axis=-1, keepdims=True)
+    return found
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: dict[str, Any], tell: Tell) -> int:
+    """Compute and write all samples of the session's data. Collective; the samples that were left to do.
+
+    Parameters
+    ----------
+    job
+        What tells this job from others, as plain data.
+    tell
+        Is called with samples done, and with all there are.
+
+    Raises
+    ------
+    DataError
+        A file that cannot be written; on all ranks alike.
+    """
+    comm, count = session.comm, len(session.dataset)
+    batches = list(session.in_order(np.arange(count)))
+    with comm.agreement():
+        part = _Part(out, comm.rank, outputs, count, {**job, "ranks": comm.size})
+    with part:
+        done = int(comm.allreduce_scalar(part.done, "min"))
+        size, left = session.config.training.batch, batches[done:]
+        with _Writer(part) as writer:
+            for number, batch in enumerate(session.feed(left), done):
+                session.executor.forward(training=False)
+                samples = (number * size, number * size + batch.valid)
+                writer.put(number, samples, [session.executor.device.to_host(_view(session, o)) for o in outputs])
+                tell(samples[1], count)
+        comm.agree(writer.fault)
+    fault: Exception | None = None
+    try:
+        if comm.rank == 0:
+            _finish(out, outputs, count, size, comm.size, session)
+    except Exception as error:
+        fault = error
+    comm.agree(fault)
+    return sum(batch.valid for batch in left)
+
+
+def _view(session: Session, output: Output) -> Any:
+    return session.executor.array(output.value)
+
+
+class _Part:
+    """The file of one rank. Local."""
+
+    def __init__(self, out: Path, rank: int, outputs: Sequence[Output], count: int, job: dict[str, Any]) -> None:
+        self.path, self.outputs, self.rank = part_path(out, rank), outputs, rank
+        boxes = {o.name: [list(o.boxes[rank].start), list(o.boxes[rank].stop), o.dtype.name] for o in outputs}
+        text = json.dumps({**job, "samples": count, "boxes": boxes}, sort_keys=True)
+        with _written(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = self._open(text) or self._make(text, count)
+        self.done = int(self.file.attrs["batches"])
+
+    def _open(self, job: str) -> h5py.File | None:
+        """That of an earlier attempt at the same job."""
+        try:
+            file = h5py.File(self.path, "r+", locking=False)
+        except OSError:  # none, or one that was being written when its rank ended
+            return None
+        if file.attrs.get("job") == job and "batches" in file.attrs:
+            return file
+        file.close()
+        return None
+
+    def _make(self, job: str, count: int) -> h5py.File:
+        file = h5py.File(self.path, "w", locking=False)
+        for output in self.outputs:
+            box = output.boxes[self.rank]
+            if box.size:
+                shape = (count, *box.shape[1:])
+                file.create_dataset(output.name, shape, output.dtype, chunks=_chunks(shape, output.dtype))
+        file.attrs.update(job=job, batches=0)
+        return file
+
+    def write(self, number: int, samples: tuple[int, int], blocks: Sequence[np.ndarray]) -> None:
+        """Of one batch, whose samples have these numbers in the file."""
+        first, last = samples
+        with _written(self.path):
+            for output, block in zip(self.outputs, blocks):
+                box = output.boxes[self.rank]
+                low, high = first + box.start[0], min(first + box.stop[0], last)
+                if block.size and high > low:
+                    self.file[output.name][low:high] = output.of_block(block[: high - low])
+            self.file.attrs["batches"] = number + 1
+            self.file.flush()
+
+    def __enter__(self) -> _Part:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file.close()
+
+
+class _Writer:
+    """A thread that writes a batch while the next one is computed; its fault is kept for all ranks to agree on."""
+
+    def __init__(self, part: _Part) -> None:
+        self.part = part
+        self._given: queue.Queue[tuple[int, tuple[int, int], list[np.ndarray]] | None] = queue.Queue(1)
+        self._thread = threading.Thread(target=self._run, name="halograd-writer", daemon=True)
+        self.fault: Exception | None = None
+
+    def put(self, number: int, samples: tuple[int, int], blocks: list[np.ndarray]) -> None:
+        """Have a batch written; the blocks are copied, as the next one takes their place."""
+        self._given.put((number, samples, [np.array(block) for block in blocks]))
+
+    def _run(self) -> None:
+        while (given := self._given.get()) is not None:
+            if self.fault is not None:
+                continue  # the others are computing this batch too, and nobody may leave them
+            try:
+                self.part.write(*given)
+            except Exception as error:
+                self.fault = error
+
+    def __enter__(self) -> _Writer:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._given.put(None)
+        self._thread.join()
+
+
+def part_path(out: Path, rank: int) -> Path:
+    """The part of a rank.
+
+    >>> part_path(Path("runs/out.h5"), 3).as_posix()
+    'runs/out.h5.parts/rank-00003.h5'
+    """
+    return out.with_name(f"{out.name}.parts") / f"rank-{rank:05d}.h5"
+
+
+def _chunks(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
+    """Some rows of one sample."""
+    if len(shape) < 3:
+        return (min(shape[0], 1024), *shape[1:])
+    row = int(np.prod(shape[2:])) * dtype.itemsize
+    return (1, max(1, min(shape[1], _CHUNK // max(1, row))), *shape[2:])
+
+
+def _finish(out: Path, outputs: Sequence[Output], count: int, batch: int, ranks: int, session: Session) -> None:
+    """One file of all parts: the only one there is, or virtual datasets. Local, on rank 0."""
+    with _written(out):
+        if ranks == 1:
+            with h5py.File(part_path(out, 0), "r+", locking=False) as file:
+                del file.attrs["batches"], file.attrs["job"]
+                _describe(file, outputs, session)
+            os.replace(part_path(out, 0), out)
+            part_path(out, 0).parent.rmdir()
+            return
+        with atomic_path(out) as partial, h5py.File(partial, "w", locking=False) as file:
+            for output in outputs:
+                file.create_virtual_dataset(output.name, _joined(out, output, count, batch, ranks))
+            _describe(file, outputs, session)
+
+
+def _joined(out: Path, output: Output, count: int, batch: int, ranks: int) -> h5py.VirtualLayout:
+    layout = h5py.VirtualLayout((count, *output.shape), output.dtype)
+    for rank in range(ranks):
+        box: Box = output.boxes[rank]
+        if not box.size:
+            continue
+        path = part_path(out, rank)
+        source = h5py.VirtualSource(f"{path.parent.name}/{path.name}", output.name, (count, *box.shape[1:]))
+        for low, high in _runs(box, count, batch):
+            layout[(slice(low, high), *box.slices()[1:])] = source[low:high]
+    return layout
+
+
+def _runs(box: Box, count: int, batch: int) -> Iterator[tuple[int, int]]:
+    """Samples of the file that a rank has: all of them, or some of every batch."""
+    low, high = box.ranges[0]
+    if (low, high) == (0, batch):
+        yield 0, count
+        return
+    for first in range(0, count, batch):
+        if first + low < count:
+            yield first + low, min(first + high, count)
+
+
+def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
+    """What a reader, ours too, wants to know."""
+    file.attrs["network"] = session.network.name
+    for output in outputs:
+        file[output.name].attrs["layout"] = {1: "NWC", 2: "NHWC", 3: "NDHWC"}.get(len(output.shape) - 1, "NC")
+    if session.dataset.groups is not None:
+        file["simulation"] = session.dataset.groups
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Files that cannot be written are the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(f"cannot write {path}: {reason}; free some space, or give another path") from error
