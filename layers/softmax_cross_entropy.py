@@ -33,8 +33,9 @@ class SoftmaxCrossEntropy(Loss):
     class_weights
         Weight per class; by default 1.
     normalization
-        ``"count"``: the mean over all positions of the samples that count, whatever their weight.
-        ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does.
+        ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does; the default where there are weights or
+        an `ignore_index`. ``"count"``: the mean over all positions of the samples that count, whatever their weight;
+        without weights the same, and the default.
     label_smoothing
         Share of the target that is spread over all classes, in [0, 1).
     ignore_index
@@ -55,12 +56,14 @@ class SoftmaxCrossEntropy(Loss):
     def __init__(
         self,
         class_weights: Sequence[float] | None = None,
-        normalization: str = "count",
+        normalization: str | None = None,
         label_smoothing: float = 0.0,
         ignore_index: int | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
+        if normalization is None:
+            normalization = "count" if class_weights is None and ignore_index is None else "weights"
         if normalization not in NORMALIZATIONS:
             raise ValueError(f"normalization: expected one of {NORMALIZATIONS}, got {normalization!r}")
         if not 0 <= label_smoothing < 1:

@@ -15,7 +15,7 @@ from ..layers.costs import Judgement
 from ..program.values import Value
 from .executor import Executor
 
-__all__ = ["Confusion", "Errors", "Evaluation", "Judged", "judged", "scores"]
+__all__ = ["Confusion", "Errors", "Evaluation", "JudgedPair", "judged", "scores"]
 
 
 class Confusion:
@@ -180,7 +180,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedPair:
     """A prediction beside its target.
 
     Attributes
@@ -200,7 +200,7 @@ class Judged:
     counter: Confusion | Errors
 
 
-def judged(executor: Executor) -> list[Judged]:
+def judged(executor: Executor) -> list[JudgedPair]:
     """Predictions and targets that the loss to be minimised reads, and how they are judged."""
     network, node = executor.network, executor.network.outputs.get("loss")
     step = next((step for step in executor.steps if node is not None and step.layer is node.layer), None)
@@ -212,7 +212,7 @@ def judged(executor: Executor) -> list[Judged]:
             made, target = node.inputs[one.prediction], node.inputs[one.target]
             nodes = network.names[made], network.names[target]
             values = step.inputs[one.prediction], step.inputs[one.target]
-            found.append(Judged(outputs.get(made, nodes[0]), nodes, *values, _counter(one)))
+            found.append(JudgedPair(outputs.get(made, nodes[0]), nodes, *values, _counter(one)))
         return found
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
 

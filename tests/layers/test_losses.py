@@ -109,12 +109,12 @@ def tversky(x, t, alpha, beta, activation="sigmoid", reduction="batch", smooth=1
 LOSSES = {
     "ce": (lambda: SoftmaxCrossEntropy(), cross_entropy, "class"),
     "ce weighted, count": (
-        lambda: SoftmaxCrossEntropy(WEIGHTS),
+        lambda: SoftmaxCrossEntropy(WEIGHTS, "count"),
         lambda x, t: cross_entropy(x, t, WEIGHTS),
         "class",
     ),
     "ce weighted, weights": (
-        lambda: SoftmaxCrossEntropy(WEIGHTS, "weights"),
+        lambda: SoftmaxCrossEntropy(WEIGHTS),
         lambda x, t: cross_entropy(x, t, WEIGHTS, "weights"),
         "class",
     ),
@@ -124,12 +124,12 @@ LOSSES = {
         "class",
     ),
     "ce with all": (
-        lambda: SoftmaxCrossEntropy(WEIGHTS, "weights", 0.3, ignore_index=1),
+        lambda: SoftmaxCrossEntropy(WEIGHTS, label_smoothing=0.3, ignore_index=1),
         lambda x, t: cross_entropy(x, t, WEIGHTS, "weights", 0.3, 1),
         "class",
     ),
     "ce ignoring, count": (
-        lambda: SoftmaxCrossEntropy(ignore_index=1),
+        lambda: SoftmaxCrossEntropy(None, "count", ignore_index=1),
         lambda x, t: cross_entropy(x, t, ignore=1),
         "class",
     ),
