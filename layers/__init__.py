@@ -14,6 +14,7 @@ from .loss import Loss
 from .losses import AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, MeanSquaredError
 from .merge import Add, Concat, Multiply
 from .network import Network
+from .padding import Pad
 from .parameter import Parameter
 from .pooling import AveragePool, MaxPool
 from .redistribute import Redistribute
@@ -58,6 +59,7 @@ __all__ = [
     "Multiply",
     "Network",
     "Node",
+    "Pad",
     "Parameter",
     "ReLU",
     "Redistribute",

@@ -1,0 +1,240 @@
+"""Rows around a sample: of one value, mirrored, repeated, or from the other side; and rows taken away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..dtensor import Blocks, Interval, Layout, axis_names
+from .costs import Passes
+from .layer import Layer, Node, Shape
+
+if TYPE_CHECKING:
+    from ..program.context import Context
+    from ..program.views import View
+
+__all__ = ["MODES", "Pad"]
+
+MODES = ("constant", "reflect", "replicate", "circular")
+Amounts = tuple[tuple[int, int], ...]
+
+
+class Pad(Layer):
+    """Rows added at the ends of the spatial axes; of the mode ``"constant"`` also taken away, as torch's ``pad`` does.
+
+    Parameters
+    ----------
+    amounts
+        Rows before and behind, per spatial axis; one number or pair for all of them. Negative: taken away.
+    mode
+        ``"constant"``: of one `value`. ``"reflect"``: mirrored at the first and last row, which come once.
+        ``"replicate"``: the first and last row again. ``"circular"``: those from the other end, as of longitudes.
+        All but the first make one layer per axis.
+    value
+        Of the constant.
+
+    Notes
+    -----
+    Communication per process: rows of other ranks that its output shows, wherever they lie; backward, the adjoint.
+    """
+
+    passes = Passes((1, 1), (1, 1))
+    cuts_channels = "channelwise"
+
+    def __init__(
+        self,
+        amounts: int | Sequence[int] | Sequence[tuple[int, int]],
+        mode: str = "constant",
+        value: float = 0.0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        if mode not in MODES:
+            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+        self.amounts, self.mode, self.value = amounts, mode, float(value)
+
+    def __call__(self, *inputs: Node) -> Node:
+        if self.mode == "constant" or len(inputs) != 1 or not isinstance(inputs[0], Node):
+            return super().__call__(*inputs)
+        (node,) = inputs
+        for axis, (low, high) in enumerate(self._pairs(node.shape)):
+            if low or high:
+                name = self.name and f"{self.name}_{axis_names(len(node.shape) + 1)[axis + 1]}"
+                node = _PadAxis(axis, low, high, self.mode, name)(node)
+        return node
+
+    def _pairs(self, shape: Shape) -> Amounts:
+        """Before and behind, per spatial axis."""
+        axes = len(shape) - 1
+        given = np.asarray(self.amounts)
+        if given.dtype.kind != "i" or given.shape not in ((), (2,), (axes, 2)):
+            raise ValueError(
+                f"Pad: expected a number, a pair, or a pair for each of {axes} spatial axes, got {self.amounts}"
+            )
+        return tuple((int(low), int(high)) for low, high in np.broadcast_to(given, (axes, 2)))
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        (shape,) = shapes
+        found = tuple(low + n + high for n, (low, high) in zip(shape, self._pairs(shape)))
+        if min(found, default=1) < 1:
+            raise ValueError(f"Pad: expected rows to be left of {shape[:-1]}, got {found}; take away less")
+        return (*found, shape[-1])
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        """May reach outside the array."""
+        shifts = [0, *(low for low, _ in self._pairs(inputs[i].shape[1:])), 0]
+        return output.boxes.map(*(partial(_shifted, shift) for shift in shifts))
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        boxes = context.needed(0)
+        x = context.gather(0, boxes, self.value)
+        x.start()
+        x.finish()
+        context.copy((x.view, context.y), timing=context.timing("forward"))
+
+        def backward() -> None:
+            returned = context.return_gradient(0, boxes)
+            context.copy((context.dy, returned.view), timing=context.timing("backward_data"))
+            returned.start()
+            returned.finish()
+
+        return backward
+
+
+class _PadAxis(Layer):
+    """Rows of the array itself at both ends of one spatial axis."""
+
+    passes = Passes((1, 1), (1, 1))
+    cuts_channels = "channelwise"
+
+    def __init__(self, axis: int, low: int, high: int, mode: str, name: str | None = None) -> None:
+        super().__init__(name)
+        if min(low, high) < 0:
+            raise ValueError(
+                f"Pad: expected no rows to be taken away in the mode {mode}, got {(low, high)}; use constant"
+            )
+        self.axis, self.low, self.high, self.mode = axis, low, high, mode
+
+    @property
+    def kind(self) -> str:
+        return "Pad"
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        (shape,) = shapes
+        n = shape[self.axis]
+        most = {"reflect": n - 1, "circular": n}.get(self.mode, math.inf)
+        if max(self.low, self.high) > most:
+            raise ValueError(
+                f"Pad: expected at most {most} rows of {n} in the mode {self.mode}, got {(self.low, self.high)}"
+            )
+        return (*shape[: self.axis], self.low + n + self.high, *shape[self.axis + 1 :])
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        """Pieces are gathered apart."""
+        return inputs[i].boxes
+
+    def pieces(self, extent: int) -> list[tuple[Interval, Callable[[int, int], Interval]]]:
+        """Rows of the output before, within and behind the array; and the rows of the input that some of them show.
+
+        >>> [(rows, source(*rows)) for rows, source in _PadAxis(0, 2, 1, "reflect").pieces(4)]
+        [((0, 2), (1, 3)), ((2, 6), (0, 4)), ((6, 7), (2, 3))]
+        """
+        low, n = self.low, extent
+        before: dict[str, Callable[[int, int], Interval]] = {
+            "reflect": lambda a, b: (low - b + 1, low - a + 1),
+            "circular": lambda a, b: (a - low + n, b - low + n),
+            "replicate": lambda a, b: (0, 1),
+        }
+        behind: dict[str, Callable[[int, int], Interval]] = {
+            "reflect": lambda a, b: (2 * n + low - 1 - b, 2 * n + low - 1 - a),
+            "circular": lambda a, b: (a - low - n, b - low - n),
+            "replicate": lambda a, b: (n - 1, n),
+        }
+        within = low, low + n
+        return [
+            ((0, low), before[self.mode]),
+            (within, partial(_shifted, low)),
+            ((low + n, low + n + self.high), behind[self.mode]),
+        ]
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        axis, parts = self.axis + 1, self.pieces(context.shapes[0][self.axis])
+        boxes = [self._sources(context.output.layout.boxes, *part) for part in parts]
+        gathered = [context.gather(0, blocks) for blocks in boxes]
+        for x in gathered:
+            x.start()
+        for x in gathered:
+            x.finish()
+
+        def shown(view: View, rows: Interval) -> View | None:
+            """The part of the own block of the output that is one of the pieces."""
+            a, b = context.box.ranges[axis]
+            first, last = max(a, rows[0]), min(b, rows[1])
+            if last <= first or not context.box.size:
+                return None
+            start = [0] * len(view.shape)
+            start[axis] = first - a
+            return view.part(tuple(start), (*view.shape[:axis], last - first, *view.shape[axis + 1 :]))
+
+        for number, ((rows, _), x) in enumerate(zip(parts, gathered)):
+            y = shown(context.y, rows)
+            if y is not None:
+                timing = context.timing("forward") if number == 1 else None
+                context.run(context.kernel(partial(_show, axis, self._flips(number)), x=x.view, y=y), timing=timing)
+
+        def backward() -> None:
+            for number, ((rows, _), blocks) in enumerate(zip(parts, boxes)):
+                returned = context.return_gradient(0, blocks)
+                dy = shown(context.dy, rows)
+                if dy is not None:
+                    timing = context.timing("backward_data") if number == 1 else None
+                    kernel = context.kernel(partial(_collect, axis, self._flips(number)), x=dy, y=returned.view)
+                    context.run(kernel, timing=timing)
+                returned.start()
+                returned.finish()
+
+        return backward
+
+    def _flips(self, number: int) -> bool:
+        return self.mode == "reflect" and number != 1
+
+    def _sources(self, output: Blocks, rows: Interval, source: Callable[[int, int], Interval]) -> Blocks:
+        """Per rank, what it needs of the input for one piece."""
+
+        def along(a: int, b: int) -> Interval:
+            first, last = max(a, rows[0]), min(b, rows[1])
+            return source(first, last) if last > first else (0, 0)
+
+        same: list[Callable[[int, int], Interval]] = [partial(_shifted, 0)] * len(output.axes)
+        same[self.axis + 1] = along
+        return output.map(*same)
+
+
+def _shifted(shift: int, low: int, high: int) -> Interval:
+    return low - shift, high - shift
+
+
+def _turned(axis: int, flips: bool, array: Any) -> Any:
+    return array[(slice(None),) * axis + (slice(None, None, -1),)] if flips else array
+
+
+def _show(axis: int, flips: bool, environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    """y = x, mirrored along an axis, or repeated along it where x has one row."""
+    source = _turned(axis, flips, x)
+    return lambda: np.copyto(y, source)
+
+
+def _collect(axis: int, flips: bool, environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    """The adjoint: rows that show one are added up."""
+    source = _turned(axis, flips, x)
+    if x.shape == y.shape:
+        return lambda: np.copyto(y, source)
+
+    def run() -> None:
+        np.add.reduce(source, axis=axis, out=y, keepdims=True)
+
+    return run

@@ -1,0 +1,126 @@
+"""Padding: exact under every cut, whatever ranks the rows come from; torch; arithmetic; refusals."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halograd.layers import Conv, Input, Network, Pad
+from halograd.layers.padding import _PadAxis
+from halograd.testing import check_layer
+from tests.layers.geometries import skew
+from tests.layers.oracle import check_torch, torch
+
+SHAPE = (7, 6, 3)
+DATA = st.data()
+CASES = {
+    "constant": ((2, 1), (0, 3)),
+    "reflect": ((3, 2), (1, 5)),
+    "replicate": ((2, 1), (9, 1)),
+    "circular": ((7, 2), (1, 6)),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("mode", CASES)
+def test_exact_on_every_grid(mode):
+    check_layer(lambda: Pad(CASES[mode], mode, 0.5, "p"), SHAPE, gradient=mode != "constant")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("amounts", [((-2, -1), (0, -3)), ((-6, 4), (2, -5)), -1])
+def test_rows_are_taken_away(amounts):
+    check_layer(lambda: Pad(amounts, name="p"), SHAPE)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shape", [(9, 2), (6, 5, 4, 2)])
+@pytest.mark.parametrize("mode", CASES)
+def test_exact_in_other_dimensions(mode, shape):
+    # Three times as many elements are summed in the comparison as the input has.
+    check_layer(lambda: Pad((2, 3), mode, name="p"), shape, gradient=False, tolerance=128.0)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("mode", CASES)
+def test_exact_with_channels_cut(mode):
+    check_layer(lambda: Pad(CASES[mode], mode, name="p"), SHAPE, axes=("height", "channel"), gradient=False)
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("mode", CASES)
+def test_exact_on_uneven_and_empty_blocks(mode, monkeypatch):
+    skew(monkeypatch)
+    check_layer(lambda: Pad(CASES[mode], mode, name="p"), SHAPE, gradient=False)
+
+
+@pytest.mark.mpi
+def test_a_periodic_convolution():
+    """As on a globe: circular along one axis, mirrored along the other."""
+
+    def layers():
+        around, ends = Pad(((0, 0), (1, 1)), "circular", name="c"), Pad(((1, 1), (0, 0)), "replicate", name="r")
+        conv = Conv(4, 3, activation="relu", name="conv")
+        return lambda x: conv(ends(around(x)))
+
+    check_layer(layers, SHAPE)
+
+
+@pytest.mark.torch
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("mode", CASES)
+def test_as_torch(mode):
+    pad = torch().nn.functional.pad
+    (top, bottom), (left, right) = CASES[mode]
+    value = {"value": 0.5} if mode == "constant" else {}
+    function = lambda x: pad(x, (left, right, top, bottom), mode, **value)  # noqa: E731
+    check_torch(lambda: Pad(CASES[mode], mode, 0.5, "p"), [SHAPE], function)
+
+
+@given(
+    st.sampled_from(["reflect", "replicate", "circular"]),
+    st.integers(1, 9),
+    st.integers(0, 8),
+    st.integers(0, 8),
+    st.data(),
+)
+def test_pieces_show_the_rows_that_numpy_shows(mode, extent, low, high, data):
+    most = {"reflect": extent - 1, "circular": extent}.get(mode, 8)
+    low, high = min(low, most), min(high, most)
+    names = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+    want = np.pad(np.arange(extent), (low, high), names[mode])
+    a = data.draw(st.integers(0, len(want) - 1))
+    b = data.draw(st.integers(a + 1, len(want)))
+    found = []
+    for number, (rows, source) in enumerate(_PadAxis(0, low, high, mode).pieces(extent)):
+        first, last = max(a, rows[0]), min(b, rows[1])
+        if last > first:
+            shown = list(range(*source(first, last)))
+            if mode == "reflect" and number != 1:
+                shown.reverse()
+            found += shown * (last - first) if mode == "replicate" and number != 1 else shown
+    assert found == want[a:b].tolist()
+
+
+def test_every_mode_but_the_constant_is_a_layer_per_axis():
+    x = Input(SHAPE)
+    layers = Network(Pad(((1, 0), (2, 2)), "reflect", name="p")(x)).layers
+    assert list(layers) == ["p_height", "p_width"] and all(node.layer.kind == "Pad" for node in layers.values())
+    assert Pad(0, "reflect")(x) is x
+    assert Pad(1)(x).shape == (9, 8, 3) == Pad((1, 1))(x).shape
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pad(1, "mirror"), "mode: expected one of constant, reflect, replicate, circular, got 'mirror'"),
+        (lambda: Pad(7, "reflect")(Input(SHAPE)), r"expected at most 6 rows of 7 in the mode reflect, got \(7, 7\)"),
+        (lambda: Pad(7, "circular")(Input(SHAPE)), "expected at most 6 rows of 6 in the mode circular"),
+        (lambda: Pad(-1, "circular")(Input(SHAPE)), "expected no rows to be taken away in the mode circular"),
+        (lambda: Pad(-4)(Input(SHAPE)), r"expected rows to be left of \(7, 6\), got \(-1, -2\)"),
+        (lambda: Pad(((1, 1),))(Input(SHAPE)), "a pair for each of 2 spatial axes"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
