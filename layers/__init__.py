@@ -14,7 +14,7 @@ from .loss import Loss
 from .losses import AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, MeanSquaredError
 from .merge import Add, Concat, Multiply
 from .network import Network
-from .padding import Pad
+from .padding import Pad, Slice
 from .parameter import Parameter
 from .pooling import AveragePool, MaxPool
 from .redistribute import Redistribute
@@ -67,6 +67,7 @@ __all__ = [
     "Shape",
     "SiLU",
     "Sigmoid",
+    "Slice",
     "Softmax",
     "SoftmaxCrossEntropy",
     "Stencil",

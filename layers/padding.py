@@ -1,4 +1,4 @@
-"""Rows around a sample: of one value, mirrored, repeated, or from the other side; and rows taken away."""
+"""Rows around a sample: of one value, mirrored, repeated, or from the other side; rows, or channels, taken away."""
 
 from __future__ import annotations
 
@@ -17,13 +17,73 @@ if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["MODES", "Pad"]
+__all__ = ["MODES", "Pad", "Slice"]
 
 MODES = ("constant", "reflect", "replicate", "circular")
 Amounts = tuple[tuple[int, int], ...]
 
 
-class Pad(Layer):
+class _Shifted(Layer):
+    """Elements of the input at other places; `value` where there are none."""
+
+    passes = Passes((1, 1), (1, 1))
+    cuts_channels = "channelwise"
+    value = 0.0
+
+    def shifts(self, shape: Shape) -> Sequence[int]:
+        """Per axis of a sample, by how much the index in the output is larger."""
+        raise NotImplementedError
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        """May reach outside the array."""
+        shifts = [0, *self.shifts(inputs[i].shape[1:])]
+        return output.boxes.map(*(partial(_shifted, shift) for shift in shifts))
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        boxes = context.needed(0)
+        x = context.gather(0, boxes, self.value)
+        x.start()
+        x.finish()
+        copied = [(x.view, context.y)] if context.box.size else []  # of nothing the boxes are not of one shape
+        context.copy(*copied, timing=context.timing("forward"))
+
+        def backward() -> None:
+            returned = context.return_gradient(0, boxes)
+            copied = [(context.dy, returned.view)] if context.box.size else []
+            context.copy(*copied, timing=context.timing("backward_data"))
+            returned.start()
+            returned.finish()
+
+        return backward
+
+
+class Slice(_Shifted):
+    """The channels ``first .. last - 1``; ``(*spatial, C)`` -> ``(*spatial, last - first)``.
+
+    Rows are taken away by :class:`Pad`, with negative amounts.
+
+    Notes
+    -----
+    Communication per process: none, unless channels are cut.
+    """
+
+    def __init__(self, first: int, last: int, name: str | None = None) -> None:
+        super().__init__(name)
+        if not 0 <= first < last:
+            raise ValueError(f"Slice: expected first < last, both >= 0, got {first}, {last}")
+        self.first, self.last = first, last
+
+    def shifts(self, shape: Shape) -> Sequence[int]:
+        return [0] * (len(shape) - 1) + [-self.first]
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        (shape,) = shapes
+        if self.last > shape[-1]:
+            raise ValueError(f"Slice: expected at most {shape[-1]}, the channels of the input, got {self.last}")
+        return (*shape[:-1], self.last - self.first)
+
+
+class Pad(_Shifted):
     """Rows added at the ends of the spatial axes; of the mode ``"constant"`` also taken away, as torch's ``pad`` does.
 
     Parameters
@@ -41,9 +101,6 @@ class Pad(Layer):
     -----
     Communication per process: rows of other ranks that its output shows, wherever they lie; backward, the adjoint.
     """
-
-    passes = Passes((1, 1), (1, 1))
-    cuts_channels = "channelwise"
 
     def __init__(
         self,
@@ -84,25 +141,8 @@ class Pad(Layer):
             raise ValueError(f"Pad: expected rows to be left of {shape[:-1]}, got {found}; take away less")
         return (*found, shape[-1])
 
-    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """May reach outside the array."""
-        shifts = [0, *(low for low, _ in self._pairs(inputs[i].shape[1:])), 0]
-        return output.boxes.map(*(partial(_shifted, shift) for shift in shifts))
-
-    def lower(self, context: Context) -> Callable[[], None]:
-        boxes = context.needed(0)
-        x = context.gather(0, boxes, self.value)
-        x.start()
-        x.finish()
-        context.copy((x.view, context.y), timing=context.timing("forward"))
-
-        def backward() -> None:
-            returned = context.return_gradient(0, boxes)
-            context.copy((context.dy, returned.view), timing=context.timing("backward_data"))
-            returned.start()
-            returned.finish()
-
-        return backward
+    def shifts(self, shape: Shape) -> Sequence[int]:
+        return [*(low for low, _ in self._pairs(shape)), 0]
 
 
 class _PadAxis(Layer):

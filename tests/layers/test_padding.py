@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.layers import Conv, Input, Network, Pad
+from halograd.layers import Concat, Conv, Input, Network, Pad, Slice
 from halograd.layers.padding import _PadAxis
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
@@ -77,6 +77,25 @@ def test_as_torch(mode):
     check_torch(lambda: Pad(CASES[mode], mode, 0.5, "p"), [SHAPE], function)
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("axes", [("sample", "height"), ("sample", "width", "channel")])
+def test_some_of_the_channels(axes):
+    """Put together again in another order; where channels are cut, they lie elsewhere."""
+
+    def turned():
+        first, rest, both = Slice(0, 2, "first"), Slice(2, 5, "rest"), Concat(name="both")
+        return lambda x: both(rest(x), first(x))
+
+    check_layer(turned, (5, 6, 5), axes=axes, gradient=axes[-1] != "channel")
+    check_layer(lambda: Slice(1, 4), (5,), gradient=False)
+
+
+@pytest.mark.torch
+@pytest.mark.ranks(1, 2)
+def test_slices_as_torch():
+    check_torch(lambda: Slice(1, 3, "s"), [SHAPE], lambda x: x[:, 1:3])
+
+
 @given(
     st.sampled_from(["reflect", "replicate", "circular"]),
     st.integers(1, 9),
@@ -118,6 +137,8 @@ def test_every_mode_but_the_constant_is_a_layer_per_axis():
         (lambda: Pad(7, "circular")(Input(SHAPE)), "expected at most 6 rows of 6 in the mode circular"),
         (lambda: Pad(-1, "circular")(Input(SHAPE)), "expected no rows to be taken away in the mode circular"),
         (lambda: Pad(-4)(Input(SHAPE)), r"expected rows to be left of \(7, 6\), got \(-1, -2\)"),
+        (lambda: Slice(2, 2), "expected first < last, both >= 0, got 2, 2"),
+        (lambda: Slice(1, 4)(Input(SHAPE)), "expected at most 3, the channels of the input, got 4"),
         (lambda: Pad(((1, 1),))(Input(SHAPE)), "a pair for each of 2 spatial axes"),
     ],
 )
