@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,7 @@ __all__ = ["WHAT", "Output", "check_outputs", "outputs_of", "write_outputs"]
 
 #: What is written of an output that a loss judges: as it is, or what it says of the classes.
 WHAT = ("logits", "probabilities", "classes")
+_WRITTEN_BY = "halograd apply"
 #: Of a chunk [B]: HDF5 reads and writes whole ones.
 _CHUNK = 4 << 20
 
@@ -87,7 +88,7 @@ def check_outputs(out: Path) -> None:
         if regular_size(out) == 0:
             return
         with open_to_read(out) as file:
-            if "network" in file.attrs:
+            if file.attrs.get("written_by") == _WRITTEN_BY:
                 return
     except FileNotFoundError:
         return
@@ -186,6 +187,8 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
     comm, count = session.comm, len(session.dataset)
     batches = list(session.in_order(np.arange(count)))
     with comm.agreement():
+        if comm.rank == 0:
+            _remove_others(out, comm.size)
         part = _Part(out, comm.rank, outputs, count, {**job, "ranks": comm.size})
     with part:
         done = int(comm.allreduce_scalar(part.done, "min"))
@@ -205,6 +208,14 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
         fault = error
     comm.agree(fault)
     return sum(batch.valid for batch in left)
+
+
+def _remove_others(out: Path, ranks: int) -> None:
+    """Parts of a job on more ranks, which are of no use any more. Local."""
+    for path in part_path(out, 0).parent.glob("rank-*.h5"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdigit() and int(number) >= ranks:
+            path.unlink(missing_ok=True)
 
 
 def _view(session: Session, output: Output) -> Any:
@@ -323,7 +334,8 @@ def _finish(out: Path, outputs: Sequence[Output], count: int, batch: int, ranks:
                 del file.attrs["batches"], file.attrs["job"]
                 _describe(file, outputs, session)
             os.replace(part_path(out, 0), out)
-            part_path(out, 0).parent.rmdir()
+            with suppress(OSError):  # something else is in it
+                part_path(out, 0).parent.rmdir()
             return
         with atomic_path(out) as partial, h5py.File(partial, "w", locking=False) as file:
             for output in outputs:
@@ -357,7 +369,7 @@ def _runs(box: Box, count: int, batch: int) -> Iterator[tuple[int, int]]:
 
 def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
     """What a reader, ours too, wants to know."""
-    file.attrs["network"] = session.network.name
+    file.attrs.update(written_by=_WRITTEN_BY, network=session.network.name)
     for output in outputs:
         file[output.name].attrs["layout"] = {1: "NWC", 2: "NHWC", 3: "NDHWC"}.get(len(output.shape) - 1, "NC")
     if session.dataset.groups is not None:

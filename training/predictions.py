@@ -31,7 +31,11 @@ def check_predictions(path: Path) -> None:
         if regular_size(path) == 0:
             return
         with open_to_read(path) as file:
-            if {"prediction", "target", "sample"} <= set(file):
+            names = {"prediction", "target"}
+            others = [file[name] for name in file if name not in names | {"sample"}]
+            if names | {"sample"} <= set(file) and all(
+                isinstance(one, h5py.Group) and set(one) == names for one in others
+            ):
                 return
     except FileNotFoundError:
         return

@@ -387,7 +387,8 @@ def _statistics(
         comm.reduction(array, kind="data").run()
         return array
 
-    check_transforms(dataset, data.transforms)
+    if names:
+        check_transforms(dataset, data.transforms)
     return {
         name: channel_statistics(
             dataset,

@@ -14,6 +14,7 @@ from halograd.data import DataError
 from halograd.errors import UserError
 from halograd.training import apply, applying, evaluate, train
 from halograd.training.applying import part_path
+from halograd.training.predictions import check_predictions
 from tests.training.runs import EDGE, write_config
 
 FILES = (3, 5)
@@ -121,6 +122,11 @@ def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
     found = apply(trained / "out", new, trained / "out.h5", sets, comm=comm)
     assert written == [2, 3] and found["computed"] == 4
     np.testing.assert_array_equal(read(trained / "out.h5"), read(trained / "whole.h5"))
+    comm.barrier()
+    if comm.rank == 0:
+        alone = apply(trained / "out", new, trained / "out.h5", ["strategy.sample=1"], comm=MPI.COMM_SELF)
+        assert alone["computed"] == sum(FILES) and not part_path(trained / "out.h5", 0).parent.exists()
+    comm.barrier()
     found = apply(trained / "out", new, trained / "out.h5", [*sets[:2], "training.batch=4"], comm=comm)
     assert found["computed"] == sum(FILES), "other batches are another job, and a file of ours is replaced"
     np.testing.assert_allclose(read(trained / "out.h5"), read(trained / "whole.h5"), rtol=1e-9, atol=1e-12)
@@ -142,6 +148,23 @@ def test_refusals(comm, trained):
         apply(trained / "out", [str(trained / "none.h5")], trained / "out.h5", sets, comm=comm)
     with pytest.raises(UserError, match=r"training.batch: expected at most 3, the samples of .*0.h5, got 4"):
         apply(trained / "out", [str(trained / "new/0.h5")], trained / "out.h5", sets, comm=comm)
+
+
+@pytest.mark.parametrize("check", [applying.check_outputs, check_predictions])
+def test_what_others_have_written_is_not_replaced(tmp_path, check):
+    """However much it looks like predictions of ours."""
+    for number, (names, attributes) in enumerate(
+        [(("prediction",), {}), (("prediction", "target", "sample", "notes"), {"network": "seismic"})]
+    ):
+        path = tmp_path / f"{number}.h5"
+        with h5py.File(path, "w") as file:
+            file.attrs.update(attributes)
+            for name in names:
+                file[name] = np.zeros(3)
+        with pytest.raises(DataError, match="expected no file there"):
+            check(path)
+    check(tmp_path / "new" / "none.h5")
+    assert (tmp_path / "new").is_dir()
 
 
 def test_from_the_command_line(tmp_path, capsys):
