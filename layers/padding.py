@@ -15,6 +15,7 @@ from .layer import Layer, Node, Shape
 
 if TYPE_CHECKING:
     from ..program.context import Context
+    from ..program.operations import Timing
     from ..program.views import View
 
 __all__ = ["MODES", "Pad", "Slice"]
@@ -23,16 +24,29 @@ MODES = ("constant", "reflect", "replicate", "circular")
 Amounts = tuple[tuple[int, int], ...]
 
 
-class _Shifted(Layer):
-    """Elements of the input at other places; `value` where there are none."""
+class _Copied(Layer):
+    """Shows elements of its input at other places. However much a block of it reads, it takes a copy of the block."""
 
     passes = Passes((1, 1), (1, 1))
     cuts_channels = "channelwise"
+
+    def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
+        return Pad(0), shape
+
+    @staticmethod
+    def timing(context: Context, phase: str) -> Timing:
+        """What a copy of the output's block is priced by."""
+        return context.timing(phase, inputs=(context.output.layout.boxes.longest,))
+
+
+class _Shifted(_Copied):
+    """The same distance from each element to where it is shown; `value` where there is none."""
+
     value = 0.0
 
     def shifts(self, shape: Shape) -> Sequence[int]:
         """Per axis of a sample, by how much the index in the output is larger."""
-        raise NotImplementedError
+        raise TypeError(f"{self.kind} must override shifts()")
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """May reach outside the array."""
@@ -45,12 +59,12 @@ class _Shifted(Layer):
         x.start()
         x.finish()
         copied = [(x.view, context.y)] if context.box.size else []  # of nothing the boxes are not of one shape
-        context.copy(*copied, timing=context.timing("forward"))
+        context.copy(*copied, timing=self.timing(context, "forward"))
 
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
             copied = [(context.dy, returned.view)] if context.box.size else []
-            context.copy(*copied, timing=context.timing("backward_data"))
+            context.copy(*copied, timing=self.timing(context, "backward_data"))
             returned.start()
             returned.finish()
 
@@ -145,11 +159,8 @@ class Pad(_Shifted):
         return [*(low for low, _ in self._pairs(shape)), 0]
 
 
-class _PadAxis(Layer):
+class _PadAxis(_Copied):
     """Rows of the array itself at both ends of one spatial axis."""
-
-    passes = Passes((1, 1), (1, 1))
-    cuts_channels = "channelwise"
 
     def __init__(self, axis: int, low: int, high: int, mode: str, name: str | None = None) -> None:
         super().__init__(name)
@@ -223,7 +234,7 @@ class _PadAxis(Layer):
         for number, ((rows, _), x) in enumerate(zip(parts, gathered)):
             y = shown(context.y, rows)
             if y is not None:
-                timing = context.timing("forward") if number == 1 else None
+                timing = self.timing(context, "forward") if number == 1 else None
                 context.run(context.kernel(partial(_show, axis, self._flips(number)), x=x.view, y=y), timing=timing)
 
         def backward() -> None:
@@ -231,7 +242,7 @@ class _PadAxis(Layer):
                 returned = context.return_gradient(0, blocks)
                 dy = shown(context.dy, rows)
                 if dy is not None:
-                    timing = context.timing("backward_data") if number == 1 else None
+                    timing = self.timing(context, "backward_data") if number == 1 else None
                     kernel = context.kernel(partial(_collect, axis, self._flips(number)), x=dy, y=returned.view)
                     context.run(kernel, timing=timing)
                 returned.start()

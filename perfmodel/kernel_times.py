@@ -140,6 +140,23 @@ class LayerWork:
         """Sample shapes of the inputs."""
         return [shape[1:] for shape in self.inputs]
 
+    def checked(self) -> LayerWork:
+        """The same.
+
+        Raises
+        ------
+        UserError
+            If the layer, one of the user's, does not take a block for a sample.
+        """
+        try:
+            self.layer.output_shape(*self.shapes)
+        except ValueError as error:
+            raise UserError(
+                f"{self.kind}: expected a layer that can be timed on blocks {self.inputs}, got: {error}; override "
+                "of_outputs() to say what stands for it there"
+            ) from error
+        return self
+
     @property
     def empty(self) -> bool:
         """Whether the rank has nothing of the layer."""
@@ -179,7 +196,7 @@ class KernelTimes(ABC):
         if known not in self._known:
             more: dict[str, Any] = {"input_gradient": input_gradient, "filters": filters, "outputs": outputs}
             work = LayerWork.of(layer, inputs, dtype, trainable, **more, options=options)
-            self._known[known] = LayerTime(0.0) if work.empty else self.of_work(work)
+            self._known[known] = LayerTime(0.0) if work.empty else self.of_work(work.checked())
         return self._known[known]
 
     @abstractmethod

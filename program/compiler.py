@@ -102,8 +102,7 @@ class _Compiler:
         self._moves: dict[Value, list[Step]] = {}
         self._contexts: dict[str, tuple[Context, Callable[[], None] | None]] = {}
         outputs = {network.names[node] for node in network.outputs.values()}
-        looked_at = {network.names[i] for n in network.nodes for i in n.inputs if n.layer.keeps_inputs}
-        self._kept = target.kept | outputs | looked_at
+        self._kept = target.kept | outputs
         #: Inputs that losses compare with, and no other layer reads: they keep their digits.
         read = {i: [n for n in network.nodes if i in n.inputs] for i in network.nodes if isinstance(i, Input)}
         self._targets = {
@@ -123,6 +122,8 @@ class _Compiler:
                 f"{name}: expected a target that depends on no probed input, got one that does; a loss has no gradient "
                 "with respect to its target: make it an Input of its own, or leave that input out of probed"
             )
+        for value in inputs if node.layer.keeps_inputs else ():
+            value.kept = True  # as the layer reads it, which may be a copy under another cut
         output = self._value(name, node.shape, cuts, self.target.dtype)
         output.kept = name in self._kept
         has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))

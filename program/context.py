@@ -204,7 +204,7 @@ class Context:
     def timing(self, phase: str, **changes: Any) -> Timing:
         """What a kernel of this layer is priced by: the fullest blocks."""
         inputs = tuple(v.layout.boxes.longest for v in self.inputs)
-        given = {"inputs": inputs, "outputs": self.output.layout.boxes.longest[1:-1] or None, **changes}
+        given = {"inputs": inputs, "outputs": self.output.layout.boxes.longest[1:-1], **changes}
         return Timing(phase, **given)
 
     def exchange(

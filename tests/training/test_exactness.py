@@ -12,6 +12,7 @@ from halograd.layers.strategy import Strategy
 from halograd.models import lenet5, mesh, resnet, unet
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
+from tests.models.gated import gated
 
 STEPS = 10
 # Small enough that one process whose parameters start an eps apart keeps its losses: at 0.02 and 0.05 the small
@@ -24,6 +25,7 @@ NETWORKS = {
     "resnet": lambda: resnet((1, 1, 1, 1), classes=5, resolution=36, width=4, name="small resnet"),
     "unet": lambda: unet((16, 24), channels=2, classes=3, width=4, levels=2, name="small unet"),
     "lenet": lambda: lenet5(classes=4, resolution=28),
+    "gated": gated,
 }
 
 
@@ -52,8 +54,8 @@ def fill(executor, step):
     for name, node in executor.network.inputs.items():
         shape = (executor.batch, *node.shape)
         array = random_array(shape, name, seed=step % 3)
-        if name == "target" and node.dtype != "compute":
-            classes = executor.network.outputs["prediction"].shape[-1]
+        if node.dtype != "compute":
+            classes = executor.network.outputs["kind" if name == "kind" else "prediction"].shape[-1]
             array = np.floor((array * 1000) % classes)
         elif name == "target":
             array = (array > 0.5).astype(float)

@@ -22,7 +22,9 @@ from halograd.training.build import make_network, make_strategy
 from halograd.training.config import StrategyConfig
 from halograd.training.executor import Executor
 from halograd.training.log import read_log
+from halograd.training.metrics import Evaluation
 from tests.layers.cuts import random_strategy
+from tests.models.gated import gated
 from tests.training.runs import write_config
 from tests.training.test_exactness import RATE, fill
 
@@ -39,6 +41,7 @@ NETWORKS = {
     "lenet": lambda: lenet5(classes=4, resolution=20),
     "vgg_a": lambda: vgg_a(classes=5, resolution=32, width=1 / 32),
     "inception_v3": lambda: inception_v3(classes=4, resolution=107, width=1 / 32),
+    "gated": lambda: gated(12, 3, 4),
 }
 DEEP = ("inception_v3",)
 #: Through 94 batch norms over a few numbers each, a rounding of the input grows 10^8-fold in three steps at the usual
@@ -135,6 +138,29 @@ def test_training_under_random_strategies(name):
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         for seed in seeds(name, comm.size):
             check(name, comm, seed)
+
+
+def metrics(comm, strategy):
+    """Of one batch. Collective."""
+    with Executor(gated(), comm, get_backend("numpy"), 4, strategy, "float64", seed=3) as executor:
+        evaluation = Evaluation(executor)
+        evaluation.begin()
+        fill(executor, 0)
+        executor.forward(training=False)
+        evaluation.add()
+        return evaluation.finish()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_metrics_of_several_tasks_that_are_cut_otherwise_than_their_losses():
+    """What later terms of the loss compute with may not lie on the predictions of earlier ones."""
+    with Communicator(MPI.COMM_SELF) as alone:
+        wanted = metrics(alone, Strategy())
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        for seed in range(6):
+            found = metrics(comm, random_strategy(gated(), comm.size, seed))
+            wrong = found != pytest.approx(wanted, rel=1e-12)
+            comm.agree(AssertionError(f"strategy {seed}: {found}, one process {wanted}") if wrong else None)
 
 
 @pytest.mark.ranks(2, 3)
