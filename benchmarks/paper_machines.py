@@ -221,5 +221,5 @@ class Part:
 
     @property
     def bucket_bytes(self) -> int:
-        """Of the narrow network, where the whole one has 16 MiB [B]."""
+        """Bytes of the narrow network, where the whole one has 16 MiB [B]."""
         return max(1, round((16 << 20) * self.shrunk))

@@ -6,13 +6,15 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .errors import DataError
-from .reading import reason_of
+import h5py
 
-__all__ = ["atomic_path", "check_writable"]
+from .errors import DataError
+from .reading import open_to_read, reason_of, regular_size
+
+__all__ = ["atomic_path", "check_replaceable", "check_writable"]
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
@@ -53,6 +55,37 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]
         raise DataError(f"cannot write {final}: {reason}; nothing was left behind") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable[[h5py.File], bool]) -> None:
+    """See that a file can be written, long before it is; makes its folder.
+
+    Parameters
+    ----------
+    path : path
+        What :func:`atomic_path` will be given.
+    ours : str
+        What is replaced, for the message.
+    is_ours : function of an open HDF5 file
+        Whether it is that.
+
+    Raises
+    ------
+    DataError
+        If it cannot be written, or if another file is there: that is not replaced.
+    """
+    check_writable(path)
+    try:
+        if regular_size(path) == 0:
+            return
+        with open_to_read(path) as file:
+            if is_ours(file):
+                return
+    except FileNotFoundError:
+        return
+    except OSError:
+        pass
+    raise DataError(f"cannot write {path}: expected no file there, or {ours}, got another; give another path")
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

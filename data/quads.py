@@ -125,7 +125,7 @@ class Quads:
 
     @cached_property
     def triangle(self) -> tuple[list[Array], Array]:
-        """Of the collapsed cells only: squared side lengths (01, 12, 20) and twice the area."""
+        """For the collapsed cells only: squared side lengths (01, 12, 20) and twice the area."""
         x = [a[self.collapsed] for a in self.x]
         y = [a[self.collapsed] for a in self.y]
         sides = [(x[(k + 1) % 3] - x[k]) ** 2 + (y[(k + 1) % 3] - y[k]) ** 2 for k in range(3)]

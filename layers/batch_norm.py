@@ -196,7 +196,7 @@ class BatchNorm(Layer):
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Of one rank's block.
+    """Batch norm of one rank's block.
 
     Attributes
     ----------

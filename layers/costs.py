@@ -46,6 +46,8 @@ class Judgement:
         Of two classes: a prediction above it means yes; None: the class is the channel of the largest prediction.
     ignored
         Class index of positions that do not count.
+    probabilities
+        Whether predictions are probabilities already, not logits.
     """
 
     classes: int | None = None
@@ -53,3 +55,4 @@ class Judgement:
     ignored: int | None = None
     prediction: int = 0
     target: int = 1
+    probabilities: bool = False

@@ -77,7 +77,9 @@ class Dice(Loss):
         prediction, target = shapes
         if self.activation == "softmax" or prediction[-1] != target[-1]:
             return (Judgement(prediction[-1]),)
-        return (Judgement(2, threshold=0.0 if self.activation == "sigmoid" else 0.5),)
+        if self.activation == "sigmoid":
+            return (Judgement(2, threshold=0.0),)
+        return (Judgement(2, threshold=0.5, probabilities=True),)
 
     @property
     def ratio(self) -> tuple[float, float, float, float]:

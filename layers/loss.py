@@ -131,7 +131,7 @@ class Loss(Layer):
 
         Returns
         -------
-        What is told where the gradient of the prediction goes.
+        A function that takes the view for the gradient of the prediction, and adds the backward pass.
         """
         prediction, target = term.prediction, term.target
         if prediction.box.shape[:-1] != target.box.shape[:-1]:

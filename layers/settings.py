@@ -1,53 +1,117 @@
-"""What a layer was made with, as plain data: equal for layers that compute the same, in every process."""
+"""What layers and networks were made with, as plain data: equal for those that compute the same, in every process."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from numbers import Number
 from typing import Any
 
 import numpy as np
 
 from .layer import Layer, Shape
+from .network import Network
 
-__all__ = ["settings_of"]
+__all__ = ["difference", "fingerprint", "settings_of"]
 
 _NAMES = ("name",)
+_READS, _SETTINGS = ": reads ", ": settings "
+#: Shape of an activation, behind its layer and kind.
+_SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")
 
 
-def settings_of(layer: Layer, shape: Shape) -> dict[str, Any]:
-    """Settings of a layer by name, without its own, beside a first input of this sample shape; of what JSON has."""
-    settings = _own(layer)
+def settings_of(layer: Layer, shape: Shape, private: bool = True) -> dict[str, Any]:
+    """Settings of a layer by name, without its own, beside a first input of this sample shape; of what JSON has.
+
+    Unless `private`, without attributes that begin with ``_``.
+    """
+    settings = _own(layer, private)
     if layer.stencil is not None:
         # "same" and the numbers it stands for are one and the same.
         settings["stencil"] = [[w.kernel, w.stride, w.pad_lo, w.pad_hi, w.dilation] for w in layer.windows(shape)]
     return settings
 
 
-def _own(layer: Layer) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in vars(layer).items() if key not in _NAMES}
+def _own(layer: Layer, private: bool) -> dict[str, Any]:
+    some = {key: value for key, value in vars(layer).items() if key not in _NAMES}
+    return {key: _plain(value, private) for key, value in some.items() if private or not key.startswith("_")}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, private: bool) -> Any:
     """A setting as JSON has it: no addresses, no order of sets or dictionaries."""
+    inside = partial(_plain, private=private)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         return [array.dtype.name, list(array.shape), zlib.crc32(array.tobytes())]
     if isinstance(value, Layer):  # within another one
-        return [value.kind, _own(value)]
+        return [value.kind, _own(value, private)]
     if isinstance(value, Mapping):
-        return sorted([str(k), _plain(v)] for k, v in value.items())
+        return sorted([str(k), inside(v)] for k, v in value.items())
     if isinstance(value, Sequence):
-        return [_plain(v) for v in value]
+        return [inside(v) for v in value]
     if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_plain(v)) for v in value)
+        return sorted(json.dumps(inside(v)) for v in value)
     if isinstance(value, Number):  # a fraction
         return str(value)
     named = type(value) if not callable(value) or is_dataclass(value) else value
-    inner = {k: _plain(v) for k, v in vars(value).items()} if is_dataclass(value) else {}
+    inner = {k: inside(v) for k, v in vars(value).items()} if is_dataclass(value) else {}
     return [getattr(named, "__qualname__", type(value).__qualname__), inner]
+
+
+def fingerprint(network: Network) -> list[str]:
+    """What makes two networks the same: layers in order with kind and shape, what they read, settings, and arrays.
+
+    Attributes of a layer that begin with ``_`` are not settings: a layer of the user's own may keep anything there.
+    """
+    lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
+    for name, node in network.layers.items():
+        settings = json.dumps(settings_of(node.layer, node.inputs[0].shape, private=False), sort_keys=True)
+        lines += [f"{name}: reads {', '.join(network.names[n] for n in node.inputs)}", f"{name}: settings {settings}"]
+    lines += [f"{name}: parameter {_by(p.shape)}" for name, p in network.parameters().items()]
+    return lines + [f"{name}: state {_by(p.shape)}" for name, p in network.state().items()]
+
+
+def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) -> tuple[str, str] | None:
+    """The first line in which the fingerprint of a network here, and of one there, differ: both; None if none does.
+
+    Of settings only those count that both know: later versions of a layer have more. Without `extents` the shapes of
+    activations, and the padding that follows from them, do not count: samples may be larger or smaller.
+    """
+    if not extents:
+        there, here = ([_SHAPE.sub(r"\1", line) for line in lines] for lines in (there, here))
+    known = [line for line in here if _SETTINGS not in line and (_READS not in line or any(_READS in a for a in there))]
+    found = [line for line in there if _SETTINGS not in line]
+    for own, other in itertools.zip_longest(known, found, fillvalue="nothing"):
+        if own != other:
+            return own, other
+    before = dict(line.split(_SETTINGS, 1) for line in there if _SETTINGS in line)
+    for name, text in (line.split(_SETTINGS, 1) for line in here if _SETTINGS in line):
+        settings = {key: value for key, value in json.loads(text).items() if extents or key != "stencil"}
+        differs = _differs(settings, json.loads(before.get(name, "{}")), "")
+        if differs is not None:
+            return f"{name}: {differs[0]}", f"{name}: {differs[1]}"
+    return None
+
+
+def _differs(own: Any, other: Any, at: str) -> tuple[str, str] | None:
+    """The innermost settings in which two differ, with their place."""
+    if isinstance(own, dict) and isinstance(other, dict):
+        pairs = [(f"{at}.{key}".lstrip("."), own[key], other[key]) for key in sorted(set(own) & set(other))]
+    elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
+        pairs = [(f"{at}[{i}]", *both) for i, both in enumerate(zip(own, other))]
+    elif json.dumps(own) == json.dumps(other):  # NaN is as it was
+        return None
+    else:
+        return f"{at} {own}", f"{at} {other}"
+    return next((found for key, a, b in pairs if (found := _differs(a, b, key)) is not None), None)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

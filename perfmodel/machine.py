@@ -50,7 +50,7 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Of long messages [B/s]; infinite where a byte costs nothing."""
+        """Bandwidth of long messages [B/s]; infinite where a byte costs nothing."""
         return 1 / self.beta if self.beta else float("inf")
 
     def seconds(self, nbytes: float) -> float:

@@ -76,7 +76,7 @@ class ExchangeSpec:
 
     @property
     def itemsize(self) -> int:
-        """Of what travels [B]."""
+        """Size of an element that travels [B]."""
         return self.source.dtype.itemsize
 
 

@@ -2,18 +2,23 @@
 
 ::
 
-    OUT.h5                      one dataset per output, (N, *spatial, C); on several ranks virtual, of the parts
-    OUT.h5.parts/rank-00003.h5  what rank 3 has computed: its box of every sample, and how many batches are done
+    OUT.h5                               one dataset per output, (N, *spatial, C); on several ranks virtual
+    OUT.h5.parts/3f2a90c1/rank-00003.h5  what rank 3 has computed: its box of every sample
 
-No rank holds more of an output than its box of three batches. A part is begun anew unless it is of the same job; a job
-that was interrupted goes on behind the last batch that all ranks have written.
+Each job has a folder of its own, so that an older OUT.h5 stays what it is until the new one replaces it; then the
+folders of other jobs are removed. A job that was interrupted goes on behind the last batch that all ranks have written.
+The part of a killed rank can be read: its datasets have their place in the file before the first batch. No rank holds
+more of an output than its boxes of three batches.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import queue
+import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,8 +33,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..data import DataError
-from ..data.atomic import atomic_path, check_writable
-from ..data.reading import open_to_read, regular_size
+from ..data.atomic import atomic_path, check_replaceable
 from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.costs import Judgement
@@ -41,8 +45,8 @@ __all__ = ["WHAT", "Output", "check_outputs", "outputs_of", "write_outputs"]
 #: What is written of an output that a loss judges: as it is, or what it says of the classes.
 WHAT = ("logits", "probabilities", "classes")
 _WRITTEN_BY = "halograd apply"
-#: Of a chunk [B]: HDF5 reads and writes whole ones.
-_CHUNK = 4 << 20
+#: Of a set of several simulations, which one each sample is of.
+_GROUPS = "simulation"
 
 Tell = Callable[[int, int], None]
 
@@ -76,27 +80,8 @@ class Output:
 
 
 def check_outputs(out: Path) -> None:
-    """See that `out` can be written, before anything is computed; makes its folder. Local.
-
-    Raises
-    ------
-    DataError
-        If it cannot be, or if a file is there that no such job has written: it is not replaced.
-    """
-    check_writable(out)
-    try:
-        if regular_size(out) == 0:
-            return
-        with open_to_read(out) as file:
-            if file.attrs.get("written_by") == _WRITTEN_BY:
-                return
-    except FileNotFoundError:
-        return
-    except OSError:
-        pass
-    raise DataError(
-        f"cannot write {out}: expected no file there, or one of an earlier job, got another; give another path"
-    )
+    """See that `out` can be written, before anything is computed; see :func:`check_replaceable`. Local."""
+    check_replaceable(out, "one of an earlier job", lambda file: file.attrs.get("written_by") == _WRITTEN_BY)
 
 
 def outputs_of(session: Session, what: str) -> list[Output]:
@@ -105,13 +90,18 @@ def outputs_of(session: Session, what: str) -> list[Output]:
     Raises
     ------
     UserError
-        An unknown `what`; probabilities or classes of channels that are cut.
+        An unknown `what`; probabilities or classes of channels that are cut; an output whose name the file needs.
     """
     if what not in WHAT:
         raise UserError(f"--what: expected one of {', '.join(WHAT)}, got {what!r}")
     network, values = session.network, session.executor.program.values
     loss = network.outputs["loss"]
-    judged = {loss.inputs[one.prediction]: one for one in loss.layer.judgements(*(n.shape for n in loss.inputs))}
+    if session.dataset.groups is not None and _GROUPS in network.outputs:
+        raise UserError(
+            f"output {_GROUPS!r}: expected another name, as the file keeps under it which simulation a sample is of"
+        )
+    judgements = loss.layer.judgements(*(n.shape for n in loss.inputs))
+    judged = {loss.inputs[one.prediction]: one for one in reversed(judgements)}  # the first of a prediction counts
     found = []
     for name, node in network.outputs.items():
         if node is loss:
@@ -133,6 +123,8 @@ def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
             f"--what {what}: expected whole channels of output {output.name!r}, got them cut; choose another cut by "
             "--set, or logits"
         )
+    if what == "probabilities" and judgement.probabilities:
+        return output
     if what == "probabilities":
         return replace(output, of_block=_softmax if judgement.threshold is None else _sigmoid)
     dtype = np.dtype(np.uint8 if judgement.classes <= 256 else np.uint16)
@@ -175,7 +167,7 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
     Parameters
     ----------
     job
-        What tells this job from others, as plain data.
+        What distinguishes this job from others, as plain data.
     tell
         Is called with samples done, and with all there are.
 
@@ -186,10 +178,9 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
     """
     comm, count = session.comm, len(session.dataset)
     batches = list(session.in_order(np.arange(count)))
+    folder, key = _folder(out, {**job, "samples": count, "ranks": comm.size}, outputs)
     with comm.agreement():
-        if comm.rank == 0:
-            _remove_others(out, comm.size)
-        part = _Part(out, comm.rank, outputs, count, {**job, "ranks": comm.size})
+        part = _Part(part_path(folder, comm.rank), comm.rank, outputs, count, key)
     with part:
         done = int(comm.allreduce_scalar(part.done, "min"))
         size, left = session.config.training.batch, batches[done:]
@@ -203,19 +194,18 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
     fault: Exception | None = None
     try:
         if comm.rank == 0:
-            _finish(out, outputs, count, size, comm.size, session)
+            _finish(out, folder, outputs, count, size, comm.size, session)
     except Exception as error:
         fault = error
     comm.agree(fault)
     return sum(batch.valid for batch in left)
 
 
-def _remove_others(out: Path, ranks: int) -> None:
-    """Parts of a job on more ranks, which are of no use any more. Local."""
-    for path in part_path(out, 0).parent.glob("rank-*.h5"):
-        number = path.stem.removeprefix("rank-")
-        if number.isdigit() and int(number) >= ranks:
-            path.unlink(missing_ok=True)
+def _folder(out: Path, job: dict[str, Any], outputs: Sequence[Output]) -> tuple[Path, str]:
+    """Where the parts of a job lie, and what distinguishes it from other jobs. Local; alike on all ranks."""
+    shapes = [[o.name, o.dtype.name, o.shape, o.boxes.axes] for o in outputs]
+    key = hashlib.sha256(json.dumps({**job, "outputs": shapes}, sort_keys=True).encode()).hexdigest()
+    return _parts(out) / key[:8], key
 
 
 def _view(session: Session, output: Output) -> Any:
@@ -225,38 +215,38 @@ def _view(session: Session, output: Output) -> Any:
 class _Part:
     """The file of one rank. Local."""
 
-    def __init__(self, out: Path, rank: int, outputs: Sequence[Output], count: int, job: dict[str, Any]) -> None:
-        self.path, self.outputs, self.rank = part_path(out, rank), outputs, rank
-        boxes = {o.name: [list(o.boxes[rank].start), list(o.boxes[rank].stop), o.dtype.name] for o in outputs}
-        text = json.dumps({**job, "samples": count, "boxes": boxes}, sort_keys=True)
-        with _written(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = self._open(text) or self._make(text, count)
+    def __init__(self, path: Path, rank: int, outputs: Sequence[Output], count: int, job: str) -> None:
+        self.path, self.outputs, self.rank = path, outputs, rank
+        with _written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = self._open(job) or self._make(job, count)
         self.done = int(self.file.attrs["batches"])
 
     def _open(self, job: str) -> h5py.File | None:
         """That of an earlier attempt at the same job."""
-        try:
+        with suppress(OSError, RuntimeError):  # none, or one that was being made when its rank ended
             file = h5py.File(self.path, "r+", locking=False)
-        except OSError:  # none, or one that was being written when its rank ended
-            return None
-        if file.attrs.get("job") == job and "batches" in file.attrs:
-            return file
-        file.close()
+            if file.attrs.get("job") == job and "batches" in file.attrs:
+                return file
+            file.close()
         return None
 
     def _make(self, job: str, count: int) -> h5py.File:
+        """All that HDF5 keeps about the arrays is in the file before the first batch: writing changes numbers only."""
         file = h5py.File(self.path, "w", locking=False)
+        placed = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        placed.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        placed.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         for output in self.outputs:
             box = output.boxes[self.rank]
             if box.size:
-                shape = (count, *box.shape[1:])
-                file.create_dataset(output.name, shape, output.dtype, chunks=_chunks(shape, output.dtype))
+                file.create_dataset(output.name, (count, *box.shape[1:]), output.dtype, dcpl=placed)
         file.attrs.update(job=job, batches=0)
+        file.flush()
         return file
 
     def write(self, number: int, samples: tuple[int, int], blocks: Sequence[np.ndarray]) -> None:
-        """Of one batch, whose samples have these numbers in the file."""
+        """Write one batch, whose samples have these numbers in the file."""
         first, last = samples
         with _written(self.path):
             for output, block in zip(self.outputs, blocks):
@@ -264,7 +254,8 @@ class _Part:
                 low, high = first + box.start[0], min(first + box.stop[0], last)
                 if block.size and high > low:
                     self.file[output.name][low:high] = output.of_block(block[: high - low])
-            self.file.attrs["batches"] = number + 1
+            self.file.flush()
+            self.file.attrs.modify("batches", number + 1)
             self.file.flush()
 
     def __enter__(self) -> _Part:
@@ -286,13 +277,14 @@ class _Writer:
         self.fault: Exception | None = None
 
     def put(self, number: int, samples: tuple[int, int], blocks: list[np.ndarray]) -> None:
-        """Have a batch written; the blocks are copied, as the next one takes their place."""
-        self._given.put((number, samples, [np.array(block) for block in blocks]))
+        """Have a batch written; its blocks are copied (16 bits to float32), as the next one takes their place."""
+        copies = [np.array(block, np.float32 if is_low(block.dtype) else None) for block in blocks]
+        self._given.put((number, samples, copies))
 
     def _run(self) -> None:
         while (given := self._given.get()) is not None:
             if self.fault is not None:
-                continue  # the others are computing this batch too, and nobody may leave them
+                continue  # the others are computing this batch too, and wait for this rank
             try:
                 self.part.write(*given)
             except Exception as error:
@@ -309,48 +301,55 @@ class _Writer:
         self._thread.join()
 
 
-def part_path(out: Path, rank: int) -> Path:
+def _parts(out: Path) -> Path:
+    return out.with_name(f"{out.name}.parts")
+
+
+def part_path(folder: Path, rank: int) -> Path:
     """The part of a rank.
 
-    >>> part_path(Path("runs/out.h5"), 3).as_posix()
-    'runs/out.h5.parts/rank-00003.h5'
+    >>> part_path(Path("out.h5.parts/3f2a90c1"), 3).as_posix()
+    'out.h5.parts/3f2a90c1/rank-00003.h5'
     """
-    return out.with_name(f"{out.name}.parts") / f"rank-{rank:05d}.h5"
+    return folder / f"rank-{rank:05d}.h5"
 
 
-def _chunks(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-    """Some rows of one sample."""
-    if len(shape) < 3:
-        return (min(shape[0], 1024), *shape[1:])
-    row = int(np.prod(shape[2:])) * dtype.itemsize
-    return (1, max(1, min(shape[1], _CHUNK // max(1, row))), *shape[2:])
-
-
-def _finish(out: Path, outputs: Sequence[Output], count: int, batch: int, ranks: int, session: Session) -> None:
+def _finish(
+    out: Path, folder: Path, outputs: Sequence[Output], count: int, batch: int, ranks: int, session: Session
+) -> None:
     """One file of all parts: the only one there is, or virtual datasets. Local, on rank 0."""
     with _written(out):
         if ranks == 1:
-            with h5py.File(part_path(out, 0), "r+", locking=False) as file:
+            with h5py.File(part_path(folder, 0), "r+", locking=False) as file:
                 del file.attrs["batches"], file.attrs["job"]
                 _describe(file, outputs, session)
-            os.replace(part_path(out, 0), out)
-            with suppress(OSError):  # something else is in it
-                part_path(out, 0).parent.rmdir()
-            return
-        with atomic_path(out) as partial, h5py.File(partial, "w", locking=False) as file:
-            for output in outputs:
-                file.create_virtual_dataset(output.name, _joined(out, output, count, batch, ranks))
-            _describe(file, outputs, session)
+            os.replace(part_path(folder, 0), out)
+        else:
+            with atomic_path(out) as partial, h5py.File(partial, "w", locking=False) as file:
+                for output in outputs:
+                    file.create_virtual_dataset(output.name, _joined(folder, output, count, batch, ranks))
+                _describe(file, outputs, session)
+        _remove_others(_parts(out), folder if ranks > 1 else None)
 
 
-def _joined(out: Path, output: Output, count: int, batch: int, ranks: int) -> h5py.VirtualLayout:
+def _remove_others(parts: Path, used: Path | None) -> None:
+    """Parts of other jobs, to which no file refers any more. Local."""
+    for folder in parts.iterdir():
+        if folder != used and re.fullmatch("[0-9a-f]{8}", folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
+    if used is None:
+        with suppress(OSError):  # something else is in it
+            parts.rmdir()
+
+
+def _joined(folder: Path, output: Output, count: int, batch: int, ranks: int) -> h5py.VirtualLayout:
     layout = h5py.VirtualLayout((count, *output.shape), output.dtype)
     for rank in range(ranks):
         box: Box = output.boxes[rank]
         if not box.size:
             continue
-        path = part_path(out, rank)
-        source = h5py.VirtualSource(f"{path.parent.name}/{path.name}", output.name, (count, *box.shape[1:]))
+        path = part_path(folder, rank).relative_to(folder.parent.parent).as_posix().replace("%", "%%")  # else a pattern
+        source = h5py.VirtualSource(path, output.name, (count, *box.shape[1:]))
         for low, high in _runs(box, count, batch):
             layout[(slice(low, high), *box.slices()[1:])] = source[low:high]
     return layout
@@ -373,7 +372,7 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
     for output in outputs:
         file[output.name].attrs["layout"] = {1: "NWC", 2: "NHWC", 3: "NDHWC"}.get(len(output.shape) - 1, "NC")
     if session.dataset.groups is not None:
-        file["simulation"] = session.dataset.groups
+        file[_GROUPS] = session.dataset.groups
 
 
 @contextmanager

@@ -31,10 +31,11 @@ from halograd.errors import UserError
 from ..comm import Communicator
 from ..data.atomic import atomic_path
 from ..device import device_of
+from ..layers.settings import difference
 from .chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
 from .node_readers import NodeReaders
 from .optimizers import Optimizer
-from .snapshot import Snapshot, TrainingProgress, difference, fingerprint
+from .snapshot import Snapshot, TrainingProgress
 from .store import ParameterStore
 
 __all__ = [
@@ -241,7 +242,7 @@ class CheckpointReader:
     ) -> tuple[TrainingProgress, dict[str, Any], list[str], dict[str, np.ndarray]]:
         """Progress, settings of the optimizer, names and whole arrays of what is wanted, if all of it fits."""
         index = self._index
-        _check_network(self.path, index["network"], fingerprint(store.network), extents)
+        _check_network(self.path, index["network"], store.fingerprint, extents)
         if index["dtype"] != store.dtype.name:
             raise UserError(
                 f"checkpoint {self.path}: expected {store.dtype.name} parameters, got {index['dtype']}; "

@@ -207,7 +207,7 @@ class Executor:
         return self.runner.view(value.view)
 
     def _make_reducer(self) -> Reducer:
-        """Of the scheme for which the store has its buckets."""
+        """The reducer of the scheme for which the store has its buckets."""
         scheme, reached = self.store.scheme, {segment.name for segment in self.program.backward}
         dense = [self.runner.made(kernel) for name, kernel in self.program.exposed.items() if name in reached]
         for operator in dense:

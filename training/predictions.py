@@ -8,9 +8,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from ..data import Batch, DataError
-from ..data.atomic import atomic_path, check_writable
-from ..data.reading import open_to_read, regular_size
+from ..data import Batch
+from ..data.atomic import atomic_path, check_replaceable
 from ..device import is_low
 from .metrics import judged
 from .session import Session
@@ -19,31 +18,14 @@ __all__ = ["check_predictions", "write_predictions"]
 
 
 def check_predictions(path: Path) -> None:
-    """See that predictions can be written to `path`, before they are computed; makes its folder. Local.
+    """See that predictions can be written, before they are computed; see :func:`check_replaceable`. Local."""
+    check_replaceable(path, "older predictions", _is_ours)
 
-    Raises
-    ------
-    DataError
-        If they cannot be, or if a file is there that no evaluation has written: it is not replaced.
-    """
-    check_writable(path)
-    try:
-        if regular_size(path) == 0:
-            return
-        with open_to_read(path) as file:
-            names = {"prediction", "target"}
-            others = [file[name] for name in file if name not in names | {"sample"}]
-            if names | {"sample"} <= set(file) and all(
-                isinstance(one, h5py.Group) and set(one) == names for one in others
-            ):
-                return
-    except FileNotFoundError:
-        return
-    except OSError:
-        pass
-    raise DataError(
-        f"cannot write {path}: expected no file there, or older predictions, got another; give another path"
-    )
+
+def _is_ours(file: h5py.File) -> bool:
+    names = {"prediction", "target"}
+    others = [file[name] for name in file if name not in names | {"sample"}]
+    return names | {"sample"} <= set(file) and all(isinstance(one, h5py.Group) and set(one) == names for one in others)
 
 
 def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:

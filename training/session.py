@@ -183,7 +183,7 @@ class Session:
         return cls(config, comm, network, executor, *found, loader, timeline, ahead, scale)
 
     def sampler(self) -> Sampler:
-        """Of the training samples, in the order of the run's seed."""
+        """Batches of the training samples, in the order of the run's seed."""
         shuffle: Literal["epoch", "never"] = "epoch" if self.config.data.shuffle else "never"
         return Sampler(self.training, self.config.training.batch, self.config.training.seed, shuffle)
 
@@ -200,7 +200,7 @@ class Session:
 
     @cached_property
     def source(self) -> str | None:
-        """Of a network of the user's own, its function and a checksum of the file that has it; else None. Local."""
+        """Function of a network of the user's own, and a checksum of its file; else None. Local."""
         name = self.config.model.source
         return " ".join(source_of(name)) if is_own(name) else None
 
@@ -381,7 +381,7 @@ def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
 def _statistics(
     data: DataConfig, dataset: Dataset, names: Sequence[str], training: np.ndarray, comm: Communicator
 ) -> dict[str, ChannelStatistics]:
-    """Of these inputs. Collective."""
+    """Mean and scale of the channels of these inputs. Collective."""
 
     def total(array: np.ndarray) -> np.ndarray:
         comm.reduction(array, kind="data").run()

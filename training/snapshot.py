@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..comm import Communicator
 from ..device import device_of
-from ..layers import Network
-from ..layers.settings import settings_of
 from .optimizers import Optimizer
 from .store import ParameterStore
 
-__all__ = ["Snapshot", "TrainingProgress", "difference", "fingerprint"]
-
-_READS, _SETTINGS = ": reads ", ": settings "
-#: Of an activation, behind its layer and kind.
-_SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")
+__all__ = ["Snapshot", "TrainingProgress"]
 
 
 @dataclass
@@ -59,55 +50,6 @@ class TrainingProgress:
     loss_scale: dict[str, float] | None = None
     drawn: str | None = None
     source: str | None = None
-
-
-def fingerprint(network: Network) -> list[str]:
-    """What makes two networks the same: layers in order with kind and shape, what they read, settings, and arrays."""
-    lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
-    for name, node in network.layers.items():
-        settings = json.dumps(settings_of(node.layer, node.inputs[0].shape), sort_keys=True)
-        lines += [f"{name}: reads {', '.join(network.names[n] for n in node.inputs)}", f"{name}: settings {settings}"]
-    lines += [f"{name}: parameter {_by(p.shape)}" for name, p in network.parameters().items()]
-    return lines + [f"{name}: state {_by(p.shape)}" for name, p in network.state().items()]
-
-
-def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) -> tuple[str, str] | None:
-    """The first line in which the fingerprint of a network here, and of one there, differ: both; None if none does.
-
-    Of settings only those count that both know: later versions of a layer have more. Without `extents` the shapes of
-    activations, and the padding that follows from them, do not count: samples may be larger or smaller.
-    """
-    if not extents:
-        there, here = ([_SHAPE.sub(r"\1", line) for line in lines] for lines in (there, here))
-    known = [line for line in here if _SETTINGS not in line and (_READS not in line or any(_READS in a for a in there))]
-    found = [line for line in there if _SETTINGS not in line]
-    for own, other in itertools.zip_longest(known, found, fillvalue="nothing"):
-        if own != other:
-            return own, other
-    before = dict(line.split(_SETTINGS, 1) for line in there if _SETTINGS in line)
-    for name, text in (line.split(_SETTINGS, 1) for line in here if _SETTINGS in line):
-        settings = {key: value for key, value in json.loads(text).items() if extents or key != "stencil"}
-        differs = _differs(settings, json.loads(before.get(name, "{}")), "")
-        if differs is not None:
-            return f"{name}: {differs[0]}", f"{name}: {differs[1]}"
-    return None
-
-
-def _differs(own: Any, other: Any, at: str) -> tuple[str, str] | None:
-    """The innermost settings in which two differ, with their place."""
-    if isinstance(own, dict) and isinstance(other, dict):
-        pairs = [(f"{at}.{key}".lstrip("."), own[key], other[key]) for key in sorted(set(own) & set(other))]
-    elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
-        pairs = [(f"{at}[{i}]", *both) for i, both in enumerate(zip(own, other))]
-    elif json.dumps(own) == json.dumps(other):  # NaN is as it was
-        return None
-    else:
-        return f"{at} {own}", f"{at} {other}"
-    return next((found for key, a, b in pairs if (found := _differs(a, b, key)) is not None), None)
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 @dataclass(frozen=True)
@@ -150,7 +92,7 @@ class Snapshot:
         params, state, errors, *rest = [_on_host(arrays) for arrays in parts]
         settings = None if optimizer is None else optimizer.settings()
         named = dict(zip(states, rest))
-        return cls(fingerprint(store.network), store.dtype.name, params, state, named, settings, errors)
+        return cls(store.fingerprint, store.dtype.name, params, state, named, settings, errors)
 
     @property
     def nbytes(self) -> int:

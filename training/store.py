@@ -15,6 +15,7 @@ from ..layers import Network, Parameter, Strategy
 from ..layers.parameter_blocks import ParameterBlocks, parameter_blocks
 from ..layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
 from ..layers.reduction_scheme import Scheme
+from ..layers.settings import fingerprint
 from .loss_scale import LossScale
 from .memory import Memory
 
@@ -170,6 +171,8 @@ class ParameterStore:
         if self.blocks is None:
             self.blocks = parameter_blocks(self.network, Strategy(), 1)
         specs, states = self.network.parameters(), self.network.state()
+        #: As the network is now: layers of the user's own may keep more in themselves when they have computed.
+        self.fingerprint = fingerprint(self.network)
         self.shapes: dict[str, tuple[int, ...]] = {n: s.shape for n, s in {**specs, **states}.items()}
         self._decays = {n: s.decay for n, s in specs.items()}
         self._layers = gradient_layers(self.network, self.blocks)

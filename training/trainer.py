@@ -126,7 +126,7 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         return self.schedule(self.optimizer.step)
 
     @property

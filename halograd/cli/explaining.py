@@ -231,7 +231,7 @@ class Explainer:
     # -- output --------------------------------------------------------------------------------
 
     def text(self, layers: Sequence[str], details: bool) -> list[str]:
-        """Everything that is told, in lines."""
+        """The whole explanation, in lines."""
         from ..planning import source_of
 
         plan = self.plan

@@ -117,7 +117,7 @@ class Point:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, None where there is none [s]."""
+        """Time of a step, None where there is none [s]."""
         return None if self.prediction is None else self.prediction.step_seconds
 
     def as_dict(self) -> dict[str, Any]:

@@ -75,12 +75,12 @@ class LayerCost:
 
     @property
     def exposed_forward(self) -> float:
-        """Of the halo of `x`, what nothing hides."""
+        """The part of the exchange of `x` that nothing hides."""
         return max(0.0, self.halo_forward - self.forward) if self.overlaps else self.halo_forward
 
     @property
     def exposed_backward(self) -> float:
-        """Of the backward halo, what nothing hides."""
+        """The part of the backward exchange that nothing hides."""
         return max(0.0, self.halo_backward - self.backward_filter) if self.hides else self.halo_backward
 
     @property

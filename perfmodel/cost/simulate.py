@@ -187,7 +187,7 @@ class Simulation:
         self.costs = _costs(self.program, pricing)
 
     def _program(self, rank: int) -> Program:
-        """Of one rank, under the dense layers that the scheme replicates."""
+        """The program of one rank, under the dense layers that the scheme replicates."""
         key = rank, self.strategy.reduction.replicated_dense
         if key not in self._known.programs:
             overlaps, dtype = self.pricing.wires.waits_for_network, dtype_of(self.training.dtype)

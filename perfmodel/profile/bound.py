@@ -183,7 +183,7 @@ class BoundLayer:
 
 
 def _program(step: Step, size: int, trained: bool) -> Program:
-    """Of one layer, whose arrays all stay."""
+    """A program of one layer, whose arrays all stay."""
     lowered = lower_alone(step, trained)
     probed = frozenset([step.output.name])  # what lies behind the layer is written by somebody else
     target = Target(step.output.layout.shape[0], size, dtype=step.output.dtype, trainable=trained, probed=probed)

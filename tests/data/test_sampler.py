@@ -87,7 +87,7 @@ def test_split_extremes() -> None:
 
 @pytest.mark.parametrize("groups", [None, [3, 1, 1, 2, 3, 0, 2, 2, 5, 7]])
 def test_split_is_that_of_earlier_versions(groups: list[int] | None) -> None:
-    """Of the distinct names in order a permutation is drawn: a run that is resumed holds out the same samples."""
+    """A permutation of the distinct names, in order, is drawn: a run that is resumed holds out the same samples."""
     for seed in range(5):
         labels = np.arange(10) if groups is None else np.array(groups)
         names = np.unique(labels)

@@ -47,7 +47,7 @@ def missing(found: dict[str, Any]) -> list[str]:
 
 
 def commit() -> str:
-    """Of the repository that this runs in, with a mark where files differ from it; empty without git."""
+    """Commit of the repository that this runs in, with a mark where files differ from it; empty without git."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)

@@ -109,7 +109,7 @@ class Runner:
 
     @property
     def seconds_left(self) -> float:
-        """Of this call [s]."""
+        """Time of this call [s]."""
         return self._deadline - time.monotonic()
 
     def run(self, part: Part) -> bool:

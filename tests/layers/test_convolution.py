@@ -199,7 +199,7 @@ def test_windows_may_be_given_as_lists_and_arrays():
 
 
 def test_parameters_may_have_shapes_that_are_lists():
-    """Of layers of the user's own; their blocks are looked up by shape."""
+    """The user's own layers; their blocks are looked up by shape."""
 
     class Scale(Layer):
         def output_shape(self, shape):

@@ -188,7 +188,7 @@ def test_ranks_that_are_idle_are_named_once(strategy, batch, size, ranks, caplog
 
 
 def test_layers_behind_a_trunk_may_leave_ranks_idle(caplog):
-    """Of one sample, one rank computes what has no space."""
+    """Where there is one sample, one rank computes what has no space."""
     Strategy({"height": 4}).warn_of_idle_ranks(small(), 1, 4)
     assert not caplog.records
 

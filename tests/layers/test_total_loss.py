@@ -154,7 +154,7 @@ def test_evaluation_leaves_out_what_is_for_training():
 
 @pytest.mark.mpi
 def test_messages_are_those_of_the_terms():
-    """Of the weights, and of Dice; and one sum for the loss, however many there are."""
+    """One for the weights, one for Dice, and one sum for the loss, however many there are."""
     _, node = one_task()
     with Communicator(MPI.COMM_WORLD) as comm:
         made = Executor(

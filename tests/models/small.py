@@ -45,7 +45,7 @@ def small(label: str) -> Network:
 
 
 def executor_of(network: Network, comm, parts=None) -> Executor:
-    """Of `network` in float64 on NumPy, its inputs filled. Collective."""
+    """An executor of `network` in float64 on NumPy, its inputs filled. Collective."""
     executor = Executor(network, comm, get_backend("numpy"), BATCH, Strategy(parts or {}), "float64", seed=3)
     for name, node in network.inputs.items():
         array = random_array((BATCH, *node.shape), name)

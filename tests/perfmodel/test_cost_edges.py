@@ -49,7 +49,7 @@ def test_boxes_overlaps_and_counts_of_a_rank(shape, before, after, rank):
 
 @given(shapes(), st.lists(parts(4), min_size=1, max_size=3), st.lists(parts(4), min_size=1, max_size=3))
 def test_tables_are_single_exchanges_where_all_ranks_are_looked_at(shape, makers, readers):
-    """Of four ranks, 0, 1, 2 and 3 are looked at: the table is exact, one way and the other."""
+    """Among four ranks, 0, 1, 2 and 3 are looked at: the table is exact, one way and the other."""
     found = edge_seconds(shape, makers, readers, Wires(MACHINE), 4, 4)
     for i, before in enumerate(makers):
         for j, after in enumerate(readers):

@@ -61,3 +61,15 @@ def write_config(folder: Path, out: str = "out", name: str = "run.toml") -> Path
     text = CONFIG.format(edge=EDGE, channels=CHANNELS, data=folder / "data.h5", out=folder / out)
     (folder / name).write_text(text)
     return folder / name
+
+
+def write_own(folder: Path, network: str, data: str | None = None, settings: str = "") -> Path:
+    """Write a network of one's own, data unless its table is given, and configuration; the path of the latter."""
+    (folder / "net.py").write_text(network)
+    text = CONFIG.format(edge=EDGE, channels=CHANNELS, data="data.h5", out="out")
+    if data is None:
+        write_data(folder / "data.h5")
+        data = text[text.index("[data]") : text.index("[strategy]")]
+    text = f'[model]\nfile = "net.py:build"\n{settings}{data}' + text[text.index("[strategy]") :]
+    (folder / "run.toml").write_text(text)
+    return folder / "run.toml"

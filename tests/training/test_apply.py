@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -11,13 +15,23 @@ from mpi4py import MPI
 
 from halograd.cli.run import run
 from halograd.data import DataError
+from halograd.dtensor import Blocks, Box
 from halograd.errors import UserError
 from halograd.training import apply, applying, evaluate, train
-from halograd.training.applying import part_path
 from halograd.training.predictions import check_predictions
-from tests.training.runs import EDGE, write_config
+from tests.training.runs import EDGE, write_config, write_own
 
 FILES = (3, 5)
+NET = f"""
+import halograd as hg
+
+def build():
+    x = hg.Input(({EDGE}, {EDGE}, 3), name="x")
+    y = hg.Conv(1, 3, padding=1)(x)
+    p = hg.Sigmoid()(y)
+    loss = hg.Dice("none")(p, hg.Input(p.shape, name="target"))
+    return hg.Network({{"prediction": p, "simulation": y, "loss": loss}})
+"""
 CUTS = {1: ({},), 2: ({"height": 2}, {"sample": 2}), 3: ({"width": 3},), 4: ({"height": 2, "width": 2}, {"sample": 4})}
 
 
@@ -32,25 +46,25 @@ def write_new(folder: Path, edge: int = EDGE, name: str = "new") -> None:
 
 
 @pytest.fixture
-def comm():
-    return MPI.COMM_WORLD
-
-
-@pytest.fixture
-def trained(comm, tmp_path):
+def trained(comm, shared):
     """Folder of a run in ``out``, and of data without labels in ``new``; the same on all ranks."""
-    folder = Path(comm.bcast(str(tmp_path)))
     if comm.rank == 0:
-        write_config(folder)
-        write_new(folder)
-        train(folder / "run.toml", ["training.epochs=1", "strategy.sample=1"], comm=MPI.COMM_SELF)
+        write_config(shared)
+        write_new(shared)
+        train(shared / "run.toml", ["training.epochs=1", "strategy.sample=1"], comm=MPI.COMM_SELF)
     comm.barrier()
-    return folder
+    return shared
 
 
 def read(path: Path, name: str = "prediction") -> np.ndarray:
     with h5py.File(path) as file:
         return file[name][()]
+
+
+def parts(out: Path) -> list[int]:
+    """Ranks of which there is a part, of one job."""
+    (folder,) = Path(f"{out}.parts").iterdir()
+    return sorted(int(path.stem.removeprefix("rank-")) for path in folder.iterdir())
 
 
 @pytest.mark.mpi
@@ -76,7 +90,7 @@ def test_is_that_of_one_process_under_every_cut(comm, trained, what):
 
 @pytest.mark.ranks(1, 2)
 def test_is_what_evaluation_predicts(comm, trained):
-    """Of the samples that it was trained on, with their labels unread."""
+    """The samples that it was trained on, with their labels unread."""
     sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
     evaluate(trained / "out", sets, "all", trained / "judged.h5", comm)
     apply(trained / "out", [str(trained / "data.h5")], trained / "applied.h5", sets, comm=comm)
@@ -116,7 +130,7 @@ def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
     monkeypatch.setattr(applying._Part, "write", failing)
     with pytest.raises((OSError, DataError), match="No space left on device"):
         apply(trained / "out", new, trained / "out.h5", sets, comm=comm)
-    assert not (trained / "out.h5").exists() and part_path(trained / "out.h5", comm.rank).exists()
+    assert not (trained / "out.h5").exists() and parts(trained / "out.h5") == list(range(comm.size))
     written.clear()
     monkeypatch.setattr(applying._Part, "write", lambda *a: (written.append(a[1]), write(*a)))
     found = apply(trained / "out", new, trained / "out.h5", sets, comm=comm)
@@ -125,11 +139,92 @@ def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
     comm.barrier()
     if comm.rank == 0:
         alone = apply(trained / "out", new, trained / "out.h5", ["strategy.sample=1"], comm=MPI.COMM_SELF)
-        assert alone["computed"] == sum(FILES) and not part_path(trained / "out.h5", 0).parent.exists()
+        assert alone["computed"] == sum(FILES) and not (trained / "out.h5.parts").exists()
     comm.barrier()
     found = apply(trained / "out", new, trained / "out.h5", [*sets[:2], "training.batch=4"], comm=comm)
     assert found["computed"] == sum(FILES), "other batches are another job, and a file of ours is replaced"
     np.testing.assert_allclose(read(trained / "out.h5"), read(trained / "whole.h5"), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypatch):
+    """Whose parts lie elsewhere; the name is one that HDF5 takes for a pattern."""
+    new, sets = [str(trained / "new")], ["strategy.height=2", "strategy.sample=1"]
+    out = trained / "50%b.h5"
+    apply(trained / "out", new, out, sets, comm=comm)
+    before = read(out)
+    assert np.isfinite(before).all() and before.std() > 0
+
+    def failing(self, number, samples, blocks):
+        write(self, number, samples, [np.full_like(block, 7) for block in blocks])
+        if number:
+            raise OSError(28, "No space left on device")
+
+    write = applying._Part.write
+    with monkeypatch.context() as patched, pytest.raises((OSError, DataError), match="No space left on device"):
+        patched.setattr(applying._Part, "write", failing)
+        apply(trained / "out", new, out, sets, "probabilities", comm)
+    np.testing.assert_array_equal(read(out), before)
+    apply(trained / "out", new, out, sets, "classes", comm)
+    comm.barrier()
+    np.testing.assert_array_equal(read(out), before > 0)
+    assert parts(out) == [0, 1]
+
+
+def test_parts_of_killed_ranks_are_read(tmp_path):
+    """A part holds as many batches as it says, whenever its rank was killed."""
+    shape, count, batch = (16, 9, 2), 40, 2
+    box = Box.of_shape((batch, *shape))
+    value = SimpleNamespace(layout=None)
+    boxes = Blocks([((low, high),) for low, high in box.ranges])
+    output = applying.Output("prediction", value, shape, boxes, np.dtype(np.float32), lambda block: block)
+    rng = np.random.default_rng(5)
+
+    def work(path, begun=lambda: None):
+        with applying._Part(path, 0, [output], count, "job") as part:
+            for number in range(part.done, count // batch):
+                begun()
+                part.write(number, (number * batch, number * batch + batch), [np.full((batch, *shape), number + 1.0)])
+
+    done = []
+    for attempt in range(40):
+        path = tmp_path / f"{attempt}.h5"
+        heard, said = os.pipe()
+        child = os.fork()
+        if not child:
+            work(path, partial(os.write, said, b"."))
+            os._exit(0)
+        for _ in range(int(rng.integers(1, count // batch))):
+            os.read(heard, 1)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(heard)
+        os.close(said)
+        with applying._Part(path, 0, [output], count, "job") as part:
+            done.append(part.done)
+            array = part.file["prediction"][: part.done * batch] if part.done else np.zeros((0, *shape))
+        for number in range(done[-1]):
+            assert (array[number * batch : (number + 1) * batch] == number + 1).all()
+        work(path)
+        assert h5py.File(path)["prediction"][-1].min() == count // batch
+    assert min(done) < max(done), "otherwise this would show nothing"
+
+
+def test_of_probabilities_they_are_what_it_computes(working):
+    """Where a loss reads probabilities; and an output with the name of what the file keeps is refused beforehand."""
+    train(write_own(working, NET), ["training.epochs=1"], comm=MPI.COMM_SELF)
+    write_new(working)
+    for what in applying.WHAT:
+        apply(working / "out", ["new"], working / f"{what}.h5", what=what, comm=MPI.COMM_SELF)
+    found = read(working / "probabilities.h5")
+    np.testing.assert_array_equal(found, read(working / "logits.h5"))
+    np.testing.assert_array_equal(found > 0.5, read(working / "classes.h5"))
+    assert 0 < found.min() < 0.4
+    for name in ("0.h5", "1.h5"):
+        with h5py.File(working / "new" / name, "a") as file:
+            file["simulation"] = np.arange(len(file["inputs"]))
+    with pytest.raises(UserError, match="output 'simulation': expected another name"):
+        apply(working / "out", ["new"], working / "p.h5", comm=MPI.COMM_SELF)
 
 
 @pytest.mark.ranks(1, 2)

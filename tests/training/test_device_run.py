@@ -17,7 +17,7 @@ from halograd.training.inputs import DeviceFeed
 from halograd.training.kernels import open_kernels
 from halograd.training.log import RunLog, read_log
 from halograd.training.memory import Memory
-from halograd.training.run import evaluate, train
+from halograd.training.run import apply, evaluate, train
 from tests.support.fake_device import FakeBackend
 from tests.training.runs import CONFIG, write_config
 
@@ -93,12 +93,17 @@ def test_evaluation_and_predictions_of_bfloat16(tmp_path, on_device):
     on_device(True)
     run(path, tmp_path / "low", 1, more=low)
     result = evaluate(tmp_path / "low", comm=MPI.COMM_SELF, predictions=tmp_path / "p.h5")
+    apply(tmp_path / "low", [str(tmp_path / "data.h5")], tmp_path / "a.h5", what="probabilities", comm=MPI.COMM_SELF)
     on_device(False)
     single = evaluate(tmp_path / "low", ['training.dtype="float32"'], comm=MPI.COMM_SELF, predictions=tmp_path / "q.h5")
     assert result["loss"] == pytest.approx(single["loss"], rel=0.02)
     with h5py.File(tmp_path / "p.h5") as low_file, h5py.File(tmp_path / "q.h5") as file:
         assert low_file["prediction"].dtype == np.float32
         np.testing.assert_array_equal(low_file["target"][...], file["target"][...])
+        with h5py.File(tmp_path / "a.h5") as applied:
+            order = np.argsort(low_file["sample"])
+            want = 1 / (1 + np.exp(-low_file["prediction"][...][order]))
+            np.testing.assert_allclose(applied["prediction"][low_file["sample"][...][order]], want, rtol=1e-6)
         largest = np.abs(file["prediction"][...]).max()
         assert np.abs(low_file["prediction"][...] - file["prediction"][...]).max() < 0.05 * largest
 

@@ -38,7 +38,7 @@ def test_every_mutation():
 
 @pytest.mark.timeout(900)
 def test_on_two_ranks():
-    """Of each kind of fault one: of names, attributes, storage, of all ranks while reading, and of one of them."""
+    """One of each kind of fault: of names, attributes, storage, of all ranks while reading, and of one of them."""
     names = ["links_in_a_circle", "names_scalar", "virtual_mask_source_missing", "inputs_some_chunks", "nan"]
     assert f"{len(names)} cases on 2 rank(s)" in fuzz("--ranks", "2", "--only", f"^({'|'.join(names)})$")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import h5py
@@ -13,7 +12,7 @@ from mpi4py import MPI
 from halograd.errors import UserError
 from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header
-from tests.training.runs import CONFIG, EDGE, SAMPLES
+from tests.training.runs import EDGE, SAMPLES, write_own
 
 NET = """
 import halograd as hg
@@ -63,23 +62,12 @@ def write(folder: Path) -> None:
 
 
 @pytest.fixture
-def comm():
-    return MPI.COMM_WORLD
-
-
-@pytest.fixture
-def config(comm, tmp_path, monkeypatch):
-    folder = Path(comm.bcast(str(tmp_path)))
+def config(comm, working):
     if comm.rank == 0:
-        write(folder)
-        (folder / "net.py").write_text(NET)
-        text = CONFIG.format(edge=EDGE, channels=3, data="", out="out")
-        text = '[model]\nfile = "net.py:build"\n' + DATA + text[text.index("[strategy]") :]
-        (folder / "run.toml").write_text(text)
+        write(working)
+        write_own(working, NET, DATA)
     comm.barrier()
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return folder / "run.toml"
+    return working / "run.toml"
 
 
 CUTS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 3: [{"width": 3}], 4: [{"height": 2, "width": 2}]}

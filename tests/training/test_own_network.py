@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -12,14 +10,20 @@ from mpi4py import MPI
 from halograd.errors import UserError
 from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header
-from tests.training.runs import CONFIG, EDGE, write_data
+from tests.training.runs import EDGE, write_own
 
 NET = """
 import numpy as np
 import halograd as hg
 
 class Doubled(hg.Layer):
+    def __init__(self, name):
+        super().__init__(name)
+        self.calls, self._boxes = 0, set()
+
     def forward(self, inputs, params, box):
+        self.calls += 1
+        self._boxes.add(str(box))
         return 2 * inputs[0]
 
     def backward(self, dy, inputs, params, box):
@@ -36,29 +40,17 @@ def build(width=4):
 """
 
 
-def write_network(folder, weight=0.5, more=""):
-    (folder / "net.py").write_text(NET.format(edge=EDGE, weight=weight) + more)
+def network(weight=0.5, more=""):
+    return NET.format(edge=EDGE, weight=weight) + more
 
 
 @pytest.fixture
-def comm():
-    return MPI.COMM_WORLD
-
-
-@pytest.fixture
-def config(comm, tmp_path, monkeypatch):
+def config(comm, working):
     """A run in a folder that all ranks share, which is also the working folder."""
-    folder = Path(comm.bcast(str(tmp_path)))
     if comm.rank == 0:
-        write_data(folder / "data.h5")
-        write_network(folder)
-        text = CONFIG.format(edge=EDGE, channels=3, data="data.h5", out="out")
-        text = '[model]\nfile = "net.py:build"\nwidth = 6\n' + text[text.index("[data]") :]
-        (folder / "run.toml").write_text(text)
+        write_own(working, network(), settings="width = 6\n")
     comm.barrier()
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return folder / "run.toml"
+    return working / "run.toml"
 
 
 def trained(config, comm, out):
@@ -70,6 +62,7 @@ def trained(config, comm, out):
 
 @pytest.mark.mpi
 def test_trains_and_resumes_as_one_process_does(comm, config):
+    """With a layer that keeps in itself what it has computed."""
     found = trained(config, comm, "together")
     if comm.rank == 0:
         assert found == pytest.approx(trained(config, MPI.COMM_SELF, "alone"), rel=1e-10)
@@ -83,7 +76,7 @@ def test_a_changed_network_is_refused_by_what_differs(comm, config, caplog):
     train(config, ["training.epochs=1"], comm=comm)
     comm.barrier()
     if comm.rank == 0:
-        write_network(config.parent, weight=0.25)
+        (config.parent / "net.py").write_text(network(weight=0.25))
     comm.barrier()
     with pytest.raises(
         UserError, match=r"another network: expected 'bce: terms\[1\].*weight 0\.25', got '.*weight 0\.5'"
@@ -91,7 +84,7 @@ def test_a_changed_network_is_refused_by_what_differs(comm, config, caplog):
         train(config, resume=True, comm=comm)
     comm.barrier()
     if comm.rank == 0:
-        write_network(config.parent, more="\n# a remark\n")
+        (config.parent / "net.py").write_text(network(more="\n# a remark\n"))
     comm.barrier()
     train(config, resume=True, comm=comm)
     said = [r.getMessage() for r in caplog.records if "model.file" in r.getMessage()]
@@ -102,7 +95,9 @@ def test_a_changed_network_is_refused_by_what_differs(comm, config, caplog):
 def test_a_fault_of_one_rank_is_raised_on_all(comm, config):
     """As where a node does not see a file."""
     if comm.rank == 0:
-        write_network(config.parent, more="\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    open('not-here')\n")
+        (config.parent / "net.py").write_text(
+            network(more="\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    open('not-here')\n")
+        )
     comm.barrier()
     with pytest.raises(UserError, match=r"net.py cannot be imported: FileNotFoundError: .*not-here"):
         train(config, comm=comm)

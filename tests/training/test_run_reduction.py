@@ -94,7 +94,7 @@ def test_schemes_are_tried_in_the_order_of_who_ranks_them(comm, config):
 
 @pytest.mark.parametrize("machine", ["lassen", None])
 def test_ranked_by_the_machine_that_is_named_or_not_at_all(tmp_path, monkeypatch, machine):
-    """Of a machine that is not known nothing is said: a run does not wait for it to be measured."""
+    """Nothing is said of a machine that is not known: a run does not wait for it to be measured."""
     monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path / "cache"))
     overrides = [f"strategy={{auto=true, machine='{machine}'}}"] if machine else []
     config = load_config(write_config(tmp_path), overrides)

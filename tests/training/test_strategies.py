@@ -141,7 +141,7 @@ def test_training_under_random_strategies(name):
 
 
 def metrics(comm, strategy):
-    """Of one batch. Collective."""
+    """Scores of one batch. Collective."""
     with Executor(gated(), comm, get_backend("numpy"), 4, strategy, "float64", seed=3) as executor:
         evaluation = Evaluation(executor)
         evaluation.begin()
