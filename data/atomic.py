@@ -76,9 +76,9 @@ def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable
     """
     check_writable(path)
     try:
-        if regular_size(path) == 0:
+        if regular_size(Path(path)) == 0:
             return
-        with open_to_read(path) as file:
+        with open_to_read(Path(path)) as file:
             if is_ours(file):
                 return
     except FileNotFoundError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,9 +87,9 @@ class _Pointwise(_ElementwiseLoss):
     def block_type(self) -> type[LossBlock]:
         return LocalLoss
 
-    @abstractmethod
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
         """In place of `x` the loss of every element, in `slope` its derivative; `t` may be used up. Local."""
+        raise TypeError(f"{self.kind} must override terms()")
 
     def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> Any:
         scale /= prediction.shape[-1]
@@ -135,7 +134,8 @@ class Huber(_Pointwise):
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
         # With c = clip(d): c * (d - c / 2) is both cases.
         x -= t
-        np.clip(x, -self.delta, self.delta, out=slope)
+        np.maximum(x, -self.delta, out=slope)
+        np.minimum(slope, self.delta, out=slope)
         np.multiply(slope, 0.5, out=t)
         x -= t
         x *= slope

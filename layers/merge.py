@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["Add", "Concat", "Multiply"]
+__all__ = ["Add", "Concat", "Multiply", "summing"]
 
 
 class Add(Layer):
@@ -134,7 +134,7 @@ class Multiply(Layer):
                 views = {"x": x.view, "g": context.dy, "y": context.scratch(context.box.shape)}
                 sums = context.scratch(gate.shape, "float64")
                 context.run(context.kernel(_product, **views))
-                context.run(context.kernel(_sum_over, x=views["y"], y=sums))
+                context.run(context.kernel(summing, x=views["y"], y=sums))
                 context.copy((sums, _spread(returned.view, len(gate.shape))))
                 returned.start()
             if context.needs_gradient(0):
@@ -163,7 +163,7 @@ def _product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
     return run
 
 
-def _sum_over(environment: Any, x: Any, y: Any) -> Callable[[], None]:
+def summing(environment: Any, x: Any, y: Any) -> Callable[[], None]:
     """y = the sum of x over the axes along which y has one element."""
     axes = tuple(axis for axis, n in enumerate(y.shape) if n < x.shape[axis])
 

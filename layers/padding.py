@@ -12,6 +12,7 @@ import numpy as np
 from ..dtensor import Blocks, Interval, Layout, axis_names
 from .costs import Passes
 from .layer import Layer, Node, Shape
+from .merge import summing
 
 if TYPE_CHECKING:
     from ..program.context import Context
@@ -241,9 +242,13 @@ class _PadAxis(_Copied):
             for number, ((rows, _), blocks) in enumerate(zip(parts, boxes)):
                 returned = context.return_gradient(0, blocks)
                 dy = shown(context.dy, rows)
-                if dy is not None:
+                if dy is not None and dy.shape != returned.view.shape:  # rows that show one are added up
+                    sums = context.scratch(returned.view.shape, "float64")
+                    context.run(context.kernel(summing, x=dy, y=sums))
+                    context.copy((sums, returned.view))
+                elif dy is not None:
                     timing = self.timing(context, "backward_data") if number == 1 else None
-                    kernel = context.kernel(partial(_collect, axis, self._flips(number)), x=dy, y=returned.view)
+                    kernel = context.kernel(partial(_show, axis, self._flips(number)), x=dy, y=returned.view)
                     context.run(kernel, timing=timing)
                 returned.start()
                 returned.finish()
@@ -269,23 +274,7 @@ def _shifted(shift: int, low: int, high: int) -> Interval:
     return low - shift, high - shift
 
 
-def _turned(axis: int, flips: bool, array: Any) -> Any:
-    return array[(slice(None),) * axis + (slice(None, None, -1),)] if flips else array
-
-
 def _show(axis: int, flips: bool, environment: Any, x: Any, y: Any) -> Callable[[], None]:
     """y = x, mirrored along an axis, or repeated along it where x has one row."""
-    source = _turned(axis, flips, x)
+    source = x[(slice(None),) * axis + (slice(None, None, -1),)] if flips else x
     return lambda: np.copyto(y, source)
-
-
-def _collect(axis: int, flips: bool, environment: Any, x: Any, y: Any) -> Callable[[], None]:
-    """The adjoint: rows that show one are added up."""
-    source = _turned(axis, flips, x)
-    if x.shape == y.shape:
-        return lambda: np.copyto(y, source)
-
-    def run() -> None:
-        np.add.reduce(source, axis=axis, out=y, keepdims=True)
-
-    return run

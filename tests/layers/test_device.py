@@ -6,10 +6,13 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.layers import (
+    ELU,
     GELU,
+    AbsoluteError,
     Add,
     AveragePool,
     BatchNorm,
+    BinaryCrossEntropyWithLogits,
     Concat,
     Conv,
     ConvTranspose,
@@ -17,9 +20,12 @@ from halograd.layers import (
     Dice,
     Dropout,
     Flatten,
+    Focal,
     GlobalAveragePool,
     GroupNorm,
+    HardSigmoid,
     HardSwish,
+    Huber,
     Input,
     InstanceNorm,
     Layer,
@@ -28,14 +34,20 @@ from halograd.layers import (
     LocalResponseNorm,
     MaxPool,
     MeanSquaredError,
+    Multiply,
     Network,
+    Pad,
     Parameter,
     Resize,
     Sigmoid,
+    SiLU,
+    Slice,
     Softmax,
     SoftmaxCrossEntropy,
     Stencil,
     Tanh,
+    Tversky,
+    training_only,
 )
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array, run_layer
@@ -98,6 +110,19 @@ LAYERS = {
     "instance norm": (lambda: InstanceNorm(name="l"), SPATIAL),
     "layer norm": (lambda: LayerNorm("sample", name="l"), SPATIAL),
     "layer norm of channels": (lambda: LayerNorm("channels", activation="relu", name="l"), SPATIAL),
+    "hard sigmoid": (lambda: HardSigmoid("l"), SPATIAL),
+    "silu": (lambda: SiLU("l"), SPATIAL),
+    "elu": (lambda: ELU(name="l"), SPATIAL),
+    "multiply": (lambda: Multiply("l"), SPATIAL * 2),
+    "multiply by channels": (lambda: Multiply("l"), [*SPATIAL, (4,)]),
+    "multiply by one channel": (lambda: Multiply("l"), [*SPATIAL, (7, 6, 1)]),
+    "multiply by rows": (lambda: Multiply("l"), [*SPATIAL, (7, 1, 4)]),
+    "pad": (lambda: Pad(((2, 1), (0, 3)), value=0.5, name="l"), SPATIAL),
+    "crop": (lambda: Pad(((-2, 1), (0, -3)), name="l"), SPATIAL),
+    "pad around": (lambda: Pad(((2, 3), (0, 0)), "circular", name="l"), SPATIAL),
+    "pad mirrored": (lambda: Pad(((2, 3), (0, 0)), "reflect", name="l"), SPATIAL),
+    "pad repeated": (lambda: Pad(((0, 0), (3, 2)), "replicate", name="l"), SPATIAL),
+    "slice": (lambda: Slice(1, 3, "l"), SPATIAL),
     "leaky relu": (lambda: LeakyReLU(0.1, "l"), SPATIAL),
     "max pool": (lambda: MaxPool(3, 2, 1, name="l"), SPATIAL),
     "resize": (lambda: Resize(2, mode="bilinear", name="l"), SPATIAL),
@@ -139,8 +164,21 @@ def _differs(found, expected):
     return None
 
 
+def several(x, t):
+    """A sum of losses, one of them of training."""
+    return (
+        SoftmaxCrossEntropy()(x, t) + 0.5 * Dice("softmax")(x, t) + training_only(2 * Tversky(0.2, 1, "softmax")(x, t))
+    )
+
+
 LOSSES = {
     "mean squared": (lambda: MeanSquaredError("loss"), (6, 5, 3), (6, 5, 3)),
+    "mean absolute": (lambda: AbsoluteError("loss"), (6, 5, 3), (6, 5, 3)),
+    "huber": (lambda: Huber(0.3, name="loss"), (6, 5, 3), (6, 5, 3)),
+    "focal": (lambda: Focal(name="loss"), (6, 5, 3), (6, 5, 3)),
+    "binary": (lambda: BinaryCrossEntropyWithLogits(name="loss"), (6, 5, 3), (6, 5, 3)),
+    "tversky": (lambda: Tversky(0.3, 0.7, "softmax", name="loss"), (6, 5, 3), (6, 5, 1)),
+    "several": (lambda: several, (6, 5, 3), (6, 5, 1)),
     "dice": (lambda: Dice("softmax", name="loss"), (6, 5, 3), (6, 5, 1)),
     "dice per sample": (lambda: Dice("sigmoid", "sample", name="loss"), (6, 5, 3), (6, 5, 3)),
     "cross-entropy": (lambda: SoftmaxCrossEntropy(name="loss"), (6, 5, 3), (6, 5, 1)),

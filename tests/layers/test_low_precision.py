@@ -19,11 +19,17 @@ from halograd.layers import (
     Dropout,
     GlobalAveragePool,
     GroupNorm,
+    HardSigmoid,
+    HardSwish,
     InstanceNorm,
     LayerNorm,
     LocalResponseNorm,
     MaxPool,
+    Multiply,
+    Pad,
     Resize,
+    SiLU,
+    Slice,
     Softmax,
 )
 from halograd.testing import grids, random_array, run_layer
@@ -48,15 +54,27 @@ LAYERS = {
     "gelu": lambda: GELU(name="l"),
     "elu": lambda: ELU(name="l"),
     "concat": lambda: Concat(name="l"),
+    "multiply": lambda: Multiply(name="l"),
+    "multiply by channels": lambda: Multiply(name="l"),
+    "crop": lambda: Pad(((-2, 3), (0, -3)), name="l"),
+    "pad around": lambda: Pad(((2, 3), (0, 0)), "circular", name="l"),
+    "pad mirrored": lambda: Pad(((2, 3), (0, 0)), "reflect", name="l"),
+    "pad repeated": lambda: Pad(((0, 0), (300, 2)), "replicate", name="l"),
+    "slice": lambda: Slice(1, 3, name="l"),
+    "silu": lambda: SiLU(name="l"),
+    "hard sigmoid": lambda: HardSigmoid(name="l"),
+    "hard swish": lambda: HardSwish(name="l"),
 }
+#: Second inputs.
+SECOND = {"concat": SHAPE, "multiply": SHAPE, "multiply by channels": SHAPE[-1:]}
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
     kernels = FakeBackend()
-    shapes = [SHAPE, SHAPE] if name == "concat" else [SHAPE]
-    shift = {f"x{i}": rounding(f"x{i}") for i in range(len(shapes))}
+    shapes = [SHAPE, *filter(None, [SECOND.get(name)])]
+    shift = {f"x{i}": rounding(f"x{i}", shape) for i, shape in enumerate(shapes)}
     with Communicator(MPI.COMM_WORLD) as comm:
         for parts in islice(grids(comm.size, ("height", "width")), 2):
             expected = run_layer(LAYERS[name], shapes, comm, parts, dtype="float32", shift=shift)
@@ -66,9 +84,9 @@ def test_layers(name):
     kernels.close()
 
 
-def rounding(name):
+def rounding(name, shape):
     """What makes the inputs of a test numbers of bfloat16."""
-    x = random_array((2, *SHAPE), name, 0)
+    x = random_array((2, *shape), name, 0)
     return x.astype(as_dtype("bfloat16")).astype(np.float64) - x
 
 
