@@ -136,10 +136,10 @@ class Session:
             name: computed[name] if name in computed else ChannelStatistics.from_state_dict(known[name])
             for name in wanted
         }
-        least = 1 if all(limits.bounded for limits in _ranges(network).values()) else LOOKS
         scale = 0.0
         if labelled:
-            scale = _on_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), least))
+            looks = _looks(dataset, network)
+            scale = _on_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks))
         timeline = None
         if config.output.timeline or planned:
             timeline = comm.recorder = Timeline(comm.rank)
@@ -365,6 +365,13 @@ def _ranges(network: Network) -> dict[str, TargetRange]:
             limits = loss.layer.target_range(i, *shapes) or TargetRange()[:2]
             found[network.names[node]] = TargetRange(*limits, whole=node.dtype != "compute")
     return found
+
+
+def _looks(dataset: Dataset, network: Network) -> int:
+    """How many samples show how large targets are: one where losses say it of all of them."""
+    ranges = _ranges(network)
+    names = [name for name, field in dataset.fields.items() if field.is_target]
+    return 1 if all(name in ranges and ranges[name].bounded for name in names) else LOOKS
 
 
 def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.errors import UserError
-from halograd.training import evaluate, train
+from halograd.training import evaluate, session, train
 from halograd.training.checkpoint import read_header
 from tests.training.runs import EDGE, write_own
 
@@ -89,6 +89,23 @@ def test_a_changed_network_is_refused_by_what_differs(comm, config, caplog):
     train(config, resume=True, comm=comm)
     said = [r.getMessage() for r in caplog.records if "model.file" in r.getMessage()]
     assert len(said) == (comm.rank == 0), said
+
+
+@pytest.mark.parametrize("through", ["", "hg.Pad(-1)"])
+def test_targets_of_no_known_range_are_looked_at_in_several_samples(working, monkeypatch, through):
+    """As those are that another layer reads: their scale says which losses are too large."""
+    net = f"""
+import halograd as hg
+
+def build():
+    x, t = hg.Input(({EDGE}, {EDGE}, 3), "x"), hg.Input(({EDGE}, {EDGE}, 1), "target")
+    y = hg.Conv(1, 3, padding={0 if through else 1})(x)
+    return hg.Network({{"prediction": y, "loss": hg.Dice()(y, {through}(t))}})
+"""
+    looks = []
+    monkeypatch.setattr(session, "look_at_data", lambda *given: looks.append(given[-1]) or 1.0)
+    train(write_own(working, net), ["training.epochs=1"], comm=MPI.COMM_SELF)
+    assert looks == [session.LOOKS if through else 1]
 
 
 @pytest.mark.ranks(2)
