@@ -74,6 +74,8 @@ class Hdf5Dataset:
         By name, the inputs first: shapes of one sample and names of channels.
     groups : int64 array ``(N,)`` or None
         The dataset ``simulation``, where there is one: samples that belong together.
+    lenient : frozenset of str
+        Names of fields whose NaN, infinity and targets out of range are passed on; none at first.
     bytes_read : int
         Bytes requested of the file so far, as stored.
 
@@ -98,6 +100,7 @@ class Hdf5Dataset:
         self.path = Path(path)
         self.bytes_read = 0
         self.ranges = dict(ranges or {})
+        self.lenient: frozenset[str] = frozenset()
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
         self._file: h5py.File | None = None
         self._datasets: dict[str, h5py.Dataset] = {}
@@ -153,11 +156,17 @@ class Hdf5Dataset:
             )
         field = self.fields[name]
         filled = self._read(self._dataset(name), field.kind, indices, box, out)
+        if name in self.lenient:
+            return filled
         if field.is_target:
             self._check_targets(name, indices, box, out, filled)
         else:
             self._check_finite(field, indices, box, out, filled)
         return filled
+
+    def place(self, index: int) -> str:
+        """Where a sample lies, for messages."""
+        return f"{self.path}, sample {index}"
 
     def _examine(
         self, inputs: Mapping[str, str], targets: Mapping[str, str], layout: str | None, allow_external: bool
@@ -266,9 +275,8 @@ class Hdf5Dataset:
             return
         at = np.argwhere(~np.isfinite(values))[0] + [s.start for s in filled]
         where = [int(a + o) for a, o in zip(at, box.start)]
-        name = field.channel_names[where[-1]]
         raise DataError(
-            f"{self.path}: {float(out[tuple(at)])} in sample {indices[where[0]]}, channel {where[-1]} ({name}) "
+            f"{self.path}: {float(out[tuple(at)])} in sample {indices[where[0]]}, {field.channel(where[-1])} "
             f"at {tuple(where[1:-1])}; expected finite numbers: repair or leave out that sample"
         )
 
@@ -276,11 +284,8 @@ class Hdf5Dataset:
         self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]
     ) -> None:
         values = out[filled]
-        low, high, whole = limits = self.ranges.get(name, TargetRange())
-        # A comparison with NaN is false, so that NaN counts as wrong here.
-        good = (values >= low) & (values <= high) & np.isfinite(values)
-        if whole:
-            good &= values == np.trunc(values)
+        limits = self.ranges.get(name, TargetRange())
+        good = limits.allows(values)
         if good.all():
             return
         at = np.argwhere(~good)[0] + [s.start for s in filled]

@@ -163,6 +163,21 @@ class FileSet:
         return [f"{'/'.join(path[common:])} {len(part)}" for path, part in zip(paths, self.parts)]
 
     @property
+    def lenient(self) -> frozenset[str]:
+        """See :class:`Hdf5Dataset`; the same of all files."""
+        return self.parts[0].lenient
+
+    @lenient.setter
+    def lenient(self, names: frozenset[str]) -> None:
+        for part in self.parts:
+            part.lenient = names
+
+    def place(self, index: int) -> str:
+        """Where a sample lies, for messages."""
+        file, local = self._place(index)
+        return self.parts[file].place(local)
+
+    @property
     def bytes_read(self) -> int:
         """Bytes requested of all files so far, as stored."""
         return sum(part.bytes_read for part in self.parts)

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..dtensor.box import Box
 from .errors import DataError
-from .normalize import ChannelStatistics
+from .normalize import ChannelStatistics, mark_absent
 from .sampler import Batch
 from .source import Dataset
 from .targets import TargetReduction
@@ -88,6 +88,9 @@ class Loader:
     ----------
     seconds_waited : float
         Time the consumer has waited for data so far [s].
+    absent : int
+        Numbers that were NaN or infinite so far, where the dataset passes them on: they count as the mean of their
+        channel, and as 0 where that is not normalised.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class Loader:
         self._slots = [{name: allocate(box.shape, dtype) for name, box in boxes.items()} for _ in range(depth)]
         self._cells = {name: np.zeros(r.fine_box(boxes[name]).shape, dtype) for name, r in reductions.items()}
         self._running: _Worker | None = None
-        self.seconds_waited = 0.0
+        self.seconds_waited, self.absent = 0.0, 0
 
     def __enter__(self) -> Loader:
         return self
@@ -176,9 +179,13 @@ class Loader:
             self._dataset.read(name, batch.indices, reduction.fine_box(box), self._cells[name])
             reduction.apply(self._cells[name], array)
             return
-        filled = self._dataset.read(name, batch.indices, box, array)
+        part = array[self._dataset.read(name, batch.indices, box, array)]
+        absent = mark_absent(part) if name in self._dataset.lenient else None
         if name in self._statistics:
-            self._statistics[name].apply(array[filled], max(0, box.start[-1]))
+            self._statistics[name].apply(part, max(0, box.start[-1]))
+        if absent is not None:
+            part[absent] = 0
+            self.absent += int(np.count_nonzero(absent))
 
 
 class _Worker:

@@ -20,7 +20,15 @@ from ..dtensor.box import Box
 from .errors import DataError
 from .source import Dataset
 
-__all__ = ["HEAVY_TAILED", "TRANSFORMS", "ChannelStatistics", "channel_statistics", "check_transforms"]
+__all__ = [
+    "HEAVY_TAILED",
+    "TRANSFORMS",
+    "ChannelStatistics",
+    "SampleRows",
+    "channel_statistics",
+    "check_transforms",
+    "mark_absent",
+]
 
 Array = NDArray[np.float64]
 AllReduce = Callable[[Array], Array]
@@ -69,6 +77,13 @@ def transform(x: NDArray[Any], rules: Sequence[str]) -> None:
     for k, rule in enumerate(rules):
         if TRANSFORMS[rule] is not _identity:
             TRANSFORMS[rule](x[..., k])
+
+
+def mark_absent(x: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where x is NaN or infinite; there it is NaN afterwards, which no transform changes. Local."""
+    absent = ~np.isfinite(x)
+    x[absent] = np.nan
+    return absent
 
 
 @dataclass(frozen=True)
@@ -158,7 +173,7 @@ def channel_statistics(
 ) -> ChannelStatistics:
     """Mean and standard deviation per channel of one input over these samples.
 
-    Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, then one array of 2 C + 1
+    Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, then one array of 3 C
     numbers is summed. The result differs between numbers of ranks by rounding only (1e-12): sums are taken in float64
     of values shifted by a first estimate of the mean that all ranks read alike, so that nothing cancels.
 
@@ -171,7 +186,7 @@ def channel_statistics(
         The training samples; the same on every rank.
     rank, size : int
     allreduce : callable
-        ``allreduce(a)`` returns the sum over the ranks of the float64 array `a`.
+        ``allreduce(a)`` returns the sum over the ranks of the float64 array `a` of one axis.
     agree : callable
         ``agree(fault)`` raises on all ranks if a rank passes a fault of reading instead of None, before sums are taken.
     transforms : dict, optional
@@ -191,22 +206,27 @@ def channel_statistics(
     )
     if rank == 0:
         _announce(dataset, name, len(indices), size)
-    shift, total, fault = np.zeros(len(rules)), np.zeros(2 * len(rules) + 1), None
+    shift, total, fault = np.zeros(len(rules)), np.zeros((3, len(rules))), None
     try:
-        buffer = _Blocks(dataset, name, rules)
-        shift = buffer.first(int(indices[0])).reshape(-1, len(rules)).mean(axis=0, dtype=np.float64)
+        buffer = SampleRows(dataset, name, rules)
+        shift = _mean(buffer.first(int(indices[0])).reshape(-1, len(rules)))
         _add_up(buffer, indices[rank::size], shift, total)
     except Exception as error:
         fault = error
     agree(fault)
-    total = np.asarray(allreduce(total), dtype=np.float64)
-    count, sums, squares = total[0], total[1 : len(rules) + 1], total[len(rules) + 1 :]
+    count, sums, squares = np.asarray(allreduce(total.reshape(-1)), dtype=np.float64).reshape(total.shape)
+    if not count.all():
+        absent = int(np.flatnonzero(count == 0)[0])
+        raise DataError(
+            f"{dataset.path}: expected finite numbers in {field.channel(absent)}, got none in "
+            "all training samples; leave that channel out"
+        )
     mean = sums / count
     variance = np.maximum(squares / count - mean**2, 0.0)
     # A constant channel leaves rounding; it must not be blown up to order one.
     scale = np.maximum(np.abs(shift + mean), 1e-300)
     variance[np.sqrt(variance) < 1e-7 * scale] = 0.0
-    return ChannelStatistics(shift + mean, np.sqrt(variance), rules, int(count))
+    return ChannelStatistics(shift + mean, np.sqrt(variance), rules, int(count.max()))
 
 
 def _announce(dataset: Dataset, name: str, samples: int, size: int) -> None:
@@ -219,21 +239,29 @@ def _announce(dataset: Dataset, name: str, samples: int, size: int) -> None:
         )  # fmt: skip
 
 
-def _add_up(buffer: _Blocks, indices: Sequence[int] | NDArray[np.int64], shift: Array, total: Array) -> None:
-    """total ``(2 C + 1,)`` += cells, sums and sums of squares of the shifted channels of these samples. Local."""
+def _mean(x: NDArray[Any]) -> Array:
+    """Of every channel, over its numbers that are there; 0 of none."""
+    there = ~np.isnan(x)
+    return np.where(there, x, 0).sum(axis=0, dtype=np.float64) / np.maximum(there.sum(axis=0), 1)
+
+
+def _add_up(buffer: SampleRows, indices: Sequence[int] | NDArray[np.int64], shift: Array, total: Array) -> None:
+    """total ``(3, C)`` += cells, sums and sums of squares of the shifted channels of these samples. Local."""
     channels = len(shift)
     for index in indices:
         for block in buffer.of_sample(int(index)):
             shifted = block.reshape(-1, channels).astype(np.float64) - shift
-            total[0] += len(shifted)
-            total[1 : channels + 1] += shifted.sum(axis=0)
-            total[channels + 1 :] += np.einsum("nc,nc->c", shifted, shifted)
+            absent = np.isnan(shifted)
+            shifted[absent] = 0
+            total[0] += len(shifted) - absent.sum(axis=0)
+            total[1] += shifted.sum(axis=0)
+            total[2] += np.einsum("nc,nc->c", shifted, shifted)
 
 
-class _Blocks:
-    """Transformed blocks of rows of one sample at a time, in one buffer."""
+class SampleRows:
+    """Transformed blocks of rows of one sample at a time, in one buffer. Numbers that are passed on are NaN."""
 
-    def __init__(self, dataset: Dataset, name: str, rules: tuple[str, ...]) -> None:
+    def __init__(self, dataset: Dataset, name: str, rules: tuple[str, ...] = ()) -> None:
         self._dataset, self._name, self._rules = dataset, name, rules
         self._shape = dataset.fields[name].shape
         #: Of a vector per sample, all of it.
@@ -242,15 +270,19 @@ class _Blocks:
         self._buffer = np.empty((1, step, *self._shape[1:]), np.float32)
 
     def of_sample(self, index: int) -> Any:
+        """Its blocks of rows ``(1, rows, ..., C)``, one after the other in the same memory."""
         for first in range(0, self._rows, self._buffer.shape[1]):
             yield self._read(index, first, min(first + self._buffer.shape[1], self._rows))
 
     def first(self, index: int) -> NDArray[np.float32]:
+        """The first of them."""
         return self._read(index, 0, self._buffer.shape[1])
 
     def _read(self, index: int, first: int, last: int) -> NDArray[np.float32]:
         box = Box.of_shape((1, *self._shape)).replace(1, first, last)
         block = self._buffer[:, : last - first]
         self._dataset.read(self._name, [index], box, block)
+        if self._rules and self._name in self._dataset.lenient:
+            mark_absent(block)
         transform(block, self._rules)
         return block

@@ -31,11 +31,14 @@ class Dataset(Protocol):
         a target. A number per sample has the shape ``(1,)``.
     groups : int64 array ``(N,)`` or None
         Samples of equal number belong together: they are held out together.
+    lenient : frozenset of str
+        Names of fields whose NaN, infinity and targets out of range are passed on; those of others raise `DataError`.
     """
 
     path: Path
     fields: dict[str, Field]
     groups: NDArray[np.int64] | None
+    lenient: frozenset[str]
 
     @property
     def bytes_read(self) -> int:
@@ -52,6 +55,10 @@ class Dataset(Protocol):
         `box` may reach outside the batch's array: what lies there is left as it is in `out`, of shape ``box.shape``.
         Returns the part of `out` that was filled.
         """
+        ...
+
+    def place(self, index: int) -> str:
+        """Where a sample lies, for messages."""
         ...
 
     def close(self) -> None:

@@ -57,6 +57,11 @@ class Field:
     channel_names: list[str]
     is_target: bool = False
 
+    def channel(self, k: int) -> str:
+        """Number and name of a channel, for messages."""
+        name = self.channel_names[k]
+        return name if name == f"channel {k}" else f"channel {k} ({name})"
+
 
 @dataclass(frozen=True)
 class Structure:

@@ -28,6 +28,14 @@ class TargetRange(NamedTuple):
     def bounded(self) -> bool:
         return self.low > -np.inf
 
+    def allows(self, values: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which of these are finite numbers that a target may be."""
+        # A comparison with NaN is false, so that NaN counts as wrong here.
+        good = (values >= self.low) & (values <= self.high) & np.isfinite(values)
+        if self.whole:
+            good &= values == np.trunc(values)
+        return good
+
     def __str__(self) -> str:
         numbers = f"{self.low:g} .. {self.high:g}" if self.bounded else "a finite number"
         if not self.whole:

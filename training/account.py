@@ -25,8 +25,8 @@ def headline(session: Session) -> str:
     """Network, data, ranks and kernels in a line. Local."""
     executor = session.executor
     return (
-        f"{session.network.name}: {executor.store.count:,} parameters, {len(session.training)} + "
-        f"{len(session.validation)} samples, {session.comm.size} rank(s) ({_cuts(session)}), "
+        f"{session.network.name}: {executor.store.count:,} parameters, {len(session.samples.training)} + "
+        f"{len(session.samples.validation)} samples, {session.comm.size} rank(s) ({_cuts(session)}), "
         f"{_kernels(session)}{_travels(session.comm)}"
     )
 
@@ -40,8 +40,9 @@ def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:
         "epochs": run.epochs,
         "steps_per_epoch": len(run.sampler),
         "batch": config.training.batch,
-        "samples": len(session.training),
-        "held_out": len(session.validation),
+        "samples": len(session.samples.training),
+        "held_out": len(session.samples.validation),
+        "invalid": len(session.samples.invalid),
         "network": session.network.name,
         "parameters": session.executor.store.count,
         "ranks": comm.size,

@@ -96,7 +96,7 @@ def outputs_of(session: Session, what: str) -> list[Output]:
         raise UserError(f"--what: expected one of {', '.join(WHAT)}, got {what!r}")
     network, values = session.network, session.executor.program.values
     loss = network.outputs["loss"]
-    if session.dataset.groups is not None and _GROUPS in network.outputs:
+    if session.samples.dataset.groups is not None and _GROUPS in network.outputs:
         raise UserError(
             f"output {_GROUPS!r}: expected another name, as the file keeps under it which simulation a sample is of"
         )
@@ -176,7 +176,7 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
     DataError
         A file that cannot be written; on all ranks alike.
     """
-    comm, count = session.comm, len(session.dataset)
+    comm, count = session.comm, len(session.samples.dataset)
     batches = list(session.in_order(np.arange(count)))
     folder, key = _folder(out, {**job, "samples": count, "ranks": comm.size}, outputs)
     with comm.agreement():
@@ -371,8 +371,8 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
     file.attrs.update(written_by=_WRITTEN_BY, network=session.network.name)
     for output in outputs:
         file[output.name].attrs["layout"] = {1: "NWC", 2: "NHWC", 3: "NDHWC"}.get(len(output.shape) - 1, "NC")
-    if session.dataset.groups is not None:
-        file[_GROUPS] = session.dataset.groups
+    if session.samples.dataset.groups is not None:
+        file[_GROUPS] = session.samples.dataset.groups
 
 
 @contextmanager

@@ -108,7 +108,7 @@ class Checkpoints:
 
     def _try(self, unvalidated: bool) -> Exception | None:
         """Write on rank 0; what went wrong. Collective where parameters are cut."""
-        session, statistics = self._session, self._session.statistics
+        session, statistics = self._session, self._session.samples.statistics
         scaling = session.executor.store.loss_scale
         progress = TrainingProgress(
             self._optimizer.step,
@@ -118,7 +118,7 @@ class Checkpoints:
             unvalidated,
             None if self._auto is None else self._auto.state_dict(),
             None if scaling is None else scaling.state_dict(),
-            session.drawn,
+            session.samples.drawn,
             session.source,
         )
         snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)

@@ -104,6 +104,10 @@ class DataConfig(Table):
     reduces targets per cell to the patches that the network predicts; `transforms` are rules by channel name, in place
     of the default ones; `prefetch` is the number of batches read ahead. `allow_external`: numbers may lie in files
     outside the folder of the file, to which its virtual datasets, external links and external datasets refer.
+
+    `invalid` says what becomes of NaN, infinity and targets out of range: ``"refuse"`` ends the run; ``"skip"`` leaves
+    out samples that have some; ``"fill"`` takes NaN and infinity in inputs for the mean of their channel (0 where it is
+    not normalized). The last two read all samples once before the run, each rank a share of them.
     """
 
     path: FilePath | Annotated[list[FilePath], Field(min_length=1)]
@@ -119,6 +123,7 @@ class DataConfig(Table):
     allow_external: bool = False
     split: Literal["auto", "random", "group", "file"] = "auto"
     open_files: Annotated[Count, Field(le=65536)] = 64
+    invalid: Literal["refuse", "skip", "fill"] = "refuse"
 
     @property
     def where(self) -> str:

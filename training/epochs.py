@@ -72,8 +72,10 @@ class TrainingRun:
         if self.trainer.auto is not None:
             report_to(log, self.trainer.auto, lambda: self.optimizer.step)
         self.evaluation = Evaluation(executor)
-        self.watch = LossWatch(session.target_scale if isinstance(self.evaluation.counted, Errors) else 0.0)
-        self._held_out: Sequence[Batch] = session.in_order(session.validation) if len(session.validation) else []
+        self.watch = LossWatch(session.samples.target_scale if isinstance(self.evaluation.counted, Errors) else 0.0)
+        self._held_out: Sequence[Batch] = (
+            session.in_order(session.samples.validation) if len(session.samples.validation) else []
+        )
         self._unvalidated = False
         self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler, self.trainer.auto)
         self.step_times: StepTimes | None = None
@@ -86,7 +88,7 @@ class TrainingRun:
         progress = checkpoint.restore(self.session.executor.store, self.optimizer)
         with comm.agreement():
             self.sampler.load_state_dict(progress.sampler)
-            self.session.check_drawn(progress.drawn, "start anew")
+            self.session.samples.check_drawn(progress.drawn, "start anew")
             self.session.warn_of_changes(progress.source)
             entries = read_log(self.log.path) if comm.rank == 0 else []
             judged = self._judged_before(entries)
@@ -272,7 +274,7 @@ class TrainingRun:
     def _tell_phases(self) -> None:
         """What the steps so far were spent on, and what was hidden, where that is measured; and what this rank saw."""
         session, step = self.session, self.optimizer.step
-        waited, read = session.loader.seconds_waited, session.dataset.bytes_read
+        waited, read = session.loader.seconds_waited, session.samples.dataset.bytes_read
         _log.info("step %d: waited %.3f s for data so far; %.1f MB read", step, waited, read / 1e6)
         timeline = session.timeline
         if timeline is None or not session.config.output.timeline or not self.steps:

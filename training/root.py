@@ -12,15 +12,22 @@ from typing import Any, TypeVar
 
 from halograd.errors import UserError
 
+from ..comm import Communicator
 from ..comm.errors import mark_agreed
 from ..data.errors import DataError
 from .config import Config, load_config
 
-__all__ = ["on_root", "read_config"]
+__all__ = ["agreed_root", "on_root", "read_config"]
 
 Result = TypeVar("Result")
 #: Errors that are the user's to mend, the special ones first.
 _MISTAKES: dict[str, type[Exception]] = {"data": DataError, "user": UserError}
+
+
+def agreed_root(comm: Communicator, call: Callable[[], Result]) -> Result:
+    """:func:`on_root`, within an agreement. Collective over `comm`."""
+    comm.agree(None)
+    return on_root(comm.mpi, call)
 
 
 def on_root(world: Any, call: Callable[[], Result]) -> Result:

@@ -164,7 +164,7 @@ def evaluate(
         strategy = None if plan is None else plan.strategy
         session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
         if samples != "all" and drawn_alike:
-            session.check_drawn(progress.drawn, 'evaluate "all" samples')
+            session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
         reader.restore(session.executor.store)
         reader.close()
         chosen = _chosen(session, samples)
@@ -228,7 +228,7 @@ def apply(
         job = {"checkpoint": str(checkpoint), "step": progress.step, "what": what, "files": files}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
         computed = write_outputs(session, outputs, out, job, shown)
-        found = {"samples": len(session.dataset), "computed": computed, "step": progress.step}
+        found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
     return {**found, "checkpoint": str(checkpoint)}
 
 
@@ -337,9 +337,9 @@ def _drawn_by(config: Mapping[str, Any]) -> list[Any]:
 
 def _chosen(session: Session, samples: str) -> np.ndarray:
     chosen = {
-        "validation": session.validation,
-        "training": session.training,
-        "all": np.arange(len(session.dataset)),
+        "validation": session.samples.validation,
+        "training": session.samples.training,
+        "all": session.samples.everything,
     }[samples]
     if not len(chosen):
         raise UserError("data.validation: expected held-out samples to evaluate, got 0; or evaluate other samples")

@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.errors import UserError
-from halograd.training import evaluate, session, train
+from halograd.training import evaluate, samples, train
 from halograd.training.checkpoint import read_header
 from tests.training.runs import EDGE, write_own
 
@@ -103,9 +103,9 @@ def build():
     return hg.Network({{"prediction": y, "loss": hg.Dice()(y, {through}(t))}})
 """
     looks = []
-    monkeypatch.setattr(session, "look_at_data", lambda *given: looks.append(given[-1]) or 1.0)
+    monkeypatch.setattr(samples, "look_at_data", lambda *given: looks.append(given[-1]) or 1.0)
     train(write_own(working, net), ["training.epochs=1"], comm=MPI.COMM_SELF)
-    assert looks == [session.LOOKS if through else 1]
+    assert looks == [samples.LOOKS if through else 1]
 
 
 @pytest.mark.ranks(2)

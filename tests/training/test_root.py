@@ -84,8 +84,8 @@ def test_configuration_plan_and_structure_are_read_once(comm, tmp_path, opened, 
     with Communicator(comm) as ranks, ExitStack() as stack:
         session = Session.open(config, ranks, stack)
         assert session.executor.strategy.parts == {"height": comm.size}
-        assert len(session.dataset) == 19
+        assert len(session.samples.dataset) == 19
         assert len(files) == (comm.rank == 0)
-        list(session.feed(session.in_order(session.training[:4])))
+        list(session.feed(session.in_order(session.samples.training[:4])))
         assert len(files) == 1  # now everyone reads a block
     assert {"run.toml", "cut.json"} & set(opened) == ({"run.toml", "cut.json"} if comm.rank == 0 else set())

@@ -1,0 +1,314 @@
+"""The samples that a run works with: which there are, which are held out, and how they become inputs of the network."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from halograd.errors import UserError
+
+from ..comm import Communicator
+from ..data import (
+    ChannelStatistics,
+    DataError,
+    Dataset,
+    FileSet,
+    Hdf5Dataset,
+    TargetReduction,
+    channel_statistics,
+    check_transforms,
+    find_files,
+    split,
+)
+from ..data.files import check_alike
+from ..data.invalid import find_invalid
+from ..data.look import LOOKS, look_at_data
+from ..data.structure import Field, Structure
+from ..data.targets import TargetRange
+from ..layers import Input, Network
+from .build import check_batch, datasets_of
+from .config import Config, DataConfig
+from .root import agreed_root
+
+__all__ = ["Samples"]
+
+_log = logging.getLogger(__name__)
+_NAMED = 4  # samples named in a message
+
+
+@dataclass
+class Samples:
+    """Samples of a data set, the same on all ranks.
+
+    Attributes
+    ----------
+    dataset
+        Opened; each rank reads its own blocks.
+    training, validation
+        Numbers of samples.
+    statistics
+        By input, of those that are normalized.
+    reductions
+        By target, of those that are finer than what the network predicts.
+    invalid
+        Samples with NaN, infinity or targets out of range, where they are looked for: what the first of them is.
+    target_scale
+        What the loss of a regression is, in order of magnitude, if zero is predicted.
+    """
+
+    dataset: Dataset
+    training: np.ndarray
+    validation: np.ndarray
+    statistics: dict[str, ChannelStatistics]
+    reductions: dict[str, TargetReduction]
+    invalid: dict[int, str]
+    target_scale: float = 0.0
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        network: Network,
+        comm: Communicator,
+        stack: ExitStack,
+        *,
+        normalization: dict[str, Any] | None = None,
+        trainable: bool = True,
+        labelled: bool = True,
+    ) -> Samples:
+        """Open the data set. Collective over `comm`, within an agreement; arguments as of `Session.open`."""
+        data = config.data
+        dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
+        with comm.agreement():
+            reductions = _fit_together(data, dataset, network)
+        invalid = _look_for_invalid(data, dataset, network, comm) if labelled else {}
+        if data.invalid == "fill":
+            dataset.lenient = frozenset(name for name, field in dataset.fields.items() if not field.is_target)
+        training, validation = np.arange(len(dataset)), np.arange(0)
+        if labelled:
+            training, validation = split(len(dataset), data.validation, config.training.seed, _groups(data, dataset))
+            if comm.rank == 0:
+                _warn_of_neighbors(data, dataset, training, validation)
+        if data.invalid == "skip":
+            training, validation = (np.setdiff1d(some, list(invalid)) for some in (training, validation))
+        check_batch(config, len(training) if trainable else len(dataset), trainable)
+        wanted, known = _normalized(data, dataset), normalization or {}
+        known = {wanted[0]: known} if wanted and "mean" in known else known  # of a checkpoint of an earlier version
+        computed = _statistics(data, dataset, [name for name in wanted if name not in known], training, comm)
+        statistics = {
+            name: computed[name] if name in computed else ChannelStatistics.from_state_dict(known[name])
+            for name in wanted
+        }
+        scale = 0.0
+        if labelled:
+            looks = _looks(dataset, network)
+            scale = agreed_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks))
+        return cls(dataset, training, validation, statistics, reductions, invalid, scale)
+
+    @property
+    def everything(self) -> np.ndarray:
+        """Numbers of all samples that can be used."""
+        return np.union1d(self.training, self.validation)
+
+    @cached_property
+    def drawn(self) -> str:
+        """Which samples of which files are trained on: the same text for the same ones, wherever the files lie. Local.
+
+        They are numbered over the files in order, so one that is added or renamed moves those of others.
+        """
+        names = self.dataset.names if isinstance(self.dataset, FileSet) else []
+        files = f" in {len(names)} files" if names else ""
+        mark = zlib.crc32(self.training.tobytes(), zlib.crc32("\n".join(names).encode()))
+        return f"{len(self.training)} of {len(self.dataset)} samples{files}, {mark:08x}"
+
+    def check_drawn(self, before: str | None, instead: str) -> None:
+        """Refuse to go on from a checkpoint of a run that trained on others. Local.
+
+        Parameters
+        ----------
+        before
+            :attr:`drawn` of that run; None: it is not known.
+        instead
+            What else to do.
+        """
+        if before not in (None, self.drawn):
+            raise UserError(
+                f"data.path: expected the training samples of the checkpoint ({before}), got others ({self.drawn}): "
+                "files were added, removed, renamed or changed, or data.validation, data.split or training.seed; put "
+                f"that back, or {instead}"
+            )
+
+
+def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm: Communicator) -> dict[int, str]:
+    """Samples that cannot be used as they are, by number. Collective: each rank reads a share of all samples."""
+    if data.invalid == "refuse":
+        return {}
+    own: dict[int, str] = {}
+    fault: Exception | None = None
+    try:
+        own = find_invalid(dataset, _ranges(network), range(comm.rank, len(dataset), comm.size))
+    except DataError as error:
+        fault = error
+    comm.agree(fault)
+    found = dict(sorted(item for part in comm.allgather_objects(own) for item in part.items()))
+    if found and comm.rank == 0:
+        some = "; ".join(f"{dataset.place(index)}: {what}" for index, what in list(found.items())[:_NAMED])
+        _log.warning(
+            "data.invalid: %d of %d samples %s: %s%s",
+            len(found),
+            len(dataset),
+            "are left out" if data.invalid == "skip" else "have numbers that count as the mean of their channel",
+            some,
+            f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "",
+        )
+    return found
+
+
+def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labelled: bool) -> Dataset:
+    """The data set. Every file is examined by one rank for all: the others open it when they first read. Collective."""
+    inputs, targets = datasets_of(data, network)
+    names = inputs, targets if labelled else {}
+    paths = agreed_root(comm, lambda: find_files(data.path))
+    limits = _ranges(network)
+
+    def open_(number: int, structure: Structure | None = None) -> Hdf5Dataset:
+        return Hdf5Dataset(paths[number], *names, data.layout, limits, structure, data.allow_external)
+
+    opened: dict[int, Hdf5Dataset] = {}
+    fault: DataError | None = None
+    try:
+        for number in range(comm.rank, len(paths), comm.size):
+            opened[number] = open_(number)
+            if len(paths) > 1:
+                opened[number].close()
+    except DataError as error:
+        vars(error)["needs_no_rank"] = True  # it names the file
+        fault = error
+    comm.agree(fault)
+    found = comm.allgather_objects({number: part.structure for number, part in opened.items()})
+    structures = {number: structure for some in found for number, structure in some.items()}
+    check_alike(paths, [structures[number] for number in range(len(paths))])
+    parts = [opened.get(number) or open_(number, structures[number]) for number in range(len(paths))]
+    return parts[0] if len(parts) == 1 else FileSet(parts, data.open_files)
+
+
+def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
+    """Which samples are held out together."""
+    files = dataset.file_of if isinstance(dataset, FileSet) else None
+    if data.split == "file":
+        if files is None:
+            raise UserError(f'data.split: expected several files, to hold out whole ones, got {data.where}; use "auto"')
+        return files
+    if data.split == "group" and dataset.groups is None:
+        raise UserError(
+            f"data.split: expected a dataset 'simulation', a whole number per sample, got none in {data.where}; write "
+            'one, or use "random" or "file"'
+        )
+    return None if data.split == "random" else dataset.groups
+
+
+def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray, validation: np.ndarray) -> None:
+    """Samples of one simulation are much alike: validation by neighbors in time says little."""
+    if isinstance(dataset, FileSet) and data.split == "auto" and dataset.groups is None:
+        both = np.intersect1d(dataset.file_of[training], dataset.file_of[validation])
+        if both.size:
+            _log.warning(
+                "data.split: samples of %d of %d files are both trained on and held out; if those of a file are much "
+                'alike (neighbors in time), hold out whole files by data.split = "file"',
+                both.size,
+                len(dataset.parts),
+            )
+
+
+def _fit_together(data: DataConfig, dataset: Dataset, network: Network) -> dict[str, TargetReduction]:
+    """Check that every field has the shape of its input; how targets that are finer are reduced, by name."""
+    reductions = {}
+    for name, field in dataset.fields.items():
+        wanted = network.inputs[name].shape
+        if field.is_target and field.shape != wanted:
+            reductions[name] = _reduction(data, field, wanted)
+        elif field.shape != wanted:
+            raise UserError(
+                f"data.path: expected samples of shape {wanted} for {name!r} of model {network.name!r}, got "
+                f"{field.shape} in {data.where}; change the options of [model] or the data"
+            )
+    return reductions
+
+
+def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...]) -> TargetReduction:
+    """How a target of the file becomes that of the network, which is coarser."""
+    have = field.shape
+    divides = len(have) == len(wanted) > 1 and all(n and not m % n for m, n in zip(have, wanted))
+    if not divides or have[-1] != wanted[-1]:
+        raise UserError(
+            f"data.targets: expected targets of shape {wanted} (or finer by whole factors), got {have} in "
+            f"{field.dataset!r} of {data.where}"
+        )
+    if data.rule is None:
+        raise UserError(
+            f"data.rule: expected how a patch is made of its cells (any, all, majority, fraction, max, center), got "
+            f"nothing; the network predicts {wanted[:-1]} patches, the targets have {have[:-1]} cells"
+        )
+    return TargetReduction(data.rule, tuple(m // n for m, n in zip(have[:-1], wanted[:-1])))
+
+
+def _ranges(network: Network) -> dict[str, TargetRange]:
+    """What targets may be, by name: as the loss says, and whole numbers where they are classes."""
+    loss, found = network.outputs["loss"], {}
+    shapes = [node.shape for node in loss.inputs]
+    for i, node in enumerate(loss.inputs):
+        if isinstance(node, Input) and loss.layer.compares(i):
+            limits = loss.layer.target_range(i, *shapes) or TargetRange()[:2]
+            found[network.names[node]] = TargetRange(*limits, whole=node.dtype != "compute")
+    return found
+
+
+def _looks(dataset: Dataset, network: Network) -> int:
+    """How many samples show how large targets are: one where losses say it of all of them."""
+    ranges = _ranges(network)
+    names = [name for name, field in dataset.fields.items() if field.is_target]
+    return 1 if all(name in ranges and ranges[name].bounded for name in names) else LOOKS
+
+
+def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
+    """Names of the inputs that are."""
+    inputs = [name for name, field in dataset.fields.items() if not field.is_target]
+    if isinstance(data.normalize, bool):
+        return inputs if data.normalize else []
+    unknown = [name for name in data.normalize if name not in inputs]
+    if unknown:
+        raise UserError(f"data.normalize: expected names of inputs ({', '.join(inputs)}), got {unknown[0]!r}")
+    return data.normalize
+
+
+def _statistics(
+    data: DataConfig, dataset: Dataset, names: Sequence[str], training: np.ndarray, comm: Communicator
+) -> dict[str, ChannelStatistics]:
+    """Mean and scale of the channels of these inputs. Collective."""
+
+    def total(array: np.ndarray) -> np.ndarray:
+        comm.reduction(array, kind="data").run()
+        return array
+
+    if names:
+        check_transforms(dataset, data.transforms)
+    return {
+        name: channel_statistics(
+            dataset,
+            name,
+            training,
+            rank=comm.rank,
+            size=comm.size,
+            allreduce=total,
+            agree=comm.agree,
+            transforms=data.transforms,
+        )
+        for name in names
+    }
