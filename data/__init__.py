@@ -1,5 +1,6 @@
 """Data: HDF5 datasets read by blocks, prefetch, normalisation, and the mesh-tangling generator."""
 
+from .augment import Augmentation, Rules
 from .dataset import Hdf5Dataset
 from .errors import DataError
 from .files import FileSet, find_files, open_dataset
@@ -12,6 +13,7 @@ from .targets import TargetReduction
 from .verdict import quad_metrics
 
 __all__ = [
+    "Augmentation",
     "Batch",
     "ChannelStatistics",
     "DataError",
@@ -20,6 +22,7 @@ __all__ = [
     "Hdf5Dataset",
     "LoadedBatch",
     "Loader",
+    "Rules",
     "Sampler",
     "TargetReduction",
     "channel_statistics",

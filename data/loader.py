@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..dtensor.box import Box
+from .augment import Augmentation
 from .errors import DataError
 from .normalize import ChannelStatistics, mark_absent
 from .sampler import Batch
@@ -75,6 +76,8 @@ class Loader:
     reductions : dict of TargetReduction, optional
         By name: reduce targets from cells to patches.
     dtype : float32 or float64
+    augmentation : optional
+        How samples are varied.
     depth : int
         Sets of buffers: one is in use, the others are being filled.
     recorder : optional
@@ -100,6 +103,7 @@ class Loader:
         *,
         statistics: Mapping[str, ChannelStatistics] | None = None,
         reductions: Mapping[str, TargetReduction] | None = None,
+        augmentation: Augmentation | None = None,
         dtype: DTypeLike = np.float32,
         depth: int = 2,
         recorder: LoadRecorder | None = None,
@@ -108,10 +112,10 @@ class Loader:
     ) -> None:
         if depth < 2:
             raise DataError(f"depth: expected 2 or more sets of buffers, got {depth}")
-        reductions = reductions or {}
+        reductions, fields = reductions or {}, dataset.fields if augmentation is None else augmentation.fields
         for name, reduction in reductions.items():
-            reduction.coarse_shape(dataset.fields[name].shape)
-        self._dataset, self._statistics = dataset, statistics or {}
+            reduction.coarse_shape(fields[name].shape)
+        self._dataset, self._statistics, self._augmentation = dataset, statistics or {}, augmentation
         self._reductions, self._recorder, self._ahead = reductions, recorder, ahead
         self._boxes = dict(boxes)
         self._slots = [{name: allocate(box.shape, dtype) for name, box in boxes.items()} for _ in range(depth)]
@@ -176,16 +180,23 @@ class Loader:
     def _fill(self, name: str, batch: Batch, array: NDArray[Any]) -> None:
         box, reduction = self._boxes[name], self._reductions.get(name)
         if reduction is not None:
-            self._dataset.read(name, batch.indices, reduction.fine_box(box), self._cells[name])
+            self._read(name, batch, reduction.fine_box(box), self._cells[name])
             reduction.apply(self._cells[name], array)
             return
-        part = array[self._dataset.read(name, batch.indices, box, array)]
+        part = array[self._read(name, batch, box, array)]
         absent = mark_absent(part) if name in self._dataset.lenient else None
         if name in self._statistics:
             self._statistics[name].apply(part, max(0, box.start[-1]))
         if absent is not None:
             part[absent] = 0
             self.absent += int(np.count_nonzero(absent))
+        if self._augmentation is not None:
+            self._augmentation.alter(name, batch, box, part)
+
+    def _read(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        if self._augmentation is None:
+            return self._dataset.read(name, batch.indices, box, out)
+        return self._augmentation.read(self._dataset, name, batch, box, out)
 
 
 class _Worker:

@@ -33,12 +33,15 @@ class Batch:
         The first so many count; the rest repeats the last one, to fill a batch of fixed size.
     epoch, position : int
         Where in the sequence this batch stands.
+    augmented : bool
+        Whether its samples are varied, where the data set says how.
     """
 
     indices: tuple[int, ...]
     valid: int
     epoch: int
     position: int
+    augmented: bool = False
 
 
 def split(
@@ -103,13 +106,18 @@ class Batches(Sequence[Batch]):
         Dataset indices.
     size : int
         Samples per batch; the last one is filled up with copies of its last sample that do not count.
-    epoch, first, last : int
-        The batches at the positions `first` to `last` - 1 of that epoch.
+    epoch : int
+    positions : range
+        Of the batches in that epoch.
+    augmented : bool
+        Whether their samples are varied.
     """
 
-    def __init__(self, order: NDArray[np.int64], size: int, epoch: int, first: int, last: int) -> None:
+    def __init__(
+        self, order: NDArray[np.int64], size: int, epoch: int, positions: range, augmented: bool = False
+    ) -> None:
         self._order, self._size, self._epoch = order, size, epoch
-        self._positions = range(first, last)
+        self._positions, self._augmented = positions, augmented
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -128,7 +136,7 @@ class Batches(Sequence[Batch]):
     def _cut(self, position: int) -> Batch:
         part = [int(i) for i in self._order[position * self._size : (position + 1) * self._size]]
         filled = part + [part[-1]] * (self._size - len(part))
-        return Batch(tuple(filled), len(part), self._epoch, position)
+        return Batch(tuple(filled), len(part), self._epoch, position, self._augmented)
 
 
 class Sampler:
@@ -146,6 +154,8 @@ class Sampler:
     remainder : {"drop", "fill"}
         What becomes of samples that do not fill a batch: left out (training; others next epoch), or the batch is
         filled with copies of its last sample that do not count (evaluation).
+    augmented : bool
+        Whether samples are varied, see :class:`Batch`.
     """
 
     def __init__(
@@ -155,6 +165,7 @@ class Sampler:
         seed: int = 0,
         shuffle: Literal["epoch", "never"] = "epoch",
         remainder: Literal["drop", "fill"] = "drop",
+        augmented: bool = False,
     ) -> None:
         if shuffle not in ("epoch", "never"):
             raise DataError(f"shuffle: expected 'epoch' or 'never', got {shuffle!r}")
@@ -167,6 +178,7 @@ class Sampler:
             raise DataError(f"batch of {batch}: expected at least {least} samples to draw from, got {len(indices)}")
         self._indices = np.asarray(indices, dtype=np.int64)
         self.batch, self.seed, self.shuffle, self.remainder = batch, seed, shuffle, remainder
+        self.augmented = augmented
         self.epoch = 0
         self.position = 0
 
@@ -184,7 +196,8 @@ class Sampler:
 
     def rest_of_epoch(self) -> Batches:
         """The batches of the current epoch that have not been taken. Does not move the position."""
-        return Batches(self.order(self.epoch), self.batch, self.epoch, self.position, len(self))
+        rest = range(self.position, len(self))
+        return Batches(self.order(self.epoch), self.batch, self.epoch, rest, self.augmented)
 
     def advance(self) -> None:
         """Record that the next batch was used; after the last one, the next epoch begins."""

@@ -35,6 +35,7 @@ from ..layers.strategy import CutField
 from ..perfmodel.machine_file import parse_quantity
 
 __all__ = [
+    "AugmentConfig",
     "BackendConfig",
     "Config",
     "DataConfig",
@@ -50,6 +51,7 @@ __all__ = [
     "parse_config",
 ]
 
+Axis = Literal["depth", "height", "width"]
 Epochs = Annotated[NotNegative, Field(le=1e6)]
 Minutes = Annotated[NotNegative, Field(le=1e6)]
 
@@ -91,6 +93,28 @@ class ModelConfig(Table):
         return dict(self.model_extra or {})
 
 
+class AugmentConfig(Table):
+    """``[data.augment]``: how samples are varied in training, drawn by seed, epoch and number of the sample.
+
+    `flips` and `shifts` name axes (``"height"``): mirrored with the probability 1/2, shifted in a circle by any
+    distance; `turns`: by quarters, in the plane of height and width. `crop`: samples may be larger than the network
+    reads; a window at random, in evaluation the middle one. All fields with space are moved alike, targets too.
+    `noise` (standard deviation, per number), `brightness` (at most added, per channel) and `contrast` (a channel is
+    multiplied by ``1 - contrast`` to ``1 + contrast``) change inputs after normalization. `vectors`: names of channels
+    of a dataset that are components of a vector along the spatial axes; they change sign when mirrored, and places when
+    turned.
+    """
+
+    flips: list[Axis] = Field(default_factory=list)
+    turns: bool = False
+    shifts: list[Axis] = Field(default_factory=list)
+    crop: bool = False
+    noise: NotNegative = 0.0
+    brightness: NotNegative = 0.0
+    contrast: Below1 = 0.0
+    vectors: list[list[Text]] = Field(default_factory=list)
+
+
 class DataConfig(Table):
     """``[data]``: HDF5 files, their datasets, and how samples are drawn.
 
@@ -124,6 +148,7 @@ class DataConfig(Table):
     split: Literal["auto", "random", "group", "file"] = "auto"
     open_files: Annotated[Count, Field(le=65536)] = 64
     invalid: Literal["refuse", "skip", "fill"] = "refuse"
+    augment: AugmentConfig | None = None
 
     @property
     def where(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +16,13 @@ from halograd.errors import UserError
 
 from ..comm import Communicator
 from ..data import (
+    Augmentation,
     ChannelStatistics,
     DataError,
     Dataset,
     FileSet,
     Hdf5Dataset,
+    Rules,
     TargetReduction,
     channel_statistics,
     check_transforms,
@@ -59,6 +61,8 @@ class Samples:
         By target, of those that are finer than what the network predicts.
     invalid
         Samples with NaN, infinity or targets out of range, where they are looked for: what the first of them is.
+    augmentation
+        How they are varied in training; None: they are not, or there are no targets.
     target_scale
         What the loss of a regression is, in order of magnitude, if zero is predicted.
     """
@@ -69,6 +73,7 @@ class Samples:
     statistics: dict[str, ChannelStatistics]
     reductions: dict[str, TargetReduction]
     invalid: dict[int, str]
+    augmentation: Augmentation | None = None
     target_scale: float = 0.0
 
     @classmethod
@@ -87,7 +92,9 @@ class Samples:
         data = config.data
         dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
         with comm.agreement():
-            reductions = _fit_together(data, dataset, network)
+            augmentation = _augmentation(config, dataset, network) if labelled else None
+            fields = dataset.fields if augmentation is None else augmentation.fields
+            reductions = _fit_together(data, fields, network)
         invalid = _look_for_invalid(data, dataset, network, comm) if labelled else {}
         if data.invalid == "fill":
             dataset.lenient = frozenset(name for name, field in dataset.fields.items() if not field.is_target)
@@ -110,7 +117,7 @@ class Samples:
         if labelled:
             looks = _looks(dataset, network)
             scale = agreed_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks))
-        return cls(dataset, training, validation, statistics, reductions, invalid, scale)
+        return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale)
 
     @property
     def everything(self) -> np.ndarray:
@@ -227,10 +234,18 @@ def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray,
             )
 
 
-def _fit_together(data: DataConfig, dataset: Dataset, network: Network) -> dict[str, TargetReduction]:
+def _augmentation(config: Config, dataset: Dataset, network: Network) -> Augmentation | None:
+    given = config.data.augment
+    if given is None:
+        return None
+    wanted = {name: network.inputs[name].shape for name in dataset.fields}
+    return Augmentation(Rules(**given.model_dump()), dataset.fields, wanted, config.training.seed)
+
+
+def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Network) -> dict[str, TargetReduction]:
     """Check that every field has the shape of its input; how targets that are finer are reduced, by name."""
     reductions = {}
-    for name, field in dataset.fields.items():
+    for name, field in fields.items():
         wanted = network.inputs[name].shape
         if field.is_target and field.shape != wanted:
             reductions[name] = _reduction(data, field, wanted)

@@ -131,6 +131,7 @@ class Session:
                 {name: made.box for name, made in inputs.items()},
                 statistics=samples.statistics,
                 reductions=samples.reductions,
+                augmentation=samples.augmentation,
                 dtype=executor.store.dtype,  # of 16 bits are the inputs on the device only: statistics come before
                 depth=slots,
                 recorder=timeline,
@@ -143,7 +144,8 @@ class Session:
     def sampler(self) -> Sampler:
         """Batches of the training samples, in the order of the run's seed."""
         shuffle: Literal["epoch", "never"] = "epoch" if self.config.data.shuffle else "never"
-        return Sampler(self.samples.training, self.config.training.batch, self.config.training.seed, shuffle)
+        batch, seed = self.config.training.batch, self.config.training.seed
+        return Sampler(self.samples.training, batch, seed, shuffle, augmented=self.samples.augmentation is not None)
 
     @cached_property
     def source(self) -> str | None:

@@ -1,0 +1,325 @@
+"""Samples that are turned, mirrored, shifted and altered at random in training: the same on every decomposition.
+
+What becomes of a sample is drawn from the seed, the epoch and the number of the sample, never from a rank. A rank reads
+the box of the file that its own box shows: of a sample that is mirrored, the mirrored one. So no rank reads more than
+without augmentation, and nothing travels.
+
+::
+
+    output index  ->  mirrored?  ->  which axis of the file (quarter turns)  ->  + window  ->  + shift, modulo extent
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dtensor.box import Box
+from .errors import DataError
+from .sampler import Batch
+from .source import Dataset
+from .structure import Field
+
+__all__ = ["AXES", "Augmentation", "Placement", "Rules"]
+
+AXES = ("depth", "height", "width")
+"""Spatial axes; a sample has the last ones of them."""
+_PLACE, _ALTER, _NOISE = 3, 4, 5  # keep the random streams apart from each other and from those of the sampler
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How samples are varied in training.
+
+    Attributes
+    ----------
+    flips
+        Axes along which a sample is mirrored, each with the probability 1/2.
+    turns
+        Whether it is turned by 0 to 3 quarters in the plane of height and width.
+    shifts
+        Axes along which it is shifted by any distance; what leaves at one end comes in at the other.
+    crop
+        Whether samples may be larger than the network reads: a window at random in training, the middle one else.
+    noise
+        Standard deviation of what is added to every number of an input, after normalization.
+    brightness
+        What is added to every channel of an input, after normalization, is at most so much.
+    contrast
+        Every channel is multiplied by a factor of ``1 - contrast`` to ``1 + contrast``, after normalization.
+    vectors
+        Names of the channels of a dataset that are components of a vector, along the spatial axes in their order: they
+        change sign when mirrored, and places when turned.
+    """
+
+    flips: Sequence[str] = ()
+    turns: bool = False
+    shifts: Sequence[str] = ()
+    crop: bool = False
+    noise: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    vectors: Sequence[Sequence[str]] = ()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which element of a file an element of a sample shows; per axis of the sample.
+
+    Attributes
+    ----------
+    axes
+        The axis of the file.
+    mirrored
+        Whether it runs backwards.
+    starts
+        Where the window begins, per axis of the file and in units of `units`; it goes on at the other end.
+    """
+
+    axes: tuple[int, ...]
+    mirrored: tuple[bool, ...]
+    starts: tuple[int, ...]
+
+    def pieces(self, axis: int, low: int, high: int, extent: int, whole: int, start: int) -> Iterator[_Piece]:
+        """Of the interval of the sample along an axis, what lies together in the file.
+
+        `extent`: of the sample along the axis; `whole`: of the file; `start`: where the window begins there.
+        """
+        if self.mirrored[axis]:
+            low, high = extent - high, extent - low
+        while low < high:
+            first = (low + start) % whole
+            count = min(high - low, whole - first)
+            begin = extent - low - count if self.mirrored[axis] else low
+            yield (first, first + count), (begin, begin + count)
+            low += count
+
+
+_Piece = tuple[tuple[int, int], tuple[int, int]]
+
+
+class Augmentation:
+    """Reads samples as rules vary them. Local; every rank draws the same.
+
+    Parameters
+    ----------
+    rules
+        What may happen.
+    fields
+        Of the data set. Those with spatial axes are moved alike, each on its own grid; vectors per sample are not.
+    wanted : mapping of shapes
+        What the network reads of the inputs, by name: the size of the window where `crop` is set.
+    seed : int
+
+    Attributes
+    ----------
+    fields : dict of Field
+        As they are after cropping.
+
+    Raises
+    ------
+    DataError
+        An axis that samples lack; turns of samples that are not square; grids with which windows or shifts do not fit;
+        names of channels that there are not.
+    """
+
+    def __init__(
+        self, rules: Rules, fields: Mapping[str, Field], wanted: Mapping[str, tuple[int, ...]], seed: int
+    ) -> None:
+        self.rules, self.seed, self._files = rules, seed, dict(fields)
+        self._moved = [name for name, field in fields.items() if len(field.shape) > 1]
+        if not self._moved:
+            raise DataError("data.augment: expected samples with space, got numbers per sample only; remove it")
+        shapes = {name: fields[name].shape[:-1] for name in self._moved}
+        self._rank = len(shapes[self._moved[0]])
+        uneven = [name for name, shape in shapes.items() if len(shape) != self._rank]
+        if uneven:
+            raise DataError(f"data.augment: expected samples of {self._rank} spatial axes, got {uneven[0]!r} of others")
+        self._names = AXES[len(AXES) - self._rank :]
+        # Extents that all grids have in common: windows begin, and shifts end, where all of them have a boundary.
+        self._units = tuple(reduce(math.gcd, extents) for extents in zip(*shapes.values()))
+        first = self._moved[0]
+        self._window = wanted[first][:-1] if rules.crop else shapes[first]
+        self.fields = {name: self._cropped(name, field) for name, field in fields.items()}
+        self._check()
+        self._vectors = {name: self._components(field) for name, field in fields.items()}
+
+    # -- what fits -----------------------------------------------------------------------------------
+
+    def _cropped(self, name: str, field: Field) -> Field:
+        """The field within the window."""
+        if not self.rules.crop or name not in self._moved:
+            return field
+        first = self._files[self._moved[0]].shape
+        spatial = []
+        for n, base, window, unit in zip(field.shape, first, self._window, self._units):
+            if window > base or (n * window) % base or (unit * window) % base:
+                raise DataError(
+                    f"data.augment.crop: expected a window {self._window} of whole parts of every grid, got {name!r} "
+                    f"of {field.shape[:-1]} beside {first[:-1]}; choose another resolution of the network"
+                )
+            spatial.append(n * window // base)
+        return Field(field.dataset, field.kind, (*spatial, field.shape[-1]), field.channel_names, field.is_target)
+
+    def _check(self) -> None:
+        for key in ("flips", "shifts"):
+            unknown = [axis for axis in getattr(self.rules, key) if axis not in self._names]
+            if unknown:
+                raise DataError(f"data.augment.{key}: expected axes of {', '.join(self._names)}, got {unknown[0]!r}")
+        for name in self._moved if self.rules.turns else ():
+            shape = self.fields[name].shape
+            if self._rank < 2 or shape[-3] != shape[-2]:
+                raise DataError(f"data.augment.turns: expected as many rows as columns, got {name!r} of {shape[:-1]}")
+        for vector in self.rules.vectors:
+            several = [self._files[name].channel_names for name in self._moved]
+            if len(vector) != self._rank or not any(set(vector) <= set(names) for names in several):
+                raise DataError(
+                    f"data.augment.vectors: expected {self._rank} channels of one dataset each, out of "
+                    f"{'; '.join(map(', '.join, several))}, got {', '.join(vector)}"
+                )
+
+    def _components(self, field: Field) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """Of channels that are components: along which axis, and the channels of all components."""
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for vector in self.rules.vectors:
+            if set(vector) <= set(field.channel_names):
+                channels = tuple(field.channel_names.index(name) for name in vector)
+                found |= {k: (axis, channels) for axis, k in enumerate(channels)}
+        return found
+
+    # -- what is drawn -------------------------------------------------------------------------------
+
+    def placement(self, batch: Batch, index: int) -> Placement:
+        """Where a sample of a batch lies in the file."""
+        axes, free = tuple(range(self._rank)), self._free()
+        if not batch.augmented:
+            return Placement(axes, (False,) * self._rank, tuple(n // 2 for n in free))
+        draw = np.random.default_rng([self.seed, _PLACE, batch.epoch, index])
+        mirrored = [name in self.rules.flips and bool(draw.integers(2)) for name in self._names]
+        if self.rules.turns:
+            axes, mirrored = _turned(axes, mirrored, int(draw.integers(4)))
+        starts = [int(draw.integers(n + 1)) for n in free]
+        for axis, (name, unit) in enumerate(zip(self._names, self._units)):
+            starts[axis] += int(draw.integers(unit)) if name in self.rules.shifts else 0
+        return Placement(axes, tuple(mirrored), tuple(starts))
+
+    def _free(self) -> list[int]:
+        """How far the window may move, in units of all grids, per axis of the file."""
+        whole = self._files[self._moved[0]].shape
+        return [unit - unit * window // n for unit, window, n in zip(self._units, self._window, whole)]
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    def read(self, dataset: Dataset, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """As :meth:`Dataset.read`, of the samples of a batch as they are varied."""
+        if name not in self._moved or not (batch.augmented or self.rules.crop):
+            return dataset.read(name, batch.indices, box, out)
+        part = box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
+        filled = part.slices(origin=box.start)
+        if part.size == 0:
+            return tuple(slice(0, 0) for _ in filled)
+        for k in range(*part.ranges[0]):
+            index = batch.indices[k]
+            placement = self.placement(batch, index)
+            at: Any = (k - box.start[0], *filled[1:])
+            self._read_sample(dataset, name, index, placement, part.ranges[1:], out[at])
+        return filled
+
+    def _read_sample(
+        self,
+        dataset: Dataset,
+        name: str,
+        index: int,
+        placement: Placement,
+        ranges: Sequence[tuple[int, int]],
+        out: NDArray[Any],
+    ) -> None:
+        first, last = ranges[-1]
+        self._copy(dataset, name, index, placement, (ranges[:-1], (first, last)), out)
+        for channel, (axis, channels) in self._vectors[name].items():
+            if not first <= channel < last:
+                continue
+            own, source = out[..., channel - first : channel - first + 1], channels[placement.axes[axis]]
+            if source != channel:
+                self._copy(dataset, name, index, placement, (ranges[:-1], (source, source + 1)), own)
+            if placement.mirrored[axis]:
+                np.negative(own, out=own)
+
+    def _copy(
+        self,
+        dataset: Dataset,
+        name: str,
+        index: int,
+        placement: Placement,
+        where: tuple[Sequence[tuple[int, int]], tuple[int, int]],
+        out: NDArray[Any],
+    ) -> None:
+        """The box of a sample and channels of the file -> `out`, of its shape."""
+        ranges, channels = where
+        whole, extents = self._files[name].shape, self.fields[name].shape
+        pieces = []
+        for axis, (low, high) in enumerate(ranges):
+            source = placement.axes[axis]
+            start = placement.starts[source] * (whole[source] // self._units[source])
+            pieces.append(list(placement.pieces(axis, low, high, extents[axis], whole[source], start)))
+        order = np.argsort(placement.axes)
+        for chosen in itertools.product(*pieces):
+            box = Box.of_ranges([(0, 1), *(chosen[axis][0] for axis in order), channels])
+            slices = [slice(a - low, b - low) for (_, (a, b)), (low, _) in zip(chosen, ranges)]
+            view = out[tuple(slices)]
+            view = view[tuple(slice(None, None, -1 if back else 1) for back in placement.mirrored)]
+            dataset.read(name, [index], box, view.transpose(*order, len(order))[None])
+
+    # -- numbers -------------------------------------------------------------------------------------
+
+    def alter(self, name: str, batch: Batch, box: Box, part: NDArray[Any]) -> None:
+        """Noise, brightness and contrast of an input, in place: `part` is what lies within the samples. Local."""
+        rules = self.rules
+        alters = rules.noise or rules.brightness or rules.contrast
+        if not alters or not batch.augmented or self._files[name].is_target:
+            return
+        shape = self.fields[name].shape
+        inside = box & Box.of_shape((len(batch.indices), *shape))
+        for sample, k in zip(part, range(*inside.ranges[0])):
+            key = [self.seed, _ALTER, batch.epoch, batch.indices[k], *name.encode()]
+            factors, terms = np.random.default_rng(key).uniform(-1, 1, (2, shape[-1]))
+            channels = slice(*inside.ranges[-1])
+            sample *= 1 + rules.contrast * factors[channels]
+            sample += rules.brightness * terms[channels]
+            if rules.noise:
+                self._add_noise(sample, inside.ranges[1:], shape, [self.seed, _NOISE, *key[2:]])
+
+    def _add_noise(
+        self, sample: NDArray[Any], ranges: Sequence[tuple[int, int]], shape: Sequence[int], key: Sequence[int]
+    ) -> None:
+        """Every row of a sample has its own stream, of which each rank takes what it has of it."""
+        if len(shape) == 1:
+            sample, ranges, shape = sample[None], [(0, 1), *ranges], (1, *shape)
+        *leading, columns, channels = ranges
+        for at in itertools.product(*(range(low, high) for low, high in leading)):
+            row = sample[tuple(i - low for i, (low, _) in zip(at, leading))]
+            noise = np.random.default_rng([*key, *at]).standard_normal(shape[-2:], np.float32)
+            row += self.rules.noise * noise[slice(*columns), slice(*channels)]
+
+
+def _turned(axes: tuple[int, ...], mirrored: Sequence[bool], quarters: int) -> tuple[tuple[int, ...], list[bool]]:
+    """Turned by quarters as `numpy.rot90` does in the last two axes, and then mirrored.
+
+    >>> _turned((0, 1), [False, False], 1)
+    ((1, 0), [True, False])
+    """
+    *others, rows, columns = axes
+    found = list(mirrored)
+    if quarters % 2:
+        rows, columns = columns, rows
+    # A row of the result is read backwards after one quarter and two, a column after two and three.
+    found[-2] ^= quarters in (1, 2)
+    found[-1] ^= quarters in (2, 3)
+    return (*others, rows, columns), found

@@ -1,0 +1,211 @@
+"""Samples that are varied: what each rank reads is its box of the whole sample, varied by NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halograd.data import Augmentation, Batch, DataError, Rules
+from halograd.data.structure import Field
+from halograd.dtensor import Box
+
+N = 5
+FLAGS = st.booleans()
+
+
+class Arrays:
+    """A data set in memory."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def read(self, name, indices, box, out):
+        values = self.arrays[name][list(indices)]
+        part = box & Box.of_shape(values.shape)
+        filled = part.slices(origin=box.start)
+        out[filled] = values[part.slices()]
+        return filled
+
+
+def fields_of(arrays, names=None):
+    kind = "channels last"
+    found = {}
+    for name, array in arrays.items():
+        channels = (names or {}).get(name) or [f"channel {k}" for k in range(array.shape[-1])]
+        found[name] = Field(name, kind, array.shape[1:], channels, name == "t")
+    return found
+
+
+def varied(x, placement, window, ratio):
+    """A whole sample by NumPy: shifted, cut, turned, mirrored."""
+    axes = range(len(window))
+    x = np.roll(x, [-s * r for s, r in zip(placement.starts, ratio)], list(axes))
+    x = x[tuple(slice(n) for n in window)]
+    x = x.transpose(*placement.axes, len(window))
+    return np.flip(x, [axis for axis in axes if placement.mirrored[axis]])
+
+
+@st.composite
+def cases(draw):
+    rank = draw(st.integers(1, 3))
+    unit = [draw(st.integers(1, 5)) for _ in range(rank)]
+    if rank > 1:
+        unit[-1] = unit[-2]
+    ratios = {"x": draw(st.integers(1, 3)), "t": draw(st.integers(1, 3))}
+    axes = ("depth", "height", "width")[3 - rank :]
+    chosen = st.lists(st.sampled_from(axes), unique=True)
+    crop = draw(FLAGS)
+    window = [draw(st.integers(1, n)) for n in unit] if crop else list(unit)
+    if rank > 1:
+        window[-1] = window[-2]
+    rules = Rules(draw(chosen), rank > 1 and draw(FLAGS), draw(chosen), crop)
+    return unit, ratios, window, rules
+
+
+@given(cases(), st.data())
+def test_boxes_are_those_of_the_whole_sample(case, data):
+    """Of fields on two grids, moved alike; of boxes that reach outside, what lies there stays."""
+    unit, ratios, window, rules = case
+    rng = np.random.default_rng(1)
+    arrays = {name: rng.random((N, *(n * r for n in unit), 2)) for name, r in ratios.items()}
+    arrays["v"] = rng.random((N, 4))
+    wanted = {"x": (*(n * ratios["x"] for n in window), 2)}
+    augmentation = Augmentation(rules, fields_of(arrays), wanted, seed=3)
+    indices = (2, 0, 4, 4)
+    batch = Batch(indices, 4, data.draw(st.integers(0, 50)), 0, True)
+    for name, r in ratios.items():
+        shape = (4, *(n * r for n in window), 2)
+        assert augmentation.fields[name].shape == shape[1:]
+        # Extents that have more in common than was drawn: shifts are in those.
+        common = augmentation._units
+        whole = np.stack(
+            [
+                varied(arrays[name][i], augmentation.placement(batch, i), shape[1:-1], _ratio(arrays[name], common))
+                for i in indices
+            ]
+        )
+        low = [data.draw(st.integers(-1, n)) for n in shape]
+        box = Box.of_ranges([(a, data.draw(st.integers(a, n + 1))) for a, n in zip(low, shape)])
+        out = np.full(box.shape, 7.0)
+        augmentation.read(Arrays(arrays), name, batch, box, out)
+        want = np.full(box.shape, 7.0)
+        inside = box & Box.of_shape(shape)
+        if inside.size:
+            want[inside.slices(origin=box.start)] = whole[inside.slices()]
+        np.testing.assert_array_equal(out, want)
+    out = np.empty((4, 4))
+    augmentation.read(Arrays(arrays), "v", batch, Box.of_shape((4, 4)), out)
+    np.testing.assert_array_equal(out, arrays["v"][list(indices)])
+
+
+def _ratio(array, units):
+    return [n // u for n, u in zip(array.shape[1:-1], units)]
+
+
+def test_turns_are_those_of_numpy():
+    """All four of them, and each with its mirror image."""
+    x = np.random.default_rng(1).random((1, 6, 6, 1))
+    augmentation = Augmentation(Rules(("height", "width"), True), fields_of({"x": x}), {"x": (6, 6, 1)}, 0)
+    turned = [np.rot90(x[0], k) for k in range(4)]
+    known = turned + [np.flip(y, 0) for y in turned]
+    found = set()
+    for epoch in range(60):
+        out = np.empty_like(x)
+        augmentation.read(Arrays({"x": x}), "x", Batch((0,), 1, epoch, 0, True), Box.of_shape(x.shape), out)
+        found.add(next(k for k, y in enumerate(known) if (y == out[0]).all()))
+    assert found == set(range(8))
+
+
+@given(st.integers(0, 200))
+def test_vectors_keep_pointing_where_they_point(epoch):
+    """The gradient of a field that was varied is the gradient of the field, varied: on a periodic grid."""
+    n = 8
+    rng = np.random.default_rng(epoch)
+    f = rng.random((1, n, n))
+    gradient = [np.roll(f, -1, a) - np.roll(f, 1, a) for a in (1, 2)]
+    x = np.stack([gradient[1], f, gradient[0]], axis=-1)
+    rules = Rules(("height", "width"), True, ("height", "width"), vectors=(("dy", "dx"),))
+    fields = fields_of({"x": x}, {"x": ["dx", "f", "dy"]})
+    augmentation = Augmentation(rules, fields, {"x": x.shape[1:]}, 0)
+    batch, out = Batch((0,), 1, epoch, 0, True), np.empty_like(x)
+    augmentation.read(Arrays({"x": x}), "x", batch, Box.of_shape(x.shape), out)
+    found = out[..., 1]
+    for axis, channel in ((1, 2), (2, 0)):
+        np.testing.assert_allclose(out[..., channel], np.roll(found, -1, axis) - np.roll(found, 1, axis), atol=1e-12)
+    for channel in range(3):  # ranks whose channels are cut
+        part = np.empty((*x.shape[:-1], 1))
+        box = Box((0, 0, 0, channel), (1, n, n, channel + 1))
+        augmentation.read(Arrays({"x": x}), "x", batch, box, part)
+        np.testing.assert_array_equal(part[..., 0], out[..., channel])
+
+
+@given(st.data())
+def test_numbers_are_altered_as_in_the_whole_sample(data):
+    shape = (3, 7, 5, 4)
+    x = np.random.default_rng(2).random(shape)
+    arrays = {"x": x, "t": x.copy(), "v": x[:, 0, 0]}
+    rules = Rules(noise=0.1, brightness=0.2, contrast=0.3)
+    augmentation = Augmentation(rules, fields_of(arrays), {"x": shape[1:]}, 9)
+    batch = Batch((0, 1, 2), 3, data.draw(st.integers(0, 9)), 0, True)
+    for name, array in arrays.items():
+        whole = array.copy()
+        augmentation.alter(name, batch, Box.of_shape(array.shape), whole)
+        box = Box.of_ranges([sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in array.shape])
+        part = array[box.slices()].copy()
+        augmentation.alter(name, batch, box, part)
+        np.testing.assert_array_equal(part, whole[box.slices()])
+        assert (whole == array).all() == (name == "t")
+        plain = array.copy()
+        augmentation.alter(name, Batch((0, 1, 2), 3, 0, 0), Box.of_shape(array.shape), plain)
+        np.testing.assert_array_equal(plain, array)
+
+
+def test_what_is_added_has_the_size_that_was_asked_for():
+    shape = (50, 40, 30, 2)
+    fields = fields_of({"x": np.empty(shape)})
+    batch, box = Batch(tuple(range(50)), 50, 0, 0, True), Box.of_shape(shape)
+    noise = np.zeros(shape)
+    Augmentation(Rules(noise=0.5), fields, {}, 0).alter("x", batch, box, noise)
+    assert noise.std() == pytest.approx(0.5, rel=0.02) and abs(noise.mean()) < 0.01
+    assert len(np.unique(noise.astype(np.float32))) > 0.99 * noise.size, "every row and channel has numbers of its own"
+    terms = np.zeros(shape)
+    Augmentation(Rules(brightness=0.5), fields, {}, 0).alter("x", batch, box, terms)
+    assert (terms == terms[:, :1, :1]).all() and 0.4 < np.abs(terms).max() <= 0.5 and terms.min() < 0
+    factors = np.ones(shape)
+    Augmentation(Rules(contrast=0.5), fields, {}, 0).alter("x", batch, box, factors)
+    assert (factors == factors[:, :1, :1]).all() and 0.5 <= factors.min() < 0.6 and 1.4 < factors.max() <= 1.5
+
+
+def test_refusals():
+    square, flat = np.empty((2, 6, 6, 2)), np.empty((2, 6, 4, 2))
+    for arrays, rules, wanted, message in (
+        ({"v": np.empty((2, 3))}, Rules(("width",)), (3,), "expected samples with space"),
+        ({"x": square}, Rules(("depth",)), (6, 6, 2), "flips: expected axes of height, width, got 'depth'"),
+        ({"x": flat}, Rules(turns=True), (6, 4, 2), "turns: expected as many rows as columns"),
+        ({"x": square}, Rules(crop=True), (8, 8, 2), r"crop: expected a window \(8, 8\)"),
+        (
+            {"x": square, "t": np.empty((2, 3, 3, 1))},
+            Rules(crop=True),
+            (3, 3, 2),
+            r"crop: .* got 'x' of \(6, 6\) beside",
+        ),
+        ({"x": square}, Rules(vectors=(("u", "v"),)), (6, 6, 2), "vectors: expected 2 channels of one dataset each"),
+        ({"x": square, "y": square[..., 0]}, Rules(), (6, 6, 2), "expected samples of 2 spatial axes, got 'y'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            Augmentation(rules, fields_of(arrays), {next(iter(arrays)): wanted}, 0)
+    names = {"x": ["u", "a"], "y": ["v", "b"]}
+    fields = fields_of({"x": square, "y": square}, names)
+    with pytest.raises(DataError, match="out of u, a; v, b, got u, v"):
+        Augmentation(Rules(vectors=(("u", "v"),)), fields, {"x": (6, 6, 2)}, 0)
+
+
+def test_evaluation_sees_the_middle():
+    x = np.arange(2 * 8 * 8.0).reshape(2, 8, 8, 1)
+    augmentation = Augmentation(Rules(("width",), crop=True), fields_of({"x": x}), {"x": (4, 6, 1)}, 0)
+    out = np.empty((2, 4, 6, 1))
+    augmentation.read(Arrays({"x": x}), "x", Batch((0, 1), 2, 0, 0), Box.of_shape(out.shape), out)
+    np.testing.assert_array_equal(out, x[:, 2:6, 1:7])
+    assert augmentation.fields["x"].shape == (4, 6, 1)
