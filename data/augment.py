@@ -27,7 +27,7 @@ from .sampler import Batch
 from .source import Dataset
 from .structure import Field
 
-__all__ = ["AXES", "Augmentation", "Placement", "Rules"]
+__all__ = ["AXES", "Augmentation", "SamplePlacement", "Rules"]
 
 AXES = ("depth", "height", "width")
 """Spatial axes; a sample has the last ones of them."""
@@ -70,7 +70,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Placement:
+class SamplePlacement:
     """Which element of a file an element of a sample shows; per axis of the sample.
 
     Attributes
@@ -196,11 +196,11 @@ class Augmentation:
 
     # -- what is drawn -------------------------------------------------------------------------------
 
-    def placement(self, batch: Batch, index: int) -> Placement:
+    def placement(self, batch: Batch, index: int) -> SamplePlacement:
         """Where a sample of a batch lies in the file."""
         axes, free = tuple(range(self._rank)), self._free()
         if not batch.augmented:
-            return Placement(axes, (False,) * self._rank, tuple(n // 2 for n in free))
+            return SamplePlacement(axes, (False,) * self._rank, tuple(n // 2 for n in free))
         draw = np.random.default_rng([self.seed, _PLACE, batch.epoch, index])
         mirrored = [name in self.rules.flips and bool(draw.integers(2)) for name in self._names]
         if self.rules.turns:
@@ -208,7 +208,7 @@ class Augmentation:
         starts = [int(draw.integers(n + 1)) for n in free]
         for axis, (name, unit) in enumerate(zip(self._names, self._units)):
             starts[axis] += int(draw.integers(unit)) if name in self.rules.shifts else 0
-        return Placement(axes, tuple(mirrored), tuple(starts))
+        return SamplePlacement(axes, tuple(mirrored), tuple(starts))
 
     def _free(self) -> list[int]:
         """How far the window may move, in units of all grids, per axis of the file."""
@@ -237,7 +237,7 @@ class Augmentation:
         dataset: Dataset,
         name: str,
         index: int,
-        placement: Placement,
+        placement: SamplePlacement,
         ranges: Sequence[tuple[int, int]],
         out: NDArray[Any],
     ) -> None:
@@ -257,7 +257,7 @@ class Augmentation:
         dataset: Dataset,
         name: str,
         index: int,
-        placement: Placement,
+        placement: SamplePlacement,
         where: tuple[Sequence[tuple[int, int]], tuple[int, int]],
         out: NDArray[Any],
     ) -> None:
