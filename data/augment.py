@@ -27,7 +27,7 @@ from .sampler import Batch
 from .source import Dataset
 from .structure import Field
 
-__all__ = ["AXES", "Augmentation", "SamplePlacement", "Rules"]
+__all__ = ["AXES", "Augmentation", "Rules", "SamplePlacement"]
 
 AXES = ("depth", "height", "width")
 """Spatial axes; a sample has the last ones of them."""

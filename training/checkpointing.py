@@ -8,6 +8,7 @@ import time
 from ..comm.errors import mark_agreed
 from ..data.errors import DataError
 from ..data.sampler import Sampler
+from .best import BestScore
 from .checkpoint import Snapshot, TrainingProgress
 from .executor import CHECKPOINT
 from .folder import CheckpointFolder
@@ -30,7 +31,7 @@ class Checkpoints:
     ----------
     session, folder, log
         Of the run.
-    optimizer, sampler, auto
+    optimizer, sampler, best, auto
         What a checkpoint holds beside the parameters.
     """
 
@@ -41,11 +42,12 @@ class Checkpoints:
         log: RunLog,
         optimizer: Optimizer,
         sampler: Sampler,
+        best: BestScore,
         auto: AutoReduction | None = None,
     ) -> None:
         self._session, self._log = session, log
         self.folder = folder
-        self._optimizer, self._sampler, self._auto = optimizer, sampler, auto
+        self._optimizer, self._sampler, self._best, self._auto = optimizer, sampler, best, auto
         config = session.config
         self._settings = config.output
         self._config_text = config.model_dump_json(exclude_unset=True)
@@ -73,7 +75,7 @@ class Checkpoints:
         every = self._settings.checkpoint_epochs
         return bool(every and (epoch + 1) % every == 0)
 
-    def write(self, needed: bool = False, unvalidated: bool = False) -> None:
+    def write(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
         """Write a checkpoint of the present state, unless there is one: rank 0 does. Collective.
 
         The updates of all parameters are done.
@@ -85,6 +87,8 @@ class Checkpoints:
             checkpoint tried when it is due.
         unvalidated
             See :class:`TrainingProgress`.
+        best
+            Whether its validation is the best so far.
 
         Raises
         ------
@@ -95,7 +99,7 @@ class Checkpoints:
             return
         self._session.executor.pulse.at("checkpoint", "")
         try:
-            self._session.comm.agree(self._try(unvalidated))
+            self._session.comm.agree(self._try(unvalidated, best))
             self._at = self._optimizer.step
         except (DataError, OSError) as error:
             if needed:
@@ -106,7 +110,7 @@ class Checkpoints:
         self._last = time.monotonic()
         self._session.executor.counted[CHECKPOINT] = 0  # answered: a device counts the next one a step late
 
-    def _try(self, unvalidated: bool) -> Exception | None:
+    def _try(self, unvalidated: bool, best: bool) -> Exception | None:
         """Write on rank 0; what went wrong. Collective where parameters are cut."""
         session, statistics = self._session, self._session.samples.statistics
         scaling = session.executor.store.loss_scale
@@ -120,13 +124,14 @@ class Checkpoints:
             None if scaling is None else scaling.state_dict(),
             session.samples.drawn,
             session.source,
+            self._best.state_dict(),
         )
         snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
         if snapshot is None:
             return None
         try:
-            path = self.folder.write(snapshot, progress, self._config_text)
-            self._log.write("checkpoint", step=self._optimizer.step, path=str(path))
+            path = self.folder.write(snapshot, progress, self._config_text, best)
+            self._log.write("checkpoint", step=self._optimizer.step, path=str(path), best=best)
         except Exception as fault:
             return fault
         return None

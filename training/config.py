@@ -302,7 +302,8 @@ class TrainingConfig(Table):
     """``[training]``.
 
     `dtype` is that of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them,
-    and the loss of float16 is scaled.
+    and the loss of float16 is scaled. `patience`: training ends when so many validations in turn were no better than
+    the best one before, by the score `output.best`; 0: it goes on to the last epoch.
     """
 
     epochs: Count
@@ -310,6 +311,7 @@ class TrainingConfig(Table):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     clip_norm: Positive | None = None
+    patience: Whole = 0
 
 
 class BackendConfig(Table):
@@ -337,7 +339,9 @@ class OutputConfig(Table):
     """``[output]``: where a run writes, and how often.
 
     Checkpoints: at the end of every `checkpoint_epochs` epochs, after every `checkpoint_steps` steps, and when the last
-    one is `checkpoint_minutes` old; 0 for never. The last `keep` are kept.
+    one is `checkpoint_minutes` old; 0 for never. The last `keep` are kept, and the one with the best validation by the
+    score `best` (``"loss"``, ``"iou"``, ...; ``"none"``: by no score). By default that is the loss, where every epoch
+    has a checkpoint anyway.
 
     `rank_logs`: a log of every rank, ``logs/rank-NNNN.log``. `tensorboard`: event files in ``tensorboard/``.
     """
@@ -348,6 +352,7 @@ class OutputConfig(Table):
     checkpoint_steps: Whole = 0
     checkpoint_minutes: Minutes = 0.0
     keep: Count = 3
+    best: Text | None = None
     timeline: bool = False
     rank_logs: bool = False
     tensorboard: bool = False

@@ -17,10 +17,11 @@ from halograd.schema import build
 
 from ..data import Batch
 from ..layers.reduction_scheme import Scheme
+from .best import BestScore
 from .build import make_optimizer, make_schedule
 from .checkpoint import CheckpointReader
 from .checkpointing import Checkpoints
-from .config import ScheduleConfig
+from .config import Config, ScheduleConfig
 from .executor import STOP
 from .folder import CheckpointFolder
 from .log import Entry, RunLog, read_log
@@ -76,8 +77,10 @@ class TrainingRun:
         self._held_out: Sequence[Batch] = (
             session.in_order(session.samples.validation) if len(session.samples.validation) else []
         )
+        names = self.evaluation.names if self._held_out else []
+        self.best = BestScore(_score(config), names, config.training.patience)
         self._unvalidated = False
-        self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler, self.trainer.auto)
+        self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler, self.best, self.trainer.auto)
         self.step_times: StepTimes | None = None
         self.steps = 0
         self.validation: dict[str, Any] = {}
@@ -96,6 +99,8 @@ class TrainingRun:
         self.watch.first, self.watch.diverged = comm.bcast(judged)
         if self.trainer.auto is not None and progress.reduction is not None:
             self.trainer.auto.load_state_dict(progress.reduction)
+        if progress.best is not None:
+            self.best.load_state_dict(progress.best)
         self._unvalidated = progress.unvalidated
         self.checkpoints.resumed(progress.unvalidated)
 
@@ -133,7 +138,8 @@ class TrainingRun:
         Returns
         -------
         dict
-            ``steps`` done, last ``loss``, ``validation``; ``stopped``: why before the end, None otherwise;
+            ``steps`` done, last ``loss``, ``validation``, the ``best`` one (:meth:`BestScore.state_dict`);
+            ``stopped``: why before the end, None otherwise;
             ``diverged``: how, if a loss of the last epoch was far above the first one (:class:`LossWatch`), else None.
 
         Raises
@@ -149,13 +155,13 @@ class TrainingRun:
             # A loss that overflows is told in one line, not by warnings of the arithmetic on every rank.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 self._begin()
-                while self.sampler.epoch < self.epochs and self.stopped_by is None:
+                while self.sampler.epoch < self.epochs and self.stopped_by is None and not self.best.exhausted:
                     result["loss"] = self._epoch()
         except Diverged as error:
             raise self._diverged(error) from None
         if self.stopped_by is not None:
             self.log.write("stopped", step=self.optimizer.step, reason=self.stopped_by, code=CHECKPOINTED)
-        result |= {"steps": self.optimizer.step, "validation": self.validation}
+        result |= {"steps": self.optimizer.step, "validation": self.validation, "best": self.best.state_dict()}
         return {**result, "stopped": self.stopped_by, "diverged": self.watch.diverged}
 
     def _begin(self) -> None:
@@ -226,10 +232,10 @@ class TrainingRun:
         """Whether a signal had come to some rank when the last pass began; alike on all ranks."""
         return bool(self.session.executor.counted[STOP] > 0)
 
-    def _checkpoint(self, needed: bool = False, unvalidated: bool = False) -> None:
+    def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
         """Collective; see :class:`Checkpoints`."""
         self.trainer.settle()
-        self.checkpoints.write(needed, unvalidated)
+        self.checkpoints.write(needed, unvalidated, best)
 
     def _stop(self, unvalidated: bool) -> None:
         """Write a checkpoint and note which signal it was, on the first rank that got one. Collective."""
@@ -243,22 +249,30 @@ class TrainingRun:
         self.trainer.settle()
         mean = self.watch.end_epoch()
         text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
-        due = self.checkpoints.due
+        due, better = self.checkpoints.due, False
         if self._held_out:
             found = self.validate()
             if found is None:
                 self._stop(unvalidated=True)
                 return  # what was measured of a part is no validation
-            self.validation = found
+            self.validation, better = found, self.best.judge(found, self.optimizer.step)
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
-            text += ", validation " + describe(self.validation)
+            text += ", validation " + describe(self.validation) + (" (best)" if better and epoch else "")
         self.log.say(text)
         self._judge(epoch)
         self._tell_phases()
-        last = epoch + 1 == self.epochs
-        if self._unvalidated or last or due or self.checkpoints.due_after(epoch):
-            self._checkpoint(needed=last)
+        last = epoch + 1 == self.epochs or self.best.exhausted
+        if self._unvalidated or last or due or better or self.checkpoints.due_after(epoch):
+            self._checkpoint(needed=last, best=better)
+        if self.best.exhausted:
+            self._give_up()
         self._unvalidated = False
+
+    def _give_up(self) -> None:
+        """Say that the run ends before its last epoch. Local."""
+        best = self.best
+        self.log.write("early_stop", step=self.optimizer.step, best=best.state_dict())
+        self.log.say(f"no better {best.name} in {best.waited} validations: training ends here; {best.describe()}")
 
     def _judge(self, epoch: int) -> None:
         """Say that the loss has diverged, once until it comes back; log it after every such epoch. Local."""
@@ -316,6 +330,12 @@ class TrainingRun:
             where = f" (on rank {found[0][0]} of {comm.size} on {found[0][1]}{others})"
         self.log.write("stopped", step=self.optimizer.step, reason=str(error))
         return Diverged(f"{error}{where}; {self.checkpoints.last()}")
+
+
+def _score(config: Config) -> str:
+    """What validations are judged by; where nothing is said, only if that needs no checkpoints of its own."""
+    given, patience = config.output.best, config.training.patience
+    return given or ("loss" if config.output.checkpoint_epochs == 1 or patience else "none")
 
 
 def evaluate_batches(

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one file per step, the last few kept, ``latest.h5`` pointing to the newest.
+"""The checkpoints of a run: one file per step, ``latest.h5`` pointing to the newest and ``best.h5`` to the best.
 
 A file that turns out to be damaged when a run wants to continue from it is set aside, under a name that ends with
 ``.damaged``, and the one before it is taken.
@@ -32,14 +32,14 @@ Result = TypeVar("Result")
 
 
 class CheckpointFolder:
-    """Writes ``step-NNNNNNNN.h5`` and the symbolic link ``latest.h5``. Local: rank 0 writes.
+    """Writes ``step-NNNNNNNN.h5`` and the symbolic links ``latest.h5`` and ``best.h5``. Local: rank 0 writes.
 
     Parameters
     ----------
     path
         Folder; made with the first checkpoint.
     keep
-        Number of files kept up to the newest written; older ones are removed after it is complete.
+        Number of files kept up to the newest written, beside the best one; older ones are removed after it is complete.
     check
         Called before anything is written; raises if the folder is not this run's any more.
     """
@@ -104,26 +104,31 @@ class CheckpointFolder:
             return f", cannot be set aside ({error.strerror})"
         return f", set aside as {aside.name}"
 
-    def write(self, snapshot: Snapshot, progress: TrainingProgress, config: str) -> Path:
-        """Write one checkpoint, point ``latest.h5`` to it, and remove the oldest."""
+    def write(self, snapshot: Snapshot, progress: TrainingProgress, config: str, best: bool = False) -> Path:
+        """Write one checkpoint, point ``latest.h5`` to it, if it is the best ``best.h5`` too, and remove the oldest."""
         if self._check is not None:
             self._check()
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / f"step-{progress.step:08d}.h5"
         write_checkpoint(path, snapshot, progress, config)
         self._point_to(path)
+        if best:
+            self._point_to(path, "best")
+        chosen = self.path / "best.h5"
+        kept = chosen.resolve().name if chosen.exists() else ""
         # Newer ones are of a run that was taken back to an earlier step: it comes to them again.
         for old in [f for f in self._files() if f.name <= path.name][: -self.keep]:
-            old.unlink()
+            if old.name != kept:
+                old.unlink()
         for left in self.path.glob(".step-*.partial"):
             left.unlink()
         return path
 
-    def _point_to(self, path: Path) -> None:
-        link = self.path / ".latest.new"
+    def _point_to(self, path: Path, name: str = "latest") -> None:
+        link = self.path / f".{name}.new"
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)
-        os.replace(link, self.path / "latest.h5")
+        os.replace(link, self.path / f"{name}.h5")
 
     def _point_back(self, path: Path) -> None:
         with suppress(OSError):  # whoever cannot write here finds it by its name

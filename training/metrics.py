@@ -135,6 +135,12 @@ class Evaluation:
         self._loss, self._samples = 0.0, 0
 
     @property
+    def names(self) -> list[str]:
+        """Of the scores that :meth:`finish` gives."""
+        scores = [(one.name, one.counter.scores()) for one in self._judged]
+        return ["loss", *(key if not n else f"{name} {key}" for n, (name, own) in enumerate(scores) for key in own)]
+
+    @property
     def counted(self) -> Confusion | Errors:
         """What was counted of the first prediction."""
         return self._judged[0].counter

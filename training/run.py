@@ -332,7 +332,8 @@ def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, Trai
 def _drawn_by(config: Mapping[str, Any]) -> list[Any]:
     """What decides which samples are held out."""
     data = config.get("data", {})
-    return [data.get("path"), data.get("validation"), data.get("split"), config.get("training", {}).get("seed")]
+    own = [data.get(key) for key in ("path", "validation", "split", "invalid")]
+    return [*own, config.get("training", {}).get("seed")]
 
 
 def _chosen(session: Session, samples: str) -> np.ndarray:

@@ -39,6 +39,8 @@ class TrainingProgress:
         Which samples are trained on, as `Session.drawn` says; None in checkpoints of earlier versions.
     source
         Of a network of the user's own, its function and a checksum of the file that has it; else None.
+    best
+        Which validation was the best, as :meth:`BestScore.state_dict` gives it; None where nothing was validated.
     """
 
     step: int = 0
@@ -50,6 +52,7 @@ class TrainingProgress:
     loss_scale: dict[str, float] | None = None
     drawn: str | None = None
     source: str | None = None
+    best: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

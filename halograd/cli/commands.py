@@ -137,7 +137,9 @@ def train(
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)
         return CHECKPOINTED
     done = "trained" if result["diverged"] is None else "diverged, not trained,"
-    print(f"{done} to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints")
+    best = result["best"]
+    told = f" (best {best['name']} {best['value']:.4f}, of step {best['step']}: best.h5)" if best["step"] else ""
+    print(f"{done} to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints{told}")
     return 0
 
 
