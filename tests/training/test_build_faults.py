@@ -205,7 +205,7 @@ def test_a_fault_anywhere(comm, kind, transport):
 WHOLE_RUNS = {
     "network": ("halograd.training.session", "make_network"),
     "strategy": ("halograd.training.session", "make_strategy"),
-    "data set": ("halograd.training.session", "split"),
+    "data set": ("halograd.training.samples", "split"),
     "executor": ("halograd.training.session", "Executor"),
     "loader": ("halograd.training.session", "Loader"),
     "optimizer": ("halograd.training.epochs", "make_optimizer"),

@@ -163,7 +163,7 @@ def test_full_disk(comm, config, monkeypatch):
         with pytest.raises(DataError, match=r"cannot write .*step-00000006\.h5: the disk is full; nothing was left"):
             train(config, ["training.epochs=2"], True, comm=comm)
     folder = config.parent / "out" / "checkpoints"
-    assert sorted(p.name for p in folder.iterdir()) == ["latest.h5", "step-00000003.h5"]
+    assert sorted(p.name for p in folder.iterdir()) == ["best.h5", "latest.h5", "step-00000003.h5"]
     assert read_header(folder / "latest.h5")[0].step == 3
     comm.Barrier()
 

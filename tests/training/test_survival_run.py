@@ -59,9 +59,9 @@ def test_damaged_checkpoints_are_skipped(comm, folder, caplog):
     caplog.clear()
     train(folder / "run.toml", ["output.keep=2"], True, comm=comm)
     assert_same(curve(folder / "out"), curve(folder / "whole"))
-    assert before == ["latest.h5", "step-00000006.h5", "step-00000008.h5", "step-00000009.h5"]
+    assert before == ["best.h5", "latest.h5", "step-00000006.h5", "step-00000008.h5", "step-00000009.h5"]
     damaged = ["step-00000008.damaged", "step-00000009.damaged"]
-    assert files(folder) == ["latest.h5", "step-00000006.h5", damaged[0], damaged[1], "step-00000009.h5"]
+    assert files(folder) == ["best.h5", "latest.h5", "step-00000006.h5", damaged[0], damaged[1], "step-00000009.h5"]
     if comm.rank == 0:
         (told,) = caplog.messages
         first, second, taken = told.split("; ")
@@ -244,7 +244,7 @@ def test_a_run_that_was_taken_over_ends(comm, folder, monkeypatch):
     with pytest.raises(UserError, match=r"out was taken over by process \d+ on n17, to which this run looked dead"):
         train(folder / "run.toml", ["output.checkpoint_steps=2"], comm=comm)
     comm.Barrier()
-    assert files(folder) == ["latest.h5", "step-00000002.h5", "step-00000003.h5", "step-00000004.h5"]
+    assert files(folder) == ["best.h5", "latest.h5", "step-00000002.h5", "step-00000003.h5", "step-00000004.h5"]
     assert (folder / "out" / "run.lock").exists()
 
 
