@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
     from .comm import Communicator, boot, leave
     from .dtensor import Box, DistTensor, Exchange, Halo, Layout
     from .errors import UserError
+    from .fitting import fit
     from .kernels import get_backend
     from .layers import (
         ELU,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
         Tversky,
         training_only,
     )
+    from .training.callbacks import Callback
     from .training.executor import Executor
     from .training.optimizers import LARS, SGD, Adam, AdamW
     from .training.schedules import Constant, Cosine, StepDecay, WarmUp
@@ -78,6 +80,7 @@ __all__ = [
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
     "Box",
+    "Callback",
     "Communicator",
     "Concat",
     "Constant",
@@ -128,6 +131,7 @@ __all__ = [
     "WarmUp",
     "__version__",
     "boot",
+    "fit",
     "get_backend",
     "leave",
     "training_only",
@@ -145,6 +149,8 @@ _MODULES = (
     "training.optimizers",
     "training.trainer",
     "training.executor",
+    "training.callbacks",
+    "fitting",
     "comm",
 )
 _FOLDERS = ("comm", "data", "device", "dtensor", "kernels", "layers", "models", "perfmodel", "testing", "training")

@@ -22,7 +22,11 @@ from halograd.errors import UserError
 
 from ..layers import Network
 
-__all__ = ["build_own", "is_own", "load_function", "source_of"]
+__all__ = ["build_own", "give", "is_own", "load_function", "source_of"]
+
+#: In place of a file: what a script has made itself.
+_SCRIPT = "script"
+_MADE: dict[str, Network] = {}
 
 
 def is_own(name: str) -> bool:
@@ -34,6 +38,13 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
+def give(network: Network) -> str:
+    """Have a network that a script has made stand for its name, which is returned. Local; every rank calls it."""
+    where = f"{_SCRIPT}:{network.name}"
+    _MADE[where] = network
+    return where
+
+
 def build_own(where: str, given: Mapping[str, Any]) -> Network:
     """The network that a function of one's own makes of these options. Local; every rank calls it.
 
@@ -43,6 +54,8 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
         There is no such function, it does not take one of the options, or not of this type; it raises an error, or
         returns something else than a network.
     """
+    if where in _MADE:
+        return _MADE[where]
     function = load_function(where)
     options = _checked(function, given)
     try:
@@ -67,6 +80,11 @@ def load_function(where: str) -> Callable[..., Any]:
         There is no such file, module or function, or it raises an error while it is imported.
     """
     place, _, name = where.rpartition(":")
+    if place == _SCRIPT:
+        raise UserError(
+            f"model.file: the network {name!r} was made by a script, not in a file; use it there (halograd.fit), or "
+            'give the function that makes it by --set model.file="net.py:build"'
+        )
     if not place or not name.isidentifier():
         raise UserError(f'model.file: expected "FILE.py:FUNCTION" or "MODULE:FUNCTION", got {shown(where)}')
     module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
@@ -81,7 +99,8 @@ def load_function(where: str) -> Callable[..., Any]:
 
 def source_of(where: str) -> tuple[str, str]:
     """Where a function is, and a checksum of its file: what a run says that it trained. Local."""
-    file = inspect.getsourcefile(load_function(where))
+    script = where.startswith(f"{_SCRIPT}:")
+    file = getattr(sys.modules["__main__"], "__file__", None) if script else inspect.getsourcefile(load_function(where))
     text = Path(file).read_bytes() if file is not None else b""
     return where, f"{zlib.crc32(text):08x}"
 

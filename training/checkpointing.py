@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 from ..comm.errors import mark_agreed
 from ..data.errors import DataError
@@ -75,7 +76,7 @@ class Checkpoints:
         every = self._settings.checkpoint_epochs
         return bool(every and (epoch + 1) % every == 0)
 
-    def write(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
+    def write(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> Path | None:
         """Write a checkpoint of the present state, unless there is one: rank 0 does. Collective.
 
         The updates of all parameters are done.
@@ -90,17 +91,23 @@ class Checkpoints:
         best
             Whether its validation is the best so far.
 
+        Returns
+        -------
+        The file; None if there was one already, or it could not be written.
+
         Raises
         ------
         DataError, OSError
             If it cannot be written and is `needed`; on all ranks. Older ones are as they were.
         """
         if self._optimizer.step == self._at:
-            return
+            return None
+        written = None
         self._session.executor.pulse.at("checkpoint", "")
         try:
             self._session.comm.agree(self._try(unvalidated, best))
             self._at = self._optimizer.step
+            written = self.folder.path_of(self._at)
         except (DataError, OSError) as error:
             if needed:
                 raise self._with_last(error) from error
@@ -109,6 +116,7 @@ class Checkpoints:
                 _log.warning("step %d: %s; training goes on", self._optimizer.step, error)
         self._last = time.monotonic()
         self._session.executor.counted[CHECKPOINT] = 0  # answered: a device counts the next one a step late
+        return written
 
     def _try(self, unvalidated: bool, best: bool) -> Exception | None:
         """Write on rank 0; what went wrong. Collective where parameters are cut."""

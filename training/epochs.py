@@ -19,6 +19,7 @@ from ..data import Batch
 from ..layers.reduction_scheme import Scheme
 from .best import BestScore
 from .build import make_optimizer, make_schedule
+from .callbacks import Callback
 from .checkpoint import CheckpointReader
 from .checkpointing import Checkpoints
 from .config import Config, ScheduleConfig
@@ -46,7 +47,8 @@ class TrainingRun:
 
     With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run
     stops after the step in which one comes to any rank, with a checkpoint; `stopped_by` then says which. Where gradient
-    reduction is ``"auto"``, `ranked` schemes are tried first. `steps` counts those made by this job.
+    reduction is ``"auto"``, `ranked` schemes are tried first. `steps` counts those made by this job. `callbacks` are
+    called in their order.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class TrainingRun:
         measures: bool = False,
         signals: StopSignals | None = None,
         ranked: Sequence[Scheme] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         config = session.config
         self.session, self.log, self.measures = session, log, measures
         self.signals = signals or StopSignals()
         self.stopped_by: str | None = None
+        self.callbacks = tuple(callbacks)
         self.sampler = session.sampler()
         self.epochs = config.training.epochs
         executor = session.executor
@@ -184,6 +188,8 @@ class TrainingRun:
             self.sampler.advance()
             end = time.perf_counter()
             self._tell(epoch, batch, loss, rate, end - begin)
+            for callback in self.callbacks:
+                callback.on_step(self.optimizer.step, loss, rate)
             begin = end
             ended = self.sampler.epoch != epoch
             through = ended and self.sampler.epoch == self.epochs and not self._held_out
@@ -235,7 +241,10 @@ class TrainingRun:
     def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
         """Collective; see :class:`Checkpoints`."""
         self.trainer.settle()
-        self.checkpoints.write(needed, unvalidated, best)
+        path = self.checkpoints.write(needed, unvalidated, best)
+        if path is not None:
+            for callback in self.callbacks:
+                callback.on_checkpoint(self.optimizer.step, path, best)
 
     def _stop(self, unvalidated: bool) -> None:
         """Write a checkpoint and note which signal it was, on the first rank that got one. Collective."""
@@ -260,6 +269,8 @@ class TrainingRun:
             text += ", validation " + describe(self.validation) + (" (best)" if better and epoch else "")
         self.log.say(text)
         self._judge(epoch)
+        for callback in self.callbacks:
+            callback.on_epoch(epoch, self.validation)
         self._tell_phases()
         last = epoch + 1 == self.epochs or self.best.exhausted
         if self._unvalidated or last or due or better or self.checkpoints.due_after(epoch):

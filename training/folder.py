@@ -47,6 +47,10 @@ class CheckpointFolder:
     def __init__(self, path: str | Path, keep: int = 3, check: Callable[[], None] | None = None) -> None:
         self.path, self.keep, self._check = Path(path), keep, check
 
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint after so many steps lies."""
+        return self.path / f"step-{step:08d}.h5"
+
     @property
     def latest(self) -> Path | None:
         """The newest checkpoint, None if there is none."""
@@ -109,7 +113,7 @@ class CheckpointFolder:
         if self._check is not None:
             self._check()
         self.path.mkdir(parents=True, exist_ok=True)
-        path = self.path / f"step-{progress.step:08d}.h5"
+        path = self.path_of(progress.step)
         write_checkpoint(path, snapshot, progress, config)
         self._point_to(path)
         if best:

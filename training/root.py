@@ -15,7 +15,7 @@ from halograd.errors import UserError
 from ..comm import Communicator
 from ..comm.errors import mark_agreed
 from ..data.errors import DataError
-from .config import Config, load_config
+from .config import Config, check_config, load_config
 
 __all__ = ["agreed_root", "on_root", "read_config"]
 
@@ -75,6 +75,8 @@ def _described(raised: Exception | None) -> tuple[str, str] | None:
     return kind, str(raised) if kind in _MISTAKES else "rank 0 failed, and says why"
 
 
-def read_config(world: Any, path: str | Path, overrides: Sequence[str]) -> Config:
-    """The configuration, read and checked by rank 0. Collective; see :func:`load_config`."""
-    return on_root(world, lambda: load_config(path, overrides))
+def read_config(world: Any, given: str | Path | Config, overrides: Sequence[str]) -> Config:
+    """The configuration, read and checked by rank 0 unless it is given. Collective; see :func:`load_config`."""
+    if isinstance(given, Config):
+        return check_config(given.model_dump(mode="json", exclude_unset=True), overrides)
+    return on_root(world, lambda: load_config(given, overrides))

@@ -19,6 +19,7 @@ from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
 from .account import begin_entry, headline, report_plan, report_times
 from .applying import check_outputs, outputs_of, write_outputs
+from .callbacks import Callback
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .config import Config, check_config, load_config
 from .directory import RunLock, make_folder
@@ -48,19 +49,20 @@ _log = logging.getLogger(__name__)
 
 
 def train(
-    config_path: str | Path,
+    config: str | Path | Config,
     overrides: Sequence[str] = (),
     resume: bool = False,
     comm: Any = None,
     planner: Planner | None = None,
     ranker: Ranker | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train by a configuration. Collective over all ranks of the job.
 
     Parameters
     ----------
-    config_path
-        TOML file (:mod:`halograd.training.config`).
+    config
+        TOML file (:mod:`halograd.training.config`), or what was read of one, alike on all ranks.
     overrides
         ``section.key=value``.
     resume
@@ -74,6 +76,8 @@ def train(
     ranker
         Who ranks schemes if the configuration says ``reduction.name = "auto"``: :func:`halograd.auto.rank_schemes_of`,
         collective. Without one, a few typical schemes are tried.
+    callbacks
+        Are called after every step, epoch and checkpoint.
 
     Returns
     -------
@@ -88,7 +92,7 @@ def train(
         Something the user can put right, in one line.
     """
     world = boot() if comm is None else comm
-    config = read_config(world, config_path, overrides)
+    config = read_config(world, config, overrides)
     directory = Path(config.output.directory)
     with StopSignals() as signals, _communicator(config, world) as ranks, ExitStack() as stack:
         lock = stack.enter_context(RunLock(directory))
@@ -112,7 +116,7 @@ def train(
                 log.follow(stack.enter_context(TensorBoard(directory / "tensorboard", step)))
         ranked = _ranked(ranker, session)
         with ranks.agreement():
-            run = TrainingRun(session, folder, log, plan is not None, signals, ranked)
+            run = TrainingRun(session, folder, log, plan is not None, signals, ranked, callbacks)
         log.say(headline(session))
         if found is not None:
             run.resume(found)

@@ -1,0 +1,149 @@
+"""The entrance for scripts and notebooks: a network and data in, a run out, by what the command line runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .auto import plan_run, rank_schemes_of
+from .comm import boot
+from .layers import Network
+from .models.own import give
+from .training.callbacks import Callback
+from .training.config import TrainingConfig, check_config
+from .training.log import read_log
+from .training.root import on_root
+from .training.run import apply, evaluate, train
+
+__all__ = ["TrainedRun", "fit"]
+
+Data = str | Path | Sequence[str | Path] | Mapping[str, Any]
+_ADAM = {"kind": "adam"}
+
+
+def fit(
+    network: Network | str,
+    data: Data,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    comm: Any = None,
+    **options: Any,
+) -> TrainedRun:
+    """Train a network. Collective over all ranks of the job: the same script runs on one process and under ``mpirun``.
+
+    ::
+
+        run = hg.fit(network, "runs/*.h5", "runs/first", epochs=20, batch=4,
+                     optimizer={"kind": "adamw", "weight_decay": 1e-4},
+                     schedule={"kind": "cosine", "learning_rate": 1e-3},
+                     strategy={"height": 2}, output={"best": "iou"})
+        run.history["iou"], run.best, run.apply("new/*.h5", "predicted.h5", what="classes")
+
+    Parameters
+    ----------
+    network
+        With an output ``"loss"``; or what ``[model]`` takes: the name of a model, ``"net.py:build"``.
+    data
+        Files, patterns or folders; or the table ``[data]``.
+    out
+        Directory of the run.
+    resume
+        Go on from the newest checkpoint in `out`.
+    callbacks
+        Are called after every step, epoch and checkpoint.
+    comm
+        An MPI communicator; by default all ranks of the job.
+    options
+        Keys of the table ``[training]``: ``epochs`` and ``batch``, which are needed, ``seed``, ``dtype``, ``patience``,
+        ...; and whole tables of a configuration: ``model`` (options), ``optimizer``, ``schedule``, ``strategy``,
+        ``output``, ``backend``, ``reduction``, ``run``. Without them: Adam, with a constant learning rate of 0.001.
+
+    Raises
+    ------
+    UserError, DataError
+        Something the user can put right, in one line.
+    """
+    config = check_config(_tables(network, data, out, options), source="fit()")
+    world = boot() if comm is None else comm
+    result = train(config, (), resume, world, plan_run, rank_schemes_of, callbacks)
+    return TrainedRun(Path(config.output.directory), network if isinstance(network, Network) else None, world, result)
+
+
+def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, as tables."""
+    training = {key: value for key, value in given.items() if key in TrainingConfig.model_fields}
+    others = {key: value for key, value in given.items() if key not in training}
+    tables: dict[str, Any] = {key: dict(one) if isinstance(one, Mapping) else one for key, one in others.items()}
+    source = give(network) if isinstance(network, Network) else network
+    tables["model"] = {**tables.get("model", {}), "file" if ":" in source else "name": source}
+    if isinstance(data, Mapping):
+        tables["data"] = dict(data)
+    else:
+        several = [data] if isinstance(data, str | Path) else list(data)
+        tables["data"] = {"path": str(several[0]) if len(several) == 1 else [str(path) for path in several]}
+    tables["training"] = {**training, **tables.get("training", {})}
+    tables["output"] = {**tables.get("output", {}), "directory": str(out)}
+    return {"optimizer": dict(_ADAM), "schedule": {"kind": "constant", "learning_rate": 1e-3}, **tables}
+
+
+class TrainedRun:
+    """A run that was trained, and what can be done with it. Attributes are plain data on all ranks.
+
+    Attributes
+    ----------
+    directory
+        Where log and checkpoints lie.
+    result
+        What :func:`halograd.training.train` returned.
+    history
+        Scores of every validation by name, and its ``epoch`` and ``step``.
+    losses
+        Loss of every step that was logged, by its number.
+    """
+
+    def __init__(self, directory: Path, network: Network | None, comm: Any, result: Mapping[str, Any]) -> None:
+        self.directory, self.result = directory, dict(result)
+        self._network, self._comm = network, comm
+        validations, steps = on_root(
+            comm, lambda: [read_log(directory / "log.jsonl", e) for e in ("validation", "step")]
+        )
+        names = [key for key in (validations[-1] if validations else {}) if key not in ("event", "time")]
+        self.history = {name: [entry.get(name) for entry in validations] for name in names}
+        self.losses = {entry["step"]: entry["loss"] for entry in steps}
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """Score, value and step of the best validation. Local."""
+        return dict(self.result["best"])
+
+    def checkpoint(self, which: str = "latest") -> Path:
+        """The file of the newest checkpoint (``"latest"``), or of the one with the best validation (``"best"``). Local.
+
+        Raises
+        ------
+        ValueError
+            Another name; no such checkpoint.
+        """
+        path = self.directory / "checkpoints" / f"{which}.h5"
+        if which not in ("latest", "best") or not path.exists():
+            raise ValueError(f"checkpoint: expected 'latest' or 'best', which there is, got {which!r} in {path.parent}")
+        return path
+
+    def evaluate(self, samples: str = "validation", which: str = "latest", **options: Any) -> dict[str, Any]:
+        """Loss and metrics. Collective; see :func:`halograd.training.evaluate`."""
+        return evaluate(self._given(which), samples=samples, comm=self._comm, **options)
+
+    def apply(
+        self, data: str | Sequence[str], out: str | Path, what: str = "logits", which: str = "latest", **options: Any
+    ) -> dict[str, Any]:
+        """Predictions of data without labels, written to `out`. Collective; see :func:`halograd.training.apply`."""
+        files = [data] if isinstance(data, str | Path) else list(data)
+        return apply(self._given(which), [str(path) for path in files], out, what=what, comm=self._comm, **options)
+
+    def _given(self, which: str) -> Path:
+        if self._network is not None:
+            give(self._network)  # another of its name may have been trained meanwhile
+        return self.checkpoint(which)
