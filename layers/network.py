@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .layer import Input, Layer, Node, Shape
 from .loss import Loss
 from .parameter import Parameter
 
 __all__ = ["Network"]
+
+_NAMED = 6  # layers named in a message
 
 
 class Network:
@@ -19,21 +22,26 @@ class Network:
     ----------
     outputs
         Nodes by name. A node of a loss layer named ``"loss"`` is what training minimises.
+    frozen
+        Layers that keep their parameters, by name or pattern (``"block1/*"``). Statistics of batch norms go on.
 
     Attributes
     ----------
     trained
-        Layers that the loss depends on; all of them if there is none. The others are computed, but have zero gradients,
-        which are not summed, and keep their parameters.
+        Layers that the loss depends on, all of them if there is none, but for those that are frozen. The others are
+        computed, but have zero gradients, which are not summed, and keep their parameters.
+    frozen
+        Names of those layers.
 
     Raises
     ------
     ValueError
         If two layers have one name, one layer is used twice (sharing of parameters is not supported), no layer reads
-        an input, there is a loss other than the output ``"loss"``, or its target has parameters.
+        an input, there is a loss other than the output ``"loss"``, or its target has parameters; if a pattern of frozen
+        layers fits none.
     """
 
-    def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network") -> None:
+    def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network", frozen: Sequence[str] = ()) -> None:
         self.name = name
         self.outputs: dict[str, Node] = {"output": outputs} if isinstance(outputs, Node) else dict(outputs)
         # The loss comes last: between its forward and its backward nothing else may run.
@@ -44,7 +52,26 @@ class Network:
         self._check_losses()
         loss = self.outputs.get("loss")
         trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else _sorted([loss])
-        self.trained = frozenset(self.names[n] for n in trained if not isinstance(n, Input))
+        self.frozen = self._matching(frozen)
+        self.trained = frozenset(self.names[n] for n in trained if not isinstance(n, Input)) - self.frozen
+
+    def _matching(self, patterns: Sequence[str]) -> frozenset[str]:
+        """Layers with parameters whose names fit."""
+        having = [n for n, node in self.layers.items() if node.layer.parameters(*self._shapes(node))]
+        for pattern in patterns:
+            if not fnmatch.filter(having, pattern):
+                raise ValueError(
+                    f"network {self.name!r}: expected names or patterns of layers with parameters to be frozen "
+                    f"({', '.join(having[:_NAMED])}, ...), got {pattern!r}"
+                )
+        found = frozenset(name for pattern in patterns for name in fnmatch.filter(having, pattern))
+        if found and found == set(having):
+            raise ValueError(f"network {self.name!r}: expected some layers to be trained, got all of them frozen")
+        return found
+
+    def freeze(self, *patterns: str) -> Network:
+        """The same network, with these layers frozen too, by name or pattern."""
+        return Network(self.outputs, self.name, [*self.frozen, *patterns])
 
     def _check_inputs(self) -> None:
         """Refuse an input of which no reader says how it is cut."""

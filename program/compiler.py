@@ -127,7 +127,8 @@ class _Compiler:
         output = self._value(name, node.shape, cuts, self.target.dtype)
         output.kept = name in self._kept
         has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
-        output.trainable = has_parameters or any(v.trainable for v in inputs)
+        learns = has_parameters and name not in self.network.frozen
+        output.trainable = learns or any(v.trainable for v in inputs)
         self._cuts[node] = key = tuple(cuts.values())
         self._values[node, key] = self.program.values[name] = output
         options = self.strategy.options_of(name)
@@ -220,7 +221,8 @@ class _Compiler:
         )
 
     def _arrays(self, step: Step) -> dict[str, dict[str, View]]:
-        return _arrays(step, {key: self.blocks[f"{step.name}/{key}"] for key in _specs(step)})
+        blocks = {key: self.blocks[f"{step.name}/{key}"] for key in _specs(step)}
+        return _arrays(step, blocks, step.name in self.network.frozen)
 
     def _lower(self, step: Step) -> list[Operation]:
         context = self._context(step)
@@ -282,8 +284,8 @@ def _specs(step: Step) -> Mapping[str, Parameter]:
     return {**step.layer.parameters(*shapes), **step.layer.state(*shapes)}
 
 
-def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict[str, View]]:
-    """Views of what the store holds of a layer, by short names."""
+def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks], frozen: bool = False) -> dict[str, dict[str, View]]:
+    """Views of what the store holds of a layer, by short names; gradients of one that is frozen are scratch."""
     dtype, rank = step.output.dtype, step.output.rank
     low, full = is_low(dtype) and not step.layer.exact_parameters, wide(dtype)
     specs, states = _specs(step), step.layer.state(*(v.layout.shape[1:] for v in step.inputs))
@@ -297,7 +299,8 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
         found["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
         rounded = is_low(dtype) and specs[key].rounded
         kind, given = ("rounded", dtype) if rounded else ("grads", full)
-        found["grads"][key] = Buffer(shape, given, "parameter gradient", place=(kind, name)).view
+        own = Buffer(shape, given, "parameter gradient", place=(kind, name))
+        found["grads"][key] = (Buffer(shape, given, "transient") if frozen else own).view
     return found
 
 

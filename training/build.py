@@ -62,7 +62,10 @@ def make_network(config: Config) -> Network:
             f"model: expected a network with an output 'loss' that is one, got {config.model.source!r} with outputs "
             f"{', '.join(network.outputs)}"
         )
-    return network
+    try:
+        return network.freeze(*config.training.freeze)
+    except ValueError as error:
+        raise UserError(f"training.freeze: {error}") from error
 
 
 def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dict[str, str]]:

@@ -208,7 +208,8 @@ class CheckpointReader:
         arrays = {} if found is None else found[3]
         for path, whole in zip(paths, self._readers.pass_on(shapes, arrays, store.dtype), strict=True):
             wanted[path].fill(whole, store)
-        for path in wanted.keys() - set(paths):  # a run that rounds gradients goes on from one that did not
+        # A run that rounds gradients goes on from one that did not, one that trains a layer from one that froze it.
+        for path in wanted.keys() - set(paths):
             wanted[path].target.fill(0)
         store.refresh()
         if store.loss_scale is not None and progress.loss_scale is not None:
@@ -250,7 +251,8 @@ class CheckpointReader:
             )
         settings = {} if optimizer is None else self._settings(optimizer)
         rounded = any(path.startswith("errors/") for path in index["arrays"])
-        paths = sorted(path for path in wanted if rounded or not path.startswith("errors/"))
+        missing = {path for path in wanted if path.startswith("optimizer/")} - set(index["arrays"])  # it was frozen
+        paths = sorted(path for path in wanted if path not in missing and (rounded or not path.startswith("errors/")))
         arrays = {path: self._array(path, store.shapes[wanted[path].name], store.dtype) for path in paths}
         return self._progress(), settings, paths, arrays
 

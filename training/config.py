@@ -303,7 +303,8 @@ class TrainingConfig(Table):
 
     `dtype` is that of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them,
     and the loss of float16 is scaled. `patience`: training ends when so many validations in turn were no better than
-    the best one before, by the score `output.best`; 0: it goes on to the last epoch.
+    the best one before, by the score `output.best`; 0: it goes on to the last epoch. `freeze`: names of layers,
+    or patterns of them (``"block1/*"``), that keep their parameters.
     """
 
     epochs: Count
@@ -312,6 +313,7 @@ class TrainingConfig(Table):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     clip_norm: Positive | None = None
     patience: Whole = 0
+    freeze: list[Text] = Field(default_factory=list)
 
 
 class BackendConfig(Table):

@@ -69,7 +69,12 @@ def dice():
     return Network({**outputs, "loss": Dice(name="dice")(y, Input(y.shape, name="target"))}, name="dice")
 
 
-CASES = {**NETWORKS, "zoo": zoo, "dice": dice}
+def frozen():
+    """With layers that keep their parameters: the first ones, and some in the middle."""
+    return NETWORKS["unet"]().freeze("down0*", "up1", "bottom_*_a", "predict")
+
+
+CASES = {**NETWORKS, "zoo": zoo, "dice": dice, "frozen": frozen}
 #: Random strategies per network.
 DRAWS = 4
 
