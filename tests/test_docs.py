@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -31,7 +32,7 @@ def test_custom_layer_tutorial():
 @pytest.mark.mpi(min_size=1)
 def test_networks_of_ones_own_train():
     """Those of the page, on the ranks of this run; the loss goes down."""
-    first, second = blocks("networks.md")
+    first, _, second = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     network = space["build"](resolution=16, width=4)
@@ -46,6 +47,28 @@ def test_networks_of_ones_own_train():
                     executor.set_input(name, values if node.dtype == "compute" else np.floor(4 * values))
                 losses = [trainer.step() for _ in range(10)]
                 assert losses[-1] < losses[0]
+
+
+@pytest.mark.mpi(min_size=1)
+def test_the_script_of_the_page_trains(tmp_path, monkeypatch, capsys):
+    """On the ranks of this run, with data as the network of the page reads them."""
+    comm = MPI.COMM_WORLD
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        rng = np.random.default_rng(1)
+        with h5py.File(folder / "mesh.h5", "w") as file:
+            file.create_dataset("inputs", data=rng.random((20, 32, 32, 3))).attrs["layout"] = "NHWC"
+            file["mask"] = rng.integers(0, 2, (20, 32, 32))
+    comm.barrier()
+    monkeypatch.chdir(folder)
+    first, script, _ = blocks("networks.md")
+    space: dict = {}
+    exec(compile(first, "networks.md", "exec"), space)
+    exec(compile(script, "networks.md", "exec"), space)
+    assert space["run"].best["step"] in space["run"].history["step"] and "epoch 1: " in capsys.readouterr().out
+    with h5py.File(folder / "predicted.h5") as file:
+        assert file["prediction"].shape == (20, 32, 32, 1)
+    comm.barrier()
 
 
 def test_the_strategy_with_cut_channels_fits_its_network(tmp_path):
