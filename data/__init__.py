@@ -1,5 +1,6 @@
 """Data: HDF5 datasets read by blocks, prefetch, normalisation, and the mesh-tangling generator."""
 
+from .arrays import ArrayDataset
 from .augment import Augmentation, Rules
 from .dataset import Hdf5Dataset
 from .errors import DataError
@@ -13,6 +14,7 @@ from .targets import TargetReduction
 from .verdict import quad_metrics
 
 __all__ = [
+    "ArrayDataset",
     "Augmentation",
     "Batch",
     "ChannelStatistics",

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .errors import DataError
+from .invalid import check_values
 from .reading import one_line, open_file
 from .storage import check_files, dataset_of
 from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, find, looking_into, shape_of
@@ -158,10 +159,9 @@ class Hdf5Dataset:
         filled = self._read(self._dataset(name), field.kind, indices, box, out)
         if name in self.lenient:
             return filled
-        if field.is_target:
-            self._check_targets(name, indices, box, out, filled)
-        else:
-            self._check_finite(field, indices, box, out, filled)
+        limits = self.ranges.get(name, TargetRange()) if field.is_target else None
+        origin = [low + s.start for low, s in zip(box.start, filled)]
+        check_values(self.path, field, limits, out[filled], indices, origin)
         return filled
 
     def place(self, index: int) -> str:
@@ -266,34 +266,6 @@ class Hdf5Dataset:
         if not 0 <= index < len(self):
             raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
         return int(index)
-
-    def _check_finite(
-        self, field: Field, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]
-    ) -> None:
-        values = out[filled]
-        if np.isfinite(values).all():
-            return
-        at = np.argwhere(~np.isfinite(values))[0] + [s.start for s in filled]
-        where = [int(a + o) for a, o in zip(at, box.start)]
-        raise DataError(
-            f"{self.path}: {float(out[tuple(at)])} in sample {indices[where[0]]}, {field.channel(where[-1])} "
-            f"at {tuple(where[1:-1])}; expected finite numbers: repair or leave out that sample"
-        )
-
-    def _check_targets(
-        self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any], filled: tuple[slice, ...]
-    ) -> None:
-        values = out[filled]
-        limits = self.ranges.get(name, TargetRange())
-        good = limits.allows(values)
-        if good.all():
-            return
-        at = np.argwhere(~good)[0] + [s.start for s in filled]
-        where = [int(a + o) for a, o in zip(at, box.start)]
-        raise DataError(
-            f"{self.path}: target {float(out[tuple(at)]):g} in sample {indices[where[0]]} at {tuple(where[1:])}; "
-            f"expected {limits}: repair the data or choose another loss"
-        )
 
 
 def _selection(kind: Kind, index: int, where: tuple[slice, ...]) -> tuple[int | slice, ...]:

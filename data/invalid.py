@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from .errors import DataError
 from .normalize import SampleRows
 from .source import Dataset
+from .structure import Field
 from .targets import TargetRange
 
-__all__ = ["find_invalid"]
+__all__ = ["check_values", "find_invalid"]
+
+
+def check_values(
+    path: Path,
+    field: Field,
+    limits: TargetRange | None,
+    values: NDArray[Any],
+    indices: Sequence[int],
+    origin: Sequence[int],
+) -> None:
+    """Refuse numbers that were read and cannot be used. Local.
+
+    Parameters
+    ----------
+    path, field
+        Where they are from.
+    limits
+        What a target may be; None for an input, which may be any finite number.
+    values
+        A box of a batch, ``(N, *spatial, C)``.
+    indices
+        Samples of the batch.
+    origin
+        Where the box begins in it.
+
+    Raises
+    ------
+    DataError
+        Naming the first of them, its sample and its place.
+    """
+    good = np.isfinite(values) if limits is None else limits.allows(values)
+    if good.all():
+        return
+    at = tuple(np.argwhere(~good)[0])
+    sample, *where = (int(a + low) for a, low in zip(at, origin))
+    if limits is None:
+        raise DataError(
+            f"{path}: {float(values[at])} in sample {indices[sample]}, {field.channel(where[-1])} at "
+            f"{tuple(where[:-1])}; expected finite numbers: repair or leave out that sample"
+        )
+    raise DataError(
+        f"{path}: target {float(values[at]):g} in sample {indices[sample]} at {tuple(where)}; expected {limits}: "
+        "repair the data or choose another loss"
+    )
 
 
 def find_invalid(dataset: Dataset, ranges: Mapping[str, TargetRange], samples: Iterable[int]) -> dict[int, str]:

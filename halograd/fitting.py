@@ -8,17 +8,18 @@ from typing import Any
 
 from .auto import plan_run, rank_schemes_of
 from .comm import boot
+from .data import Dataset
 from .layers import Network
 from .models.own import give
 from .training.callbacks import Callback
-from .training.config import TrainingConfig, check_config
+from .training.config import DataConfig, TrainingConfig, check_config
 from .training.log import read_log
 from .training.root import on_root
 from .training.run import apply, evaluate, train
 
 __all__ = ["TrainedRun", "fit"]
 
-Data = str | Path | Sequence[str | Path] | Mapping[str, Any]
+Data = str | Path | Sequence[str | Path] | Mapping[str, Any] | Dataset
 _ADAM = {"kind": "adam"}
 
 
@@ -47,7 +48,8 @@ def fit(
     network
         With an output ``"loss"``; or what ``[model]`` takes: the name of a model, ``"net.py:build"``.
     data
-        Files, patterns or folders; or the table ``[data]``.
+        Files, patterns or folders; the table ``[data]``; or a data set, such as
+        ``halograd.data.ArrayDataset({"x": x, "target": t})``.
     out
         Directory of the run.
     resume
@@ -57,9 +59,10 @@ def fit(
     comm
         An MPI communicator; by default all ranks of the job.
     options
-        Keys of the table ``[training]``: ``epochs`` and ``batch``, which are needed, ``seed``, ``dtype``, ``patience``,
-        ...; and whole tables of a configuration: ``model`` (options), ``optimizer``, ``schedule``, ``strategy``,
-        ``output``, ``backend``, ``reduction``, ``run``. Without them: Adam, with a constant learning rate of 0.001.
+        Keys of the tables ``[training]`` (``epochs`` and ``batch``, which are needed, ``seed``, ``patience``, ...) and
+        ``[data]`` (``validation``, ``augment``, ...); and whole tables of a configuration: ``model`` (options),
+        ``optimizer``, ``schedule``, ``strategy``, ``output``, ``backend``, ``reduction``, ``run``. Without them: Adam,
+        with a constant learning rate of 0.001.
 
     Raises
     ------
@@ -74,19 +77,28 @@ def fit(
 
 def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration, as tables."""
-    training = {key: value for key, value in given.items() if key in TrainingConfig.model_fields}
-    others = {key: value for key, value in given.items() if key not in training}
+    training, own_keys = (
+        {key: value for key, value in given.items() if key in table.model_fields}
+        for table in (TrainingConfig, DataConfig)
+    )
+    others = {key: value for key, value in given.items() if key not in {**training, **own_keys}}
     tables: dict[str, Any] = {key: dict(one) if isinstance(one, Mapping) else one for key, one in others.items()}
-    source = give(network) if isinstance(network, Network) else network
+    source = give(network, network.name) if isinstance(network, Network) else network
     tables["model"] = {**tables.get("model", {}), "file" if ":" in source else "name": source}
-    if isinstance(data, Mapping):
-        tables["data"] = dict(data)
-    else:
-        several = [data] if isinstance(data, str | Path) else list(data)
-        tables["data"] = {"path": str(several[0]) if len(several) == 1 else [str(path) for path in several]}
+    tables["data"] = {**own_keys, **_data(data)}
     tables["training"] = {**training, **tables.get("training", {})}
     tables["output"] = {**tables.get("output", {}), "directory": str(out)}
     return {"optimizer": dict(_ADAM), "schedule": {"kind": "constant", "learning_rate": 1e-3}, **tables}
+
+
+def _data(data: Data) -> dict[str, Any]:
+    if isinstance(data, Mapping):
+        return dict(data)
+    if isinstance(data, str | Path):
+        return {"path": str(data)}
+    if isinstance(data, Sequence):
+        return {"path": [str(path) for path in data]}
+    return {"path": str(data.path), "file": give(data, "data")}
 
 
 class TrainedRun:
@@ -137,13 +149,20 @@ class TrainedRun:
         return evaluate(self._given(which), samples=samples, comm=self._comm, **options)
 
     def apply(
-        self, data: str | Sequence[str], out: str | Path, what: str = "logits", which: str = "latest", **options: Any
+        self,
+        data: str | Path | Sequence[str | Path] | Dataset,
+        out: str | Path,
+        what: str = "logits",
+        which: str = "latest",
+        overrides: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Predictions of data without labels, written to `out`. Collective; see :func:`halograd.training.apply`."""
-        files = [data] if isinstance(data, str | Path) else list(data)
-        return apply(self._given(which), [str(path) for path in files], out, what=what, comm=self._comm, **options)
+        table = _data(data)
+        paths = [table["path"]] if isinstance(table["path"], str) else table["path"]
+        sets = [*overrides, *([f'data.file="{table["file"]}"'] if "file" in table else [])]
+        return apply(self._given(which), paths, out, sets, what, self._comm)
 
     def _given(self, which: str) -> Path:
         if self._network is not None:
-            give(self._network)  # another of its name may have been trained meanwhile
+            give(self._network, self._network.name)  # another of its name may have been trained meanwhile
         return self.checkpoint(which)

@@ -22,11 +22,11 @@ from halograd.errors import UserError
 
 from ..layers import Network
 
-__all__ = ["build_own", "give", "is_own", "load_function", "source_of"]
+__all__ = ["build_own", "call_own", "give", "is_own", "load_function", "source_of"]
 
 #: In place of a file: what a script has made itself.
 _SCRIPT = "script"
-_MADE: dict[str, Network] = {}
+_MADE: dict[str, Any] = {}
 
 
 def is_own(name: str) -> bool:
@@ -38,10 +38,10 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
-def give(network: Network) -> str:
-    """Have a network that a script has made stand for its name, which is returned. Local; every rank calls it."""
-    where = f"{_SCRIPT}:{network.name}"
-    _MADE[where] = network
+def give(made: Any, name: str) -> str:
+    """Have what a script has made stand for a text, which is returned. Local; every rank calls it."""
+    where = f"{_SCRIPT}:{name}"
+    _MADE[where] = made
     return where
 
 
@@ -69,7 +69,26 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
     return made
 
 
-def load_function(where: str) -> Callable[..., Any]:
+def call_own(where: str, key: str, *arguments: Any, **options: Any) -> Any:
+    """What a function of one's own returns, `key` of the configuration says where it is. Local.
+
+    Raises
+    ------
+    UserError
+        There is no such function, or it raises an error.
+    """
+    if where in _MADE:
+        return _MADE[where]
+    function = load_function(where, key)
+    try:
+        return function(*arguments, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{key}: {where} failed: {_said(error)}") from error
+
+
+def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
     """The function at ``FILE.py:NAME`` or ``MODULE:NAME``. Local.
 
     A file may import others from its folder. It is executed once, however often it is asked for, unless it was changed.
@@ -82,17 +101,17 @@ def load_function(where: str) -> Callable[..., Any]:
     place, _, name = where.rpartition(":")
     if place == _SCRIPT:
         raise UserError(
-            f"model.file: the network {name!r} was made by a script, not in a file; use it there (halograd.fit), or "
-            'give the function that makes it by --set model.file="net.py:build"'
+            f"{key}: {name!r} was made by a script, not by a function in a file; use it there (halograd.fit), or give "
+            f'such a function by --set {key}="FILE.py:FUNCTION"'
         )
     if not place or not name.isidentifier():
-        raise UserError(f'model.file: expected "FILE.py:FUNCTION" or "MODULE:FUNCTION", got {shown(where)}')
-    module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
+        raise UserError(f'{key}: expected "FILE.py:FUNCTION" or "MODULE:FUNCTION", got {shown(where)}')
+    module = _module_of_file(Path(place), key) if place.endswith(".py") else _module(place, key)
     found = getattr(module, name, None)
     if not callable(found):
         there = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise UserError(
-            f"model.file: expected a function {name!r} in {place}, got {', '.join(there) or 'none'}; name one of these"
+            f"{key}: expected a function {name!r} in {place}, got {', '.join(there) or 'none'}; name one of these"
         )
     return found
 
@@ -105,23 +124,23 @@ def source_of(where: str) -> tuple[str, str]:
     return where, f"{zlib.crc32(text):08x}"
 
 
-def _module(name: str) -> ModuleType:
+def _module(name: str, key: str) -> ModuleType:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)  # `python -m` has it there; the installed command has not
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise UserError(f"model.file: {shown(name)} cannot be imported: {_said(error)}") from error
+        raise UserError(f"{key}: {shown(name)} cannot be imported: {_said(error)}") from error
 
 
-def _module_of_file(path: Path) -> ModuleType:
+def _module_of_file(path: Path, key: str) -> ModuleType:
     try:
         real = path.resolve(strict=True)
         state = real.stat()
     except OSError as error:
         raise UserError(
-            f"model.file: expected a Python file, got {shown(str(path))} ({(error.strerror or '').lower()}); a path is "
+            f"{key}: expected a Python file, got {shown(str(path))} ({(error.strerror or '').lower()}); a path is "
             f"relative to the working folder, {os.getcwd()}"
         ) from error
     # Its name tells one file, in one state, from all others.
@@ -138,7 +157,7 @@ def _module_of_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UserError(f"model.file: {path} cannot be imported: {_said(error)}") from error
+        raise UserError(f"{key}: {path} cannot be imported: {_said(error)}") from error
     return module
 
 

@@ -129,12 +129,18 @@ class DataConfig(Table):
     of the default ones; `prefetch` is the number of batches read ahead. `allow_external`: numbers may lie in files
     outside the folder of the file, to which its virtual datasets, external links and external datasets refer.
 
+    `file`: ``"data.py:open"`` or ``"package.module:open"``, a function that gives a data set of another format
+    (:class:`halograd.data.Dataset`) for `path` and `options`; then `inputs`, `targets`, `layout` and `open_files` are
+    not read.
+
     `invalid` says what becomes of NaN, infinity and targets out of range: ``"refuse"`` ends the run; ``"skip"`` leaves
     out samples that have some; ``"fill"`` takes NaN and infinity in inputs for the mean of their channel (0 where it is
     not normalized). The last two read all samples once before the run, each rank a share of them.
     """
 
     path: FilePath | Annotated[list[FilePath], Field(min_length=1)]
+    file: FilePath | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
     inputs: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "inputs"
     targets: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "mask"
     layout: Literal["NHWC", "NCHW"] | None = None

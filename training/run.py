@@ -228,7 +228,8 @@ def apply(
         reader.close()
         with ranks.agreement():
             outputs = outputs_of(session, what)
-        files = on_root(ranks.mpi, lambda: [_state(path) for path in find_files(list(data))])
+        own = config.data.file is not None
+        files = list(data) if own else on_root(ranks.mpi, lambda: [_state(path) for path in find_files(list(data))])
         job = {"checkpoint": str(checkpoint), "step": progress.step, "what": what, "files": files}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
         computed = write_outputs(session, outputs, out, job, shown)

@@ -35,6 +35,7 @@ from ..data.look import LOOKS, look_at_data
 from ..data.structure import Field, Structure
 from ..data.targets import TargetRange
 from ..layers import Input, Network
+from ..models.own import call_own
 from .build import check_batch, datasets_of
 from .config import Config, DataConfig
 from .root import agreed_root
@@ -180,6 +181,9 @@ def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm
 
 def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labelled: bool) -> Dataset:
     """The data set. Every file is examined by one rank for all: the others open it when they first read. Collective."""
+    if data.file is not None:
+        with comm.agreement():
+            return _open_own(data, network, labelled)
     inputs, targets = datasets_of(data, network)
     names = inputs, targets if labelled else {}
     paths = agreed_root(comm, lambda: find_files(data.path))
@@ -204,6 +208,28 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
     check_alike(paths, [structures[number] for number in range(len(paths))])
     parts = [opened.get(number) or open_(number, structures[number]) for number in range(len(paths))]
     return parts[0] if len(parts) == 1 else FileSet(parts, data.open_files)
+
+
+def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
+    """What a function of the user's own opens, with the fields that are read. Local."""
+    assert data.file is not None
+    found = call_own(data.file, "data.file", data.path, **data.options)
+    lacks = [name for name in ("fields", "read", "place", "close", "groups", "lenient") if not hasattr(found, name)]
+    if lacks:
+        raise UserError(
+            f"data.file: expected {data.file} to return a halograd.data.Dataset, got {type(found).__name__} without "
+            f"{lacks[0]!r}"
+        )
+    wanted = [name for name in network.inputs if labelled or name not in network.targets]
+    missing = [name for name in wanted if name not in found.fields]
+    if missing:
+        raise UserError(
+            f"data.file: expected fields for the inputs of the network ({', '.join(wanted)}), got "
+            f"{', '.join(found.fields) or 'none'}; name them so"
+        )
+    found.fields = {name: field for name, field in found.fields.items() if name in wanted}
+    found.ranges = _ranges(network)
+    return found
 
 
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:

@@ -108,9 +108,9 @@ def test_batches_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch of a thousand million samples must not be a list of objects."""
     made: list[int] = []
 
-    def counted(indices: tuple[int, ...], valid: int, epoch: int, position: int) -> Batch:
+    def counted(indices: tuple[int, ...], valid: int, epoch: int, position: int, augmented: bool) -> Batch:
         made.append(position)
-        return Batch(indices, valid, epoch, position)
+        return Batch(indices, valid, epoch, position, augmented)
 
     monkeypatch.setattr(module, "Batch", counted)
     batches = Sampler(range(10**5), 3, shuffle="never", remainder="fill").rest_of_epoch()

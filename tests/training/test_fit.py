@@ -120,5 +120,5 @@ def test_refusals(comm, folder, monkeypatch):
     with pytest.raises(ValueError, match="checkpoint: expected 'latest' or 'best', which there is, got 'newest'"):
         run.checkpoint("newest")
     monkeypatch.setattr("halograd.models.own._MADE", {})  # as in another process
-    with pytest.raises(UserError, match="the network 'mine' was made by a script, not in a file"):
+    with pytest.raises(UserError, match=r"model\.file: 'mine' was made by a script, not by a function in a file"):
         evaluate(folder / "out", comm=comm)
