@@ -5,7 +5,7 @@ from .batch_norm import BatchNorm
 from .convolution import Conv
 from .dense import Dense
 from .dice import Dice, Tversky
-from .dropout import Dropout
+from .dropout import Dropout, StochasticDepth
 from .global_pooling import GlobalAveragePool
 from .group_norm import GroupNorm, InstanceNorm, LayerNorm
 from .layer import Input, Layer, Node, Shape
@@ -20,6 +20,7 @@ from .pooling import AveragePool, MaxPool
 from .redistribute import Redistribute
 from .reshape import Flatten
 from .resize import Resize
+from .scale import PReLU, Scale
 from .softmax_cross_entropy import SoftmaxCrossEntropy
 from .stencil import Stencil
 from .strategy import Strategy
@@ -59,11 +60,13 @@ __all__ = [
     "Multiply",
     "Network",
     "Node",
+    "PReLU",
     "Pad",
     "Parameter",
     "ReLU",
     "Redistribute",
     "Resize",
+    "Scale",
     "Shape",
     "SiLU",
     "Sigmoid",
@@ -71,6 +74,7 @@ __all__ = [
     "Softmax",
     "SoftmaxCrossEntropy",
     "Stencil",
+    "StochasticDepth",
     "Strategy",
     "Tanh",
     "Tversky",

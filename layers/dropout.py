@@ -1,4 +1,4 @@
-"""Dropout whose mask depends on global indices only: the same on every decomposition."""
+"""Dropout, of elements and of whole samples, whose mask depends on global indices only: the same on every cut."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ..dtensor import Box
 from ..kernels import DropoutMask
 from .costs import Passes
 from .layer import Layer, Shape
+from .merge import product
 
 if TYPE_CHECKING:
     from ..program.context import Context
 
-__all__ = ["Dropout"]
+__all__ = ["Dropout", "StochasticDepth"]
 
 
 class Dropout(Layer):
@@ -48,9 +49,7 @@ class Dropout(Layer):
 
     def __init__(self, rate: float, name: str | None = None) -> None:
         super().__init__(name)
-        if not 0 <= rate < 1:
-            raise ValueError(f"Dropout: expected a rate in [0, 1), got {rate}")
-        self.rate = float(rate)
+        self.rate = _checked(self, rate)
 
     def flops(self, *shapes: Shape) -> int:
         return math.prod(shapes[0])
@@ -59,7 +58,7 @@ class Dropout(Layer):
         shape, box = context.output.layout.shape, context.box
         # No communication: the input is copied if it is not packed.
         x = context.gather(0, context.needed(0))
-        kernel = context.kernel(partial(_DropoutKernel, self, shape, box), x=x.view, y=context.y)
+        kernel = context.kernel(partial(_DropoutKernel, self.rate, shape, box), x=x.view, y=context.y)
         x.start()
         x.finish()
         context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
@@ -71,12 +70,60 @@ class Dropout(Layer):
         return backward
 
 
+class StochasticDepth(Layer):
+    """Training: each sample is zeroed with probability `rate`, the others are scaled by ``1 / (1 - rate)``; for the
+    branch of a residual block (Huang et al. 2016, as in EfficientNet and ConvNeXt). Evaluation: identity.
+
+    Parameters
+    ----------
+    rate
+        In ``[0, 1)``.
+
+    Notes
+    -----
+    Which samples are dropped follows from the run's seed, the step, the layer's name and the sample's index in the
+    batch, by the mask of :class:`Dropout` of one number per sample. Communication: none.
+    """
+
+    cuts_channels = "channelwise"
+
+    def __init__(self, rate: float, name: str | None = None) -> None:
+        super().__init__(name)
+        self.rate = _checked(self, rate)
+
+    def flops(self, *shapes: Shape) -> int:
+        return math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        samples, axes = context.box.ranges[0], len(context.box.shape)
+        ones = context.keep((context.box.shape[0], 1), context.wide, "statistics", fill=1.0)
+        drawn = context.scratch(ones.shape, context.wide)
+        box, shape = Box.of_ranges([samples, (0, 1)]), (context.output.layout.shape[0], 1)
+        kernel = context.kernel(partial(_DropoutKernel, self.rate, shape, box), x=ones, y=drawn)
+        context.run(kernel, "forward")
+        factor = drawn.reshape(ones.shape[0], *(1 for _ in range(axes - 1)))
+        views = {"x": context.inputs[0].view, "g": factor, "y": context.y}
+        context.run(context.kernel(product, **views), timing=context.timing("forward"))
+
+        def backward() -> None:
+            views = {"x": context.dy, "g": factor, "y": context.gradient(0)}
+            context.run(context.kernel(product, **views), timing=context.timing("backward_data"))
+
+        return backward
+
+
+def _checked(layer: Layer, rate: float) -> float:
+    if not 0 <= rate < 1:
+        raise ValueError(f"{layer.kind}: expected a rate in [0, 1), got {rate}")
+    return float(rate)
+
+
 class _DropoutKernel:
     """The backend's kernels in training; a copy in evaluation."""
 
     def __init__(
         self,
-        layer: Dropout,
+        rate: float,
         shape: tuple[int, ...],
         box: Box,
         environment: Any,
@@ -89,7 +136,7 @@ class _DropoutKernel:
         self.pairs = (x, y), (dy, dx)
         if self.mode.state is None:  # made by a caller that does not count steps
             self.mode.state = kernels.device.array([self.mode.seed, self.mode.step], np.uint64)
-        mask = DropoutMask(layer.rate, zlib.crc32(environment.name.encode()), shape, box.start, self.mode.state)
+        mask = DropoutMask(rate, zlib.crc32(environment.name.encode()), shape, box.start, self.mode.state)
         self.kernels = kernels.dropout(x, y, dy, dx, mask)
 
     def forward(self) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["Add", "Concat", "Multiply", "summing"]
+__all__ = ["Add", "Concat", "Multiply", "product", "summing"]
 
 
 class Add(Layer):
@@ -126,21 +126,21 @@ class Multiply(Layer):
         for gathered in (x, g):
             gathered.finish()
         gate = _spread(g.view, len(context.box.shape))
-        context.run(context.kernel(_product, x=x.view, g=gate, y=context.y), timing=context.timing("forward"))
+        context.run(context.kernel(product, x=x.view, g=gate, y=context.y), timing=context.timing("forward"))
 
         def backward() -> None:
             if context.needs_gradient(1):
                 returned = context.return_gradient(1, boxes[1])
                 views = {"x": x.view, "g": context.dy, "y": context.scratch(context.box.shape)}
                 sums = context.scratch(gate.shape, "float64")
-                context.run(context.kernel(_product, **views))
+                context.run(context.kernel(product, **views))
                 context.run(context.kernel(summing, x=views["y"], y=sums))
                 context.copy((sums, _spread(returned.view, len(gate.shape))))
                 returned.start()
             if context.needs_gradient(0):
                 own = context.return_gradient(0, boxes[0])
-                product = context.kernel(_product, x=context.dy, g=gate, y=own.view)
-                context.run(product, timing=context.timing("backward_data"))
+                kernel = context.kernel(product, x=context.dy, g=gate, y=own.view)
+                context.run(kernel, timing=context.timing("backward_data"))
                 own.start()
                 own.finish()
             if context.needs_gradient(1):
@@ -155,7 +155,9 @@ def _spread(view: View, axes: int) -> View:
     return view if len(shape) == axes else view.reshape(shape[0], *(1,) * (axes - len(shape)), *shape[1:])
 
 
-def _product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
+def product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
+    """``y = x * g``."""
+
     def run() -> None:
         if y.size:
             np.multiply(x, g, out=y)

@@ -21,7 +21,7 @@ class Parameter:
         Shape of the array. Convolution weights are ``(K, *kernel, C / groups)``.
     init
         ``"he"`` (normal, variance 2 / fan_in; He et al. 2015), ``"glorot"`` (uniform; Glorot and Bengio
-        2010), ``"zeros"`` or ``"ones"``.
+        2010), ``"zeros"``, ``"ones"``, or a number, that of every element.
     fan_in, fan_out
         Number of inputs and outputs of one unit, for ``he`` and ``glorot``.
     decay
@@ -35,7 +35,7 @@ class Parameter:
     """
 
     shape: tuple[int, ...]
-    init: str = "zeros"
+    init: str | float = "zeros"
     fan_in: int = 1
     fan_out: int = 1
     decay: bool = True
@@ -45,8 +45,8 @@ class Parameter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))  # compared, and looked up
-        if self.init not in ("he", "glorot", "zeros", "ones"):
-            raise ValueError(f"init: expected 'he', 'glorot', 'zeros' or 'ones', got {self.init!r}")
+        if isinstance(self.init, str) and self.init not in ("he", "glorot", "zeros", "ones"):
+            raise ValueError(f"init: expected 'he', 'glorot', 'zeros', 'ones' or a number, got {self.init!r}")
         channel, inner = self.channel_axis, self.input_axis
         if channel is not None and inner is not None and inner <= channel:
             raise ValueError(
@@ -61,10 +61,8 @@ class Parameter:
 
     def initial(self, name: str, seed: int) -> np.ndarray:
         """Initial values in float64, a function of `name` and `seed` only: the same on every decomposition."""
-        if self.init == "zeros":
-            return np.zeros(self.shape)
-        if self.init == "ones":
-            return np.ones(self.shape)
+        if self.init in ("zeros", "ones") or not isinstance(self.init, str):
+            return np.full(self.shape, {"zeros": 0.0, "ones": 1.0}.get(str(self.init), self.init), np.float64)
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         if self.init == "he":
             return rng.standard_normal(self.shape) * math.sqrt(2.0 / self.fan_in)

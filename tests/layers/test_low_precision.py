@@ -27,10 +27,13 @@ from halograd.layers import (
     MaxPool,
     Multiply,
     Pad,
+    PReLU,
     Resize,
+    Scale,
     SiLU,
     Slice,
     Softmax,
+    StochasticDepth,
 )
 from halograd.testing import grids, random_array, run_layer
 from tests.support.fake_device import FakeBackend
@@ -49,6 +52,10 @@ LAYERS = {
     "max pool": lambda: MaxPool(2, name="l"),
     "average pool": lambda: AveragePool(2, name="l"),
     "global pool": lambda: GlobalAveragePool(name="l"),
+    "one slope": lambda: PReLU(name="l"),
+    "slopes": lambda: PReLU("channel", name="l"),
+    "scale": lambda: Scale(0.1, bias=True, name="l"),
+    "stochastic depth": lambda: StochasticDepth(0.5, "l"),
     "resize": lambda: Resize(2, mode="bilinear", name="l"),
     "dropout": lambda: Dropout(0.4, name="l"),
     "gelu": lambda: GELU(name="l"),

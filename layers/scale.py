@@ -1,0 +1,178 @@
+"""Learned factors per channel: scale, and the slope of a rectifier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .costs import Passes
+from .layer import Layer, Shape
+from .merge import product, summing
+from .parameter import Parameter
+
+if TYPE_CHECKING:
+    from ..program.context import Context
+    from ..program.views import View
+
+__all__ = ["PReLU", "Scale"]
+
+
+class Scale(Layer):
+    """``y[..., c] = gamma[c] * x[..., c] + beta[c]``: the layer scale of ConvNeXt and CaiT (Touvron et al. 2021).
+
+    Parameters
+    ----------
+    init
+        What every `gamma` begins with.
+    bias
+        Whether there is a `beta`; it begins with zeros.
+
+    Notes
+    -----
+    Parameters `gamma` and `beta` ``(C,)``, without weight decay; a rank holds those of its channels. Communication:
+    none but the sum of their gradients.
+    """
+
+    passes = Passes((1, 1), (3, 2))
+    cuts_channels = "channelwise"
+    exact_parameters = True
+
+    def __init__(self, init: float = 1.0, bias: bool = False, name: str | None = None) -> None:
+        super().__init__(name)
+        self.init, self.bias = _finite("Scale", init), bias
+
+    def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        shape = shapes[0][-1:]
+        gamma = Parameter(shape, self.init, decay=False, channel_axis=0)
+        return (
+            {"gamma": gamma, "beta": Parameter(shape, decay=False, channel_axis=0)} if self.bias else {"gamma": gamma}
+        )
+
+    def flops(self, *shapes: Shape) -> int:
+        return (1 + self.bias) * math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        x, gamma, beta = context.inputs[0].view, context.params["gamma"], context.params.get("beta")
+        context.run(context.kernel(product, x=x, g=gamma, y=context.y), timing=context.timing("forward"))
+        if beta is not None:
+            context.run(context.kernel(_shift, y=context.y, beta=beta))
+
+        def backward() -> None:
+            products = context.scratch(context.box.shape, context.wide)
+            context.run(context.kernel(product, x=x, g=context.dy, y=products))
+            _sum_into(context, products, context.grads["gamma"])
+            if beta is not None:
+                _sum_into(context, context.dy, context.grads["beta"])
+            if context.needs_gradient(0):
+                back = context.kernel(product, x=context.dy, g=gamma, y=context.gradient(0))
+                context.run(back, timing=context.timing("backward_data"))
+
+        return backward
+
+
+class PReLU(Layer):
+    """``y = x`` where x > 0, else ``slope * x`` with a learned slope (He et al. 2015).
+
+    Parameters
+    ----------
+    slopes
+        ``"one"`` for all channels, or one per ``"channel"``.
+    init
+        What every slope begins with.
+
+    Notes
+    -----
+    Parameter `slope` ``(1,)`` or ``(C,)``, without weight decay. Communication: none but the sum of its gradient.
+    """
+
+    passes = Passes((1, 1), (3, 2))
+    cuts_channels = "channelwise"
+    exact_parameters = True
+
+    def __init__(self, slopes: str = "one", init: float = 0.25, name: str | None = None) -> None:
+        super().__init__(name)
+        if slopes not in ("one", "channel"):
+            raise ValueError(f"slopes: expected 'one' or 'channel', got {slopes!r}")
+        self.slopes, self.init = slopes, _finite("PReLU", init)
+
+    def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
+        if self.slopes == "one":
+            return {"slope": Parameter((1,), self.init, decay=False)}
+        return {"slope": Parameter(shapes[0][-1:], self.init, decay=False, channel_axis=0)}
+
+    def flops(self, *shapes: Shape) -> int:
+        return 2 * math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        views = {"x": context.inputs[0].view, "slope": context.params["slope"]}
+        work = context.scratch(context.box.shape, context.wide)
+        context.run(context.kernel(_rectify, y=context.y, work=work, **views), timing=context.timing("forward"))
+
+        def backward() -> None:
+            below, products = (context.scratch(context.box.shape, context.wide) for _ in range(2))
+            context.run(context.kernel(_below, x=views["x"], dy=context.dy, below=below, products=products))
+            _sum_into(context, products, context.grads["slope"])
+            if context.needs_gradient(0):
+                kernel = context.kernel(_bent, dy=context.dy, below=below, slope=views["slope"], dx=context.gradient(0))
+                context.run(kernel, timing=context.timing("backward_data"))
+
+        return backward
+
+
+def _finite(what: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{what}: init: expected a finite number, got {value!r}")
+    return float(value)
+
+
+def _sum_into(context: Context, array: View, gradient: View) -> None:
+    """The gradient of a parameter, ``(C,)`` or ``(1,)``, is the sum of an array; added up in float64."""
+    sums = context.scratch((*(1 for _ in array.shape[:-1]), gradient.size), "float64")
+    context.run(context.kernel(summing, x=array, y=sums))
+    context.copy((sums.reshape(gradient.size), gradient))
+
+
+def _shift(environment: Any, y: Any, beta: Any) -> Callable[[], None]:
+    def run() -> None:
+        if y.size:
+            np.add(y, beta, out=y)
+
+    return run
+
+
+def _rectify(environment: Any, x: Any, slope: Any, y: Any, work: Any) -> Callable[[], None]:
+    def run() -> None:
+        if y.size:
+            np.minimum(x, 0, out=work)
+            np.multiply(work, slope, out=work)
+            np.maximum(x, 0, out=y)
+            np.add(y, work, out=y)
+
+    return run
+
+
+def _below(environment: Any, x: Any, dy: Any, below: Any, products: Any) -> Callable[[], None]:
+    """The gradient where ``x <= 0``, and its product with x."""
+
+    def run() -> None:
+        if dy.size:
+            np.less_equal(x, 0, out=below)
+            np.multiply(dy, below, out=below)
+            np.multiply(x, below, out=products)
+
+    return run
+
+
+def _bent(environment: Any, dy: Any, below: Any, slope: Any, dx: Any) -> Callable[[], None]:
+    """``dx = dy`` where ``x > 0``, else ``slope * dy``; overwrites `below`."""
+
+    def run() -> None:
+        if dx.size:
+            np.subtract(dy, below, out=dx)
+            np.multiply(below, slope, out=below)
+            np.add(dx, below, out=dx)
+
+    return run
