@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def channels_in_memory(array: Any) -> int | None:
     return room // size if room % size == 0 and room >= channels * size else None
 
 
-MODES = ("nearest", "nearest-exact", "linear")
+MODES = ("nearest", "nearest-exact", "linear", "cubic", "area")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class StridedRun:
     Attributes
     ----------
     taps
-        ``(first, weight)``: one or two.
+        ``(first, weight)``; a single one has the weight 1.
     """
 
     start: int
@@ -107,30 +108,46 @@ class Resampling:
     Attributes
     ----------
     mode
-        ``"linear"``: position ``(o + 1/2) * ratio - 1/2`` between two inputs (half-pixel centres, corners not
-        aligned), clamped at the ends. ``"nearest-exact"``: the input under the centre, ``floor((o + 1/2) * ratio)``.
-        ``"nearest"``: ``floor(o * ratio)``. All as in torch.
+        ``"linear"``: position ``(o + 1/2) * ratio - 1/2`` between two inputs (half-pixel centres), clamped at the
+        ends. ``"cubic"``: the same position between four inputs, by the kernel of Keys (1981) with a = -3/4; the first
+        and the last input stand for those outside. ``"nearest-exact"``: the input under the centre,
+        ``floor((o + 1/2) * ratio)``. ``"nearest"``: ``floor(o * ratio)``. ``"area"``: the mean of the inputs from
+        ``floor(o * ratio)`` to ``ceil((o + 1) * ratio) - 1``. All as in torch.
+    aligned
+        Of linear and cubic: the position is ``o * ratio`` (corners are aligned).
     """
 
     size: int
     outputs: int
     ratio: Fraction
     mode: str
+    aligned: bool = False
 
     def taps(self, o: int) -> tuple[tuple[int, float], ...]:
-        """``(input, weight)`` of one output, one or two, in rising order."""
-        last = self.size - 1
-        if self.mode == "nearest":
-            return ((min(int(o * self.ratio), last), 1.0),)
-        centre = (o + Fraction(1, 2)) * self.ratio
-        if self.mode == "nearest-exact":
-            return ((min(int(centre), last), 1.0),)
-        position = max(Fraction(0), centre - Fraction(1, 2))
-        first = min(int(position), last)
+        """``(input, weight)`` of one output, neighbors in rising order."""
+        if self.mode in ("linear", "cubic"):
+            return self._between(o * self.ratio if self.aligned else (o + _HALF) * self.ratio - _HALF)
+        if self.mode == "area":
+            first, stop = math.floor(o * self.ratio), min(math.ceil((o + 1) * self.ratio), self.size)
+            return tuple((i, 1 / (stop - first)) for i in range(first, stop))
+        position = (o + _HALF if self.mode == "nearest-exact" else o) * self.ratio
+        return ((min(int(position), self.size - 1), 1.0),)
+
+    def _between(self, position: Fraction) -> tuple[tuple[int, float], ...]:
+        """Two or four inputs around a position; those outside count as the last ones inside."""
+        if self.mode == "linear":
+            position = max(Fraction(0), position)
+        first, last = math.floor(position), self.size - 1
         weight = position - first
-        if first == last or not weight:
-            return ((first, 1.0),)
-        return ((first, float(1 - weight)), (first + 1, float(weight)))
+        if self.mode == "linear":
+            if first >= last or not weight:
+                return ((min(first, last), 1.0),)
+            return ((first, float(1 - weight)), (first + 1, float(weight)))
+        found: dict[int, Fraction] = {}
+        for i, own in enumerate(_cubic(weight), first - 1):
+            inside = min(max(i, 0), last)
+            found[inside] = found.get(inside, Fraction(0)) + own
+        return tuple((i, float(own)) for i, own in found.items())
 
     def input_range(self, start: int, stop: int) -> tuple[int, int]:
         """Inputs that the outputs ``[start, stop)`` read, as a half-open range; always inside the array."""
@@ -140,7 +157,8 @@ class Resampling:
 
     def runs(self, start: int, stop: int) -> list[StridedRun]:
         """The outputs ``[start, stop)`` as runs, each output in exactly one."""
-        step, input_step = self.ratio.denominator, self.ratio.numerator
+        # Where all outputs read one input, no run has two outputs.
+        step, input_step = self.ratio.denominator, max(1, self.ratio.numerator)
         found = []
         for phase in range(start, min(stop, start + step)):
             run: StridedRun | None = None
@@ -155,6 +173,23 @@ class Resampling:
             if run is not None:
                 found.append(run)
         return found
+
+
+_HALF = Fraction(1, 2)
+_KEYS = Fraction(-3, 4)
+
+
+@lru_cache(maxsize=4096)
+def _cubic(t: Fraction) -> tuple[Fraction, Fraction, Fraction, Fraction]:
+    """Weights of the inputs at -1, 0, 1 and 2 for the position t in [0, 1)."""
+
+    def near(x: Fraction) -> Fraction:
+        return ((_KEYS + 2) * x - (_KEYS + 3)) * x * x + 1
+
+    def far(x: Fraction) -> Fraction:
+        return _KEYS * (((x - 5) * x + 8) * x - 4)
+
+    return far(t + 1), near(t), near(1 - t), far(2 - t)
 
 
 def _next(run: StridedRun) -> tuple[tuple[int, float], ...]:
@@ -178,7 +213,7 @@ class Resampled:
 
     @property
     def longest(self) -> int:
-        """Outputs of the longest run that has two taps."""
+        """Outputs of the longest run that has several taps."""
         return max((run.count for run in self.runs if len(run.taps) > 1), default=0)
 
     def input_range(self) -> tuple[int, int]:
@@ -187,11 +222,13 @@ class Resampled:
         return first - self.origin, last - self.origin
 
     def table(self) -> tuple[Any, Any]:
-        """Per output the first of two neighboring inputs, as a position in the array, and their weights
-        ``(outputs, 2)``; host arrays."""
+        """Per output the first of the neighboring inputs, as a position in the array, and their weights
+        ``(outputs, taps)``, zeros behind those that there are; host arrays."""
         taps = [self.resampling.taps(o) for o in range(self.start, self.stop)]
-        weights = [[w for _, w in some] + [0.0] * (2 - len(some)) for some in taps]
-        return np.array([some[0][0] - self.origin for some in taps], np.int32), np.array(weights).reshape(-1, 2)
+        weights = np.zeros((len(taps), max((len(some) for some in taps), default=1)))
+        for row, some in zip(weights, taps):
+            row[: len(some)] = [weight for _, weight in some]
+        return np.array([some[0][0] - self.origin for some in taps], np.int32), weights
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Resize: nearest and (bi-, tri-)linear interpolation, cut along samples and space."""
+"""Resize: nearest, linear and cubic interpolation and means, cut along samples and space."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtensor import Box
 from ..kernels import Resampled, Resampling
+from ..kernels.geometry import MODES
 from .costs import Passes
 from .layer import Layer, Shape
 from .pair import Pair
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Resize"]
 
-_MODES = {"nearest": None, "nearest-exact": None, "linear": None, "bilinear": 2, "trilinear": 3}
+#: Name of a mode: the mode, and the number of spatial axes where the name says one.
+_MODES: dict[str, tuple[str, int | None]] = {mode: (mode, None) for mode in MODES}
+_MODES |= {"bilinear": ("linear", 2), "trilinear": ("linear", 3), "bicubic": ("cubic", 2)}
 #: A scale is taken for the fraction with at most this denominator next to it (1 / 3 cannot be written as a float).
 _DENOMINATOR = 10_000
 
@@ -36,8 +39,12 @@ class Resize(Layer):
     size
         Spatial output size instead: one number for all axes or one per axis.
     mode
-        ``"nearest"``, ``"nearest-exact"`` or ``"linear"`` (``"bilinear"`` and ``"trilinear"`` say the same for 2 and
-        3 axes): as torch's ``interpolate`` with ``align_corners=False``; formulas in :class:`Resampling`.
+        ``"nearest"``, ``"nearest-exact"``, ``"linear"`` (``"bilinear"`` and ``"trilinear"`` say the same for 2 and 3
+        axes), ``"cubic"`` (``"bicubic"`` for 2 axes) or ``"area"`` (means over windows that cover the input): as
+        torch's ``interpolate``, for any number of axes; formulas in :class:`Resampling`.
+    align_corners
+        Of linear and cubic: the first and the last output lie on the first and the last input; the ratio follows from
+        the sizes, also where a scale is given.
 
     Notes
     -----
@@ -47,12 +54,14 @@ class Resize(Layer):
 
     # Axis after axis: an array in between, and sums into it backward.
     passes = Passes((1.5, 2), (2, 2))
+    cuts_channels = "channelwise"
 
     def __init__(
         self,
         scale: float | Sequence[float] | None = None,
         size: int | Sequence[int] | None = None,
         mode: str = "nearest",
+        align_corners: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
@@ -60,43 +69,53 @@ class Resize(Layer):
             raise ValueError(f"Resize: expected either a scale or a size, got scale={scale} and size={size}")
         if mode not in _MODES:
             raise ValueError(f"Resize: mode: expected one of {', '.join(_MODES)}, got {mode!r}")
-        self.scale, self.size, self.mode = scale, size, mode
+        if align_corners and _MODES[mode][0] not in ("linear", "cubic"):
+            raise ValueError(f"Resize: align_corners: expected the mode linear or cubic, got {mode!r}; leave it out")
+        self.scale, self.size, self.mode, self.align_corners = scale, size, mode, align_corners
 
     def resamplings(self, shape: Shape) -> tuple[Resampling, ...]:
         """One per spatial axis, for an input sample of this shape."""
         axes = len(shape) - 1
-        mode = "linear" if self.mode.endswith("linear") else self.mode
         given: Any = self.scale if self.size is None else self.size
         values: list[Any] = [given] * axes if isinstance(given, int | float) else list(given)
         if len(values) != axes:
-            raise ValueError(f"Resize: expected one number or {axes}, got {given}")
+            raise ValueError(f"{self.kind}: expected one number or {axes}, got {given}")
         if self.size is not None:
-            return tuple(Resampling(n, m, Fraction(n, max(1, m)), mode) for n, m in zip(shape, values))
+            return tuple(self._resampling(n, m, Fraction(n, max(1, m))) for n, m in zip(shape, values))
         scales = [Fraction(v).limit_denominator(_DENOMINATOR) for v in values]
         if min(scales) <= 0:
             raise ValueError(f"Resize: a scale must be positive, got {given}")
-        return tuple(Resampling(n, math.floor(n * s), 1 / s, mode) for n, s in zip(shape, scales))
+        return tuple(self._resampling(n, math.floor(n * s), 1 / s) for n, s in zip(shape, scales))
+
+    def _resampling(self, size: int, outputs: int, ratio: Fraction) -> Resampling:
+        mode = _MODES[self.mode][0]
+        if self.align_corners:
+            ratio = Fraction(size - 1, max(1, outputs - 1)) if outputs > 1 else Fraction(0)
+        elif mode == "area":  # which covers the input
+            ratio = Fraction(size, max(1, outputs))
+        return Resampling(size, outputs, ratio, mode, self.align_corners)
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
-        axes = _MODES[self.mode] or len(shape) - 1
+        axes = _MODES[self.mode][1] or len(shape) - 1
         if not shape[:-1] or axes != len(shape) - 1:
-            raise ValueError(f"Resize: mode {self.mode!r} does not fit {len(shape) - 1} spatial axes, use 'linear'")
+            raise ValueError(
+                f"{self.kind}: mode {self.mode!r} does not fit {len(shape) - 1} spatial axes, use 'linear'"
+            )
         sizes = tuple(r.outputs for r in self.resamplings(shape))
         if min(sizes) < 1:
-            raise ValueError(f"Resize: nothing would be left of {shape[:-1]}: {sizes}; enlarge the scale or size")
+            raise ValueError(f"{self.kind}: nothing would be left of {shape[:-1]}: {sizes}; enlarge the scale or size")
         return (*sizes, shape[-1])
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
         return self.changed(scale=None, size=outputs), shape
 
     def flops(self, *shapes: Shape) -> int:
-        if not self.mode.endswith("linear"):
-            return 0
-        out, total = list(shapes[0]), 0
-        for axis, n in enumerate(self.output_shape(*shapes)[:-1]):
-            out[axis] = n
-            total += 3 * math.prod(out)
+        mode, out, total = _MODES[self.mode][0], list(shapes[0]), 0
+        for axis, r in enumerate(self.resamplings(shapes[0])):
+            taps = {"linear": 2, "cubic": 4, "area": math.ceil(r.ratio)}.get(mode, 0)
+            out[axis] = r.outputs
+            total += max(0, 2 * taps - 1) * math.prod(out)
         return total
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:

@@ -76,7 +76,7 @@ class CudaPointwise(Pointwise):
 
     def _resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
         """By tables per axis, all axes in one launch; the missing ones of three resample one position."""
-        trivial = (np.zeros(1, np.int32), np.array([[1.0, 0.0]]))
+        trivial = (np.zeros(1, np.int32), np.ones((1, 1)))
         tables = [*(trivial,) * (3 - len(axes)), *(axis.table() for axis in axes)]
         inputs, outputs = three(x.shape[1:-1], 1), three(y.shape[1:-1], 1)
         parts = {
@@ -85,7 +85,7 @@ class CudaPointwise(Pointwise):
             "readers": [readers(first, weights, n) for (first, weights), n in zip(tables, inputs)],
         }
         members = {"x": x, "y": y, "dy": dy, "dx": dx, "samples": x.shape[0], "channels": x.shape[-1]}
-        members.update({"in": inputs, "out": outputs})
+        members.update({"in": inputs, "out": outputs, "taps": [weights.shape[1] for _, weights in tables]})
         members.update({name: [self.launcher.upload(a) for a in arrays] for name, arrays in parts.items()})
         kept = sum(a.nbytes for arrays in parts.values() for a in arrays)
         return _pair(self.launcher, "resize", (x, y, dy, dx), members, kept)
@@ -195,8 +195,7 @@ def readers(first: Any, weights: Any, inputs: int) -> Any:
     """
     found = np.zeros((inputs, 2), np.int32)
     for output, (input_, pair) in enumerate(zip(first, weights)):
-        for tap in (0, 1):
-            if pair[tap]:
-                start, stop = found[input_ + tap]
-                found[input_ + tap] = (output if stop == 0 else start, output + 1)
+        for read in input_ + np.flatnonzero(pair):
+            start, stop = found[read]
+            found[read] = (output if stop == 0 else start, output + 1)
     return found

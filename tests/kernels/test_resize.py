@@ -10,6 +10,7 @@ import pytest
 
 from halograd.kernels import KernelError, Resampled, Resampling
 from halograd.kernels.cuda.pointwise import readers
+from halograd.kernels.geometry import MODES
 
 from .conftest import assert_close
 
@@ -31,9 +32,10 @@ def axes(inputs, outputs, mode):
 def matrix(axis, inputs):
     """The resampling of one axis as a matrix."""
     first, weights = axis.table()
-    full = np.zeros((len(first), inputs + 1))
-    for o, (i, pair) in enumerate(zip(first, weights)):
-        full[o, i : i + 2] += pair
+    taps = weights.shape[1]
+    full = np.zeros((len(first), inputs + taps))
+    for o, (i, some) in enumerate(zip(first, weights)):
+        full[o, i : i + taps] += some
     return full[:, :inputs]
 
 
@@ -44,7 +46,7 @@ def apply(x, matrices):
     return x
 
 
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("channels", [3, 8])
 @pytest.mark.parametrize("case", CASES)
 def test_resize(typed, case, channels, mode):
@@ -56,8 +58,9 @@ def test_resize(typed, case, channels, mode):
     forward()
     backward()
     matrices = [matrix(t, n) for t, n in zip(made, inputs)]
-    assert_close(y, apply(x.astype(np.float64), matrices), 8, "y")
-    most = int(np.prod([np.ceil(m / n) + 2 for n, m in zip(inputs, outputs)]))
+    terms = int(np.prod([weights.shape[1] for _, weights in (axis.table() for axis in made)]))
+    assert_close(y, apply(x.astype(np.float64), matrices), 8 + terms, "y")
+    most = int(np.prod([4 * np.ceil(m / n) + 4 for n, m in zip(inputs, outputs)]))
     assert_close(dx, apply(dy.astype(np.float64), [m.T for m in matrices]), most, "dx")
 
 
@@ -77,9 +80,9 @@ def test_a_block_of_the_outputs(arrays):
 
 
 def test_readers_cover_every_tap():
-    first, weights = np.array([0, 0, 1, 3]), np.array([[1, 0], [0.5, 0.5], [0.25, 0.75], [1, 0]])
+    first, weights = np.array([0, 0, 1, 3]), np.array([[1, 0, 0], [0.5, 0.5, 0], [0.25, 0.25, 0.5], [1, 0, 0]])
     found = readers(first, weights, 5)
-    for o, tap in itertools.product(range(4), range(2)):
+    for o, tap in itertools.product(range(4), range(3)):
         if weights[o, tap]:
             start, stop = found[first[o] + tap]
             assert start <= o < stop

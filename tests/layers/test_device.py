@@ -132,6 +132,8 @@ LAYERS = {
     "slopes": (lambda: PReLU("channel", name="l"), SPATIAL),
     "scale": (lambda: Scale(0.1, bias=True, name="l"), SPATIAL),
     "stochastic depth": (lambda: StochasticDepth(0.5, "l"), SPATIAL),
+    "resize cubic": (lambda: Resize(1.5, mode="bicubic", align_corners=True, name="l"), SPATIAL),
+    "resize by means": (lambda: Resize(size=(3, 4), mode="area", name="l"), SPATIAL),
     "resize": (lambda: Resize(2, mode="bilinear", name="l"), SPATIAL),
     "response norm": (lambda: LocalResponseNorm(3, alpha=0.1, name="l"), SPATIAL),
     "sigmoid": (lambda: Sigmoid("l"), SPATIAL),

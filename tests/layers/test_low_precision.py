@@ -56,6 +56,8 @@ LAYERS = {
     "slopes": lambda: PReLU("channel", name="l"),
     "scale": lambda: Scale(0.1, bias=True, name="l"),
     "stochastic depth": lambda: StochasticDepth(0.5, "l"),
+    "resize cubic": lambda: Resize(1.5, mode="bicubic", align_corners=True, name="l"),
+    "resize by means": lambda: Resize(size=(3, 4), mode="area", name="l"),
     "resize": lambda: Resize(2, mode="bilinear", name="l"),
     "dropout": lambda: Dropout(0.4, name="l"),
     "gelu": lambda: GELU(name="l"),

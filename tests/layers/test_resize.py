@@ -35,11 +35,26 @@ def test_exact_on_every_grid(name, mode):
     check_layer(lambda: Resize(**how, mode=mode), (*spatial, 2), gradient=False)
 
 
-@pytest.mark.ranks(6, 8)
-@pytest.mark.parametrize("name", ["double", "half", "to one"])
-def test_exact_with_many_ranks(name):
+@pytest.mark.mpi
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+@pytest.mark.parametrize("name", ["triple and double", "half", "to a size", "to one", "3-D"])
+def test_exact_with_corners_aligned(name, mode):
     spatial, how = CASES[name]
-    check_layer(lambda: Resize(**how, mode="linear"), (*spatial, 2), gradient=False)
+    check_layer(lambda: Resize(**how, mode=mode, align_corners=True), (*spatial, 2), gradient=False)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("mode", MODES)
+def test_exact_with_channels_cut(mode):
+    check_layer(lambda: Resize(1.5, mode=mode), (7, 6, 5), axes=("height", "channel"), gradient=False)
+
+
+@pytest.mark.ranks(6, 8)
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+@pytest.mark.parametrize("name", ["double", "half", "to one"])
+def test_exact_with_many_ranks(name, mode):
+    spatial, how = CASES[name]
+    check_layer(lambda: Resize(**how, mode=mode), (*spatial, 2), gradient=False)
 
 
 @pytest.mark.mpi
@@ -63,19 +78,37 @@ def test_gradient_is_the_derivative(mode):
     check_layer(lambda: Resize(1.5, mode=mode), (5, 4, 2))
 
 
+def interpolate(x, mode, size=None, scale_factor=None, **more):
+    """As torch does it; cubic of one axis and of three by its rule for two."""
+    made = torch().nn.functional.interpolate
+    axes = x.dim() - 2
+    if mode != "cubic" or axes == 2:
+        named = {"linear": ("linear", "bilinear", "trilinear")[axes - 1], "cubic": "bicubic"}.get(mode, mode)
+        return made(x, size, scale_factor, named, **more)
+    assert size is not None or scale_factor is not None
+    sizes = [size or int(n * scale_factor) for n in x.shape[2:]] if not isinstance(size, tuple) else size
+    scales = None if scale_factor is None else (1, scale_factor)
+    for axis, m in enumerate(sizes, start=2):  # each as the last of two axes, of which the other has one row
+        rows = x.movedim(axis, -1)
+        found = made(rows.reshape(-1, 1, 1, rows.shape[-1]), None if scales else (1, m), scales, "bicubic", **more)
+        x = found.reshape(*rows.shape[:-1], m).movedim(-1, axis)
+    return x
+
+
 @pytest.mark.torch
+@pytest.mark.parametrize("aligned", [False, True], ids=["half-pixel", "aligned"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [n for n in CASES if n != "a third"])
-def test_as_torch(name, mode):
+def test_as_torch(name, mode, aligned):
+    if aligned and mode not in ("linear", "cubic"):
+        return
     spatial, how = CASES[name]
-    theirs = {1: "linear", 2: "bilinear", 3: "trilinear"}[len(spatial)] if mode == "linear" else mode
     given = {"scale_factor": how["scale"]} if "scale" in how else {"size": how["size"]}
-    more = {"align_corners": False} if mode == "linear" else {}
-    interpolate = torch().nn.functional.interpolate
+    more = {"align_corners": aligned} if mode in ("linear", "cubic") else {}
     check_torch(
-        lambda: Resize(**how, mode=mode, name="r"),
+        lambda: Resize(**how, mode=mode, align_corners=aligned, name="r"),
         [(*spatial, 2)],
-        lambda x: interpolate(x, mode=theirs, **given, **more),
+        lambda x: interpolate(x, mode, **given, **more),
     )
 
 
@@ -85,8 +118,10 @@ def test_as_torch(name, mode):
 @st.composite
 def resamplings(draw):
     size, mode = draw(st.integers(1, 9)), draw(st.sampled_from(MODES))
-    if draw(st.booleans()):
-        outputs = draw(st.integers(1, 20))
+    outputs = draw(st.integers(1, 20))
+    if mode in ("linear", "cubic") and draw(st.booleans()):
+        return Resampling(size, outputs, Fraction(size - 1, max(1, outputs - 1)), mode, True)
+    if mode == "area" or draw(st.booleans()):
         return Resampling(size, outputs, Fraction(size, outputs), mode)
     scale = Fraction(draw(st.integers(1, 7)), draw(st.integers(1, 4)))
     return Resampling(size, max(1, int(size * scale)), 1 / scale, mode)
@@ -94,16 +129,29 @@ def resamplings(draw):
 
 def row(r, o):
     """Weights of all inputs in output `o`, by the formulas."""
-    position = (o + 0.5) * float(r.ratio) - 0.5
+    position = o * float(r.ratio) if r.aligned else (o + 0.5) * float(r.ratio) - 0.5
     weights = np.zeros(r.size)
     if r.mode == "nearest":
         weights[min(int(Fraction(o) * r.ratio), r.size - 1)] = 1
     elif r.mode == "nearest-exact":
         weights[min(int((o + Fraction(1, 2)) * r.ratio), r.size - 1)] = 1
+    elif r.mode == "area":
+        window = slice(o * r.size // r.outputs, -(-(o + 1) * r.size // r.outputs))
+        weights[window] = 1 / len(weights[window])
+    elif r.mode == "cubic":
+        for i in range(int(np.floor(position)) - 2, int(np.floor(position)) + 4):
+            weights[min(max(i, 0), r.size - 1)] += keys(abs(position - i))
     else:
         position = min(max(position, 0.0), r.size - 1.0)
         weights = np.maximum(0.0, 1 - np.abs(np.arange(r.size) - position))
     return weights
+
+
+def keys(x, a=-0.75):
+    """The cubic convolution kernel of Keys (1981), equation 4 with 3/4 in place of 1/2."""
+    if x <= 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
 
 
 @given(r=resamplings())
@@ -146,6 +194,7 @@ def test_shapes_and_flops():
     assert Resize(1.5)(Input((5, 4, 3))).shape == (7, 6, 3)
     assert Resize(size=(3, 9))(Input((5, 4, 3))).shape == (3, 9, 3)
     assert Resize(2).flops((5, 4, 3)) == 0
+    assert Resize(2, mode="cubic").flops((5, 4, 3)) == 7 * (10 * 4 * 3 + 10 * 8 * 3)
     assert Resize(2, mode="linear").flops((5, 4, 3)) == 3 * (10 * 4 * 3 + 10 * 8 * 3)
 
 
@@ -154,7 +203,9 @@ def test_shapes_and_flops():
     [
         (lambda: Resize(), "expected either a scale or a size, got scale=None and size=None"),
         (lambda: Resize(2, 4), "expected either a scale or a size, got scale=2 and size=4"),
-        (lambda: Resize(2, mode="cubic"), "mode: expected one of nearest, .* got 'cubic'"),
+        (lambda: Resize(2, mode="lanczos"), "mode: expected one of nearest, .* got 'lanczos'"),
+        (lambda: Resize(2, align_corners=True), "expected the mode linear or cubic, got 'nearest'"),
+        (lambda: Resize(2, mode="bicubic")(Input((4, 4, 4, 2))), "mode 'bicubic' does not fit 3 spatial axes"),
         (lambda: Resize(2, mode="bilinear")(Input((4, 2))), "mode 'bilinear' does not fit 1 spatial axes"),
         (lambda: Resize((2, 2, 2))(Input((4, 4, 2))), r"expected one number or 2, got \(2, 2, 2\)"),
         (lambda: Resize(-1)(Input((4, 4, 2))), "a scale must be positive, got -1"),

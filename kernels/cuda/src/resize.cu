@@ -1,4 +1,4 @@
-// Interpolation with tables per axis: output o reads inputs first[o] and first[o] + 1 with weights[o][0] and [1].
+// Interpolation with tables per axis: output o reads the inputs first[o] + t with weights[o][t], t below taps.
 // Backward, input i gathers from the outputs [readers[i][0], readers[i][1]), which are neighbors of each other.
 #include "common.cuh"
 
@@ -11,6 +11,7 @@ struct ResizeParams {
     int64 channels;
     int64 in[3];
     int64 out[3];
+    int64 taps[3];
     const int* first[3];
     const double* weights[3];
     const int* readers[3];
@@ -42,22 +43,25 @@ template <int V> DEVICE void forward(const ResizeParams& p) {
     for (Index item = first_item(); item < total; item += item_step()) {
         const Place o = place<V>(item, p.out, channels);
         Index first[3];
-        A weight[3][2];
+        const double* weight[3];
         for (int axis = 0; axis < 3; ++axis) {
             first[axis] = Index(p.first[axis][o.at[axis]]);
-            weight[axis][0] = A(p.weights[axis][2 * o.at[axis]]);
-            weight[axis][1] = A(p.weights[axis][2 * o.at[axis] + 1]);
+            weight[axis] = p.weights[axis] + p.taps[axis] * o.at[axis];
         }
         A sum[V] = {};
+        for (Index a = 0; a < Index(p.taps[0]); ++a) {
+            for (Index b = 0; b < Index(p.taps[1]); ++b) {
+                const A outer = A(weight[0][a]) * A(weight[1][b]);
+                for (Index c = 0; c < Index(p.taps[2]); ++c) {
+                    const A factor = outer * A(weight[2][c]);
+                    // A weight of zero may stand for an input behind the end.
+                    if (factor == A(0)) continue;
+                    A x[V];
+                    load<V>(p.x + offset(o, p.in, first[0] + a, first[1] + b, first[2] + c, channels), x);
 #pragma unroll
-        for (int tap = 0; tap < 8; ++tap) {
-            const A factor = weight[0][tap / 4] * weight[1][tap / 2 % 2] * weight[2][tap % 2];
-            // A weight of zero may stand for an input behind the end.
-            if (factor == A(0)) continue;
-            A x[V];
-            load<V>(p.x + offset(o, p.in, first[0] + tap / 4, first[1] + tap / 2 % 2, first[2] + tap % 2, channels), x);
-#pragma unroll
-            for (int k = 0; k < V; ++k) sum[k] += x[k] * factor;
+                    for (int k = 0; k < V; ++k) sum[k] += x[k] * factor;
+                }
+            }
         }
         store<V>(sum, p.y + item * V);
     }
@@ -66,7 +70,8 @@ template <int V> DEVICE void forward(const ResizeParams& p) {
 // Weight with which output o reads input i.
 DEVICE A weight_of(const ResizeParams& p, int axis, Index o, Index i) {
     const Index tap = i - Index(p.first[axis][o]);
-    return tap == 0 || tap == 1 ? A(p.weights[axis][2 * o + tap]) : A(0);
+    const Index taps = Index(p.taps[axis]);
+    return tap >= 0 && tap < taps ? A(p.weights[axis][taps * o + tap]) : A(0);
 }
 
 template <int V> DEVICE void backward(const ResizeParams& p) {
