@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..dtensor import Window
 from .convolution import local_geometry
 from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Node, Shape
+from .padding import Pad
 from .pair import Pair
 from .stencil import Stencil
 
@@ -32,10 +34,12 @@ class _Pool(Layer, ABC):
         stride: int | Sequence[int] | None = None,
         padding: str | int | Sequence = 0,
         dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        self.stencil: Stencil = Stencil(kernel, kernel if stride is None else stride, padding, dilation)
+        rounding = "ceil" if ceil_mode else "floor"
+        self.stencil: Stencil = Stencil(kernel, kernel if stride is None else stride, padding, dilation, rounding)
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
@@ -101,6 +105,8 @@ class MaxPool(_Pool):
     kernel, stride, padding, dilation
         See :class:`Stencil`; the stride is the kernel where it is not given. Backends that cannot dilate
         refuse a dilation when the network is compiled.
+    ceil_mode
+        Round the output size up: a last window that begins before the padding behind may reach beyond its end.
 
     Raises
     ------
@@ -131,7 +137,8 @@ class AveragePool(_Pool):
     ----------
     count_include_pad
         True: `count` is the number of taps of the kernel, padding counts as zeros. False: `count` is the number
-        of taps inside the (global) array.
+        of taps inside the (global) array. What `ceil_mode` reads beyond the padding never counts: where it does and
+        there is padding that counts, that is made of :class:`Pad` before.
     """
 
     passes = Passes()
@@ -143,10 +150,27 @@ class AveragePool(_Pool):
         padding: str | int | Sequence = 0,
         dilation: int | Sequence[int] = 1,
         count_include_pad: bool = True,
+        ceil_mode: bool = False,
         name: str | None = None,
     ) -> None:
-        super().__init__(kernel, stride, padding, dilation, name)
+        super().__init__(kernel, stride, padding, dilation, ceil_mode, name)
         self.count_include_pad = count_include_pad
+
+    def __call__(self, *inputs: Node) -> Node:
+        self._refuse_others(inputs)
+        if len(inputs) != 1 or not self.count_include_pad:
+            return super().__call__(*inputs)
+        (node,) = inputs
+        windows = self.windows(node.shape)
+        inside = [(w.pad_lo, w.pad_hi) for w in replace(self.stencil, rounding="floor").windows(node.shape[:-1])]
+        beyond = [(0, w.pad_hi - hi) for w, (_, hi) in zip(windows, inside)]
+        if not any(more for _, more in beyond):
+            return super().__call__(node)
+        if any(lo or hi for lo, hi in inside):
+            node = Pad(inside, name=self.name and f"{self.name}_pad")(node)
+        return self.changed(count_include_pad=False, stencil=replace(self.stencil, padding=beyond, rounding="floor"))(
+            node
+        )
 
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
         include = self.count_include_pad

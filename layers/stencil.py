@@ -26,12 +26,16 @@ class Stencil:
     padding
         ``"same"`` (output size ``ceil(n / stride)``, the odd element behind, as TensorFlow and torch do), one
         number for both sides of all axes, one per axis, or one ``(lo, hi)`` pair per axis.
+    rounding
+        ``"floor"``: windows lie within the padded array. ``"ceil"``: one more may reach beyond its end, if it begins
+        before the padding behind.
     """
 
     kernel: _PerAxis
     stride: _PerAxis = 1
     padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = 0
     dilation: _PerAxis = 1
+    rounding: str = "floor"
 
     def __post_init__(self) -> None:
         for name in ("kernel", "stride", "padding", "dilation"):
@@ -47,7 +51,8 @@ class Stencil:
         kernel, stride = spread("kernel", self.kernel, axes), spread("stride", self.stride, axes)
         dilation = spread("dilation", self.dilation, axes)
         pads = self._pads(spatial, kernel, stride, dilation)
-        return tuple(Window(k, s, lo, hi, d) for k, s, (lo, hi), d in zip(kernel, stride, pads, dilation))
+        found = tuple(Window(k, s, lo, hi, d) for k, s, (lo, hi), d in zip(kernel, stride, pads, dilation))
+        return found if self.rounding == "floor" else tuple(map(_reaching_beyond, found, spatial))
 
     def _pads(self, spatial, kernel, stride, dilation) -> list[tuple[int, int]]:
         padding = self.padding
@@ -86,6 +91,18 @@ def spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:
     if len(value) != axes:
         raise ValueError(f"{what}: expected one number or {axes}, got {tuple(value)}")
     return tuple(value)
+
+
+def _reaching_beyond(w: Window, size: int) -> Window:
+    """The window with room behind for the last one that begins before the padding there.
+
+    >>> _reaching_beyond(Window(3, 2, 1, 1, 1), 6).pad_hi, _reaching_beyond(Window(2, 2, 1, 1, 1), 5).pad_hi
+    (2, 1)
+    """
+    outputs = -(-(size + w.pad_lo + w.pad_hi - w.extent) // w.stride) + 1
+    outputs -= (outputs - 1) * w.stride >= size + w.pad_lo
+    end = (outputs - 1) * w.stride + w.extent - size - w.pad_lo if outputs > 0 else 0
+    return Window(w.kernel, w.stride, w.pad_lo, max(w.pad_hi, end), w.dilation)
 
 
 def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from halograd.dtensor import Window
-from halograd.layers import AveragePool, Conv, GlobalAveragePool, Input, MaxPool, ReLU
+from halograd.layers import AveragePool, Conv, GlobalAveragePool, Input, MaxPool, Network, ReLU
 from halograd.layers.pooling import _only_padding
 from halograd.testing import check_layer
 from tests.layers.geometries import CROWDED, NASTY, brute_force_taps, drawn, skew
@@ -82,6 +82,64 @@ def test_exact_on_onednn(kind):
 @pytest.mark.parametrize("kind", POOLS)
 def test_gradient_is_the_derivative(kind):
     check_layer(lambda: POOLS[kind](3, 2, 1), (7, 6, 2))
+
+
+#: spatial shape, kernel, stride, padding; a window that reaches beyond the end, and one that would begin there.
+CEIL = {
+    "beyond": ((8, 7), 3, 2, 0),
+    "beyond padding": ((6, 8), 3, 2, 1),
+    "dropped": ((9, 7), 2, 3, 1),
+    "kernel 5 stride 4": ((11, 10), 5, 4, 2),
+    "nothing to round": ((9, 7), 3, 2, 1),
+    "larger than the input": ((6, 2), (2, 3), 2, 0),
+    "1-D": ((10,), 4, 3, 1),
+    "3-D": ((6, 7, 6), 3, 2, 1),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("name", CEIL)
+def test_exact_where_windows_reach_beyond_the_end(kind, name):
+    spatial, *geometry = CEIL[name]
+    check_layer(lambda: rounded_up(kind, *geometry), (*spatial, 2), gradient=False)
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("kind", POOLS)
+def test_exact_where_windows_reach_beyond_the_end_of_uneven_blocks(kind, monkeypatch):
+    skew(monkeypatch)
+    check_layer(lambda: rounded_up(kind, 3, 2, 1), (6, 8, 2), gradient=False)
+
+
+def rounded_up(kind, kernel, stride, padding):
+    options = {"count_include_pad": False} if kind == "average without pad" else {}
+    pool = MaxPool if kind == "max" else AveragePool
+    return pool(kernel, stride, padding, ceil_mode=True, name="p", **options)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("name", CEIL)
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+def test_ceil_mode_as_torch(kind, name, backend):
+    spatial, *geometry = CEIL[name]
+    options = {"count_include_pad": kind == "average"} if kind != "max" else {}
+    pool = getattr(torch().nn.functional, f"{'max' if kind == 'max' else 'avg'}_pool{len(spatial)}d")
+    theirs = lambda x: pool(x, *geometry, ceil_mode=True, **options)  # noqa: E731
+    dtype = "float64" if backend == "numpy" else "float32"
+    check_torch(lambda: rounded_up(kind, *geometry), [(*spatial, 3)], theirs, dtype, backend)
+
+
+def test_ceil_mode_is_made_of_padding_only_where_that_counts():
+    def kinds(name, **options):
+        spatial, *geometry = CEIL[name]
+        network = Network(AveragePool(*geometry, ceil_mode=True, name="p", **options)(Input((*spatial, 2))))
+        return [node.layer.kind for node in network.layers.values()]
+
+    assert kinds("beyond padding") == ["Pad", "AveragePool"]
+    assert kinds("beyond") == kinds("nothing to round") == ["AveragePool"]
+    assert kinds("beyond padding", count_include_pad=False) == ["AveragePool"]
 
 
 @pytest.mark.mpi
