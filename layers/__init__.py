@@ -1,12 +1,13 @@
 """Layers: the interface for writing one, the graph they build, and those that halograd has."""
 
 from .activation import ELU, GELU, HardSigmoid, HardSwish, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from .adaptive_pooling import AdaptiveAveragePool, AdaptiveMaxPool
 from .batch_norm import BatchNorm
 from .convolution import Conv
 from .dense import Dense
 from .dice import Dice, Tversky
 from .dropout import Dropout, StochasticDepth
-from .global_pooling import GlobalAveragePool
+from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm, InstanceNorm, LayerNorm
 from .layer import Input, Layer, Node, Shape
 from .local_response_norm import LocalResponseNorm
@@ -18,7 +19,7 @@ from .padding import Pad, Slice
 from .parameter import Parameter
 from .pooling import AveragePool, MaxPool
 from .redistribute import Redistribute
-from .reshape import Flatten
+from .reshape import Flatten, Reshape
 from .resize import Resize
 from .scale import PReLU, Scale
 from .softmax_cross_entropy import SoftmaxCrossEntropy
@@ -31,6 +32,8 @@ __all__ = [
     "ELU",
     "GELU",
     "AbsoluteError",
+    "AdaptiveAveragePool",
+    "AdaptiveMaxPool",
     "Add",
     "AveragePool",
     "BatchNorm",
@@ -44,6 +47,7 @@ __all__ = [
     "Flatten",
     "Focal",
     "GlobalAveragePool",
+    "GlobalMaxPool",
     "GroupNorm",
     "HardSigmoid",
     "HardSwish",
@@ -65,6 +69,7 @@ __all__ = [
     "Parameter",
     "ReLU",
     "Redistribute",
+    "Reshape",
     "Resize",
     "Scale",
     "Shape",

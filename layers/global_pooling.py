@@ -1,26 +1,49 @@
-"""Global average pooling: one number per sample and channel, of samples that are cut in space."""
+"""Global pooling: one number per sample and channel, of samples that are cut in space."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..dtensor import Blocks, Layout
+from ..dtensor import Blocks, Interval, Layout
 from .costs import Passes
 from .layer import Layer, Shape
 
 if TYPE_CHECKING:
     from ..program.context import Context
+    from ..program.views import View
 
-__all__ = ["GlobalAveragePool"]
+__all__ = ["GlobalAveragePool", "GlobalMaxPool", "Search", "in_wide", "without_space"]
 
 
-class GlobalAveragePool(Layer):
+class _GlobalPool(Layer):
+    """``(N, *spatial, C)`` -> ``(N, C)``; what a block contributes is computed where the input is."""
+
+    cuts_channels = "channelwise"
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        (shape,) = shapes
+        if len(shape) < 2:
+            raise ValueError(
+                f"{self.kind}: expected samples with spatial axes (*spatial, C), got {shape}; "
+                "remove the layer: there is nothing to pool over"
+            )
+        return (shape[-1],)
+
+    def flops(self, *shapes: Shape) -> int:
+        return math.prod(shapes[0])
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        return inputs[i].boxes
+
+
+class GlobalAveragePool(_GlobalPool):
     """Mean over all positions: ``(N, *spatial, C)`` -> ``(N, C)``.
 
     ``y[n, c] = (1 / positions) * sum_s x[n, s, c]``, accumulated in float64.
@@ -33,23 +56,6 @@ class GlobalAveragePool(Layer):
     """
 
     passes = Passes()
-    cuts_channels = "channelwise"
-
-    def output_shape(self, *shapes: Shape) -> Shape:
-        (shape,) = shapes
-        if len(shape) < 2:
-            raise ValueError(
-                f"GlobalAveragePool: expected samples with spatial axes (*spatial, C), got {shape}; "
-                "remove the layer: there is nothing to average over"
-            )
-        return (shape[-1],)
-
-    def flops(self, *shapes: Shape) -> int:
-        return math.prod(shapes[0])
-
-    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Sums are made where the input is: nothing has to be gathered."""
-        return inputs[i].boxes
 
     def lower(self, context: Context) -> Callable[[], None]:
         value, boxes = context.inputs[0], context.output.layout.boxes
@@ -73,6 +79,206 @@ class GlobalAveragePool(Layer):
             context.run(context.kernel(partial(_scale, scale), x=spread, y=dx), timing=context.timing("backward_data"))
 
         return backward
+
+
+class GlobalMaxPool(_GlobalPool):
+    """The largest element of each sample and channel: ``(N, *spatial, C)`` -> ``(N, C)``.
+
+    Of equal elements the first in row-major order receives the gradient; a NaN is larger than all, and has none.
+
+    Notes
+    -----
+    Before: blocks cut in samples and space; after: whole samples, spread over all ranks.
+    Communication per process: two float64 per channel of each own sample that another rank owns behind (the largest
+    element of its block and where that lies), and as many backward (the gradient and where it goes).
+    """
+
+    # Where it lies is found by a few passes over an array beside the input.
+    passes = Passes((8, 1), (3, 1))
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        value, rank = context.inputs[0], context.rank
+        found, wanted = _candidates(value.layout.boxes, context.output.layout.boxes)
+        own = context.scratch(found[rank].shape, "float64")
+        _lower_largest(context, own)
+        several = context.scratch(wanted[rank].shape, "float64")
+        move = context.exchange(found, wanted, own, several, kind="redistribute")
+        context.start(move)
+        context.finish(move)
+        samples, _, _, channels = several.shape
+        chosen, worse = (context.scratch((samples, n, channels), "float64") for n in (2, several.shape[1]))
+        kernel = context.kernel(_choose, candidates=several, chosen=chosen, worse=worse, y=context.y)
+        context.run(kernel)
+
+        def backward() -> None:
+            gradient = chosen.part((0, 0, 0), (samples, 1, channels))
+            context.copy(*([(context.dy.reshape(*gradient.shape), gradient)] if samples else []))
+            owners, readers = (_in_pairs(b) for b in (context.output.layout.boxes, without_space(value.layout.boxes)))
+            brought = context.scratch(readers[rank].shape, "float64")
+            back = context.exchange(owners, readers, chosen, brought, kind="redistribute")
+            context.start(back)
+            context.finish(back)
+            spread = partial(_spread_to_first, value.box.ranges[1:-1], context.shapes[0][:-1])
+            mask = context.scratch(value.box.shape, context.wide)
+            dy = context.scratch((value.box.shape[0], 1, value.box.shape[-1]), context.wide)
+            kernel = context.kernel(spread, chosen=brought, dy=dy, dx=context.gradient(0), mask=mask)
+            context.run(kernel, timing=context.timing("backward_data"))
+
+        return backward
+
+
+def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
+    """Boxes in an array (N, places in space that hold something, 2, C): what a rank finds, and what an owner compares.
+
+    Pure arithmetic.
+    """
+    samples, *spatial, channels = inputs.axes
+    full = [all(b > a for a, b in place) for place in itertools.product(*spatial)]
+    firsts = list(itertools.accumulate(full, initial=0))
+    places = tuple((first, first + there) for first, there in zip(firsts, full))
+    found = Blocks((samples, places, ((0, 2),), channels), inputs.size)
+    return found, Blocks((outputs.axes[0], ((0, firsts[-1]),), ((0, 2),), outputs.axes[-1]), outputs.size)
+
+
+def _in_pairs(vectors: Blocks) -> Blocks:
+    """Boxes of ``(N, 2, C)`` for those of ``(N, C)``."""
+    samples, channels = vectors.axes
+    return Blocks((samples, ((0, 2),), channels), vectors.size)
+
+
+def _lower_largest(context: Context, own: View) -> None:
+    """The largest elements of the own block and the numbers of their positions, in `own` ``(n, 1, 2, C)``."""
+    value = context.inputs[0]
+    if not value.box.size:
+        return
+    x = context.gather(0, value.layout.boxes)
+    x.start()
+    x.finish()
+    source, number, shape = in_wide(context, x.view), None, list(value.box.shape)
+    for axis in range(len(shape) - 2, 0, -1):
+        stride = math.prod(context.shapes[0][axis:-1])
+        search = Search(axis, [(0, shape[axis])], value.box.start[axis] * stride, stride)
+        # Numbers along one axis are small; those of all axes need the digits.
+        work = context.scratch(shape, context.wide if number is None else "float64")
+        shape[axis] = 1
+        y, lowest = (context.scratch(shape, dtype) for dtype in (context.wide, "float64"))
+        timing = context.timing("forward") if number is None else None
+        context.run(context.kernel(search, x=source, y=y, number=lowest, before=number, work=work), timing=timing)
+        source, number = y, lowest
+    assert number is not None
+    for i, view in enumerate((source, number)):
+        context.copy((view.reshape(shape[0], 1, 1, shape[-1]), own.part((0, 0, i, 0), (shape[0], 1, 1, shape[-1]))))
+
+
+def in_wide(context: Context, view: View) -> View:
+    """The view, or a copy in float32 where it has 16 bits: to compute with."""
+    if view.dtype == context.wide:
+        return view
+    copy = context.scratch(view.shape, context.wide)
+    context.copy((view, copy))
+    return copy
+
+
+@dataclass(frozen=True)
+class Search:
+    """Kernel that finds the largest element of windows along one axis, and which element that is.
+
+    Attributes
+    ----------
+    axis, windows
+        The axis, and the windows along it, half-open, one per output.
+    first, stride
+        The element at ``i`` has the number ``first + i * stride``, plus the number `before` where there is one.
+    """
+
+    axis: int
+    windows: Sequence[Interval]
+    first: int = 0
+    stride: int = 1
+
+    @property
+    def longest(self) -> int:
+        """Extent of the longest window."""
+        return max((b - a for a, b in self.windows), default=0)
+
+    def __call__(self, environment: Any, x: Any, y: Any, number: Any, before: Any, work: Any) -> Callable[[], None]:
+        """y = the largest element of each window; `number` = the lowest number of those that are as large.
+
+        `work`: of the shape of x, or as long along the axis as the longest window.
+        """
+        # Of the dtype of `work`: of another NumPy would cast in buffers, at every step.
+        numbers = self.first + self.stride * np.arange(x.shape[self.axis], dtype=np.float64)
+        ramp = environment.kernels.device.array(numbers.reshape(-1, *(1 for _ in x.shape[self.axis + 1 :])), work.dtype)
+        beyond = _beyond(work)
+        steps = []
+        for o, (a, b) in enumerate(self.windows):
+            parts = [self.part(a, b, array) for array in (x, before)]
+            made = [self.part(o, o + 1, array) for array in (y, number)]
+            steps.append((*parts, *made, ramp[a:b], self.part(0, b - a, work)))
+
+        def run() -> None:
+            for some, others, best, lowest, own, worse in steps:
+                np.amax(some, axis=self.axis, out=best, keepdims=True)
+                np.not_equal(some, best, out=worse)
+                np.multiply(worse, beyond, out=worse)
+                np.add(worse, own, out=worse)
+                if others is not None:
+                    np.add(worse, others, out=worse)
+                np.amin(worse, axis=self.axis, out=lowest, keepdims=True)
+
+        return run
+
+    def part(self, a: int, b: int, array: Any) -> Any:
+        """The elements ``a .. b - 1`` along the axis; None of None."""
+        return None if array is None else array[(*(slice(None),) * self.axis, slice(a, b))]
+
+
+def _beyond(array: Any) -> float:
+    """What is larger than every number of a position, and exact in the array."""
+    return 2.0**24 if array.dtype == np.float32 else 2.0**53
+
+
+def _choose(environment: Any, candidates: Any, chosen: Any, worse: Any, y: Any) -> Callable[[], None]:
+    """The largest of the candidates, ``(n, places, 2, C)``, and the lowest number among equal ones."""
+    beyond = _beyond(worse)
+
+    def run() -> None:
+        if not y.size:
+            return
+        best, numbers = chosen[:, :1], chosen[:, 1:]
+        np.amax(candidates[:, :, 0], axis=1, out=best, keepdims=True)
+        np.not_equal(candidates[:, :, 0], best, out=worse)
+        np.multiply(worse, beyond, out=worse)
+        np.add(worse, candidates[:, :, 1], out=worse)
+        np.amin(worse, axis=1, out=numbers, keepdims=True)
+        np.copyto(y, best[:, 0], casting="same_kind")
+
+    return run
+
+
+def _spread_to_first(
+    ranges: Sequence[Interval],
+    extents: Sequence[int],
+    environment: Any,
+    chosen: Any,
+    dy: Any,
+    dx: Any,
+    mask: Any,
+) -> Callable[[], None]:
+    """dx = the gradient where the number of a position is the chosen one, else 0."""
+    numbers = np.zeros(1)
+    for (a, b), extent in zip(ranges, extents):
+        numbers = (numbers[:, None] * extent + np.arange(a, b)).reshape(-1)
+    own = environment.kernels.device.array(numbers, np.float64)
+
+    def run() -> None:
+        if dx.size:
+            rows, some = (array.reshape(array.shape[0], -1, array.shape[-1]) for array in (dx, mask))
+            np.equal(own[None, :, None], chosen[:, 1:], out=some)
+            np.copyto(dy, chosen[:, :1], casting="same_kind")
+            np.multiply(some, dy, out=rows)
+
+    return run
 
 
 def _sum(environment: Any, x: Any, y: Any) -> Callable[[], None]:

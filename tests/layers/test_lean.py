@@ -10,6 +10,8 @@ from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import (
     GELU,
+    AdaptiveAveragePool,
+    AdaptiveMaxPool,
     Add,
     AveragePool,
     BatchNorm,
@@ -20,6 +22,7 @@ from halograd.layers import (
     Dropout,
     Flatten,
     GlobalAveragePool,
+    GlobalMaxPool,
     Input,
     LeakyReLU,
     MaxPool,
@@ -60,6 +63,8 @@ LAYERS = {
     "slopes": lambda x: PReLU("channel")(x),
     "scale": lambda x: Scale(bias=True)(x),
     "stochastic depth": lambda x: StochasticDepth(0.4)(x),
+    "global max": lambda x: GlobalMaxPool()(x),
+    "adaptive pools": lambda x: AdaptiveAveragePool((3, 5))(AdaptiveMaxPool((9, 8))(x)),
     "softmax": lambda x: Softmax()(x),
     "dropout": lambda x: Dropout(0.3)(x),
     "nearest": lambda x: Resize(2)(x),

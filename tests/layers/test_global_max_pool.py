@@ -1,0 +1,105 @@
+"""Global maximum: exact under every cut, also in which of equal elements has the gradient; torch; refusals."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halograd.dtensor import Layout
+from halograd.layers import Conv, Dense, GlobalMaxPool, Input, Pad, ReLU
+from halograd.layers.global_pooling import _candidates
+from halograd.testing import check_layer
+from tests.layers.geometries import skew
+from tests.layers.oracle import check_torch, torch
+
+SHAPES = [(7, 6, 2), (9, 3), (6, 7, 6, 2)]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_exact_on_every_grid(shape, batch):
+    check_layer(GlobalMaxPool, shape, batch=batch)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_exact_with_channels_cut():
+    check_layer(GlobalMaxPool, (7, 6, 5), axes=("sample", "width", "channel"), gradient=False)
+
+
+@pytest.mark.many_ranks
+def test_exact_on_uneven_and_empty_blocks(monkeypatch):
+    skew(monkeypatch)
+    check_layer(GlobalMaxPool, (6, 7, 2), batch=2)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("axes", [("height", "width"), ("sample", "height"), ("width",)], ids=str)
+def test_the_first_of_equal_elements_wins_on_every_grid(axes):
+    """Rows that come several times, and zeros behind a ReLU: the largest lies in blocks of several ranks."""
+
+    def repeated():
+        again, zeros = Pad(((2, 3), (2, 2)), "circular", name="p"), ReLU()
+        return lambda x: GlobalMaxPool()(zeros(again(x)))
+
+    check_layer(repeated, (5, 4, 3), axes=axes, gradient=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+def test_exact_between_other_layers(backend):
+    def chain():
+        conv, dense = Conv(4, 3, padding=1, name="c"), Dense(2, name="d")
+        return lambda x: dense(GlobalMaxPool()(conv(x)))
+
+    check_layer(chain, (9, 8, 2), dtype="float32", backend=backend)
+
+
+@pytest.mark.torch
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_torch(shape):
+    pool = getattr(torch().nn.functional, f"adaptive_max_pool{len(shape) - 1}d")
+    check_torch(lambda: GlobalMaxPool("p"), [shape], lambda x: pool(x, 1).flatten(1))
+    doubled = lambda x: x.repeat(1, 1, *(2 for _ in shape[:-1]))  # noqa: E731
+    amounts = [(0, n) for n in shape[:-1]]
+    named = lambda: Named(lambda x: GlobalMaxPool("p")(Pad(amounts, "circular", name="c")(x)))  # noqa: E731
+    check_torch(named, [shape], lambda x: pool(doubled(x), 1).flatten(1))
+
+
+class Named:
+    """Layers without parameters, for the oracle."""
+
+    name = "p"
+
+    def __init__(self, call):
+        self.call = call
+
+    def __call__(self, x):
+        return self.call(x)
+
+    def parameters(self, *shapes):
+        return {}
+
+
+@given(
+    parts=st.fixed_dictionaries({"sample": st.integers(1, 3), "height": st.integers(1, 9), "width": st.integers(1, 3)})
+)
+def test_every_block_that_holds_something_has_a_place(parts):
+    size = int(np.prod(list(parts.values()))) + 1
+    inputs, outputs = Layout.blocks((2, 6, 5, 3), parts, size), Layout.blocks((2, 3), (1, 1), size)
+    found, wanted = _candidates(inputs.boxes, outputs.boxes)
+    places = {}
+    for rank in range(size):
+        if inputs.boxes[rank].size:
+            places.setdefault(inputs.boxes[rank].ranges[1:3], set()).add(found[rank].ranges[1])
+            assert found[rank].shape == (inputs.boxes[rank].shape[0], 1, 2, 3)
+        else:
+            assert not found[rank].size
+    numbers = sorted(first for some in places.values() for first, _ in some)
+    assert numbers == list(range(len(places))) and wanted[0].ranges[1] == (0, len(places))
+
+
+def test_refuses_samples_without_space():
+    with pytest.raises(ValueError, match=r"GlobalMaxPool: expected samples with spatial axes .* got \(4,\)"):
+        GlobalMaxPool()(Input((4,)))
