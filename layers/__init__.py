@@ -3,6 +3,7 @@
 from .activation import ELU, GELU, HardSigmoid, HardSwish, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from .adaptive_pooling import AdaptiveAveragePool, AdaptiveMaxPool
 from .batch_norm import BatchNorm
+from .composed import Crop, Sequential, Split
 from .convolution import Conv
 from .dense import Dense
 from .dice import Dice, Tversky
@@ -17,6 +18,7 @@ from .merge import Add, Concat, Multiply
 from .network import Network
 from .padding import Pad, Slice
 from .parameter import Parameter
+from .pixel_shuffle import PixelShuffle, PixelUnshuffle
 from .pooling import AveragePool, MaxPool
 from .redistribute import Redistribute
 from .reshape import Flatten, Reshape
@@ -41,6 +43,7 @@ __all__ = [
     "Concat",
     "Conv",
     "ConvTranspose",
+    "Crop",
     "Dense",
     "Dice",
     "Dropout",
@@ -67,17 +70,21 @@ __all__ = [
     "PReLU",
     "Pad",
     "Parameter",
+    "PixelShuffle",
+    "PixelUnshuffle",
     "ReLU",
     "Redistribute",
     "Reshape",
     "Resize",
     "Scale",
+    "Sequential",
     "Shape",
     "SiLU",
     "Sigmoid",
     "Slice",
     "Softmax",
     "SoftmaxCrossEntropy",
+    "Split",
     "Stencil",
     "StochasticDepth",
     "Strategy",

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..program.operations import Timing
     from ..program.views import View
 
-__all__ = ["MODES", "Pad", "Slice"]
+__all__ = ["MODES", "Copied", "Pad", "Slice"]
 
 MODES = ("constant", "reflect", "replicate", "circular")
 Amounts = tuple[tuple[int, int], ...]
 
 
-class _Copied(Layer):
+class Copied(Layer):
     """Shows elements of its input at other places. However much a block of it reads, it takes a copy of the block."""
 
     passes = Passes((1, 1), (1, 1))
@@ -40,7 +40,7 @@ class _Copied(Layer):
         return context.timing(phase, inputs=(context.output.layout.boxes.longest,))
 
 
-class _Shifted(_Copied):
+class _Shifted(Copied):
     """The same distance from each element to where it is shown; `value` where there is none."""
 
     value = 0.0
@@ -133,13 +133,13 @@ class Pad(_Shifted):
         if self.mode == "constant" or len(inputs) != 1 or not isinstance(inputs[0], Node):
             return super().__call__(*inputs)
         (node,) = inputs
-        for axis, (low, high) in enumerate(self._pairs(node.shape)):
+        for axis, (low, high) in enumerate(self.pairs(node.shape)):
             if low or high:
                 name = self.name and f"{self.name}_{axis_names(len(node.shape) + 1)[axis + 1]}"
                 node = _PadAxis(axis, low, high, self.mode, name)(node)
         return node
 
-    def _pairs(self, shape: Shape) -> Amounts:
+    def pairs(self, shape: Shape) -> Amounts:
         """Before and behind, per spatial axis."""
         axes = len(shape) - 1
         given = np.asarray(self.amounts)
@@ -151,16 +151,16 @@ class Pad(_Shifted):
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
-        found = tuple(low + n + high for n, (low, high) in zip(shape, self._pairs(shape)))
+        found = tuple(low + n + high for n, (low, high) in zip(shape, self.pairs(shape)))
         if min(found, default=1) < 1:
             raise ValueError(f"Pad: expected rows to be left of {shape[:-1]}, got {found}; take away less")
         return (*found, shape[-1])
 
     def shifts(self, shape: Shape) -> Sequence[int]:
-        return [*(low for low, _ in self._pairs(shape)), 0]
+        return [*(low for low, _ in self.pairs(shape)), 0]
 
 
-class _PadAxis(_Copied):
+class _PadAxis(Copied):
     """Rows of the array itself at both ends of one spatial axis."""
 
     def __init__(self, axis: int, low: int, high: int, mode: str, name: str | None = None) -> None:

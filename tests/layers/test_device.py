@@ -41,7 +41,10 @@ from halograd.layers import (
     Network,
     Pad,
     Parameter,
+    PixelShuffle,
+    PixelUnshuffle,
     PReLU,
+    Reshape,
     Resize,
     Scale,
     Sigmoid,
@@ -141,6 +144,9 @@ LAYERS = {
     "adaptive average": (lambda: AdaptiveAveragePool((5, 4), "l"), SPATIAL),
     "adaptive max": (lambda: AdaptiveMaxPool((5, 4), "l"), SPATIAL),
     "max pool rounded up": (lambda: MaxPool(2, ceil_mode=True, name="l"), SPATIAL),
+    "pixel shuffle": (lambda: PixelShuffle(2, "l"), SPATIAL),
+    "pixel unshuffle": (lambda: PixelUnshuffle(2, "l"), [(8, 6, 2)]),
+    "reshape": (lambda: Reshape((2, 3, 4), "l"), [(24,)]),
     "resize": (lambda: Resize(2, mode="bilinear", name="l"), SPATIAL),
     "response norm": (lambda: LocalResponseNorm(3, alpha=0.1, name="l"), SPATIAL),
     "sigmoid": (lambda: Sigmoid("l"), SPATIAL),
@@ -161,7 +167,7 @@ def same(found, expected):
 def test_layers_compute_what_they_compute_on_the_host(name):
     make, shapes = LAYERS[name]
     with Communicator(MPI.COMM_WORLD) as comm:
-        cuts = [{"sample": comm.size}] if name == "dense" else list(grids(comm.size, ("height", "width")))
+        cuts = [{"sample": comm.size}] if name in ("dense", "reshape") else list(grids(comm.size, ("height", "width")))
         for parts in cuts:
             kernels = FakeBackend()
             expected = run_layer(make, shapes, comm, parts, steps=2)

@@ -1,0 +1,121 @@
+"""What makes several layers at a call: sequences, all pieces of the channels, crops. They are no layers themselves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .layer import Node
+from .padding import Pad, Slice
+
+__all__ = ["Crop", "Sequential", "Split"]
+
+
+class Sequential:
+    """Layers one after another: a call makes their nodes in order, as ``c(b(a(x)))`` does.
+
+    Parameters
+    ----------
+    layers
+        Layers, other sequences, or functions from nodes to a node. The first may take several nodes.
+
+    Examples
+    --------
+    >>> from halograd.layers import Conv, Input, MaxPool
+    >>> Sequential(Conv(4, 3), MaxPool(2))(Input((10, 10, 3))).shape
+    (4, 4, 4)
+    """
+
+    def __init__(self, *layers: Callable[..., Node]) -> None:
+        bad = [layer for layer in layers if not callable(layer)]
+        if bad or not layers:
+            raise TypeError(f"Sequential: expected one or more layers, got {bad[0]!r}" if bad else _NO_LAYERS)
+        self.layers = layers
+
+    def __call__(self, *inputs: Node) -> Node:
+        """The output of the last layer."""
+        node = self.layers[0](*inputs)
+        for layer in self.layers[1:]:
+            node = layer(node)
+        return node
+
+
+_NO_LAYERS = "Sequential: expected one or more layers, got none; give it those that it is to call"
+
+
+class Split:
+    """All channels in pieces, one after another: a :class:`Slice` for each.
+
+    Parameters
+    ----------
+    sizes
+        Number of pieces, all of one size, or channels of each.
+    name
+        The pieces are named ``name_0``, ``name_1``, ...
+
+    Examples
+    --------
+    >>> from halograd.layers import Input
+    >>> [piece.shape for piece in Split((2, 4))(Input((8, 8, 6)))]
+    [(8, 8, 2), (8, 8, 4)]
+    """
+
+    def __init__(self, sizes: int | Sequence[int], name: str | None = None) -> None:
+        self.sizes, self.name = sizes, name
+
+    def __call__(self, node: Node) -> tuple[Node, ...]:
+        """A node per piece."""
+        channels = node.shape[-1]
+        sizes = self._pieces(channels)
+        if min(sizes, default=0) < 1 or sum(sizes) != channels:
+            raise ValueError(f"Split: expected pieces of {channels} channels, got {self.sizes}")
+        ends = itertools.accumulate(sizes)
+        return tuple(
+            Slice(end - n, end, self.name and f"{self.name}_{i}")(node) for i, (n, end) in enumerate(zip(sizes, ends))
+        )
+
+    def _pieces(self, channels: int) -> Sequence[int]:
+        if not isinstance(self.sizes, int):
+            return tuple(self.sizes)
+        if self.sizes < 1 or channels % self.sizes:
+            raise ValueError(f"Split: expected a number of pieces that divides {channels} channels, got {self.sizes}")
+        return (channels // self.sizes,) * self.sizes
+
+
+class Crop:
+    """Rows taken away at the ends of the spatial axes: :class:`Pad` with negative amounts.
+
+    Parameters
+    ----------
+    amounts
+        Rows before and behind, per spatial axis; one number or pair for all of them. None: as many as leave the extent
+        of a second node, the middle of the first (a U-Net of convolutions without padding; Ronneberger et al. 2015).
+
+    Examples
+    --------
+    >>> from halograd.layers import Input
+    >>> x, small = Input((9, 8, 3)), Input((4, 6, 1), "small")
+    >>> Crop((1, 2))(x).shape, Crop()(x, small).shape
+    ((6, 5, 3), (4, 6, 3))
+    """
+
+    def __init__(self, amounts: Any = None, name: str | None = None) -> None:
+        self.amounts, self.name = amounts, name
+
+    def __call__(self, node: Node, like: Node | None = None) -> Node:
+        """The node that is left; of the spatial extent of `like` where no amounts were given."""
+        if (self.amounts is None) == (like is None):
+            what = "none" if like is None else "both"
+            raise ValueError(f"Crop: expected amounts, or a second node for its extent, got {what}; give one")
+        away = self._to_extent(node, like) if like is not None else Pad(self.amounts).pairs(node.shape)
+        if any(n < 0 for pair in away for n in pair):
+            raise ValueError(f"Crop: expected rows to take away of {node.shape[:-1]}, got {away}; use Pad to add some")
+        return Pad([(-low, -high) for low, high in away], name=self.name)(node)
+
+    @staticmethod
+    def _to_extent(node: Node, like: Node) -> Sequence[tuple[int, int]]:
+        if len(like.shape) != len(node.shape):
+            raise ValueError(f"Crop: expected two nodes of as many axes, got {node.shape} and {like.shape}")
+        more = [n - wanted for n, wanted in zip(node.shape[:-1], like.shape[:-1])]
+        return [(n // 2, n - n // 2) for n in more]
