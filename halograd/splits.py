@@ -19,11 +19,11 @@ from .documents import read_json
 from .errors import UserError
 from .local import find_mpiexec, run_ranks
 
-__all__ = ["Split", "splits", "try_split", "try_splits"]
+__all__ = ["CoreSplit", "splits", "try_split", "try_splits"]
 
 
 @dataclass(frozen=True)
-class Split:
+class CoreSplit:
     """One way to use the cores, and what a step took.
 
     Attributes
@@ -57,7 +57,7 @@ def splits(cores: int) -> list[tuple[int, int]]:
 
 def try_splits(
     cores: int, tables: Mapping[str, Any], say: Callable[[str], None], begin: Callable[[int, int], None]
-) -> list[Split]:
+) -> list[CoreSplit]:
     """All splits of so many cores of this machine, tried one after the other; those that cannot be are left out. Local.
 
     Parameters
@@ -85,7 +85,7 @@ def try_splits(
             job.write_text(json.dumps({**tables, "backend": backend, "output": {"directory": folder}}))
             try:
                 run_ranks(mpiexec, ranks, ["try-split", str(job), str(result)], lines.append)
-                found.append(Split(**json.loads(result.read_text())))
+                found.append(CoreSplit(**json.loads(result.read_text())))
             except UserError as error:
                 refused = next(
                     (line.removeprefix("halograd: error: ") for line in lines if "error: " in line), f"{error}"
@@ -102,7 +102,7 @@ def try_split(job: Path, result: Path) -> None:
     Parameters
     ----------
     job, result
-        A configuration, and a `Split`, as JSON.
+        A configuration, and a `CoreSplit`, as JSON.
     """
     from .auto import try_run
     from .cli.profiling import open_communicator
@@ -115,5 +115,5 @@ def try_split(job: Path, result: Path) -> None:
         if comm.rank == 0:
             seconds, threads = trial.seconds[trial.name], config.backend.threads
             alike = trial.seconds.get(GRID, seconds)
-            found = Split(comm.size, threads, trial.plan.step_seconds, seconds, trial.name, alike)
+            found = CoreSplit(comm.size, threads, trial.plan.step_seconds, seconds, trial.name, alike)
             result.write_text(json.dumps(asdict(found)))

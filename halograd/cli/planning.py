@@ -17,7 +17,7 @@ from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, sp
 
 if TYPE_CHECKING:
     from ..perfmodel.plans import Alternative, LayerRecord, Plan
-    from ..splits import Split
+    from ..splits import CoreSplit
     from ..training.step_times import Measured
 
 __all__ = ["compared", "comparison", "plan", "plan_text"]
@@ -119,7 +119,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
     print(json.dumps([vars(one) for one in found]) if as_json else "\n".join(_cores_text(what.model, batch, found)))
 
 
-def _cores_text(model: str, batch: int, found: Sequence[Split]) -> list[str]:
+def _cores_text(model: str, batch: int, found: Sequence[CoreSplit]) -> list[str]:
     """What every split took, and the best of them."""
     best = min(found, key=lambda one: one.seconds)
     rows = [["", "[ms]", "[ms]", "", "[ms]", ""]]

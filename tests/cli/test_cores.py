@@ -14,7 +14,7 @@ from halograd.cli.run import run
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.perfmodel.plans import Plan
-from halograd.splits import Split, try_splits
+from halograd.splits import CoreSplit, try_splits
 from halograd.training.config import check_config, parse_config
 from halograd.trials import StepTrial
 from tests.cli.test_automatic import AUTO
@@ -33,7 +33,7 @@ def jobs(monkeypatch):
         if ranks == 3:
             raise UserError("`halograd try-split` on 3 ranks: expected exit code 0, got 2")
         seconds = 0.1 * ranks
-        one = Split(ranks, config.backend.threads, 0.9 * seconds, seconds, "elimination", 1.5 * seconds)
+        one = CoreSplit(ranks, config.backend.threads, 0.9 * seconds, seconds, "elimination", 1.5 * seconds)
         Path(result).write_text(json.dumps(vars(one)))
 
     monkeypatch.setattr(splits, "run_ranks", started)
