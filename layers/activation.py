@@ -1,4 +1,4 @@
-"""Activations: elementwise functions, and softmax over the channels."""
+"""Activations: elementwise functions, and softmax over the channels; those that are made behind other layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["ELU", "GELU", "HardSigmoid", "HardSwish", "LeakyReLU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
+__all__ = [
+    "ELU",
+    "GELU",
+    "HardSigmoid",
+    "HardSwish",
+    "LeakyReLU",
+    "ReLU",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+    "activated",
+]
 
 
 class _Activation(Layer):
@@ -176,3 +188,41 @@ def _softmax_gradient(environment: Any, y: Any, dy: Any, dx: Any, sums: Any, pro
         np.multiply(dx, y, out=dx)
 
     return run
+
+
+#: Activations that another layer may name.
+_KINDS: dict[str, type[Layer]] = {
+    kind.function: kind for kind in (ReLU, LeakyReLU, ELU, GELU, SiLU, HardSwish, HardSigmoid, Sigmoid, Tanh)
+}
+_KINDS["softmax"] = Softmax
+
+
+def activated(layer: Layer, activation: str | Layer | None, fused: str | None = "relu") -> str | None:
+    """What a layer's own kernels compute as activation: `fused` or None. Another is made behind it by a call.
+
+    Parameters
+    ----------
+    layer
+        Gets `behind`: a layer of this activation, named after the layer, or `activation` itself if that is a layer.
+    activation
+        None, a name, or a layer.
+    fused
+        The one that its kernels compute; None: they have none.
+
+    Raises
+    ------
+    ValueError
+        If there is no activation of this name.
+    """
+    if activation is None:
+        return None
+    if isinstance(activation, str) and activation == fused:
+        return fused
+    if not isinstance(activation, Layer):
+        if activation not in _KINDS:
+            raise ValueError(
+                f"activation: expected None, one of {', '.join(_KINDS)}, or a layer, got {activation!r}; choose one"
+            )
+        activation = _KINDS[activation](name=layer.name and f"{layer.name}_{activation}")
+    layer.behind = activation
+    return None

@@ -14,6 +14,7 @@ from ..dtensor import Blocks, Groups
 from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
 from ..kernels.memory import Workspace
 from ..kernels.norm_parts import cancellation_limit, cancels, centered_squares
+from .activation import activated
 from .costs import Passes
 from .groups import sample_groups
 from .layer import Layer, Shape
@@ -50,7 +51,7 @@ class BatchNorm(Layer):
     affine
         Whether to scale by `gamma` and shift by `beta`.
     activation
-        None or ``"relu"``, fused into the kernel.
+        None; ``"relu"``, fused into the kernel; another name (``"silu"``, ...) or a layer, made behind it.
 
     Notes
     -----
@@ -80,7 +81,7 @@ class BatchNorm(Layer):
         momentum: float = 0.1,
         eps: float = 1e-5,
         affine: bool = True,
-        activation: str | None = None,
+        activation: str | Layer | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
@@ -90,10 +91,8 @@ class BatchNorm(Layer):
             raise ValueError(f"momentum: expected a number from 0 to 1, got {momentum!r}")
         if not eps > 0:
             raise ValueError(f"eps: expected a number > 0, got {eps!r}")
-        if activation not in (None, "relu"):
-            raise ValueError(f"activation: expected None or 'relu', got {activation!r}; others are layers of their own")
         self.statistics, self.momentum, self.eps = statistics, momentum, eps
-        self.affine, self.activation = affine, activation
+        self.affine, self.activation = affine, activated(self, activation)
 
     def output_shape(self, *shapes: Shape) -> Shape:
         if len(shapes) > 2 or len(set(shapes)) > 1:

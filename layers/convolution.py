@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
+from .activation import activated
 from .contraction import cuts_channels, lower_contraction, masking
 from .costs import Passes
 from .layer import Layer, Shape
@@ -41,7 +42,7 @@ class Conv(Layer):
     groups
         Input and output channels are cut into this many groups that do not mix.
     activation
-        None or ``"relu"``, fused into the kernel.
+        None; ``"relu"``, fused into the kernel; another name (``"silu"``, ...) or a layer, made behind it.
 
     Notes
     -----
@@ -64,15 +65,14 @@ class Conv(Layer):
         dilation: int | Sequence[int] = 1,
         bias: bool = True,
         groups: int = 1,
-        activation: str | None = None,
+        activation: str | Layer | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        if activation not in (None, "relu"):
-            raise ValueError(f"activation: expected None or 'relu', got {activation!r}; others are layers of their own")
         if filters < 1 or groups < 1 or filters % groups:
             raise ValueError(f"filters ({filters}) must be a positive multiple of groups ({groups})")
-        self.filters, self.groups, self.bias, self.activation = filters, groups, bias, activation
+        self.filters, self.groups, self.bias = filters, groups, bias
+        self.activation = activated(self, activation)
         self.stencil: Stencil = Stencil(kernel, stride, padding, dilation)
         self.cuts_channels = "contracts" if groups == 1 else "no"
         self.takes_padded_channels = groups == 1

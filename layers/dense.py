@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .activation import activated
 from .contraction import cuts_channels, lower_contraction
 from .costs import Passes
 from .layer import Layer, Shape
@@ -27,6 +28,8 @@ class Dense(Layer):
         Number of outputs.
     bias
         Whether to add a bias.
+    activation
+        None; a name (``"relu"``, ``"silu"``, ...) or a layer, made behind it.
 
     Notes
     -----
@@ -39,11 +42,14 @@ class Dense(Layer):
     passes = Passes()
     cuts_channels = "contracts"
 
-    def __init__(self, units: int, bias: bool = True, name: str | None = None) -> None:
+    def __init__(
+        self, units: int, bias: bool = True, activation: str | Layer | None = None, name: str | None = None
+    ) -> None:
         super().__init__(name)
         if units < 1:
             raise ValueError(f"Dense: units must be at least 1, got {units}")
         self.units, self.bias = units, bias
+        activated(self, activation, fused=None)
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..kernels import ChannelNormArrays, GroupNormArrays
+from .activation import activated
 from .batch_norm import affine_parameters, lower_affine
 from .costs import Passes
 from .groups import sample_groups
@@ -38,7 +39,7 @@ class GroupNorm(Layer):
     affine
         Whether to scale by `gamma` and shift by `beta`, one each per channel.
     activation
-        None or ``"relu"``, fused into the kernel.
+        None; ``"relu"``, fused into the kernel; another name (``"silu"``, ...) or a layer, made behind it.
 
     Notes
     -----
@@ -54,7 +55,7 @@ class GroupNorm(Layer):
         groups: int,
         eps: float = 1e-5,
         affine: bool = True,
-        activation: str | None = None,
+        activation: str | Layer | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
@@ -62,9 +63,8 @@ class GroupNorm(Layer):
             raise ValueError(f"groups: expected a number >= 1, got {groups!r}")
         if not eps > 0:
             raise ValueError(f"eps: expected a number > 0, got {eps!r}")
-        if activation not in (None, "relu"):
-            raise ValueError(f"activation: expected None or 'relu', got {activation!r}; others are layers of their own")
-        self.groups, self.eps, self.affine, self.activation = groups, eps, affine, activation
+        self.groups, self.eps, self.affine = groups, eps, affine
+        self.activation = activated(self, activation)
 
     def group_count(self, channels: int) -> int:
         """Number of groups of an input with so many channels."""
@@ -90,7 +90,7 @@ class InstanceNorm(GroupNorm):
     """Instance normalisation (Ulyanov et al. 2016): :class:`GroupNorm` with one group per channel."""
 
     def __init__(
-        self, eps: float = 1e-5, affine: bool = True, activation: str | None = None, name: str | None = None
+        self, eps: float = 1e-5, affine: bool = True, activation: str | Layer | None = None, name: str | None = None
     ) -> None:
         super().__init__(1, eps, affine, activation, name)
 
@@ -115,7 +115,7 @@ class LayerNorm(GroupNorm):
         axes: str = "sample",
         eps: float = 1e-5,
         affine: bool = True,
-        activation: str | None = None,
+        activation: str | Layer | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(1, eps, affine, activation, name)

@@ -93,6 +93,8 @@ class Layer:
     pad_value: float = 0.0
     #: What its kernels move in memory; by default backward reads x and dy, and writes dx.
     passes: Passes = Passes((1, 1), (2, 1))
+    #: Made behind it by a call: an activation that its own kernels do not compute.
+    behind: Layer | None = None
     #: Whether others look at its inputs when a step has ended (metrics at those of a loss).
     keeps_inputs: bool = False
 
@@ -101,7 +103,8 @@ class Layer:
 
     def __call__(self, *inputs: Node) -> Node:
         self._refuse_others(inputs)
-        return Node(self, inputs)
+        node = Node(self, inputs)
+        return node if self.behind is None else self.behind(node)
 
     def _refuse_others(self, inputs: Sequence[Node]) -> None:
         for node in inputs:

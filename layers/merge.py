@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
+from .activation import activated
 from .contraction import masking
 from .costs import Passes
 from .global_pooling import without_space
@@ -29,7 +30,7 @@ class Add(Layer):
     Parameters
     ----------
     activation
-        None or ``"relu"``, fused into the sum.
+        None; ``"relu"``, fused into the sum; another name (``"silu"``, ...) or a layer, made behind it.
 
     Notes
     -----
@@ -40,11 +41,9 @@ class Add(Layer):
     passes = Passes((1, 1), (0, 0))
     cuts_channels = "channelwise"
 
-    def __init__(self, activation: str | None = None, name: str | None = None) -> None:
+    def __init__(self, activation: str | Layer | None = None, name: str | None = None) -> None:
         super().__init__(name)
-        if activation not in (None, "relu"):
-            raise ValueError(f"activation: expected None or 'relu', got {activation!r}; others are layers of their own")
-        self.activation = activation
+        self.activation = activated(self, activation)
 
     def output_shape(self, *shapes: Shape) -> Shape:
         if not shapes or any(s != shapes[0] for s in shapes):

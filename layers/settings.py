@@ -19,7 +19,8 @@ from .network import Network
 
 __all__ = ["difference", "fingerprint", "settings_of"]
 
-_NAMES = ("name",)
+#: What is no setting: an activation behind is a layer of its own.
+_NAMES = ("name", "behind")
 _READS, _SETTINGS = ": reads ", ": settings "
 #: Shape of an activation, behind its layer and kind.
 _SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..dtensor import Box, Window, input_box, output_box
+from .activation import activated
 from .convolution import conv_data, conv_filter, conv_forward, local_geometry, zeroing
 from .costs import Passes
 from .layer import Layer, Shape
@@ -43,6 +44,8 @@ class ConvTranspose(Layer):
         Whether to add a bias per filter.
     groups
         Input and output channels are cut into this many groups that do not mix.
+    activation
+        None; a name (``"relu"``, ``"silu"``, ...) or a layer, made behind it.
 
     Notes
     -----
@@ -64,6 +67,7 @@ class ConvTranspose(Layer):
         dilation: int | Sequence[int] = 1,
         bias: bool = True,
         groups: int = 1,
+        activation: str | Layer | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
@@ -76,6 +80,7 @@ class ConvTranspose(Layer):
         #: None for "same".
         self.padding: int | Sequence[Any] | None = None if isinstance(padding, str) else padding
         self.output_padding, self.dilation = output_padding, dilation
+        activated(self, activation, fused=None)
 
     def windows(self, shape: Shape) -> tuple[Window, ...]:
         """Per spatial axis, the window of the convolution that this is the adjoint of: it slides over `y`.

@@ -392,7 +392,7 @@ def test_a_step_allocates_no_array(ranks, statistics):
         ({"statistics": "batch"}, "expected one of"),
         ({"momentum": 1.5}, "from 0 to 1"),
         ({"eps": 0.0}, "eps: expected a number > 0"),
-        ({"activation": "tanh"}, "others are layers of their own"),
+        ({"activation": "tan"}, "expected None, one of relu, .* got 'tan'"),
     ],
 )
 def test_refuses_what_is_not_meant(options, message):

@@ -229,7 +229,7 @@ def test_initial_weights_have_the_variance_of_he():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Conv(4, 3, activation="tanh"), r"activation: expected None or 'relu', got 'tanh'"),
+        (lambda: Conv(4, 3, activation="tan"), r"activation: expected None, one of relu, .*, or a layer, got 'tan'"),
         (lambda: Conv(4, 3, groups=3), r"filters \(4\) must be a positive multiple of groups \(3\)"),
         (lambda: Conv(0, 3), r"filters \(0\) must be a positive multiple"),
         (lambda: Conv(4, 9)(Input((8, 8, 4))), r"Conv: a window of extent \[9, 9\] does not fit into \(8, 8\)"),

@@ -143,5 +143,5 @@ def test_errors_name_what_is_wrong():
         Concat()(a, b)
     with pytest.raises(ValueError, match=r"Concat: .* got no input"):
         Concat()()
-    with pytest.raises(ValueError, match="activation: expected None or 'relu', got 'tanh'"):
-        Add("tanh")
+    with pytest.raises(ValueError, match=r"activation: expected None, one of relu, .* got 'tan'"):
+        Add("tan")
