@@ -1,18 +1,29 @@
 """A network of what the models do not have: rows around and away, gates, pieces of channels, two tasks, four losses."""
 
 from halograd.layers import (
+    AdaptiveAveragePool,
+    AdaptiveMaxPool,
     Concat,
     Conv,
     Dense,
     Dice,
     GlobalAveragePool,
+    GlobalMaxPool,
     Input,
+    MaxPool,
     Network,
     Pad,
+    PixelShuffle,
+    PixelUnshuffle,
+    PReLU,
+    Reshape,
+    Resize,
+    Scale,
+    Sequential,
     Sigmoid,
-    SiLU,
     Slice,
     SoftmaxCrossEntropy,
+    StochasticDepth,
     training_only,
 )
 
@@ -20,20 +31,42 @@ from halograd.layers import (
 def gated(edge=16, pad=5, width=6):
     """Targets ``target`` (a map of 3 classes) and ``kind`` (4 classes per sample)."""
     x = Input((edge, edge, 3), name="x")
-    y = SiLU()(Conv(width, 3, padding=1, name="conv")(x))
+    y = residual(Conv(width, 3, padding=1, activation="silu", name="conv")(x), width)
     y = Pad(((0, 0), (pad, pad)), "circular", name="around")(y)
     y = Pad(((pad, pad), (0, 0)), "reflect", name="mirrored")(y)
     y = Pad(((0, 1), (2, 0)), "replicate", name="repeated")(y)
     y = Pad(((-pad, 2 - pad), (1 - pad, -pad)), value=0.25, name="cropped")(y)
     first, last = Slice(0, width - 2, "first")(y), Slice(width - 2, width, "last")(y)
-    y = Concat(name="turned")(last, first)
+    y = pyramid(Concat(name="turned")(last, first), width)
     y = y * Sigmoid()(Dense(width, name="gate")(GlobalAveragePool()(y)))
     y = y * Sigmoid()(Conv(1, 1, name="attention")(y))
     logits = Conv(3, 1, name="logits")(y)
     coarse = Conv(3, 1, name="coarse")(Pad(-2)(y))
-    kind = Dense(4, name="kind_logits")(GlobalAveragePool()(y))
+    kind = Dense(4, name="kind_logits")(Concat(name="pooled")(GlobalAveragePool()(y), GlobalMaxPool()(y)))
     target = Input((*logits.shape[:-1], 1), "target", "int32")
     loss = SoftmaxCrossEntropy()(logits, target) + 0.5 * Dice("softmax")(logits, target)
     loss += training_only(0.3 * SoftmaxCrossEntropy()(coarse, Pad(-2)(target)))
     loss += SoftmaxCrossEntropy()(kind, Input((1,), "kind", "int32"))
     return Network({"prediction": logits, "kind": kind, "loss": loss}, name="gated")
+
+
+def residual(x, width):
+    """A branch on cells of 2 x 2, scaled, and left out for some samples."""
+    branch = Sequential(
+        PixelUnshuffle(2, name="unshuffled"),
+        Conv(4 * width, 3, padding=1, activation=PReLU("channel", name="slopes"), name="cells"),
+        PixelShuffle(2, name="shuffled"),
+        Scale(0.5, bias=True, name="scale"),
+        StochasticDepth(0.3, name="depth"),
+    )
+    return x + branch(x)
+
+
+def pyramid(x, width):
+    """Means, maxima and a map made of a vector, of few positions each, brought to the extent of x and added."""
+    size = x.shape[:-1]
+    means = Resize(size=size, mode="bicubic", align_corners=True, name="means_up")(AdaptiveAveragePool((5, 3))(x))
+    maxima = MaxPool(2, ceil_mode=True, name="rounded")(AdaptiveMaxPool((7, 5))(x))
+    vector = Dense(4 * width, name="vector")(GlobalAveragePool()(x))
+    made = Resize(size=size, mode="linear", name="made_up")(Reshape((2, 2, width), name="made")(vector))
+    return x + means + Resize(size=size, name="maxima_up")(maxima) + made
