@@ -282,8 +282,9 @@ class TrainingRun:
     def _give_up(self) -> None:
         """Say that the run ends before its last epoch. Local."""
         best = self.best
-        self.log.write("early_stop", step=self.optimizer.step, best=best.state_dict())
-        self.log.say(f"no better {best.name} in {best.waited} validations: training ends here; {best.describe()}")
+        reason = f"no better {best.name} in {best.waited} validations; {best.describe()}"
+        self.log.write("early_stop", step=self.optimizer.step, reason=reason)
+        self.log.say(f"training ends here: {reason}")
 
     def _judge(self, epoch: int) -> None:
         """Say that the loss has diverged, once until it comes back; log it after every such epoch. Local."""

@@ -311,6 +311,6 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "failed": ("rank", "host", "cause"),
     "stopped": ("reason",),
     "diverged": ("step", "reason"),
-    "early_stop": ("step",),
+    "early_stop": ("step", "reason"),
     "prediction": ("steps", "predicted_step_seconds", "measured_step_seconds", "data_seconds", "waits", "layers"),
 }

@@ -96,7 +96,7 @@ def test_a_run_that_gives_up(comm, config):
     assert last < 120 and whole["steps"] == last and whole["stopped"] is None
     assert whole["best"]["step"] == min(found, key=found.get) == last - 9  # three epochs of three steps
     (entry,) = read_log(config.parent / "whole/log.jsonl", "early_stop")
-    assert entry["step"] == last
+    assert entry["step"] == last and entry["reason"].startswith("no better loss in 3 validations; best loss 0.")
     train(config, [*sets, f"training.epochs={last // 3 - 2}"], comm=comm)
     parts = train(config, sets, resume=True, comm=comm)
     assert parts["best"] == whole["best"] and parts["steps"] == last
