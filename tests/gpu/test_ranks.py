@@ -17,17 +17,24 @@ from halograd.comm import Communicator
 from halograd.device import as_dtype, is_low, resolution
 from halograd.kernels import Backend, get_backend
 from halograd.layers import (
+    AdaptiveAveragePool,
+    AdaptiveMaxPool,
     Add,
     Concat,
     Conv,
     ConvTranspose,
     Dropout,
+    GlobalMaxPool,
     GroupNorm,
     LayerNorm,
     LocalResponseNorm,
     MaxPool,
+    PixelShuffle,
+    PReLU,
     Resize,
+    Scale,
     SoftmaxCrossEntropy,
+    StochasticDepth,
 )
 from halograd.layers import BatchNorm as Norm
 from halograd.layers.strategy import Strategy
@@ -55,6 +62,14 @@ LAYERS: dict[str, tuple[Callable[[], Any], int]] = {
     "layer norm": (lambda: LayerNorm("channels", name="l"), 1),
     "local response norm": (lambda: LocalResponseNorm(3, name="l"), 1),
     "resize": (lambda: Resize(2, mode="bilinear", name="l"), 1),
+    "resize cubic": (lambda: Resize(1.5, mode="bicubic", align_corners=True, name="l"), 1),
+    "adaptive average pool": (lambda: AdaptiveAveragePool((4, 3), name="l"), 1),
+    "adaptive max pool": (lambda: AdaptiveMaxPool((4, 3), name="l"), 1),
+    "global max pool": (lambda: GlobalMaxPool(name="l"), 1),
+    "scale": (lambda: Scale(bias=True, name="l"), 1),
+    "slopes": (lambda: PReLU("channel", name="l"), 1),
+    "stochastic depth": (lambda: StochasticDepth(0.5, name="l"), 1),
+    "pixel shuffle": (lambda: PixelShuffle(2, name="l"), 1),
     "dropout": (lambda: Dropout(0.3, name="l"), 1),
     "concat": (lambda: Concat("l"), 2),
     "sum": (lambda: Add(activation="relu", name="l"), 2),

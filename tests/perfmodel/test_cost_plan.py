@@ -81,7 +81,12 @@ def test_all_kernels_of_a_layer_are_priced(name):
     made = Simulation(NETWORKS[name](), Strategy(), 2, priced(LASSEN), Training())
     trained = {segment.name for segment in made.program.backward}
     for step in made.program.steps:
-        if step.layer.kind in ("Flatten", "Reshape", "Pad", "Slice"):  # no kernel on one rank; copies of what they show
+        if step.layer.kind in (
+            "Flatten",
+            "Reshape",
+            "Pad",
+            "Slice",
+        ):  # no kernel on one rank; copies of what they show only
             continue
         gradient = any(value.trainable for value in step.inputs)
         shapes = [value.layout.shape for value in step.inputs]

@@ -250,6 +250,13 @@ LAYERS = {
     "batch norm": (BatchNorm(), [(2, 8, 8, 3)]),
     "max pool": (MaxPool(2), [(2, 8, 8, 3)]),
     "dropout": (Dropout(0.5), [(2, 8, 8, 3)]),
+    "resize": (L.Resize(1.5, mode="cubic"), [(2, 8, 8, 3)]),
+    "scale": (L.Scale(bias=True), [(2, 8, 8, 3)]),
+    "slopes": (L.PReLU("channel"), [(2, 8, 8, 3)]),
+    "stochastic depth": (L.StochasticDepth(0.5), [(2, 8, 8, 3)]),
+    "global max pool": (L.GlobalMaxPool(), [(2, 8, 8, 3)]),
+    "adaptive max pool": (L.AdaptiveMaxPool(3), [(2, 8, 8, 3)]),
+    "pixel shuffle": (L.PixelShuffle(2), [(2, 8, 8, 12)]),
     "loss": (SoftmaxCrossEntropy(), [(2, 5), (2, 1)]),
 }
 
