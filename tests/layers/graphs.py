@@ -7,6 +7,8 @@ import numpy as np
 from halograd.dtensor import Box
 from halograd.kernels import get_backend
 from halograd.layers import (
+    AdaptiveAveragePool,
+    AdaptiveMaxPool,
     Add,
     AveragePool,
     BatchNorm,
@@ -17,6 +19,7 @@ from halograd.layers import (
     Dropout,
     Flatten,
     GlobalAveragePool,
+    GlobalMaxPool,
     GroupNorm,
     Input,
     Layer,
@@ -24,10 +27,15 @@ from halograd.layers import (
     MeanSquaredError,
     Network,
     Parameter,
+    PixelShuffle,
+    PixelUnshuffle,
+    PReLU,
     ReLU,
     Resize,
+    Scale,
     Softmax,
     SoftmaxCrossEntropy,
+    StochasticDepth,
     Tanh,
 )
 from halograd.layers.strategy import Strategy
@@ -137,6 +145,7 @@ class Graphs:
         make = self.pick(
             self._conv, self._conv, self._conv, self._norm, self._pool, self._pool, self._transposed, self._resize,
             self._add, self._add, self._concat, self._dropout, self._pointwise, self._gate, self._centre, self._group,
+            self._adaptive, self._pixels,
         )  # fmt: skip
         try:
             return make(x, same, alike)
@@ -162,14 +171,22 @@ class Graphs:
     def _pool(self, x, same, alike):
         layer = self.pick(MaxPool, AveragePool)
         kernel = self.per_axis(2, 3)
-        return layer(kernel, self.per_axis(1, 2, 3), self.pick(0, 1))(x)
+        return layer(kernel, self.per_axis(1, 2, 3), self.pick(0, 1), ceil_mode=self.pick(True, False))(x)
+
+    def _adaptive(self, x, same, alike):
+        layer = self.pick(AdaptiveAveragePool, AdaptiveMaxPool)
+        return layer(1 if self.rng.random() < 0.1 else self.per_axis(2, 3, 4))(x)
+
+    def _pixels(self, x, same, alike):
+        return PixelShuffle(2)(x) if x.shape[-1] % 2**self.axes == 0 else PixelUnshuffle(2)(x)
 
     def _transposed(self, x, same, alike):
         return ConvTranspose(2, self.per_axis(1, 2, 3), self.per_axis(1, 2), self.pick(0, 1), groups=self.pick(1, 2))(x)
 
     def _resize(self, x, same, alike):
         size = tuple(max(2, int(n * self.pick(0.6, 1.4, 2))) for n in x.shape[:-1])
-        return Resize(size=size, mode=self.pick("nearest", "linear"))(x)
+        mode = self.pick("nearest", "linear", "cubic", "area")
+        return Resize(size=size, mode=mode, align_corners=mode in ("linear", "cubic") and self.pick(True, False))(x)
 
     def _add(self, x, same, alike):
         others = [self.pick(*same) for _ in range(self.pick(1, 1, 2))]
@@ -179,10 +196,10 @@ class Graphs:
         return Concat()(x, self.pick(*alike))
 
     def _dropout(self, x, same, alike):
-        return Dropout(0.3)(x)
+        return self.pick(Dropout, StochasticDepth)(0.3)(x)
 
     def _pointwise(self, x, same, alike):
-        return self.pick(ReLU, Tanh, Softmax)()(x)
+        return self.pick(ReLU, Tanh, Softmax, PReLU, Scale)()(x)
 
     def _group(self, x, same, alike):
         return GroupNorm(2, eps=0.1)(x)
@@ -206,7 +223,7 @@ class Graphs:
             loss = SoftmaxCrossEntropy(self.rng.random(CLASSES) + 0.5, normalization, name="ce")(scores, target)
             return {"loss": loss, "aside": Conv(2, 1)(ReLU()(last))}
         other = values[int(self.rng.integers(len(values)))]
-        vectors = [self.pick(GlobalAveragePool, Flatten)()(v) for v in (last, other)]
+        vectors = [self.pick(GlobalAveragePool, GlobalMaxPool, Flatten)()(v) for v in (last, other)]
         vector = Dense(CLASSES)(Dropout(0.2)(Concat()(*vectors)))
         vector = Add()(vector, Dense(CLASSES)(ReLU()(vector)))
         target = Input((1,), name="target", dtype="int64")
