@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .costs import Passes
-from .global_pooling import GlobalAveragePool, GlobalMaxPool, Search, in_wide
+from .global_pooling import GlobalAveragePool, GlobalMaxPool, Search, in_wide, number_dtype
 from .layer import Layer, Node
 from .reshape import Reshape
 from .resize import Resize
@@ -118,13 +118,16 @@ class _Stage:
     def __init__(self, context: Context, search: Search, x: View, phase: str | None) -> None:
         self.search, self.x, axis = search, x, search.axis
         shape = (*x.shape[:axis], len(search.windows), *x.shape[axis + 1 :])
-        self.y, self.number = (context.scratch(shape, dtype) for dtype in (context.wide, "float64"))
+        numbers = number_dtype(context, x.shape[axis])
+        self.y, self.number = context.scratch(shape, context.wide), context.scratch(shape, numbers)
         views = {"x": x, "y": self.y, "number": self.number, "before": None, "work": self._work(context)}
         context.run(context.kernel(search, **views), timing=context.timing(phase) if phase else None)
 
     def _work(self, context: Context) -> View:
         axis = self.search.axis
-        return context.scratch((*self.x.shape[:axis], self.search.longest, *self.x.shape[axis + 1 :]), context.wide)
+        return context.scratch(
+            (*self.x.shape[:axis], self.search.longest, *self.x.shape[axis + 1 :]), self.number.dtype
+        )
 
     def lower_backward(self, context: Context, dy: View, dx: View, phase: str | None = None) -> View:
         """The gradient of what was searched, in `dx`."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["GlobalAveragePool", "GlobalMaxPool", "Search", "in_wide", "without_space"]
+__all__ = ["GlobalAveragePool", "GlobalMaxPool", "Search", "in_wide", "number_dtype", "without_space"]
 
 
 class _GlobalPool(Layer):
@@ -158,16 +158,20 @@ def _lower_largest(context: Context, own: View) -> None:
     for axis in range(len(shape) - 2, 0, -1):
         stride = math.prod(context.shapes[0][axis:-1])
         search = Search(axis, [(0, shape[axis])], value.box.start[axis] * stride, stride)
-        # Numbers along one axis are small; those of all axes need the digits.
-        work = context.scratch(shape, context.wide if number is None else "float64")
+        work = context.scratch(shape, number_dtype(context, value.layout.shape[axis]) if number is None else "float64")
         shape[axis] = 1
-        y, lowest = (context.scratch(shape, dtype) for dtype in (context.wide, "float64"))
+        y, lowest = (context.scratch(shape, dtype) for dtype in (context.wide, work.dtype))
         timing = context.timing("forward") if number is None else None
         context.run(context.kernel(search, x=source, y=y, number=lowest, before=number, work=work), timing=timing)
         source, number = y, lowest
     assert number is not None
     for i, view in enumerate((source, number)):
         context.copy((view.reshape(shape[0], 1, 1, shape[-1]), own.part((0, 0, i, 0), (shape[0], 1, 1, shape[-1]))))
+
+
+def number_dtype(context: Context, extent: int) -> np.dtype:
+    """What holds the numbers of so many elements, and one number beyond all of them (`_beyond`)."""
+    return context.wide if extent < _FLOAT32 else np.dtype("float64")
 
 
 def in_wide(context: Context, view: View) -> View:
@@ -204,7 +208,7 @@ class Search:
     def __call__(self, environment: Any, x: Any, y: Any, number: Any, before: Any, work: Any) -> Callable[[], None]:
         """y = the largest element of each window; `number` = the lowest number of those that are as large.
 
-        `work`: of the shape of x, or as long along the axis as the longest window.
+        `work`: of the dtype of `number`, and of the shape of x, or as long along the axis as the longest window.
         """
         # Of the dtype of `work`: of another NumPy would cast in buffers, at every step.
         numbers = self.first + self.stride * np.arange(x.shape[self.axis], dtype=np.float64)
@@ -233,9 +237,13 @@ class Search:
         return None if array is None else array[(*(slice(None),) * self.axis, slice(a, b))]
 
 
+#: From here on float32 does not hold all integers.
+_FLOAT32 = 2**24
+
+
 def _beyond(array: Any) -> float:
     """What is larger than every number of a position, and exact in the array."""
-    return 2.0**24 if array.dtype == np.float32 else 2.0**53
+    return float(_FLOAT32) if array.dtype == np.float32 else 2.0**53
 
 
 def _choose(environment: Any, candidates: Any, chosen: Any, worse: Any, y: Any) -> Callable[[], None]:

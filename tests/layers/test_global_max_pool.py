@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.dtensor import Layout
-from halograd.layers import Conv, Dense, GlobalMaxPool, Input, Pad, ReLU
+from halograd.layers import AdaptiveMaxPool, Conv, Dense, GlobalMaxPool, Input, Pad, ReLU, global_pooling
 from halograd.layers.global_pooling import _candidates
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
@@ -53,6 +53,14 @@ def test_exact_between_other_layers(backend):
         return lambda x: dense(GlobalMaxPool()(conv(x)))
 
     check_layer(chain, (9, 8, 2), dtype="float32", backend=backend)
+
+
+@pytest.mark.mpi
+def test_exact_where_float32_does_not_hold_the_numbers(monkeypatch):
+    """As of signals of 2**24 elements."""
+    monkeypatch.setattr(global_pooling, "_FLOAT32", 8)
+    check_layer(GlobalMaxPool, (9, 3), dtype="float32")
+    check_layer(lambda: AdaptiveMaxPool(2), (19, 3), dtype="float32")
 
 
 @pytest.mark.torch
