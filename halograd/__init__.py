@@ -147,7 +147,10 @@ _MODULES = (
     "training.executor",
     "comm",
 )
-_FOLDERS = ("comm", "data", "device", "dtensor", "kernels", "layers", "models", "perfmodel", "testing", "training")
+_FOLDERS = (
+    *("comm", "data", "device", "dtensor", "interchange", "kernels", "layers", "models", "onnx", "perfmodel"),
+    *("testing", "training"),
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from .losses import AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, M
 from .merge import Add, Concat, Multiply
 from .network import Network
 from .padding import Pad, Slice
-from .parameter import Parameter
+from .parameter import GivenValues, Parameter
 from .pooling import AveragePool, MaxPool
 from .redistribute import Redistribute
 from .reshape import Flatten
@@ -42,6 +42,7 @@ __all__ = [
     "Dropout",
     "Flatten",
     "Focal",
+    "GivenValues",
     "GlobalAveragePool",
     "GroupNorm",
     "HardSigmoid",

@@ -19,7 +19,8 @@ from .network import Network
 
 __all__ = ["difference", "fingerprint", "settings_of"]
 
-_NAMES = ("name",)
+#: A checkpoint holds what became of the initial values.
+_NAMES = ("name", "given")
 _READS, _SETTINGS = ": reads ", ": settings "
 #: Shape of an activation, behind its layer and kind.
 _SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")
