@@ -115,6 +115,30 @@ class Graph:
         """The operation that makes a value; None for inputs and constants."""
         return next((op for op in self.operations if value in op.outputs), None)
 
+    def rename(self, old: str, new: str) -> None:
+        """Call a value otherwise."""
+
+        def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(new if name == old else name for name in names)
+
+        self.operations = [
+            op.changed(inputs=renamed(op.inputs), outputs=renamed(op.outputs))
+            if old in op.inputs or old in op.outputs
+            else op
+            for op in self.operations
+        ]
+
+    def leave_out(self, op: Operation, value: str) -> None:
+        """Take away an operation that does nothing: what it makes is its input `value`."""
+        self.operations = [other for other in self.operations if other is not op]
+        made = op.outputs[0]
+        if made in self.outputs and value not in (*self.inputs, *self.outputs):
+            self.rename(value, made)
+        elif made not in self.outputs:
+            self.rename(made, value)
+        else:
+            self.operations.append(op.changed(kind="Identity", inputs=(value,)))
+
     def replace(self, olds: list[Operation], new: Operation) -> None:
         """Put one operation in the place of the last of several."""
         places = [i for i, op in enumerate(self.operations) if any(op is old for old in olds)]

@@ -19,7 +19,7 @@ __all__ = ["NORMS"]
 def _affine(build: Builder, op: Operation, first: int, channels: int) -> tuple[Constant, Constant] | None:
     """Factor and summand per channel, inputs `first` and the next; None where the module has none."""
     scale, shift = build.constant(op, first), build.constant(op, first + 1)
-    if scale is None and shift is None:
+    if (scale is None or scale.is_all(1)) and (shift is None or shift.is_all(0)):
         return None
     scale = scale or Constant.of(np.ones(channels, np.float32))
     shift = shift or Constant.of(np.zeros(channels, np.float32))
@@ -31,7 +31,7 @@ def _affine(build: Builder, op: Operation, first: int, channels: int) -> tuple[C
                 f"{one.shape}",
                 "take torch.nn.GroupNorm(1, channels) in place of a LayerNorm over space",
             )
-    return None if scale.is_all(1) and shift.is_all(0) else (scale, shift)
+    return scale, shift
 
 
 def _made(build: Builder, op: Operation, make: Callable[[bool], Layer], value: Activation, first: int) -> Activation:
@@ -46,8 +46,7 @@ def _made(build: Builder, op: Operation, make: Callable[[bool], Layer], value: A
 
 
 def _eps(op: Operation) -> float:
-    """The shortest number that float32 cannot tell from the one of the file."""
-    return float(str(np.float32(op.attributes.get("epsilon", 1e-5))))
+    return op.attributes.get("epsilon", 1e-5)
 
 
 def _batch_norm(build: Builder, op: Operation) -> Activation:

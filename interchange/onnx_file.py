@@ -81,6 +81,8 @@ class _Folding:
         self.types: dict[str, Any] = {}
         self.operations: list[Operation] = []
         self.aliases: dict[str, str] = {}
+        #: Nodes that make a sequence of the parts of a value.
+        self.sequences: dict[str, Any] = {}
 
     def graph(self, shapes: Mapping[str, Sequence[int]]) -> Graph:
         file = self.model.graph
@@ -167,7 +169,11 @@ class _Folding:
             elif node.op_type == "Shape" and node.input[0] in self.types:
                 self._shape(node)
             elif node.op_type == "CastLike" and node.input[0] in self.constants:
-                self.constants[node.output[0]] = self.constants[node.input[0]]
+                self._cast(node)
+            elif node.op_type == "SplitToSequence":
+                self.sequences[node.output[0]] = node
+            elif node.op_type == "SequenceAt" and node.input[0] in self.sequences:
+                self._operation(self._element(node, self.sequences[node.input[0]]))
             elif all(name in self.constants or not name for name in node.input):
                 self._constant(node)
             elif node.op_type in ("Identity", "Cast", "CastLike"):
@@ -191,6 +197,30 @@ class _Folding:
             else:
                 self.aliases[outer] = self.aliases.get(inner.name, inner.name)
                 self.types[outer] = self.types[inner.name]
+
+    def _cast(self, node: Any) -> None:
+        """A constant of the type of another value: its numbers are the same."""
+        constant, other = self.constants[node.input[0]], node.input[1]
+        kind = self.types[other].tensor_type.elem_type if other in self.types else None
+        dtype = self.constants[other].dtype if kind is None else self.onnx.helper.tensor_dtype_to_np_dtype(kind)
+        read = constant.read
+        self._keep(node.output[0], Constant(constant.shape, dtype, lambda: read().astype(dtype), constant.name))
+
+    def _element(self, node: Any, split: Any) -> Any:
+        """A part of a value that was split, as a slice of it."""
+        parts, index = self.constants.get(split.input[1]), self.constants.get(node.input[1])
+        if parts is None or index is None:
+            raise self._refused(node, "parts whose sizes depend on the data")
+        axis = next((a.i for a in split.attribute if a.name == "axis"), 0)
+        sizes, i = parts.read(), int(index.read())
+        first = int(sizes) * i if sizes.ndim == 0 else int(sizes[:i].sum())
+        last = first + int(sizes if sizes.ndim == 0 else sizes[i])
+        names = [f"{node.output[0]} {what}" for what in ("first", "last", "axis")]
+        for name, number in zip(names, (first, last, axis)):
+            self._keep(name, Constant.of(np.array([number], np.int64)))
+        made = self.onnx.helper.make_node("Slice", [split.input[0], *names], list(node.output), node.name)
+        made.metadata_props.extend(node.metadata_props)
+        return made
 
     def _shape(self, node: Any) -> None:
         shape = _shape_of(self.types[node.input[0]])
@@ -274,15 +304,12 @@ def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
     """Have outputs that are other values under a second name made under it: the first name is the module's own."""
     for output in graph.outputs:
         first = aliases.get(output)
-        if first is None or first in graph.inputs or first in graph.outputs:
+        if first is None:
             continue
-
-        def renamed(names: tuple[str, ...], old: str = first, new: str = output) -> tuple[str, ...]:
-            return tuple(new if name == old else name for name in names)
-
-        graph.operations = [
-            op.changed(inputs=renamed(op.inputs), outputs=renamed(op.outputs)) for op in graph.operations
-        ]
+        if first in graph.inputs or first in graph.outputs:
+            graph.operations.append(Operation(output, "Identity", (first,), (output,)))
+        else:
+            graph.rename(first, output)
 
 
 def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
@@ -328,6 +355,8 @@ def _scope(node: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode()
+    if isinstance(value, float):  # of float32, of which the shortest number is meant: 0.1, not 0.10000000149
+        return float(str(np.float32(value)))
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 

@@ -76,7 +76,7 @@ def _clip(build: Builder, op: Operation) -> Activation:
 def _dropout(build: Builder, op: Operation) -> Activation:
     """Of a module in training; one in evaluation leaves an Identity."""
     rate = (build.numbers(op, 1) or [op.attributes.get("ratio", 0.5)])[0]
-    # Numbers of float32, of which the shortest is meant.
+    # Of float32, of which the shortest number is meant.
     return _pointwise(lambda _: Dropout(float(str(np.float32(rate)))))(build, op)
 
 
@@ -196,6 +196,7 @@ Operator = Callable[[Builder, Operation], "Activation | Sequence[Activation]"]
 
 #: By name of the operator in ONNX, and of those that `patterns` makes.
 OPERATORS: dict[str, Operator] = {
+    "Identity": lambda build, op: build.value(op),
     "Relu": _pointwise(lambda op: ReLU()),
     "LeakyRelu": _pointwise(lambda op: LeakyReLU(op.attributes.get("alpha", 0.01))),
     "Sigmoid": _pointwise(lambda op: Sigmoid()),

@@ -26,6 +26,17 @@ def recognize(graph: Graph) -> None:
                 rule(graph, op)
 
 
+def _nothing(graph: Graph, op: Operation) -> None:
+    """A factor of 1, or a summand of 0."""
+    neutral = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}.get(op.kind)
+    if neutral is None or (op.kind in ("Div", "Sub") and op.inputs[0] in graph.constants):
+        return
+    values = [name for name in op.inputs if name not in graph.constants]
+    numbers = [graph.constants[name].scalar() for name in op.inputs if name in graph.constants]
+    if len(values) == 1 and numbers == [neutral]:
+        graph.leave_out(op, values[0])
+
+
 def _group_norm(graph: Graph, op: Operation) -> None:
     """Reshape to (N, G, -1), instance norm without scale, the shape as it was, then a factor and a summand."""
     if op.kind != "Reshape" or len(graph.shapes[op.outputs[0]]) != 3:
@@ -195,6 +206,7 @@ def _relu(graph: Graph, op: Operation) -> None:
 
 #: In this order: a factor behind a norm belongs to it, and is no layer of its own.
 RULES: Sequence[Callable[[Graph, Operation], None]] = (
+    _nothing,
     _group_norm,
     _gated_by_itself,
     _gelu,
