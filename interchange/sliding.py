@@ -219,7 +219,9 @@ def _resize(build: Builder, op: Operation) -> Activation:
     given = op.attributes
     mode, rounding = given.get("mode", "nearest"), given.get("nearest_mode", "round_prefer_floor")
     key = mode, given.get("coordinate_transformation_mode", "half_pixel"), rounding if mode == "nearest" else ""
-    if key not in _RESIZES or given.get("antialias") or given.get("axes") or given.get("exclude_outside"):
+    axes = [axis % (len(value.node.shape) + 1) for axis in given.get("axes") or ()]
+    spatial = list(range(2, len(value.node.shape) + 1))
+    if key not in _RESIZES or given.get("antialias") or axes not in ([], spatial) or given.get("exclude_outside"):
         raise build.refused(
             op,
             "nearest or linear interpolation with align_corners=False",
@@ -228,9 +230,9 @@ def _resize(build: Builder, op: Operation) -> Activation:
         )
     scales, sizes = build.numbers(op, 2), build.numbers(op, 3)
     if scales:
-        layer = Resize(scale=tuple(scales[2:]), mode=_RESIZES[key])
+        layer = Resize(scale=tuple(scales[-len(spatial) :]), mode=_RESIZES[key])
     else:
-        layer = Resize(size=tuple(int(n) for n in (sizes or ())[2:]), mode=_RESIZES[key])
+        layer = Resize(size=tuple(int(n) for n in (sizes or ())[-len(spatial) :]), mode=_RESIZES[key])
     return replace(value, node=build.add(op, layer, value.node))
 
 
