@@ -11,13 +11,15 @@ import numpy as np
 from halograd.documents import bytes_text
 from halograd.errors import UserError
 
-from ..data.atomic import atomic_path
+from ..data import DataError
+from ..data.atomic import atomic_path, check_writable
 from ..data.normalize import CLIP, LARGEST
 from ..layers import Input, Network, Node
 from .export_layers import LAYERS
-from .onnx_writer import Writer
+from .library import library
+from .onnx_writer import PRODUCER, Writer
 
-__all__ = ["save"]
+__all__ = ["check_onnx_place", "save"]
 
 #: A file is one message, whose length has 31 bits.
 _MOST = 2**31 - 2**20
@@ -70,6 +72,23 @@ def save(
     writer.onnx.checker.check_model(model, full_check=True)
     with atomic_path(path, needed=size) as partial:
         partial.write_bytes(model.SerializeToString())
+
+
+def check_onnx_place(path: Path) -> None:
+    """See that a network can be written, and replace none but ours. Local. Raises DataError."""
+    onnx = library("onnx")
+    check_writable(path)
+    if not path.exists():
+        return
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+        ours = model.producer_name == PRODUCER
+    except Exception:  # whatever it is, it is not ours
+        ours = False
+    if not ours:
+        raise DataError(
+            f"cannot write {path}: expected no file there, or a network of ours, got another; give another path"
+        )
 
 
 def _needed(network: Network) -> list[Node]:

@@ -12,8 +12,10 @@ from halograd.errors import UserError
 from ..layers import Input, Layer, Network, Node
 from .library import library
 
-__all__ = ["Writer"]
+__all__ = ["PRODUCER", "Writer"]
 
+#: Stands in every file.
+PRODUCER = "halograd"
 #: Operators of this version are written: it has Gelu, and padding from the other end.
 OPSET = 20
 
@@ -81,7 +83,7 @@ class Writer:
         made = [self._described(key, node) for key, node in outputs.items()]
         graph = helper.make_graph(self.nodes, name, given, made, weights)
         version = helper.make_opsetid("", OPSET)
-        return helper.make_model(graph, opset_imports=[version], producer_name="halograd", ir_version=10)
+        return helper.make_model(graph, opset_imports=[version], producer_name=PRODUCER, ir_version=10)
 
     def _described(self, name: str, node: Node) -> Any:
         *spatial, channels = node.shape

@@ -273,6 +273,9 @@ class TrainingConfig(Table):
 
     `dtype` is that of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them,
     and the loss of float16 is scaled.
+
+    `init` is a file of weights (safetensors) that parameters and running statistics begin with, but those of the layers
+    `init_fresh`. A run that is resumed does not read it.
     """
 
     epochs: Count
@@ -280,6 +283,14 @@ class TrainingConfig(Table):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     clip_norm: Positive | None = None
+    init: FilePath | None = None
+    init_fresh: list[Text] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _fresh_of_some(self) -> TrainingConfig:
+        if self.init_fresh and self.init is None:
+            raise ValueError("init_fresh: expected a file of weights (init) with it, got none; remove it")
+        return self
 
 
 class BackendConfig(Table):

@@ -35,7 +35,7 @@ from ..data.look import LOOKS, look_at_data
 from ..data.sampler import Batches
 from ..data.structure import Field, Structure
 from ..data.targets import TargetRange
-from ..layers import Input, Network, Strategy
+from ..layers import GivenValues, Input, Network, Strategy
 from ..models.own import is_own, source_of
 from .build import check_batch, check_memory, datasets_of, make_network, make_strategy, with_reduction
 from .config import Config, DataConfig
@@ -115,6 +115,7 @@ class Session:
     ) -> Session:
         data, settings = config.data, config.training
         network = make_network(config)
+        _check_given(network, comm)
         planned = strategy is not None
         strategy = strategy or _strategy(config, comm, network)
         strategy = with_reduction(strategy, config)
@@ -251,6 +252,19 @@ class Session:
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
                 pulse.at("data", "")
+
+
+def _check_given(network: Network, comm: Communicator) -> None:
+    """Refuse files of initial values that differ between ranks, as those on disks of nodes may. Collective."""
+    specs = {**network.parameters(), **network.state()}.values()
+    mine = sorted({spec.init.source for spec in specs if isinstance(spec.init, GivenValues)})
+    comm.agree(None)
+    first = comm.bcast(mine)
+    if first != mine:
+        raise UserError(
+            f"model: expected initial values from {', '.join(first)} as on rank 0, got {', '.join(mine)}; put one file "
+            "where all nodes see it"
+        )
 
 
 def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +22,11 @@ def comm() -> Any:
 def shared(comm: Any, tmp_path: Path) -> Path:
     """An empty folder, the same on all ranks."""
     return Path(comm.bcast(str(tmp_path)))
+
+
+@pytest.fixture
+def working(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The same, which is also the working folder; what it adds to the path of modules is taken away."""
+    monkeypatch.chdir(shared)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield shared
