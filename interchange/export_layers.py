@@ -18,6 +18,7 @@ from ..layers import (
     Add,
     AveragePool,
     BatchNorm,
+    Clip,
     Concat,
     Conv,
     ConvTranspose,
@@ -229,6 +230,13 @@ def _silu(w: Writer, node: Node) -> str:
     return w.add("Mul", [value, gate], f"{w.name(node)}:y")
 
 
+def _clip(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    name, most = w.name(node), float(np.finfo(np.float32).max)
+    limits = (("low", max(layer.low, -most)), ("high", min(layer.high, most)))
+    return w.add("Clip", [*w.inputs(node), *(w.numbers(f"{name}:{k}", n) for k, n in limits)], f"{name}:y")
+
+
 def _same(w: Writer, node: Node) -> str:
     """What does nothing in evaluation, or on one process."""
     return w.inputs(node)[0]
@@ -319,6 +327,7 @@ LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     ELU: _pointwise("Elu", alpha="alpha"),
     HardSigmoid: _pointwise("HardSigmoid", alpha=1 / 6, beta=0.5),
     HardSwish: _pointwise("HardSwish"),
+    Clip: _clip,
     Softmax: _pointwise("Softmax", axis=1),
     Dropout: _same,
     Redistribute: _same,

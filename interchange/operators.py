@@ -7,6 +7,7 @@ in files of their own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..layers import (
     ELU,
     GELU,
     Add,
+    Clip,
     Concat,
     Conv,
     Dense,
@@ -64,13 +66,12 @@ def _hard_sigmoid(build: Builder, op: Operation) -> Activation:
 
 
 def _clip(build: Builder, op: Operation) -> Activation:
-    """A lower limit of 0 without an upper one is a ReLU."""
-    low, high = ((build.numbers(op, i) or [number])[0] for i, number in ((1, -np.inf), (2, np.inf)))
-    if low != 0 or high < np.finfo(np.float32).max:
-        raise build.refused(
-            op, "limits 0 and infinity", f"{low:g} and {high:g}", "take torch.nn.ReLU or Hardswish in place of ReLU6"
-        )
-    return _pointwise(lambda _: ReLU())(build, op)
+    """Limits that are the largest numbers of float32 are none."""
+    most = float(np.finfo(np.float32).max)
+    low, high = (float((build.numbers(op, i, key) or [n])[0]) for i, key, n in ((1, "min", -most), (2, "max", most)))
+    if low == 0 and high >= most:
+        return _pointwise(lambda _: ReLU())(build, op)
+    return _pointwise(lambda _: Clip(low if low > -most else -math.inf, high if high < most else math.inf))(build, op)
 
 
 def _dropout(build: Builder, op: Operation) -> Activation:

@@ -68,6 +68,8 @@ def _modules():
         "layer norm": (lambda: nn.LayerNorm([4, 8, 7], elementwise_affine=False), image),
         "layer norm of vectors": (lambda: nn.LayerNorm(4), (4,)),
         "relu": (nn.ReLU, image),
+        "relu 6": (lambda: nn.Sequential(nn.BatchNorm2d(4), nn.ReLU6()), image),
+        "clamp": (lambda: Of(lambda m, x: x.clamp(min=-0.3)), image),
         "leaky relu": (lambda: nn.LeakyReLU(0.2), image),
         "sigmoid": (nn.Sigmoid, image),
         "tanh": (nn.Tanh, image),
