@@ -14,7 +14,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..layers import GivenValues, Layer, Node
-from .graph import Constant, Graph, Operation, Shape
+from .graph import Graph, OnnxConstant, OnnxNode, Shape
 
 __all__ = ["Activation", "Builder", "NeedsPositions"]
 
@@ -82,14 +82,14 @@ class Builder:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def value(self, op: Operation, i: int = 0) -> Activation:
+    def value(self, op: OnnxNode, i: int = 0) -> Activation:
         """Input `i`, which has to be an activation."""
         name = op.inputs[i]
         if name not in self.values:
             raise self.refused(op, f"input {i} to depend on the data", "a constant")
         return self.values[name]
 
-    def samples(self, op: Operation, i: int = 0) -> Activation:
+    def samples(self, op: OnnxNode, i: int = 0) -> Activation:
         """Input `i`, channels first in ONNX, with spatial axes or none, and not flattened."""
         value = self.value(op, i)
         if value.spatial:
@@ -98,7 +98,7 @@ class Builder:
             raise self.refused(op, "channels at axis 1", "channels at the last axis")
         return value
 
-    def with_positions(self, op: Operation, i: int = 0) -> Activation:
+    def with_positions(self, op: OnnxNode, i: int = 0) -> Activation:
         """Input `i`, with its spatial axes."""
         value = self.samples(op, i)
         if not value.pooled:
@@ -107,7 +107,7 @@ class Builder:
             raise NeedsPositions(value.pool)
         raise self.refused(op, "samples with spatial axes", "vectors")
 
-    def constant(self, op: Operation, i: int) -> Constant | None:
+    def constant(self, op: OnnxNode, i: int) -> OnnxConstant | None:
         """Input `i`, which has to be a constant; None if there is none."""
         if i >= len(op.inputs) or not op.inputs[i]:
             return None
@@ -115,7 +115,7 @@ class Builder:
             raise self.refused(op, f"a constant as input {i}", "a value that depends on the data")
         return self.graph.constants[op.inputs[i]]
 
-    def numbers(self, op: Operation, i: int, attribute: str = "") -> list[Any] | None:
+    def numbers(self, op: OnnxNode, i: int, attribute: str = "") -> list[Any] | None:
         """The numbers of input `i`, or of an attribute in its place; None if there are none."""
         constant = self.constant(op, i)
         if constant is not None:
@@ -128,7 +128,7 @@ class Builder:
 
     # -- making --------------------------------------------------------------------------------
 
-    def add(self, op: Operation, layer: Layer, *inputs: Node, weights: Sequence[Constant | None] = ()) -> Node:
+    def add(self, op: OnnxNode, layer: Layer, *inputs: Node, weights: Sequence[OnnxConstant | None] = ()) -> Node:
         """A node of the network. Its name is that of the torch module, where the file says it."""
         layer.name = self.name(op, weights)
         try:
@@ -136,7 +136,7 @@ class Builder:
         except ValueError as error:
             raise UserError(f"{self.title(op)}: {error}") from error
 
-    def name(self, op: Operation, weights: Sequence[Constant | None] = ()) -> str:
+    def name(self, op: OnnxNode, weights: Sequence[OnnxConstant | None] = ()) -> str:
         """A name that no other layer has: of the weights, else of the module, else of the node."""
         named = [one.name for one in weights if one is not None and one.name]
         scope = op.scope or re.sub(r"[^\w.]+", ".", op.name).strip(".") or op.kind.lower()
@@ -146,16 +146,16 @@ class Builder:
         self._names.add(name)
         return name
 
-    def given(self, constant: Constant, order: Callable[[np.ndarray], np.ndarray], shape: Shape) -> GivenValues:
+    def given(self, constant: OnnxConstant, order: Callable[[np.ndarray], np.ndarray], shape: Shape) -> GivenValues:
         """Initial values of a weight, in the order of axes of a layer; read from the file when they are needed."""
         return GivenValues(shape, lambda: np.ascontiguousarray(order(constant.read())), self.graph.source)
 
     # -- refusing ------------------------------------------------------------------------------
 
-    def title(self, op: Operation) -> str:
+    def title(self, op: OnnxNode) -> str:
         return f"{self.path}: node {op.name!r} ({op.kind})"
 
-    def refused(self, op: Operation, expected: str, got: str, remedy: str = "") -> UserError:
+    def refused(self, op: OnnxNode, expected: str, got: str, remedy: str = "") -> UserError:
         """The one line by which a node is refused."""
         remedy = remedy or "change the model, or write this part of it with halograd's layers"
         return UserError(f"{self.title(op)}: expected {expected}, got {got}; {remedy}")

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Constant", "Graph", "Operation", "Shape"]
+__all__ = ["Graph", "OnnxConstant", "OnnxNode", "Shape"]
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Constant:
+class OnnxConstant:
     """Numbers that no activation changes: a weight of the file, or computed of such.
 
     Attributes
@@ -33,7 +33,7 @@ class Constant:
     name: str = ""
 
     @classmethod
-    def of(cls, array: np.ndarray, name: str = "") -> Constant:
+    def of(cls, array: np.ndarray, name: str = "") -> OnnxConstant:
         """An array that is there already."""
         return cls(array.shape, array.dtype, lambda: array, name)
 
@@ -47,7 +47,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Operation:
+class OnnxNode:
     """A node of the graph.
 
     Attributes
@@ -71,7 +71,7 @@ class Operation:
     attributes: dict[str, Any] = field(default_factory=dict)
     scope: str = ""
 
-    def changed(self, **settings: Any) -> Operation:
+    def changed(self, **settings: Any) -> OnnxNode:
         """A copy with other settings."""
         return replace(self, **settings)
 
@@ -94,24 +94,24 @@ class Graph:
         The file and its checksum.
     """
 
-    operations: list[Operation]
-    constants: dict[str, Constant]
+    operations: list[OnnxNode]
+    constants: dict[str, OnnxConstant]
     shapes: dict[str, Shape]
     inputs: list[str]
     outputs: list[str]
     batch: int
     source: str = ""
 
-    def readers(self, value: str) -> list[Operation]:
+    def readers(self, value: str) -> list[OnnxNode]:
         """Operations that read a value, once per input that is it."""
         return [op for op in self.operations for name in op.inputs if name == value]
 
-    def only_reader(self, value: str) -> Operation | None:
+    def only_reader(self, value: str) -> OnnxNode | None:
         """The operation that reads a value, if it is the only one and the value is no output."""
         found = self.readers(value)
         return found[0] if len(found) == 1 and value not in self.outputs else None
 
-    def maker(self, value: str) -> Operation | None:
+    def maker(self, value: str) -> OnnxNode | None:
         """The operation that makes a value; None for inputs and constants."""
         return next((op for op in self.operations if value in op.outputs), None)
 
@@ -128,7 +128,7 @@ class Graph:
             for op in self.operations
         ]
 
-    def leave_out(self, op: Operation, value: str) -> None:
+    def leave_out(self, op: OnnxNode, value: str) -> None:
         """Take away an operation that does nothing: what it makes is its input `value`."""
         self.operations = [other for other in self.operations if other is not op]
         made = op.outputs[0]
@@ -139,7 +139,7 @@ class Graph:
         else:
             self.operations.append(op.changed(kind="Identity", inputs=(value,)))
 
-    def replace(self, olds: list[Operation], new: Operation) -> None:
+    def replace(self, olds: list[OnnxNode], new: OnnxNode) -> None:
         """Put one operation in the place of the last of several."""
         places = [i for i, op in enumerate(self.operations) if any(op is old for old in olds)]
         self.operations[places[-1]] = new

@@ -9,20 +9,20 @@ import numpy as np
 
 from ..layers import BatchNorm, GroupNorm, InstanceNorm, Layer, LayerNorm
 from .builder import Activation, Builder
-from .graph import Constant, Operation
+from .graph import OnnxConstant, OnnxNode
 from .patterns import permuted
 from .sliding import activation_of
 
 __all__ = ["NORMS"]
 
 
-def _affine(build: Builder, op: Operation, first: int, channels: int) -> tuple[Constant, Constant] | None:
+def _affine(build: Builder, op: OnnxNode, first: int, channels: int) -> tuple[OnnxConstant, OnnxConstant] | None:
     """Factor and summand per channel, inputs `first` and the next; None where the module has none."""
     scale, shift = build.constant(op, first), build.constant(op, first + 1)
     if (scale is None or scale.is_all(1)) and (shift is None or shift.is_all(0)):
         return None
-    scale = scale or Constant.of(np.ones(channels, np.float32))
-    shift = shift or Constant.of(np.zeros(channels, np.float32))
+    scale = scale or OnnxConstant.of(np.ones(channels, np.float32))
+    shift = shift or OnnxConstant.of(np.zeros(channels, np.float32))
     for one in (scale, shift):
         if math.prod(one.shape) != channels:
             raise build.refused(
@@ -34,7 +34,7 @@ def _affine(build: Builder, op: Operation, first: int, channels: int) -> tuple[C
     return scale, shift
 
 
-def _made(build: Builder, op: Operation, make: Callable[[bool], Layer], value: Activation, first: int) -> Activation:
+def _made(build: Builder, op: OnnxNode, make: Callable[[bool], Layer], value: Activation, first: int) -> Activation:
     """The norm that `make(affine)` makes, with the parameters of the operation."""
     channels = value.node.shape[-1]
     affine = _affine(build, op, first, channels)
@@ -45,11 +45,11 @@ def _made(build: Builder, op: Operation, make: Callable[[bool], Layer], value: A
     return value.of(build.add(op, layer, value.node, weights=affine or ()))
 
 
-def _eps(op: Operation) -> float:
+def _eps(op: OnnxNode) -> float:
     return op.attributes.get("epsilon", 1e-5)
 
 
-def _batch_norm(build: Builder, op: Operation) -> Activation:
+def _batch_norm(build: Builder, op: OnnxNode) -> Activation:
     """In ONNX momentum is what is kept of the running statistics. A further input is a shortcut to be added."""
     value, channels = build.value(op), build.value(op).node.shape[-1]
     if value.last:
@@ -69,7 +69,7 @@ def _batch_norm(build: Builder, op: Operation) -> Activation:
     return value.of(build.add(op, layer.initialized(**given), *nodes, weights=tuple(constants.values())))
 
 
-def _group_norm(build: Builder, op: Operation) -> Activation:
+def _group_norm(build: Builder, op: OnnxNode) -> Activation:
     value = build.samples(op)
     if value.pooled:
         value = build.with_positions(op)
@@ -83,12 +83,12 @@ def _group_norm(build: Builder, op: Operation) -> Activation:
     return _made(build, op, lambda affine: GroupNorm(groups, _eps(op), affine, activation_of(op)), value, 1)
 
 
-def _instance_norm(build: Builder, op: Operation) -> Activation:
+def _instance_norm(build: Builder, op: OnnxNode) -> Activation:
     value = build.with_positions(op)
     return _made(build, op, lambda affine: InstanceNorm(_eps(op), affine, activation_of(op)), value, 1)
 
 
-def _layer_norm(build: Builder, op: Operation) -> Activation:
+def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
     """Over the channels, which are then the last axis; or over whole samples, without parameters per position."""
     value = build.value(op)
     axes = len(build.shape(op.inputs[0]))
@@ -104,7 +104,7 @@ def _layer_norm(build: Builder, op: Operation) -> Activation:
     return _made(build, op, lambda affine: LayerNorm(kind, _eps(op), affine, activation_of(op)), value, 1)
 
 
-NORMS: dict[str, Callable[[Builder, Operation], Activation]] = {
+NORMS: dict[str, Callable[[Builder, OnnxNode], Activation]] = {
     "BatchNormalization": _batch_norm,
     "GroupNormalization": _group_norm,
     "GroupNorm": _group_norm,

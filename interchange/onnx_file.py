@@ -14,7 +14,7 @@ import numpy as np
 from halograd.documents import shown
 from halograd.errors import UserError
 
-from .graph import Constant, Graph, Operation, Shape
+from .graph import Graph, OnnxConstant, OnnxNode, Shape
 from .library import library
 from .tensor_places import tensor_places
 
@@ -77,9 +77,9 @@ class _Folding:
     def __init__(self, path: Path, model: Any, places: Mapping[str, tuple[int, int]], source: str) -> None:
         self.path, self.model, self.places, self.source = path, model, places, source
         self.onnx = library("onnx")
-        self.constants: dict[str, Constant] = {}
+        self.constants: dict[str, OnnxConstant] = {}
         self.types: dict[str, Any] = {}
-        self.operations: list[Operation] = []
+        self.operations: list[OnnxNode] = []
         self.aliases: dict[str, str] = {}
         #: Nodes that make a sequence of the parts of a value.
         self.sequences: dict[str, Any] = {}
@@ -138,7 +138,7 @@ class _Folding:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def _weight(self, tensor: Any) -> Constant:
+    def _weight(self, tensor: Any) -> OnnxConstant:
         """A weight of the file: read at once if it is small, else when it is needed."""
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
         shape = tuple(tensor.dims)
@@ -150,9 +150,9 @@ class _Folding:
         elif self.places.get(tensor.name, (0, -1))[1] == size and size > 8 * _LARGE:
             file, offset = self.path, self.places[tensor.name][0]
         else:
-            return Constant.of(self.onnx.numpy_helper.to_array(tensor), name)
-        constant = Constant(shape, dtype, partial(_read, file, dtype, shape, offset), name)
-        return constant if size > 8 * _LARGE else Constant.of(constant.read(), name)
+            return OnnxConstant.of(self.onnx.numpy_helper.to_array(tensor), name)
+        constant = OnnxConstant(shape, dtype, partial(_read, file, dtype, shape, offset), name)
+        return constant if size > 8 * _LARGE else OnnxConstant.of(constant.read(), name)
 
     def _beside(self, location: str) -> Path:
         file = self.path.parent / location
@@ -204,7 +204,7 @@ class _Folding:
         kind = self.types[other].tensor_type.elem_type if other in self.types else None
         dtype = self.constants[other].dtype if kind is None else self.onnx.helper.tensor_dtype_to_np_dtype(kind)
         read = constant.read
-        self._keep(node.output[0], Constant(constant.shape, dtype, lambda: read().astype(dtype), constant.name))
+        self._keep(node.output[0], OnnxConstant(constant.shape, dtype, lambda: read().astype(dtype), constant.name))
 
     def _element(self, node: Any, split: Any) -> Any:
         """A part of a value that was split, as a slice of it."""
@@ -217,7 +217,7 @@ class _Folding:
         last = first + int(sizes if sizes.ndim == 0 else sizes[i])
         names = [f"{node.output[0]} {what}" for what in ("first", "last", "axis")]
         for name, number in zip(names, (first, last, axis)):
-            self._keep(name, Constant.of(np.array([number], np.int64)))
+            self._keep(name, OnnxConstant.of(np.array([number], np.int64)))
         made = self.onnx.helper.make_node("Slice", [split.input[0], *names], list(node.output), node.name)
         made.metadata_props.extend(node.metadata_props)
         return made
@@ -228,7 +228,7 @@ class _Folding:
             raise self._refused(node, "a shape that is not known")
         given = {a.name: a.i for a in node.attribute}
         part = shape[given.get("start", 0) : given.get("end", len(shape))]
-        self._keep(node.output[0], Constant.of(np.array(part, np.int64)))
+        self._keep(node.output[0], OnnxConstant.of(np.array(part, np.int64)))
 
     def _constant(self, node: Any) -> None:
         """Compute a node of constants: a large result when it is needed, others now."""
@@ -236,14 +236,14 @@ class _Folding:
         name = sources[0].name if node.op_type in _SAME and sources else ""
         if all(one.name == "" and int(np.prod(one.shape)) <= _LARGE for one in sources) or node.op_type not in _SAME:
             for output, array in zip(node.output, self._computed(node)):
-                self._keep(output, Constant.of(np.asarray(array)))
+                self._keep(output, OnnxConstant.of(np.asarray(array)))
             return
         (output, kind), *_ = self._inferred(node).items()
         shape = _shape_of(kind)
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type)
         if shape is None:
             raise self._refused(node, "weights whose shape is not known")
-        self._keep(output, Constant(shape, dtype, lambda: np.asarray(self._computed(node)[0]), name))
+        self._keep(output, OnnxConstant(shape, dtype, lambda: np.asarray(self._computed(node)[0]), name))
 
     def _computed(self, node: Any) -> list[np.ndarray]:
         helper, reference = self.onnx.helper, library("onnx.reference")
@@ -264,7 +264,7 @@ class _Folding:
         helper = self.onnx.helper
         attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
         self.operations.append(
-            Operation(_title(node), node.op_type, inputs, tuple(node.output), attributes, _scope(node))
+            OnnxNode(_title(node), node.op_type, inputs, tuple(node.output), attributes, _scope(node))
         )
 
     def _inferred(self, node: Any) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class _Folding:
             "export the model without it"
         )
 
-    def _keep(self, name: str, constant: Constant) -> None:
+    def _keep(self, name: str, constant: OnnxConstant) -> None:
         self.constants[name] = constant
 
 
@@ -307,7 +307,7 @@ def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
         if first is None:
             continue
         if first in graph.inputs or first in graph.outputs:
-            graph.operations.append(Operation(output, "Identity", (first,), (output,)))
+            graph.operations.append(OnnxNode(output, "Identity", (first,), (output,)))
         else:
             graph.rename(first, output)
 
@@ -360,7 +360,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
-def _type_of(onnx: Any, constant: Constant) -> Any:
+def _type_of(onnx: Any, constant: OnnxConstant) -> Any:
     kind = onnx.helper.np_dtype_to_tensor_dtype(constant.dtype)
     return onnx.helper.make_tensor_type_proto(kind, list(constant.shape))
 

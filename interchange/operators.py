@@ -16,7 +16,7 @@ from ..layers import (
     ELU,
     GELU,
     Add,
-    Clip,
+    Clamp,
     Concat,
     Conv,
     Dense,
@@ -34,7 +34,7 @@ from ..layers import (
     Tanh,
 )
 from .builder import Activation, Builder, NeedsPositions
-from .graph import Operation
+from .graph import OnnxNode
 from .norms import NORMS
 from .patterns import is_hard_sigmoid, permuted
 from .shaping import SHAPING
@@ -43,45 +43,45 @@ from .sliding import SLIDING, activation_of
 __all__ = ["OPERATORS"]
 
 
-def _pointwise(make: Callable[[Operation], Layer]) -> Callable[[Builder, Operation], Activation]:
+def _pointwise(make: Callable[[OnnxNode], Layer]) -> Callable[[Builder, OnnxNode], Activation]:
     """An elementwise function: the order of axes does not matter."""
 
-    def operator(build: Builder, op: Operation) -> Activation:
+    def operator(build: Builder, op: OnnxNode) -> Activation:
         value = build.value(op)
         return value.of(build.add(op, make(op), value.node))
 
     return operator
 
 
-def _gelu(build: Builder, op: Operation) -> Activation:
+def _gelu(build: Builder, op: OnnxNode) -> Activation:
     if op.attributes.get("approximate", "none") != "none":
         raise build.refused(op, "the exact GELU", "its approximation by tanh", "train with torch.nn.GELU()")
     return _pointwise(lambda _: GELU())(build, op)
 
 
-def _hard_sigmoid(build: Builder, op: Operation) -> Activation:
+def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
     if not is_hard_sigmoid(op):
         raise build.refused(op, "torch's slope 1 / 6 and offset 1 / 2", f"{op.attributes}")
     return _pointwise(lambda _: HardSigmoid())(build, op)
 
 
-def _clip(build: Builder, op: Operation) -> Activation:
+def _clip(build: Builder, op: OnnxNode) -> Activation:
     """Limits that are the largest numbers of float32 are none."""
     most = float(np.finfo(np.float32).max)
     low, high = (float((build.numbers(op, i, key) or [n])[0]) for i, key, n in ((1, "min", -most), (2, "max", most)))
     if low == 0 and high >= most:
         return _pointwise(lambda _: ReLU())(build, op)
-    return _pointwise(lambda _: Clip(low if low > -most else -math.inf, high if high < most else math.inf))(build, op)
+    return _pointwise(lambda _: Clamp(low if low > -most else -math.inf, high if high < most else math.inf))(build, op)
 
 
-def _dropout(build: Builder, op: Operation) -> Activation:
+def _dropout(build: Builder, op: OnnxNode) -> Activation:
     """Of a module in training; one in evaluation leaves an Identity."""
     rate = (build.numbers(op, 1) or [op.attributes.get("ratio", 0.5)])[0]
     # Of float32, of which the shortest number is meant.
     return _pointwise(lambda _: Dropout(float(str(np.float32(rate)))))(build, op)
 
 
-def _softmax(build: Builder, op: Operation) -> Activation:
+def _softmax(build: Builder, op: OnnxNode) -> Activation:
     value = build.value(op)
     axes = len(build.shape(op.inputs[0]))
     channels = axes - 1 if value.last else 1
@@ -90,7 +90,7 @@ def _softmax(build: Builder, op: Operation) -> Activation:
     return value.of(build.add(op, Softmax(), value.node))
 
 
-def _local_response_norm(build: Builder, op: Operation) -> Activation:
+def _local_response_norm(build: Builder, op: OnnxNode) -> Activation:
     value = build.samples(op)
     size = op.attributes["size"]
     if size % 2 == 0:
@@ -104,7 +104,7 @@ _LRN = (("alpha", "alpha", 1e-4), ("beta", "beta", 0.75), ("k", "bias", 1.0))
 # -- several inputs --------------------------------------------------------------------------------
 
 
-def _alike(build: Builder, op: Operation) -> list[Activation]:
+def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
     """All inputs, in one order of axes; pooled ones among others keep their positions."""
     values = [build.value(op, i) for i in range(len(op.inputs))]
     if len({value.pooled for value in values}) > 1:
@@ -116,7 +116,7 @@ def _alike(build: Builder, op: Operation) -> list[Activation]:
     return values
 
 
-def _add(build: Builder, op: Operation) -> Activation:
+def _add(build: Builder, op: OnnxNode) -> Activation:
     if any(name in build.graph.constants for name in op.inputs):
         raise build.refused(op, "a sum of two values that depend on the data", "a constant summand")
     shapes = {build.shape(name) for name in op.inputs}
@@ -127,7 +127,7 @@ def _add(build: Builder, op: Operation) -> Activation:
     return values[0].of(build.add(op, layer, *(value.node for value in values)))
 
 
-def _multiply(build: Builder, op: Operation) -> Activation:
+def _multiply(build: Builder, op: OnnxNode) -> Activation:
     """A product of two values: one of them may have 1 for some of its extents."""
     if any(name in build.graph.constants for name in op.inputs):
         raise build.refused(op, "a factor per channel, or one that depends on the data", "another constant factor")
@@ -139,7 +139,7 @@ def _multiply(build: Builder, op: Operation) -> Activation:
     return large.of(build.add(op, Multiply(), large.node, small.node))
 
 
-def _concat(build: Builder, op: Operation) -> Activation:
+def _concat(build: Builder, op: OnnxNode) -> Activation:
     values = _alike(build, op)
     axes = len(build.shape(op.inputs[0]))
     if values[0].spatial:
@@ -152,19 +152,19 @@ def _concat(build: Builder, op: Operation) -> Activation:
 # -- dense layers ----------------------------------------------------------------------------------
 
 
-def _gemm(build: Builder, op: Operation) -> Activation:
+def _gemm(build: Builder, op: OnnxNode) -> Activation:
     numbers = op.attributes
     if numbers.get("alpha", 1.0) != 1 or numbers.get("beta", 1.0) != 1 or numbers.get("transA", 0):
         raise build.refused(op, "x w^T + b", f"{numbers}")
     return _dense(build, op, transposed=bool(numbers.get("transB", 0)))
 
 
-def _linear(build: Builder, op: Operation) -> Activation:
+def _linear(build: Builder, op: OnnxNode) -> Activation:
     """torch's Linear, which contracts the last axis: behind a Transpose a convolution of one position."""
     return _dense(build, op, transposed=False)
 
 
-def _dense(build: Builder, op: Operation, transposed: bool) -> Activation:
+def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
     """`transposed`: the weights are (units, features), as ours are."""
     value, weights, bias = build.value(op), build.constant(op, 1), build.constant(op, 2)
     if weights is None or len(weights.shape) != 2:
@@ -193,7 +193,7 @@ def _dense(build: Builder, op: Operation, transposed: bool) -> Activation:
     return Activation(node, value.last, value.pooled, value.pool)
 
 
-Operator = Callable[[Builder, Operation], "Activation | Sequence[Activation]"]
+Operator = Callable[[Builder, OnnxNode], "Activation | Sequence[Activation]"]
 
 #: By name of the operator in ONNX, and of those that `patterns` makes.
 OPERATORS: dict[str, Operator] = {

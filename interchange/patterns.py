@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .graph import Graph, Operation
+from .graph import Graph, OnnxNode
 
 __all__ = ["RULES", "recognize"]
 
@@ -26,7 +26,7 @@ def recognize(graph: Graph) -> None:
                 rule(graph, op)
 
 
-def _nothing(graph: Graph, op: Operation) -> None:
+def _nothing(graph: Graph, op: OnnxNode) -> None:
     """A factor of 1, or a summand of 0."""
     neutral = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}.get(op.kind)
     if neutral is None or (op.kind in ("Div", "Sub") and op.inputs[0] in graph.constants):
@@ -37,7 +37,7 @@ def _nothing(graph: Graph, op: Operation) -> None:
         graph.leave_out(op, values[0])
 
 
-def _group_norm(graph: Graph, op: Operation) -> None:
+def _group_norm(graph: Graph, op: OnnxNode) -> None:
     """Reshape to (N, G, -1), instance norm without scale, the shape as it was, then a factor and a summand."""
     if op.kind != "Reshape" or len(graph.shapes[op.outputs[0]]) != 3:
         return
@@ -66,7 +66,7 @@ def _group_norm(graph: Graph, op: Operation) -> None:
     graph.replace(chain, last.changed(kind="GroupNorm", inputs=(x, *affine), attributes=attributes))
 
 
-def _is_plain(graph: Graph, norm: Operation) -> bool:
+def _is_plain(graph: Graph, norm: OnnxNode) -> bool:
     """Whether a norm has ones and zeros for its parameters."""
     scale, shift = (graph.constants.get(name) for name in norm.inputs[1:3])
     return scale is not None and shift is not None and scale.is_all(1) and shift.is_all(0)
@@ -81,7 +81,7 @@ def per_channel(graph: Graph, name: str, axes: int, channels: int) -> bool:
     return len(shape) == axes and shape[1] == channels and math.prod(shape) == channels
 
 
-def _gated_by_itself(graph: Graph, op: Operation) -> None:
+def _gated_by_itself(graph: Graph, op: OnnxNode) -> None:
     """x * sigmoid(x) and x * hard_sigmoid(x)."""
     kinds = {"Sigmoid": "Silu", "HardSigmoid": "HardSwish"}
     product = graph.only_reader(op.outputs[0]) if op.kind in kinds else None
@@ -92,13 +92,13 @@ def _gated_by_itself(graph: Graph, op: Operation) -> None:
     graph.replace([op, product], product.changed(kind=kinds[op.kind], inputs=op.inputs[:1], attributes={}))
 
 
-def is_hard_sigmoid(op: Operation) -> bool:
+def is_hard_sigmoid(op: OnnxNode) -> bool:
     """Whether a slope and offset are those of torch: 1 / 6 and 1 / 2."""
     slope, offset = op.attributes.get("alpha", 0.2), op.attributes.get("beta", 0.5)
     return math.isclose(slope, 1 / 6, rel_tol=1e-6) and offset == 0.5
 
 
-def _gelu(graph: Graph, op: Operation) -> None:
+def _gelu(graph: Graph, op: OnnxNode) -> None:
     """x * (1 + erf(x / sqrt(2))) / 2, in whatever order it is multiplied."""
     before = graph.maker(op.inputs[0]) if op.kind == "Erf" else None
     if before is None or before.kind not in ("Div", "Mul") or graph.only_reader(before.outputs[0]) is not op:
@@ -114,7 +114,7 @@ def _gelu(graph: Graph, op: Operation) -> None:
     _end_gelu(graph, before.inputs[0], [before, op, one_more])
 
 
-def _end_gelu(graph: Graph, x: str, chain: list[Operation]) -> None:
+def _end_gelu(graph: Graph, x: str, chain: list[OnnxNode]) -> None:
     """Follow the products with x and one half."""
     left = {"x", "half"}
     while left:
@@ -136,13 +136,13 @@ def _end_gelu(graph: Graph, x: str, chain: list[Operation]) -> None:
     graph.replace(chain, chain[-1].changed(kind="Gelu", inputs=(x,), attributes={}))
 
 
-def _has_number(graph: Graph, op: Operation, number: float) -> bool:
+def _has_number(graph: Graph, op: OnnxNode, number: float) -> bool:
     """Whether one input of an operation is this number."""
     constants = [graph.constants[name] for name in op.inputs if name in graph.constants]
     return any(one.scalar() == number for one in constants)
 
 
-def _linear(graph: Graph, op: Operation) -> None:
+def _linear(graph: Graph, op: OnnxNode) -> None:
     """A product with a matrix, and a vector that is added: a dense layer, at every position."""
     if op.kind != "MatMul" or op.inputs[1] not in graph.constants or op.inputs[0] in graph.constants:
         return
@@ -156,7 +156,22 @@ def _linear(graph: Graph, op: Operation) -> None:
     graph.replace([op, summed], summed.changed(kind="Linear", inputs=(*op.inputs, others[0]), attributes={}))
 
 
-def _channel_scale(graph: Graph, op: Operation) -> None:
+def _linear_of_rows(graph: Graph, op: OnnxNode) -> None:
+    """A dense layer at every position: of the new exporter a matrix product of all rows, and the shape put back."""
+    before, after = (graph.shapes[name] for name in (op.inputs[0], op.outputs[0]))
+    if op.kind != "Reshape" or len(before) < 3 or len(after) != 2 or before[-1] != after[1]:
+        return
+    product = graph.only_reader(op.outputs[0])
+    back = None if product is None or product.kind != "Gemm" else graph.only_reader(product.outputs[0])
+    if product is None or back is None or back.kind != "Reshape":
+        return
+    if graph.shapes[back.outputs[0]] != (*before[:-1], graph.shapes[product.outputs[0]][1]):
+        return
+    inputs = (op.inputs[0], *product.inputs[1:])
+    graph.replace([op, product, back], product.changed(inputs=inputs, outputs=back.outputs))
+
+
+def _channel_scale(graph: Graph, op: OnnxNode) -> None:
     """A factor per channel, and a summand per channel behind it."""
     if op.kind != "Mul":
         return
@@ -176,7 +191,7 @@ def _channel_scale(graph: Graph, op: Operation) -> None:
         graph.replace([op], op.changed(kind="ChannelScale", inputs=(values[0], constants[0], "")))
 
 
-def _residual(graph: Graph, op: Operation) -> None:
+def _residual(graph: Graph, op: OnnxNode) -> None:
     """A shortcut that is added to what a batch norm makes, with a ReLU behind: one kernel does all of it."""
     if op.kind != "Add" or any(name in graph.constants for name in op.inputs):
         return
@@ -193,7 +208,7 @@ def _residual(graph: Graph, op: Operation) -> None:
         return
 
 
-def _relu(graph: Graph, op: Operation) -> None:
+def _relu(graph: Graph, op: OnnxNode) -> None:
     """A ReLU behind a layer that has it inside."""
     if op.kind not in _FUSES_RELU or (op.kind == "Add" and any(name in graph.constants for name in op.inputs)):
         return
@@ -205,12 +220,13 @@ def _relu(graph: Graph, op: Operation) -> None:
 
 
 #: In this order: a factor behind a norm belongs to it, and is no layer of its own.
-RULES: Sequence[Callable[[Graph, Operation], None]] = (
+RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
     _nothing,
     _group_norm,
     _gated_by_itself,
     _gelu,
     _linear,
+    _linear_of_rows,
     _channel_scale,
     _residual,
     _relu,

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from ..layers import Flatten, Pad, Slice
 from .builder import Activation, Builder
-from .graph import Operation, Shape
+from .graph import OnnxNode, Shape
 
 __all__ = ["SHAPING"]
 
 
-def _transpose(build: Builder, op: Operation) -> Activation:
+def _transpose(build: Builder, op: OnnxNode) -> Activation:
     """From channels first to channels last and back: here the channels are always last."""
     value = build.value(op)
     axes = len(build.shape(op.inputs[0]))
@@ -28,7 +28,7 @@ def _transpose(build: Builder, op: Operation) -> Activation:
     raise build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}")
 
 
-def _reshape(build: Builder, op: Operation) -> Activation:
+def _reshape(build: Builder, op: OnnxNode) -> Activation:
     """What keeps the order of elements of a sample: flattening, and axes of one position."""
     value, before, after = build.value(op), build.shape(op.inputs[0]), build.shape(op.outputs[0])
     if before == after:
@@ -42,7 +42,7 @@ def _reshape(build: Builder, op: Operation) -> Activation:
     raise build.refused(op, "one that flattens samples", f"{before} to {after}")
 
 
-def _flattened(build: Builder, op: Operation, value: Activation, before: Shape) -> Activation:
+def _flattened(build: Builder, op: OnnxNode, value: Activation, before: Shape) -> Activation:
     if value.pooled or len(value.node.shape) == 1:
         return Activation(value.node)
     spatial = value.node.shape[:-1]
@@ -50,7 +50,7 @@ def _flattened(build: Builder, op: Operation, value: Activation, before: Shape) 
     return Activation(build.add(op, Flatten(), value.node), spatial=kept)
 
 
-def _flatten(build: Builder, op: Operation) -> Activation:
+def _flatten(build: Builder, op: OnnxNode) -> Activation:
     axis = op.attributes.get("axis", 1)
     if axis % len(build.shape(op.inputs[0])) != 1:
         raise build.refused(op, "axis 1", f"axis {axis}")
@@ -60,7 +60,7 @@ def _flatten(build: Builder, op: Operation) -> Activation:
 _PADS = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
 
 
-def _pad(build: Builder, op: Operation) -> Activation:
+def _pad(build: Builder, op: OnnxNode) -> Activation:
     value = build.with_positions(op)
     axes = len(build.shape(op.inputs[0]))
     mode = op.attributes.get("mode", "constant")
@@ -78,7 +78,7 @@ def _pad(build: Builder, op: Operation) -> Activation:
     return value.of(build.add(op, layer, value.node))
 
 
-def _slice(build: Builder, op: Operation) -> Activation:
+def _slice(build: Builder, op: OnnxNode) -> Activation:
     """Channels, or rows at the ends of a spatial axis, in order."""
     value, shape = build.with_positions(op), build.shape(op.inputs[0])
     starts, ends = build.numbers(op, 1) or [], build.numbers(op, 2) or []
@@ -92,7 +92,7 @@ def _slice(build: Builder, op: Operation) -> Activation:
     return _part(build, op, value, ranges)
 
 
-def _part(build: Builder, op: Operation, value: Activation, ranges: list[tuple[int, int]]) -> Activation:
+def _part(build: Builder, op: OnnxNode, value: Activation, ranges: list[tuple[int, int]]) -> Activation:
     """The box of these ranges of ``(N, C, *spatial)``."""
     samples, (first, last), *spatial = ranges
     shape = (build.shape(op.inputs[0])[0], value.node.shape[-1], *value.node.shape[:-1])
@@ -107,7 +107,7 @@ def _part(build: Builder, op: Operation, value: Activation, ranges: list[tuple[i
     return value.of(node)
 
 
-def _split(build: Builder, op: Operation) -> list[Activation]:
+def _split(build: Builder, op: OnnxNode) -> list[Activation]:
     """Ranges of the channels."""
     value, shape = build.with_positions(op), build.shape(op.inputs[0])
     axis = op.attributes.get("axis", 0) % len(shape)
@@ -123,7 +123,7 @@ def _split(build: Builder, op: Operation) -> list[Activation]:
     return found
 
 
-SHAPING: dict[str, Callable[[Builder, Operation], Activation | list[Activation]]] = {
+SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]] = {
     "Transpose": _transpose,
     "Reshape": _reshape,
     "Squeeze": _reshape,

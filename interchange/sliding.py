@@ -11,19 +11,19 @@ import numpy as np
 
 from ..layers import AveragePool, Conv, ConvTranspose, Dense, GivenValues, GlobalAveragePool, Layer, MaxPool, Resize
 from .builder import Activation, Builder
-from .graph import Constant, Operation
+from .graph import OnnxConstant, OnnxNode
 
 __all__ = ["SLIDING", "activation_of", "ceil_padding"]
 
 Pads = tuple[tuple[int, int], ...]
 
 
-def activation_of(op: Operation) -> str | None:
+def activation_of(op: OnnxNode) -> str | None:
     """The activation that a layer has inside."""
     return "relu" if op.attributes.get("relu") else None
 
 
-def _window(build: Builder, op: Operation, axes: int) -> dict[str, Any]:
+def _window(build: Builder, op: OnnxNode, axes: int) -> dict[str, Any]:
     """Kernel, stride, dilation and padding of an operator, for `axes` spatial axes."""
     given = op.attributes
     kernel = tuple(given["kernel_shape"])
@@ -42,7 +42,7 @@ def _weights_first(array: np.ndarray) -> np.ndarray:
     return np.moveaxis(array, 1, -1)
 
 
-def _with_weights(build: Builder, weights: Constant, bias: Constant | None) -> dict[str, GivenValues]:
+def _with_weights(build: Builder, weights: OnnxConstant, bias: OnnxConstant | None) -> dict[str, GivenValues]:
     first, inner, *kernel = weights.shape
     given = {"w": build.given(weights, _weights_first, (first, *kernel, inner))}
     if bias is not None:
@@ -50,14 +50,14 @@ def _with_weights(build: Builder, weights: Constant, bias: Constant | None) -> d
     return given
 
 
-def _weights(build: Builder, op: Operation) -> tuple[Constant, Constant | None]:
+def _weights(build: Builder, op: OnnxNode) -> tuple[OnnxConstant, OnnxConstant | None]:
     """Weights, and a bias that is one: exporters put zeros where there is none."""
     weights, bias = build.constant(op, 1), build.constant(op, 2)
     assert weights is not None
     return weights, None if bias is None or bias.is_all(0) else bias
 
 
-def _conv(build: Builder, op: Operation) -> Activation:
+def _conv(build: Builder, op: OnnxNode) -> Activation:
     value = build.samples(op)
     weights, bias = _weights(build, op)
     groups, axes = op.attributes.get("group", 1), len(weights.shape) - 2
@@ -76,7 +76,7 @@ def _conv(build: Builder, op: Operation) -> Activation:
 
 
 def _conv_of_vectors(
-    build: Builder, op: Operation, value: Activation, weights: Constant, bias: Constant | None
+    build: Builder, op: OnnxNode, value: Activation, weights: OnnxConstant, bias: OnnxConstant | None
 ) -> Activation:
     """A convolution of one position is a dense layer; others keep the positions that were pooled away."""
     if math.prod(weights.shape[2:]) > 1 or op.attributes.get("group", 1) > 1 or op.attributes.get("relu"):
@@ -89,7 +89,7 @@ def _conv_of_vectors(
     return value.of(build.add(op, layer, value.node, weights=(weights, bias)))
 
 
-def _conv_transpose(build: Builder, op: Operation) -> Activation:
+def _conv_transpose(build: Builder, op: OnnxNode) -> Activation:
     value = build.with_positions(op)
     weights, bias = _weights(build, op)
     if "output_shape" in op.attributes or op.attributes.get("auto_pad", "NOTSET") != "NOTSET":
@@ -106,7 +106,7 @@ def _conv_transpose(build: Builder, op: Operation) -> Activation:
     return value.of(build.add(op, layer, value.node, weights=(weights, bias)))
 
 
-def _channel_scale(build: Builder, op: Operation) -> Activation:
+def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
     """A learned factor per channel: a convolution of one position with as many groups as channels."""
     value = build.samples(op)
     if value.pooled:
@@ -123,7 +123,7 @@ def _channel_scale(build: Builder, op: Operation) -> Activation:
     return value.of(node)
 
 
-def _named_after(op: Operation, weights: Constant) -> Operation:
+def _named_after(op: OnnxNode, weights: OnnxConstant) -> OnnxNode:
     """The operation, with the whole name of a weight that is a parameter of a block itself."""
     return op.changed(scope=weights.name) if weights.name else op
 
@@ -145,7 +145,7 @@ def ceil_padding(size: int, kernel: int, stride: int, low: int, high: int) -> in
     return max(high, (outputs - 1) * stride + kernel - size - low)
 
 
-def _rounded_up(build: Builder, op: Operation, window: dict[str, Any], shape: tuple[int, ...]) -> Pads:
+def _rounded_up(build: Builder, op: OnnxNode, window: dict[str, Any], shape: tuple[int, ...]) -> Pads:
     """Padding by which a pooling that rounds sizes up has its outputs."""
     padding = window["padding"]
     if not op.attributes.get("ceil_mode") or padding == "same":
@@ -157,7 +157,7 @@ def _rounded_up(build: Builder, op: Operation, window: dict[str, Any], shape: tu
     )
 
 
-def _pool(build: Builder, op: Operation, make: Callable[..., Layer], **options: Any) -> Activation:
+def _pool(build: Builder, op: OnnxNode, make: Callable[..., Layer], **options: Any) -> Activation:
     value = build.with_positions(op)
     window = _window(build, op, len(value.node.shape) - 1)
     given = window["padding"]
@@ -167,18 +167,18 @@ def _pool(build: Builder, op: Operation, make: Callable[..., Layer], **options: 
     return value.of(build.add(op, make(**window, **options), value.node))
 
 
-def _max_pool(build: Builder, op: Operation) -> Activation:
+def _max_pool(build: Builder, op: OnnxNode) -> Activation:
     return _pool(build, op, MaxPool)
 
 
-def _average_pool(build: Builder, op: Operation) -> Activation:
+def _average_pool(build: Builder, op: OnnxNode) -> Activation:
     include = bool(op.attributes.get("count_include_pad", 0))
     if not any(op.attributes.get("pads") or ()) and op.attributes.get("auto_pad", "NOTSET") == "NOTSET":
         include = not op.attributes.get("ceil_mode")  # no matter, where nothing is added
     return _pool(build, op, AveragePool, count_include_pad=include)
 
 
-def _global_average_pool(build: Builder, op: Operation) -> Activation:
+def _global_average_pool(build: Builder, op: OnnxNode) -> Activation:
     """Where a layer with spatial axes follows, as the last of an image pyramid, one window over everything."""
     value = build.with_positions(op)
     if op.name in build.keeping:
@@ -187,7 +187,7 @@ def _global_average_pool(build: Builder, op: Operation) -> Activation:
     return Activation(build.add(op, GlobalAveragePool(), value.node), pooled=True, pool=op.name)
 
 
-def _reduce_mean(build: Builder, op: Operation) -> Activation:
+def _reduce_mean(build: Builder, op: OnnxNode) -> Activation:
     """The mean over all of space."""
     value = build.value(op)
     shape = build.shape(op.inputs[0])
@@ -214,7 +214,7 @@ _RESIZES = {
 }
 
 
-def _resize(build: Builder, op: Operation) -> Activation:
+def _resize(build: Builder, op: OnnxNode) -> Activation:
     value = build.with_positions(op)
     given = op.attributes
     mode, rounding = given.get("mode", "nearest"), given.get("nearest_mode", "round_prefer_floor")
@@ -236,7 +236,7 @@ def _resize(build: Builder, op: Operation) -> Activation:
     return replace(value, node=build.add(op, layer, value.node))
 
 
-SLIDING: dict[str, Callable[[Builder, Operation], Activation]] = {
+SLIDING: dict[str, Callable[[Builder, OnnxNode], Activation]] = {
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "ChannelScale": _channel_scale,

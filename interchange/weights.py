@@ -32,7 +32,7 @@ from ..layers import (
     ELU,
     GELU,
     BatchNorm,
-    Clip,
+    Clamp,
     Dropout,
     Flatten,
     HardSigmoid,
@@ -57,7 +57,7 @@ _KEYS = {
     **{"mean": "running_mean", "var": "running_var"},
 }
 #: Behind these a flattened value is still one, element by element.
-_POINTWISE = (ReLU, LeakyReLU, ELU, GELU, SiLU, Sigmoid, Tanh, HardSwish, HardSigmoid, Clip, Dropout, BatchNorm)
+_POINTWISE = (ReLU, LeakyReLU, ELU, GELU, SiLU, Sigmoid, Tanh, HardSwish, HardSigmoid, Clamp, Dropout, BatchNorm)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Layers: the interface for writing one, the graph they build, and those that halograd has."""
 
-from .activation import ELU, GELU, Clip, HardSigmoid, HardSwish, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from .activation import ELU, GELU, Clamp, HardSigmoid, HardSwish, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from .batch_norm import BatchNorm
 from .convolution import Conv
 from .dense import Dense
@@ -34,7 +34,7 @@ __all__ = [
     "AveragePool",
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
-    "Clip",
+    "Clamp",
     "Concat",
     "Conv",
     "ConvTranspose",

@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["ELU", "GELU", "Clip", "HardSigmoid", "HardSwish", "LeakyReLU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
+__all__ = [
+    "ELU",
+    "GELU",
+    "Clamp",
+    "HardSigmoid",
+    "HardSwish",
+    "LeakyReLU",
+    "ReLU",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+]
 
 
 class _Activation(Layer):
@@ -115,8 +127,8 @@ class HardSwish(_Activation):
     function = "hard_swish"
 
 
-class Clip(Layer):
-    """``y = min(max(x, low), high)``; the gradient is 0 at the limits and beyond. ReLU6 is ``Clip(0, 6)``.
+class Clamp(Layer):
+    """``y = min(max(x, low), high)``; the gradient is 0 at the limits and beyond. ReLU6 is ``Clamp(0, 6)``.
 
     (Sandler et al. 2018; as torch's ``hardtanh`` and ``relu6``.) Communication: none.
     """
@@ -127,7 +139,7 @@ class Clip(Layer):
     def __init__(self, low: float = 0.0, high: float = 6.0, name: str | None = None) -> None:
         super().__init__(name)
         if not low < high:
-            raise ValueError(f"Clip: expected low < high, got {low!r}, {high!r}")
+            raise ValueError(f"Clamp: expected low < high, got {low!r}, {high!r}")
         self.low, self.high = float(low), float(high)
 
     def flops(self, *shapes: Shape) -> int:
@@ -135,27 +147,28 @@ class Clip(Layer):
 
     def lower(self, context: Context) -> Callable[[], None]:
         limits, x = (self.low, self.high), context.inputs[0].view
-        kernel = context.kernel(partial(_clip, limits), x=x, y=context.y)
+        kernel = context.kernel(partial(_clamp, limits), x=x, y=context.y)
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
             views = {"x": x, "dy": context.dy, "dx": context.gradient(0)}
             inside = context.scratch(context.box.shape, "bool")
-            kernel = context.kernel(partial(_clip_gradient, limits), inside=inside, **views)
+            kernel = context.kernel(partial(_clamp_gradient, limits), inside=inside, **views)
             context.run(kernel, timing=context.timing("backward_data"))
 
         return backward
 
 
-def _clip(limits: tuple[float, float], environment: Any, x: Any, y: Any) -> Callable[[], None]:
+def _clamp(limits: tuple[float, float], environment: Any, x: Any, y: Any) -> Callable[[], None]:
     def run() -> None:
         if y.size:
-            np.clip(x, *limits, out=y)
+            np.maximum(x, limits[0], out=y)
+            np.minimum(y, limits[1], out=y)
 
     return run
 
 
-def _clip_gradient(
+def _clamp_gradient(
     limits: tuple[float, float], environment: Any, x: Any, dy: Any, dx: Any, inside: Any
 ) -> Callable[[], None]:
     """``dx = dy where low < x < high``."""

@@ -50,7 +50,7 @@ LAYERS = {
         lambda: [hg.LeakyReLU(0.2), hg.ELU(0.7), hg.GELU(), hg.SiLU(), hg.HardSwish(), hg.HardSigmoid(), hg.Tanh()],
         IMAGE,
     ),
-    "clip": (lambda: [hg.Clip(-0.5, 0.7), hg.Clip(-np.inf, 0.5)], IMAGE),
+    "clamp": (lambda: [hg.Clamp(-0.5, 0.7), hg.Clamp(-np.inf, 0.5)], IMAGE),
     "sigmoid": (lambda: [hg.Sigmoid()], IMAGE),
     "softmax": (lambda: [hg.Softmax()], IMAGE),
 }

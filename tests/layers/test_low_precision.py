@@ -13,7 +13,7 @@ from halograd.layers import (
     GELU,
     AveragePool,
     BatchNorm,
-    Clip,
+    Clamp,
     Concat,
     Conv,
     ConvTranspose,
@@ -64,7 +64,7 @@ LAYERS = {
     "slice": lambda: Slice(1, 3, name="l"),
     "silu": lambda: SiLU(name="l"),
     "hard sigmoid": lambda: HardSigmoid(name="l"),
-    "clip": lambda: Clip(-0.5, 0.7, "l"),
+    "clamp": lambda: Clamp(-0.5, 0.7, "l"),
     "hard swish": lambda: HardSwish(name="l"),
 }
 #: Second inputs.
