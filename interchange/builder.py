@@ -138,7 +138,7 @@ class Builder:
 
     def name(self, op: OnnxNode, weights: Sequence[OnnxConstant | None] = ()) -> str:
         """A name that no other layer has: of the weights, else of the module, else of the node."""
-        named = [one.name for one in weights if one is not None and one.name]
+        named = [one.name for one in weights if one is not None and "." in one.name]
         scope = op.scope or re.sub(r"[^\w.]+", ".", op.name).strip(".") or op.kind.lower()
         wanted = named[0].rpartition(".")[0] if named else scope
         candidates = itertools.chain([wanted], (f"{wanted}_{i}" for i in itertools.count(2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -326,7 +327,7 @@ def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
 
 def _is_named(name: str) -> bool:
     """Whether a weight has a name of the module's, and not one that an exporter gives: ``onnx::Conv_11``, ``val_3``."""
-    return "." in name and "::" not in name
+    return not re.fullmatch(r"val_\d+|\d+|.*::.*", name)
 
 
 def _title(node: Any) -> str:

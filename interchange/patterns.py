@@ -37,6 +37,18 @@ def _nothing(graph: Graph, op: OnnxNode) -> None:
         graph.leave_out(op, values[0])
 
 
+def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
+    """All elements in a row, picked in that order into the shape they had: what as_strided becomes."""
+    picked = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
+    if picked is None or picked.kind != "Gather" or picked.inputs[1] not in graph.constants:
+        return
+    if len(graph.shapes[op.outputs[0]]) != 1 or graph.shapes[picked.outputs[0]] != graph.shapes[op.inputs[0]]:
+        return
+    places = graph.constants[picked.inputs[1]].read().reshape(-1)
+    if np.array_equal(places, np.arange(len(places))):
+        graph.replace([op, picked], picked.changed(kind="Identity", inputs=op.inputs[:1], attributes={}))
+
+
 def _group_norm(graph: Graph, op: OnnxNode) -> None:
     """Reshape to (N, G, -1), instance norm without scale, the shape as it was, then a factor and a summand."""
     if op.kind != "Reshape" or len(graph.shapes[op.outputs[0]]) != 3:
@@ -156,21 +168,6 @@ def _linear(graph: Graph, op: OnnxNode) -> None:
     graph.replace([op, summed], summed.changed(kind="Linear", inputs=(*op.inputs, others[0]), attributes={}))
 
 
-def _linear_of_rows(graph: Graph, op: OnnxNode) -> None:
-    """A dense layer at every position: of the new exporter a matrix product of all rows, and the shape put back."""
-    before, after = (graph.shapes[name] for name in (op.inputs[0], op.outputs[0]))
-    if op.kind != "Reshape" or len(before) < 3 or len(after) != 2 or before[-1] != after[1]:
-        return
-    product = graph.only_reader(op.outputs[0])
-    back = None if product is None or product.kind != "Gemm" else graph.only_reader(product.outputs[0])
-    if product is None or back is None or back.kind != "Reshape":
-        return
-    if graph.shapes[back.outputs[0]] != (*before[:-1], graph.shapes[product.outputs[0]][1]):
-        return
-    inputs = (op.inputs[0], *product.inputs[1:])
-    graph.replace([op, product, back], product.changed(inputs=inputs, outputs=back.outputs))
-
-
 def _channel_scale(graph: Graph, op: OnnxNode) -> None:
     """A factor per channel, and a summand per channel behind it."""
     if op.kind != "Mul":
@@ -222,11 +219,11 @@ def _relu(graph: Graph, op: OnnxNode) -> None:
 #: In this order: a factor behind a norm belongs to it, and is no layer of its own.
 RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
     _nothing,
+    _same_by_strides,
     _group_norm,
     _gated_by_itself,
     _gelu,
     _linear,
-    _linear_of_rows,
     _channel_scale,
     _residual,
     _relu,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 import numpy as np
 import pytest
 
@@ -45,6 +48,10 @@ def _modules():
         one, two = x.chunk(2, 1)
         return one[:, :, 1:-1] + two[:, :, :6, :]
 
+    def pooled_behind_permutes(m, x):
+        y = functional.relu(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return m.linear(functional.adaptive_avg_pool2d(y, 1).flatten(1))
+
     def blocks(m, x):
         y = Of(channels_last, norm=nn.LayerNorm(4), first=nn.Linear(4, 8), second=nn.Linear(8, 4))
         y.scale = nn.Parameter(lib.ones(4, 1, 1))
@@ -85,6 +92,7 @@ def _modules():
         "average pool": (lambda: nn.AvgPool2d(3, 2, 1), image),
         "average pool of what is there": (lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False), image),
         "global pool": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), image),
+        "global pool behind permutes": (lambda: Of(pooled_behind_permutes, linear=nn.Linear(4, 3)), image),
         "mean": (lambda: Of(lambda m, x: x.mean((2, 3))), image),
         "nearest": (lambda: nn.Upsample(scale_factor=2), image),
         "nearest, to a size": (lambda: Of(lambda m, x: functional.interpolate(x, size=(5, 11))), image),
@@ -111,18 +119,48 @@ def _modules():
     }
 
 
-NAMES = list(_modules()) if __import__("importlib").util.find_spec("torch") else []
+NAMES = list(_modules()) if importlib.util.find_spec("torch") else []
+#: What the new exporter writes otherwise than the old one, or may; it takes a second for each.
+ALSO_NEW = [
+    *("conv", "conv same", "conv transposed", "conv, norm", "group norm", "instance norm", "layer norm", "gelu"),
+    *("silu", "relu 6", "elu", "hard swish", "dropout", "max pool, rounded up", "global pool", "bilinear"),
+    *("nearest, to a size", "pad", "slices", "view", "gate", "residual", "channels last", "pyramid"),
+    "global pool behind permutes",
+]
+CASES = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in ALSO_NEW)]
+#: And where it leaves more when it does not optimize.
+TRAINED_NEW = [
+    *("conv in groups", "conv, norm", "group norm", "instance norm", "layer norm", "elu", "slices", "gate"),
+    *("channels last", "global pool behind permutes"),
+]
+TRAINED = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in TRAINED_NEW)]
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, exporter", CASES)
 def test_outputs_are_those_of_torch(name, exporter, tmp_path):
     make, shape = _modules()[name]
     module = make().double()
     shake(module)
     x = samples(*shape)
-    path = export(module, first(x), tmp_path / "m.onnx", exporter)
-    network = hg.onnx.load(path)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter))
+    module.eval()
+    (ours,) = predicted(network, x).values()
+    want = last(module(first(x)))
+    np.testing.assert_allclose(ours, want, rtol=0, atol=1e-10 * max(1.0, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("name, exporter", TRAINED)
+def test_what_is_exported_for_training_has_the_parameters_of_torch(name, exporter, tmp_path):
+    """All of them and no others, under torch's names, and computes the same in evaluation."""
+    make, shape = _modules()[name]
+    module = make().double()
+    shake(module)
+    x = samples(*shape)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True))
+    assert network.parameter_count == sum(p.numel() for p in module.parameters())
+    named = {key.rpartition(".")[0] or key for key, _ in module.named_parameters()}
+    layers = {key.rpartition("/")[0] for key in network.parameters()}
+    assert named <= layers or "" in {key.rpartition(".")[0] for key, _ in module.named_parameters()}
     module.eval()
     (ours,) = predicted(network, x).values()
     want = last(module(first(x)))
@@ -130,22 +168,95 @@ def test_outputs_are_those_of_torch(name, exporter, tmp_path):
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_exported_for_training_has_the_parameters_of_torch(name, exporter, tmp_path):
-    """In number, so that none is missing and none is trained twice; names are those of torch."""
-    make, shape = _modules()[name]
-    module = make().double()
-    shake(module)
-    network = hg.onnx.load(export(module, first(samples(*shape)), tmp_path / "m.onnx", exporter, training=True))
-    assert network.parameter_count == sum(p.numel() for p in module.parameters())
-    named = {key.rpartition(".")[0] for key, _ in module.named_parameters()} - {""}
-    layers = {key.rpartition("/")[0] for key in network.parameters()}
-    assert named - {"scale"} <= layers | {"scale"}
-
-
-def test_refusals_name_the_node(tmp_path):
+def test_weights_beside_the_file_and_open_extents(exporter, tmp_path):
+    """The new exporter writes large weights to a second file. What is open in the file is given."""
     lib = torch()
-    module = lib.nn.Sequential(lib.nn.Conv2d(4, 4, 1), lib.nn.PixelShuffle(2))
-    path = export(module, lib.zeros(2, 4, 8, 8), tmp_path / "m.onnx", "old")
-    with pytest.raises(UserError, match=r"node '/1/DepthToSpace' \(DepthToSpace\): expected an operator that has a"):
+    module = lib.nn.Sequential(lib.nn.Conv2d(3, 64, 9), lib.nn.ReLU(), lib.nn.Upsample(scale_factor=2)).double()
+    x = samples(12, 10, 3)
+    names = {0: "n", 2: "h", 3: "w"}
+    dynamic = {"dynamic_axes": {"x": names}}
+    if exporter == "dynamo":
+        dynamic = {"dynamic_shapes": ({axis: lib.export.Dim(name) for axis, name in names.items()},)}
+    path = export(module, first(x), tmp_path / "m.onnx", exporter, **dynamic)
+    with pytest.raises(UserError, match=r"expected fixed extents of input 'x' .* give them: load\(path, shapes="):
         hg.onnx.load(path)
+    for height, width in ((12, 10), (15, 11)):
+        x = samples(height, width, 3)
+        (ours,) = predicted(hg.onnx.load(path, {"x": (height, width, 3)}), x).values()
+        np.testing.assert_allclose(ours, last(module(first(x))), rtol=0, atol=1e-10)
+    with pytest.raises(UserError, match="expected shapes of inputs"):
+        hg.onnx.load(path, {"y": (12, 10, 3)})
+    with pytest.raises(UserError, match=r"expected 3 extents .* of input 'x', got \(12, 3\)"):
+        hg.onnx.load(path, {"x": (12, 3)})
+
+
+def test_weights_are_read_when_they_are_needed(tmp_path):
+    """And not before: a file that is cut off meanwhile is noticed."""
+    lib = torch()
+    path = export(lib.nn.Conv2d(3, 64, 9), lib.zeros(2, 3, 9, 9), tmp_path / "m.onnx", "old")
+    network = hg.onnx.load(path)
+    assert network.initial_values().keys() == {f"{next(iter(network.layers))}/{key}" for key in "wb"}
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"expected 15552 numbers at .*; the file is cut off"):
+        network.initial_values()
+
+
+def _refused():
+    """By what is said: a module, and its input."""
+    lib = torch()
+    nn, functional = lib.nn, lib.nn.functional
+
+    class Of(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, x):
+            return self.function(x)
+
+    return {
+        r"'/1/DepthToSpace' \(DepthToSpace\): expected an operator that has a layer": nn.Sequential(
+            nn.Conv2d(4, 4, 1), nn.PixelShuffle(2)
+        ),
+        r"\(Gelu\): expected the exact GELU, got its approximation by tanh": nn.GELU(approximate="tanh"),
+        r"\(LayerNormalization\): expected a factor .* \(4, 8, 8\); take torch.nn.GroupNorm": nn.LayerNorm([4, 8, 8]),
+        r"\(Mul\): expected a factor per channel, .* got another constant factor": Of(lambda x: 0.1 * x),
+        r"\(Add\): expected a sum of two values .* got a constant summand": Of(lambda x: x + 0.1),
+        r"\(Softmax\): expected a softmax over the channels, got axis 3": nn.Softmax(3),
+        r"\(Resize\): expected nearest or linear .* got linear, align_corners": nn.Upsample(
+            scale_factor=2, mode="bilinear", align_corners=True
+        ),
+        r"\(Transpose\): expected channels moved to the last axis .* got \(0, 1, 3, 2\)": Of(
+            lambda x: x.transpose(2, 3)
+        ),
+        r"\(Reshape\): expected one that flattens samples, got \(2, 4, 8, 8\) to": Of(lambda x: x.reshape(2, 2, 16, 8)),
+        r"expected outputs with spatial axes or of dense layers, got '.*', which is flattened": nn.Flatten(),
+        r"\(Slice\): expected a step of 1, got \[2\]": Of(lambda x: x[:, :, ::2]),
+        r"\(ReduceMean\): expected a mean over space, axes \[2, 3\], got axes \[1\]": Of(lambda x: x.mean(1)),
+        r"\(Concat\): expected values that are joined along the channels, got axis 2": Of(lambda x: lib.cat([x, x], 2)),
+        r"\(AveragePool\): expected sizes rounded down where padding counts": nn.AvgPool2d(3, 2, 1, ceil_mode=True),
+        r"\(Pad\): expected rows around the spatial axes": Of(lambda x: functional.pad(x, (0, 0, 0, 0, 1, 1))),
+    }
+
+
+@pytest.mark.parametrize("message", _refused() if importlib.util.find_spec("torch") else [])
+def test_refusals_name_the_node(message, tmp_path):
+    path = export(_refused()[message], torch().zeros(2, 4, 8, 8), tmp_path / "m.onnx", "old")
+    with pytest.raises(UserError, match=message) as found:
+        hg.onnx.load(path)
+    assert str(found.value).startswith(f"{path}: ") and "; " in str(found.value) and "\n" not in str(found.value)
+
+
+def test_what_is_no_file_of_onnx_is_refused(tmp_path, monkeypatch):
+    torch()
+    with pytest.raises(UserError, match="expected an ONNX file, got none: no such file"):
+        hg.onnx.load(tmp_path / "none.onnx")
+    (tmp_path / "text.onnx").write_text("a letter, and no network")
+    with pytest.raises(UserError, match="expected an ONNX file, got one that cannot be read"):
+        hg.onnx.load(tmp_path / "text.onnx")
+    (tmp_path / "empty.onnx").write_bytes(b"")
+    with pytest.raises(UserError, match="expected operators of version 13 or later, got none"):
+        hg.onnx.load(tmp_path / "empty.onnx")
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(UserError, match=r"expected the library onnx, got none .* 'halograd\[interchange\]'"):
+        hg.onnx.load(tmp_path / "text.onnx")
