@@ -90,7 +90,7 @@ def _conv(w: Writer, node: Node) -> str:
     layer: Any = node.layer
     given = _window(layer.windows(node.inputs[0].shape))
     inputs = [*w.inputs(node), *_weights(w, node, _channels_second)]
-    return _activated(w, layer, w.add("Conv", inputs, f"{w.name(node)}:y", group=layer.groups, **given))
+    return _activated(w, layer, w.add("Conv", inputs, f"{w.name(node)}::y", group=layer.groups, **given))
 
 
 def _conv_transpose(w: Writer, node: Node) -> str:
@@ -101,24 +101,24 @@ def _conv_transpose(w: Writer, node: Node) -> str:
     given["pads"] = [*(one.pad_lo for one in windows), *(max(one.pad_hi, 0) for one in windows)]
     more = [max(-one.pad_hi, 0) for one in windows]
     inputs = [*w.inputs(node), *_weights(w, node, _channels_second)]
-    output = f"{w.name(node)}:y"
+    output = f"{w.name(node)}::y"
     return w.add("ConvTranspose", inputs, output, group=layer.groups, output_padding=more, **given)
 
 
 def _max_pool(w: Writer, node: Node) -> str:
-    return w.add("MaxPool", w.inputs(node), f"{w.name(node)}:y", **_window(node.layer.windows(node.inputs[0].shape)))
+    return w.add("MaxPool", w.inputs(node), f"{w.name(node)}::y", **_window(node.layer.windows(node.inputs[0].shape)))
 
 
 def _average_pool(w: Writer, node: Node) -> str:
     layer: Any = node.layer
     given: dict[str, Any] = _window(layer.windows(node.inputs[0].shape))
     given["count_include_pad"] = int(layer.count_include_pad)
-    return w.add("AveragePool", w.inputs(node), f"{w.name(node)}:y", **given)
+    return w.add("AveragePool", w.inputs(node), f"{w.name(node)}::y", **given)
 
 
 def _global_average_pool(w: Writer, node: Node) -> str:
-    pooled = w.add("GlobalAveragePool", w.inputs(node), f"{w.name(node)}:mean")
-    return w.add("Flatten", [pooled], f"{w.name(node)}:y")
+    pooled = w.add("GlobalAveragePool", w.inputs(node), f"{w.name(node)}::mean")
+    return w.add("Flatten", [pooled], f"{w.name(node)}::y")
 
 
 _MODES = {
@@ -136,17 +136,17 @@ def _resize(w: Writer, node: Node) -> str:
     mode = "linear" if layer.mode.endswith("linear") else layer.mode
     given: dict[str, Any] = {"axes": list(range(2, len(shape) + 1)), **_MODES[mode]}
     if all(one.ratio * one.outputs == one.size for one in resamplings):
-        sizes = w.numbers(f"{name}:sizes", [one.outputs for one in resamplings], np.int64)
-        return w.add("Resize", [*w.inputs(node), "", "", sizes], f"{name}:y", **given)
-    scales = w.numbers(f"{name}:scales", [float(1 / one.ratio) for one in resamplings], np.float32)
-    return w.add("Resize", [*w.inputs(node), "", scales], f"{name}:y", **given)
+        sizes = w.numbers(f"{name}::sizes", [one.outputs for one in resamplings], np.int64)
+        return w.add("Resize", [*w.inputs(node), "", "", sizes], f"{name}::y", **given)
+    scales = w.numbers(f"{name}::scales", [float(1 / one.ratio) for one in resamplings], np.float32)
+    return w.add("Resize", [*w.inputs(node), "", scales], f"{name}::y", **given)
 
 
 # -- dense layers, norms ---------------------------------------------------------------------------
 
 
 def _dense(w: Writer, node: Node) -> str:
-    return w.add("Gemm", [*w.inputs(node), *_weights(w, node)], f"{w.name(node)}:y", transB=1)
+    return w.add("Gemm", [*w.inputs(node), *_weights(w, node)], f"{w.name(node)}::y", transB=1)
 
 
 def _affine(w: Writer, node: Node, channels: int, shape: tuple[int, ...]) -> list[str]:
@@ -154,7 +154,7 @@ def _affine(w: Writer, node: Node, channels: int, shape: tuple[int, ...]) -> lis
     name, found = w.name(node), []
     for key, label, number in (("gamma", "weight", 1), ("beta", "bias", 0)):
         array = w.parameter(node, key)
-        title = f"{name}:{label}" if array is None else f"{name}.{label}"
+        title = f"{name}::{label}" if array is None else f"{name}.{label}"
         found.append(w.numbers(title, np.full(shape, number) if array is None else np.reshape(array, shape)))
     return found
 
@@ -165,9 +165,9 @@ def _batch_norm(w: Writer, node: Node) -> str:
     inputs = [w.inputs(node)[0], *_affine(w, node, channels, (channels,))]
     for key in ("mean", "var"):
         inputs.append(w.numbers(f"{name}.running_{key}", w.parameter(node, key)))
-    made = w.add("BatchNormalization", inputs, f"{name}:y", epsilon=layer.eps, momentum=1 - layer.momentum)
+    made = w.add("BatchNormalization", inputs, f"{name}::y", epsilon=layer.eps, momentum=1 - layer.momentum)
     if len(node.inputs) > 1:
-        made = w.add("Add", [made, w.inputs(node)[1]], f"{name}:sum")
+        made = w.add("Add", [made, w.inputs(node)[1]], f"{name}::sum")
     return _activated(w, layer, made)
 
 
@@ -176,15 +176,17 @@ def _group_norm(w: Writer, node: Node) -> str:
     layer: Any = node.layer
     name, (*spatial, channels) = w.name(node), node.shape
     groups = layer.group_count(channels)
-    apart = w.add("Reshape", [*w.inputs(node), w.numbers(f"{name}:groups", [0, groups, -1], np.int64)], f"{name}:apart")
-    plain = [w.numbers(f"{name}:{what}", np.full(groups, n)) for what, n in (("ones", 1), ("zeros", 0))]
-    normed = w.add("InstanceNormalization", [apart, *plain], f"{name}:normed", epsilon=layer.eps)
-    whole = w.numbers(f"{name}:shape", [0, channels, *spatial], np.int64)
-    made = w.add("Reshape", [normed, whole], f"{name}:whole")
+    apart = w.add(
+        "Reshape", [*w.inputs(node), w.numbers(f"{name}::groups", [0, groups, -1], np.int64)], f"{name}::apart"
+    )
+    plain = [w.numbers(f"{name}::{what}", np.full(groups, n)) for what, n in (("ones", 1), ("zeros", 0))]
+    normed = w.add("InstanceNormalization", [apart, *plain], f"{name}::normed", epsilon=layer.eps)
+    whole = w.numbers(f"{name}::shape", [0, channels, *spatial], np.int64)
+    made = w.add("Reshape", [normed, whole], f"{name}::whole")
     if layer.affine:
         scale, shift = _affine(w, node, channels, (channels, *(1 for _ in spatial)))
-        made = w.add("Mul", [made, scale], f"{name}:scaled")
-        made = w.add("Add", [made, shift], f"{name}:y")
+        made = w.add("Mul", [made, scale], f"{name}::scaled")
+        made = w.add("Add", [made, shift], f"{name}::y")
     return _activated(w, layer, made)
 
 
@@ -195,11 +197,11 @@ def _layer_norm(w: Writer, node: Node) -> str:
     name, axes = w.name(node), len(node.shape) + 1
     (value,), channels = w.inputs(node), node.shape[-1]
     if axes > 2:
-        value = w.add("Transpose", [value], f"{name}:last", perm=[0, *range(2, axes), 1])
+        value = w.add("Transpose", [value], f"{name}::last", perm=[0, *range(2, axes), 1])
     inputs = [value, *_affine(w, node, channels, (channels,))]
-    value = w.add("LayerNormalization", inputs, f"{name}:normed", axis=-1, epsilon=layer.eps)
+    value = w.add("LayerNormalization", inputs, f"{name}::normed", axis=-1, epsilon=layer.eps)
     if axes > 2:
-        value = w.add("Transpose", [value], f"{name}:y", perm=first_axes(axes))
+        value = w.add("Transpose", [value], f"{name}::y", perm=first_axes(axes))
     return _activated(w, layer, value)
 
 
@@ -208,7 +210,7 @@ def _local_response_norm(w: Writer, node: Node) -> str:
     if layer.size % 2 == 0:
         raise w.refused(node, "windows of an odd number of channels", f"{layer.size}")
     given = {"size": layer.size, "alpha": layer.alpha, "beta": layer.beta, "bias": layer.k}
-    return w.add("LRN", w.inputs(node), f"{w.name(node)}:y", **given)
+    return w.add("LRN", w.inputs(node), f"{w.name(node)}::y", **given)
 
 
 # -- pointwise layers ------------------------------------------------------------------------------
@@ -219,22 +221,22 @@ def _pointwise(kind: str, **attributes: str | float) -> Callable[[Writer, Node],
 
     def write(w: Writer, node: Node) -> str:
         given = {k: getattr(node.layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
-        return w.add(kind, w.inputs(node), f"{w.name(node)}:y", **given)
+        return w.add(kind, w.inputs(node), f"{w.name(node)}::y", **given)
 
     return write
 
 
 def _silu(w: Writer, node: Node) -> str:
     (value,) = w.inputs(node)
-    gate = w.add("Sigmoid", [value], f"{w.name(node)}:gate")
-    return w.add("Mul", [value, gate], f"{w.name(node)}:y")
+    gate = w.add("Sigmoid", [value], f"{w.name(node)}::gate")
+    return w.add("Mul", [value, gate], f"{w.name(node)}::y")
 
 
 def _clip(w: Writer, node: Node) -> str:
     layer: Any = node.layer
     name, most = w.name(node), float(np.finfo(np.float32).max)
     limits = (("low", max(layer.low, -most)), ("high", min(layer.high, most)))
-    return w.add("Clip", [*w.inputs(node), *(w.numbers(f"{name}:{k}", n) for k, n in limits)], f"{name}:y")
+    return w.add("Clip", [*w.inputs(node), *(w.numbers(f"{name}::{k}", n) for k, n in limits)], f"{name}::y")
 
 
 def _same(w: Writer, node: Node) -> str:
@@ -248,7 +250,7 @@ def _same(w: Writer, node: Node) -> str:
 def _add(w: Writer, node: Node) -> str:
     made, *others = w.inputs(node)
     for i, other in enumerate(others):
-        made = w.add("Add", [made, other], f"{w.name(node)}:{i}")
+        made = w.add("Add", [made, other], f"{w.name(node)}::{i}")
     return _activated(w, node.layer, made)
 
 
@@ -256,13 +258,13 @@ def _multiply(w: Writer, node: Node) -> str:
     """A vector per sample becomes a factor at every position."""
     (x, g), name = w.inputs(node), w.name(node)
     if len(node.inputs[1].shape) < len(node.shape):
-        shape = w.numbers(f"{name}:shape", [0, -1, *(1 for _ in node.shape[:-1])], np.int64)
-        g = w.add("Reshape", [g, shape], f"{name}:gate")
-    return w.add("Mul", [x, g], f"{name}:y")
+        shape = w.numbers(f"{name}::shape", [0, -1, *(1 for _ in node.shape[:-1])], np.int64)
+        g = w.add("Reshape", [g, shape], f"{name}::gate")
+    return w.add("Mul", [x, g], f"{name}::y")
 
 
 def _concat(w: Writer, node: Node) -> str:
-    return w.add("Concat", w.inputs(node), f"{w.name(node)}:y", axis=1)
+    return w.add("Concat", w.inputs(node), f"{w.name(node)}::y", axis=1)
 
 
 def _flatten(w: Writer, node: Node) -> str:
@@ -270,17 +272,17 @@ def _flatten(w: Writer, node: Node) -> str:
     axes, name = len(node.inputs[0].shape) + 1, w.name(node)
     (value,) = w.inputs(node)
     if axes > 2:
-        value = w.add("Transpose", [value], f"{name}:last", perm=[0, *range(2, axes), 1])
-    return w.add("Flatten", [value], f"{name}:y")
+        value = w.add("Transpose", [value], f"{name}::last", perm=[0, *range(2, axes), 1])
+    return w.add("Flatten", [value], f"{name}::y")
 
 
 def _padded(w: Writer, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
     """Rows around the spatial axes."""
     every = [(0, 0), (0, 0), *amounts]
     name = w.name(node)
-    pads = w.numbers(f"{name}:pads", [low for low, _ in every] + [high for _, high in every], np.int64)
-    inputs = [*w.inputs(node), pads, *([w.numbers(f"{name}:value", value)] if mode == "constant" else [])]
-    return w.add("Pad", inputs, f"{name}:y", mode=mode)
+    pads = w.numbers(f"{name}::pads", [low for low, _ in every] + [high for _, high in every], np.int64)
+    inputs = [*w.inputs(node), pads, *([w.numbers(f"{name}::value", value)] if mode == "constant" else [])]
+    return w.add("Pad", inputs, f"{name}::y", mode=mode)
 
 
 def _pad(w: Writer, node: Node) -> str:
@@ -301,7 +303,9 @@ def _slice(w: Writer, node: Node) -> str:
     layer: Any = node.layer
     name = w.name(node)
     pairs = (("first", layer.first), ("last", layer.last), ("axis", 1))
-    return w.add("Slice", [*w.inputs(node), *(w.numbers(f"{name}:{k}", [n], np.int64) for k, n in pairs)], f"{name}:y")
+    return w.add(
+        "Slice", [*w.inputs(node), *(w.numbers(f"{name}::{k}", [n], np.int64) for k, n in pairs)], f"{name}::y"
+    )
 
 
 #: By the class of a layer; a class that is derived from one of these may compute otherwise, and is not it.

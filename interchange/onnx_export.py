@@ -126,14 +126,14 @@ def _normalize(w: Writer, node: Node, statistics: Any) -> None:
     value = name
     for rule, kinds in _TRANSFORMS.items():
         if rule in rules:
-            value = _of_some(w, f"{name}:{rule}", value, kinds, np.reshape([r == rule for r in rules], shape))
+            value = _of_some(w, f"{name}::{rule}", value, kinds, np.reshape([r == rule for r in rules], shape))
     std = np.asarray(statistics.std, np.float64)
     scale = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0)
-    mean = w.numbers(f"{name}:mean", np.reshape(statistics.mean, shape))
-    value = w.add("Sub", [value, mean], f"{name}:centered")
-    value = w.add("Mul", [value, w.numbers(f"{name}:scale", scale.reshape(shape))], f"{name}:normalized")
+    mean = w.numbers(f"{name}::mean", np.reshape(statistics.mean, shape))
+    value = w.add("Sub", [value, mean], f"{name}::centered")
+    value = w.add("Mul", [value, w.numbers(f"{name}::scale", scale.reshape(shape))], f"{name}::normalized")
     if "clip" in rules:
-        value = _of_some(w, f"{name}:clip", value, ("Clip",), np.reshape([r == "clip" for r in rules], shape), CLIP)
+        value = _of_some(w, f"{name}::clip", value, ("Clip",), np.reshape([r == "clip" for r in rules], shape), CLIP)
     w.values[node] = value
 
 
@@ -148,13 +148,13 @@ def _of_some(
     made = value
     for kind in kinds:
         if kind == "Clip":
-            limits = [w.numbers(f"{title}:{what}", n) for what, n in (("low", -limit), ("high", limit))]
-            made = w.add("Clip", [made, *limits], f"{title}:limited")
+            limits = [w.numbers(f"{title}::{what}", n) for what, n in (("low", -limit), ("high", limit))]
+            made = w.add("Clip", [made, *limits], f"{title}::limited")
         elif kind == "log":
-            size = w.add("Abs", [made], f"{title}:size")
-            size = w.add("Add", [size, w.numbers(f"{title}:one", 1.0)], f"{title}:more")
-            size = w.add("Log", [size], f"{title}:log")
-            made = w.add("Mul", [size, w.add("Sign", [made], f"{title}:sign")], f"{title}:signed")
+            size = w.add("Abs", [made], f"{title}::size")
+            size = w.add("Add", [size, w.numbers(f"{title}::one", 1.0)], f"{title}::more")
+            size = w.add("Log", [size], f"{title}::log")
+            made = w.add("Mul", [size, w.add("Sign", [made], f"{title}::sign")], f"{title}::signed")
         else:
-            made = w.add(kind, [made], f"{title}:made")
-    return w.add("Where", [w.numbers(f"{title}:mask", mask, bool), made, value], f"{title}:some")
+            made = w.add(kind, [made], f"{title}::made")
+    return w.add("Where", [w.numbers(f"{title}::mask", mask, bool), made, value], f"{title}::some")

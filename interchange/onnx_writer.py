@@ -21,7 +21,9 @@ OPSET = 20
 
 
 class Writer:
-    """Nodes of an ONNX graph; values have the names of our layers.
+    """Nodes of an ONNX graph; values have the names of our layers, parameters those of torch: ``conv1.weight``.
+
+    What is no parameter has two colons in its name, as torch's exporters do it, so that it is not read as one.
 
     Parameters
     ----------

@@ -27,6 +27,7 @@ LAYERS = {
     "batch norm": (lambda: [hg.BatchNorm(momentum=0.3, eps=1e-3, activation="relu")], IMAGE),
     "batch norm without parameters": (lambda: [hg.BatchNorm(affine=False)], IMAGE),
     "group norm": (lambda: [hg.GroupNorm(2, activation="relu")], IMAGE),
+    "norms of modules": (lambda: [hg.GroupNorm(2, name="a.0"), hg.InstanceNorm(affine=False, name="a.1")], IMAGE),
     "group norm of vectors": (lambda: [hg.GroupNorm(2)], (4,)),
     "instance norm": (lambda: [hg.InstanceNorm(affine=False)], IMAGE),
     "layer norm": (lambda: [hg.LayerNorm()], IMAGE),
@@ -88,7 +89,9 @@ def _check(network: hg.Network, path, x: np.ndarray) -> None:
     hg.onnx.save(network, None, path)
     found = _run(path, x)
     hg.onnx.save(network, None, path, dtype="float64")
-    again = predicted(hg.onnx.load(path), x)
+    read = hg.onnx.load(path)
+    assert read.parameter_count == network.parameter_count
+    again = predicted(read, x)
     assert set(found) == set(want) - {"loss"} == set(again)
     for name, y in found.items():
         largest = max(1.0, np.abs(want[name]).max())
