@@ -79,6 +79,8 @@ class Builder:
         self.path, self.graph, self.keeping = path, graph, keeping
         self.values: dict[str, Activation] = {}
         self._names: set[str] = set(graph.inputs)
+        #: By the names of weights, the node that has them.
+        self._owners: dict[tuple[str, ...], OnnxNode] = {}
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -130,11 +132,23 @@ class Builder:
 
     def add(self, op: OnnxNode, layer: Layer, *inputs: Node, weights: Sequence[OnnxConstant | None] = ()) -> Node:
         """A node of the network. Its name is that of the torch module, where the file says it."""
+        self._refuse_shared(op, weights)
         layer.name = self.name(op, weights)
         try:
             return layer(*inputs)
         except ValueError as error:
             raise UserError(f"{self.title(op)}: {error}") from error
+
+    def _refuse_shared(self, op: OnnxNode, weights: Sequence[OnnxConstant | None]) -> None:
+        """Refuse a module that is used twice. Two norms may have one weight: an exporter joins those that are equal."""
+        names = tuple(one.name for one in weights if one is not None and one.name)
+        matrices = tuple(one.name for one in weights if one is not None and one.name and len(one.shape) > 1)
+        owner = self._owners.setdefault(matrices or names, op) if names else op
+        module = re.sub(r"_\d+$", "", op.scope)  # n_1 is the second use of n
+        if owner is not op and (matrices or module == names[0].rpartition(".")[0]):
+            raise self.refused(
+                op, "weights of its own", f"those of node {owner.name!r} again", "use a second module in its place"
+            )
 
     def name(self, op: OnnxNode, weights: Sequence[OnnxConstant | None] = ()) -> str:
         """A name that no other layer has: of the weights, else of the module, else of the node."""

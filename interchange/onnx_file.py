@@ -65,7 +65,13 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
         )
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
-    return _Folding(path, model, places, source).graph(shapes)
+    try:
+        return _Folding(path, model, places, source).graph(shapes)
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path}: expected a graph as torch exports it, got one that cannot be followed ({_line(error)}); export "
+            "it anew, with opset_version=20"
+        ) from error
 
 
 def _line(error: BaseException) -> str:

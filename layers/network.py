@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from .layer import Input, Layer, Node, Shape
 from .loss import Loss
-from .parameter import Parameter
+from .parameter import Parameter, given
 
 __all__ = ["Network"]
 
@@ -162,6 +163,28 @@ class Network:
             for name, node in self.layers.items()
             for key, spec in node.layer.state(*self._shapes(node)).items()
         }
+
+    def begin_with(self, values: Mapping[str, Any]) -> None:
+        """Have parameters and states begin with these whole arrays, by ``layer/name``; the others as before.
+
+        Before an executor is made of the network. Raises ValueError for what fits no parameter.
+        """
+        layers = self.layers
+        strange = [name for name in values if name.rpartition("/")[0] not in layers]
+        if strange:
+            raise ValueError(
+                f"network {self.name!r}: expected initial values of its layers, got some of {strange[0]!r}"
+            )
+        before = {node: node.layer.given for node in layers.values()}
+        for name, array in values.items():
+            layer, _, key = name.rpartition("/")
+            layers[layer].layer.given = {**layers[layer].layer.given, key: given(array)}
+        try:
+            self._check_given()
+        except ValueError:
+            for node, old in before.items():
+                node.layer.given = old
+            raise
 
     def initial_values(self, seed: int = 0) -> dict[str, np.ndarray]:
         """Whole initial arrays of all parameters and states, by name: drawn by `seed`, or given. Local."""

@@ -66,11 +66,9 @@ def _chain(layers, shape) -> hg.Network:
 
 def _shaken(network: hg.Network) -> hg.Network:
     """With numbers that an error would show in."""
-    for name, node in network.layers.items():
-        shapes = [one.shape for one in node.inputs]
-        specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)}
-        drawn = {key: 0.5 * random_array(spec.shape, f"{name}/{key}") for key, spec in specs.items()}
-        node.layer = node.layer.initialized(**{k: 0.5 + np.abs(v) if k == "var" else v for k, v in drawn.items()})
+    specs = {**network.parameters(), **network.state()}
+    drawn = {name: 0.5 * random_array(spec.shape, name) for name, spec in specs.items()}
+    network.begin_with({name: 0.5 + np.abs(a) if name.endswith("/var") else a for name, a in drawn.items()})
     return network
 
 

@@ -207,12 +207,14 @@ def _refused():
     nn, functional = lib.nn, lib.nn.functional
 
     class Of(nn.Module):
-        def __init__(self, function):
+        def __init__(self, function, **layers):
             super().__init__()
             self.function = function
+            for name, layer in layers.items():
+                setattr(self, name, layer)
 
         def forward(self, x):
-            return self.function(x)
+            return self.function(x) if not list(self.children()) else self.function(self, x)
 
     return {
         r"'/1/DepthToSpace' \(DepthToSpace\): expected an operator that has a layer": nn.Sequential(
@@ -235,6 +237,12 @@ def _refused():
         r"\(ReduceMean\): expected a mean over space, axes \[2, 3\], got axes \[1\]": Of(lambda x: x.mean(1)),
         r"\(Concat\): expected values that are joined along the channels, got axis 2": Of(lambda x: lib.cat([x, x], 2)),
         r"\(AveragePool\): expected sizes rounded down where padding counts": nn.AvgPool2d(3, 2, 1, ceil_mode=True),
+        r"\(Conv\): expected weights of its own, got those of node '/c/Conv' again; use a second": Of(
+            lambda m, x: m.c(m.c(x)), c=nn.Conv2d(4, 4, 1)
+        ),
+        r"\(Batch.*\): expected weights of its own, got those of node '/n/Batch.*' again": Of(
+            lambda m, x: m.n(lib.sigmoid(m.n(x))), n=nn.BatchNorm2d(4)
+        ),
         r"\(Pad\): expected rows around the spatial axes": Of(lambda x: functional.pad(x, (0, 0, 0, 0, 1, 1))),
     }
 

@@ -147,10 +147,7 @@ def test_a_run_is_exported_with_its_normalization(tmp_path, capsys):
     x = raw.astype(np.float64)
     ChannelStatistics.from_state_dict(state).apply(x)
     network = build("mesh", **MODEL)
-    arrays = load_weights(network, tmp_path / "w.safetensors")
-    for name, node in network.layers.items():
-        own = {k.rpartition("/")[2]: a for k, a in arrays.items() if k.rpartition("/")[0] == name}
-        node.layer = node.layer.initialized(**own)
+    network.begin_with(load_weights(network, tmp_path / "w.safetensors"))
     bare = hg.Network({"prediction": network.outputs["prediction"]})
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'halograd[interchange]'")
     session = runtime.InferenceSession(str(out), providers=["CPUExecutionProvider"])

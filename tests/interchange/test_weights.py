@@ -51,15 +51,8 @@ def test_torch_takes_them_and_computes_the_same(tmp_path):
     x = samples(4, 6, 3)
     y = module["up"](nn.functional.relu(module["norm"](module["conv"](first(x)))))
     want = module["head"](module["flat_norm"](nn.functional.relu(y.flatten(1)))).detach().numpy()
-    given = _with(network, load_weights(network, tmp_path / "w.safetensors"))
-    np.testing.assert_allclose(predicted(given, x)["prediction"], want, rtol=1e-10)
-
-
-def _with(network: hg.Network, arrays: dict[str, np.ndarray]) -> hg.Network:
-    for name, node in network.layers.items():
-        own = {k.rpartition("/")[2]: a for k, a in arrays.items() if k.rpartition("/")[0] == name}
-        node.layer = node.layer.initialized(**own)
-    return network
+    network.begin_with(load_weights(network, tmp_path / "w.safetensors"))
+    np.testing.assert_allclose(predicted(network, x)["prediction"], want, rtol=1e-10)
 
 
 def test_there_and_back(tmp_path):

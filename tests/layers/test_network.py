@@ -106,3 +106,17 @@ def test_initial_values_that_fit_nothing_are_refused():
         Network(Conv(2, 1, name="conv").initialized(w=np.zeros(3))(x))
     with pytest.raises(ValueError, match="expected initial values of w, b in layer 'conv', got some of 'gamma'"):
         Network(Conv(2, 1, name="conv").initialized(gamma=np.zeros(2))(x))
+
+
+def test_a_network_begins_with_arrays_by_name():
+    x = Input((6, 6, 2), name="x")
+    network = Network(ReLU(name="r")(Conv(2, 1, name="conv")(x)))
+    before = network.initial_values()
+    network.begin_with({"conv/b": [5.0, 6.0]})
+    with pytest.raises(ValueError, match="got some of 'cnv/b'"):
+        network.begin_with({"conv/b": [1.0, 2.0], "cnv/b": [1.0, 2.0]})
+    with pytest.raises(ValueError, match=r"for conv/w, got \(3,\)"):
+        network.begin_with({"conv/b": [1.0, 2.0], "conv/w": np.zeros(3)})
+    found = network.initial_values()
+    assert found["conv/b"].tolist() == [5, 6]
+    np.testing.assert_array_equal(found["conv/w"], before["conv/w"])
