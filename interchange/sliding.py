@@ -79,14 +79,17 @@ def _conv_of_vectors(
     build: Builder, op: OnnxNode, value: Activation, weights: OnnxConstant, bias: OnnxConstant | None
 ) -> Activation:
     """A convolution of one position is a dense layer; others keep the positions that were pooled away."""
-    if math.prod(weights.shape[2:]) > 1 or op.attributes.get("group", 1) > 1 or op.attributes.get("relu"):
+    if math.prod(weights.shape[2:]) > 1 or op.attributes.get("group", 1) > 1:
         build.with_positions(op)
     units, features = weights.shape[:2]
     given = {"w": build.given(weights, lambda array: array.reshape(units, features), (units, features))}
     if bias is not None:
         given["b"] = build.given(bias, np.ravel, (units,))
     layer = Dense(units, bias=bias is not None).initialized(**given)
-    return value.of(build.add(op, layer, value.node, weights=(weights, bias)))
+    node = build.add(op, layer, value.node, weights=(weights, bias))
+    if activation_of(op):
+        node = build.add(op.changed(name=f"{op.name}.relu", scope=""), ReLU(), node)
+    return value.of(node)
 
 
 def _conv_transpose(build: Builder, op: OnnxNode) -> Activation:

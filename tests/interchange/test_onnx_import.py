@@ -190,6 +190,23 @@ def test_weights_beside_the_file_and_open_extents(exporter, tmp_path):
         hg.onnx.load(path, {"x": (12, 3)})
 
 
+def _kinds(name, folder) -> list[str]:
+    """Layers of an imported module, in order."""
+    make, shape = _modules()[name]
+    network = hg.onnx.load(export(make(), first(samples(*shape)).float(), folder / "m.onnx", "old", training=True))
+    return [node.layer.kind for node in network.layers.values()]
+
+
+def test_layers_are_as_few_as_can_be(tmp_path):
+    """Activations and shortcuts in the kernels of norms; vectors behind a pooling, unless positions are read."""
+    assert _kinds("residual", tmp_path) == ["Conv", "BatchNorm"]
+    assert _kinds("conv, norm", tmp_path) == ["Conv", "BatchNorm"]
+    assert _kinds("group norm 3d", tmp_path) == ["GroupNorm"]
+    gate = ["GlobalAveragePool", "Dense", "ReLU", "Dense", "HardSigmoid", "Multiply"]
+    assert _kinds("gate", tmp_path) == gate
+    assert "AveragePool" in _kinds("pyramid", tmp_path)
+
+
 def test_weights_are_read_when_they_are_needed(tmp_path):
     """And not before: a file that is cut off meanwhile is noticed."""
     lib = torch()

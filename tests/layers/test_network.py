@@ -113,7 +113,7 @@ def test_a_network_begins_with_arrays_by_name():
     network = Network(ReLU(name="r")(Conv(2, 1, name="conv")(x)))
     before = network.initial_values()
     network.begin_with({"conv/b": [5.0, 6.0]})
-    with pytest.raises(ValueError, match="got some of 'cnv/b'"):
+    with pytest.raises(ValueError, match="expected initial values of layers, got those of 'cnv/b'"):
         network.begin_with({"conv/b": [1.0, 2.0], "cnv/b": [1.0, 2.0]})
     with pytest.raises(ValueError, match=r"for conv/w, got \(3,\)"):
         network.begin_with({"conv/b": [1.0, 2.0], "conv/w": np.zeros(3)})
