@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ..layers import AveragePool, Conv, ConvTranspose, Dense, GivenValues, GlobalAveragePool, Layer, MaxPool, Resize
+from ..layers import (
+    AveragePool,
+    Conv,
+    ConvTranspose,
+    Dense,
+    GivenValues,
+    GlobalAveragePool,
+    Layer,
+    MaxPool,
+    ReLU,
+    Resize,
+)
 from .builder import Activation, Builder
 from .graph import OnnxConstant, OnnxNode
 

@@ -172,9 +172,7 @@ class Network:
         layers = self.layers
         strange = [name for name in values if name.rpartition("/")[0] not in layers]
         if strange:
-            raise ValueError(
-                f"network {self.name!r}: expected initial values of its layers, got some of {strange[0]!r}"
-            )
+            raise ValueError(f"network {self.name!r}: expected initial values of layers, got those of {strange[0]!r}")
         before = {node: node.layer.given for node in layers.values()}
         for name, array in values.items():
             layer, _, key = name.rpartition("/")
