@@ -32,7 +32,7 @@ class Activation:
     pooled
         Whether ONNX has the shape ``(N, C, 1, 1)``, where the node has ``(C,)``.
     pool
-        Name of the pooling that has made it so.
+        Name of the value that the pooling has made, by which it is known.
     spatial
         Of a flattened value, the extents ``(*spatial)`` it had: ONNX has its channels first, and so in another order.
     """
@@ -54,7 +54,7 @@ class NeedsPositions(Exception):
     Attributes
     ----------
     pool
-        Name of the pooling.
+        Name of the value that the pooling makes.
     """
 
     def __init__(self, pool: str) -> None:
@@ -72,7 +72,7 @@ class Builder:
     graph
         Its graph.
     keeping
-        Names of global poolings whose results keep their spatial axes.
+        Names of values of global poolings that keep their spatial axes.
     """
 
     def __init__(self, path: Path, graph: Graph, keeping: frozenset[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -347,7 +346,7 @@ def _scope(node: Any) -> str:
     """
     scopes = [entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"]
     if scopes:
-        parts = [part for part in ast.literal_eval(scopes[0]) if part]
+        parts = [part for part in re.findall(r"'([^']*)'", scopes[0]) if part]
         return parts[-2] if len(parts) > 1 else ""
     parts = [part for part in node.name.split("/")[:-1] if part] if node.name.startswith("/") else []
     found: list[str] = []

@@ -195,10 +195,10 @@ def _average_pool(build: Builder, op: OnnxNode) -> Activation:
 def _global_average_pool(build: Builder, op: OnnxNode) -> Activation:
     """Where a layer with spatial axes follows, as the last of an image pyramid, one window over everything."""
     value = build.with_positions(op)
-    if op.name in build.keeping:
+    if op.outputs[0] in build.keeping:
         node = build.add(op, AveragePool(value.node.shape[:-1], 1), value.node)
         return Activation(node)
-    return Activation(build.add(op, GlobalAveragePool(), value.node), pooled=True, pool=op.name)
+    return Activation(build.add(op, GlobalAveragePool(), value.node), pooled=True, pool=op.outputs[0])
 
 
 def _reduce_mean(build: Builder, op: OnnxNode) -> Activation:

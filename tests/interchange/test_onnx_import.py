@@ -285,3 +285,31 @@ def test_what_is_no_file_of_onnx_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(UserError, match=r"expected the library onnx, got none .* 'halograd\[interchange\]'"):
         hg.onnx.load(tmp_path / "text.onnx")
+
+
+def _by_hand(**external):
+    """A file of one convolution, whose weights are elsewhere."""
+    onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
+    helper = onnx.helper
+    info = [helper.make_tensor_value_info(name, 1, ["n", 2, 4, 4]) for name in "xy"]
+    weights = onnx.TensorProto(name="c.weight", data_type=1, dims=[2, 2, 1, 1], data_location=1)
+    for key, value in external.items():
+        weights.external_data.add(key=key, value=str(value))
+    node = helper.make_node("Conv", ["x", "c.weight"], ["y"], "c")
+    graph = helper.make_graph([node], "g", info[:1], info[1:], [weights])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString()
+
+
+def test_weights_outside_of_the_folder_are_not_read(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for place in (tmp_path, folder):
+        (place / "w.bin").write_bytes(np.arange(4.0, dtype="<f4").tobytes())
+    (folder / "m.onnx").write_bytes(_by_hand(location="../w.bin"))
+    with pytest.raises(UserError, match=r"expected weights in a file of its folder, got them in '../w.bin'"):
+        hg.onnx.load(folder / "m.onnx")
+    (folder / "m.onnx").write_bytes(_by_hand(location="w.bin", offset=0))
+    assert hg.onnx.load(folder / "m.onnx").initial_values()["c/w"].reshape(2, 2).tolist() == [[0, 1], [2, 3]]
+    (folder / "m.onnx").write_bytes(_by_hand(location="w.bin", offset=8))
+    with pytest.raises(UserError, match="expected 4 numbers at 8, got 2; the file is cut off"):
+        hg.onnx.load(folder / "m.onnx")
