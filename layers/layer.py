@@ -97,7 +97,7 @@ class Layer:
     #: Whether others look at its inputs when a step has ended (metrics at those of a loss).
     keeps_inputs: bool = False
     #: Initial values of parameters and states that are given, by their short names; others are drawn.
-    given: Mapping[str, GivenValues] = MappingProxyType({})
+    given_values: Mapping[str, GivenValues] = MappingProxyType({})
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
@@ -258,7 +258,7 @@ class Layer:
             Whole arrays, or :class:`GivenValues`, in the axis order of the layer's docstring: ``w``, ``b``, ``gamma``.
             A network refuses what the layer does not have, and what is of another shape.
         """
-        return self.changed(given={**self.given, **{key: given(value) for key, value in values.items()}})
+        return self.changed(given_values={**self.given_values, **{key: given(value) for key, value in values.items()}})
 
     def changed(self, **settings: Any) -> Layer:
         """A copy with other settings."""

@@ -135,8 +135,8 @@ class Network:
         """Refuse initial values that fit nothing of their layer."""
         for name, node in self.layers.items():
             shapes = self._shapes(node)
-            specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)} if node.layer.given else {}
-            for key, values in node.layer.given.items():
+            specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)} if node.layer.given_values else {}
+            for key, values in node.layer.given_values.items():
                 if key not in specs:
                     raise ValueError(
                         f"network {self.name!r}: expected initial values of {', '.join(specs) or 'nothing'} in layer "
@@ -173,15 +173,15 @@ class Network:
         strange = [name for name in values if name.rpartition("/")[0] not in layers]
         if strange:
             raise ValueError(f"network {self.name!r}: expected initial values of layers, got those of {strange[0]!r}")
-        before = {node: node.layer.given for node in layers.values()}
+        before = {node: node.layer.given_values for node in layers.values()}
         for name, array in values.items():
             layer, _, key = name.rpartition("/")
-            layers[layer].layer.given = {**layers[layer].layer.given, key: given(array)}
+            layers[layer].layer.given_values = {**layers[layer].layer.given_values, key: given(array)}
         try:
             self._check_given()
         except ValueError:
             for node, old in before.items():
-                node.layer.given = old
+                node.layer.given_values = old
             raise
 
     def initial_values(self, seed: int = 0) -> dict[str, np.ndarray]:
@@ -238,7 +238,7 @@ class Network:
 
 
 def _with_given(spec: Parameter, key: str, layer: Layer) -> Parameter:
-    return replace(spec, init=layer.given[key]) if key in layer.given else spec
+    return replace(spec, init=layer.given_values[key]) if key in layer.given_values else spec
 
 
 def _sorted(outputs: list[Node]) -> list[Node]:

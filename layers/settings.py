@@ -20,7 +20,7 @@ from .network import Network
 __all__ = ["difference", "fingerprint", "settings_of"]
 
 #: A checkpoint holds what became of the initial values.
-_NAMES = ("name", "given")
+_NAMES = ("name", "given_values")
 _READS, _SETTINGS = ": reads ", ": settings "
 #: Shape of an activation, behind its layer and kind.
 _SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")

@@ -125,12 +125,25 @@ def _prepare(name: str, exporter: str, folder: Path) -> tuple[Any, np.ndarray, n
         if isinstance(layer, lib.nn.Dropout):
             layer.p = 0.0
     x = samples(*shape)
+    _look(module, first(x))
     export(module, first(x), folder / "model.onnx", exporter, training=True)
     module.eval()
     y = module(first(x))
     classes = np.floor(3 * np.random.default_rng(2).random(np.moveaxis(y.detach().numpy(), 1, -1)[..., :1].shape))
     np.savez(folder / "want.npz", x=x, y=np.moveaxis(y.detach().numpy(), 1, -1), classes=classes)
     return module, x, classes
+
+
+def _look(module: Any, x: Any) -> None:
+    """Have running statistics be those of a batch: else nothing of a deep network arrives at its end in evaluation."""
+    lib = torch()
+    norms = [(one, one.momentum) for one in module.modules() if isinstance(one, lib.nn.modules.batchnorm._BatchNorm)]
+    for norm, _ in norms:
+        norm.momentum = 1.0
+    with lib.no_grad():
+        module.train()(x)
+    for norm, momentum in norms:
+        norm.momentum = momentum
 
 
 def _trained_by_torch(module: Any, x: np.ndarray, classes: np.ndarray, folder: Path) -> None:
