@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
         AveragePool,
         BatchNorm,
         BinaryCrossEntropyWithLogits,
+        Clamp,
         Concat,
         Conv,
         ConvTranspose,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
         Dropout,
         Flatten,
         Focal,
+        GivenValues,
         GlobalAveragePool,
         GlobalMaxPool,
         GroupNorm,
@@ -95,6 +97,7 @@ __all__ = [
     "BinaryCrossEntropyWithLogits",
     "Box",
     "Callback",
+    "Clamp",
     "Communicator",
     "Concat",
     "Constant",
@@ -110,6 +113,7 @@ __all__ = [
     "Executor",
     "Flatten",
     "Focal",
+    "GivenValues",
     "GlobalAveragePool",
     "GlobalMaxPool",
     "GroupNorm",
@@ -177,7 +181,10 @@ _MODULES = (
     "fitting",
     "comm",
 )
-_FOLDERS = ("comm", "data", "device", "dtensor", "kernels", "layers", "models", "perfmodel", "testing", "training")
+_FOLDERS = (
+    *("comm", "data", "device", "dtensor", "interchange", "kernels", "layers", "models", "onnx", "perfmodel"),
+    *("testing", "training"),
+)
 
 
 def __getattr__(name: str) -> Any:

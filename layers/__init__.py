@@ -1,6 +1,6 @@
 """Layers: the interface for writing one, the graph they build, and those that halograd has."""
 
-from .activation import ELU, GELU, HardSigmoid, HardSwish, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from .activation import ELU, GELU, Clamp, HardSigmoid, HardSwish, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from .adaptive_pooling import AdaptiveAveragePool, AdaptiveMaxPool
 from .batch_norm import BatchNorm
 from .composed import Crop, Sequential, Split
@@ -17,7 +17,7 @@ from .losses import AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, M
 from .merge import Add, Concat, Multiply
 from .network import Network
 from .padding import Pad, Slice
-from .parameter import Parameter
+from .parameter import GivenValues, Parameter
 from .pixel_shuffle import PixelShuffle, PixelUnshuffle
 from .pooling import AveragePool, MaxPool
 from .redistribute import Redistribute
@@ -40,6 +40,7 @@ __all__ = [
     "AveragePool",
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
+    "Clamp",
     "Concat",
     "Conv",
     "ConvTranspose",
@@ -49,6 +50,7 @@ __all__ = [
     "Dropout",
     "Flatten",
     "Focal",
+    "GivenValues",
     "GlobalAveragePool",
     "GlobalMaxPool",
     "GroupNorm",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ELU",
     "GELU",
+    "Clamp",
     "HardSigmoid",
     "HardSwish",
     "LeakyReLU",
@@ -125,6 +126,64 @@ class HardSwish(_Activation):
 
     passes = Passes((1, 1), (2, 1))
     function = "hard_swish"
+
+
+class Clamp(Layer):
+    """``y = min(max(x, low), high)``; the gradient is 0 at the limits and beyond. ReLU6 is ``Clamp(0, 6)``.
+
+    (Sandler et al. 2018; as torch's ``hardtanh`` and ``relu6``.) Communication: none.
+    """
+
+    cuts_channels = "channelwise"
+    passes = Passes((1, 1), (2, 1))
+
+    def __init__(self, low: float = 0.0, high: float = 6.0, name: str | None = None) -> None:
+        super().__init__(name)
+        if not low < high:
+            raise ValueError(f"Clamp: expected low < high, got {low!r}, {high!r}")
+        self.low, self.high = float(low), float(high)
+
+    def flops(self, *shapes: Shape) -> int:
+        return 2 * math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        limits, x = (self.low, self.high), context.inputs[0].view
+        kernel = context.kernel(partial(_clamp, limits), x=x, y=context.y)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            views = {"x": x, "dy": context.dy, "dx": context.gradient(0)}
+            inside = context.scratch(context.box.shape, "bool")
+            kernel = context.kernel(partial(_clamp_gradient, limits), inside=inside, **views)
+            context.run(kernel, timing=context.timing("backward_data"))
+
+        return backward
+
+
+def _clamp(limits: tuple[float, float], environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    def run() -> None:
+        if y.size:
+            np.maximum(x, limits[0], out=y)
+            np.minimum(y, limits[1], out=y)
+
+    return run
+
+
+def _clamp_gradient(
+    limits: tuple[float, float], environment: Any, x: Any, dy: Any, dx: Any, inside: Any
+) -> Callable[[], None]:
+    """``dx = dy where low < x < high``."""
+    low, high = limits
+
+    def run() -> None:
+        if not dx.size:
+            return
+        np.greater(x, low, out=inside)
+        np.multiply(dy, inside, out=dx)
+        np.less(x, high, out=inside)
+        np.multiply(dx, inside, out=dx)
+
+    return run
 
 
 class Softmax(Layer):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from ..dtensor import Blocks, Box, Layout, Window, input_box
 from .costs import Judgement, Passes
 from .needs import all_of, probe, sliding
-from .parameter import Parameter
+from .parameter import GivenValues, Parameter, given
 from .stencil import Stencil
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class Layer:
     behind: Layer | None = None
     #: Whether others look at its inputs when a step has ended (metrics at those of a loss).
     keeps_inputs: bool = False
+    #: Initial values of parameters and states that are given, by their short names; others are drawn.
+    given_values: Mapping[str, GivenValues] = MappingProxyType({})
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
@@ -248,6 +251,17 @@ class Layer:
     def of_statistics(self, ranks: int, options: Mapping[str, Any]) -> tuple[Layer, bool]:
         """The layer as it computes where it is cut into so many ranks, and whether it sums statistics over them."""
         return self, False
+
+    def initialized(self, **values: Any) -> Layer:
+        """A copy whose parameters and states begin with these values, by their short names.
+
+        Parameters
+        ----------
+        values
+            Whole arrays, or :class:`GivenValues`, in the axis order of the layer's docstring: ``w``, ``b``, ``gamma``.
+            A network refuses what the layer does not have, and what is of another shape.
+        """
+        return self.changed(given_values={**self.given_values, **{key: given(value) for key, value in values.items()}})
 
     def changed(self, **settings: Any) -> Layer:
         """A copy with other settings."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from .layer import Input, Layer, Node, Shape
 from .loss import Loss
-from .parameter import Parameter
+from .parameter import Parameter, given
 
 __all__ = ["Network"]
 
@@ -37,8 +41,8 @@ class Network:
     ------
     ValueError
         If two layers have one name, one layer is used twice (sharing of parameters is not supported), no layer reads
-        an input, there is a loss other than the output ``"loss"``, or its target has parameters; if a pattern of frozen
-        layers fits none.
+        an input, there is a loss other than the output ``"loss"``, its target has parameters, initial values are given
+        that fit no parameter, or a pattern of frozen layers fits none.
     """
 
     def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network", frozen: Sequence[str] = ()) -> None:
@@ -50,6 +54,7 @@ class Network:
         self.names: dict[Node, str] = self._name_nodes()
         self._check_inputs()
         self._check_losses()
+        self._check_given()
         loss = self.outputs.get("loss")
         trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else _sorted([loss])
         self.frozen = self._matching(frozen)
@@ -152,10 +157,27 @@ class Network:
     def _shapes(self, node: Node) -> list[Shape]:
         return [n.shape for n in node.inputs]
 
+    def _check_given(self) -> None:
+        """Refuse initial values that fit nothing of their layer."""
+        for name, node in self.layers.items():
+            shapes = self._shapes(node)
+            specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)} if node.layer.given_values else {}
+            for key, values in node.layer.given_values.items():
+                if key not in specs:
+                    raise ValueError(
+                        f"network {self.name!r}: expected initial values of {', '.join(specs) or 'nothing'} in layer "
+                        f"{name!r}, got some of {key!r}; leave them out"
+                    )
+                if values.shape != specs[key].shape:
+                    raise ValueError(
+                        f"network {self.name!r}: expected initial values of shape {specs[key].shape} for "
+                        f"{name}/{key}, got {values.shape}; give values for samples and layers of these sizes"
+                    )
+
     def parameters(self) -> dict[str, Parameter]:
         """All parameters as ``layer/parameter``."""
         return {
-            f"{name}/{key}": spec
+            f"{name}/{key}": _with_given(spec, key, node.layer)
             for name, node in self.layers.items()
             for key, spec in node.layer.parameters(*self._shapes(node)).items()
         }
@@ -163,10 +185,34 @@ class Network:
     def state(self) -> dict[str, Parameter]:
         """All untrained arrays as ``layer/array``."""
         return {
-            f"{name}/{key}": spec
+            f"{name}/{key}": _with_given(spec, key, node.layer)
             for name, node in self.layers.items()
             for key, spec in node.layer.state(*self._shapes(node)).items()
         }
+
+    def begin_with(self, values: Mapping[str, Any]) -> None:
+        """Have parameters and states begin with these whole arrays, by ``layer/name``; the others as before.
+
+        Before an executor is made of the network. Raises ValueError for what fits no parameter.
+        """
+        layers = self.layers
+        strange = [name for name in values if name.rpartition("/")[0] not in layers]
+        if strange:
+            raise ValueError(f"network {self.name!r}: expected initial values of layers, got those of {strange[0]!r}")
+        before = {node: node.layer.given_values for node in layers.values()}
+        for name, array in values.items():
+            layer, _, key = name.rpartition("/")
+            layers[layer].layer.given_values = {**layers[layer].layer.given_values, key: given(array)}
+        try:
+            self._check_given()
+        except ValueError:
+            for node, old in before.items():
+                node.layer.given_values = old
+            raise
+
+    def initial_values(self, seed: int = 0) -> dict[str, np.ndarray]:
+        """Whole initial arrays of all parameters and states, by name: drawn by `seed`, or given. Local."""
+        return {name: spec.initial(name, seed) for name, spec in {**self.parameters(), **self.state()}.items()}
 
     @property
     def parameter_count(self) -> int:
@@ -215,6 +261,10 @@ class Network:
 
     def __str__(self) -> str:
         return self.summary()
+
+
+def _with_given(spec: Parameter, key: str, layer: Layer) -> Parameter:
+    return replace(spec, init=layer.given_values[key]) if key in layer.given_values else spec
 
 
 def _sorted(outputs: list[Node]) -> list[Node]:

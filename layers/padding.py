@@ -136,7 +136,7 @@ class Pad(_Shifted):
         for axis, (low, high) in enumerate(self.pairs(node.shape)):
             if low or high:
                 name = self.name and f"{self.name}_{axis_names(len(node.shape) + 1)[axis + 1]}"
-                node = _PadAxis(axis, low, high, self.mode, name)(node)
+                node = PadAxis(axis, low, high, self.mode, name)(node)
         return node
 
     def pairs(self, shape: Shape) -> Amounts:
@@ -160,7 +160,7 @@ class Pad(_Shifted):
         return [*(low for low, _ in self.pairs(shape)), 0]
 
 
-class _PadAxis(Copied):
+class PadAxis(Copied):
     """Rows of the array itself at both ends of one spatial axis."""
 
     def __init__(self, axis: int, low: int, high: int, mode: str, name: str | None = None) -> None:
@@ -192,7 +192,7 @@ class _PadAxis(Copied):
     def pieces(self, extent: int) -> list[tuple[Interval, Callable[[int, int], Interval]]]:
         """Rows of the output before, within and behind the array; and the rows of the input that some of them show.
 
-        >>> [(rows, source(*rows)) for rows, source in _PadAxis(0, 2, 1, "reflect").pieces(4)]
+        >>> [(rows, source(*rows)) for rows, source in PadAxis(0, 2, 1, "reflect").pieces(4)]
         [((0, 2), (1, 3)), ((2, 6), (0, 4)), ((6, 7), (2, 3))]
         """
         low, n = self.low, extent

@@ -19,8 +19,8 @@ from .network import Network
 
 __all__ = ["difference", "fingerprint", "settings_of"]
 
-#: What is no setting: an activation behind is a layer of its own.
-_NAMES = ("name", "behind")
+#: What is no setting: an activation behind is a layer of its own, a checkpoint holds what became of initial values.
+_NAMES = ("name", "behind", "given_values")
 _READS, _SETTINGS = ": reads ", ": settings "
 #: Shape of an activation, behind its layer and kind.
 _SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")

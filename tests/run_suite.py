@@ -182,7 +182,7 @@ def summarize(runs: list[Run], slowest: int = 0) -> bool:
     for reason in reasons:
         tests = sum(text == reason for run in runs for _, text in run.skips)
         print(f"skipped {tests}: {reason}")
-    for module in ("torch", "vtk", "tensorboard"):
+    for module in ("torch", "vtk", "tensorboard", "onnx"):
         present = importlib.util.find_spec(module) is not None
         print(f"{module}: " + ("present" if present else "absent, its tests are skipped; `make oracle` installs it"))
     for run in runs:

@@ -26,7 +26,10 @@ BELOW: dict[str, set[str]] = {
     "models": {"device", "comm", "kernels", "dtensor", "layers"},
     "data": {"device", "comm", "kernels", "dtensor", "layers"},
     "perfmodel": {"device", "comm", "kernels", "dtensor", "layers", "program", "models"},
-    "training": {"device", "comm", "kernels", "dtensor", "layers", "program", "models", "data", "perfmodel"},
+    "interchange": {"device", "comm", "kernels", "dtensor", "layers", "models", "data"},
+    "training": {
+        *("device", "comm", "kernels", "dtensor", "layers", "program", "models", "data", "perfmodel", "interchange"),
+    },
     "jobs": {"perfmodel", "models"},
 }
 # What is handed to a folder from above: it may be named in annotations, and is never imported when the program runs.

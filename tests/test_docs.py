@@ -74,6 +74,31 @@ def test_the_script_of_the_page_trains(tmp_path, monkeypatch, capsys):
     comm.barrier()
 
 
+@pytest.mark.torch
+def test_a_model_of_torch_comes_and_goes(tmp_path, monkeypatch):
+    """All blocks of the page, one after the other; what is written and read again computes what torch computes."""
+    torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
+    for name in ("onnx", "onnxscript", "safetensors"):
+        pytest.importorskip(name, reason="needs what exchanges with torch: pip install 'halograd[oracle]'")
+    monkeypatch.chdir(tmp_path)
+    space: dict = {}
+    for code in blocks("torch.md"):
+        exec(compile(code, "torch.md", "exec"), space)
+    network, again, model = space["network"], space["again"], space["model"].eval()
+    assert network.parameter_count == sum(p.numel() for p in model.parameters())
+    assert again.inputs["x"].shape == (32, 32, 3)
+    x = np.random.default_rng(1).random((2, 32, 32, 3))
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        Executor(again, alone, get_backend("numpy"), 2, dtype="float64", trainable=False) as executor,
+    ):
+        executor.set_input("x", x)
+        executor.forward(training=False)
+        found = executor.gather(again.names[again.outputs["prediction"]])
+    want = model(torch.tensor(np.moveaxis(x, -1, 1)).float()).detach().numpy()
+    np.testing.assert_allclose(np.moveaxis(found, -1, 1), want, rtol=0, atol=1e-5)
+
+
 def test_the_strategy_with_cut_channels_fits_its_network(tmp_path):
     (text,) = re.findall(r"^```json\n(.*?)^```", (DOCS / "architecture.md").read_text(), flags=re.M | re.S)
     (tmp_path / "strategy.json").write_text(text)

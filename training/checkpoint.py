@@ -31,7 +31,8 @@ from halograd.errors import UserError
 from ..comm import Communicator
 from ..data.atomic import atomic_path
 from ..device import device_of
-from ..layers.settings import difference
+from ..layers import Network
+from ..layers.settings import difference, fingerprint
 from .chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
 from .node_readers import NodeReaders
 from .optimizers import Optimizer
@@ -217,6 +218,24 @@ class CheckpointReader:
         if optimizer is not None:
             optimizer.step = int(settings["step"])
         return progress
+
+    def arrays(self, network: Network) -> dict[str, np.ndarray]:
+        """Whole parameters and states of a network, by name. Local: of a reader without ranks.
+
+        The network may be one for larger or smaller samples. Views of what was read, until the reader is closed.
+        """
+        assert self._raw is not None
+        raw = self._raw
+
+        def read() -> dict[str, np.ndarray]:
+            _check_network(self.path, self._index["network"], fingerprint(network), extents=False)
+            dtype = np.dtype(self._index["dtype"])
+            paths = {f"params/{name}": spec for name, spec in network.parameters().items()}
+            paths |= {f"state/{name}": spec for name, spec in network.state().items()}
+            raw.load()
+            return {path.partition("/")[2]: self._array(path, spec.shape, dtype) for path, spec in paths.items()}
+
+        return self._told(read)
 
     # -- on ranks that read --------------------------------------------------------------------
 

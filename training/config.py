@@ -311,6 +311,9 @@ class TrainingConfig(Table):
     and the loss of float16 is scaled. `patience`: training ends when so many validations in turn were no better than
     the best one before, by the score `output.best`; 0: it goes on to the last epoch. `freeze`: names of layers,
     or patterns of them (``"block1/*"``), that keep their parameters.
+
+    `init` is a file of weights (safetensors) that parameters and running statistics begin with, but those of the layers
+    `init_fresh`. A run that is resumed does not read it.
     """
 
     epochs: Count
@@ -320,6 +323,14 @@ class TrainingConfig(Table):
     clip_norm: Positive | None = None
     patience: Whole = 0
     freeze: list[Text] = Field(default_factory=list)
+    init: FilePath | None = None
+    init_fresh: list[Text] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _fresh_of_some(self) -> TrainingConfig:
+        if self.init_fresh and self.init is None:
+            raise ValueError("init_fresh: expected a file of weights (init) with it, got none; remove it")
+        return self
 
 
 class BackendConfig(Table):

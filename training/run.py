@@ -29,6 +29,7 @@ from .interruption import Interruption
 from .log import RunLog, rewind_log
 from .metrics import Evaluation
 from .predictions import check_predictions, write_predictions
+from .pretrained import begin_with
 from .rank_log import RankLog
 from .root import on_root, read_config
 from .session import Session
@@ -37,7 +38,7 @@ from .step_times import RunPlan
 from .tensorboard import TensorBoard
 from .watchdog import Watchdog
 
-__all__ = ["Planner", "Ranker", "apply", "evaluate", "train"]
+__all__ = ["Planner", "Ranker", "apply", "evaluate", "find_trained", "train"]
 
 #: Configuration, communicator, whether to train -> the plan to follow. Collective.
 Planner = Callable[[Config, Communicator, bool], RunPlan]
@@ -118,6 +119,9 @@ def train(
         with ranks.agreement():
             run = TrainingRun(session, folder, log, plan is not None, signals, ranked, callbacks)
         log.say(headline(session))
+        if found is None and config.training.init is not None:
+            begin_with(session)
+            log.say(f"parameters begin with those of {config.training.init}")
         if found is not None:
             run.resume(found)
             found.close()
@@ -159,7 +163,7 @@ def evaluate(
     if samples not in SAMPLES:
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
     world = boot() if comm is None else comm
-    config, checkpoint, progress, drawn_alike = on_root(world, lambda: _trained(Path(target), overrides))
+    config, checkpoint, progress, drawn_alike = on_root(world, lambda: find_trained(Path(target), overrides))
     if predictions is not None:
         on_root(world, lambda: check_predictions(Path(predictions)))
     with _communicator(config, world) as ranks, ExitStack() as stack:
@@ -216,7 +220,7 @@ def apply(
         ``samples``, those of them that were ``computed`` now, ``step`` and ``checkpoint``.
     """
     world, out = boot() if comm is None else comm, Path(out)
-    config, checkpoint, progress, _ = on_root(world, lambda: _trained(Path(target), overrides))
+    config, checkpoint, progress, _ = on_root(world, lambda: find_trained(Path(target), overrides))
     config = config.model_copy(update={"data": config.data.model_copy(update={"path": list(data)})})
     on_root(world, lambda: check_outputs(out))
     with _communicator(config, world) as ranks, ExitStack() as stack:
@@ -316,8 +320,11 @@ def _start_from(
     return stack.enter_context(found), found.header()[0]
 
 
-def _trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, TrainingProgress, bool]:
-    """Configuration, checkpoint and progress of what is to be evaluated; whether it asks for the samples of the run."""
+def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, TrainingProgress, bool]:
+    """Configuration, checkpoint and progress of what is to be evaluated; whether it asks for the samples of the run.
+
+    Local.
+    """
     if target.suffix == ".toml":
         config = load_config(target, overrides)
         checkpoint = CheckpointFolder(Path(config.output.directory) / "checkpoints").latest

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from halograd.errors import UserError
+
 from ..comm import Communicator
 from ..data import (
     Batch,
@@ -18,7 +20,7 @@ from ..data import (
     Sampler,
 )
 from ..data.sampler import Batches
-from ..layers import Network, Strategy
+from ..layers import GivenValues, Network, Strategy
 from ..models.own import is_own, source_of
 from .build import check_memory, make_network, make_strategy, with_reduction
 from .config import Config
@@ -91,6 +93,7 @@ class Session:
     ) -> Session:
         data, settings = config.data, config.training
         network = make_network(config)
+        _check_given(network, comm)
         planned = strategy is not None
         strategy = strategy or _strategy(config, comm, network)
         strategy = with_reduction(strategy, config)
@@ -183,6 +186,19 @@ class Session:
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
                 pulse.at("data", "")
+
+
+def _check_given(network: Network, comm: Communicator) -> None:
+    """Refuse files of initial values that differ between ranks, as those on disks of nodes may. Collective."""
+    specs = {**network.parameters(), **network.state()}.values()
+    mine = sorted({spec.init.source for spec in specs if isinstance(spec.init, GivenValues)})
+    comm.agree(None)
+    first = comm.bcast(mine)
+    if first != mine:
+        raise UserError(
+            f"model: expected initial values from {', '.join(first)} as on rank 0, got {', '.join(mine)}; put one file "
+            "where all nodes see it"
+        )
 
 
 def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:

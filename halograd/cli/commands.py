@@ -115,6 +115,12 @@ def train(
         ),
     ] = False,
     threads: Threads = None,
+    init: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.safetensors", help="Begin with these weights; the same as --set training.init=FILE."
+        ),
+    ] = None,
 ) -> int:
     """Train a network as a configuration says; log, checkpoints and timeline go to its output.directory.
 
@@ -127,12 +133,18 @@ def train(
       mpiexec -n 2 halograd train mesh.toml --set strategy.height=1 --resume
       mpiexec -n 4 halograd train mesh.toml --set strategy=auto
       mpiexec -n 16 halograd train mesh.toml --set strategy.file=plan.json
+      mpiexec -n 4 halograd train flowers.toml --init resnet50.safetensors --set 'training.init_fresh=["dense"]'
     """
+    import json
+
     from ..auto import plan_run, rank_schemes_of
     from ..training.run import train as run
     from ..training.signals import CHECKPOINTED
 
-    result = run(config, _overrides(sets, threads), resume, planner=plan_run, ranker=rank_schemes_of)
+    overrides = _overrides(sets, threads)
+    if init is not None:
+        overrides.append(f"training.init={json.dumps(str(init))}")
+    result = run(config, overrides, resume, planner=plan_run, ranker=rank_schemes_of)
     if result["stopped"] is not None:
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)
         return CHECKPOINTED
@@ -196,6 +208,37 @@ def apply(
         before = found["samples"] - found["computed"]
         more = f", {before} of them before" if before else ""
         print(f"{out}: {found['samples']} samples{more}, by step {found['step']}", flush=True)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, a checkpoint, or a configuration.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
+    to: Annotated[str, typer.Option("--to", help="onnx, or safetensors: weights alone, as torch names them.")] = "onnx",
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Data go in as they are on disk: their normalization is written too.")
+    ] = False,
+    sets: Sets = None,
+) -> None:
+    """Write a trained network, as of its last checkpoint, for other programs.
+
+    \b
+    Examples:
+      halograd export runs/mesh mesh.onnx --normalize
+      halograd export runs/mesh mesh.onnx --set model.resolution=2048
+      halograd export runs/flowers flowers.safetensors --to safetensors
+    """
+    from ..comm.boot import launched_size
+
+    if launched_size() is not None:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.rank:
+            return  # one process does it
+    from ..exporting import export_run
+
+    step = export_run(run, to, out, _overrides(sets, None), normalize)
+    print(f"{out}: {to} of step {step}", flush=True)
 
 
 @app.command()

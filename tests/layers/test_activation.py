@@ -7,6 +7,7 @@ from halograd.comm import Communicator
 from halograd.layers import (
     ELU,
     GELU,
+    Clamp,
     HardSigmoid,
     HardSwish,
     Input,
@@ -32,6 +33,7 @@ KINDS = {
     "elu": lambda name=None: ELU(0.7, name),
     "hard sigmoid": HardSigmoid,
     "hard swish": HardSwish,
+    "clamp": lambda name=None: Clamp(-0.5, 0.7, name),
     "softmax": Softmax,
 }
 
@@ -76,6 +78,7 @@ def test_as_torch(kind, backend, dtype):
         "elu": lambda x: f.elu(x, 0.7),
         "hard sigmoid": lambda x: f.relu6(x + 3) / 6,  # its own divides by 6 in float32
         "hard swish": f.hardswish,
+        "clamp": lambda x: f.hardtanh(x, -0.5, 0.7),
         "softmax": lambda x: x.softmax(1),
     }
     check_torch(lambda: KINDS[kind](name="a"), [(7, 6, 3)], functions[kind], dtype, backend)
@@ -94,3 +97,8 @@ def test_shape_is_kept():
     for make in KINDS.values():
         assert make()(Input((4, 5, 2))).shape == (4, 5, 2)
     assert ReLU().flops((4, 5, 2)) == 40
+
+
+def test_a_clamp_without_room_is_refused():
+    with pytest.raises(ValueError, match=r"Clamp: expected low < high, got 6, 0"):
+        Clamp(6, 0)

@@ -15,6 +15,7 @@ from halograd.layers import (
     AdaptiveMaxPool,
     AveragePool,
     BatchNorm,
+    Clamp,
     Concat,
     Conv,
     ConvTranspose,
@@ -81,6 +82,7 @@ LAYERS = {
     "slice": lambda: Slice(1, 3, name="l"),
     "silu": lambda: SiLU(name="l"),
     "hard sigmoid": lambda: HardSigmoid(name="l"),
+    "clamp": lambda: Clamp(-0.5, 0.7, "l"),
     "hard swish": lambda: HardSwish(name="l"),
 }
 #: Second inputs.

@@ -1,10 +1,12 @@
-"""Networks: which losses they may have, and what depends on the loss."""
+"""Networks: which losses they may have, what depends on the loss, and initial values that are given."""
 
+import numpy as np
 import pytest
 
 from halograd.layers import (
     Conv,
     Dense,
+    GivenValues,
     GlobalAveragePool,
     Input,
     MeanSquaredError,
@@ -13,6 +15,7 @@ from halograd.layers import (
     SoftmaxCrossEntropy,
     training_only,
 )
+from halograd.layers.settings import fingerprint, settings_of
 from halograd.models import googlenet
 
 
@@ -71,3 +74,49 @@ def test_an_input_that_no_layer_reads_is_refused():
     message = r"network 'n': expected inputs that layers read, got 'other', which is an output alone; leave it out"
     with pytest.raises(ValueError, match=message):
         Network({"y": Conv(3, 1)(x), "x": x, "other": other}, "n")
+
+
+def test_initial_values_that_are_given_are_those_of_the_network():
+    x, w, calls = Input((6, 6, 2), name="x"), np.arange(4.0).reshape(2, 1, 1, 2), []
+
+    def read():
+        calls.append(1)
+        return np.array([5.0, 6.0])
+
+    network = Network(Conv(2, 1, name="conv").initialized(w=w, b=GivenValues((2,), read))(x))
+    assert not calls, "nothing is read before it is needed"
+    values = network.initial_values(seed=3)
+    np.testing.assert_array_equal(values["conv/w"], w)
+    assert values["conv/b"].tolist() == [5, 6] and len(calls) == 1
+    drawn = Network(Conv(2, 1, name="conv").initialized(b=[5.0, 6.0])(x)).initial_values(seed=3)
+    np.testing.assert_array_equal(drawn["conv/w"], Network(Conv(2, 1, name="conv")(x)).initial_values(3)["conv/w"])
+
+
+def test_initial_values_do_not_make_another_network():
+    """So a checkpoint fits a network whose file of initial values is another by now."""
+    x = Input((6, 6, 2), name="x")
+    bare, begun = Conv(2, 1, name="c"), Conv(2, 1, name="c").initialized(b=[1.0, 2.0])
+    assert fingerprint(Network(bare(x))) == fingerprint(Network(begun(x)))
+    assert settings_of(bare, (6, 6, 2)) == settings_of(begun, (6, 6, 2))
+
+
+def test_initial_values_that_fit_nothing_are_refused():
+    x = Input((6, 6, 2), name="x")
+    with pytest.raises(ValueError, match=r"of shape \(2, 1, 1, 2\) for conv/w, got \(3,\); give values"):
+        Network(Conv(2, 1, name="conv").initialized(w=np.zeros(3))(x))
+    with pytest.raises(ValueError, match="expected initial values of w, b in layer 'conv', got some of 'gamma'"):
+        Network(Conv(2, 1, name="conv").initialized(gamma=np.zeros(2))(x))
+
+
+def test_a_network_begins_with_arrays_by_name():
+    x = Input((6, 6, 2), name="x")
+    network = Network(ReLU(name="r")(Conv(2, 1, name="conv")(x)))
+    before = network.initial_values()
+    network.begin_with({"conv/b": [5.0, 6.0]})
+    with pytest.raises(ValueError, match="expected initial values of layers, got those of 'cnv/b'"):
+        network.begin_with({"conv/b": [1.0, 2.0], "cnv/b": [1.0, 2.0]})
+    with pytest.raises(ValueError, match=r"for conv/w, got \(3,\)"):
+        network.begin_with({"conv/b": [1.0, 2.0], "conv/w": np.zeros(3)})
+    found = network.initial_values()
+    assert found["conv/b"].tolist() == [5, 6]
+    np.testing.assert_array_equal(found["conv/w"], before["conv/w"])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.layers import Concat, Conv, Input, Network, Pad, Slice
-from halograd.layers.padding import _PadAxis
+from halograd.layers.padding import PadAxis
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
@@ -111,7 +111,7 @@ def test_pieces_show_the_rows_that_numpy_shows(mode, extent, low, high, data):
     a = data.draw(st.integers(0, len(want) - 1))
     b = data.draw(st.integers(a + 1, len(want)))
     found = []
-    for number, (rows, source) in enumerate(_PadAxis(0, low, high, mode).pieces(extent)):
+    for number, (rows, source) in enumerate(PadAxis(0, low, high, mode).pieces(extent)):
         first, last = max(a, rows[0]), min(b, rows[1])
         if last > first:
             shown = list(range(*source(first, last)))

@@ -1,0 +1,66 @@
+"""A trained run as a file for other programs: ONNX, or weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .data import ChannelStatistics
+from .errors import UserError
+from .interchange.onnx_export import check_onnx_place, save
+from .interchange.weights import check_weights_place, save_weights
+from .training.build import datasets_of, make_network
+from .training.checkpoint import CheckpointReader
+from .training.run import find_trained
+
+__all__ = ["KINDS", "export_run"]
+
+#: What can be written, and what sees that it can.
+KINDS = {"onnx": check_onnx_place, "safetensors": check_weights_place}
+
+
+def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = (), normalize: bool = False) -> int:
+    """Write the network of the last checkpoint of a run. Local.
+
+    Parameters
+    ----------
+    target
+        The directory of a run, one of its checkpoints, or its configuration.
+    kind
+        ``"onnx"``, or ``"safetensors"``: weights alone.
+    out
+        File to write; one that is there is replaced if it was written by this function.
+    overrides
+        ``section.key=value``, such as another resolution.
+    normalize
+        Whether what is done to the data before the network becomes a part of it.
+
+    Returns
+    -------
+    int
+        The step of the checkpoint.
+    """
+    if kind not in KINDS:
+        raise UserError(f"--to: expected one of {', '.join(KINDS)}, got {kind!r}")
+    if normalize and kind != "onnx":
+        raise UserError("--normalize: expected --to onnx with it, got safetensors, which holds weights alone")
+    config, checkpoint, progress, _ = find_trained(target, overrides)
+    KINDS[kind](out)
+    network = make_network(config)
+    with CheckpointReader(checkpoint) as reader:
+        arrays = reader.arrays(network)
+        if kind == "onnx":
+            inputs, _ = datasets_of(config.data, network)
+            save(network, arrays, out, _statistics(progress.normalization, list(inputs)) if normalize else None)
+        else:
+            save_weights(network, arrays, out)
+    return progress.step
+
+
+def _statistics(known: Mapping[str, Any] | None, inputs: Sequence[str]) -> dict[str, ChannelStatistics]:
+    """Statistics by input; a checkpoint of an earlier version has those of the only one."""
+    if not known:
+        return {}
+    known = {inputs[0]: known} if "mean" in known else known
+    return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}

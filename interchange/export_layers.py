@@ -1,0 +1,345 @@
+"""Our layers as nodes of ONNX: one function each, in a table that is easy to add to.
+
+A function gets the writer and a node of the network, writes nodes, and returns the name of the value that they make.
+Arrays are ``(N, *spatial, C)`` here and ``(N, C, *spatial)`` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..dtensor import Window
+from ..layers import (
+    ELU,
+    GELU,
+    Add,
+    AveragePool,
+    BatchNorm,
+    Clamp,
+    Concat,
+    Conv,
+    ConvTranspose,
+    Dense,
+    Dropout,
+    Flatten,
+    GlobalAveragePool,
+    GroupNorm,
+    HardSigmoid,
+    HardSwish,
+    InstanceNorm,
+    Layer,
+    LayerNorm,
+    LeakyReLU,
+    LocalResponseNorm,
+    MaxPool,
+    Multiply,
+    Node,
+    Pad,
+    Redistribute,
+    ReLU,
+    Resize,
+    Sigmoid,
+    SiLU,
+    Slice,
+    Softmax,
+    Tanh,
+)
+from ..layers.padding import PadAxis
+from .onnx_writer import Writer
+
+__all__ = ["LAYERS", "first_axes"]
+
+
+def first_axes(axes: int) -> list[int]:
+    """Order of axes from channels last to channels first, for arrays with so many axes."""
+    return [0, axes - 1, *range(1, axes - 1)]
+
+
+def _weights(w: Writer, node: Node, order: Callable[[np.ndarray], np.ndarray] = np.asarray) -> list[str]:
+    """Weights and, if there is one, bias."""
+    name, bias = w.name(node), w.parameter(node, "b")
+    found = [w.numbers(f"{name}.weight", order(np.asarray(w.parameter(node, "w"))))]
+    return found if bias is None else [*found, w.numbers(f"{name}.bias", bias)]
+
+
+def _channels_second(array: np.ndarray) -> np.ndarray:
+    return np.moveaxis(array, -1, 1)
+
+
+def _activated(w: Writer, layer: Any, value: str) -> str:
+    """With the activation that a layer has inside."""
+    return value if layer.activation is None else w.add("Relu", [value], f"{value} relu")
+
+
+def _window(windows: tuple[Window, ...]) -> dict[str, list[int]]:
+    return {
+        "kernel_shape": [one.kernel for one in windows],
+        "strides": [one.stride for one in windows],
+        "dilations": [one.dilation for one in windows],
+        "pads": [*(one.pad_lo for one in windows), *(one.pad_hi for one in windows)],
+    }
+
+
+# -- layers on windows -----------------------------------------------------------------------------
+
+
+def _conv(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    given = _window(layer.windows(node.inputs[0].shape))
+    inputs = [*w.inputs(node), *_weights(w, node, _channels_second)]
+    return _activated(w, layer, w.add("Conv", inputs, f"{w.name(node)}::y", group=layer.groups, **given))
+
+
+def _conv_transpose(w: Writer, node: Node) -> str:
+    """What reaches beyond the result is padding here, and output padding there."""
+    layer: Any = node.layer
+    windows = layer.windows(node.inputs[0].shape)
+    given = _window(windows)
+    given["pads"] = [*(one.pad_lo for one in windows), *(max(one.pad_hi, 0) for one in windows)]
+    more = [max(-one.pad_hi, 0) for one in windows]
+    inputs = [*w.inputs(node), *_weights(w, node, _channels_second)]
+    output = f"{w.name(node)}::y"
+    return w.add("ConvTranspose", inputs, output, group=layer.groups, output_padding=more, **given)
+
+
+def _max_pool(w: Writer, node: Node) -> str:
+    return w.add("MaxPool", w.inputs(node), f"{w.name(node)}::y", **_window(node.layer.windows(node.inputs[0].shape)))
+
+
+def _average_pool(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    given: dict[str, Any] = _window(layer.windows(node.inputs[0].shape))
+    given["count_include_pad"] = int(layer.count_include_pad)
+    return w.add("AveragePool", w.inputs(node), f"{w.name(node)}::y", **given)
+
+
+def _global_average_pool(w: Writer, node: Node) -> str:
+    pooled = w.add("GlobalAveragePool", w.inputs(node), f"{w.name(node)}::mean")
+    return w.add("Flatten", [pooled], f"{w.name(node)}::y")
+
+
+_MODES = {
+    "nearest": {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
+    "nearest-exact": {"mode": "nearest", "nearest_mode": "round_prefer_ceil"},
+    "linear": {"mode": "linear"},
+}
+
+
+def _resize(w: Writer, node: Node) -> str:
+    """By sizes where these say the scale exactly, else by scales."""
+    layer: Any = node.layer
+    shape, name = node.inputs[0].shape, w.name(node)
+    resamplings = layer.resamplings(shape)
+    mode = "linear" if layer.mode.endswith("linear") else layer.mode
+    given: dict[str, Any] = {"axes": list(range(2, len(shape) + 1)), **_MODES[mode]}
+    if all(one.ratio * one.outputs == one.size for one in resamplings):
+        sizes = w.numbers(f"{name}::sizes", [one.outputs for one in resamplings], np.int64)
+        return w.add("Resize", [*w.inputs(node), "", "", sizes], f"{name}::y", **given)
+    scales = w.numbers(f"{name}::scales", [float(1 / one.ratio) for one in resamplings], np.float32)
+    return w.add("Resize", [*w.inputs(node), "", scales], f"{name}::y", **given)
+
+
+# -- dense layers, norms ---------------------------------------------------------------------------
+
+
+def _dense(w: Writer, node: Node) -> str:
+    return w.add("Gemm", [*w.inputs(node), *_weights(w, node)], f"{w.name(node)}::y", transB=1)
+
+
+def _affine(w: Writer, node: Node, channels: int, shape: tuple[int, ...]) -> list[str]:
+    """Factor and summand per channel; ones and zeros where the layer has none."""
+    name, found = w.name(node), []
+    for key, label, number in (("gamma", "weight", 1), ("beta", "bias", 0)):
+        array = w.parameter(node, key)
+        title = f"{name}::{label}" if array is None else f"{name}.{label}"
+        found.append(w.numbers(title, np.full(shape, number) if array is None else np.reshape(array, shape)))
+    return found
+
+
+def _batch_norm(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    name, channels = w.name(node), node.shape[-1]
+    inputs = [w.inputs(node)[0], *_affine(w, node, channels, (channels,))]
+    for key in ("mean", "var"):
+        inputs.append(w.numbers(f"{name}.running_{key}", w.parameter(node, key)))
+    made = w.add("BatchNormalization", inputs, f"{name}::y", epsilon=layer.eps, momentum=1 - layer.momentum)
+    if len(node.inputs) > 1:
+        made = w.add("Add", [made, w.inputs(node)[1]], f"{name}::sum")
+    return _activated(w, layer, made)
+
+
+def _group_norm(w: Writer, node: Node) -> str:
+    """As torch exports it: an instance norm of what has a group for a channel, then a factor and a summand."""
+    layer: Any = node.layer
+    name, (*spatial, channels) = w.name(node), node.shape
+    groups = layer.group_count(channels)
+    apart = w.add(
+        "Reshape", [*w.inputs(node), w.numbers(f"{name}::groups", [0, groups, -1], np.int64)], f"{name}::apart"
+    )
+    plain = [w.numbers(f"{name}::{what}", np.full(groups, n)) for what, n in (("ones", 1), ("zeros", 0))]
+    normed = w.add("InstanceNormalization", [apart, *plain], f"{name}::normed", epsilon=layer.eps)
+    whole = w.numbers(f"{name}::shape", [0, channels, *spatial], np.int64)
+    made = w.add("Reshape", [normed, whole], f"{name}::whole")
+    if layer.affine:
+        scale, shift = _affine(w, node, channels, (channels, *(1 for _ in spatial)))
+        made = w.add("Mul", [made, scale], f"{name}::scaled")
+        made = w.add("Add", [made, shift], f"{name}::y")
+    return _activated(w, layer, made)
+
+
+def _layer_norm(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    if layer.axes == "sample":
+        return _group_norm(w, node)
+    name, axes = w.name(node), len(node.shape) + 1
+    (value,), channels = w.inputs(node), node.shape[-1]
+    if axes > 2:
+        value = w.add("Transpose", [value], f"{name}::last", perm=[0, *range(2, axes), 1])
+    inputs = [value, *_affine(w, node, channels, (channels,))]
+    value = w.add("LayerNormalization", inputs, f"{name}::normed", axis=-1, epsilon=layer.eps)
+    if axes > 2:
+        value = w.add("Transpose", [value], f"{name}::y", perm=first_axes(axes))
+    return _activated(w, layer, value)
+
+
+def _local_response_norm(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    if layer.size % 2 == 0:
+        raise w.refused(node, "windows of an odd number of channels", f"{layer.size}")
+    given = {"size": layer.size, "alpha": layer.alpha, "beta": layer.beta, "bias": layer.k}
+    return w.add("LRN", w.inputs(node), f"{w.name(node)}::y", **given)
+
+
+# -- pointwise layers ------------------------------------------------------------------------------
+
+
+def _pointwise(kind: str, **attributes: str | float) -> Callable[[Writer, Node], str]:
+    """An operator; attributes that are texts are those of the layer under that name."""
+
+    def write(w: Writer, node: Node) -> str:
+        given = {k: getattr(node.layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
+        return w.add(kind, w.inputs(node), f"{w.name(node)}::y", **given)
+
+    return write
+
+
+def _silu(w: Writer, node: Node) -> str:
+    (value,) = w.inputs(node)
+    gate = w.add("Sigmoid", [value], f"{w.name(node)}::gate")
+    return w.add("Mul", [value, gate], f"{w.name(node)}::y")
+
+
+def _clip(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    name, most = w.name(node), float(np.finfo(np.float32).max)
+    limits = (("low", max(layer.low, -most)), ("high", min(layer.high, most)))
+    return w.add("Clip", [*w.inputs(node), *(w.numbers(f"{name}::{k}", n) for k, n in limits)], f"{name}::y")
+
+
+def _same(w: Writer, node: Node) -> str:
+    """What does nothing in evaluation, or on one process."""
+    return w.inputs(node)[0]
+
+
+# -- several inputs, changes of shape --------------------------------------------------------------
+
+
+def _add(w: Writer, node: Node) -> str:
+    made, *others = w.inputs(node)
+    for i, other in enumerate(others):
+        made = w.add("Add", [made, other], f"{w.name(node)}::{i}")
+    return _activated(w, node.layer, made)
+
+
+def _multiply(w: Writer, node: Node) -> str:
+    """A vector per sample becomes a factor at every position."""
+    (x, g), name = w.inputs(node), w.name(node)
+    if len(node.inputs[1].shape) < len(node.shape):
+        shape = w.numbers(f"{name}::shape", [0, -1, *(1 for _ in node.shape[:-1])], np.int64)
+        g = w.add("Reshape", [g, shape], f"{name}::gate")
+    return w.add("Mul", [x, g], f"{name}::y")
+
+
+def _concat(w: Writer, node: Node) -> str:
+    return w.add("Concat", w.inputs(node), f"{w.name(node)}::y", axis=1)
+
+
+def _flatten(w: Writer, node: Node) -> str:
+    """In our order: channels vary fastest."""
+    axes, name = len(node.inputs[0].shape) + 1, w.name(node)
+    (value,) = w.inputs(node)
+    if axes > 2:
+        value = w.add("Transpose", [value], f"{name}::last", perm=[0, *range(2, axes), 1])
+    return w.add("Flatten", [value], f"{name}::y")
+
+
+def _padded(w: Writer, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
+    """Rows around the spatial axes."""
+    every = [(0, 0), (0, 0), *amounts]
+    name = w.name(node)
+    pads = w.numbers(f"{name}::pads", [low for low, _ in every] + [high for _, high in every], np.int64)
+    inputs = [*w.inputs(node), pads, *([w.numbers(f"{name}::value", value)] if mode == "constant" else [])]
+    return w.add("Pad", inputs, f"{name}::y", mode=mode)
+
+
+def _pad(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    *lows, _ = layer.shifts(node.inputs[0].shape)
+    amounts = [(low, after - n - low) for low, n, after in zip(lows, node.inputs[0].shape, node.shape)]
+    return _padded(w, node, amounts, "constant", layer.value)
+
+
+def _pad_axis(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    amounts = [(layer.low, layer.high) if axis == layer.axis else (0, 0) for axis in range(len(node.shape) - 1)]
+    mode = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}[layer.mode]
+    return _padded(w, node, amounts, mode)
+
+
+def _slice(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    name = w.name(node)
+    pairs = (("first", layer.first), ("last", layer.last), ("axis", 1))
+    return w.add(
+        "Slice", [*w.inputs(node), *(w.numbers(f"{name}::{k}", [n], np.int64) for k, n in pairs)], f"{name}::y"
+    )
+
+
+#: By the class of a layer; a class that is derived from one of these may compute otherwise, and is not it.
+LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
+    Conv: _conv,
+    ConvTranspose: _conv_transpose,
+    MaxPool: _max_pool,
+    AveragePool: _average_pool,
+    GlobalAveragePool: _global_average_pool,
+    Resize: _resize,
+    Dense: _dense,
+    BatchNorm: _batch_norm,
+    GroupNorm: _group_norm,
+    InstanceNorm: _group_norm,
+    LayerNorm: _layer_norm,
+    LocalResponseNorm: _local_response_norm,
+    ReLU: _pointwise("Relu"),
+    LeakyReLU: _pointwise("LeakyRelu", alpha="alpha"),
+    Sigmoid: _pointwise("Sigmoid"),
+    Tanh: _pointwise("Tanh"),
+    GELU: _pointwise("Gelu"),
+    SiLU: _silu,
+    ELU: _pointwise("Elu", alpha="alpha"),
+    HardSigmoid: _pointwise("HardSigmoid", alpha=1 / 6, beta=0.5),
+    HardSwish: _pointwise("HardSwish"),
+    Clamp: _clip,
+    Softmax: _pointwise("Softmax", axis=1),
+    Dropout: _same,
+    Redistribute: _same,
+    Add: _add,
+    Multiply: _multiply,
+    Concat: _concat,
+    Flatten: _flatten,
+    Pad: _pad,
+    PadAxis: _pad_axis,
+    Slice: _slice,
+}

@@ -1,0 +1,160 @@
+"""To ONNX: a network and its parameters become a file that other programs run. Losses and targets are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halograd.documents import bytes_text
+from halograd.errors import UserError
+
+from ..data import DataError
+from ..data.atomic import atomic_path, check_writable
+from ..data.normalize import CLIP, LARGEST
+from ..layers import Input, Network, Node
+from .export_layers import LAYERS
+from .library import library
+from .onnx_writer import PRODUCER, Writer
+
+__all__ = ["check_onnx_place", "save"]
+
+#: A file is one message, whose length has 31 bits.
+_MOST = 2**31 - 2**20
+
+
+def save(
+    network: Network,
+    parameters: Mapping[str, Any] | None,
+    path: str | Path,
+    normalization: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+) -> None:
+    """Write a network as an ONNX file, with inputs and outputs ``(N, C, *spatial)`` and any number of samples. Local.
+
+    Parameters
+    ----------
+    network
+        All of its outputs but the loss are written, and what they depend on.
+    parameters
+        Whole arrays of parameters and states, by ``layer/name``; None: those that the network begins with.
+    normalization
+        Statistics of channels (`halograd.data.ChannelStatistics`) by input: what is done to the data before the network
+        becomes a part of the graph.
+    dtype
+        Of all numbers: ``"float32"``, or ``"float64"``, for which few programs have all operators.
+
+    Raises
+    ------
+    UserError
+        A layer that ONNX has no operator for (one of your own), parameters that are missing or of another shape, no
+        output but a loss, or a file that cannot be written.
+    """
+    arrays = network.initial_values() if parameters is None else parameters
+    _check(network, arrays)
+    writer = Writer(network, arrays, np.dtype(dtype))
+    for node in _needed(network):
+        if isinstance(node, Input):
+            writer.values[node] = network.names[node]
+            _normalize(writer, node, (normalization or {}).get(network.names[node]))
+        elif type(node.layer) in LAYERS:
+            writer.values[node] = LAYERS[type(node.layer)](writer, node)
+        else:
+            raise writer.refused(node, "a layer of halograd's that ONNX has operators for", "another one")
+    size = sum(array.nbytes for array in writer.weights.values())
+    if size > _MOST:
+        raise UserError(
+            f"{path}: expected at most 2 GiB of parameters in an ONNX file, got {bytes_text(size)}; write safetensors"
+        )
+    model = writer.model(network.name)
+    writer.onnx.checker.check_model(model, full_check=True)
+    with atomic_path(path, needed=size) as partial:
+        partial.write_bytes(model.SerializeToString())
+
+
+def check_onnx_place(path: Path) -> None:
+    """See that a network can be written, and replace none but ours. Local. Raises DataError."""
+    onnx = library("onnx")
+    check_writable(path)
+    if not path.exists():
+        return
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+        ours = model.producer_name == PRODUCER
+    except Exception:  # whatever it is, it is not ours
+        ours = False
+    if not ours:
+        raise DataError(
+            f"cannot write {path}: expected no file there, or a network of ours, got another; give another path"
+        )
+
+
+def _needed(network: Network) -> list[Node]:
+    """Nodes that predictions depend on, in order of computation."""
+    loss = network.outputs.get("loss")
+    predictions = [node for node in network.outputs.values() if node is not loss]
+    if not predictions:
+        raise UserError(f"network {network.name!r}: expected an output besides the loss, got none; name a prediction")
+    wanted: set[Node] = set()
+    stack = list(predictions)
+    while stack:
+        node = stack.pop()
+        if node not in wanted:
+            wanted.add(node)
+            stack += node.inputs
+    return [node for node in network.nodes if node in wanted]
+
+
+def _check(network: Network, arrays: Mapping[str, Any]) -> None:
+    for name, spec in {**network.parameters(), **network.state()}.items():
+        found = np.shape(arrays[name]) if name in arrays else "none"
+        if found != spec.shape:
+            raise UserError(
+                f"parameters of network {network.name!r}: expected {name} of shape {spec.shape}, got {found}; give "
+                "whole arrays of this network"
+            )
+
+
+def _normalize(w: Writer, node: Node, statistics: Any) -> None:
+    """What `ChannelStatistics.apply` does to the samples of an input."""
+    if statistics is None:
+        return
+    name, shape = w.name(node), (1, node.shape[-1], *(1 for _ in node.shape[:-1]))
+    rules = list(statistics.transforms)
+    value = name
+    for rule, kinds in _TRANSFORMS.items():
+        if rule in rules:
+            value = _of_some(w, f"{name}::{rule}", value, kinds, np.reshape([r == rule for r in rules], shape))
+    std = np.asarray(statistics.std, np.float64)
+    scale = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0)
+    mean = w.numbers(f"{name}::mean", np.reshape(statistics.mean, shape))
+    value = w.add("Sub", [value, mean], f"{name}::centered")
+    value = w.add("Mul", [value, w.numbers(f"{name}::scale", scale.reshape(shape))], f"{name}::normalized")
+    if "clip" in rules:
+        value = _of_some(w, f"{name}::clip", value, ("Clip",), np.reshape([r == "clip" for r in rules], shape), CLIP)
+    w.values[node] = value
+
+
+#: Operators behind a first limit; "log" is sign(x) log(1 + |x|).
+_TRANSFORMS = {"log": ("Clip", "log"), "asinh": ("Clip", "Asinh")}
+
+
+def _of_some(
+    w: Writer, title: str, value: str, kinds: tuple[str, ...], mask: np.ndarray, limit: float = LARGEST
+) -> str:
+    """A rule for the channels of a mask; others stay as they are."""
+    made = value
+    for kind in kinds:
+        if kind == "Clip":
+            limits = [w.numbers(f"{title}::{what}", n) for what, n in (("low", -limit), ("high", limit))]
+            made = w.add("Clip", [made, *limits], f"{title}::limited")
+        elif kind == "log":
+            size = w.add("Abs", [made], f"{title}::size")
+            size = w.add("Add", [size, w.numbers(f"{title}::one", 1.0)], f"{title}::more")
+            size = w.add("Log", [size], f"{title}::log")
+            made = w.add("Mul", [size, w.add("Sign", [made], f"{title}::sign")], f"{title}::signed")
+        else:
+            made = w.add(kind, [made], f"{title}::made")
+    return w.add("Where", [w.numbers(f"{title}::mask", mask, bool), made, value], f"{title}::some")

@@ -1,0 +1,379 @@
+"""Reading an ONNX file: its graph with fixed shapes, shape arithmetic computed, weights left where they are."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halograd.documents import shown
+from halograd.errors import UserError
+
+from .graph import Graph, OnnxConstant, OnnxNode, Shape
+from .library import library
+from .tensor_places import tensor_places
+
+__all__ = ["read_onnx"]
+
+#: Stands for the number of samples where a file leaves it open: a prime, so that no product of extents is one of it.
+_BATCH = 1_000_003
+#: Of the oldest exporters whose operators are known here.
+_OPSET = 13
+#: Constants with more elements are computed when they are needed.
+_LARGE = 4096
+#: A weight is still that weight behind one of these.
+_SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten"}
+
+
+def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
+    """The graph of a file. Local.
+
+    Parameters
+    ----------
+    path
+        The file. Weights outside of it (``external_data``) lie in its folder.
+    shapes
+        Of samples, ``(*spatial, C)``, by input: needed where the file leaves extents open, else in place of its own.
+
+    Raises
+    ------
+    UserError
+        There is no such file, it is not ONNX, or extents are not known.
+    """
+    onnx = library("onnx")
+    try:
+        content = path.read_bytes()
+        model = onnx.load_model_from_string(content)
+        places = tensor_places(path)
+    except OSError as error:
+        raise UserError(f"{path}: expected an ONNX file, got none: {(error.strerror or str(error)).lower()}") from error
+    except Exception as error:  # of the decoder, whose errors differ from version to version
+        raise UserError(f"{path}: expected an ONNX file, got one that cannot be read: {_line(error)}") from error
+    source = f"{path.name} {zlib.crc32(content):08x}"
+    del content
+    versions = {one.domain or "ai.onnx": one.version for one in model.opset_import}
+    if versions.get("ai.onnx", 0) < _OPSET:
+        raise UserError(
+            f"{path}: expected operators of version {_OPSET} or later, got {versions.get('ai.onnx', 'none')}; export "
+            "with opset_version=20"
+        )
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
+    try:
+        return _Folding(path, model, places, source).graph(shapes)
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path}: expected a graph as torch exports it, got one that cannot be followed ({_line(error)}); export "
+            "it anew, with opset_version=20"
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+class _Folding:
+    """Walks the nodes in order: computes what depends on constants alone, and shapes of the rest."""
+
+    def __init__(self, path: Path, model: Any, places: Mapping[str, tuple[int, int]], source: str) -> None:
+        self.path, self.model, self.places, self.source = path, model, places, source
+        self.onnx = library("onnx")
+        self.constants: dict[str, OnnxConstant] = {}
+        self.types: dict[str, Any] = {}
+        self.operations: list[OnnxNode] = []
+        self.aliases: dict[str, str] = {}
+        #: Nodes that make a sequence of the parts of a value.
+        self.sequences: dict[str, Any] = {}
+
+    def graph(self, shapes: Mapping[str, Sequence[int]]) -> Graph:
+        file = self.model.graph
+        for tensor in file.initializer:
+            self._keep(tensor.name, self._weight(tensor))
+            tensor.ClearField("raw_data")
+        inputs, batch = self._inputs([one for one in file.input if one.name not in self.constants], shapes)
+        self._walk(file.node)
+        self.types |= {name: _type_of(self.onnx, constant) for name, constant in self.constants.items()}
+        known = {name: found for name, kind in self.types.items() if (found := _shape_of(kind)) is not None}
+        outputs = [one.name for one in file.output]
+        made = {name for op in self.operations for name in op.outputs} | set(inputs)
+        outputs = [name for name in outputs if self.aliases.get(name, name) in made]
+        graph = Graph(self.operations, self.constants, known, inputs, outputs, batch, self.source)
+        _without_aliases(graph, self.aliases)
+        return graph
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def _inputs(self, values: Sequence[Any], shapes: Mapping[str, Sequence[int]]) -> tuple[list[str], int]:
+        names = [one.name for one in values]
+        unknown = sorted(set(shapes) - set(names))
+        if unknown:
+            raise UserError(f"{self.path}: expected shapes of inputs ({', '.join(names)}), got one of {unknown[0]!r}")
+        batches = {one.type.tensor_type.shape.dim[0].dim_value for one in values if one.type.tensor_type.shape.dim}
+        batch = batches.pop() if len(batches) == 1 else 0
+        batch = batch or _BATCH
+        for one in values:
+            self._input(one, shapes.get(one.name), batch)
+        return names, batch
+
+    def _input(self, value: Any, given: Sequence[int] | None, batch: int) -> None:
+        """Fix the extents of an input: those given, channels last, else those of the file."""
+        found = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        if len(found) < 2:
+            raise UserError(f"{self.path}: expected inputs (N, C, *spatial), got {value.name!r} with {len(found)} axes")
+        if given is not None:
+            if len(given) != len(found) - 1:
+                raise UserError(
+                    f"{self.path}: expected {len(found) - 1} extents (*spatial, C) of input {value.name!r}, got "
+                    f"{tuple(given)}"
+                )
+            found[1:] = [given[-1], *given[:-1]]
+        if not all(found[1:]):
+            raise UserError(
+                f"{self.path}: expected fixed extents of input {value.name!r} (N, C, *spatial), got some that the file "
+                f"leaves open; give them: load(path, shapes={{{value.name!r}: (*spatial, C)}})"
+            )
+        kind = value.type.tensor_type.elem_type
+        if self.onnx.helper.tensor_dtype_to_np_dtype(kind).kind != "f":
+            raise UserError(f"{self.path}: expected inputs of numbers with a point, got {value.name!r} of integers")
+        self.types[value.name] = self.onnx.helper.make_tensor_type_proto(kind, [batch, *found[1:]])
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _weight(self, tensor: Any) -> OnnxConstant:
+        """A weight of the file: read at once if it is small, else when it is needed."""
+        dtype = self.onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        shape = tuple(tensor.dims)
+        size = int(np.prod(shape)) * dtype.itemsize
+        name = tensor.name if _is_named(tensor.name) else ""
+        if tensor.data_location == self.onnx.TensorProto.EXTERNAL:
+            place = {entry.key: entry.value for entry in tensor.external_data}
+            file, offset = self._beside(place.get("location", "")), int(place.get("offset", 0))
+        elif self.places.get(tensor.name, (0, -1))[1] == size and size > 8 * _LARGE:
+            file, offset = self.path, self.places[tensor.name][0]
+        else:
+            return OnnxConstant.of(self.onnx.numpy_helper.to_array(tensor), name)
+        constant = OnnxConstant(shape, dtype, partial(_read, file, dtype, shape, offset), name)
+        return constant if size > 8 * _LARGE else OnnxConstant.of(constant.read(), name)
+
+    def _beside(self, location: str) -> Path:
+        file = self.path.parent / location
+        if not location or not file.resolve().is_relative_to(self.path.parent.resolve()):
+            raise UserError(f"{self.path}: expected weights in a file of its folder, got them in {shown(location)}")
+        return file
+
+    # -- nodes -----------------------------------------------------------------------------------
+
+    def _walk(self, nodes: Iterable[Any]) -> None:
+        for node in nodes:
+            if node.op_type == "If":
+                self._branch(node)
+            elif node.op_type == "Shape" and node.input[0] in self.types:
+                self._shape(node)
+            elif node.op_type == "CastLike" and node.input[0] in self.constants:
+                self._cast(node)
+            elif node.op_type == "SplitToSequence":
+                self.sequences[node.output[0]] = node
+            elif node.op_type == "SequenceAt" and node.input[0] in self.sequences:
+                self._operation(self._element(node, self.sequences[node.input[0]]))
+            elif all(name in self.constants or not name for name in node.input):
+                self._constant(node)
+            elif node.op_type in ("Identity", "Cast", "CastLike"):
+                self.aliases[node.output[0]] = self.aliases.get(node.input[0], node.input[0])
+                self.types[node.output[0]] = self.types[node.input[0]]
+            else:
+                self._operation(node)
+
+    def _branch(self, node: Any) -> None:
+        """Follow the branch that is taken, where a constant says which."""
+        if node.input[0] not in self.constants:
+            raise self._refused(node, "a branch that depends on the data")
+        taken = "then_branch" if bool(self.constants[node.input[0]].read()) else "else_branch"
+        (branch,) = (a.g for a in node.attribute if a.name == taken)
+        for tensor in branch.initializer:
+            self._keep(tensor.name, self._weight(tensor))
+        self._walk(branch.node)
+        for inner, outer in zip(branch.output, node.output):
+            if inner.name in self.constants:
+                self.constants[outer] = self.constants[inner.name]
+            else:
+                self.aliases[outer] = self.aliases.get(inner.name, inner.name)
+                self.types[outer] = self.types[inner.name]
+
+    def _cast(self, node: Any) -> None:
+        """A constant of the type of another value: its numbers are the same."""
+        constant, other = self.constants[node.input[0]], node.input[1]
+        kind = self.types[other].tensor_type.elem_type if other in self.types else None
+        dtype = self.constants[other].dtype if kind is None else self.onnx.helper.tensor_dtype_to_np_dtype(kind)
+        read = constant.read
+        self._keep(node.output[0], OnnxConstant(constant.shape, dtype, lambda: read().astype(dtype), constant.name))
+
+    def _element(self, node: Any, split: Any) -> Any:
+        """A part of a value that was split, as a slice of it."""
+        parts, index = self.constants.get(split.input[1]), self.constants.get(node.input[1])
+        if parts is None or index is None:
+            raise self._refused(node, "parts whose sizes depend on the data")
+        axis = next((a.i for a in split.attribute if a.name == "axis"), 0)
+        sizes, i = parts.read(), int(index.read())
+        first = int(sizes) * i if sizes.ndim == 0 else int(sizes[:i].sum())
+        last = first + int(sizes if sizes.ndim == 0 else sizes[i])
+        names = [f"{node.output[0]} {what}" for what in ("first", "last", "axis")]
+        for name, number in zip(names, (first, last, axis)):
+            self._keep(name, OnnxConstant.of(np.array([number], np.int64)))
+        made = self.onnx.helper.make_node("Slice", [split.input[0], *names], list(node.output), node.name)
+        made.metadata_props.extend(node.metadata_props)
+        return made
+
+    def _shape(self, node: Any) -> None:
+        shape = _shape_of(self.types[node.input[0]])
+        if shape is None:
+            raise self._refused(node, "a shape that is not known")
+        given = {a.name: a.i for a in node.attribute}
+        part = shape[given.get("start", 0) : given.get("end", len(shape))]
+        self._keep(node.output[0], OnnxConstant.of(np.array(part, np.int64)))
+
+    def _constant(self, node: Any) -> None:
+        """Compute a node of constants: a large result when it is needed, others now."""
+        sources = [self.constants[name] for name in node.input if name]
+        name = sources[0].name if node.op_type in _SAME and sources else ""
+        if all(one.name == "" and int(np.prod(one.shape)) <= _LARGE for one in sources) or node.op_type not in _SAME:
+            for output, array in zip(node.output, self._computed(node)):
+                self._keep(output, OnnxConstant.of(np.asarray(array)))
+            return
+        (output, kind), *_ = self._inferred(node).items()
+        shape = _shape_of(kind)
+        dtype = self.onnx.helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type)
+        if shape is None:
+            raise self._refused(node, "weights whose shape is not known")
+        self._keep(output, OnnxConstant(shape, dtype, lambda: np.asarray(self._computed(node)[0]), name))
+
+    def _computed(self, node: Any) -> list[np.ndarray]:
+        helper, reference = self.onnx.helper, library("onnx.reference")
+        inputs = {name: self.constants[name].read() for name in node.input if name}
+        kinds = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in inputs.items()}
+        given = [helper.make_tensor_value_info(name, kinds[name], list(array.shape)) for name, array in inputs.items()]
+        outputs = [helper.make_empty_tensor_value_info(name) for name in node.output]
+        graph = helper.make_graph([node], "constant", given, outputs)
+        model = helper.make_model(graph, opset_imports=list(self.model.opset_import))
+        try:
+            return list(reference.ReferenceEvaluator(model).run(None, inputs))
+        except Exception as error:
+            raise self._refused(node, f"constants that cannot be computed ({_line(error)})") from error
+
+    def _operation(self, node: Any) -> None:
+        inputs = tuple(self.aliases.get(name, name) for name in node.input)
+        self.types |= self._inferred(node)
+        helper = self.onnx.helper
+        attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
+        self.operations.append(
+            OnnxNode(_title(node), node.op_type, inputs, tuple(node.output), attributes, _scope(node))
+        )
+
+    def _inferred(self, node: Any) -> dict[str, Any]:
+        """Types of the outputs."""
+        known = {name: _type_of(self.onnx, self.constants[name]) for name in node.input if name in self.constants}
+        known |= {name: self.types[name] for name in node.input if name in self.types}
+        numbers = self.onnx.numpy_helper
+        small = {
+            name: numbers.from_array(self.constants[name].read(), name)
+            for name in known
+            if name in self.constants and int(np.prod(self.constants[name].shape)) <= 64
+        }
+        versions = {one.domain: one.version for one in self.model.opset_import}
+        try:
+            schema = self.onnx.defs.get_schema(node.op_type, versions[node.domain], node.domain)
+            return dict(
+                self.onnx.shape_inference.infer_node_outputs(
+                    schema, node, known, small, opset_imports=list(self.model.opset_import)
+                )
+            )
+        except (KeyError, self.onnx.defs.SchemaError) as error:
+            raise self._refused(node, "an operator that ONNX does not have") from error
+        except Exception as error:
+            raise self._refused(node, f"shapes that do not fit ({_line(error)})") from error
+
+    def _refused(self, node: Any, what: str) -> UserError:
+        return UserError(
+            f"{self.path}: node {_title(node)!r} ({node.op_type}): expected what a network here can do, got {what}; "
+            "export the model without it"
+        )
+
+    def _keep(self, name: str, constant: OnnxConstant) -> None:
+        self.constants[name] = constant
+
+
+def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
+    """Have outputs that are other values under a second name made under it: the first name is the module's own."""
+    for output in graph.outputs:
+        first = aliases.get(output)
+        if first is None:
+            continue
+        if first in graph.inputs or first in graph.outputs:
+            graph.operations.append(OnnxNode(output, "Identity", (first,), (output,)))
+        else:
+            graph.rename(first, output)
+
+
+def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
+    """Numbers of a file. Raises UserError if they are no longer there."""
+    count = int(np.prod(shape))
+    try:
+        array = np.fromfile(file, dtype.newbyteorder("<"), count, offset=offset)
+    except OSError as error:
+        raise UserError(f"{file}: expected weights, got none: {(error.strerror or str(error)).lower()}") from error
+    if array.size != count:
+        raise UserError(f"{file}: expected {count} numbers at {offset}, got {array.size}; the file is cut off")
+    return array.reshape(shape)
+
+
+def _is_named(name: str) -> bool:
+    """Whether a weight has a name of the module's, and not one that an exporter gives: ``onnx::Conv_11``, ``val_3``."""
+    return not re.fullmatch(r"val_\d+|\d+|.*::.*", name)
+
+
+def _title(node: Any) -> str:
+    return node.name or (node.output[0] if node.output else node.op_type)
+
+
+def _scope(node: Any) -> str:
+    """The torch module of a node: the new exporter writes it down, the old one makes names of nodes of it.
+
+    Both have every module on the way: ``/layer1/layer1.0/conv1/Conv`` is of ``layer1.0.conv1``.
+    """
+    scopes = [entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"]
+    if scopes:
+        parts = [part for part in re.findall(r"'([^']*)'", scopes[0]) if part]
+        return parts[-2] if len(parts) > 1 else ""
+    parts = [part for part in node.name.split("/")[:-1] if part] if node.name.startswith("/") else []
+    found: list[str] = []
+    for part in parts:
+        if found and part.startswith(f"{found[-1]}."):
+            found[-1] = part
+        else:
+            found.append(part)
+    return ".".join(found)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, float):  # of float32, of which the shortest number is meant: 0.1, not 0.10000000149
+        return float(str(np.float32(value)))
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+
+
+def _type_of(onnx: Any, constant: OnnxConstant) -> Any:
+    kind = onnx.helper.np_dtype_to_tensor_dtype(constant.dtype)
+    return onnx.helper.make_tensor_type_proto(kind, list(constant.shape))
+
+
+def _shape_of(kind: Any) -> Shape | None:
+    """The extents of a type, if all are known."""
+    if not kind.tensor_type.HasField("shape"):
+        return None
+    dims = kind.tensor_type.shape.dim
+    return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None

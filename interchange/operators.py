@@ -1,0 +1,223 @@
+"""Operators of ONNX as layers: one function each, in a table that is easy to add to.
+
+A function gets the builder and an operation and returns the :class:`Activation` of its first output, or a list of
+those of all. What it cannot express it refuses by `Builder.refused`. Layers on windows, norms, and changes of shape are
+in files of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..layers import (
+    ELU,
+    GELU,
+    Add,
+    Clamp,
+    Concat,
+    Conv,
+    Dense,
+    Dropout,
+    HardSigmoid,
+    HardSwish,
+    Layer,
+    LeakyReLU,
+    LocalResponseNorm,
+    Multiply,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Tanh,
+)
+from .builder import Activation, Builder, NeedsPositions
+from .graph import OnnxNode
+from .norms import NORMS
+from .patterns import is_hard_sigmoid, permuted
+from .shaping import SHAPING
+from .sliding import SLIDING, activation_of
+
+__all__ = ["OPERATORS"]
+
+
+def _pointwise(make: Callable[[OnnxNode], Layer]) -> Callable[[Builder, OnnxNode], Activation]:
+    """An elementwise function: the order of axes does not matter."""
+
+    def operator(build: Builder, op: OnnxNode) -> Activation:
+        value = build.value(op)
+        return value.of(build.add(op, make(op), value.node))
+
+    return operator
+
+
+def _gelu(build: Builder, op: OnnxNode) -> Activation:
+    if op.attributes.get("approximate", "none") != "none":
+        raise build.refused(op, "the exact GELU", "its approximation by tanh", "train with torch.nn.GELU()")
+    return _pointwise(lambda _: GELU())(build, op)
+
+
+def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
+    if not is_hard_sigmoid(op):
+        raise build.refused(op, "torch's slope 1 / 6 and offset 1 / 2", f"{op.attributes}")
+    return _pointwise(lambda _: HardSigmoid())(build, op)
+
+
+def _clip(build: Builder, op: OnnxNode) -> Activation:
+    """Limits that are the largest numbers of float32 are none."""
+    most = float(np.finfo(np.float32).max)
+    low, high = (float((build.numbers(op, i, key) or [n])[0]) for i, key, n in ((1, "min", -most), (2, "max", most)))
+    if low == 0 and high >= most:
+        return _pointwise(lambda _: ReLU())(build, op)
+    return _pointwise(lambda _: Clamp(low if low > -most else -math.inf, high if high < most else math.inf))(build, op)
+
+
+def _dropout(build: Builder, op: OnnxNode) -> Activation:
+    """Of a module in training; one in evaluation leaves an Identity."""
+    rate = (build.numbers(op, 1) or [op.attributes.get("ratio", 0.5)])[0]
+    # Of float32, of which the shortest number is meant.
+    return _pointwise(lambda _: Dropout(float(str(np.float32(rate)))))(build, op)
+
+
+def _softmax(build: Builder, op: OnnxNode) -> Activation:
+    value = build.value(op)
+    axes = len(build.shape(op.inputs[0]))
+    channels = axes - 1 if value.last else 1
+    if op.attributes.get("axis", -1) % axes != channels:
+        raise build.refused(op, "a softmax over the channels", f"axis {op.attributes.get('axis', -1)}")
+    return value.of(build.add(op, Softmax(), value.node))
+
+
+def _local_response_norm(build: Builder, op: OnnxNode) -> Activation:
+    value = build.samples(op)
+    size = op.attributes["size"]
+    if size % 2 == 0:
+        raise build.refused(op, "windows of an odd number of channels", f"{size}")
+    given = {name: op.attributes.get(key, default) for name, key, default in _LRN}
+    return value.of(build.add(op, LocalResponseNorm(size, **given), value.node))
+
+
+_LRN = (("alpha", "alpha", 1e-4), ("beta", "beta", 0.75), ("k", "bias", 1.0))
+
+# -- several inputs --------------------------------------------------------------------------------
+
+
+def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
+    """All inputs, in one order of axes; pooled ones among others keep their positions."""
+    values = [build.value(op, i) for i in range(len(op.inputs))]
+    if len({value.pooled for value in values}) > 1:
+        pools = [value.pool for value in values if value.pooled]
+        if pools[0]:
+            raise NeedsPositions(pools[0])
+    if len({(value.last, value.pooled, value.spatial) for value in values}) > 1:
+        raise build.refused(op, "inputs in one order of axes", "channels first and last, or flattened, side by side")
+    return values
+
+
+def _add(build: Builder, op: OnnxNode) -> Activation:
+    if any(name in build.graph.constants for name in op.inputs):
+        raise build.refused(op, "a sum of two values that depend on the data", "a constant summand")
+    shapes = {build.shape(name) for name in op.inputs}
+    if len(shapes) > 1:
+        raise build.refused(op, "summands of one shape", " and ".join(map(str, sorted(shapes))))
+    values = _alike(build, op)
+    layer = Add(activation=activation_of(op))
+    return values[0].of(build.add(op, layer, *(value.node for value in values)))
+
+
+def _multiply(build: Builder, op: OnnxNode) -> Activation:
+    """A product of two values: one of them may have 1 for some of its extents."""
+    if any(name in build.graph.constants for name in op.inputs):
+        raise build.refused(op, "a factor per channel, or one that depends on the data", "another constant factor")
+    large, small = sorted((build.value(op, i) for i in (0, 1)), key=lambda v: -int(np.prod(v.node.shape)))
+    if large.last != small.last or large.spatial != small.spatial:
+        raise build.refused(op, "factors in one order of axes", "channels first and last, or flattened, side by side")
+    if len(small.node.shape) == 1 and len(large.node.shape) > 1 and not small.pooled:
+        raise build.refused(op, "a factor (N, C, 1, 1)", "one of two axes")
+    return large.of(build.add(op, Multiply(), large.node, small.node))
+
+
+def _concat(build: Builder, op: OnnxNode) -> Activation:
+    values = _alike(build, op)
+    axes = len(build.shape(op.inputs[0]))
+    if values[0].spatial:
+        raise build.refused(op, "samples with spatial axes", "flattened values")
+    if op.attributes["axis"] % axes != (axes - 1 if values[0].last else 1):
+        raise build.refused(op, "values that are joined along the channels", f"axis {op.attributes['axis']}")
+    return values[0].of(build.add(op, Concat(), *(value.node for value in values)))
+
+
+# -- dense layers ----------------------------------------------------------------------------------
+
+
+def _gemm(build: Builder, op: OnnxNode) -> Activation:
+    numbers = op.attributes
+    if numbers.get("alpha", 1.0) != 1 or numbers.get("beta", 1.0) != 1 or numbers.get("transA", 0):
+        raise build.refused(op, "x w^T + b", f"{numbers}")
+    return _dense(build, op, transposed=bool(numbers.get("transB", 0)))
+
+
+def _linear(build: Builder, op: OnnxNode) -> Activation:
+    """torch's Linear, which contracts the last axis: behind a Transpose a convolution of one position."""
+    return _dense(build, op, transposed=False)
+
+
+def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
+    """`transposed`: the weights are (units, features), as ours are."""
+    value, weights, bias = build.value(op), build.constant(op, 1), build.constant(op, 2)
+    if weights is None or len(weights.shape) != 2:
+        raise build.refused(op, "a matrix of weights", "none")
+    bias = None if bias is None or bias.is_all(0) else bias
+    units, features = weights.shape if transposed else weights.shape[::-1]
+    if len(value.node.shape) > 1 and not value.last:
+        raise build.refused(op, "channels at the last axis", "a spatial axis there")
+
+    def order(array: np.ndarray) -> np.ndarray:
+        matrix = array if transposed else array.T
+        return permuted(matrix, value.spatial) if value.spatial else matrix
+
+    layer: Layer = Dense(units, bias=bias is not None)
+    if len(value.node.shape) > 1:
+        ones = (1,) * (len(value.node.shape) - 1)
+        layer = Conv(units, ones, bias=bias is not None)
+        given = {
+            "w": build.given(weights, lambda a: order(a).reshape(units, *ones, features), (units, *ones, features))
+        }
+    else:
+        given = {"w": build.given(weights, order, (units, features))}
+    if bias is not None:
+        given["b"] = build.given(bias, np.ravel, (units,))
+    node = build.add(op, layer.initialized(**given), value.node, weights=(weights, bias))
+    return Activation(node, value.last, value.pooled, value.pool)
+
+
+Operator = Callable[[Builder, OnnxNode], "Activation | Sequence[Activation]"]
+
+#: By name of the operator in ONNX, and of those that `patterns` makes.
+OPERATORS: dict[str, Operator] = {
+    "Identity": lambda build, op: build.value(op),
+    "Relu": _pointwise(lambda op: ReLU()),
+    "LeakyRelu": _pointwise(lambda op: LeakyReLU(op.attributes.get("alpha", 0.01))),
+    "Sigmoid": _pointwise(lambda op: Sigmoid()),
+    "Tanh": _pointwise(lambda op: Tanh()),
+    "Elu": _pointwise(lambda op: ELU(op.attributes.get("alpha", 1.0))),
+    "Silu": _pointwise(lambda op: SiLU()),
+    "Swish": _pointwise(lambda op: SiLU()),
+    "HardSwish": _pointwise(lambda op: HardSwish()),
+    "HardSigmoid": _hard_sigmoid,
+    "Gelu": _gelu,
+    "Clip": _clip,
+    "Dropout": _dropout,
+    "Softmax": _softmax,
+    "LRN": _local_response_norm,
+    "Add": _add,
+    "Mul": _multiply,
+    "Concat": _concat,
+    "Gemm": _gemm,
+    "Linear": _linear,
+    **SLIDING,
+    **NORMS,
+    **SHAPING,
+}

@@ -1,0 +1,244 @@
+"""Several operators that are one layer: what exporters make of norms, GELU, SiLU and dense layers; fused activations.
+
+A rule looks at one operation, follows it forward, and puts one operation in the place of all it has recognized.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .graph import Graph, OnnxNode
+
+__all__ = ["RULES", "recognize"]
+
+#: Layers that take a ReLU into their own kernels.
+_FUSES_RELU = {"Conv", "BatchNormalization", "InstanceNormalization", "GroupNorm", "LayerNormalization", "Add"}
+
+
+def recognize(graph: Graph) -> None:
+    """Apply all rules, one after the other, wherever they fit. Modifies the graph."""
+    for rule in RULES:
+        for op in list(graph.operations):
+            if any(op is other for other in graph.operations):
+                rule(graph, op)
+
+
+def _nothing(graph: Graph, op: OnnxNode) -> None:
+    """A factor of 1, or a summand of 0."""
+    neutral = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}.get(op.kind)
+    if neutral is None or (op.kind in ("Div", "Sub") and op.inputs[0] in graph.constants):
+        return
+    values = [name for name in op.inputs if name not in graph.constants]
+    numbers = [graph.constants[name].scalar() for name in op.inputs if name in graph.constants]
+    if len(values) == 1 and numbers == [neutral]:
+        graph.leave_out(op, values[0])
+
+
+def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
+    """All elements in a row, picked in that order into the shape they had: what as_strided becomes."""
+    picked = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
+    if picked is None or picked.kind != "Gather" or picked.inputs[1] not in graph.constants:
+        return
+    if len(graph.shapes[op.outputs[0]]) != 1 or graph.shapes[picked.outputs[0]] != graph.shapes[op.inputs[0]]:
+        return
+    places = graph.constants[picked.inputs[1]].read().reshape(-1)
+    if np.array_equal(places, np.arange(len(places))):
+        graph.replace([op, picked], picked.changed(kind="Identity", inputs=op.inputs[:1], attributes={}))
+
+
+def _group_norm(graph: Graph, op: OnnxNode) -> None:
+    """Reshape to (N, G, -1), instance norm without scale, the shape as it was, then a factor and a summand."""
+    if op.kind != "Reshape" or len(graph.shapes[op.outputs[0]]) != 3:
+        return
+    norm = graph.only_reader(op.outputs[0])
+    if norm is None or norm.kind != "InstanceNormalization" or not _is_plain(graph, norm):
+        return
+    back = graph.only_reader(norm.outputs[0])
+    x = op.inputs[0]
+    if back is None or back.kind != "Reshape" or graph.shapes[back.outputs[0]] != graph.shapes[x]:
+        return
+    groups, channels = graph.shapes[op.outputs[0]][1], graph.shapes[x][1]
+    if channels % groups:
+        return
+    chain, affine = [op, norm, back], ["", ""]
+    for i, kind in enumerate(("Mul", "Add")):
+        found = graph.only_reader(chain[-1].outputs[0])
+        if found is None or found.kind != kind:
+            break
+        (other,) = [name for name in found.inputs if name != chain[-1].outputs[0]] or [""]
+        if not per_channel(graph, other, len(graph.shapes[x]), channels):
+            break
+        chain.append(found)
+        affine[i] = other
+    attributes = {"num_groups": groups, "epsilon": norm.attributes.get("epsilon", 1e-5)}
+    last = chain[-1]
+    graph.replace(chain, last.changed(kind="GroupNorm", inputs=(x, *affine), attributes=attributes))
+
+
+def _is_plain(graph: Graph, norm: OnnxNode) -> bool:
+    """Whether a norm has ones and zeros for its parameters."""
+    scale, shift = (graph.constants.get(name) for name in norm.inputs[1:3])
+    return scale is not None and shift is not None and scale.is_all(1) and shift.is_all(0)
+
+
+def per_channel(graph: Graph, name: str, axes: int, channels: int) -> bool:
+    """Whether a constant has one number for each of the channels of a value (N, C, *spatial)."""
+    constant = graph.constants.get(name)
+    if constant is None:
+        return False
+    shape = (1,) * (axes - len(constant.shape)) + constant.shape
+    return len(shape) == axes and shape[1] == channels and math.prod(shape) == channels
+
+
+def _gated_by_itself(graph: Graph, op: OnnxNode) -> None:
+    """x * sigmoid(x) and x * hard_sigmoid(x)."""
+    kinds = {"Sigmoid": "Silu", "HardSigmoid": "HardSwish"}
+    product = graph.only_reader(op.outputs[0]) if op.kind in kinds else None
+    if product is None or product.kind != "Mul" or op.inputs[0] not in product.inputs:
+        return
+    if op.kind == "HardSigmoid" and not is_hard_sigmoid(op):
+        return
+    graph.replace([op, product], product.changed(kind=kinds[op.kind], inputs=op.inputs[:1], attributes={}))
+
+
+def is_hard_sigmoid(op: OnnxNode) -> bool:
+    """Whether a slope and offset are those of torch: 1 / 6 and 1 / 2."""
+    slope, offset = op.attributes.get("alpha", 0.2), op.attributes.get("beta", 0.5)
+    return math.isclose(slope, 1 / 6, rel_tol=1e-6) and offset == 0.5
+
+
+def _gelu(graph: Graph, op: OnnxNode) -> None:
+    """x * (1 + erf(x / sqrt(2))) / 2, in whatever order it is multiplied."""
+    before = graph.maker(op.inputs[0]) if op.kind == "Erf" else None
+    if before is None or before.kind not in ("Div", "Mul") or graph.only_reader(before.outputs[0]) is not op:
+        return
+    divisor = graph.constants.get(before.inputs[1])
+    number = None if divisor is None else divisor.scalar()
+    wanted = math.sqrt(2) if before.kind == "Div" else math.sqrt(0.5)
+    one_more = graph.only_reader(op.outputs[0])
+    if number is None or not math.isclose(number, wanted, rel_tol=1e-6) or one_more is None or one_more.kind != "Add":
+        return
+    if not _has_number(graph, one_more, 1.0):
+        return
+    _end_gelu(graph, before.inputs[0], [before, op, one_more])
+
+
+def _end_gelu(graph: Graph, x: str, chain: list[OnnxNode]) -> None:
+    """Follow the products with x and one half."""
+    left = {"x", "half"}
+    while left:
+        product = graph.only_reader(chain[-1].outputs[0])
+        if product is None or product.kind != "Mul":
+            return
+        (other,) = [name for name in product.inputs if name != chain[-1].outputs[0]] or [""]
+        inner = graph.maker(other)
+        if other == x and "x" in left:
+            left.remove("x")
+        elif _has_number(graph, product, 0.5) and "half" in left:
+            left.remove("half")
+        elif inner is not None and inner.kind == "Mul" and x in inner.inputs and _has_number(graph, inner, 0.5):
+            left -= {"x", "half"}
+            chain.insert(0, inner)
+        else:
+            return
+        chain.append(product)
+    graph.replace(chain, chain[-1].changed(kind="Gelu", inputs=(x,), attributes={}))
+
+
+def _has_number(graph: Graph, op: OnnxNode, number: float) -> bool:
+    """Whether one input of an operation is this number."""
+    constants = [graph.constants[name] for name in op.inputs if name in graph.constants]
+    return any(one.scalar() == number for one in constants)
+
+
+def _linear(graph: Graph, op: OnnxNode) -> None:
+    """A product with a matrix, and a vector that is added: a dense layer, at every position."""
+    if op.kind != "MatMul" or op.inputs[1] not in graph.constants or op.inputs[0] in graph.constants:
+        return
+    summed = graph.only_reader(op.outputs[0])
+    others = [] if summed is None or summed.kind != "Add" else [n for n in summed.inputs if n != op.outputs[0]]
+    units = graph.constants[op.inputs[1]].shape[-1]
+    fits = bool(others) and others[0] in graph.constants and graph.constants[others[0]].shape in ((units,), (1, units))
+    if summed is None or not fits:
+        graph.replace([op], op.changed(kind="Linear", inputs=(*op.inputs, "")))
+        return
+    graph.replace([op, summed], summed.changed(kind="Linear", inputs=(*op.inputs, others[0]), attributes={}))
+
+
+def _channel_scale(graph: Graph, op: OnnxNode) -> None:
+    """A factor per channel, and a summand per channel behind it."""
+    if op.kind != "Mul":
+        return
+    constants = [name for name in op.inputs if name in graph.constants]
+    values = [name for name in op.inputs if name not in graph.constants]
+    if len(constants) != 1 or len(values) != 1:
+        return
+    shape = graph.shapes[values[0]]
+    if len(shape) < 3 or not per_channel(graph, constants[0], len(shape), shape[1]):
+        return
+    summed = graph.only_reader(op.outputs[0])
+    others = [] if summed is None or summed.kind != "Add" else [n for n in summed.inputs if n != op.outputs[0]]
+    if summed is not None and others and per_channel(graph, others[0], len(shape), shape[1]):
+        new = summed.changed(kind="ChannelScale", inputs=(values[0], constants[0], others[0]))
+        graph.replace([op, summed], new)
+    else:
+        graph.replace([op], op.changed(kind="ChannelScale", inputs=(values[0], constants[0], "")))
+
+
+def _residual(graph: Graph, op: OnnxNode) -> None:
+    """A shortcut that is added to what a batch norm makes, with a ReLU behind: one kernel does all of it."""
+    if op.kind != "Add" or any(name in graph.constants for name in op.inputs):
+        return
+    after = graph.only_reader(op.outputs[0])
+    if after is None or after.kind != "Relu" or len({graph.shapes[name] for name in op.inputs}) > 1:
+        return
+    for i, name in enumerate(op.inputs):
+        norm = graph.maker(name)
+        if norm is None or norm.kind != "BatchNormalization" or graph.only_reader(name) is not op:
+            continue
+        attributes = {**norm.attributes, "relu": 1}
+        joined = norm.changed(inputs=(*norm.inputs, op.inputs[1 - i]), outputs=after.outputs, attributes=attributes)
+        graph.replace([norm, op, after], joined)
+        return
+
+
+def _relu(graph: Graph, op: OnnxNode) -> None:
+    """A ReLU behind a layer that has it inside."""
+    if op.kind not in _FUSES_RELU or (op.kind == "Add" and any(name in graph.constants for name in op.inputs)):
+        return
+    after = graph.only_reader(op.outputs[0])
+    if after is None or after.kind != "Relu":
+        return
+    outputs = (after.outputs[0], *op.outputs[1:])
+    graph.replace([op, after], op.changed(outputs=outputs, attributes={**op.attributes, "relu": 1}))
+
+
+#: In this order: a factor behind a norm belongs to it, and is no layer of its own.
+RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
+    _nothing,
+    _same_by_strides,
+    _group_norm,
+    _gated_by_itself,
+    _gelu,
+    _linear,
+    _channel_scale,
+    _residual,
+    _relu,
+)
+
+
+def permuted(array: np.ndarray, spatial: Sequence[int]) -> np.ndarray:
+    """Numbers along the last axis of `array` in the order of torch's flatten, in that of ours.
+
+    torch flattens ``(C, *spatial)``, we ``(*spatial, C)``.
+
+    >>> permuted(np.arange(6), (3,)).tolist()  # 2 channels, 3 positions
+    [0, 3, 1, 4, 2, 5]
+    """
+    *before, size = array.shape
+    channels = size // math.prod(spatial)
+    apart = array.reshape(*before, channels, *spatial)
+    return np.moveaxis(apart, len(before), -1).reshape(*before, size)

@@ -1,0 +1,135 @@
+"""Operators that move or cut: reshapes, transposes, padding, slices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..layers import Flatten, Pad, Slice
+from .builder import Activation, Builder
+from .graph import OnnxNode, Shape
+
+__all__ = ["SHAPING"]
+
+
+def _transpose(build: Builder, op: OnnxNode) -> Activation:
+    """From channels first to channels last and back: here the channels are always last."""
+    value = build.value(op)
+    axes = len(build.shape(op.inputs[0]))
+    order = tuple(op.attributes.get("perm", range(axes - 1, -1, -1)))
+    to_last, to_first = (0, *range(2, axes), 1), (0, axes - 1, *range(1, axes - 1))
+    if order == tuple(range(axes)) or (value.spatial == () and axes == 2 and order == (0, 1)):
+        return value
+    if order == to_last and not value.last:
+        return replace(value, last=True)
+    if order == to_first and value.last:
+        return replace(value, last=False)
+    raise build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}")
+
+
+def _reshape(build: Builder, op: OnnxNode) -> Activation:
+    """What keeps the order of elements of a sample: flattening, and axes of one position."""
+    value, before, after = build.value(op), build.shape(op.inputs[0]), build.shape(op.outputs[0])
+    if before == after:
+        return value
+    if before[0] != after[0]:
+        raise build.refused(op, f"the samples {before[0]} at axis 0", f"{after}", "export with the batch at axis 0")
+    if len(after) == 2:
+        return _flattened(build, op, value, before)
+    if len(before) == 2 and math.prod(after[2:]) == 1 and not value.spatial:
+        return replace(value, pooled=True, last=False, pool="")
+    raise build.refused(op, "one that flattens samples", f"{before} to {after}")
+
+
+def _flattened(build: Builder, op: OnnxNode, value: Activation, before: Shape) -> Activation:
+    if value.pooled or len(value.node.shape) == 1:
+        return Activation(value.node)
+    spatial = value.node.shape[:-1]
+    kept = () if value.last or math.prod(spatial) == 1 else spatial
+    return Activation(build.add(op, Flatten(), value.node), spatial=kept)
+
+
+def _flatten(build: Builder, op: OnnxNode) -> Activation:
+    axis = op.attributes.get("axis", 1)
+    if axis % len(build.shape(op.inputs[0])) != 1:
+        raise build.refused(op, "axis 1", f"axis {axis}")
+    return _reshape(build, op)
+
+
+_PADS = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+
+
+def _pad(build: Builder, op: OnnxNode) -> Activation:
+    value = build.with_positions(op)
+    axes = len(build.shape(op.inputs[0]))
+    mode = op.attributes.get("mode", "constant")
+    if mode not in _PADS:
+        raise build.refused(op, f"one of the modes {', '.join(_PADS)}", mode)
+    numbers = [int(n) for n in build.numbers(op, 1, "pads") or ()]
+    chosen = [int(axis) % axes for axis in build.numbers(op, 3) or range(axes)]
+    amounts = [(0, 0)] * axes
+    for i, axis in enumerate(chosen):
+        amounts[axis] = numbers[i], numbers[i + len(chosen)]
+    if any(map(any, amounts[:2])):
+        raise build.refused(op, "rows around the spatial axes", f"{amounts[0]} samples and {amounts[1]} channels")
+    number = (build.numbers(op, 2) or [0.0])[0]
+    layer = Pad(tuple(amounts[2:]), _PADS[mode], float(number))
+    return value.of(build.add(op, layer, value.node))
+
+
+def _slice(build: Builder, op: OnnxNode) -> Activation:
+    """Channels, or rows at the ends of a spatial axis, in order."""
+    value, shape = build.with_positions(op), build.shape(op.inputs[0])
+    starts, ends = build.numbers(op, 1) or [], build.numbers(op, 2) or []
+    axes = [int(axis) % len(shape) for axis in build.numbers(op, 3) or range(len(starts))]
+    if any(step != 1 for step in build.numbers(op, 4) or ()):
+        raise build.refused(op, "a step of 1", f"{build.numbers(op, 4)}", "take every second row by a pooling")
+    ranges = [(0, n) for n in shape]
+    for axis, start, end in zip(axes, starts, ends):
+        low, high, _ = slice(int(start), int(end)).indices(shape[axis])
+        ranges[axis] = low, high
+    return _part(build, op, value, ranges)
+
+
+def _part(build: Builder, op: OnnxNode, value: Activation, ranges: list[tuple[int, int]]) -> Activation:
+    """The box of these ranges of ``(N, C, *spatial)``."""
+    samples, (first, last), *spatial = ranges
+    shape = (build.shape(op.inputs[0])[0], value.node.shape[-1], *value.node.shape[:-1])
+    if samples != (0, shape[0]):
+        raise build.refused(op, "all samples", f"those from {samples[0]} to {samples[1]}")
+    node = value.node
+    if (first, last) != (0, shape[1]):
+        node = build.add(op, Slice(first, last), node)
+    amounts = tuple((-low, high - n) for (low, high), n in zip(spatial, shape[2:]))
+    if any(map(any, amounts)):
+        node = build.add(op, Pad(amounts), node)
+    return value.of(node)
+
+
+def _split(build: Builder, op: OnnxNode) -> list[Activation]:
+    """Ranges of the channels."""
+    value, shape = build.with_positions(op), build.shape(op.inputs[0])
+    axis = op.attributes.get("axis", 0) % len(shape)
+    if axis != 1:
+        raise build.refused(op, "parts of the channels, axis 1", f"axis {axis}")
+    found, first = [], 0
+    for output in op.outputs:
+        last = first + build.shape(output)[1]
+        ranges = [(0, n) for n in shape]
+        ranges[1] = first, last
+        found.append(_part(build, op, value, ranges))
+        first = last
+    return found
+
+
+SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]] = {
+    "Transpose": _transpose,
+    "Reshape": _reshape,
+    "Squeeze": _reshape,
+    "Unsqueeze": _reshape,
+    "Flatten": _flatten,
+    "Pad": _pad,
+    "Slice": _slice,
+    "Split": _split,
+}

@@ -1,0 +1,262 @@
+"""Operators that slide a window over space: convolutions, poolings; and resizing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..layers import (
+    AveragePool,
+    Conv,
+    ConvTranspose,
+    Dense,
+    GivenValues,
+    GlobalAveragePool,
+    Layer,
+    MaxPool,
+    ReLU,
+    Resize,
+)
+from .builder import Activation, Builder
+from .graph import OnnxConstant, OnnxNode
+
+__all__ = ["SLIDING", "activation_of", "ceil_padding"]
+
+Pads = tuple[tuple[int, int], ...]
+
+
+def activation_of(op: OnnxNode) -> str | None:
+    """The activation that a layer has inside."""
+    return "relu" if op.attributes.get("relu") else None
+
+
+def _window(build: Builder, op: OnnxNode, axes: int) -> dict[str, Any]:
+    """Kernel, stride, dilation and padding of an operator, for `axes` spatial axes."""
+    given = op.attributes
+    kernel = tuple(given["kernel_shape"])
+    found: dict[str, Any] = {"kernel": kernel, "stride": tuple(given.get("strides", (1,) * axes))}
+    found["dilation"] = tuple(given.get("dilations", (1,) * axes))
+    auto = given.get("auto_pad", "NOTSET")
+    if auto == "SAME_LOWER":
+        raise build.refused(op, "auto_pad SAME_UPPER or numbers", auto, "give the padding in numbers")
+    pads = given.get("pads") or (0,) * (2 * axes)
+    found["padding"] = "same" if auto == "SAME_UPPER" else tuple(zip(pads[:axes], pads[axes:]))
+    return found
+
+
+def _weights_first(array: np.ndarray) -> np.ndarray:
+    """(K, C / groups, *kernel) -> (K, *kernel, C / groups); of transposed convolutions (C, K / groups, *kernel)."""
+    return np.moveaxis(array, 1, -1)
+
+
+def _with_weights(build: Builder, weights: OnnxConstant, bias: OnnxConstant | None) -> dict[str, GivenValues]:
+    first, inner, *kernel = weights.shape
+    given = {"w": build.given(weights, _weights_first, (first, *kernel, inner))}
+    if bias is not None:
+        given["b"] = build.given(bias, np.ravel, (math.prod(bias.shape),))
+    return given
+
+
+def _weights(build: Builder, op: OnnxNode) -> tuple[OnnxConstant, OnnxConstant | None]:
+    """Weights, and a bias that is one: exporters put zeros where there is none."""
+    weights, bias = build.constant(op, 1), build.constant(op, 2)
+    assert weights is not None
+    return weights, None if bias is None or bias.is_all(0) else bias
+
+
+def _conv(build: Builder, op: OnnxNode) -> Activation:
+    value = build.samples(op)
+    weights, bias = _weights(build, op)
+    groups, axes = op.attributes.get("group", 1), len(weights.shape) - 2
+    op = op.changed(attributes={"kernel_shape": weights.shape[2:], **op.attributes})
+    if value.pooled:
+        return _conv_of_vectors(build, op, value, weights, bias)
+    layer: Layer = Conv(
+        weights.shape[0],
+        **_window(build, op, axes),
+        bias=bias is not None,
+        groups=groups,
+        activation=activation_of(op),
+    )
+    layer = layer.initialized(**_with_weights(build, weights, bias))
+    return value.of(build.add(op, layer, value.node, weights=(weights, bias)))
+
+
+def _conv_of_vectors(
+    build: Builder, op: OnnxNode, value: Activation, weights: OnnxConstant, bias: OnnxConstant | None
+) -> Activation:
+    """A convolution of one position is a dense layer; others keep the positions that were pooled away."""
+    if math.prod(weights.shape[2:]) > 1 or op.attributes.get("group", 1) > 1:
+        build.with_positions(op)
+    units, features = weights.shape[:2]
+    given = {"w": build.given(weights, lambda array: array.reshape(units, features), (units, features))}
+    if bias is not None:
+        given["b"] = build.given(bias, np.ravel, (units,))
+    layer = Dense(units, bias=bias is not None).initialized(**given)
+    node = build.add(op, layer, value.node, weights=(weights, bias))
+    if activation_of(op):
+        node = build.add(op.changed(name=f"{op.name}.relu", scope=""), ReLU(), node)
+    return value.of(node)
+
+
+def _conv_transpose(build: Builder, op: OnnxNode) -> Activation:
+    value = build.with_positions(op)
+    weights, bias = _weights(build, op)
+    if "output_shape" in op.attributes or op.attributes.get("auto_pad", "NOTSET") != "NOTSET":
+        raise build.refused(op, "padding in numbers", "an output_shape, or auto_pad")
+    groups, axes = op.attributes.get("group", 1), len(weights.shape) - 2
+    window = _window(build, op.changed(attributes={"kernel_shape": weights.shape[2:], **op.attributes}), axes)
+    layer = ConvTranspose(
+        weights.shape[1] * groups,
+        **window,
+        output_padding=tuple(op.attributes.get("output_padding", (0,) * axes)),
+        bias=bias is not None,
+        groups=groups,
+    ).initialized(**_with_weights(build, weights, bias))
+    return value.of(build.add(op, layer, value.node, weights=(weights, bias)))
+
+
+def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
+    """A learned factor per channel: a convolution of one position with as many groups as channels."""
+    value = build.samples(op)
+    if value.pooled:
+        value = build.with_positions(op)
+    scale, shift = build.constant(op, 1), build.constant(op, 2)
+    assert scale is not None
+    channels = math.prod(scale.shape)
+    shape = (channels, *(1 for _ in value.node.shape[:-1]), 1)
+    given = {"w": build.given(scale, lambda array: array.reshape(shape), shape)}
+    if shift is not None:
+        given["b"] = build.given(shift, np.ravel, (channels,))
+    made = Conv(channels, 1, bias=shift is not None, groups=channels).initialized(**given)
+    node = build.add(_named_after(op, scale), made, value.node)
+    return value.of(node)
+
+
+def _named_after(op: OnnxNode, weights: OnnxConstant) -> OnnxNode:
+    """The operation, with the whole name of a weight that is a parameter of a block itself."""
+    return op.changed(scope=weights.name) if weights.name else op
+
+
+# -- poolings --------------------------------------------------------------------------------------
+
+
+def ceil_padding(size: int, kernel: int, stride: int, low: int, high: int) -> int:
+    """The padding behind, by which rounding down gives as many outputs as rounding up.
+
+    As in torch, no window begins behind the array and its padding before it.
+
+    >>> ceil_padding(8, 3, 2, 1, 1), ceil_padding(7, 3, 2, 0, 0), ceil_padding(6, 3, 2, 0, 0)
+    (2, 0, 1)
+    """
+    outputs = -(-(size + low + high - kernel) // stride) + 1
+    if (outputs - 1) * stride >= size + low:
+        outputs -= 1
+    return max(high, (outputs - 1) * stride + kernel - size - low)
+
+
+def _rounded_up(build: Builder, op: OnnxNode, window: dict[str, Any], shape: tuple[int, ...]) -> Pads:
+    """Padding by which a pooling that rounds sizes up has its outputs."""
+    padding = window["padding"]
+    if not op.attributes.get("ceil_mode") or padding == "same":
+        return padding
+    extents = [d * (k - 1) + 1 for k, d in zip(window["kernel"], window["dilation"])]
+    return tuple(
+        (low, ceil_padding(n, extent, stride, low, high))
+        for n, extent, stride, (low, high) in zip(shape, extents, window["stride"], padding)
+    )
+
+
+def _pool(build: Builder, op: OnnxNode, make: Callable[..., Layer], **options: Any) -> Activation:
+    value = build.with_positions(op)
+    window = _window(build, op, len(value.node.shape) - 1)
+    given = window["padding"]
+    window["padding"] = _rounded_up(build, op, window, value.node.shape[:-1])
+    if options.get("count_include_pad") and window["padding"] != given:
+        raise build.refused(op, "sizes rounded down where padding counts", "ceil_mode", "export without ceil_mode")
+    return value.of(build.add(op, make(**window, **options), value.node))
+
+
+def _max_pool(build: Builder, op: OnnxNode) -> Activation:
+    return _pool(build, op, MaxPool)
+
+
+def _average_pool(build: Builder, op: OnnxNode) -> Activation:
+    include = bool(op.attributes.get("count_include_pad", 0))
+    if not any(op.attributes.get("pads") or ()) and op.attributes.get("auto_pad", "NOTSET") == "NOTSET":
+        include = not op.attributes.get("ceil_mode")  # no matter, where nothing is added
+    return _pool(build, op, AveragePool, count_include_pad=include)
+
+
+def _global_average_pool(build: Builder, op: OnnxNode) -> Activation:
+    """Where a layer with spatial axes follows, as the last of an image pyramid, one window over everything."""
+    value = build.with_positions(op)
+    if op.outputs[0] in build.keeping:
+        node = build.add(op, AveragePool(value.node.shape[:-1], 1), value.node)
+        return Activation(node)
+    return Activation(build.add(op, GlobalAveragePool(), value.node), pooled=True, pool=op.outputs[0])
+
+
+def _reduce_mean(build: Builder, op: OnnxNode) -> Activation:
+    """The mean over all of space."""
+    value = build.value(op)
+    shape = build.shape(op.inputs[0])
+    axes = sorted(axis % len(shape) for axis in build.numbers(op, 1, "axes") or range(len(shape)))
+    spatial = list(range(1, len(shape) - 1)) if value.last else list(range(2, len(shape)))
+    if axes != spatial or not axes:
+        raise build.refused(op, f"a mean over space, axes {spatial}", f"axes {axes}")
+    keeps = op.attributes.get("keepdims", 1)
+    if not value.last and keeps:
+        return _global_average_pool(build, op)
+    if value.last and keeps:
+        raise build.refused(op, "channels at axis 1", "channels at the last axis")
+    return Activation(build.add(op, GlobalAveragePool(), value.node))
+
+
+# -- resize ----------------------------------------------------------------------------------------
+
+#: Mode and transformation of coordinates in ONNX -> mode here; as torch's interpolate with align_corners=False.
+_RESIZES = {
+    ("nearest", "asymmetric", "floor"): "nearest",
+    ("nearest", "half_pixel", "round_prefer_ceil"): "nearest-exact",
+    ("linear", "half_pixel", ""): "linear",
+    ("linear", "pytorch_half_pixel", ""): "linear",
+}
+
+
+def _resize(build: Builder, op: OnnxNode) -> Activation:
+    value = build.with_positions(op)
+    given = op.attributes
+    mode, rounding = given.get("mode", "nearest"), given.get("nearest_mode", "round_prefer_floor")
+    key = mode, given.get("coordinate_transformation_mode", "half_pixel"), rounding if mode == "nearest" else ""
+    axes = [axis % (len(value.node.shape) + 1) for axis in given.get("axes") or ()]
+    spatial = list(range(2, len(value.node.shape) + 1))
+    if key not in _RESIZES or given.get("antialias") or axes not in ([], spatial) or given.get("exclude_outside"):
+        raise build.refused(
+            op,
+            "nearest or linear interpolation with align_corners=False",
+            f"{', '.join(filter(None, key))}{', antialias' if given.get('antialias') else ''}",
+            "train with mode 'nearest' or 'bilinear' and align_corners=False",
+        )
+    scales, sizes = build.numbers(op, 2), build.numbers(op, 3)
+    if scales:
+        layer = Resize(scale=tuple(scales[-len(spatial) :]), mode=_RESIZES[key])
+    else:
+        layer = Resize(size=tuple(int(n) for n in (sizes or ())[-len(spatial) :]), mode=_RESIZES[key])
+    return replace(value, node=build.add(op, layer, value.node))
+
+
+SLIDING: dict[str, Callable[[Builder, OnnxNode], Activation]] = {
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "ChannelScale": _channel_scale,
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
+    "GlobalAveragePool": _global_average_pool,
+    "ReduceMean": _reduce_mean,
+    "Resize": _resize,
+}

@@ -1,0 +1,173 @@
+"""Networks written as ONNX: run by onnxruntime, and read again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import halograd as hg
+from halograd import models
+from halograd.data import ChannelStatistics
+from halograd.errors import UserError
+from halograd.layers import Layer
+from halograd.testing import random_array
+from tests.interchange.support import predicted, samples
+
+pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
+
+IMAGE = (8, 7, 4)
+#: By name: layers one behind the other, and the shape of a sample.
+LAYERS = {
+    "conv": (lambda: [hg.Conv(6, (3, 2), (2, 1), ((1, 2), (0, 1)), (1, 2), activation="relu")], IMAGE),
+    "conv in groups": (lambda: [hg.Conv(6, 3, groups=2, bias=False, padding="same")], IMAGE),
+    "conv 1d": (lambda: [hg.Conv(3, 3, 2)], (9, 4)),
+    "conv 3d": (lambda: [hg.Conv(3, 2)], (4, 5, 3, 2)),
+    "conv transposed": (lambda: [hg.ConvTranspose(6, 3, 2, 1, output_padding=1)], IMAGE),
+    "conv transposed, same": (lambda: [hg.ConvTranspose(6, 2, 3, "same", bias=False)], IMAGE),
+    "batch norm": (lambda: [hg.BatchNorm(momentum=0.3, eps=1e-3, activation="relu")], IMAGE),
+    "batch norm without parameters": (lambda: [hg.BatchNorm(affine=False)], IMAGE),
+    "group norm": (lambda: [hg.GroupNorm(2, activation="relu")], IMAGE),
+    "norms of modules": (lambda: [hg.GroupNorm(2, name="a.0"), hg.InstanceNorm(affine=False, name="a.1")], IMAGE),
+    "group norm of vectors": (lambda: [hg.GroupNorm(2)], (4,)),
+    "instance norm": (lambda: [hg.InstanceNorm(affine=False)], IMAGE),
+    "layer norm": (lambda: [hg.LayerNorm()], IMAGE),
+    "layer norm of channels": (lambda: [hg.LayerNorm("channels")], IMAGE),
+    "local response norm": (lambda: [hg.LocalResponseNorm(3)], IMAGE),
+    "max pool": (lambda: [hg.MaxPool(3, 2, ((0, 1), (1, 1)))], IMAGE),
+    "average pool": (lambda: [hg.AveragePool(3, 2, 1)], IMAGE),
+    "average pool of what is there": (lambda: [hg.AveragePool(3, 2, 1, count_include_pad=False)], IMAGE),
+    "nearest": (lambda: [hg.Resize(scale=2)], IMAGE),
+    "nearest by a fraction": (lambda: [hg.Resize(scale=1.7)], IMAGE),
+    "exact nearest": (lambda: [hg.Resize(size=(5, 11), mode="nearest-exact")], IMAGE),
+    "linear": (lambda: [hg.Resize(size=(5, 11), mode="bilinear")], IMAGE),
+    "dense": (lambda: [hg.Flatten(), hg.Dense(5), hg.ReLU(), hg.Dropout(0.5), hg.Dense(2, bias=False)], IMAGE),
+    "global pool": (lambda: [hg.GlobalAveragePool(), hg.Dense(3), hg.Softmax()], IMAGE),
+    "pad": (lambda: [hg.Pad(((1, -2), (0, 3)), value=0.5)], IMAGE),
+    "reflect": (lambda: [hg.Pad(((1, 2), (0, 3)), "reflect")], IMAGE),
+    "replicate": (lambda: [hg.Pad(2, "replicate")], IMAGE),
+    "circular": (lambda: [hg.Pad(((1, 0), (2, 2)), "circular")], IMAGE),
+    "slice": (lambda: [hg.Slice(1, 3)], IMAGE),
+    "activations": (
+        lambda: [hg.LeakyReLU(0.2), hg.ELU(0.7), hg.GELU(), hg.SiLU(), hg.HardSwish(), hg.HardSigmoid(), hg.Tanh()],
+        IMAGE,
+    ),
+    "clamp": (lambda: [hg.Clamp(-0.5, 0.7), hg.Clamp(-np.inf, 0.5)], IMAGE),
+    "sigmoid": (lambda: [hg.Sigmoid()], IMAGE),
+    "softmax": (lambda: [hg.Softmax()], IMAGE),
+}
+
+
+def _chain(layers, shape) -> hg.Network:
+    y = hg.Input(shape, name="x")
+    for layer in layers:
+        y = layer(y)
+    return hg.Network({"prediction": y})
+
+
+def _shaken(network: hg.Network) -> hg.Network:
+    """With numbers that an error would show in."""
+    specs = {**network.parameters(), **network.state()}
+    drawn = {name: 0.5 * random_array(spec.shape, name) for name, spec in specs.items()}
+    network.begin_with({name: 0.5 + np.abs(a) if name.endswith("/var") else a for name, a in drawn.items()})
+    return network
+
+
+def _run(path, x: np.ndarray) -> dict[str, np.ndarray]:
+    """Outputs by onnxruntime, channels last."""
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'halograd[interchange]'")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    given = {one.name: np.moveaxis(x, -1, 1).astype(np.float32) for one in session.get_inputs()}
+    names = [one.name for one in session.get_outputs()]
+    return {name: np.moveaxis(y, 1, -1) for name, y in zip(names, session.run(names, given))}
+
+
+def _check(network: hg.Network, path, x: np.ndarray) -> None:
+    """onnxruntime to 1e-4 of the largest number, in float32; what is read again to the last digits."""
+    want = predicted(network, x)
+    hg.onnx.save(network, None, path)
+    found = _run(path, x)
+    hg.onnx.save(network, None, path, dtype="float64")
+    read = hg.onnx.load(path)
+    assert read.parameter_count == network.parameter_count
+    again = predicted(read, x)
+    assert set(found) == set(want) - {"loss"} == set(again)
+    for name, y in found.items():
+        largest = max(1.0, np.abs(want[name]).max())
+        np.testing.assert_allclose(y, want[name], rtol=0, atol=1e-4 * largest)
+        np.testing.assert_allclose(again[name], want[name], rtol=0, atol=1e-11 * largest)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, tmp_path):
+    make, shape = LAYERS[name]
+    _check(_shaken(_chain(make(), shape)), tmp_path / "m.onnx", samples(*shape))
+
+
+def test_layers_of_several_inputs(tmp_path):
+    x = hg.Input(IMAGE, name="x")
+    y = hg.Add(activation="relu")(hg.Conv(4, 1)(x), hg.Conv(4, 1)(x), x)
+    y = hg.BatchNorm(activation="relu")(y, hg.Conv(4, 1)(x))
+    y = y * hg.Sigmoid()(hg.GlobalAveragePool()(x)) * hg.Conv(1, 1)(x)
+    network = hg.Network({"joined": hg.Concat()(x, y, x), "gated": y})
+    _check(_shaken(network), tmp_path / "m.onnx", samples(*IMAGE))
+
+
+SMALL = {
+    "lenet5": {},
+    "alexnet": {"resolution": 67, "width": 0.05, "classes": 5},
+    "vgg_a": {"resolution": 32, "width": 0.05, "classes": 5},
+    "googlenet": {"resolution": 64, "width": 0.1, "classes": 5},
+    "inception_v3": {"resolution": 75, "width": 0.05, "classes": 5},
+    "resnet50": {"resolution": 32, "width": 4, "classes": 5},
+    "mesh": {"resolution": 32, "channels": 3, "widths": [4, 6], "convs": 1, "decoder": True},
+    "unet2d": {"resolution": 16, "width": 4, "levels": 2},
+    "unet3d": {"resolution": 8, "width": 4, "levels": 2},
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_models(name, tmp_path):
+    network = _shaken(models.build(name, **SMALL[name]))
+    shape = network.inputs["x"].shape
+    loss = network.outputs["loss"]
+    bare = hg.Network({key: node for key, node in network.outputs.items() if node is not loss})
+    _check(bare, tmp_path / "m.onnx", samples(*shape))
+    hg.onnx.save(network, None, tmp_path / "whole.onnx")
+    assert (tmp_path / "whole.onnx").read_bytes() == _written(bare, tmp_path, network.name)
+
+
+def _written(network: hg.Network, folder, name: str) -> bytes:
+    network.name = name
+    hg.onnx.save(network, None, folder / "bare.onnx")
+    return (folder / "bare.onnx").read_bytes()
+
+
+def test_normalization_is_a_part_of_the_graph(tmp_path):
+    network = _chain([hg.ReLU()], (5, 4, 5))
+    rules = ("none", "log", "asinh", "clip", "none")
+    mean, std = np.array([1.0, 0.5, -1.0, 0.0, 2.0]), np.array([2.0, 1.0, 3.0, 0.1, 0.0])
+    statistics = ChannelStatistics(mean, std, rules, 10)
+    x = 10 * samples(5, 4, 5)
+    x[0, 0, 0] = 1e7
+    hg.onnx.save(network, None, tmp_path / "m.onnx", {"x": statistics})
+    want = x.copy()
+    statistics.apply(want)
+    np.testing.assert_allclose(_run(tmp_path / "m.onnx", x)["prediction"], np.maximum(want, 0), rtol=1e-5, atol=1e-5)
+
+
+class Own(Layer):
+    """A layer that ONNX does not know."""
+
+
+def test_refusals(tmp_path):
+    path = tmp_path / "m.onnx"
+    with pytest.raises(UserError, match=r"layer 'mine' \(Own\): expected a layer of halograd's that ONNX has"):
+        hg.onnx.save(_chain([Own("mine")], IMAGE), None, path)
+    with pytest.raises(UserError, match=r"layer 'n' \(LocalResponseNorm\): expected windows of an odd number .* got 4"):
+        hg.onnx.save(_chain([hg.LocalResponseNorm(4, name="n")], IMAGE), None, path)
+    with pytest.raises(UserError, match=r"expected c/w of shape \(2, 1, 1, 4\), got none; give whole arrays"):
+        hg.onnx.save(_chain([hg.Conv(2, 1, name="c")], IMAGE), {}, path)
+    x, t = hg.Input((4,), "x"), hg.Input((4,), "t")
+    with pytest.raises(UserError, match="expected an output besides the loss, got none; name a prediction"):
+        hg.onnx.save(hg.Network({"loss": hg.MeanSquaredError()(x, t)}), None, path)
+    assert not path.exists()

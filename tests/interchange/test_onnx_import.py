@@ -1,0 +1,315 @@
+"""Modules of torch, exported by both exporters, imported, and compared with torch itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+
+import halograd as hg
+from halograd.errors import UserError
+from tests.interchange.support import EXPORTERS, export, first, last, predicted, samples, shake, torch
+
+pytestmark = pytest.mark.torch
+
+
+def _modules():
+    """By name: what makes a module, and the shape (*spatial, C) of a sample."""
+    lib = torch()
+    nn, functional = lib.nn, lib.nn.functional
+
+    class Of(nn.Module):
+        """A function of its input, with layers."""
+
+        def __init__(self, function, **layers):
+            super().__init__()
+            self.function = function
+            for name, layer in layers.items():
+                setattr(self, name, layer)
+
+        def forward(self, x):
+            return self.function(self, x)
+
+    def excited(m, x):
+        gate = m.expand(functional.relu(m.squeeze(functional.adaptive_avg_pool2d(x, 1))))
+        return x * functional.hardsigmoid(gate)
+
+    def channels_last(m, x):
+        y = m.norm(x.permute(0, 2, 3, 1))
+        return x + m.second(functional.gelu(m.first(y))).permute(0, 3, 1, 2) * m.scale
+
+    def pyramid(m, x):
+        y = functional.relu(m.norm(m.one(functional.adaptive_avg_pool2d(x, 1))))
+        return lib.cat([m.two(x), functional.interpolate(y, size=x.shape[-2:], mode="bilinear")], 1)
+
+    def halves(m, x):
+        one, two = x.chunk(2, 1)
+        return one[:, :, 1:-1] + two[:, :, :6, :]
+
+    def pooled_behind_permutes(m, x):
+        y = functional.relu(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return m.linear(functional.adaptive_avg_pool2d(y, 1).flatten(1))
+
+    def blocks(m, x):
+        y = Of(channels_last, norm=nn.LayerNorm(4), first=nn.Linear(4, 8), second=nn.Linear(8, 4))
+        y.scale = nn.Parameter(lib.ones(4, 1, 1))
+        return y
+
+    image = (8, 7, 4)
+    return {
+        "conv": (lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (1, 2), (1, 2)), image),
+        "conv in groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), image),
+        "conv same": (lambda: nn.Conv2d(4, 6, 4, padding="same"), image),
+        "conv 1d": (lambda: nn.Conv1d(3, 4, 3, 2, 1), (9, 3)),
+        "conv 3d": (lambda: nn.Conv3d(2, 3, 3, 1, (0, 1, 2)), (4, 5, 3, 2)),
+        "conv transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, output_padding=1), image),
+        "conv transposed in groups": (lambda: nn.ConvTranspose2d(4, 6, 4, 2, groups=2, bias=False), image),
+        "batch norm": (lambda: nn.BatchNorm2d(4, eps=1e-3, momentum=0.3), image),
+        "conv, norm": (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU()), image),
+        "group norm": (lambda: nn.GroupNorm(2, 4), image),
+        "group norm 3d": (lambda: nn.Sequential(nn.GroupNorm(4, 4), nn.ReLU()), (3, 4, 5, 4)),
+        "instance norm": (lambda: nn.InstanceNorm2d(4), image),
+        "instance norm, affine": (lambda: nn.InstanceNorm2d(4, affine=True), image),
+        "layer norm": (lambda: nn.LayerNorm([4, 8, 7], elementwise_affine=False), image),
+        "layer norm of vectors": (lambda: nn.LayerNorm(4), (4,)),
+        "relu": (nn.ReLU, image),
+        "relu 6": (lambda: nn.Sequential(nn.BatchNorm2d(4), nn.ReLU6()), image),
+        "clamp": (lambda: Of(lambda m, x: x.clamp(min=-0.3)), image),
+        "leaky relu": (lambda: nn.LeakyReLU(0.2), image),
+        "sigmoid": (nn.Sigmoid, image),
+        "tanh": (nn.Tanh, image),
+        "gelu": (nn.GELU, image),
+        "silu": (nn.SiLU, image),
+        "hard swish": (nn.Hardswish, image),
+        "hard sigmoid": (nn.Hardsigmoid, image),
+        "elu": (lambda: nn.ELU(0.7), image),
+        "softmax": (lambda: nn.Softmax(1), image),
+        "dropout": (lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.3)), image),
+        "max pool": (lambda: nn.MaxPool2d(3, 2, 1), image),
+        "max pool, rounded up": (lambda: nn.MaxPool2d(3, 2, ceil_mode=True), image),
+        "average pool": (lambda: nn.AvgPool2d(3, 2, 1), image),
+        "average pool of what is there": (lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False), image),
+        "global pool": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), image),
+        "global pool behind permutes": (lambda: Of(pooled_behind_permutes, linear=nn.Linear(4, 3)), image),
+        "mean": (lambda: Of(lambda m, x: x.mean((2, 3))), image),
+        "nearest": (lambda: nn.Upsample(scale_factor=2), image),
+        "nearest, to a size": (lambda: Of(lambda m, x: functional.interpolate(x, size=(5, 11))), image),
+        "bilinear": (lambda: nn.Upsample(scale_factor=(2, 1.5), mode="bilinear"), image),
+        "trilinear": (lambda: nn.Upsample(size=(4, 9, 5), mode="trilinear"), (3, 4, 5, 2)),
+        "pad": (lambda: Of(lambda m, x: functional.pad(x, (1, 2, 0, -3), value=0.5)), image),
+        "pad by mirroring": (lambda: nn.ReflectionPad2d((1, 2, 3, 4)), image),
+        "pad by repeating": (lambda: nn.ReplicationPad2d((1, 2, 3, 4)), image),
+        "slices": (lambda: Of(halves), image),
+        "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(4 * 8 * 7, 5)), image),
+        "view": (lambda: Of(lambda m, x: m.f(x.view(x.size(0), -1)), f=nn.Linear(4 * 8 * 7, 5, bias=False)), image),
+        "flatten, norm": (lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4 * 56), nn.Linear(224, 5)), image),
+        "gate": (lambda: Of(excited, squeeze=nn.Conv2d(4, 2, 1), expand=nn.Conv2d(2, 4, 1)), image),
+        "mask": (lambda: Of(lambda m, x: x * lib.sigmoid(m.c(x)), c=nn.Conv2d(4, 1, 1)), image),
+        "residual": (
+            lambda: Of(lambda m, x: lib.relu(m.n(m.c(x)) + x), c=nn.Conv2d(4, 4, 3, padding=1), n=nn.BatchNorm2d(4)),
+            image,
+        ),
+        "channels last": (lambda: blocks(None, None), image),
+        "pyramid": (
+            lambda: Of(pyramid, one=nn.Conv2d(4, 3, 1), two=nn.Conv2d(4, 3, 1), norm=nn.BatchNorm2d(3)),
+            image,
+        ),
+    }
+
+
+NAMES = list(_modules()) if importlib.util.find_spec("torch") else []
+#: What the new exporter writes otherwise than the old one, or may; it takes a second for each.
+ALSO_NEW = [
+    *("conv", "conv same", "conv transposed", "conv, norm", "group norm", "instance norm", "layer norm", "gelu"),
+    *("silu", "relu 6", "elu", "hard swish", "dropout", "max pool, rounded up", "global pool", "bilinear"),
+    *("nearest, to a size", "pad", "slices", "view", "gate", "residual", "channels last", "pyramid"),
+    "global pool behind permutes",
+]
+CASES = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in ALSO_NEW)]
+#: And where it leaves more when it does not optimize.
+TRAINED_NEW = [
+    *("conv in groups", "conv, norm", "group norm", "instance norm", "layer norm", "elu", "slices", "gate"),
+    *("channels last", "global pool behind permutes"),
+]
+TRAINED = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in TRAINED_NEW)]
+
+
+@pytest.mark.parametrize("name, exporter", CASES)
+def test_outputs_are_those_of_torch(name, exporter, tmp_path):
+    make, shape = _modules()[name]
+    module = make().double()
+    shake(module)
+    x = samples(*shape)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter))
+    module.eval()
+    (ours,) = predicted(network, x).values()
+    want = last(module(first(x)))
+    np.testing.assert_allclose(ours, want, rtol=0, atol=1e-10 * max(1.0, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("name, exporter", TRAINED)
+def test_what_is_exported_for_training_has_the_parameters_of_torch(name, exporter, tmp_path):
+    """All of them and no others, under torch's names, and computes the same in evaluation."""
+    make, shape = _modules()[name]
+    module = make().double()
+    shake(module)
+    x = samples(*shape)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True))
+    assert network.parameter_count == sum(p.numel() for p in module.parameters())
+    named = {key.rpartition(".")[0] or key for key, _ in module.named_parameters()}
+    layers = {key.rpartition("/")[0] for key in network.parameters()}
+    assert named <= layers or "" in {key.rpartition(".")[0] for key, _ in module.named_parameters()}
+    module.eval()
+    (ours,) = predicted(network, x).values()
+    want = last(module(first(x)))
+    np.testing.assert_allclose(ours, want, rtol=0, atol=1e-10 * max(1.0, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_weights_beside_the_file_and_open_extents(exporter, tmp_path):
+    """The new exporter writes large weights to a second file. What is open in the file is given."""
+    lib = torch()
+    module = lib.nn.Sequential(lib.nn.Conv2d(3, 64, 9), lib.nn.ReLU(), lib.nn.Upsample(scale_factor=2)).double()
+    x = samples(12, 10, 3)
+    names = {0: "n", 2: "h", 3: "w"}
+    dynamic = {"dynamic_axes": {"x": names}}
+    if exporter == "dynamo":
+        dynamic = {"dynamic_shapes": ({axis: lib.export.Dim(name) for axis, name in names.items()},)}
+    path = export(module, first(x), tmp_path / "m.onnx", exporter, **dynamic)
+    with pytest.raises(UserError, match=r"expected fixed extents of input 'x' .* give them: load\(path, shapes="):
+        hg.onnx.load(path)
+    for height, width in ((12, 10), (15, 11)):
+        x = samples(height, width, 3)
+        (ours,) = predicted(hg.onnx.load(path, {"x": (height, width, 3)}), x).values()
+        np.testing.assert_allclose(ours, last(module(first(x))), rtol=0, atol=1e-10)
+    with pytest.raises(UserError, match="expected shapes of inputs"):
+        hg.onnx.load(path, {"y": (12, 10, 3)})
+    with pytest.raises(UserError, match=r"expected 3 extents .* of input 'x', got \(12, 3\)"):
+        hg.onnx.load(path, {"x": (12, 3)})
+
+
+def _kinds(name, folder) -> list[str]:
+    """Layers of an imported module, in order."""
+    make, shape = _modules()[name]
+    network = hg.onnx.load(export(make(), first(samples(*shape)).float(), folder / "m.onnx", "old", training=True))
+    return [node.layer.kind for node in network.layers.values()]
+
+
+def test_layers_are_as_few_as_can_be(tmp_path):
+    """Activations and shortcuts in the kernels of norms; vectors behind a pooling, unless positions are read."""
+    assert _kinds("residual", tmp_path) == ["Conv", "BatchNorm"]
+    assert _kinds("conv, norm", tmp_path) == ["Conv", "BatchNorm"]
+    assert _kinds("group norm 3d", tmp_path) == ["GroupNorm"]
+    gate = ["GlobalAveragePool", "Dense", "ReLU", "Dense", "HardSigmoid", "Multiply"]
+    assert _kinds("gate", tmp_path) == gate
+    assert "AveragePool" in _kinds("pyramid", tmp_path)
+
+
+def test_weights_are_read_when_they_are_needed(tmp_path):
+    """And not before: a file that is cut off meanwhile is noticed."""
+    lib = torch()
+    path = export(lib.nn.Conv2d(3, 64, 9), lib.zeros(2, 3, 9, 9), tmp_path / "m.onnx", "old")
+    network = hg.onnx.load(path)
+    assert network.initial_values().keys() == {f"{next(iter(network.layers))}/{key}" for key in "wb"}
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"expected 15552 numbers at .*; the file is cut off"):
+        network.initial_values()
+
+
+def _refused():
+    """By what is said: a module, and its input."""
+    lib = torch()
+    nn, functional = lib.nn, lib.nn.functional
+
+    class Of(nn.Module):
+        def __init__(self, function, **layers):
+            super().__init__()
+            self.function = function
+            for name, layer in layers.items():
+                setattr(self, name, layer)
+
+        def forward(self, x):
+            return self.function(x) if not list(self.children()) else self.function(self, x)
+
+    return {
+        r"'/1/DepthToSpace' \(DepthToSpace\): expected an operator that has a layer": nn.Sequential(
+            nn.Conv2d(4, 4, 1), nn.PixelShuffle(2)
+        ),
+        r"\(Gelu\): expected the exact GELU, got its approximation by tanh": nn.GELU(approximate="tanh"),
+        r"\(LayerNormalization\): expected a factor .* \(4, 8, 8\); take torch.nn.GroupNorm": nn.LayerNorm([4, 8, 8]),
+        r"\(Mul\): expected a factor per channel, .* got another constant factor": Of(lambda x: 0.1 * x),
+        r"\(Add\): expected a sum of two values .* got a constant summand": Of(lambda x: x + 0.1),
+        r"\(Softmax\): expected a softmax over the channels, got axis 3": nn.Softmax(3),
+        r"\(Resize\): expected nearest or linear .* got linear, align_corners": nn.Upsample(
+            scale_factor=2, mode="bilinear", align_corners=True
+        ),
+        r"\(Transpose\): expected channels moved to the last axis .* got \(0, 1, 3, 2\)": Of(
+            lambda x: x.transpose(2, 3)
+        ),
+        r"\(Reshape\): expected one that flattens samples, got \(2, 4, 8, 8\) to": Of(lambda x: x.reshape(2, 2, 16, 8)),
+        r"expected outputs with spatial axes or of dense layers, got '.*', which is flattened": nn.Flatten(),
+        r"\(Slice\): expected a step of 1, got \[2\]": Of(lambda x: x[:, :, ::2]),
+        r"\(ReduceMean\): expected a mean over space, axes \[2, 3\], got axes \[1\]": Of(lambda x: x.mean(1)),
+        r"\(Concat\): expected values that are joined along the channels, got axis 2": Of(lambda x: lib.cat([x, x], 2)),
+        r"\(AveragePool\): expected sizes rounded down where padding counts": nn.AvgPool2d(3, 2, 1, ceil_mode=True),
+        r"\(Conv\): expected weights of its own, got those of node '/c/Conv' again; use a second": Of(
+            lambda m, x: m.c(m.c(x)), c=nn.Conv2d(4, 4, 1)
+        ),
+        r"\(Batch.*\): expected weights of its own, got those of node '/n/Batch.*' again": Of(
+            lambda m, x: m.n(lib.sigmoid(m.n(x))), n=nn.BatchNorm2d(4)
+        ),
+        r"\(Pad\): expected rows around the spatial axes": Of(lambda x: functional.pad(x, (0, 0, 0, 0, 1, 1))),
+    }
+
+
+@pytest.mark.parametrize("message", _refused() if importlib.util.find_spec("torch") else [])
+def test_refusals_name_the_node(message, tmp_path):
+    path = export(_refused()[message], torch().zeros(2, 4, 8, 8), tmp_path / "m.onnx", "old")
+    with pytest.raises(UserError, match=message) as found:
+        hg.onnx.load(path)
+    assert str(found.value).startswith(f"{path}: ") and "; " in str(found.value) and "\n" not in str(found.value)
+
+
+def test_what_is_no_file_of_onnx_is_refused(tmp_path, monkeypatch):
+    torch()
+    with pytest.raises(UserError, match="expected an ONNX file, got none: no such file"):
+        hg.onnx.load(tmp_path / "none.onnx")
+    (tmp_path / "text.onnx").write_text("a letter, and no network")
+    with pytest.raises(UserError, match="expected an ONNX file, got one that cannot be read"):
+        hg.onnx.load(tmp_path / "text.onnx")
+    (tmp_path / "empty.onnx").write_bytes(b"")
+    with pytest.raises(UserError, match="expected operators of version 13 or later, got none"):
+        hg.onnx.load(tmp_path / "empty.onnx")
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(UserError, match=r"expected the library onnx, got none .* 'halograd\[interchange\]'"):
+        hg.onnx.load(tmp_path / "text.onnx")
+
+
+def _by_hand(**external):
+    """A file of one convolution, whose weights are elsewhere."""
+    onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
+    helper = onnx.helper
+    info = [helper.make_tensor_value_info(name, 1, ["n", 2, 4, 4]) for name in "xy"]
+    weights = onnx.TensorProto(name="c.weight", data_type=1, dims=[2, 2, 1, 1], data_location=1)
+    for key, value in external.items():
+        weights.external_data.add(key=key, value=str(value))
+    node = helper.make_node("Conv", ["x", "c.weight"], ["y"], "c")
+    graph = helper.make_graph([node], "g", info[:1], info[1:], [weights])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString()
+
+
+def test_weights_outside_of_the_folder_are_not_read(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for place in (tmp_path, folder):
+        (place / "w.bin").write_bytes(np.arange(4.0, dtype="<f4").tobytes())
+    (folder / "m.onnx").write_bytes(_by_hand(location="../w.bin"))
+    with pytest.raises(UserError, match=r"expected weights in a file of its folder, got them in '../w.bin'"):
+        hg.onnx.load(folder / "m.onnx")
+    (folder / "m.onnx").write_bytes(_by_hand(location="w.bin", offset=0))
+    assert hg.onnx.load(folder / "m.onnx").initial_values()["c/w"].reshape(2, 2).tolist() == [[0, 1], [2, 3]]
+    (folder / "m.onnx").write_bytes(_by_hand(location="w.bin", offset=8))
+    with pytest.raises(UserError, match="expected 4 numbers at 8, got 2; the file is cut off"):
+        hg.onnx.load(folder / "m.onnx")

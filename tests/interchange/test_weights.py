@@ -1,0 +1,157 @@
+"""Weights alone: names and orders of torch, there and back, and what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import halograd as hg
+from halograd import models
+from halograd.errors import UserError
+from halograd.interchange import load_weights, save_weights
+from halograd.interchange.weights import Arrangement, arrangements, check_weights_place
+from halograd.testing import random_array
+from tests.interchange.support import export, first, last, predicted, samples, shake, torch
+
+pytest.importorskip("safetensors", reason="needs safetensors: pip install 'halograd[interchange]'")
+
+
+def _network(units: int = 5) -> hg.Network:
+    x = hg.Input((4, 6, 3), name="x")
+    y = hg.Conv(4, 3, padding=1, groups=1, name="conv")(x)
+    y = hg.BatchNorm(activation="relu", name="norm")(y)
+    y = hg.ConvTranspose(2, 2, 2, name="up")(y)
+    y = hg.BatchNorm(name="flat_norm")(hg.ReLU()(hg.Flatten()(y)))
+    return hg.Network({"prediction": hg.Dense(units, name="head")(hg.Dropout(0.5)(y))})
+
+
+def _arrays(network: hg.Network) -> dict[str, np.ndarray]:
+    specs = {**network.parameters(), **network.state()}
+    return {name: np.abs(random_array(spec.shape, name)) for name, spec in specs.items()}
+
+
+@pytest.mark.torch
+def test_torch_takes_them_and_computes_the_same(tmp_path):
+    lib = torch()
+    load_file = __import__("safetensors.torch").torch.load_file
+    network = _network()
+    save_weights(network, _arrays(network), tmp_path / "w.safetensors")
+    nn = lib.nn
+    module = nn.ModuleDict(
+        {
+            "conv": nn.Conv2d(3, 4, 3, padding=1),
+            "norm": nn.BatchNorm2d(4),
+            "up": nn.ConvTranspose2d(4, 2, 2, 2),
+            "flat_norm": nn.BatchNorm1d(192),
+            "head": nn.Linear(192, 5),
+        }
+    ).double()
+    module.load_state_dict(load_file(tmp_path / "w.safetensors"))
+    module.eval()
+    x = samples(4, 6, 3)
+    y = module["up"](nn.functional.relu(module["norm"](module["conv"](first(x)))))
+    want = module["head"](module["flat_norm"](nn.functional.relu(y.flatten(1)))).detach().numpy()
+    network.begin_with(load_weights(network, tmp_path / "w.safetensors"))
+    np.testing.assert_allclose(predicted(network, x)["prediction"], want, rtol=1e-10)
+
+
+def test_there_and_back(tmp_path):
+    network = _network()
+    arrays = _arrays(network)
+    save_weights(network, arrays, tmp_path / "w.safetensors")
+    found = load_weights(network, tmp_path / "w.safetensors")
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array)
+    part = load_weights(network, tmp_path / "w.safetensors", fresh=["head"])
+    assert set(arrays) - set(part) == {"head/w", "head/b"}
+
+
+@pytest.mark.torch
+def test_an_imported_network_has_the_state_of_its_module(tmp_path):
+    lib = torch()
+    nn = lib.nn
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(32, 2)).double()
+    shake(module)
+    x = samples(6, 4, 3)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", "old", training=True))
+    save_weights(network, None, tmp_path / "w.safetensors")
+    found = __import__("safetensors.torch").torch.load_file(tmp_path / "w.safetensors")
+    state = {key: value for key, value in module.state_dict().items() if "num_batches" not in key}
+    assert found.keys() == state.keys()
+    for key, value in state.items():
+        np.testing.assert_array_equal(found[key].numpy(), value.numpy(), err_msg=key)
+    module.load_state_dict(found)
+    module.eval()
+    (ours,) = predicted(network, x).values()
+    np.testing.assert_allclose(ours, last(module(first(x))), rtol=1e-10)
+
+
+def test_refusals_name_the_first_parameter_that_does_not_fit(tmp_path):
+    network, path = _network(), tmp_path / "w.safetensors"
+    save_weights(network, None, path)
+    with pytest.raises(
+        UserError, match=r"expected head/w as head.weight of shape \(7, 192\), got \(5, 192\); have the"
+    ):
+        load_weights(_network(7), path)
+    assert "head/w" not in load_weights(_network(7), path, ["head"])
+    with pytest.raises(
+        UserError, match=r"expected conv1/w under the name conv1\.weight, got none; the file is of another"
+    ):
+        load_weights(models.build("resnet50", resolution=32), path)
+    with pytest.raises(UserError, match="expected layers of network 'network' to begin anew, got 'hed'"):
+        load_weights(network, path, ["hed"])
+    with pytest.raises(UserError, match="expected a safetensors file, got none"):
+        load_weights(network, tmp_path / "none.safetensors")
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(UserError, match="expected a safetensors file, got another"):
+        load_weights(network, tmp_path / "text")
+    with pytest.raises(UserError, match="expected no file there, or weights of ours, got another"):
+        check_weights_place(tmp_path / "text")
+    check_weights_place(path)
+    check_weights_place(tmp_path / "new.safetensors")
+    with pytest.raises(UserError, match="parameters of network 'network': expected conv/b, got none; give all"):
+        save_weights(network, {}, path)
+
+
+#: Of torchvision 0.28: by our models, some parameters in torch; the program `zoo` looks at them all.
+VISION = {
+    "resnet50": {
+        "conv1/w": ("conv1.weight", (64, 3, 7, 7)),
+        "conv2_1s/w": ("layer1.0.downsample.0.weight", (256, 64, 1, 1)),
+        "bn5_3c/var": ("layer4.2.bn3.running_var", (2048,)),
+        "dense/b": ("fc.bias", (1000,)),
+    },
+    "vgg16": {
+        "conv1_1/w": ("features.0.weight", (64, 3, 3, 3)),
+        "conv5_3/b": ("features.28.bias", (512,)),
+        "dense1/w": ("classifier.0.weight", (4096, 25088)),
+        "dense3/w": ("classifier.6.weight", (1000, 4096)),
+    },
+    "inception_v3": {
+        "conv1a/w": ("Conv2d_1a_3x3.conv.weight", (32, 3, 3, 3)),
+        "bn5b_3x3_3/beta": ("Mixed_5b.branch3x3dbl_3.bn.bias", (96,)),
+        "conv6e_double_5/w": ("Mixed_6e.branch7x7dbl_5.conv.weight", (192, 192, 1, 7)),
+        "conv7a_7x7_4/w": ("Mixed_7a.branch7x7x3_4.conv.weight", (192, 192, 3, 3)),
+        "conv7c_double_3x1/w": ("Mixed_7c.branch3x3dbl_3b.conv.weight", (384, 384, 3, 1)),
+    },
+}
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_names_of_torchvision(name):
+    found = arrangements(models.build(name))
+    for key, (torch_name, shape) in VISION[name].items():
+        assert (found[key].names[0], found[key].torch_shape) == (torch_name, shape)
+    assert len({one.names[0] for one in found.values()}) == len(found)
+    named = {one.names[0].rpartition(".")[0] for one in found.values()}
+    assert not named & {key.rpartition("/")[0] for key in found} - {"conv1", "bn1"}, "every layer has a name of torch's"
+
+
+def test_orders_are_undone():
+    for shape, flattened in [((4, 3, 2, 5), ()), ((7, 24), (2, 3, 4)), ((24,), (2, 3, 4)), ((3,), ())]:
+        one, array = Arrangement(("w",), shape, flattened), random_array(shape, "w")
+        np.testing.assert_array_equal(one.from_torch(one.to_torch(array)), array)
+        assert one.to_torch(array).shape == one.torch_shape
+    order = Arrangement(("w",), (6,), (1, 3, 2)).to_torch(np.arange(6))  # two channels of three positions
+    assert order.tolist() == [0, 2, 4, 1, 3, 5]
