@@ -8,10 +8,11 @@ from typing import Any
 
 from .auto import plan_run, rank_schemes_of
 from .comm import boot
-from .data import Dataset
+from .data import ChannelStatistics, Dataset
 from .layers import Network
 from .models.own import give
 from .training.callbacks import Callback
+from .training.checkpoint import read_header
 from .training.config import DataConfig, TrainingConfig, check_config
 from .training.log import read_log
 from .training.root import on_root
@@ -161,6 +162,18 @@ class TrainedRun:
         paths = [table["path"]] if isinstance(table["path"], str) else table["path"]
         sets = [*overrides, *([f'data.file="{table["file"]}"'] if "file" in table else [])]
         return apply(self._given(which), paths, out, sets, what, self._comm)
+
+    def export(self, out: str | Path, to: str = "onnx", which: str = "latest", normalize: bool = False) -> None:
+        """Write the network for other programs, on rank 0. Collective; see :func:`halograd.exporting.export_run`."""
+        from .exporting import export_run  # it needs the libraries of ONNX
+
+        checkpoint = self._given(which)
+        on_root(self._comm, lambda: export_run(checkpoint, to, Path(out), (), normalize))
+
+    def normalization(self, which: str = "latest") -> dict[str, ChannelStatistics]:
+        """What was subtracted from the channels of each input, and what they were divided by. Local."""
+        known = read_header(self._given(which).resolve())[0].normalization or {}
+        return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}
 
     def _given(self, which: str) -> Path:
         if self._network is not None:

@@ -1,5 +1,6 @@
 """The examples run as their first lines say."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,24 @@ def test_heat_equation_is_that_of_one_process(ranks):
     done = mpiexec(ranks, ["-m", "examples.heat_equation"])
     assert done.returncode == 0, done.stderr
     assert f"{ranks} ranks, 100 steps: largest difference from one process 0" in done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_first_day(tmp_path, ranks):
+    """A U-Net of torch is trained on forty files with holes, and computes in torch what it predicts here."""
+    for name in ("torch", "onnxscript", "onnxruntime", "safetensors"):
+        pytest.importorskip(name, reason="needs torch as oracle: pip install 'halograd[oracle]'")
+    done = mpiexec(ranks, ["-m", "examples.first_day", str(tmp_path / "day")])
+    assert done.returncode == 0, done.stderr
+    first, best = map(
+        float, re.findall(r"held-out IoU ([\d.]+) after the first epoch, ([\d.]+) at best", done.stdout)[0]
+    )
+    (difference,) = re.findall(r"torch and halograd differ by ([\de.+-]+) in logits", done.stdout)
+    assert 0.5 < first <= best <= 1 and float(difference) < 1e-4
+    assert "data.invalid: 4 of 160 samples are left out" in done.stderr + done.stdout
+    assert (tmp_path / "day/run/checkpoints/best.h5").exists() and (tmp_path / "day/unet.onnx").exists()
 
 
 def test_configuration_is_valid():
