@@ -17,6 +17,7 @@ from .needs import all_of, reaching
 from .parameter import Parameter
 from .stencil import Stencil
 from .strips import lower_strips
+from .weight_norm import lower_weight_norm, with_lengths
 
 if TYPE_CHECKING:
     from ..program.context import Context
@@ -43,6 +44,9 @@ class Conv(Layer):
         Input and output channels are cut into this many groups that do not mix.
     activation
         None; ``"relu"``, fused into the kernel; another name (``"silu"``, ...) or a layer, made behind it.
+    weight_norm
+        Whether the weights are ``g[k] * w[k] / |w[k]|``, of directions `w` and lengths `g` ``(K,)``, as torch's
+        ``weight_norm`` makes them (Salimans and Kingma 2016). Channels are not cut then.
 
     Notes
     -----
@@ -55,6 +59,7 @@ class Conv(Layer):
 
     # x -> y; dy -> dx; the gradient of the filter reads x and dy.
     passes = Passes()
+    weight_norm = False
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class Conv(Layer):
         bias: bool = True,
         groups: int = 1,
         activation: str | Layer | None = None,
+        weight_norm: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
@@ -74,7 +80,9 @@ class Conv(Layer):
         self.filters, self.groups, self.bias = filters, groups, bias
         self.activation = activated(self, activation)
         self.stencil: Stencil = Stencil(kernel, stride, padding, dilation)
-        self.cuts_channels = "contracts" if groups == 1 else "no"
+        self.cuts_channels = "contracts" if groups == 1 and not weight_norm else "no"
+        if weight_norm:
+            self.weight_norm = True
         self.takes_padded_channels = groups == 1
 
     def output_shape(self, *shapes: Shape) -> Shape:
@@ -89,7 +97,8 @@ class Conv(Layer):
         fan_in = math.prod(kernel) * shape[-1] // self.groups
         shape_w = (self.filters, *kernel, shape[-1] // self.groups)
         w = Parameter(shape_w, "he", fan_in, channel_axis=0, input_axis=len(kernel) + 1, rounded=True)
-        return {"w": w, "b": Parameter((self.filters,), decay=False, channel_axis=0)} if self.bias else {"w": w}
+        found = {"w": w, "b": Parameter((self.filters,), decay=False, channel_axis=0)} if self.bias else {"w": w}
+        return with_lengths(found) if self.weight_norm else found
 
     def flops(self, *shapes: Shape) -> int:
         weights = self.parameters(*shapes)["w"].size
@@ -106,6 +115,9 @@ class Conv(Layer):
         return self.changed(filters=filters)
 
     def lower(self, context: Context) -> Callable[[], None]:
+        return lower_weight_norm(context, self._lower) if self.weight_norm else self._lower(context)
+
+    def _lower(self, context: Context) -> Callable[[], None]:
         windows = self.windows(context.shapes[0])
         if cuts_channels(context.parts):
             return lower_contraction(context, _ConvKernels(windows), relu=self.activation == "relu")

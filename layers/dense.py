@@ -11,6 +11,7 @@ from .costs import Passes
 from .layer import Layer, Shape
 from .parameter import Parameter
 from .replicated_dense import lower_replicated
+from .weight_norm import lower_weight_norm, with_lengths
 
 if TYPE_CHECKING:
     from ..dtensor import Box
@@ -30,6 +31,8 @@ class Dense(Layer):
         Whether to add a bias.
     activation
         None; a name (``"relu"``, ``"silu"``, ...) or a layer, made behind it.
+    weight_norm
+        As of :class:`Conv`: one length per unit. The gradient of the whole batch is not made on every rank then.
 
     Notes
     -----
@@ -41,15 +44,23 @@ class Dense(Layer):
 
     passes = Passes()
     cuts_channels = "contracts"
+    weight_norm = False
 
     def __init__(
-        self, units: int, bias: bool = True, activation: str | Layer | None = None, name: str | None = None
+        self,
+        units: int,
+        bias: bool = True,
+        activation: str | Layer | None = None,
+        weight_norm: bool = False,
+        name: str | None = None,
     ) -> None:
         super().__init__(name)
         if units < 1:
             raise ValueError(f"Dense: units must be at least 1, got {units}")
         self.units, self.bias = units, bias
         activated(self, activation, fused=None)
+        if weight_norm:
+            self.weight_norm, self.cuts_channels = True, "no"
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
@@ -63,7 +74,8 @@ class Dense(Layer):
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
         (features,) = shapes[0]
         w = Parameter((self.units, features), "he", features, channel_axis=0, input_axis=1)
-        return {"w": w, "b": Parameter((self.units,), decay=False, channel_axis=0)} if self.bias else {"w": w}
+        found = {"w": w, "b": Parameter((self.units,), decay=False, channel_axis=0)} if self.bias else {"w": w}
+        return with_lengths(found) if self.weight_norm else found
 
     def flops(self, *shapes: Shape) -> int:
         return 2 * self.units * shapes[0][0]
@@ -72,6 +84,9 @@ class Dense(Layer):
         return self.changed(units=filters)
 
     def lower(self, context: Context) -> Callable[[], None]:
+        return lower_weight_norm(context, self._lower) if self.weight_norm else self._lower(context)
+
+    def _lower(self, context: Context) -> Callable[[], None]:
         if cuts_channels(context.parts):
             return lower_contraction(context, _DenseKernels())
         if context.options.get("weight_gradient") == "replicated":

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from halograd.errors import UserError
 
+from .adaptive_pooling import AdaptiveAveragePool, AdaptiveMaxPool
 from .batch_norm import BatchNorm
 from .dense import Dense
-from .global_pooling import GlobalAveragePool
+from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm
 from .layer import Layer
 from .network import Network
@@ -17,6 +18,7 @@ from .parameter import Parameter
 from .parameter_blocks import ParameterBlocks
 from .pooling import AveragePool, MaxPool
 from .reduction_scheme import Scheme
+from .scale import PReLU, Scale
 
 __all__ = [
     "Gradient",
@@ -94,13 +96,18 @@ class GradientChunk:
 def kind_of(layer: Layer, has_parameters: bool) -> str:
     """Kind of a layer, as in :class:`GradientLayer`.
 
-    Norms have parameters, but no weights in the sense of Lee et al. (Section II): they go with the layers around them.
+    Norms and factors have parameters, but no weights in the sense of Lee et al. (Section II): they go with the layers
+    around them.
     """
     if isinstance(layer, Dense):
-        return "dense"
-    if isinstance(layer, (MaxPool, AveragePool, GlobalAveragePool)):
+        return "weights" if layer.weight_norm else "dense"
+    if isinstance(layer, _POOLS):
         return "pooling"
-    return "weights" if has_parameters and not isinstance(layer, (BatchNorm, GroupNorm)) else "other"
+    return "weights" if has_parameters and not isinstance(layer, _FACTORS) else "other"
+
+
+_POOLS = (MaxPool, AveragePool, GlobalAveragePool, GlobalMaxPool, AdaptiveAveragePool, AdaptiveMaxPool)
+_FACTORS = (BatchNorm, GroupNorm, Scale, PReLU)
 
 
 def decayed_first(specs: Mapping[str, Parameter]) -> list[str]:

@@ -15,8 +15,9 @@ __all__ = ["check_replicated", "replicable_layers", "saves_traffic"]
 
 
 def dense_layers(network: Network) -> dict[str, Node]:
-    """All dense layers by name, in order of computation."""
-    return {name: node for name, node in network.layers.items() if isinstance(node.layer, Dense)}
+    """All dense layers whose weights are parameters as they are, by name, in order of computation."""
+    found = network.layers.items()
+    return {name: node for name, node in found if isinstance(node.layer, Dense) and not node.layer.weight_norm}
 
 
 def check_replicated(strategy: Strategy, network: Network) -> None:

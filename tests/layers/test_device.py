@@ -149,6 +149,7 @@ LAYERS = {
     "pixel shuffle": (lambda: PixelShuffle(2, "l"), SPATIAL),
     "pixel unshuffle": (lambda: PixelUnshuffle(2, "l"), [(8, 6, 2)]),
     "reshape": (lambda: Reshape((2, 3, 4), "l"), [(24,)]),
+    "weight norm": (lambda: Conv(4, 3, padding=1, weight_norm=True, name="l"), SPATIAL),
     "resize": (lambda: Resize(2, mode="bilinear", name="l"), SPATIAL),
     "response norm": (lambda: LocalResponseNorm(3, alpha=0.1, name="l"), SPATIAL),
     "sigmoid": (lambda: Sigmoid("l"), SPATIAL),

@@ -42,6 +42,7 @@ from tests.layers.norms import needs
 SHAPE = (6, 5, 4)
 LAYERS = {
     "conv": lambda: Conv(5, 3, padding=1, activation="relu"),
+    "weight norm": lambda: Conv(5, 3, padding=1, weight_norm=True),
     "grouped": lambda: Conv(4, 3, groups=2),
     "transposed": lambda: ConvTranspose(4, 3, 2, 1),
     "max pool": lambda: MaxPool(3, 2, 1),

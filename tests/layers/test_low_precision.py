@@ -68,6 +68,7 @@ LAYERS = {
     "adaptive max": lambda: AdaptiveMaxPool((5, 4), "l"),
     "average pool rounded up": lambda: AveragePool(2, ceil_mode=True, name="l"),
     "pixel shuffle": lambda: PixelShuffle(2, "l"),
+    "weight norm": lambda: Conv(5, 3, padding=1, weight_norm=True, name="l"),
     "resize": lambda: Resize(2, mode="bilinear", name="l"),
     "dropout": lambda: Dropout(0.4, name="l"),
     "gelu": lambda: GELU(name="l"),

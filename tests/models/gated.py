@@ -41,7 +41,7 @@ def gated(edge=16, pad=5, width=6):
     y = y * Sigmoid()(Dense(width, name="gate")(GlobalAveragePool()(y)))
     y = y * Sigmoid()(Conv(1, 1, name="attention")(y))
     logits = Conv(3, 1, name="logits")(y)
-    coarse = Conv(3, 1, name="coarse")(Pad(-2)(y))
+    coarse = Conv(3, 1, weight_norm=True, name="coarse")(Pad(-2)(y))
     kind = Dense(4, name="kind_logits")(Concat(name="pooled")(GlobalAveragePool()(y), GlobalMaxPool()(y)))
     target = Input((*logits.shape[:-1], 1), "target", "int32")
     loss = SoftmaxCrossEntropy()(logits, target) + 0.5 * Dice("softmax")(logits, target)
@@ -67,6 +67,6 @@ def pyramid(x, width):
     size = x.shape[:-1]
     means = Resize(size=size, mode="bicubic", align_corners=True, name="means_up")(AdaptiveAveragePool((5, 3))(x))
     maxima = MaxPool(2, ceil_mode=True, name="rounded")(AdaptiveMaxPool((7, 5))(x))
-    vector = Dense(4 * width, name="vector")(GlobalAveragePool()(x))
+    vector = Dense(4 * width, weight_norm=True, name="vector")(GlobalAveragePool()(x))
     made = Resize(size=size, mode="linear", name="made_up")(Reshape((2, 2, width), name="made")(vector))
     return x + means + Resize(size=size, name="maxima_up")(maxima) + made

@@ -251,6 +251,7 @@ LAYERS = {
     "max pool": (MaxPool(2), [(2, 8, 8, 3)]),
     "dropout": (Dropout(0.5), [(2, 8, 8, 3)]),
     "resize": (L.Resize(1.5, mode="cubic"), [(2, 8, 8, 3)]),
+    "weight norm": (L.Conv(4, 3, weight_norm=True), [(2, 8, 8, 3)]),
     "scale": (L.Scale(bias=True), [(2, 8, 8, 3)]),
     "slopes": (L.PReLU("channel"), [(2, 8, 8, 3)]),
     "stochastic depth": (L.StochasticDepth(0.5), [(2, 8, 8, 3)]),
