@@ -15,6 +15,8 @@ from ..dtensor import Window
 from ..layers import (
     ELU,
     GELU,
+    AdaptiveAveragePool,
+    AdaptiveMaxPool,
     Add,
     AveragePool,
     BatchNorm,
@@ -26,6 +28,7 @@ from ..layers import (
     Dropout,
     Flatten,
     GlobalAveragePool,
+    GlobalMaxPool,
     GroupNorm,
     HardSigmoid,
     HardSwish,
@@ -38,13 +41,19 @@ from ..layers import (
     Multiply,
     Node,
     Pad,
+    PixelShuffle,
+    PixelUnshuffle,
+    PReLU,
     Redistribute,
     ReLU,
+    Reshape,
     Resize,
+    Scale,
     Sigmoid,
     SiLU,
     Slice,
     Softmax,
+    StochasticDepth,
     Tanh,
 )
 from ..layers.padding import PadAxis
@@ -59,9 +68,14 @@ def first_axes(axes: int) -> list[int]:
 
 
 def _weights(w: Writer, node: Node, order: Callable[[np.ndarray], np.ndarray] = np.asarray) -> list[str]:
-    """Weights and, if there is one, bias."""
-    name, bias = w.name(node), w.parameter(node, "b")
-    found = [w.numbers(f"{name}.weight", order(np.asarray(w.parameter(node, "w"))))]
+    """Weights, as they are computed with, and, if there is one, bias."""
+    name, bias, lengths = w.name(node), w.parameter(node, "b"), w.parameter(node, "g")
+    weights = np.asarray(w.parameter(node, "w"))
+    if lengths is not None:
+        rows = np.asarray(weights, np.float64).reshape(len(weights), -1)
+        scale = np.asarray(lengths, np.float64) / np.sqrt(np.square(rows).sum(axis=1))
+        weights = (rows * scale[:, None]).reshape(weights.shape)
+    found = [w.numbers(f"{name}.weight", order(weights))]
     return found if bias is None else [*found, w.numbers(f"{name}.bias", bias)]
 
 
@@ -116,15 +130,41 @@ def _average_pool(w: Writer, node: Node) -> str:
     return w.add("AveragePool", w.inputs(node), f"{w.name(node)}::y", **given)
 
 
-def _global_average_pool(w: Writer, node: Node) -> str:
-    pooled = w.add("GlobalAveragePool", w.inputs(node), f"{w.name(node)}::mean")
-    return w.add("Flatten", [pooled], f"{w.name(node)}::y")
+def _global_pool(kind: str) -> Callable[[Writer, Node], str]:
+    def write(w: Writer, node: Node) -> str:
+        pooled = w.add(kind, w.inputs(node), f"{w.name(node)}::pooled")
+        return w.add("Flatten", [pooled], f"{w.name(node)}::y")
+
+    return write
 
 
-_MODES = {
+def _means(w: Writer, node: Node) -> str:
+    """Means over windows, which ONNX has not: the product with a matrix, axis by axis."""
+    layer: Any = node.layer
+    (value,), shape, name = w.inputs(node), node.inputs[0].shape, w.name(node)
+    axes = "dhw"[4 - len(shape) :]
+    for axis, one in zip(axes, layer.resamplings(shape)):
+        ranges = [one.input_range(o, o + 1) for o in range(one.outputs)]
+        matrix = [[(a <= i < b) / (b - a) for i in range(one.size)] for a, b in ranges]
+        given = w.numbers(f"{name}::{axis}", matrix)
+        equation = f"nc{axes},o{axis}->nc{axes.replace(axis, 'o')}"
+        value = w.add("Einsum", [value, given], f"{name}::by {axis}", equation=equation)
+    return value
+
+
+def _adaptive_max(w: Writer, node: Node) -> str:
+    whole, made = node.inputs[0].shape[:-1], node.shape[:-1]
+    if any(n % m for n, m in zip(whole, made)):
+        raise w.refused(node, f"a number of outputs that divides {whole}", f"{made}")
+    kernel = [n // m for n, m in zip(whole, made)]
+    return w.add("MaxPool", w.inputs(node), f"{w.name(node)}::y", kernel_shape=kernel, strides=kernel)
+
+
+_MODES: dict[str, dict[str, Any]] = {
     "nearest": {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
     "nearest-exact": {"mode": "nearest", "nearest_mode": "round_prefer_ceil"},
     "linear": {"mode": "linear"},
+    "cubic": {"mode": "cubic", "cubic_coeff_a": -0.75},
 }
 
 
@@ -133,9 +173,13 @@ def _resize(w: Writer, node: Node) -> str:
     layer: Any = node.layer
     shape, name = node.inputs[0].shape, w.name(node)
     resamplings = layer.resamplings(shape)
-    mode = "linear" if layer.mode.endswith("linear") else layer.mode
+    mode = next((one for one in ("linear", "cubic") if layer.mode.endswith(one)), layer.mode)
+    if mode == "area":
+        return _means(w, node)
     given: dict[str, Any] = {"axes": list(range(2, len(shape) + 1)), **_MODES[mode]}
-    if all(one.ratio * one.outputs == one.size for one in resamplings):
+    if layer.align_corners:
+        given["coordinate_transformation_mode"] = "align_corners"
+    if layer.align_corners or all(one.ratio * one.outputs == one.size for one in resamplings):
         sizes = w.numbers(f"{name}::sizes", [one.outputs for one in resamplings], np.int64)
         return w.add("Resize", [*w.inputs(node), "", "", sizes], f"{name}::y", **given)
     scales = w.numbers(f"{name}::scales", [float(1 / one.ratio) for one in resamplings], np.float32)
@@ -232,6 +276,26 @@ def _silu(w: Writer, node: Node) -> str:
     return w.add("Mul", [value, gate], f"{w.name(node)}::y")
 
 
+def _scale(w: Writer, node: Node) -> str:
+    name, shape = w.name(node), (node.shape[-1], *(1 for _ in node.shape[:-1]))
+    made = w.add(
+        "Mul", [*w.inputs(node), w.numbers(f"{name}.weight", np.reshape(_of(w, node, "gamma"), shape))], f"{name}::y"
+    )
+    if w.parameter(node, "beta") is None:
+        return made
+    return w.add("Add", [made, w.numbers(f"{name}.bias", np.reshape(_of(w, node, "beta"), shape))], f"{name}::shifted")
+
+
+def _prelu(w: Writer, node: Node) -> str:
+    name, slope = w.name(node), _of(w, node, "slope")
+    shape = (len(slope), *(1 for _ in node.shape[:-1]))
+    return w.add("PRelu", [*w.inputs(node), w.numbers(f"{name}.weight", slope.reshape(shape))], f"{name}::y")
+
+
+def _of(w: Writer, node: Node, key: str) -> np.ndarray:
+    return np.asarray(w.parameter(node, key))
+
+
 def _clip(w: Writer, node: Node) -> str:
     layer: Any = node.layer
     name, most = w.name(node), float(np.finfo(np.float32).max)
@@ -276,6 +340,31 @@ def _flatten(w: Writer, node: Node) -> str:
     return w.add("Flatten", [value], f"{name}::y")
 
 
+def _reshape(w: Writer, node: Node) -> str:
+    """From our order: channels vary fastest."""
+    name, axes = w.name(node), len(node.shape) + 1
+    shape = w.numbers(f"{name}::shape", [0, *node.shape], np.int64)
+    value = w.add("Reshape", [*w.inputs(node), shape], f"{name}::last")
+    return w.add("Transpose", [value], f"{name}::y", perm=first_axes(axes))
+
+
+def _pixels(w: Writer, node: Node) -> str:
+    """Positions in a cell become axes of their own, which are moved."""
+    layer: Any = node.layer
+    (value,), name, d = w.inputs(node), w.name(node), len(node.shape) - 1
+    fine, coarse = sorted((node.inputs[0].shape, node.shape), key=lambda shape: shape[-1])
+    parts, channels, outside = [layer.factor] * d, fine[-1], list(coarse[:-1])
+    if node.shape == fine:
+        split, order = [0, channels, *parts, *outside], [0, 1, *(i for a in range(d) for i in (2 + d + a, 2 + a))]
+    else:
+        split = [0, channels, *(n for extent in outside for n in (extent, layer.factor))]
+        order = [0, 1, *range(3, 2 + 2 * d, 2), *range(2, 2 + 2 * d, 2)]
+    value = w.add("Reshape", [value, w.numbers(f"{name}::split", split, np.int64)], f"{name}::apart")
+    value = w.add("Transpose", [value], f"{name}::moved", perm=order)
+    whole = w.numbers(f"{name}::shape", [0, node.shape[-1], *node.shape[:-1]], np.int64)
+    return w.add("Reshape", [value, whole], f"{name}::y")
+
+
 def _padded(w: Writer, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
     """Rows around the spatial axes."""
     every = [(0, 0), (0, 0), *amounts]
@@ -314,7 +403,10 @@ LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     ConvTranspose: _conv_transpose,
     MaxPool: _max_pool,
     AveragePool: _average_pool,
-    GlobalAveragePool: _global_average_pool,
+    AdaptiveAveragePool: _means,
+    AdaptiveMaxPool: _adaptive_max,
+    GlobalAveragePool: _global_pool("GlobalAveragePool"),
+    GlobalMaxPool: _global_pool("GlobalMaxPool"),
     Resize: _resize,
     Dense: _dense,
     BatchNorm: _batch_norm,
@@ -333,12 +425,18 @@ LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     HardSwish: _pointwise("HardSwish"),
     Clamp: _clip,
     Softmax: _pointwise("Softmax", axis=1),
+    Scale: _scale,
+    PReLU: _prelu,
     Dropout: _same,
+    StochasticDepth: _same,
     Redistribute: _same,
     Add: _add,
     Multiply: _multiply,
     Concat: _concat,
     Flatten: _flatten,
+    Reshape: _reshape,
+    PixelShuffle: _pixels,
+    PixelUnshuffle: _pixels,
     Pad: _pad,
     PadAxis: _pad_axis,
     Slice: _slice,

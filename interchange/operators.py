@@ -27,6 +27,7 @@ from ..layers import (
     LeakyReLU,
     LocalResponseNorm,
     Multiply,
+    PReLU,
     ReLU,
     Sigmoid,
     SiLU,
@@ -63,6 +64,15 @@ def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
     if not is_hard_sigmoid(op):
         raise build.refused(op, "torch's slope 1 / 6 and offset 1 / 2", f"{op.attributes}")
     return _pointwise(lambda _: HardSigmoid())(build, op)
+
+
+def _prelu(build: Builder, op: OnnxNode) -> Activation:
+    value, slope = build.value(op), build.constant(op, 1)
+    count = 0 if slope is None else math.prod(slope.shape)
+    if slope is None or count not in (1, value.node.shape[-1]):
+        raise build.refused(op, "one slope, or one per channel", f"{count}")
+    layer = PReLU("one" if count == 1 else "channel").initialized(slope=build.given(slope, np.ravel, (count,)))
+    return value.of(build.add(op, layer, value.node, weights=(slope,)))
 
 
 def _clip(build: Builder, op: OnnxNode) -> Activation:
@@ -209,6 +219,7 @@ OPERATORS: dict[str, Operator] = {
     "HardSigmoid": _hard_sigmoid,
     "Gelu": _gelu,
     "Clip": _clip,
+    "PRelu": _prelu,
     "Dropout": _dropout,
     "Softmax": _softmax,
     "LRN": _local_response_norm,

@@ -16,6 +16,7 @@ from ..layers import (
     Dense,
     GivenValues,
     GlobalAveragePool,
+    GlobalMaxPool,
     Layer,
     MaxPool,
     ReLU,
@@ -192,13 +193,21 @@ def _average_pool(build: Builder, op: OnnxNode) -> Activation:
     return _pool(build, op, AveragePool, count_include_pad=include)
 
 
-def _global_average_pool(build: Builder, op: OnnxNode) -> Activation:
+def _global_pool(build: Builder, op: OnnxNode, whole: type[Layer], windows: Callable[..., Layer]) -> Activation:
     """Where a layer with spatial axes follows, as the last of an image pyramid, one window over everything."""
     value = build.with_positions(op)
     if op.outputs[0] in build.keeping:
-        node = build.add(op, AveragePool(value.node.shape[:-1], 1), value.node)
+        node = build.add(op, windows(value.node.shape[:-1], 1), value.node)
         return Activation(node)
-    return Activation(build.add(op, GlobalAveragePool(), value.node), pooled=True, pool=op.outputs[0])
+    return Activation(build.add(op, whole(), value.node), pooled=True, pool=op.outputs[0])
+
+
+def _global_average_pool(build: Builder, op: OnnxNode) -> Activation:
+    return _global_pool(build, op, GlobalAveragePool, AveragePool)
+
+
+def _global_max_pool(build: Builder, op: OnnxNode) -> Activation:
+    return _global_pool(build, op, GlobalMaxPool, MaxPool)
 
 
 def _reduce_mean(build: Builder, op: OnnxNode) -> Activation:
@@ -219,12 +228,16 @@ def _reduce_mean(build: Builder, op: OnnxNode) -> Activation:
 
 # -- resize ----------------------------------------------------------------------------------------
 
-#: Mode and transformation of coordinates in ONNX -> mode here; as torch's interpolate with align_corners=False.
+#: Mode and transformation of coordinates in ONNX -> mode here, as of torch's interpolate.
 _RESIZES = {
     ("nearest", "asymmetric", "floor"): "nearest",
     ("nearest", "half_pixel", "round_prefer_ceil"): "nearest-exact",
     ("linear", "half_pixel", ""): "linear",
     ("linear", "pytorch_half_pixel", ""): "linear",
+    ("linear", "align_corners", ""): "linear",
+    ("cubic", "half_pixel", ""): "cubic",
+    ("cubic", "pytorch_half_pixel", ""): "cubic",
+    ("cubic", "align_corners", ""): "cubic",
 }
 
 
@@ -235,18 +248,21 @@ def _resize(build: Builder, op: OnnxNode) -> Activation:
     key = mode, given.get("coordinate_transformation_mode", "half_pixel"), rounding if mode == "nearest" else ""
     axes = [axis % (len(value.node.shape) + 1) for axis in given.get("axes") or ()]
     spatial = list(range(2, len(value.node.shape) + 1))
-    if key not in _RESIZES or given.get("antialias") or axes not in ([], spatial) or given.get("exclude_outside"):
+    others = [name for name in ("antialias", "exclude_outside") if given.get(name)]
+    others += ["another cubic"] if mode == "cubic" and abs(given.get("cubic_coeff_a", -0.75) + 0.75) > 1e-6 else []
+    if key not in _RESIZES or others or axes not in ([], spatial):
         raise build.refused(
             op,
-            "nearest or linear interpolation with align_corners=False",
-            f"{', '.join(filter(None, key))}{', antialias' if given.get('antialias') else ''}",
-            "train with mode 'nearest' or 'bilinear' and align_corners=False",
+            "nearest, linear or cubic interpolation over space, as of torch",
+            ", ".join([*filter(None, key), *others]),
+            "train with the mode 'nearest', 'bilinear' or 'bicubic', without antialias",
         )
     scales, sizes = build.numbers(op, 2), build.numbers(op, 3)
+    options: dict[str, Any] = {"mode": _RESIZES[key], "align_corners": key[1] == "align_corners"}
     if scales:
-        layer = Resize(scale=tuple(scales[-len(spatial) :]), mode=_RESIZES[key])
+        layer = Resize(scale=tuple(scales[-len(spatial) :]), **options)
     else:
-        layer = Resize(size=tuple(int(n) for n in (sizes or ())[-len(spatial) :]), mode=_RESIZES[key])
+        layer = Resize(size=tuple(int(n) for n in (sizes or ())[-len(spatial) :]), **options)
     return replace(value, node=build.add(op, layer, value.node))
 
 
@@ -257,6 +273,7 @@ SLIDING: dict[str, Callable[[Builder, OnnxNode], Activation]] = {
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
     "GlobalAveragePool": _global_average_pool,
+    "GlobalMaxPool": _global_max_pool,
     "ReduceMean": _reduce_mean,
     "Resize": _resize,
 }

@@ -51,9 +51,32 @@ LAYERS = {
         lambda: [hg.LeakyReLU(0.2), hg.ELU(0.7), hg.GELU(), hg.SiLU(), hg.HardSwish(), hg.HardSigmoid(), hg.Tanh()],
         IMAGE,
     ),
+    "max pool, rounded up": (lambda: [hg.MaxPool(3, 2, ceil_mode=True)], IMAGE),
+    "average pool, rounded up": (lambda: [hg.AveragePool(3, 2, 1, count_include_pad=False, ceil_mode=True)], IMAGE),
+    "average pool of padding, rounded up": (lambda: [hg.AveragePool(3, 2, 1, ceil_mode=True)], IMAGE),
+    "global maximum": (lambda: [hg.GlobalMaxPool()], IMAGE),
+    "adaptive maxima": (lambda: [hg.AdaptiveMaxPool((4, 7))], IMAGE),
+    "cubic": (lambda: [hg.Resize(scale=2, mode="bicubic")], IMAGE),
+    "linear, corners aligned": (lambda: [hg.Resize(size=(5, 11), mode="bilinear", align_corners=True)], IMAGE),
+    "scale": (lambda: [hg.Scale(0.3, bias=True), hg.Scale()], IMAGE),
+    "learned slopes": (lambda: [hg.PReLU(), hg.PReLU("channel")], IMAGE),
     "clamp": (lambda: [hg.Clamp(-0.5, 0.7), hg.Clamp(-np.inf, 0.5)], IMAGE),
     "sigmoid": (lambda: [hg.Sigmoid()], IMAGE),
     "softmax": (lambda: [hg.Softmax()], IMAGE),
+}
+#: What operators of ONNX make of it is no such layer again.
+WRITTEN = {
+    "conv of directions and lengths": (lambda: [hg.Conv(6, 3, padding=1, weight_norm=True)], IMAGE),
+    "dense of directions and lengths": (lambda: [hg.Dense(3, weight_norm=True, activation="silu")], (4,)),
+    "adaptive means": (lambda: [hg.AdaptiveAveragePool((3, 5))], IMAGE),
+    "adaptive means to one": (lambda: [hg.AdaptiveAveragePool(1)], IMAGE),
+    "area": (lambda: [hg.Resize(size=(5, 2, 3), mode="area")], (6, 4, 3, 2)),
+    "pixel shuffle": (lambda: [hg.PixelShuffle(2)], IMAGE),
+    "pixel shuffle 3d": (lambda: [hg.PixelShuffle(2)], (2, 3, 2, 16)),
+    "pixel unshuffle": (lambda: [hg.PixelUnshuffle(2)], (8, 6, 3)),
+    "pixel unshuffle 1d": (lambda: [hg.PixelUnshuffle(3)], (9, 2)),
+    "reshape": (lambda: [hg.Dense(30), hg.Reshape((2, 3, 5)), hg.Conv(2, 1)], (4,)),
+    "random depth": (lambda: [hg.StochasticDepth(0.5)], IMAGE),
 }
 
 
@@ -101,6 +124,21 @@ def _check(network: hg.Network, path, x: np.ndarray) -> None:
 def test_layers(name, tmp_path):
     make, shape = LAYERS[name]
     _check(_shaken(_chain(make(), shape)), tmp_path / "m.onnx", samples(*shape))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_layers_that_are_written_only(name, tmp_path):
+    make, shape = WRITTEN[name]
+    network, x = _shaken(_chain(make(), shape)), samples(*shape)
+    want = predicted(network, x)
+    hg.onnx.save(network, None, tmp_path / "m.onnx")
+    ((name, found),) = _run(tmp_path / "m.onnx", x).items()
+    np.testing.assert_allclose(found, want[name], rtol=0, atol=1e-4 * max(1.0, np.abs(want[name]).max()))
+
+
+def test_layers_that_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match=r"expected a number of outputs that divides \(8, 7\), got \(3, 5\)"):
+        hg.onnx.save(_chain([hg.AdaptiveMaxPool((3, 5))], IMAGE), None, tmp_path / "m.onnx")
 
 
 def test_layers_of_several_inputs(tmp_path):

@@ -242,9 +242,6 @@ def _refused():
         r"\(Mul\): expected a factor per channel, .* got another constant factor": Of(lambda x: 0.1 * x),
         r"\(Add\): expected a sum of two values .* got a constant summand": Of(lambda x: x + 0.1),
         r"\(Softmax\): expected a softmax over the channels, got axis 3": nn.Softmax(3),
-        r"\(Resize\): expected nearest or linear .* got linear, align_corners": nn.Upsample(
-            scale_factor=2, mode="bilinear", align_corners=True
-        ),
         r"\(Transpose\): expected channels moved to the last axis .* got \(0, 1, 3, 2\)": Of(
             lambda x: x.transpose(2, 3)
         ),
