@@ -25,12 +25,17 @@ class Sequential:
     >>> from halograd.layers import Conv, Input, MaxPool
     >>> Sequential(Conv(4, 3), MaxPool(2))(Input((10, 10, 3))).shape
     (4, 4, 4)
+
+    Raises
+    ------
+    TypeError
+        If something that cannot be called is among them, or there are none.
     """
 
     def __init__(self, *layers: Callable[..., Node]) -> None:
-        bad = [layer for layer in layers if not callable(layer)]
+        bad = [repr(layer) for layer in layers if not callable(layer)]
         if bad or not layers:
-            raise TypeError(f"Sequential: expected one or more layers, got {bad[0]!r}" if bad else _NO_LAYERS)
+            raise TypeError(f"Sequential: expected one or more layers, got {', '.join(bad) or 'none'}")
         self.layers = layers
 
     def __call__(self, *inputs: Node) -> Node:
@@ -39,9 +44,6 @@ class Sequential:
         for layer in self.layers[1:]:
             node = layer(node)
         return node
-
-
-_NO_LAYERS = "Sequential: expected one or more layers, got none; give it those that it is to call"
 
 
 class Split:
