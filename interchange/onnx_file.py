@@ -66,6 +66,8 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
         model = onnx.inliner.inline_local_functions(model)
     try:
         return _Folding(path, model, places, source).graph(shapes)
+    except UserError:
+        raise
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path}: expected a graph as torch exports it, got one that cannot be followed ({_line(error)}); export "

@@ -77,7 +77,9 @@ RUN_FILES = (
     "timeline.json.rank*",
     "checkpoints/step-*.h5",
     "checkpoints/latest.h5",
+    "checkpoints/best.h5",
     "checkpoints/.latest.new",
+    "checkpoints/.best.new",
     "checkpoints/.step-*.partial",
 )
 
