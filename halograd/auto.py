@@ -163,7 +163,7 @@ def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
     if comm.rank == 0 and _plan_path(config).exists():
         try:
             found = Plan.load(_plan_path(config))
-            found.check(network, comm.size, config.training.batch)
+            found.check(network, comm.size, config.training.at_once)
         except UserError:
             found = None
     return comm.bcast(found)
@@ -182,7 +182,7 @@ def _measuring(config: Config, comm: Communicator, network: Network, kernels: An
     if config.strategy.machine:
         return None
     training, autotune = config.training, config.backend.autotune
-    return Measuring(comm, kernels, network, training.batch, dtype=training.dtype, autotune=autotune)
+    return Measuring(comm, kernels, network, training.at_once, dtype=training.dtype, autotune=autotune)
 
 
 class _Planner:
@@ -192,7 +192,8 @@ class _Planner:
         self, config: Config, comm: Communicator, network: Network, kernels: Any, budget: float | None
     ) -> None:
         self.config, self.comm, self.network, self.kernels, self.budget = config, comm, network, kernels, budget
-        self.batch, self.training = config.training.batch, Training(config.training.dtype, _slots(config))
+        self.batch = config.training.at_once
+        self.training = Training(config.training.dtype, _slots(config), accumulates=config.training.accumulate > 1)
         self.measuring = _measuring(config, comm, network, kernels)
         self.machine_file, self.machine = self._machine()
         self._once: set[str] = set()  # measured in this run, and not again yet

@@ -262,10 +262,11 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
     samples
         Of which batches are made: those for training; of an evaluation, which fills its last batch, all.
     """
-    if config.training.batch > samples:
+    batch = config.training.batch if trainable else config.training.at_once
+    if batch > samples:
         some = "the training samples" if trainable else "the samples"
         raise UserError(
-            f"training.batch: expected at most {samples}, {some} of {config.data.where}, got {config.training.batch}; "
+            f"training.batch: expected at most {samples}, {some} of {config.data.where}, got {batch}; "
             "choose a smaller batch" + (", or hold out fewer samples by data.validation" if trainable else "")
         )
 
@@ -276,12 +277,12 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
     Counted are the arrays of the network and the batches that are read ahead, as the cost model knows them, without
     optimizer state and kernels' workspaces: what is refused would not have come through its first step.
     """
-    batch, dtype, size = config.training.batch, config.training.dtype, comm.size
+    batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
     target = Target(batch, size, comm.rank, dtype_of(dtype), trainable)
     program = program_of(network, strategy, target, blocks)
     buckets = buckets_of(network, blocks, program.wide.itemsize, strategy) if trainable else []
-    needs = memory_of(program, blocks, buckets, strategy)
+    needs = memory_of(program, blocks, buckets, strategy, accumulates=config.training.accumulate > 1)
     needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
     _refuse_too_much(comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs)))
 

@@ -312,6 +312,10 @@ class TrainingConfig(Table):
     the best one before, by the score `output.best`; 0: it goes on to the last epoch. `freeze`: names of layers,
     or patterns of them (``"block1/*"``), that keep their parameters.
 
+    `accumulate`: every batch is computed in so many parts, one after the other, whose gradients are added up: the step
+    of the whole batch with the memory of a part. What is computed of several samples together is of a part then: the
+    statistics of batch norm, Dice of a batch, losses divided by weights (the run says which there are).
+
     `init` is a file of weights (safetensors) that parameters and running statistics begin with, but those of the layers
     `init_fresh`. A run that is resumed does not read it.
     """
@@ -322,9 +326,21 @@ class TrainingConfig(Table):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     clip_norm: Positive | None = None
     patience: Whole = 0
+    accumulate: Count = 1
     freeze: list[Text] = Field(default_factory=list)
     init: FilePath | None = None
     init_fresh: list[Text] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _whole_parts(self) -> TrainingConfig:
+        if self.batch % self.accumulate:
+            raise ValueError(f"accumulate: expected a divisor of batch, {self.batch}, got {self.accumulate}")
+        return self
+
+    @property
+    def at_once(self) -> int:
+        """Samples that are computed at once: the batch, or a part of it."""
+        return self.batch // self.accumulate
 
     @model_validator(mode="after")
     def _fresh_of_some(self) -> TrainingConfig:

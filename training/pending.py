@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..device import Device, Ticket
 
-__all__ = ["FetchedNumber", "PendingLoss"]
+__all__ = ["FetchedNumber", "PendingLoss", "mean_loss"]
 
 
 class FetchedNumber:
@@ -62,3 +62,12 @@ class PendingLoss:
 
     def __repr__(self) -> str:
         return "<loss, still on the device>" if self.value is None else repr(self.value)
+
+
+def mean_loss(losses: Sequence[float | PendingLoss]) -> float | PendingLoss:
+    """The mean of the losses of equal parts of a batch; it is pending if they are. Local."""
+    if len(losses) == 1:
+        return losses[0]
+    if isinstance(losses[-1], PendingLoss):
+        return PendingLoss(lambda: sum(map(float, losses)) / len(losses))
+    return sum(map(float, losses)) / len(losses)
