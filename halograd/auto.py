@@ -315,7 +315,7 @@ class _Planner:
     def _opened(self, strategy: Strategy, comm: Communicator, kernels: Any) -> Iterator[Callable[[], object]]:
         """A function that trains for a step under a strategy, on noise and at rate 0."""
         with Executor(self.network, comm, kernels, self.batch, strategy, self.training.dtype) as executor:
-            trainer = Trainer(executor, make_optimizer(self.config.optimizer, executor.store), Constant(0.0))
+            trainer = Trainer(executor, make_optimizer(self.config, executor.store), Constant(0.0))
             draw = np.random.default_rng(comm.rank)
             for name, node in self.network.inputs.items():
                 array = executor.input(name).array
@@ -378,9 +378,10 @@ def _instead_of(plan: Plan, other: Plan) -> Plan:
 
 def _slots(config: Config) -> int:
     """Arrays of the parameters' size that the optimizer keeps."""
+    averages = int(config.training.average > 0)
     if isinstance(config.optimizer, AdamConfig):
-        return 2
-    return int(not isinstance(config.optimizer, SGDConfig) or config.optimizer.momentum > 0)
+        return 2 + averages
+    return averages + int(not isinstance(config.optimizer, SGDConfig) or config.optimizer.momentum > 0)
 
 
 def _without(config: Config) -> frozenset[str]:

@@ -41,6 +41,7 @@ class Mode:
     size: int = 0
     state: Any = None
     loss_scale: Any = None
+    _told: int = 0
 
     def tell(self) -> None:
         """Write what changes from pass to pass to `state`. Enqueued."""
@@ -48,6 +49,3 @@ class Mode:
         if self._told != self.part:
             self.state[2:].fill(self.part * self.size)
             self._told = self.part
-
-    def __post_init__(self) -> None:
-        self._told = 0

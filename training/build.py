@@ -21,7 +21,7 @@ from ..perfmodel.profile.device import memory_size
 from ..program.compiler import Target
 from ..program.dtypes import dtype_of
 from .config import AdamConfig, Config, DataConfig, LARSConfig, ScheduleConfig, StrategyConfig
-from .optimizers import LARS, SGD, Adam, AdamW, Optimizer
+from .optimizers import LARS, SGD, Adam, AdamW, Optimizer, factors_of
 from .schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
 from .store import ParameterStore
 
@@ -172,14 +172,26 @@ def _strategy_of_file(path: str, size: int, network: Network | None, batch: int 
     return plan.strategy
 
 
-def make_optimizer(config: Any, store: ParameterStore) -> Optimizer:
-    """The optimizer of ``[optimizer]`` for these parameters."""
-    if isinstance(config, AdamConfig):
-        kind = {"adam": Adam, "adamw": AdamW}[config.kind]
-        return kind(store, (config.beta1, config.beta2), config.epsilon, config.weight_decay)
-    if isinstance(config, LARSConfig):
-        return LARS(store, config.momentum, config.trust, config.weight_decay)
-    return SGD(store, config.momentum, config.nesterov, config.weight_decay)
+def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
+    """The optimizer of ``[optimizer]`` for these parameters.
+
+    Raises
+    ------
+    UserError
+        Factors on the learning rate of layers that the network has not.
+    """
+    own, factors = config.optimizer, config.schedule.factors
+    try:
+        factors_of(factors, store.network)
+    except ValueError as error:
+        raise UserError(f"schedule.factors: {error}") from error
+    some: dict[str, Any] = {"weight_decay": own.weight_decay, "factors": factors, "average": config.training.average}
+    if isinstance(own, AdamConfig):
+        kind = {"adam": Adam, "adamw": AdamW}[own.kind]
+        return kind(store, (own.beta1, own.beta2), own.epsilon, **some)
+    if isinstance(own, LARSConfig):
+        return LARS(store, own.momentum, own.trust, **some)
+    return SGD(store, own.momentum, own.nesterov, **some)
 
 
 def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> Schedule:

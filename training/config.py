@@ -283,7 +283,11 @@ OptimizerConfig = Annotated[SGDConfig | AdamConfig | LARSConfig, Field(discrimin
 
 
 class ScheduleConfig(Table):
-    """``[schedule]``: the learning rate over the epochs; epochs may be fractions."""
+    """``[schedule]``: the learning rate over the epochs; epochs may be fractions.
+
+    `factors` multiply it, by layer or pattern of layers: ``{"encoder/*" = 0.1}``; where several fit, the last one
+    counts.
+    """
 
     kind: Literal["constant", "step", "cosine"] = "constant"
     learning_rate: Positive
@@ -292,6 +296,7 @@ class ScheduleConfig(Table):
     milestones: Annotated[list[Annotated[Epochs, Field(gt=0)]], Field(max_length=100)] = Field(default_factory=list)
     factor: Positive = 0.1
     final: NotNegative = 0.0
+    factors: dict[Text, NotNegative] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _milestones(self) -> ScheduleConfig:
@@ -316,6 +321,9 @@ class TrainingConfig(Table):
     of the whole batch with the memory of a part. What is computed of several samples together is of a part then: the
     statistics of batch norm, Dice of a batch, losses divided by weights (the run says which there are).
 
+    `average`, say 0.999: moving averages of all parameters are kept, of which the old ones keep that weight in a step;
+    validations, `halograd evaluate`, `apply` and `export` take them in place of the parameters.
+
     `init` is a file of weights (safetensors) that parameters and running statistics begin with, but those of the layers
     `init_fresh`. A run that is resumed does not read it.
     """
@@ -327,6 +335,7 @@ class TrainingConfig(Table):
     clip_norm: Positive | None = None
     patience: Whole = 0
     accumulate: Count = 1
+    average: Below1 = 0.0
     freeze: list[Text] = Field(default_factory=list)
     init: FilePath | None = None
     init_fresh: list[Text] = Field(default_factory=list)

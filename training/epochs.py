@@ -69,7 +69,7 @@ class TrainingRun:
         self.sampler = session.sampler()
         self.epochs = config.training.epochs
         executor = session.executor
-        self.optimizer = make_optimizer(config.optimizer, executor.store)
+        self.optimizer = make_optimizer(config, executor.store)
         schedule = make_schedule(config.schedule, self.epochs, len(self.sampler))
         table = config.reduction
         tuning = Tuning(table.interval, table.step, table.range)
@@ -324,7 +324,8 @@ class TrainingRun:
         if timeline is not None:
             timeline.paused = True
         try:
-            return evaluate_batches(self.session, self.evaluation, self._held_out, self._interrupted)
+            with self.trainer.averaged():
+                return evaluate_batches(self.session, self.evaluation, self._held_out, self._interrupted)
         finally:
             if timeline is not None:
                 timeline.paused = paused

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..device import Device, Ticket
 
-__all__ = ["FetchedNumber", "PendingLoss", "mean_loss"]
+__all__ = ["FetchedNumber", "PendingLoss", "mean_of"]
 
 
 class FetchedNumber:
@@ -64,10 +64,8 @@ class PendingLoss:
         return "<loss, still on the device>" if self.value is None else repr(self.value)
 
 
-def mean_loss(losses: Sequence[float | PendingLoss]) -> float | PendingLoss:
-    """The mean of the losses of equal parts of a batch; it is pending if they are. Local."""
+def mean_of(losses: Sequence[PendingLoss]) -> PendingLoss:
+    """The mean loss of equal parts of a batch. Local."""
     if len(losses) == 1:
         return losses[0]
-    if isinstance(losses[-1], PendingLoss):
-        return PendingLoss(lambda: sum(map(float, losses)) / len(losses))
-    return sum(map(float, losses)) / len(losses)
+    return PendingLoss(lambda: sum(map(float, losses)) / len(losses))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..layers.reduction_scheme import Scheme
 from .clipping import Clip
 from .executor import Executor
 from .optimizers import Optimizer
-from .pending import PendingLoss, mean_loss
+from .pending import PendingLoss, mean_of
 from .reduction.auto import AutoReduction, Tuning
 from .schedules import Schedule
 from .store import Bucket
@@ -82,7 +83,7 @@ class Trainer:
         self.clip_norm = clip_norm
         self.gradient_norm: float | PendingLoss | None = None
         self._last: PendingLoss | None = None
-        self._parts = list[float | PendingLoss]()  # losses of the parts of this batch that were added
+        self._parts = list[Any]()  # losses of the parts of this batch that were added
         self._clip: Clip | None = None
         self._reducer = executor.reducer
         self._scaling = executor.store.loss_scale
@@ -207,7 +208,8 @@ class Trainer:
         self._parts = []
         if not executor.device.is_host:
             return self._step_on_device(added)
-        loss = mean_loss([*added, self._loss_of_pass()])
+        losses = [*added, self._loss_of_pass()]
+        loss = sum(map(float, losses)) / len(losses)
         scale: Any = 1.0
         if self._clip is not None:
             scale = self._clip.scale(self._reducer)
@@ -236,7 +238,7 @@ class Trainer:
         if self._scaling is not None:
             self._scaling.adapt()
         assert self.executor.pending is not None
-        self._last = mean_loss([*added, self.executor.pending])
+        self._last = mean_of([*added, self.executor.pending])
         return self._last
 
     def _check_last(self) -> None:
@@ -270,6 +272,24 @@ class Trainer:
             raise self._diverged(
                 f"{name} is not finite any more; lower schedule.learning_rate, or set training.clip_norm"
             )
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, parameters are their moving averages, where the optimizer keeps some: to evaluate. Collective.
+
+        All updates are done before (:meth:`settle`). They stay averages if an error leaves it: it may be of one rank.
+        """
+        self._swap_averages()
+        yield
+        self._swap_averages()
+
+    def _swap_averages(self) -> None:
+        for bucket, own, average in self.optimizer.averages():
+            kept = bucket.params[own].copy()
+            np.copyto(bucket.params[own], average)
+            np.copyto(average, kept)
+        if self.optimizer.average:
+            self._reducer.spread()
 
     def _diverged(self, what: str) -> Diverged:
         self._reducer.discard()

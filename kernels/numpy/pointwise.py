@@ -237,10 +237,10 @@ class NumpyPointwise(NumpyWindows):
             def run() -> None:
                 seed, number, first = mask.state.tolist()
                 key = mix64(mix64(mix64(seed) + number) + mask.salt)
-                key = np.uint64((key + first * per_sample * _GOLDEN) & _MASK)
+                offset = np.uint64((key + first * per_sample * _GOLDEN) & _MASK)
                 for counters, given, found, z, work, out in steps:
                     np.add(counters, inner, out=z)
-                    np.add(z, key, out=z)
+                    np.add(z, offset, out=z)
                     mix64_inplace(z, work)
                     np.less(z, threshold, out=out)
                     np.multiply(given, factor, out=found)

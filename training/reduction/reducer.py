@@ -251,6 +251,14 @@ class Reducer:
         for layer in self._replicated:
             self._complete_replicated(layer)
 
+    def spread(self) -> None:
+        """Pass on the parameters that each rank has changed of those it updates. Collective; no part of a step."""
+        for one in self._sums:
+            if one.gather is not None:
+                one.gather.run()
+        for bucket in self.store.buckets:
+            bucket.refresh()
+
     def settle(self) -> None:
         """`finish`, and leave nothing behind that a checkpoint would not hold. Collective; no part of a step.
 
