@@ -216,6 +216,10 @@ class Layer:
         """Whether input `i`, which is compared with, holds numbers of classes; of inputs of these sample shapes."""
         return False
 
+    def weighs(self, i: int) -> bool:
+        """Whether input `i`, which is compared with, holds weights of what is compared: how much a position counts."""
+        return False
+
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         """Least and largest number that makes sense in input `i`, which is compared with; None: all do."""
         return None

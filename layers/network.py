@@ -112,6 +112,20 @@ class Network:
                         f"depends on {self.names[other]!r}; a loss has no gradient with respect to its target: make it "
                         "an Input"
                     )
+            self._check_weights(node)
+
+    def _check_weights(self, loss: Node) -> None:
+        """Refuse weights of a loss that are not as they are in the data: inputs are normalized and varied."""
+        compared = self.targets
+        for own in (n for i, n in enumerate(loss.inputs) if loss.layer.weighs(i)):
+            shared = [n for n in _sorted([own]) if isinstance(n, Input) and self.names[n] not in compared]
+            if shared:
+                name = self.names[shared[0]]
+                raise ValueError(
+                    f"network {self.name!r}: expected weights of {self.names[loss]!r} that no prediction depends on, "
+                    f"got some of input {name!r}, which is normalized; make them an Input of their own, of the same "
+                    "dataset"
+                )
 
     @property
     def inputs(self) -> dict[str, Input]:

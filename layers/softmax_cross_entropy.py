@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..dtensor import Groups
 from ..kernels import ClassTargets, LossArrays
 from .costs import Judgement
 from .layer import Shape
-from .loss import Loss, LossBlock, LossOfKernel, LossPlace, LossTerm
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.operations import KernelSpec
+from .loss import Loss, LossBlock, LossOfKernel, LossPlace, check_normalization
 
 __all__ = ["SoftmaxCrossEntropy"]
-
-NORMALIZATIONS = ("count", "weights")
 
 
 class SoftmaxCrossEntropy(Loss):
@@ -33,9 +26,10 @@ class SoftmaxCrossEntropy(Loss):
     class_weights
         Weight per class; by default 1.
     normalization
-        ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does; the default where there are weights or
-        an `ignore_index`. ``"count"``: the mean over all positions of the samples that count, whatever their weight;
-        without weights the same, and the default.
+        ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does; the default where there are class
+        weights or an `ignore_index`. ``"count"``: the mean over all positions of the samples that count, whatever their
+        weight; without weights the same, and the default. With weights of the positions as a third input, ``w[t]``
+        times that of the position takes the place of ``w[t]``.
     label_smoothing
         Share of the target that is spread over all classes, in [0, 1).
     ignore_index
@@ -43,7 +37,8 @@ class SoftmaxCrossEntropy(Loss):
 
     Notes
     -----
-    Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``. Communication per process:
+    Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``, or of any where a position
+    has the weight 0. Communication per process:
     the sum of the loss; with ``"weights"`` one sum of 8 B more, in forward.
 
     Raises
@@ -52,6 +47,8 @@ class SoftmaxCrossEntropy(Loss):
         In forward, on the rank that has it, for a target that is no class. On a device, where the host does not look,
         the loss becomes NaN instead.
     """
+
+    takes_weights = True
 
     def __init__(
         self,
@@ -64,14 +61,13 @@ class SoftmaxCrossEntropy(Loss):
         super().__init__(name)
         if normalization is None:
             normalization = "count" if class_weights is None and ignore_index is None else "weights"
-        if normalization not in NORMALIZATIONS:
-            raise ValueError(f"normalization: expected one of {NORMALIZATIONS}, got {normalization!r}")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected a number in [0, 1), got {label_smoothing!r}")
         self.class_weights = None if class_weights is None else np.asarray(class_weights, np.float64)
         if self.class_weights is not None and (self.class_weights.ndim != 1 or np.any(self.class_weights < 0)):
             raise ValueError(f"class_weights: expected one number >= 0 per class, got {class_weights!r}")
-        self.normalization, self.label_smoothing, self.ignore_index = normalization, label_smoothing, ignore_index
+        self.normalization = check_normalization(normalization)
+        self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
 
     def check(self, *shapes: Shape) -> None:
         prediction, target = shapes
@@ -82,24 +78,21 @@ class SoftmaxCrossEntropy(Loss):
             raise ValueError(f"class_weights: expected {prediction[-1]} numbers, one per class, got {len(weights)}")
 
     def reads_classes(self, i: int, *shapes: Shape) -> bool:
-        return True
+        return not self.weighs(i)
 
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
+        if self.weighs(i):
+            return super().target_range(i, *shapes)
         return (0.0, shapes[0][-1] - 1.0) if self.ignore_index is None else None
 
-    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
-        return (Judgement(shapes[0][-1], ignored=self.ignore_index),)
+    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
+        return (Judgement(prediction[-1], ignored=self.ignore_index),)
+
+    def divides(self, weighted: bool) -> bool:
+        return self.normalization == "weights"
 
     def block_type(self) -> type[LossBlock]:
         return _WeightedLoss if self.normalization == "weights" else LossOfKernel
-
-    def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> None:
-        if self.normalization == "weights":
-            weight = context.keep((1,), "float64", "loss")
-            kernel.add(divisor=weight)
-            context.run(kernel, "weigh")
-            context.add_up(context.sum(Groups.whole(context.size), weight, "loss", [8], f"{context.name} (weights)"))
-        super().lower_passes(context, kernel, term)
 
     def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
         return kernels.softmax_cross_entropy(arrays, self.targets(arrays.x.shape[-1]), self.label_smoothing)
@@ -116,15 +109,13 @@ class _WeightedLoss(LossOfKernel):
     def __init__(self, place: LossPlace, environment: Any, **arrays: Any) -> None:
         super().__init__(place, environment, **arrays)
         targets = self.layer.targets(place.channels)
-        self._weight = environment.kernels.target_weight(self.target, arrays["divisor"], targets)
+        make = environment.kernels.target_weight
+        self._weight = make(self.target, arrays["divisor"], targets, arrays.get("weights"))
 
     def weigh(self) -> None:
         """Write the weight of this block's targets, to be summed."""
         self._weight.set(self.count, 1.0)
         self._weight()
-
-    def scale(self) -> float:
-        return self.place.weight
 
     def close(self) -> None:
         self._weight.close()

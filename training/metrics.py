@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..device import is_low
+from ..layers.broadcast import operand_blocks
 from ..layers.costs import Judgement
 from ..program.values import Value
+from ..program.views import View
 from .executor import Executor
 
 __all__ = ["Confusion", "Errors", "Evaluation", "JudgedPair", "judged", "scores"]
@@ -44,9 +46,14 @@ class Confusion:
         self.classes, self.threshold, self.ignored = classes, threshold, ignored
         self.counts = np.zeros((classes, classes), np.int64)
 
-    def add(self, prediction: Any, target: Any) -> None:
-        """Count a block ``(N, ..., C)``. Local."""
-        guess, truth = self._classes(prediction, target)
+    def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
+        """Count a block ``(N, ..., C)``, but for what has the weight 0 (:func:`counted`). Local."""
+        with np.errstate(invalid="ignore"):  # what does not count may be NaN
+            guess, truth = self._classes(prediction, target)
+        if weights is not None:
+            some = counted(weights, prediction.shape)
+            some = some if truth.ndim == prediction.ndim else some[..., 0]
+            guess, truth = guess[some], truth[some]
         if self.ignored is not None:
             counts = truth != self.ignored
             guess, truth = guess[counts], truth[counts]
@@ -87,6 +94,18 @@ def scores(counts: np.ndarray) -> dict[str, float | None]:
     }
 
 
+def counted(weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Which elements of a block of this shape have a weight above 0; weights have 1 for some extents, or ``(N, C)``.
+
+    >>> counted(np.array([[0.0], [2.0]]), (2, 3, 1))[:, :, 0]
+    array([[False, False, False],
+           [ True,  True,  True]])
+    """
+    n, *rest = weights.shape
+    axes = len(shape) - weights.ndim
+    return np.broadcast_to((weights > 0).reshape(n, *(1,) * axes, *rest), shape)
+
+
 def _mean(above: np.ndarray, below: np.ndarray) -> float | None:
     defined = below > 0
     return float(np.mean(above[defined] / below[defined])) if defined.any() else None
@@ -104,8 +123,11 @@ class Errors:
     def __init__(self) -> None:
         self.counts = np.zeros(3)
 
-    def add(self, prediction: Any, target: Any) -> None:
-        """Add a block. Local."""
+    def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
+        """Add a block, but for what has the weight 0. Local."""
+        if weights is not None:
+            some = counted(weights, prediction.shape)
+            prediction, target = prediction[some], target[some]
         difference = prediction.astype(np.float64) - target
         self.counts += (difference.size, np.abs(difference).sum(), np.square(difference).sum())
 
@@ -124,8 +146,9 @@ class Evaluation:
         for every batch: fill the inputs; executor.forward(training=False); evaluation.add()
         result = evaluation.finish()
 
-    Prediction and target are what the loss layer reads; samples beyond ``executor.mode.valid`` do not
-    count. Communication: the loss per batch, the counts once.
+    Prediction and target are what the loss layer reads. Samples beyond ``executor.mode.valid`` do not count, nor does
+    what has the weight 0; what has another one counts once, so that counts are whole numbers. Communication: the loss
+    per batch, the counts once.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -162,8 +185,8 @@ class Evaluation:
             count = max(0, min(box.stop[0], valid) - box.start[0])
             if count and box.size:
                 # Counted there: the same counts on every device.
-                to_host, array = self._executor.device.to_host, self._executor.array
-                arrays = (to_host(array(value)[:count]) for value in (one.prediction, one.target))
+                to_host, view = self._executor.device.to_host, self._executor.runner.view
+                arrays = (to_host(view(array)[:count]) for array in one.views)
                 one.counter.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
         return loss
 
@@ -197,6 +220,8 @@ class JudgedPair:
         Names of both in the network.
     prediction, target
         As the loss reads them.
+    weights
+        What this rank has for its block, perhaps with 1 for some of the extents; None: all count.
     """
 
     name: str
@@ -204,6 +229,13 @@ class JudgedPair:
     prediction: Value
     target: Value
     counter: Confusion | Errors
+    weights: View | None = None
+
+    @property
+    def views(self) -> list[View]:
+        """What is counted: prediction and target, perhaps weights."""
+        found = [self.prediction.view, self.target.view]
+        return found if self.weights is None else [*found, self.weights]
 
 
 def judged(executor: Executor) -> list[JudgedPair]:
@@ -218,7 +250,11 @@ def judged(executor: Executor) -> list[JudgedPair]:
             made, target = node.inputs[one.prediction], node.inputs[one.target]
             nodes = network.names[made], network.names[target]
             values = step.inputs[one.prediction], step.inputs[one.target]
-            found.append(JudgedPair(outputs.get(made, nodes[0]), nodes, *values, _counter(one)))
+            weights = None
+            if one.weights is not None:
+                given = step.inputs[one.weights]
+                weights = given.brought(operand_blocks(given.layout.shape, values[0].layout.boxes))
+            found.append(JudgedPair(outputs.get(made, nodes[0]), nodes, *values, _counter(one), weights))
         return found
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
 
