@@ -144,7 +144,7 @@ class Loss(Layer):
         """A loss is computed where its prediction is."""
         return inputs[i].boxes if i < 2 else operand_blocks(inputs[i].shape, inputs[0].boxes)
 
-    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, **more: Any) -> Any:
+    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None) -> Any:
         """Local. `scale` times the sum of the loss over the block; its gradient into `dx` unless that is None.
 
         A number; on a device an array of no axes there, so that the host need not wait.

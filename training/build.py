@@ -82,6 +82,12 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
     both = sorted(set(inputs) & set(targets))
     if both:
         raise UserError(f"data.targets: expected {both[0]!r} in one table, got it in data.inputs too; remove one")
+    swapped = [name for name in inputs if name in compared]
+    if swapped:
+        raise UserError(
+            f"data.inputs.{swapped[0]}: expected it in data.targets, as only the loss of network {network.name!r} "
+            "reads it; what is in data.inputs is normalized, and needed to predict"
+        )
     for name in (*inputs, *targets):
         if name not in network.inputs:
             key = "inputs" if name in inputs else "targets"

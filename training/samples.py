@@ -6,7 +6,7 @@ import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -116,8 +116,8 @@ class Samples:
         }
         scale = 0.0
         if labelled:
-            looks = _looks(dataset, network)
-            scale = agreed_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks))
+            looks, weights = _looks(dataset, network), _weights(network)
+            scale = agreed_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
         return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale)
 
     @property
@@ -227,7 +227,9 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
             f"data.file: expected fields for the inputs of the network ({', '.join(wanted)}), got "
             f"{', '.join(found.fields) or 'none'}; name them so"
         )
-    found.fields = {name: field for name, field in found.fields.items() if name in wanted}
+    # Whatever the data set says: what the loss alone reads is neither normalized nor altered.
+    kept = {name: field for name, field in found.fields.items() if name in wanted}
+    found.fields = {name: replace(f, is_target=f.is_target or name in network.targets) for name, f in kept.items()}
     found.ranges = _ranges(network)
     return found
 
@@ -274,7 +276,9 @@ def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Networ
     for name, field in fields.items():
         wanted = network.inputs[name].shape
         if field.is_target and field.shape != wanted:
-            reductions[name] = _reduction(data, field, wanted)
+            # Of weights the mean, whatever the rule for labels is: how much the cells of a patch count.
+            rule = "fraction" if name in _weights(network) else data.rule
+            reductions[name] = _reduction(data, field, wanted, rule)
         elif field.shape != wanted:
             raise UserError(
                 f"data.path: expected samples of shape {wanted} for {name!r} of model {network.name!r}, got "
@@ -283,7 +287,7 @@ def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Networ
     return reductions
 
 
-def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...]) -> TargetReduction:
+def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...], rule: str | None) -> TargetReduction:
     """How a target of the file becomes that of the network, which is coarser."""
     have = field.shape
     divides = len(have) == len(wanted) > 1 and all(n and not m % n for m, n in zip(have, wanted))
@@ -292,12 +296,12 @@ def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...]) -> Targe
             f"data.targets: expected targets of shape {wanted} (or finer by whole factors), got {have} in "
             f"{field.dataset!r} of {data.where}"
         )
-    if data.rule is None:
+    if rule is None:
         raise UserError(
             f"data.rule: expected how a patch is made of its cells (any, all, majority, fraction, max, center), got "
             f"nothing; the network predicts {wanted[:-1]} patches, the targets have {have[:-1]} cells"
         )
-    return TargetReduction(data.rule, tuple(m // n for m, n in zip(have[:-1], wanted[:-1])))
+    return TargetReduction(rule, tuple(m // n for m, n in zip(have[:-1], wanted[:-1])))
 
 
 def _ranges(network: Network) -> dict[str, TargetRange]:
@@ -309,6 +313,12 @@ def _ranges(network: Network) -> dict[str, TargetRange]:
             limits = loss.layer.target_range(i, *shapes) or TargetRange()[:2]
             found[network.names[node]] = TargetRange(*limits, whole=node.dtype != "compute")
     return found
+
+
+def _weights(network: Network) -> frozenset[str]:
+    """Names of the inputs by which the loss weighs positions, and that it does not compare with."""
+    loss = network.outputs["loss"]
+    return frozenset(network.names[n] for i, n in enumerate(loss.inputs) if loss.layer.weighs(i))
 
 
 def _looks(dataset: Dataset, network: Network) -> int:
