@@ -57,20 +57,24 @@ class Network:
         self._check_given()
         loss = self.outputs.get("loss")
         trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else _sorted([loss])
-        self.frozen = self._matching(frozen)
+        self.frozen = self._frozen(frozen)
         self.trained = frozenset(self.names[n] for n in trained if not isinstance(n, Input)) - self.frozen
 
-    def _matching(self, patterns: Sequence[str]) -> frozenset[str]:
-        """Layers with parameters whose names fit."""
+    def matching(self, pattern: str) -> list[str]:
+        """Layers with parameters whose names fit; refuses a pattern that fits none of them. Local."""
         having = [n for n, node in self.layers.items() if node.layer.parameters(*self._shapes(node))]
-        for pattern in patterns:
-            if not fnmatch.filter(having, pattern):
-                raise ValueError(
-                    f"network {self.name!r}: expected names or patterns of layers with parameters to be frozen "
-                    f"({', '.join(having[:_NAMED])}, ...), got {pattern!r}"
-                )
-        found = frozenset(name for pattern in patterns for name in fnmatch.filter(having, pattern))
-        if found and found == set(having):
+        found = fnmatch.filter(having, pattern)
+        if not found:
+            raise ValueError(
+                f"network {self.name!r}: expected names or patterns of layers with parameters "
+                f"({', '.join(having[:_NAMED])}, ...), got {pattern!r}"
+            )
+        return found
+
+    def _frozen(self, patterns: Sequence[str]) -> frozenset[str]:
+        """Layers that are not trained."""
+        found = frozenset(name for pattern in patterns for name in self.matching(pattern))
+        if found and found == set(self.matching("*")):
             raise ValueError(f"network {self.name!r}: expected some layers to be trained, got all of them frozen")
         return found
 

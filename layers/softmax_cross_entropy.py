@@ -69,6 +69,10 @@ class SoftmaxCrossEntropy(Loss):
         self.normalization = check_normalization(normalization)
         self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
 
+    @property
+    def of_batch(self) -> str:
+        return "its sum of weights" if self.normalization == "weights" else ""
+
     def check(self, *shapes: Shape) -> None:
         prediction, target = shapes
         if target != (*prediction[:-1], 1):

@@ -79,6 +79,10 @@ class TotalLoss(Loss):
         term = next(term for term in self.terms if i in term.inputs)
         return operand_blocks(inputs[i].shape, inputs[term.inputs[0]].boxes)
 
+    @property
+    def of_batch(self) -> str:
+        return ", ".join(dict.fromkeys(filter(None, (term.layer.of_batch for term in self.terms))))
+
     @staticmethod
     def _of(term: Term, values: Sequence[Any]) -> list[Any]:
         return [values[i] for i in term.inputs]

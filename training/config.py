@@ -283,7 +283,11 @@ OptimizerConfig = Annotated[SGDConfig | AdamConfig | LARSConfig, Field(discrimin
 
 
 class ScheduleConfig(Table):
-    """``[schedule]``: the learning rate over the epochs; epochs may be fractions."""
+    """``[schedule]``: the learning rate over the epochs; epochs may be fractions.
+
+    `factors` multiply it, by layer or pattern of layers: ``{"encoder/*" = 0.1}``; where several fit, the last one
+    counts.
+    """
 
     kind: Literal["constant", "step", "cosine"] = "constant"
     learning_rate: Positive
@@ -292,6 +296,7 @@ class ScheduleConfig(Table):
     milestones: Annotated[list[Annotated[Epochs, Field(gt=0)]], Field(max_length=100)] = Field(default_factory=list)
     factor: Positive = 0.1
     final: NotNegative = 0.0
+    factors: dict[Text, NotNegative] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _milestones(self) -> ScheduleConfig:
@@ -312,6 +317,13 @@ class TrainingConfig(Table):
     the best one before, by the score `output.best`; 0: it goes on to the last epoch. `freeze`: names of layers,
     or patterns of them (``"block1/*"``), that keep their parameters.
 
+    `accumulate`: every batch is computed in so many parts, one after the other, whose gradients are added up: the step
+    of the whole batch with the memory of a part. What is computed of several samples together is of a part then: the
+    statistics of batch norm, Dice of a batch, losses divided by weights (the run says which there are).
+
+    `average`, say 0.999: moving averages of all parameters are kept, of which the old ones keep that weight in a step;
+    validations, `halograd evaluate`, `apply` and `export` take them in place of the parameters.
+
     `init` is a file of weights (safetensors) that parameters and running statistics begin with, but those of the layers
     `init_fresh`. A run that is resumed does not read it.
     """
@@ -322,9 +334,22 @@ class TrainingConfig(Table):
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     clip_norm: Positive | None = None
     patience: Whole = 0
+    accumulate: Count = 1
+    average: Below1 = 0.0
     freeze: list[Text] = Field(default_factory=list)
     init: FilePath | None = None
     init_fresh: list[Text] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _whole_parts(self) -> TrainingConfig:
+        if self.batch % self.accumulate:
+            raise ValueError(f"accumulate: expected a divisor of batch, {self.batch}, got {self.accumulate}")
+        return self
+
+    @property
+    def at_once(self) -> int:
+        """Samples that are computed at once: the batch, or a part of it."""
+        return self.batch // self.accumulate
 
     @model_validator(mode="after")
     def _fresh_of_some(self) -> TrainingConfig:
