@@ -173,6 +173,10 @@ class Loss(Layer):
         """How a prediction and a target of these sample shapes are judged."""
         return (Judgement(),)
 
+    @property
+    def of_batch(self) -> str:
+        return "its sum of weights" if self.normalization == "weights" else ""
+
     def divides(self, weighted: bool) -> bool:
         """Whether the sum is divided by the sum of weights, where there are some for the positions or not."""
         return weighted and self.normalization == "weights"

@@ -146,6 +146,62 @@ class Network:
         return tuple(name for name, node in self.inputs.items() if node not in behind)
 
     @property
+    def counted(self) -> dict[str, int]:
+        """Inputs whose classes a loss wants counted over the training samples, with their number of classes."""
+        found: dict[str, int] = {}
+        for i, classes in self._counted():
+            name = self._labels(self.outputs["loss"].inputs[i])
+            found[name] = max(found.get(name, 0), classes)
+        return found
+
+    def _counted(self) -> list[tuple[int, int]]:
+        """Inputs of the loss by number, with their number of classes."""
+        loss = self.outputs.get("loss")
+        if loss is None:
+            return []
+        found = [(i, loss.layer.counted_classes(i, *self._shapes(loss))) for i in range(len(loss.inputs))]
+        return [(i, classes) for i, classes in found if classes]
+
+    def _labels(self, target: Node) -> str:
+        """The input that a target is made of."""
+        made_of = [self.names[n] for n in _sorted([target]) if isinstance(n, Input)]
+        if len(made_of) != 1:
+            raise ValueError(
+                f"network {self.name!r}: expected classes that are counted in one Input, got a target made of "
+                f"{', '.join(made_of)}; give its class_weights as numbers"
+            )
+        return made_of[0]
+
+    def balance(self, counts: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Have the loss know how often classes occur: what `class_weights="balanced"` needs. Local.
+
+        Before an executor is made of the network.
+
+        Parameters
+        ----------
+        counts
+            Of classes 0, 1, ..., by the name of the input (:attr:`counted`); None: all alike, to measure times.
+
+        Raises
+        ------
+        ValueError
+            A class that does not occur; counts of other inputs, or of fewer classes.
+        """
+        wanted, found = self.counted, {}
+        given = {name: [1] * n for name, n in wanted.items()} if counts is None else dict(counts)
+        for name, classes in wanted.items():
+            if name not in given or len(given[name]) < classes:
+                raise ValueError(
+                    f"network {self.name!r}: expected counts of {classes} classes of input {name!r}, got "
+                    f"{len(given.get(name, ()))}"
+                )
+        for i, classes in self._counted():
+            name = self._labels(self.outputs["loss"].inputs[i])
+            found[i] = list(given[name])[:classes]
+        if found:
+            self.outputs["loss"].layer = self.outputs["loss"].layer.with_counts(found)
+
+    @property
     def layers(self) -> dict[str, Node]:
         """All nodes but the inputs, by name, in order of computation."""
         return {self.names[n]: n for n in self.nodes if not isinstance(n, Input)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ from .costs import Judgement
 from .layer import Shape
 from .loss import Loss, LossBlock, LossOfKernel, LossPlace, check_normalization
 
-__all__ = ["SoftmaxCrossEntropy"]
+__all__ = ["SoftmaxCrossEntropy", "balanced"]
+
+BALANCED = "balanced"
 
 
 class SoftmaxCrossEntropy(Loss):
@@ -24,7 +26,9 @@ class SoftmaxCrossEntropy(Loss):
     Parameters
     ----------
     class_weights
-        Weight per class; by default 1.
+        Weight per class; by default 1. ``"balanced"``: ``n / (K * n[c])`` for the `n` positions of the training samples
+        that have a class, of which ``n[c]`` have class c (as scikit-learn); a run counts them before it begins
+        (:meth:`Network.balance`).
     normalization
         ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does; the default where there are class
         weights or an `ignore_index`. ``"count"``: the mean over all positions of the samples that count, whatever their
@@ -52,7 +56,7 @@ class SoftmaxCrossEntropy(Loss):
 
     def __init__(
         self,
-        class_weights: Sequence[float] | None = None,
+        class_weights: Sequence[float] | str | None = None,
         normalization: str | None = None,
         label_smoothing: float = 0.0,
         ignore_index: int | None = None,
@@ -63,22 +67,17 @@ class SoftmaxCrossEntropy(Loss):
             normalization = "count" if class_weights is None and ignore_index is None else "weights"
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected a number in [0, 1), got {label_smoothing!r}")
-        self.class_weights = None if class_weights is None else np.asarray(class_weights, np.float64)
-        if self.class_weights is not None and (self.class_weights.ndim != 1 or np.any(self.class_weights < 0)):
-            raise ValueError(f"class_weights: expected one number >= 0 per class, got {class_weights!r}")
+        self.class_weights = _class_weights(class_weights)
+        self._counts: tuple[int, ...] = ()
         self.normalization = check_normalization(normalization)
         self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
-
-    @property
-    def of_batch(self) -> str:
-        return "its sum of weights" if self.normalization == "weights" else ""
 
     def check(self, *shapes: Shape) -> None:
         prediction, target = shapes
         if target != (*prediction[:-1], 1):
             raise ValueError(f"{self.kind}: expected a target of shape {(*prediction[:-1], 1)}, got {target}")
         weights = self.class_weights
-        if weights is not None and len(weights) != prediction[-1]:
+        if isinstance(weights, np.ndarray) and len(weights) != prediction[-1]:
             raise ValueError(f"class_weights: expected {prediction[-1]} numbers, one per class, got {len(weights)}")
 
     def reads_classes(self, i: int, *shapes: Shape) -> bool:
@@ -92,6 +91,20 @@ class SoftmaxCrossEntropy(Loss):
     def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
         return (Judgement(prediction[-1], ignored=self.ignore_index),)
 
+    def counted_classes(self, i: int, *shapes: Shape) -> int:
+        return shapes[0][-1] if i == 1 and isinstance(self.class_weights, str) else 0
+
+    def with_counts(self, counts: Mapping[int, Sequence[int]]) -> SoftmaxCrossEntropy:
+        if 1 not in counts or not isinstance(self.class_weights, str):
+            return self
+        missing = [c for c, n in enumerate(counts[1]) if n == 0]
+        if missing:
+            raise ValueError(
+                f'class_weights: expected all of {len(counts[1])} classes in the training samples for "balanced", got '
+                f"none of class {', '.join(map(str, missing))}; give the weights as numbers, or leave these classes out"
+            )
+        return self.changed(_counts=tuple(int(n) for n in counts[1]))
+
     def divides(self, weighted: bool) -> bool:
         return self.normalization == "weights"
 
@@ -103,8 +116,40 @@ class SoftmaxCrossEntropy(Loss):
 
     def targets(self, classes: int) -> ClassTargets:
         """How the target is read."""
-        weights = None if self.class_weights is None else tuple(self.class_weights.tolist())
+        weights = self._weights()
+        if weights is not None and len(weights) != classes:
+            raise ValueError(
+                f'class_weights: expected the counts of {classes} classes for "balanced", got {len(weights)}; train by '
+                "the command line or halograd.fit, which count them, or give them to Network.balance()"
+            )
         return ClassTargets(classes, weights, self.ignore_index)
+
+    def _weights(self) -> tuple[float, ...] | None:
+        if isinstance(self.class_weights, np.ndarray):
+            return tuple(self.class_weights.tolist())
+        return None if self.class_weights is None else balanced(self._counts)
+
+
+def _class_weights(given: Sequence[float] | str | None) -> Any:
+    """None, an array, or ``"balanced"``."""
+    if given is None or given == BALANCED:
+        return given
+    try:
+        found = np.asarray(given, np.float64)
+    except ValueError:
+        found = np.zeros(())
+    if found.ndim != 1 or not np.all(found >= 0):
+        raise ValueError(f'class_weights: expected one number >= 0 per class or "{BALANCED}", got {given!r}')
+    return found
+
+
+def balanced(counts: Sequence[int]) -> tuple[float, ...]:
+    """Weights of classes that occur so often: ``n / (K * n[c])``, whose mean over all `n` is 1.
+
+    >>> balanced((6, 2))
+    (0.6666666666666666, 2.0)
+    """
+    return tuple(sum(counts) / (len(counts) * n) for n in counts)
 
 
 class _WeightedLoss(LossOfKernel):

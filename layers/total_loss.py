@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -97,6 +97,22 @@ class TotalLoss(Loss):
 
     def weighs(self, i: int) -> bool:
         return all(layer.weighs(k) for k, layer in self._readers(i))
+
+    def counted_classes(self, i: int, *shapes: Shape) -> int:
+        found = [
+            term.layer.counted_classes(k, *self._of(term, shapes))
+            for term in self.terms
+            for k, own in enumerate(term.inputs)
+            if own == i
+        ]
+        return max(found, default=0)
+
+    def with_counts(self, counts: Mapping[int, Sequence[int]]) -> TotalLoss:
+        terms = []
+        for term in self.terms:
+            own = {k: counts[i] for k, i in enumerate(term.inputs) if i in counts}
+            terms.append(replace(term, layer=term.layer.with_counts(own)))
+        return self.changed(terms=tuple(terms))
 
     def reads_classes(self, i: int, *shapes: Shape) -> bool:
         terms = [(term, term.inputs.index(i)) for term in self.terms if i in term.inputs]

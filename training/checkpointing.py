@@ -133,6 +133,7 @@ class Checkpoints:
             session.samples.drawn,
             session.source,
             self._best.state_dict(),
+            session.samples.class_counts,
         )
         snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
         if snapshot is None:

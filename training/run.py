@@ -17,7 +17,7 @@ from ..comm import CommError, Communicator, boot
 from ..data import find_files
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
-from .account import begin_entry, headline, report_plan, report_times
+from .account import balance_lines, begin_entry, headline, report_plan, report_times
 from .applying import check_outputs, outputs_of, write_outputs
 from .callbacks import Callback
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
@@ -104,10 +104,11 @@ def train(
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
         interruption = stack.enter_context(Interruption(ranks, directory / "log.jsonl", folder, watchdog))
         found, progress = _start_from(ranks, folder, resume, stack)
-        normalization = None if progress is None else progress.normalization
+        start = TrainingProgress() if progress is None else progress
+        known: dict[str, Any] = {"normalization": start.normalization, "class_counts": start.class_counts}
         plan = _plan(config, ranks, planner, training=True)
         strategy = None if plan is None else plan.strategy
-        session = Session.open(config, ranks, stack, normalization=normalization, strategy=strategy)
+        session = Session.open(config, ranks, stack, strategy=strategy, **known)
         with ranks.agreement(), _writing(directory):
             if ranks.rank == 0:
                 rewind_log(directory / "log.jsonl", progress.step if progress else 0)
@@ -119,6 +120,8 @@ def train(
         with ranks.agreement():
             run = TrainingRun(session, folder, log, plan is not None, signals, ranked, callbacks)
         log.say(headline(session))
+        for text in balance_lines(session):
+            log.say(text)
         if found is None and config.training.init is not None:
             begin_with(session)
             log.say(f"parameters begin with those of {config.training.init}")
@@ -170,7 +173,9 @@ def evaluate(
         reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now: a run that goes on may remove it
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
-        session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
+        session = Session.open(
+            config, ranks, stack, False, progress.normalization, strategy, class_counts=progress.class_counts
+        )
         if samples != "all" and drawn_alike:
             session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
         reader.restore(session.executor.store, averaged=config.training.average > 0)
@@ -227,7 +232,8 @@ def apply(
         reader = stack.enter_context(CheckpointReader(checkpoint, ranks))
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
-        session = Session.open(config, ranks, stack, False, progress.normalization, strategy, labelled=False)
+        known: dict[str, Any] = {"normalization": progress.normalization, "class_counts": progress.class_counts}
+        session = Session.open(config, ranks, stack, False, strategy=strategy, labelled=False, **known)
         reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
         reader.close()
         with ranks.agreement():

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from dataclasses import field as attribute
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..data import (
     find_files,
     split,
 )
+from ..data.classes import count_classes
 from ..data.files import check_alike
 from ..data.invalid import find_invalid
 from ..data.look import LOOKS, look_at_data
@@ -64,6 +66,8 @@ class Samples:
         Samples with NaN, infinity or targets out of range, where they are looked for: what the first of them is.
     augmentation
         How they are varied in training; None: they are not, or there are no targets.
+    class_counts
+        By target, of those whose classes a loss wants counted: how often each occurs in the training samples.
     target_scale
         What the loss of a regression is, in order of magnitude, if zero is predicted.
     """
@@ -76,6 +80,7 @@ class Samples:
     invalid: dict[int, str]
     augmentation: Augmentation | None = None
     target_scale: float = 0.0
+    class_counts: dict[str, list[int]] = attribute(default_factory=dict)
 
     @classmethod
     def open(
@@ -86,10 +91,14 @@ class Samples:
         stack: ExitStack,
         *,
         normalization: dict[str, Any] | None = None,
+        class_counts: dict[str, list[int]] | None = None,
         trainable: bool = True,
         labelled: bool = True,
     ) -> Samples:
-        """Open the data set. Collective over `comm`, within an agreement; arguments as of `Session.open`."""
+        """Open the data set. Collective over `comm`, within an agreement; arguments as of `Session.open`.
+
+        The loss of `network` knows the counts of classes afterwards.
+        """
         data = config.data
         dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
         with comm.agreement():
@@ -118,7 +127,8 @@ class Samples:
         if labelled:
             looks, weights = _looks(dataset, network), _weights(network)
             scale = agreed_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
-        return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale)
+        counts = _balance(network, dataset, training, reductions, class_counts, comm)
+        return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale, counts)
 
     @property
     def everything(self) -> np.ndarray:
@@ -326,6 +336,34 @@ def _looks(dataset: Dataset, network: Network) -> int:
     ranges = _ranges(network)
     names = [name for name, field in dataset.fields.items() if field.is_target]
     return 1 if all(name in ranges and ranges[name].bounded for name in names) else LOOKS
+
+
+def _balance(
+    network: Network,
+    dataset: Dataset,
+    training: np.ndarray,
+    reductions: Mapping[str, TargetReduction],
+    known: Mapping[str, list[int]] | None,
+    comm: Communicator,
+) -> dict[str, list[int]]:
+    """Have the loss know how often classes occur: as `known`, else as counted; the counts by name. Collective."""
+    wanted, found = network.counted, dict(known or {})
+    for name in wanted:
+        if name in found:
+            continue
+        counts, fault = np.zeros(wanted[name], np.int64), None
+        try:
+            counts += count_classes(dataset, name, wanted[name], training[comm.rank :: comm.size], reductions.get(name))
+        except DataError as error:
+            fault = error
+        comm.agree(fault)
+        comm.reduction(counts, kind="data").run()
+        found[name] = counts.tolist()
+    try:
+        network.balance(found)
+    except ValueError as error:
+        raise UserError(f"data.targets: {error}") from error
+    return {name: found[name] for name in wanted}
 
 
 def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
