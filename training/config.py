@@ -7,6 +7,7 @@ wrong is said in one line: the key's path, what was expected, what came.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -129,6 +130,10 @@ class DataConfig(Table):
     of the default ones; `prefetch` is the number of batches read ahead. `allow_external`: numbers may lie in files
     outside the folder of the file, to which its virtual datasets, external links and external datasets refer.
 
+    `labels`: whole numbers of a target that stand for others, ``{ 255 = -1, 7 = 1 }``, or by target:
+    ``[data.labels.mask]``. Numbers that are not listed stay what they are. It comes before `rule`, and before targets
+    are checked.
+
     `file`: ``"data.py:open"`` or ``"package.module:open"``, a function that gives a data set of another format
     (:class:`halograd.data.Dataset`) for `path` and `options`; then `inputs`, `targets`, `layout` and `open_files` are
     not read.
@@ -155,6 +160,19 @@ class DataConfig(Table):
     open_files: Annotated[Count, Field(le=65536)] = 64
     invalid: Literal["refuse", "skip", "fill"] = "refuse"
     augment: AugmentConfig | None = None
+    labels: dict[str, int | dict[str, int]] = Field(default_factory=dict)
+
+    @field_validator("labels")
+    @classmethod
+    def _whole_numbers(cls, labels: dict[str, int | dict[str, int]]) -> dict[str, int | dict[str, int]]:
+        tables = [given for given in labels.values() if isinstance(given, dict)]
+        if tables and len(tables) < len(labels):
+            raise ValueError("expected numbers for numbers, or a table of them per target, got both; use tables")
+        for table in (*tables, *([] if tables else [labels])):
+            wrong = [key for key in table if not re.fullmatch("-?[0-9]{1,9}", key)]
+            if wrong:
+                raise ValueError(f"expected whole numbers of the file as keys, got {shown(wrong[0])}")
+        return labels
 
     @property
     def where(self) -> str:

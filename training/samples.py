@@ -38,7 +38,7 @@ from ..data.structure import Field, Structure
 from ..data.targets import TargetRange
 from ..layers import Input, Network
 from ..models.own import call_own
-from .build import check_batch, datasets_of
+from .build import check_batch, datasets_of, label_maps
 from .config import Config, DataConfig
 from .root import agreed_root
 
@@ -102,6 +102,8 @@ class Samples:
         data = config.data
         dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
         with comm.agreement():
+            if data.labels and labelled:
+                _translate(dataset, data, network)
             augmentation = _augmentation(config, dataset, network) if labelled else None
             fields = dataset.fields if augmentation is None else augmentation.fields
             reductions = _fit_together(data, fields, network)
@@ -242,6 +244,16 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
     found.fields = {name: replace(f, is_target=f.is_target or name in network.targets) for name, f in kept.items()}
     found.ranges = _ranges(network)
     return found
+
+
+def _translate(dataset: Any, data: DataConfig, network: Network) -> None:
+    """Have the data set replace numbers of labels. Local."""
+    if not hasattr(dataset, "labels"):
+        raise UserError(
+            f"data.labels: expected a data set that replaces labels (an attribute of that name, of "
+            f"halograd.data.LabelMap), got {type(dataset).__name__}; replace them in {data.file}"
+        )
+    dataset.labels = label_maps(data, network)
 
 
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
