@@ -32,7 +32,7 @@ def test_custom_layer_tutorial():
 @pytest.mark.mpi(min_size=1)
 def test_networks_of_ones_own_train():
     """Those of the page, on the ranks of this run; the loss goes down."""
-    first, part, _, second = blocks("networks.md")
+    first, part, _, second, weighted = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     exec(compile(part, "networks.md", "exec"), space)
@@ -40,6 +40,7 @@ def test_networks_of_ones_own_train():
     space["block"] = lambda x, width: space["convnext"](plain(x, width), width)
     network = build(resolution=16, width=4)
     exec(compile(second, "networks.md", "exec"), space)
+    exec(compile(weighted, "networks.md", "exec"), space)
     with Communicator(MPI.COMM_WORLD) as comm:
         for made in (network, space["network"]):
             strategy = Strategy({"height": comm.size})
@@ -64,7 +65,7 @@ def test_the_script_of_the_page_trains(tmp_path, monkeypatch, capsys):
             file["mask"] = rng.integers(0, 2, (20, 32, 32))
     comm.barrier()
     monkeypatch.chdir(folder)
-    first, _, script, _ = blocks("networks.md")
+    first, _, script, *_ = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     exec(compile(script, "networks.md", "exec"), space)

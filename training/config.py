@@ -168,10 +168,10 @@ class DataConfig(Table):
         tables = [given for given in labels.values() if isinstance(given, dict)]
         if tables and len(tables) < len(labels):
             raise ValueError("expected numbers for numbers, or a table of them per target, got both; use tables")
-        for table in (*tables, *([] if tables else [labels])):
-            wrong = [key for key in table if not re.fullmatch("-?[0-9]{1,9}", key)]
-            if wrong:
-                raise ValueError(f"expected whole numbers of the file as keys, got {shown(wrong[0])}")
+        keys = [key for table in tables for key in table] if tables else list(labels)
+        wrong = [key for key in keys if not re.fullmatch("-?[0-9]{1,9}", key)]
+        if wrong:
+            raise ValueError(f"expected whole numbers of the file as keys, got {shown(wrong[0])}")
         return labels
 
     @property
