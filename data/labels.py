@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +11,25 @@ from numpy.typing import NDArray
 
 from .errors import DataError
 
-__all__ = ["LabelMap"]
+__all__ = ["LabelMap", "check_numbers"]
 
 #: Whole numbers up to here are exact in float32, in which files are read.
 _EXACT = 2**24
+
+
+Table = dict[str, int | dict[str, int]]
+
+
+def check_numbers(labels: Table) -> Table:
+    """Numbers by number, or tables of them by target, as a configuration has them. Raises ValueError for others."""
+    tables = [given for given in labels.values() if isinstance(given, dict)]
+    if tables and len(tables) < len(labels):
+        raise ValueError("expected numbers for numbers, or a table of them per target, got both; use tables")
+    keys = [key for table in tables for key in table] if tables else list(labels)
+    wrong = [key for key in keys if not re.fullmatch("-?[0-9]{1,9}", key)]
+    if wrong:
+        raise ValueError(f"expected whole numbers of the file as keys, got {wrong[0]!r}")
+    return labels
 
 
 class LabelMap:

@@ -40,9 +40,10 @@ def test_networks_of_ones_own_train():
     space["block"] = lambda x, width: space["convnext"](plain(x, width), width)
     network = build(resolution=16, width=4)
     exec(compile(second, "networks.md", "exec"), space)
+    tasks = space["network"]
     exec(compile(weighted, "networks.md", "exec"), space)
     with Communicator(MPI.COMM_WORLD) as comm:
-        for made in (network, space["network"]):
+        for made in (network, tasks, space["network"]):
             strategy = Strategy({"height": comm.size})
             with Executor(made, comm, get_backend("numpy"), 1, strategy, "float64") as executor:
                 trainer = Trainer(executor, SGD(executor.store), Constant(0.1))

@@ -38,6 +38,7 @@ from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.costs import Judgement
 from ..program.values import Value
+from .probabilities import sigmoid, softmax
 from .session import Session
 
 __all__ = ["WHAT", "Output", "check_outputs", "outputs_of", "write_outputs"]
@@ -126,7 +127,7 @@ def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
     if what == "probabilities" and judgement.probabilities:
         return output
     if what == "probabilities":
-        return replace(output, of_block=_softmax if judgement.threshold is None else _sigmoid)
+        return replace(output, of_block=softmax if judgement.threshold is None else sigmoid)
     dtype = np.dtype(np.uint8 if judgement.classes <= 256 else np.uint16)
     if judgement.threshold is not None:
         threshold = judgement.threshold
@@ -142,20 +143,6 @@ def _as_it_is(block: np.ndarray) -> np.ndarray:
 
 def _largest(block: np.ndarray) -> np.ndarray:
     return np.argmax(block, axis=-1)[..., None]
-
-
-def _sigmoid(block: np.ndarray) -> np.ndarray:
-    found = np.tanh(0.5 * block)  # saturates where an exponential would overflow
-    found += 1
-    found *= 0.5
-    return found
-
-
-def _softmax(block: np.ndarray) -> np.ndarray:
-    found = block - block.max(axis=-1, keepdims=True)
-    np.exp(found, out=found)
-    found /= found.sum(axis=-1, keepdims=True)
-    return found
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ wrong is said in one line: the key's path, what was expected, what came.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +30,7 @@ from halograd.schema import (
     build,
 )
 
+from ..data.labels import check_numbers
 from ..layers.reduction_scheme import Name, Payload, Scheme
 from ..layers.strategy import CutField
 from ..perfmodel.machine_file import parse_quantity
@@ -160,19 +160,7 @@ class DataConfig(Table):
     open_files: Annotated[Count, Field(le=65536)] = 64
     invalid: Literal["refuse", "skip", "fill"] = "refuse"
     augment: AugmentConfig | None = None
-    labels: dict[str, int | dict[str, int]] = Field(default_factory=dict)
-
-    @field_validator("labels")
-    @classmethod
-    def _whole_numbers(cls, labels: dict[str, int | dict[str, int]]) -> dict[str, int | dict[str, int]]:
-        tables = [given for given in labels.values() if isinstance(given, dict)]
-        if tables and len(tables) < len(labels):
-            raise ValueError("expected numbers for numbers, or a table of them per target, got both; use tables")
-        keys = [key for table in tables for key in table] if tables else list(labels)
-        wrong = [key for key in keys if not re.fullmatch("-?[0-9]{1,9}", key)]
-        if wrong:
-            raise ValueError(f"expected whole numbers of the file as keys, got {shown(wrong[0])}")
-        return labels
+    labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
 
     @property
     def where(self) -> str:

@@ -15,7 +15,10 @@ from ..layers.broadcast import operand_blocks
 from ..layers.costs import Judgement
 from ..program.values import Value
 from ..program.views import View
+from .calibration import Calibration
+from .details import by_class
 from .executor import Executor
+from .probabilities import sigmoid, softmax
 
 __all__ = ["Confusion", "Errors", "Evaluation", "JudgedPair", "judged", "scores"]
 
@@ -33,32 +36,52 @@ class Confusion:
         largest prediction; targets are class indices ``(..., 1)`` or one channel per class.
     ignored
         Class index of positions that do not count.
+    probabilities
+        Whether predictions are probabilities already, not logits: for their calibration.
 
     Attributes
     ----------
     counts
         ``(classes, classes)`` int64: rows are the true classes, columns the predicted ones.
+    calibration
+        Where it is set, probabilities are counted too.
     """
 
-    def __init__(self, classes: int, threshold: float | None = None, ignored: int | None = None) -> None:
+    calibration: Calibration | None = None
+
+    def __init__(
+        self,
+        classes: int,
+        threshold: float | None = None,
+        ignored: int | None = None,
+        probabilities: bool = False,
+    ) -> None:
         if classes < 2:
             raise ValueError(f"classes: expected at least 2, got {classes}")
         self.classes, self.threshold, self.ignored = classes, threshold, ignored
+        self.probabilities = probabilities
         self.counts = np.zeros((classes, classes), np.int64)
 
     def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
         """Count a block ``(N, ..., C)``, but for what has the weight 0 (:func:`counted`). Local."""
         with np.errstate(invalid="ignore"):  # what does not count may be NaN
             guess, truth = self._classes(prediction, target)
+        some = np.ones(truth.shape, np.bool_) if self.ignored is None else truth != self.ignored
         if weights is not None:
-            some = counted(weights, prediction.shape)
-            some = some if truth.ndim == prediction.ndim else some[..., 0]
-            guess, truth = guess[some], truth[some]
-        if self.ignored is not None:
-            counts = truth != self.ignored
-            guess, truth = guess[counts], truth[counts]
+            own = counted(weights, prediction.shape)
+            some &= own if truth.ndim == prediction.ndim else own[..., 0]
+        guess, truth = guess[some], truth[some]
         index = truth * self.classes + guess
-        self.counts += np.bincount(index.reshape(-1), minlength=self.classes**2).reshape(self.counts.shape)
+        self.counts += np.bincount(index, minlength=self.classes**2).reshape(self.counts.shape)
+        if self.calibration is not None:
+            self.calibration.add(self._probability(prediction, some), truth == (guess if self.threshold is None else 1))
+
+    def _probability(self, prediction: Any, some: np.ndarray) -> np.ndarray:
+        """Of "yes", or of the class that was chosen; where `some` is true."""
+        if self.threshold is not None:
+            return prediction[some] if self.probabilities else sigmoid(prediction[some])
+        chosen = prediction[some]
+        return (chosen if self.probabilities else softmax(chosen)).max(axis=-1, initial=0.0)
 
     def _classes(self, prediction: Any, target: Any) -> tuple[np.ndarray, np.ndarray]:
         if self.threshold is not None:
@@ -71,6 +94,11 @@ class Confusion:
     def scores(self) -> dict[str, float | None]:
         """What follows from the counts."""
         return scores(self.counts)
+
+    def details(self) -> dict[str, Any]:
+        """The counts, and scores by class; calibration, if it was counted."""
+        found = {"kind": "classes", "confusion": self.counts.tolist(), "by_class": by_class(self.counts)}
+        return found if self.calibration is None else {**found, "calibration": self.calibration.result()}
 
 
 def scores(counts: np.ndarray) -> dict[str, float | None]:
@@ -134,7 +162,11 @@ class Errors:
     def scores(self) -> dict[str, float | None]:
         """Mean absolute error and root of the mean square."""
         n, absolute, squares = self.counts
-        return {"mae": absolute / n if n else None, "rmse": float(np.sqrt(squares / n)) if n else None}
+        return {"mae": float(absolute / n) if n else None, "rmse": float(np.sqrt(squares / n)) if n else None}
+
+    def details(self) -> dict[str, Any]:
+        """How many numbers were compared."""
+        return {"kind": "numbers", "count": int(self.counts[0])}
 
 
 class Evaluation:
@@ -149,12 +181,25 @@ class Evaluation:
     Prediction and target are what the loss layer reads. Samples beyond ``executor.mode.valid`` do not count, nor does
     what has the weight 0; what has another one counts once, so that counts are whole numbers. Communication: the loss
     per batch, the counts once.
+
+    Parameters
+    ----------
+    executor
+        Of a network with a loss.
+    calibrated
+        Whether probabilities of classes are counted too, which takes an exponential per class and position.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, calibrated: bool = False) -> None:
         self._executor = executor
         self._judged = judged(executor)
-        self._reductions = [executor.comm.reduction(one.counter.counts, kind="metrics") for one in self._judged]
+        self._counts: list[np.ndarray] = []
+        for one in self._judged:
+            self._counts.append(one.counter.counts)
+            if calibrated and isinstance(one.counter, Confusion):
+                one.counter.calibration = Calibration()
+                self._counts.append(one.counter.calibration.counts)
+        self._reductions = [executor.comm.reduction(counts, kind="metrics") for counts in self._counts]
         self._loss, self._samples = 0.0, 0
 
     @property
@@ -170,8 +215,8 @@ class Evaluation:
 
     def begin(self) -> None:
         """Forget what was counted."""
-        for one in self._judged:
-            one.counter.counts[...] = 0
+        for counts in self._counts:
+            counts[...] = 0
         self._loss, self._samples = 0.0, 0
 
     def add(self) -> float:
@@ -196,11 +241,19 @@ class Evaluation:
         Those of a second prediction, and of others, are named after it: ``"mask iou"``.
         """
         found: dict[str, float | None] = {"loss": self._loss / self._samples if self._samples else None}
-        for number, (one, reduction) in enumerate(zip(self._judged, self._reductions)):
+        for reduction in self._reductions:
             reduction.run()
+        for number, one in enumerate(self._judged):
             scores = one.counter.scores()
             found |= {f"{one.name} {key}": score for key, score in scores.items()} if number else scores
         return found
+
+    def details(self) -> list[dict[str, Any]]:
+        """What was found of every prediction, behind :meth:`finish`: plain data, the same on all ranks. Local."""
+        return [
+            {"name": one.name, "target": one.nodes[1], **one.counter.details(), "scores": one.counter.scores()}
+            for one in self._judged
+        ]
 
     def close(self) -> None:
         """Free the reductions. Collective."""
@@ -262,4 +315,4 @@ def judged(executor: Executor) -> list[JudgedPair]:
 def _counter(judgement: Judgement) -> Confusion | Errors:
     if judgement.classes is None:
         return Errors()
-    return Confusion(judgement.classes, judgement.threshold, judgement.ignored)
+    return Confusion(judgement.classes, judgement.threshold, judgement.ignored, judgement.probabilities)

@@ -22,6 +22,7 @@ from .applying import check_outputs, outputs_of, write_outputs
 from .callbacks import Callback
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .config import Config, check_config, load_config
+from .details import check_details, write_details
 from .directory import RunLock, make_folder
 from .epochs import TrainingRun, describe, evaluate_batches
 from .folder import CheckpointFolder
@@ -147,6 +148,7 @@ def evaluate(
     predictions: str | Path | None = None,
     comm: Any = None,
     planner: Planner | None = None,
+    details: str | Path | None = None,
 ) -> dict[str, Any]:
     """Loss and metrics of a trained network. Collective over all ranks of the job.
 
@@ -162,6 +164,8 @@ def evaluate(
         HDF5 file to write predictions, targets and sample numbers to, by rank 0.
     comm, planner
         As for :func:`train`.
+    details
+        JSON file to write what was found class by class to, by rank 0: confusion, scores, calibration.
     """
     if samples not in SAMPLES:
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
@@ -169,6 +173,8 @@ def evaluate(
     config, checkpoint, progress, drawn_alike = on_root(world, lambda: find_trained(Path(target), overrides))
     if predictions is not None:
         on_root(world, lambda: check_predictions(Path(predictions)))
+    if details is not None:
+        on_root(world, lambda: check_details(Path(details)))
     with _communicator(config, world) as ranks, ExitStack() as stack:
         reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now: a run that goes on may remove it
         plan = _plan(config, ranks, planner, training=False)
@@ -182,10 +188,14 @@ def evaluate(
         reader.close()
         chosen = _chosen(session, samples)
         batches = session.in_order(chosen)
-        result = evaluate_batches(session, Evaluation(session.executor), batches)
+        evaluation = Evaluation(session.executor, calibrated=details is not None)
+        result = evaluate_batches(session, evaluation, batches)
         assert result is not None, "nobody interrupts it"
         if predictions is not None:
             write_predictions(session, batches, Path(predictions))
+        if details is not None:
+            about = {"samples": samples, "count": len(chosen), "step": progress.step, "loss": result["loss"]}
+            on_root(ranks.mpi, lambda: write_details(Path(details), about, evaluation.details()))
         if ranks.rank == 0:
             print(f"{samples}: {len(chosen)} samples, step {progress.step}: {describe(result)}")
     return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
