@@ -170,6 +170,11 @@ class Hdf5Dataset:
         check_values(self.path, field, limits, out[filled], indices, origin)
         return filled
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What the file says of itself."""
+        return self.structure.attributes
+
     def place(self, index: int) -> str:
         """Where a sample lies, for messages."""
         return f"{self.path}, sample {index}"

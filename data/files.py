@@ -183,6 +183,12 @@ class FileSet:
         for part in self.parts:
             part.labels = maps
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What all files say of themselves alike."""
+        first, *others = [part.attributes for part in self.parts]
+        return {name: v for name, v in first.items() if all(other.get(name) == v for other in others)}
+
     def place(self, index: int) -> str:
         """Where a sample lies, for messages."""
         file, local = self._place(index)

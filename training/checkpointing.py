@@ -134,6 +134,7 @@ class Checkpoints:
             session.source,
             self._best.state_dict(),
             session.samples.class_counts,
+            session.samples.described,
         )
         snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
         if snapshot is None:

@@ -247,7 +247,7 @@ def apply(
         reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
         reader.close()
         with ranks.agreement():
-            outputs = outputs_of(session, what)
+            outputs = outputs_of(session, what, progress.described)
         own = config.data.file is not None
         files = list(data) if own else on_root(ranks.mpi, lambda: [_state(path) for path in find_files(list(data))])
         job = {"checkpoint": str(checkpoint), "step": progress.step, "what": what, "files": files}

@@ -137,6 +137,12 @@ class Samples:
         """Numbers of all samples that can be used."""
         return np.union1d(self.training, self.validation)
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """What the data say of the numbers of the targets: units, names, ...; by target. Local."""
+        targets = {name: one.attributes for name, one in self.dataset.fields.items() if one.is_target}
+        return {name: said for name, said in targets.items() if said}
+
     @cached_property
     def drawn(self) -> str:
         """Which samples of which files are trained on: the same text for the same ones, wherever the files lie. Local.

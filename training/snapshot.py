@@ -43,6 +43,8 @@ class TrainingProgress:
         Which validation was the best, as :meth:`BestScore.state_dict` gives it; None where nothing was validated.
     class_counts
         By target, how often each class occurs, where a loss is balanced by that; None: they were never counted.
+    described
+        What the files say of the numbers of a target: its units, ..., by target.
     """
 
     step: int = 0
@@ -56,6 +58,7 @@ class TrainingProgress:
     source: str | None = None
     best: dict[str, Any] | None = None
     class_counts: dict[str, list[int]] | None = None
+    described: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
