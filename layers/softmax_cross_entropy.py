@@ -132,7 +132,7 @@ class SoftmaxCrossEntropy(Loss):
 
 def _class_weights(given: Sequence[float] | str | None) -> Any:
     """None, an array, or ``"balanced"``."""
-    if given is None or given == BALANCED:
+    if given is None or (isinstance(given, str) and given == BALANCED):
         return given
     try:
         found = np.asarray(given, np.float64)

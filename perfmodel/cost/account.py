@@ -115,7 +115,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
     found["parameter"] = found["parameter gradient"] = 0
     for step in program.steps:
         shapes, itemsize = [v.layout.shape[1:] for v in step.inputs], program.wide.itemsize
-        for key in step.layer.parameters(*shapes):
+        for key in () if step.owner else step.layer.parameters(*shapes):
             own = aligned(blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize)
             found["parameter"] += own
             found["parameter gradient"] += own

@@ -383,7 +383,7 @@ def _shares(network: Network, steps: Sequence[Step], step: _Played) -> Mapping[s
     weights = {
         one.name: sum(p.size for p in one.layer.parameters(*(v.layout.shape[1:] for v in one.inputs)).values())
         for one in steps
-        if one.name in network.layers
+        if one.name in network.layers and not one.owner
     }
     found = {r.layer: (r.total, wait) for r, wait in zip(step.replications, step.timeline.replicated)}
     for reduction, wait in zip(step.reductions, step.timeline.waits):

@@ -190,6 +190,10 @@ def test_layers_are_measured_without_counts():
     assert layer._counts == ()
 
 
+def test_weights_may_be_an_array():
+    assert hg.SoftmaxCrossEntropy(np.arange(3.0)).class_weights.tolist() == [0, 1, 2]
+
+
 def test_the_weights_have_the_mean_1():
     counts = (7, 20, 3)
     assert np.dot(counts, balanced(counts)) == pytest.approx(30)
