@@ -32,13 +32,14 @@ def test_custom_layer_tutorial():
 @pytest.mark.mpi(min_size=1)
 def test_networks_of_ones_own_train():
     """Those of the page, on the ranks of this run; the loss goes down."""
-    first, part, _, second, weighted = blocks("networks.md")
+    first, part, _, again, second, weighted = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     exec(compile(part, "networks.md", "exec"), space)
     build, plain = space["build"], space["block"]
     space["block"] = lambda x, width: space["convnext"](plain(x, width), width)
     network = build(resolution=16, width=4)
+    exec(compile(again, "networks.md", "exec"), space)
     exec(compile(second, "networks.md", "exec"), space)
     tasks = space["network"]
     exec(compile(weighted, "networks.md", "exec"), space)
