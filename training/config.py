@@ -30,6 +30,7 @@ from halograd.schema import (
     build,
 )
 
+from ..data.labels import check_numbers
 from ..layers.reduction_scheme import Name, Payload, Scheme
 from ..layers.strategy import CutField
 from ..perfmodel.machine_file import parse_quantity
@@ -129,6 +130,10 @@ class DataConfig(Table):
     of the default ones; `prefetch` is the number of batches read ahead. `allow_external`: numbers may lie in files
     outside the folder of the file, to which its virtual datasets, external links and external datasets refer.
 
+    `labels`: whole numbers of a target that stand for others, ``{ 255 = -1, 7 = 1 }``, or by target:
+    ``[data.labels.mask]``. Numbers that are not listed stay what they are. It comes before `rule`, and before targets
+    are checked.
+
     `file`: ``"data.py:open"`` or ``"package.module:open"``, a function that gives a data set of another format
     (:class:`halograd.data.Dataset`) for `path` and `options`; then `inputs`, `targets`, `layout` and `open_files` are
     not read.
@@ -155,6 +160,7 @@ class DataConfig(Table):
     open_files: Annotated[Count, Field(le=65536)] = 64
     invalid: Literal["refuse", "skip", "fill"] = "refuse"
     augment: AugmentConfig | None = None
+    labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
 
     @property
     def where(self) -> str:
