@@ -268,7 +268,7 @@ class JudgedPair:
     Attributes
     ----------
     name
-        That of the output, or of the layer that makes it.
+        That of the output, or of the layer that makes it; with the target's behind it where another pair has it.
     nodes
         Names of both in the network.
     prediction, target
@@ -291,6 +291,10 @@ class JudgedPair:
         return found if self.weights is None else [*found, self.weights]
 
 
+#: What a file of predictions has of the first pair.
+_TAKEN = ("prediction", "target", "sample")
+
+
 def judged(executor: Executor) -> list[JudgedPair]:
     """Predictions and targets that the loss to be minimised reads, and how they are judged."""
     network, node = executor.network, executor.network.outputs.get("loss")
@@ -298,7 +302,7 @@ def judged(executor: Executor) -> list[JudgedPair]:
     judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
     if step is not None and node is not None and judgements:
         outputs = {made: name for name, made in network.outputs.items()}
-        found = []
+        found = list[JudgedPair]()
         for one in judgements:
             made, target = node.inputs[one.prediction], node.inputs[one.target]
             nodes = network.names[made], network.names[target]
@@ -307,7 +311,10 @@ def judged(executor: Executor) -> list[JudgedPair]:
             if one.weights is not None:
                 given = step.inputs[one.weights]
                 weights = given.brought(operand_blocks(given.layout.shape, values[0].layout.boxes))
-            found.append(JudgedPair(outputs.get(made, nodes[0]), nodes, *values, _counter(one), weights))
+            name = outputs.get(made, nodes[0])
+            if found and (name in _TAKEN or any(name == other.name for other in found)):
+                name = f"{name} {nodes[1]}"
+            found.append(JudgedPair(name, nodes, *values, _counter(one), weights))
         return found
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
 
