@@ -180,8 +180,10 @@ class RuntimeTable(Table):
 
 
 class LinksTable(Table):
-    """``[links]``: a table for each level at which data travel: a copy on a device, two devices of a node, two nodes of a
-    switch (per adapter), two nodes anywhere."""
+    """``[links]``: a table for each level at which data travel.
+
+    A copy on a `device`; two devices of a `node`; two nodes of a `switch`, per adapter; two nodes anywhere (`across`).
+    """
 
     device: LinkTable
     node: LinkTable

@@ -41,9 +41,9 @@ def public(module: griffe.Module) -> dict[str, list[str]]:
     """Public names by the dotted package or module that offers them: of `module`, then of the packages below it."""
     found = {module.path: exported(module)} if exported(module) else {}
     for below in sorted(_modules(module), key=lambda m: m.path):
-        if below.is_package:
+        if below.is_init_module:
             found |= public(below)
-        elif module.is_package and not exported(module) and exported(below):
+        elif module.is_init_module and not exported(module) and exported(below):
             found[below.path] = exported(below)
     return found
 
@@ -128,5 +128,5 @@ def _files(module: griffe.Module) -> list[str]:
     rows = []
     for below in sorted(_modules(module), key=lambda m: m.path):
         path = below.path.removeprefix("halograd.").replace(".", "/")
-        rows.append(f"| `{path}{'/' if below.is_package else '.py'}` | {summary(below.path)} |")
+        rows.append(f"| `{path}{'/' if below.is_init_module else '.py'}` | {summary(below.path)} |")
     return ['??? abstract "Files"', "", *(f"    {row}" for row in ("| file | |", "|---|---|", *rows)), ""]
