@@ -209,8 +209,13 @@ def _kind(annotation: Any, metadata: Any = ()) -> str:
 
 def _bounds(checks: list[Any]) -> str:
     found = {name: getattr(check, name) for check in checks for name in BOUNDS if hasattr(check, name)}
-    shown = [BOUNDS[name].format(f"{bound:g}") for name, bound in found.items() if bound not in BEYOND]
+    shown = [BOUNDS[name].format(_number(bound)) for name, bound in found.items() if bound not in BEYOND]
     return " and ".join(shown)
+
+
+def _number(value: float) -> str:
+    """A bound as one reads it: 1,000,000 and not 1e+06."""
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
 def _default(field: FieldInfo) -> str:
