@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -42,6 +42,13 @@ class Batch:
     epoch: int
     position: int
     augmented: bool = False
+
+    def parts(self, count: int) -> Iterator[Batch]:
+        """So many equal parts of it, in order. Local."""
+        size = len(self.indices) // count
+        for first in range(0, size * count, size):
+            some, valid = self.indices[first : first + size], min(size, max(0, self.valid - first))
+            yield replace(self, indices=some, valid=valid)
 
 
 def split(

@@ -163,7 +163,7 @@ def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
     if comm.rank == 0 and _plan_path(config).exists():
         try:
             found = Plan.load(_plan_path(config))
-            found.check(network, comm.size, config.training.batch)
+            found.check(network, comm.size, config.training.at_once)
         except UserError:
             found = None
     return comm.bcast(found)
@@ -182,7 +182,7 @@ def _measuring(config: Config, comm: Communicator, network: Network, kernels: An
     if config.strategy.machine:
         return None
     training, autotune = config.training, config.backend.autotune
-    return Measuring(comm, kernels, network, training.batch, dtype=training.dtype, autotune=autotune)
+    return Measuring(comm, kernels, network, training.at_once, dtype=training.dtype, autotune=autotune)
 
 
 class _Planner:
@@ -192,7 +192,8 @@ class _Planner:
         self, config: Config, comm: Communicator, network: Network, kernels: Any, budget: float | None
     ) -> None:
         self.config, self.comm, self.network, self.kernels, self.budget = config, comm, network, kernels, budget
-        self.batch, self.training = config.training.batch, Training(config.training.dtype, _slots(config))
+        self.batch = config.training.at_once
+        self.training = Training(config.training.dtype, _slots(config), accumulates=config.training.accumulate > 1)
         self.measuring = _measuring(config, comm, network, kernels)
         self.machine_file, self.machine = self._machine()
         self._once: set[str] = set()  # measured in this run, and not again yet
@@ -314,7 +315,7 @@ class _Planner:
     def _opened(self, strategy: Strategy, comm: Communicator, kernels: Any) -> Iterator[Callable[[], object]]:
         """A function that trains for a step under a strategy, on noise and at rate 0."""
         with Executor(self.network, comm, kernels, self.batch, strategy, self.training.dtype) as executor:
-            trainer = Trainer(executor, make_optimizer(self.config.optimizer, executor.store), Constant(0.0))
+            trainer = Trainer(executor, make_optimizer(self.config, executor.store), Constant(0.0))
             draw = np.random.default_rng(comm.rank)
             for name, node in self.network.inputs.items():
                 array = executor.input(name).array
@@ -377,9 +378,10 @@ def _instead_of(plan: Plan, other: Plan) -> Plan:
 
 def _slots(config: Config) -> int:
     """Arrays of the parameters' size that the optimizer keeps."""
+    averages = int(config.training.average > 0)
     if isinstance(config.optimizer, AdamConfig):
-        return 2
-    return int(not isinstance(config.optimizer, SGDConfig) or config.optimizer.momentum > 0)
+        return 2 + averages
+    return averages + int(not isinstance(config.optimizer, SGDConfig) or config.optimizer.momentum > 0)
 
 
 def _without(config: Config) -> frozenset[str]:

@@ -49,7 +49,7 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     KINDS[kind](out)
     network = make_network(config)
     with CheckpointReader(checkpoint) as reader:
-        arrays = reader.arrays(network)
+        arrays = reader.arrays(network, averaged=config.training.average > 0)
         if kind == "onnx":
             inputs, _ = datasets_of(config.data, network)
             save(network, arrays, out, _statistics(progress.normalization, list(inputs)) if normalize else None)

@@ -14,6 +14,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..layers import GivenValues, Layer, Node
+from ..layers.settings import settings_of
 from .graph import Graph, OnnxConstant, OnnxNode, Shape
 
 __all__ = ["Activation", "Builder", "NeedsPositions"]
@@ -80,7 +81,8 @@ class Builder:
         self.values: dict[str, Activation] = {}
         self._names: set[str] = set(graph.inputs)
         #: By the names of weights, the node that has them.
-        self._owners: dict[tuple[str, ...], OnnxNode] = {}
+        #: By names of weights the first node that has them, its layer and the names of all its weights.
+        self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -131,24 +133,40 @@ class Builder:
     # -- making --------------------------------------------------------------------------------
 
     def add(self, op: OnnxNode, layer: Layer, *inputs: Node, weights: Sequence[OnnxConstant | None] = ()) -> Node:
-        """A node of the network. Its name is that of the torch module, where the file says it."""
-        self._refuse_shared(op, weights)
-        layer.name = self.name(op, weights)
+        """A node of the network. Its name is that of the torch module, where the file says it.
+
+        A module that is called again becomes another call of its layer.
+        """
+        layer = self._called_before(op, layer, inputs, weights) or layer
+        layer.name = layer.name or self.name(op, weights)
         try:
             return layer(*inputs)
         except ValueError as error:
             raise UserError(f"{self.title(op)}: {error}") from error
 
-    def _refuse_shared(self, op: OnnxNode, weights: Sequence[OnnxConstant | None]) -> None:
-        """Refuse a module that is used twice. Two norms may have one weight: an exporter joins those that are equal."""
+    def _called_before(
+        self, op: OnnxNode, layer: Layer, inputs: Sequence[Node], weights: Sequence[OnnxConstant | None]
+    ) -> Layer | None:
+        """The layer of a module that is used again; None of one that is new.
+
+        Two norms may have one weight: an exporter joins those that are equal. Refuses a node that shares some weights
+        but is another layer, and one with running statistics.
+        """
         names = tuple(one.name for one in weights if one is not None and one.name)
         matrices = tuple(one.name for one in weights if one is not None and one.name and len(one.shape) > 1)
-        owner = self._owners.setdefault(matrices or names, op) if names else op
-        module = re.sub(r"_\d+$", "", op.scope)  # n_1 is the second use of n
-        if owner is not op and (matrices or module == names[0].rpartition(".")[0]):
+        if not names:
+            return None
+        owner, before, its = self._owners.setdefault(matrices or names, (op, layer, names))
+        if owner is op or not (matrices or op.module == names[0].rpartition(".")[0]):
+            return None
+        shapes = [node.shape for node in inputs]
+        alike = (owner.kind, owner.attributes, its) == (op.kind, op.attributes, names)
+        alike = alike and settings_of(before, shapes[0]) == settings_of(layer, shapes[0])
+        if not alike or layer.state(*shapes):
             raise self.refused(
                 op, "weights of its own", f"those of node {owner.name!r} again", "use a second module in its place"
             )
+        return before
 
     def name(self, op: OnnxNode, weights: Sequence[OnnxConstant | None] = ()) -> str:
         """A name that no other layer has: of the weights, else of the module, else of the node."""

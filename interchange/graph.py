@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,6 +71,11 @@ class OnnxNode:
     outputs: tuple[str, ...]
     attributes: dict[str, Any] = field(default_factory=dict)
     scope: str = ""
+
+    @property
+    def module(self) -> str:
+        """Name of the torch module; ``n_1`` is the second use of ``n``."""
+        return re.sub(r"_\d+$", "", self.scope)
 
     def changed(self, **settings: Any) -> OnnxNode:
         """A copy with other settings."""

@@ -49,7 +49,7 @@ class Writer:
 
     def parameter(self, node: Node, key: str) -> np.ndarray | None:
         """A parameter or state of a layer, None if it has none of this name."""
-        return self.parameters.get(f"{self.name(node)}/{key}")
+        return self.parameters.get(f"{self.network.owners[self.name(node)]}/{key}")
 
     def inputs(self, node: Node) -> list[str]:
         """Names of what a layer reads."""

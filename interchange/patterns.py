@@ -210,10 +210,26 @@ def _relu(graph: Graph, op: OnnxNode) -> None:
     if op.kind not in _FUSES_RELU or (op.kind == "Add" and any(name in graph.constants for name in op.inputs)):
         return
     after = graph.only_reader(op.outputs[0])
-    if after is None or after.kind != "Relu":
+    if after is None or after.kind != "Relu" or not all(_ends_in_relu(graph, one) for one in _calls(graph, op)):
         return
     outputs = (after.outputs[0], *op.outputs[1:])
     graph.replace([op, after], op.changed(outputs=outputs, attributes={**op.attributes, "relu": 1}))
+
+
+def _calls(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
+    """Other nodes of the same module, with weights of the same names: they become calls of one layer."""
+
+    def weights(one: OnnxNode) -> set[str]:
+        return {graph.constants[name].name for name in one.inputs if name in graph.constants} - {""}
+
+    own = weights(op)
+    alike = (one for one in graph.operations if one is not op and (one.kind, one.module) == (op.kind, op.module))
+    return [one for one in alike if own & weights(one)]
+
+
+def _ends_in_relu(graph: Graph, op: OnnxNode) -> bool:
+    after = graph.only_reader(op.outputs[0])
+    return bool(op.attributes.get("relu")) or (after is not None and after.kind == "Relu")
 
 
 #: In this order: a factor behind a norm belongs to it, and is no layer of its own.

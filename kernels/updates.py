@@ -27,8 +27,8 @@ class UpdateArrays:
     state
         Arrays of the optimizer, of the dtype of `p` (modified).
     scalars
-        float64 ``(4,)``, read when the kernel runs: learning rate, factor on the gradients, and what Adam divides its
-        first moment, and the root of its second moment, by.
+        float64 ``(5,)``, read when the kernel runs: learning rate, factor on the gradients, what Adam divides its first
+        moment, and the root of its second moment, by, and the weight of new parameters in their average.
     decays
         ``(start, stop, decayed)`` of ranges that cover all elements: which have weight decay. For LARS the ranges of
         the parameters; outside of them nothing is updated.
@@ -65,6 +65,10 @@ class Updates(Base):
         """One step of LARS, with the norms of each parameter; what lies in no range of `decays` stays."""
         return self._lars(arrays, momentum, trust, weight_decay) if self._is_update(arrays) else idle()
 
+    def average(self, arrays: UpdateArrays) -> Kernel:
+        """``p += weight * (g - p)`` of moving averages `p` and parameters `g`; there is no state."""
+        return self._average(arrays) if self._is_update(arrays) else idle()
+
     @staticmethod
     def _is_update(a: UpdateArrays) -> bool:
         """Whether there is anything to update; refuses arrays that do not go together."""
@@ -78,9 +82,9 @@ class Updates(Base):
                 raise KernelError(
                     f"optimizer: expected arrays of {a.p.size} elements, got {array.size}; pass one bucket's"
                 )
-        if tuple(a.scalars.shape) != (4,) or np.dtype(a.scalars.dtype) != np.float64:
+        if tuple(a.scalars.shape) != (5,) or np.dtype(a.scalars.dtype) != np.float64:
             found = f"{np.dtype(a.scalars.dtype).name} {tuple(a.scalars.shape)}"
-            raise KernelError(f"optimizer: expected scalars float64 (4,), got {found}")
+            raise KernelError(f"optimizer: expected scalars float64 (5,), got {found}")
         return bool(a.p.size)
 
     # ------------------------------------------------------------------ norms and scales
@@ -125,6 +129,9 @@ class Updates(Base):
 
     @abstractmethod
     def _lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel: ...
+
+    @abstractmethod
+    def _average(self, arrays: UpdateArrays) -> Kernel: ...
 
     @abstractmethod
     def _sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel: ...

@@ -94,6 +94,10 @@ class BatchNorm(Layer):
         self.statistics, self.momentum, self.eps = statistics, momentum, eps
         self.affine, self.activation = affine, activated(self, activation)
 
+    @property
+    def of_batch(self) -> str:
+        return "its statistics"
+
     def output_shape(self, *shapes: Shape) -> Shape:
         if len(shapes) > 2 or len(set(shapes)) > 1:
             found = ", ".join(map(str, shapes))

@@ -59,6 +59,10 @@ class Dice(Loss):
             raise ValueError(f"smooth: expected a number > 0, got {smooth!r}")
         self.activation, self.reduction, self.smooth = activation, reduction, smooth
 
+    @property
+    def of_batch(self) -> str:
+        return "its sums over samples" if self.reduction == "batch" else ""
+
     def check(self, *shapes: Shape) -> None:
         prediction, target = shapes
         indices = (*prediction[:-1], 1)

@@ -135,7 +135,7 @@ class _DropoutKernel:
         self.mode, kernels = environment.mode, environment.kernels
         self.pairs = (x, y), (dy, dx)
         if self.mode.state is None:  # made by a caller that does not count steps
-            self.mode.state = kernels.device.array([self.mode.seed, self.mode.step], np.uint64)
+            self.mode.state = kernels.device.array([self.mode.seed, self.mode.step, 0], np.uint64)
         mask = DropoutMask(rate, zlib.crc32(environment.name.encode()), shape, box.start, self.mode.state)
         self.kernels = kernels.dropout(x, y, dy, dx, mask)
 

@@ -115,6 +115,11 @@ class Layer:
                 raise TypeError(f"{self.kind}: expected the outputs of other layers, got {type(node).__name__}")
 
     @property
+    def of_batch(self) -> str:
+        """What it computes of all samples of a batch together, so that a batch in parts is not the whole; else ""."""
+        return ""
+
+    @property
     def kind(self) -> str:
         """Name of the kind of layer, as printed."""
         return type(self).__name__

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,16 @@ class Network:
         computed, but have zero gradients, which are not summed, and keep their parameters.
     frozen
         Names of those layers.
+    owners
+        Layer -> the layer whose parameters it has: itself, or where one layer is called several times, the first call.
+        Later calls are named after it: ``head``, ``head#2``, ``head#3``.
 
     Raises
     ------
     ValueError
-        If two layers have one name, one layer is used twice (sharing of parameters is not supported), no layer reads
-        an input, there is a loss other than the output ``"loss"``, its target has parameters, initial values are given
-        that fit no parameter, or a pattern of frozen layers fits none.
+        If two layers have one name, calls of one layer do not go together (see `owners`), no layer reads an input,
+        there is a loss other than the output ``"loss"``, its target has parameters, initial values are given that fit
+        no parameter, or a pattern of frozen layers fits none.
     """
 
     def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network", frozen: Sequence[str] = ()) -> None:
@@ -52,25 +56,32 @@ class Network:
         last = [n for k, n in self.outputs.items() if k == "loss"]
         self.nodes: list[Node] = _sorted([n for k, n in self.outputs.items() if k != "loss"] + last)
         self.names: dict[Node, str] = self._name_nodes()
+        self.owners = self._find_owners()
         self._check_inputs()
         self._check_losses()
         self._check_given()
         loss = self.outputs.get("loss")
         trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else _sorted([loss])
-        self.frozen = self._matching(frozen)
-        self.trained = frozenset(self.names[n] for n in trained if not isinstance(n, Input)) - self.frozen
+        self.frozen = self._frozen(frozen)
+        behind = frozenset(self.names[n] for n in trained if not isinstance(n, Input))
+        self._check_shared(behind)
+        self.trained = frozenset(name for name in behind if self.owners[name] not in self.frozen)
 
-    def _matching(self, patterns: Sequence[str]) -> frozenset[str]:
-        """Layers with parameters whose names fit."""
-        having = [n for n, node in self.layers.items() if node.layer.parameters(*self._shapes(node))]
-        for pattern in patterns:
-            if not fnmatch.filter(having, pattern):
-                raise ValueError(
-                    f"network {self.name!r}: expected names or patterns of layers with parameters to be frozen "
-                    f"({', '.join(having[:_NAMED])}, ...), got {pattern!r}"
-                )
-        found = frozenset(name for pattern in patterns for name in fnmatch.filter(having, pattern))
-        if found and found == set(having):
+    def matching(self, pattern: str) -> list[str]:
+        """Layers with parameters whose names fit; refuses a pattern that fits none of them. Local."""
+        having = [name for name in self.layers if self.own_parameters(name)]
+        found = fnmatch.filter(having, pattern)
+        if not found:
+            raise ValueError(
+                f"network {self.name!r}: expected names or patterns of layers with parameters "
+                f"({', '.join(having[:_NAMED])}, ...), got {pattern!r}"
+            )
+        return found
+
+    def _frozen(self, patterns: Sequence[str]) -> frozenset[str]:
+        """Layers that are not trained."""
+        found = frozenset(name for pattern in patterns for name in self.matching(pattern))
+        if found and found == set(self.matching("*")):
             raise ValueError(f"network {self.name!r}: expected some layers to be trained, got all of them frozen")
         return found
 
@@ -127,7 +138,7 @@ class Network:
         behind = set(_sorted(read))
         return tuple(name for name, node in self.inputs.items() if node not in behind)
 
-    @property
+    @cached_property
     def layers(self) -> dict[str, Node]:
         """All nodes but the inputs, by name, in order of computation."""
         return {self.names[n]: n for n in self.nodes if not isinstance(n, Input)}
@@ -136,15 +147,14 @@ class Network:
         names: dict[Node, str] = {}
         seen: dict[str, int] = {}
         used: set[str] = set()
-        owners: dict[Layer, Node] = {}
+        calls: dict[Layer, list[Node]] = {}
         for node in self.nodes:
-            if owners.setdefault(node.layer, node) is not node:
-                raise ValueError(
-                    f"layer {node.layer.name or node.layer.kind!r} is used twice; make a second layer: "
-                    "shared parameters are not supported"
-                )
+            before = calls.setdefault(node.layer, [])
+            before.append(node)
             name = node.layer.name
-            if name is None:
+            if len(before) > 1:
+                name = f"{names[before[0]]}#{len(before)}"
+            elif name is None:
                 kind = node.layer.kind.lower()
                 seen[kind] = seen.get(kind, 0) + 1
                 name = f"{kind}{seen[kind]}"
@@ -153,6 +163,45 @@ class Network:
             used.add(name)
             names[node] = name
         return names
+
+    def _find_owners(self) -> dict[str, str]:
+        first: dict[Layer, str] = {}
+        return {name: first.setdefault(node.layer, name) for name, node in self.layers.items()}
+
+    def _check_shared(self, behind: Collection[str]) -> None:
+        """Refuse calls of one layer that cannot have one array of parameters, or one gradient of it."""
+        for name, owner in self.owners.items():
+            node, first = self.layers[name], self.layers[owner]
+            if name == owner or not node.layer.parameters(*self._shapes(node)):
+                continue
+            if node.layer.state(*self._shapes(node)):
+                raise ValueError(
+                    f"network {self.name!r}: expected layers with running statistics to be called once, got "
+                    f"{owner!r} ({node.layer.kind}) twice; make a layer for every call, or use GroupNorm"
+                )
+            found, wanted = (
+                {k: p.shape for k, p in n.layer.parameters(*self._shapes(n)).items()} for n in (node, first)
+            )
+            if found != wanted:
+                raise ValueError(
+                    f"network {self.name!r}: expected calls of {owner!r} that have the same parameters, got {found} "
+                    f"after {wanted}; give it inputs with as many channels, or make another layer"
+                )
+            if (name in behind) != (owner in behind):
+                some, other = (name, owner) if name in behind else (owner, name)
+                raise ValueError(
+                    f"network {self.name!r}: expected the loss to depend on all calls of a layer or on none, got "
+                    f"{some!r}, on which it depends, and {other!r}, on which it does not; leave that output out"
+                )
+
+    def own_parameters(self, name: str) -> Mapping[str, Parameter]:
+        """The parameters of a layer by their short names; none of one that has those of an earlier call. Local."""
+        node = self.layers[name]
+        return node.layer.parameters(*self._shapes(node)) if self.owners[name] == name else {}
+
+    def is_shared(self, name: str) -> bool:
+        """Whether the layer is called several times. Local."""
+        return sum(owner == self.owners[name] for owner in self.owners.values()) > 1
 
     def _shapes(self, node: Node) -> list[Shape]:
         return [n.shape for n in node.inputs]
@@ -179,7 +228,7 @@ class Network:
         return {
             f"{name}/{key}": _with_given(spec, key, node.layer)
             for name, node in self.layers.items()
-            for key, spec in node.layer.parameters(*self._shapes(node)).items()
+            for key, spec in self.own_parameters(name).items()
         }
 
     def state(self) -> dict[str, Parameter]:
@@ -224,7 +273,7 @@ class Network:
         for name, node in {**self.inputs, **self.layers}.items():
             kind = "Input" if isinstance(node, Input) else node.layer.kind
             shapes = self._shapes(node)
-            count = sum(p.size for p in node.layer.parameters(*shapes).values())
+            count = 0 if isinstance(node, Input) else sum(p.size for p in self.own_parameters(name).values())
             result.append((name, kind, node.shape, count, node.layer.flops(*shapes), math.prod(node.shape)))
         return result
 

@@ -54,8 +54,7 @@ def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[st
     """
     result: dict[str, ParameterBlocks] = {}
     for name, node in network.layers.items():
-        shapes = [n.shape for n in node.inputs]
-        specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)}
+        specs = {**network.own_parameters(name), **node.layer.state(*(n.shape for n in node.inputs))}
         parts = strategy.parts_of(name)
         result |= {f"{name}/{key}": blocks_of(spec, parts, size) for key, spec in specs.items()}
     return result

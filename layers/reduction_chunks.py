@@ -122,8 +122,8 @@ def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> 
     """
     result = []
     for layer, node in reversed(network.layers.items()):
-        specs = node.layer.parameters(*(n.shape for n in node.inputs))
-        names = [f"{layer}/{key}" for key in decayed_first(specs)] if layer in network.trained else []
+        specs, own = node.layer.parameters(*(n.shape for n in node.inputs)), network.own_parameters(layer)
+        names = [f"{layer}/{key}" for key in decayed_first(own)] if layer in network.trained else []
         gradients = tuple(Gradient(n, blocks[n].holders, blocks[n].largest) for n in names)
         result.append(GradientLayer(layer, kind_of(node.layer, bool(specs)), gradients))
     return result

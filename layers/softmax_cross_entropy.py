@@ -73,6 +73,10 @@ class SoftmaxCrossEntropy(Loss):
             raise ValueError(f"class_weights: expected one number >= 0 per class, got {class_weights!r}")
         self.normalization, self.label_smoothing, self.ignore_index = normalization, label_smoothing, ignore_index
 
+    @property
+    def of_batch(self) -> str:
+        return "its sum of weights" if self.normalization == "weights" else ""
+
     def check(self, *shapes: Shape) -> None:
         prediction, target = shapes
         if target != (*prediction[:-1], 1):

@@ -148,7 +148,20 @@ class Strategy:
         spatial = {axis for node in network.nodes for axis in _spatial_axes(node)}
         for name, node in network.layers.items():
             _check_axes(name, node, self.parts_of(name), spatial)
+        self._check_shared(network)
         self._check_reduction(network)
+
+    def _check_shared(self, network: Network) -> None:
+        """Refuse cuts under which calls of one layer have other blocks of its parameters."""
+        for name, owner in network.owners.items():
+            if name == owner or held(self.parts_of(name)) == held(self.parts_of(owner)):
+                continue
+            if network.layers[owner].layer.parameters(*(n.shape for n in network.layers[owner].inputs)):
+                raise UserError(
+                    f"strategy: expected {name!r}, which has the parameters of {owner!r}, on as many ranks and with as "
+                    f"many parts of channels, got {cuts_text(self.cuts_of(name))} after "
+                    f"{cuts_text(self.cuts_of(owner))}; cut both alike"
+                )
 
     def _largest(self) -> str:
         """The cut into the most parts, in words."""
@@ -236,6 +249,15 @@ class Strategy:
             In one line: the file cannot be read, or is no strategy; the key, what was expected, what came.
         """
         return build(cls, read_json(path, "strategy"), f"strategy {shown_path(path)}")
+
+
+def held(parts: Mapping[str, int]) -> tuple[int, int, int]:
+    """What decides which rank holds which block of a layer's parameters: parts of channels, and ranks.
+
+    >>> held({"sample": 2, "height": 2, "channel": 3, "input_channel": 1})
+    (3, 1, 12)
+    """
+    return parts["channel"], parts["input_channel"], math.prod(parts.values())
 
 
 def _spatial_axes(node: Node) -> tuple[str, ...]:

@@ -69,6 +69,10 @@ class TotalLoss(Loss):
                 "both; a loss has no gradient with respect to its target"
             )
 
+    @property
+    def of_batch(self) -> str:
+        return ", ".join(dict.fromkeys(filter(None, (term.layer.of_batch for term in self.terms))))
+
     @staticmethod
     def _of(term: Term, values: Sequence[Any]) -> list[Any]:
         return [values[i] for i in term.inputs]

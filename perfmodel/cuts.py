@@ -46,6 +46,7 @@ __all__ = [
     "divisors",
     "grids",
     "is_step",
+    "shared_alike",
     "strategy_of",
 ]
 
@@ -208,6 +209,24 @@ def _least_extent(network: Network, axis: str) -> int:
     return min((found[axis] for found in axes if axis in found), default=1)
 
 
+def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
+    """Candidates by layer, less those by which calls of one layer would hold other blocks of its parameters.
+
+    Left are those without a cut of channels on the most ranks that all calls have some for; one rank alone is one.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, owner in network.owners.items():
+        groups.setdefault(owner, []).append(name)
+    result = dict(found)
+    for names in groups.values():
+        if len(names) == 1 or not network.own_parameters(names[0]):
+            continue
+        whole = {name: [p for p in found[name] if p[4] * p[5] == 1] for name in names}
+        used = max(set.intersection(*({math.prod(p) for p in some} for some in whole.values())))
+        result |= {name: tuple(p for p in some if math.prod(p) == used) for name, some in whole.items()}
+    return result
+
+
 def is_step(a: Parts, b: Parts) -> bool:
     """Whether two grids differ in two axes: some parts along one are parts along another.
 
@@ -244,7 +263,13 @@ def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: 
         raise UserError(f"baseline: expected one of {', '.join(BASELINES)}, got {name!r}")
     samples = max(d for d in divisors(ranks) if d <= batch)
     choose = BASELINES[name]
-    parts = {layer: choose(node, batch, ranks, samples) for layer, node in network.layers.items()}
+    nodes = network.layers
+    parts = {layer: choose(node, batch, ranks, samples) for layer, node in nodes.items()}
+    for layer, owner in network.owners.items():
+        blocks = [(*parts[one][4:], math.prod(parts[one])) for one in (layer, owner)]
+        if blocks[0] != blocks[1]:  # calls of one layer hold the same blocks of its parameters
+            shared = [one for one, its in network.owners.items() if its == owner]
+            parts |= {one: _data(nodes[one], batch, ranks, samples) for one in shared}
     return strategy_of(network, parts, bucket_bytes)
 
 

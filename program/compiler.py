@@ -127,14 +127,17 @@ class _Compiler:
         output = self._value(name, node.shape, cuts, self.target.dtype)
         output.kept = name in self._kept
         has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
-        learns = has_parameters and name not in self.network.frozen
+        owner = self.network.owners[name]
+        learns = has_parameters and owner not in self.network.frozen
         output.trainable = learns or any(v.trainable for v in inputs)
         self._cuts[node] = key = tuple(cuts.values())
         self._values[node, key] = self.program.values[name] = output
         options = self.strategy.options_of(name)
         if self.target.trainable and name in self.replicable:
             options = {**options, "weight_gradient": "replicated"}
-        self.program.steps.append(Step(name, node.layer, inputs, output, options, counts_of(cuts)))
+        self.program.steps.append(
+            Step(name, node.layer, inputs, output, options, counts_of(cuts), owner if owner != name else "")
+        )
 
     def _value(self, name: str, shape: Sequence[int], cuts: Mapping[str, Cut], dtype: np.dtype) -> Value:
         layout = layout_of((self.target.batch, *shape), cuts, self.target.size)
@@ -221,8 +224,8 @@ class _Compiler:
         )
 
     def _arrays(self, step: Step) -> dict[str, dict[str, View]]:
-        blocks = {key: self.blocks[f"{step.name}/{key}"] for key in _specs(step)}
-        return _arrays(step, blocks, step.name in self.network.frozen)
+        blocks = {key: self.blocks[f"{step.arrays_of}/{key}"] for key in _specs(step)}
+        return _arrays(step, blocks, step.arrays_of in self.network.frozen)
 
     def _lower(self, step: Step) -> list[Operation]:
         context = self._context(step)
@@ -261,7 +264,18 @@ class _Compiler:
             context.operations = []
             if backward is not None:
                 backward()
+            self._add_calls(step, context)
             self.program.backward.append(Segment(step.name, context.operations))
+
+    def _add_calls(self, step: Step, context: Context) -> None:
+        """The first of several calls of a layer, whose backward is the last, adds up the gradients of all."""
+        calls = [other for other in self.program.steps if other.owner == step.name]
+        if not calls or step.name in self.network.frozen:
+            return
+        for key, total in context.grads.items():
+            others = [self._contexts[call.name][0].grads[key] for call in calls]
+            views = {f"x{i}": view for i, view in enumerate((total, *others))}
+            context.run(context.kernel(_adding, **views, total=total))
 
     def _close(self, name: str, value: Value) -> None:
         """All gradients of a value are computed: those that travel arrive, and several are added up."""
@@ -285,13 +299,16 @@ def _specs(step: Step) -> Mapping[str, Parameter]:
 
 
 def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks], frozen: bool = False) -> dict[str, dict[str, View]]:
-    """Views of what the store holds of a layer, by short names; gradients of one that is frozen are scratch."""
+    """Views of what the store holds of a layer, by short names.
+
+    Gradients of one that is frozen, and of one whose parameters are another's, are scratch.
+    """
     dtype, rank = step.output.dtype, step.output.rank
     low, full = is_low(dtype) and not step.layer.exact_parameters, wide(dtype)
     specs, states = _specs(step), step.layer.state(*(v.layout.shape[1:] for v in step.inputs))
     found: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
     for key, held in blocks.items():
-        name, shape = f"{step.name}/{key}", held.boxes[rank].shape
+        name, shape = f"{step.arrays_of}/{key}", held.boxes[rank].shape
         if key in states:
             found["state"][key] = Buffer(shape, full, "parameter", place=("state", name)).view
             continue
@@ -300,7 +317,7 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks], frozen: bool = Fa
         rounded = is_low(dtype) and specs[key].rounded
         kind, given = ("rounded", dtype) if rounded else ("grads", full)
         own = Buffer(shape, given, "parameter gradient", place=(kind, name))
-        found["grads"][key] = (Buffer(shape, given, "transient") if frozen else own).view
+        found["grads"][key] = (Buffer(shape, given, "transient") if frozen or step.owner else own).view
     return found
 
 

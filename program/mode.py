@@ -22,8 +22,13 @@ class Mode:
         Seed of the run.
     valid
         Samples of the batch that count (the last batch of an epoch may be short).
+    part
+        Of a batch that is computed in parts, one after the other: which one this is.
+    size
+        Samples of a part, so that the first one of this part is number ``part * size`` of the batch.
     state
-        `seed` and `step` where the kernels run: uint64 ``(2,)``, written before every pass.
+        `seed`, `step` and the number of the first sample, where the kernels run: uint64 ``(3,)``, written by
+        :meth:`tell` before every pass.
     loss_scale
         With float16, what gradients of the loss are multiplied by: float64 ``(1,)`` on the device; else None.
     """
@@ -32,5 +37,15 @@ class Mode:
     step: int = 0
     seed: int = 0
     valid: int = 0
+    part: int = 0
+    size: int = 0
     state: Any = None
     loss_scale: Any = None
+    _told: int = 0
+
+    def tell(self) -> None:
+        """Write what changes from pass to pass to `state`. Enqueued."""
+        self.state[1:2].fill(self.step)
+        if self._told != self.part:
+            self.state[2:].fill(self.part * self.size)
+            self._told = self.part

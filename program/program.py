@@ -24,7 +24,13 @@ __all__ = ["Program", "Segment", "Step"]
 
 @dataclass(eq=False)
 class Step:
-    """One layer in the order of computation, with the values it reads and makes."""
+    """One layer in the order of computation, with the values it reads and makes.
+
+    Attributes
+    ----------
+    owner
+        Whose parameters it has (`Network.owners`); "": its own.
+    """
 
     name: str
     layer: Layer
@@ -32,6 +38,12 @@ class Step:
     output: Value
     options: Mapping[str, Any]
     parts: Mapping[str, int]
+    owner: str = ""
+
+    @property
+    def arrays_of(self) -> str:
+        """Name of the layer under which its parameters are known."""
+        return self.owner or self.name
 
 
 @dataclass(eq=False)

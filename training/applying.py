@@ -183,7 +183,7 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
         part = _Part(part_path(folder, comm.rank), comm.rank, outputs, count, key)
     with part:
         done = int(comm.allreduce_scalar(part.done, "min"))
-        size, left = session.config.training.batch, batches[done:]
+        size, left = session.config.training.at_once, batches[done:]
         with _Writer(part) as writer:
             for number, batch in enumerate(session.feed(left), done):
                 session.executor.forward(training=False)

@@ -21,7 +21,7 @@ from ..perfmodel.profile.device import memory_size
 from ..program.compiler import Target
 from ..program.dtypes import dtype_of
 from .config import AdamConfig, Config, DataConfig, LARSConfig, ScheduleConfig, StrategyConfig
-from .optimizers import LARS, SGD, Adam, AdamW, Optimizer
+from .optimizers import LARS, SGD, Adam, AdamW, Optimizer, factors_of
 from .schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
 from .store import ParameterStore
 
@@ -172,14 +172,26 @@ def _strategy_of_file(path: str, size: int, network: Network | None, batch: int 
     return plan.strategy
 
 
-def make_optimizer(config: Any, store: ParameterStore) -> Optimizer:
-    """The optimizer of ``[optimizer]`` for these parameters."""
-    if isinstance(config, AdamConfig):
-        kind = {"adam": Adam, "adamw": AdamW}[config.kind]
-        return kind(store, (config.beta1, config.beta2), config.epsilon, config.weight_decay)
-    if isinstance(config, LARSConfig):
-        return LARS(store, config.momentum, config.trust, config.weight_decay)
-    return SGD(store, config.momentum, config.nesterov, config.weight_decay)
+def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
+    """The optimizer of ``[optimizer]`` for these parameters.
+
+    Raises
+    ------
+    UserError
+        Factors on the learning rate of layers that the network has not.
+    """
+    own, factors = config.optimizer, config.schedule.factors
+    try:
+        factors_of(factors, store.network)
+    except ValueError as error:
+        raise UserError(f"schedule.factors: {error}") from error
+    some: dict[str, Any] = {"weight_decay": own.weight_decay, "factors": factors, "average": config.training.average}
+    if isinstance(own, AdamConfig):
+        kind = {"adam": Adam, "adamw": AdamW}[own.kind]
+        return kind(store, (own.beta1, own.beta2), own.epsilon, **some)
+    if isinstance(own, LARSConfig):
+        return LARS(store, own.momentum, own.trust, **some)
+    return SGD(store, own.momentum, own.nesterov, **some)
 
 
 def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> Schedule:
@@ -262,10 +274,11 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
     samples
         Of which batches are made: those for training; of an evaluation, which fills its last batch, all.
     """
-    if config.training.batch > samples:
+    batch = config.training.batch if trainable else config.training.at_once
+    if batch > samples:
         some = "the training samples" if trainable else "the samples"
         raise UserError(
-            f"training.batch: expected at most {samples}, {some} of {config.data.where}, got {config.training.batch}; "
+            f"training.batch: expected at most {samples}, {some} of {config.data.where}, got {batch}; "
             "choose a smaller batch" + (", or hold out fewer samples by data.validation" if trainable else "")
         )
 
@@ -276,12 +289,12 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
     Counted are the arrays of the network and the batches that are read ahead, as the cost model knows them, without
     optimizer state and kernels' workspaces: what is refused would not have come through its first step.
     """
-    batch, dtype, size = config.training.batch, config.training.dtype, comm.size
+    batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
     target = Target(batch, size, comm.rank, dtype_of(dtype), trainable)
     program = program_of(network, strategy, target, blocks)
     buckets = buckets_of(network, blocks, program.wide.itemsize, strategy) if trainable else []
-    needs = memory_of(program, blocks, buckets, strategy)
+    needs = memory_of(program, blocks, buckets, strategy, accumulates=config.training.accumulate > 1)
     needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
     _refuse_too_much(comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs)))
 

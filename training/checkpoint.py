@@ -5,7 +5,8 @@
     /                    attribute: dtype; texts: network, config, progress
     /params/LAYER/NAME   parameters; float32 where activations have 16 bits
     /state/LAYER/NAME    running statistics
-    /optimizer           attribute: settings (kind, step); one group like /params per state array
+    /optimizer           attribute: settings (kind, step); one group like /params per state array, of which "average"
+                         has moving averages of the parameters
     /errors/LAYER/NAME   what rounding of gradients took away and is still to be added, if they are rounded
 
 HDF5 is for other programs. A run finds its arrays by an index behind it (:mod:`halograd.training.chunk_file`), makes
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +36,7 @@ from ..layers import Network
 from ..layers.settings import difference, fingerprint
 from .chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
 from .node_readers import NodeReaders
-from .optimizers import Optimizer
+from .optimizers import AVERAGE, Optimizer
 from .snapshot import Snapshot, TrainingProgress
 from .store import ParameterStore
 
@@ -189,11 +190,12 @@ class CheckpointReader:
         return self._readers.from_first(found)
 
     def restore(
-        self, store: ParameterStore, optimizer: Optimizer | None = None, extents: bool = True
+        self, store: ParameterStore, optimizer: Optimizer | None = None, extents: bool = True, averaged: bool = False
     ) -> TrainingProgress:
         """Fill this rank's parameters, states and, if given, the optimizer.
 
-        Not `extents`: the network may be one for larger or smaller samples.
+        Not `extents`: the network may be one for larger or smaller samples. If `averaged`, parameters become their
+        moving averages, where the checkpoint has some.
 
         Nothing is changed unless all that is needed was read and fits.
 
@@ -203,15 +205,20 @@ class CheckpointReader:
             If the checkpoint is of another network, optimizer or dtype.
         """
         wanted = _wanted(store, optimizer)
+        if averaged:
+            averages = {f"optimizer/{AVERAGE}/{name}": path for path, name in _named(wanted, "params")}
+            there = self._readers.from_first(self._read(lambda: sorted(self._index["arrays"].keys() & averages.keys())))
+            wanted |= {path: wanted.pop(averages[path]) for path in there}
         found = self._read(lambda: self._fitting(wanted, store, optimizer, extents))
         progress, settings, paths = self._readers.from_first(None if found is None else found[:3])
         shapes = [(path, store.shapes[wanted[path].name]) for path in paths]
         arrays = {} if found is None else found[3]
         for path, whole in zip(paths, self._readers.pass_on(shapes, arrays, store.dtype), strict=True):
             wanted[path].fill(whole, store)
-        # A run that rounds gradients goes on from one that did not, one that trains a layer from one that froze it.
+        # A run that rounds gradients goes on from one that did not, one that trains a layer from one that froze it,
+        # one that averages from one that did not.
         for path in wanted.keys() - set(paths):
-            wanted[path].target.fill(0)
+            wanted[path].begin(store)
         store.refresh()
         if store.loss_scale is not None and progress.loss_scale is not None:
             store.loss_scale.load_state_dict(progress.loss_scale)
@@ -219,10 +226,11 @@ class CheckpointReader:
             optimizer.step = int(settings["step"])
         return progress
 
-    def arrays(self, network: Network) -> dict[str, np.ndarray]:
+    def arrays(self, network: Network, averaged: bool = False) -> dict[str, np.ndarray]:
         """Whole parameters and states of a network, by name. Local: of a reader without ranks.
 
-        The network may be one for larger or smaller samples. Views of what was read, until the reader is closed.
+        If `averaged`, moving averages of the parameters, where the checkpoint has some. The network may be one for
+        larger or smaller samples. Views of what was read, until the reader is closed.
         """
         assert self._raw is not None
         raw = self._raw
@@ -232,8 +240,12 @@ class CheckpointReader:
             dtype = np.dtype(self._index["dtype"])
             paths = {f"params/{name}": spec for name, spec in network.parameters().items()}
             paths |= {f"state/{name}": spec for name, spec in network.state().items()}
+            averages = {path: f"optimizer/{AVERAGE}/{name}" for path, name in _named(paths, "params")}
+            there = self._index["arrays"].keys() if averaged else ()
+            sources = {path: path if averages.get(path) not in there else averages[path] for path in paths}
             raw.load()
-            return {path.partition("/")[2]: self._array(path, spec.shape, dtype) for path, spec in paths.items()}
+            names = {path: path.partition("/")[2] for path in paths}
+            return {names[p]: self._array(sources[p], spec.shape, dtype) for p, spec in paths.items()}
 
         return self._told(read)
 
@@ -279,7 +291,8 @@ class CheckpointReader:
         settings, states = self._index["settings"], self._index["states"]
         if settings is None:
             raise UserError(f"checkpoint {self.path}: expected the state of an optimizer, got parameters only")
-        there, here = (settings["kind"], states), (type(optimizer).__name__, sorted(optimizer.state_names))
+        names = sorted({*optimizer.state_names} - {AVERAGE})
+        there, here = (settings["kind"], sorted({*states} - {AVERAGE})), (type(optimizer).__name__, names)
         if there != here:
             raise UserError(
                 f"checkpoint {self.path}: expected the optimizer {here[0]} with {here[1]}, got {there[0]} with "
@@ -349,12 +362,22 @@ class _Wanted:
         Array to fill: this rank's block, or `part` of it, flat.
     taken
         False: what was written goes to another rank, this one begins with zeros.
+    average
+        Whether it is an average of parameters, which begins with them.
     """
 
     name: str
     target: Any
     part: slice | None = None
     taken: bool = True
+    average: bool = False
+
+    def begin(self, store: ParameterStore) -> None:
+        """Be as in the first step, where the file has no such array. Local."""
+        if self.average:
+            np.copyto(self.target, store.params[self.name].reshape(-1)[self.part])
+        else:
+            self.target.fill(0)
 
     def fill(self, whole: np.ndarray, store: ParameterStore) -> None:
         """Take this rank's part of the array. Local."""
@@ -372,8 +395,19 @@ def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wa
         first = store.blocks[name].holders.leads(store.rank)  # so that it is added once
         found[f"errors/{name}"] = _Wanted(name, array, taken=first)
     for key, kept in ({} if optimizer is None else optimizer.kept_state()).items():
-        found |= {f"optimizer/{key}/{name}": _Wanted(name, array, part) for name, (part, array) in kept.items()}
+        found |= {
+            f"optimizer/{key}/{name}": _Wanted(name, array, part, average=key == AVERAGE)
+            for name, (part, array) in kept.items()
+        }
     return found
+
+
+def _named(paths: Iterable[str], group: str) -> Iterator[tuple[str, str]]:
+    """Those of a group in the file, with their names there."""
+    for path in list(paths):
+        first, _, name = path.partition("/")
+        if first == group:
+            yield path, name
 
 
 def _check_network(path: str | Path, there: list[str], here: list[str], extents: bool) -> None:

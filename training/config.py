@@ -240,7 +240,11 @@ OptimizerConfig = Annotated[SGDConfig | AdamConfig | LARSConfig, Field(discrimin
 
 
 class ScheduleConfig(Table):
-    """``[schedule]``: the learning rate over the epochs; epochs may be fractions."""
+    """``[schedule]``: the learning rate over the epochs; epochs may be fractions.
+
+    `factors` multiply it, by layer or pattern of layers: ``{"encoder/*" = 0.1}``; where several fit, the last one
+    counts.
+    """
 
     kind: Literal["constant", "step", "cosine"] = "constant"
     """How the rate changes: not; by `factor` at every one of `milestones`; as half a cosine to the end of training."""
@@ -256,6 +260,9 @@ class ScheduleConfig(Table):
     """Of the rate, at a milestone."""
     final: NotNegative = 0.0
     """The rate at the end of a cosine."""
+    factors: dict[Text, NotNegative] = Field(default_factory=dict)
+    """What multiplies the rate, by layer or pattern of layers: ``{"encoder/*" = 0.1}``. Where several fit, the last one
+    counts."""
 
     @model_validator(mode="after")
     def _milestones(self) -> ScheduleConfig:
@@ -285,6 +292,13 @@ class TrainingConfig(Table):
     patience: Whole = 0
     """Training ends when so many validations in turn were no better than the best one before, by the score
     `output.best`; 0: it goes on to the last epoch."""
+    accumulate: Count = 1
+    """Every batch is computed in so many parts, one after the other, whose gradients are added up: the step of the
+    whole batch with the memory of a part. What is computed of several samples together is of a part then: the
+    statistics of batch norm, Dice of a batch, losses divided by weights (the run says which there are)."""
+    average: Below1 = 0.0
+    """Say 0.999: moving averages of all parameters are kept, of which the old ones keep that weight in a step.
+    Validations, `halograd evaluate`, `apply` and `export` take them in place of the parameters."""
     freeze: list[Text] = Field(default_factory=list)
     """Names of layers, or patterns of them (``"block1/*"``), that keep their parameters."""
     init: FilePath | None = None
@@ -292,6 +306,17 @@ class TrainingConfig(Table):
     read it."""
     init_fresh: list[Text] = Field(default_factory=list)
     """Layers that do not begin with the weights of `init`."""
+
+    @model_validator(mode="after")
+    def _whole_parts(self) -> TrainingConfig:
+        if self.batch % self.accumulate:
+            raise ValueError(f"accumulate: expected a divisor of batch, {self.batch}, got {self.accumulate}")
+        return self
+
+    @property
+    def at_once(self) -> int:
+        """Samples that are computed at once: the batch, or a part of it."""
+        return self.batch // self.accumulate
 
     @model_validator(mode="after")
     def _fresh_of_some(self) -> TrainingConfig:

@@ -69,7 +69,7 @@ class TrainingRun:
         self.sampler = session.sampler()
         self.epochs = config.training.epochs
         executor = session.executor
-        self.optimizer = make_optimizer(config.optimizer, executor.store)
+        self.optimizer = make_optimizer(config, executor.store)
         schedule = make_schedule(config.schedule, self.epochs, len(self.sampler))
         table = config.reduction
         tuning = Tuning(table.interval, table.step, table.range)
@@ -179,18 +179,26 @@ class TrainingRun:
     def _epoch(self) -> float:
         epoch = self.sampler.epoch
         loss: SupportsFloat = math.nan
-        begin = time.perf_counter()
-        for batch in self.session.feed(self.sampler.rest_of_epoch()):
+        begin = asked = time.perf_counter()
+        count = self.session.executor.parts
+        parts = (part for batch in self.sampler.rest_of_epoch() for part in batch.parts(count))
+        for number, _ in enumerate(self.session.feed(parts), 1):
+            self.session.executor.pulse.step = self.optimizer.step
+            self._vote()
+            if number % count:
+                self.trainer.add()
+                asked = time.perf_counter()
+                continue
             rate = self.trainer.learning_rate
-            loss = self._step(begin)
+            loss = self._step(asked)
             self.watch.add(loss)
             self.steps += 1
             self.sampler.advance()
             end = time.perf_counter()
-            self._tell(epoch, batch, loss, rate, end - begin)
+            self._tell(epoch, loss, rate, end - begin)
             for callback in self.callbacks:
                 callback.on_step(self.optimizer.step, loss, rate)
-            begin = end
+            begin = asked = end
             ended = self.sampler.epoch != epoch
             through = ended and self.sampler.epoch == self.epochs and not self._held_out
             if self._asked_to_stop and not through:
@@ -198,23 +206,21 @@ class TrainingRun:
                 return float(loss)
             if self.checkpoints.due and not ended:  # at the end of an epoch it is written after the validation
                 self._checkpoint()
-                begin = time.perf_counter()
+                begin = asked = time.perf_counter()
         self._end_epoch(epoch)
         return float(loss)
 
-    def _step(self, begin: float) -> SupportsFloat:
-        """One training step, measured if it is its turn; `begin`: when its batch was asked for."""
-        self.session.executor.pulse.step = self.optimizer.step
-        self._vote()
+    def _step(self, asked: float) -> SupportsFloat:
+        """One training step, or its last part, measured if it is its turn; `asked`: when for its samples."""
         if self.step_times is None:
             return self.trainer.step()
         number, ready = self.optimizer.step, time.perf_counter()
         self.step_times.begin(number)
         loss = self.trainer.step()
-        self.step_times.end(number, time.perf_counter() - ready, ready - begin)
+        self.step_times.end(number, time.perf_counter() - ready, ready - asked)
         return loss
 
-    def _tell(self, epoch: int, batch: Batch, loss: SupportsFloat, rate: float, seconds: float) -> None:
+    def _tell(self, epoch: int, loss: SupportsFloat, rate: float, seconds: float) -> None:
         step, every = self.optimizer.step, self.session.config.output.log_steps
         total = self.epochs * len(self.sampler)
         self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  mean loss {self.watch.mean:.4f}")
@@ -225,7 +231,7 @@ class TrainingRun:
             values["gradient_norm"] = float(self.trainer.gradient_norm)
         if self.trainer.loss_scale is not None:
             values["loss_scale"] = self.trainer.loss_scale
-        values |= {"seconds": seconds, "samples_per_second": batch.valid / seconds}
+        values |= {"seconds": seconds, "samples_per_second": self.session.config.training.batch / seconds}
         self.log.write("step", **values)
 
     def _vote(self) -> None:
@@ -318,7 +324,8 @@ class TrainingRun:
         if timeline is not None:
             timeline.paused = True
         try:
-            return evaluate_batches(self.session, self.evaluation, self._held_out, self._interrupted)
+            with self.trainer.averaged():
+                return evaluate_batches(self.session, self.evaluation, self._held_out, self._interrupted)
         finally:
             if timeline is not None:
                 timeline.paused = paused

@@ -65,7 +65,7 @@ class Executor:
     kernels
         Backend from :func:`halograd.kernels.get_backend`.
     batch
-        Global number of samples per step.
+        Global number of samples per pass.
     strategy
         How layers are cut; by default not at all.
     dtype
@@ -84,6 +84,9 @@ class Executor:
         one rank, else several, between which messages travel (by NCCL within them).
     kept
         Layers whose outputs `gather` is asked for, beside the outputs of the network: others share memory.
+    parts
+        How many passes make a step: their gradients are added up, in arrays beside the gradients, and summed over the
+        ranks once. Which one it is says `mode.part`.
 
     Attributes
     ----------
@@ -122,8 +125,9 @@ class Executor:
         probed: Iterable[str] = (),
         graph: bool = False,
         kept: Iterable[str] = (),
+        parts: int = 1,
     ) -> None:
-        self._probed, self._kept = frozenset(probed), frozenset(kept)
+        self._probed, self._kept, self.parts = frozenset(probed), frozenset(kept), parts
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         with comm.agreement():
             self.strategy = strategy or Strategy({"sample": comm.size})
@@ -132,7 +136,7 @@ class Executor:
                 self.strategy.warn_of_idle_ranks(network, batch, comm.size)
             self.dtype = check_dtype(dtype, kernels)
             self.memory = Memory(kernels)
-            self.mode = Mode(training=trainable, seed=seed, valid=batch)
+            self.mode = Mode(training=trainable, seed=seed, valid=batch, size=batch)
             self._made_store = store is None
             self.store = store or self._make_store(seed)
             if self.store.low != (self.dtype if is_low(self.dtype) else None):
@@ -143,7 +147,7 @@ class Executor:
             self.recorder, self.device = comm.recorder, self.memory.device
             timed = self.recorder is not None and not self.device.is_host
             self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
-            self.mode.state = self.device.array([seed, 0], np.uint64)
+            self.mode.state = self.device.array([seed, 0, 0], np.uint64)
             self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
             self.pulse = Pulse()
             if graph:
@@ -157,7 +161,8 @@ class Executor:
         blocks = parameter_blocks(self.network, self.strategy, self.comm.size)
         nbytes, scheme = self.strategy.bucket_bytes, self.strategy.reduction
         rank, apart = self.comm.rank, frozenset(self.replicable)
-        return ParameterStore(self.network, self.memory, self.dtype, seed, nbytes, blocks, rank, scheme, apart)
+        some = (self.network, self.memory, self.dtype, seed, nbytes, blocks, rank, scheme, apart)
+        return ParameterStore(*some, parts=self.parts)
 
     @cached_property
     def replicable(self) -> list[str]:
@@ -249,7 +254,7 @@ class Executor:
         """
         if training is not None:
             self.mode.training = training
-        self.mode.state[1:].fill(self.mode.step)
+        self.mode.tell()
         self.pulse.count += 1
         if self._graphed and self.mode.training and self.recorder is None:
             self._refuse_short_batch()
@@ -316,7 +321,7 @@ class Executor:
         assert self.reducer is not None, "the executor was built with trainable=False"
         self._require_loss("backward()")
         self.pulse.count += 1
-        self.reducer.begin()
+        self.reducer.begin(self.mode.part)
         self.store.clear_untrained()
         if self._graphs is not None and self.recorder is None:
             self._graphs[1]()

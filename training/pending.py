@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..device import Device, Ticket
 
-__all__ = ["FetchedNumber", "PendingLoss"]
+__all__ = ["FetchedNumber", "PendingLoss", "mean_of"]
 
 
 class FetchedNumber:
@@ -62,3 +62,10 @@ class PendingLoss:
 
     def __repr__(self) -> str:
         return "<loss, still on the device>" if self.value is None else repr(self.value)
+
+
+def mean_of(losses: Sequence[PendingLoss]) -> PendingLoss:
+    """The mean loss of equal parts of a batch. Local."""
+    if len(losses) == 1:
+        return losses[0]
+    return PendingLoss(lambda: sum(map(float, losses)) / len(losses))

@@ -173,7 +173,7 @@ def evaluate(
         session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
         if samples != "all" and drawn_alike:
             session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
-        reader.restore(session.executor.store)
+        reader.restore(session.executor.store, averaged=config.training.average > 0)
         reader.close()
         chosen = _chosen(session, samples)
         batches = session.in_order(chosen)
@@ -228,7 +228,7 @@ def apply(
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
         session = Session.open(config, ranks, stack, False, progress.normalization, strategy, labelled=False)
-        reader.restore(session.executor.store, extents=False)
+        reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
         reader.close()
         with ranks.agreement():
             outputs = outputs_of(session, what)

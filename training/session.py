@@ -36,6 +36,7 @@ __all__ = ["Session"]
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+NAMED = 4  # layers named in a message
 
 
 @dataclass
@@ -94,6 +95,8 @@ class Session:
         data, settings = config.data, config.training
         network = make_network(config)
         _check_given(network, comm)
+        if trainable and settings.accumulate > 1 and comm.rank == 0:
+            _warn_of_parts(network, settings.at_once)
         planned = strategy is not None
         strategy = strategy or _strategy(config, comm, network)
         strategy = with_reduction(strategy, config)
@@ -115,12 +118,13 @@ class Session:
                 network,
                 comm,
                 kernels,
-                settings.batch,
+                settings.at_once,
                 strategy,
                 settings.dtype,
                 trainable,
                 seed=settings.seed,
                 graph=config.backend.graph,
+                parts=settings.accumulate if trainable else 1,
             )
         )
         inputs = {name: executor.input(name) for name in samples.dataset.fields}
@@ -168,7 +172,7 @@ class Session:
 
     def in_order(self, indices: np.ndarray) -> Batches:
         """Batches of these samples, each once; the last one is filled up."""
-        batch = self.config.training.batch
+        batch = self.config.training.at_once
         return Sampler(indices, batch, shuffle="never", remainder="fill").rest_of_epoch()
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -188,6 +192,19 @@ class Session:
                 pulse.at("data", "")
 
 
+def _warn_of_parts(network: Network, size: int) -> None:
+    """Say what is not as of the whole batch where it is computed in parts of so many samples. Local."""
+    found = [f"{name}: {node.layer.of_batch}" for name, node in network.layers.items() if node.layer.of_batch]
+    if found:
+        more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        _log.warning(
+            "training.accumulate: computed of the %d samples of each part, not of the batch, are %s%s",
+            size,
+            "; ".join(found[:NAMED]),
+            more,
+        )
+
+
 def _check_given(network: Network, comm: Communicator) -> None:
     """Refuse files of initial values that differ between ranks, as those on disks of nodes may. Collective."""
     specs = {**network.parameters(), **network.state()}.values()
@@ -205,6 +222,6 @@ def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:
     """That of the configuration; a file is read by rank 0 for all. Collective."""
 
     def make() -> Strategy:
-        return make_strategy(config.strategy, comm.size, network, config.training.batch)
+        return make_strategy(config.strategy, comm.size, network, config.training.at_once)
 
     return make() if config.strategy.file is None else agreed_root(comm, make)  # arithmetic is alike on all ranks

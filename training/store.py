@@ -49,6 +49,8 @@ class Flat:
     rounded
         Gradients in 16 bits, of the parameters whose layers compute them so, where those lie in `grads`; None where
         there are none.
+    sums
+        Gradients of the parts of a batch so far; None where batches are computed as a whole.
     """
 
     params: Any
@@ -57,6 +59,7 @@ class Flat:
     errors: np.ndarray | None = None
     copies: Any = None
     rounded: Any = None
+    sums: Any = None
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Bucket:
     ----------
     names
         ``layer/parameter``.
-    params, grads, errors, copies
+    params, grads, errors, copies, sums
         Views of the flat arrays.
     decays
         ``(start, stop, decayed)``: which elements are subject to weight decay.
@@ -96,8 +99,21 @@ class Bucket:
     replicated: bool = False
     errors: np.ndarray | None = None
     copies: Any = None
+    sums: Any = None
     widen: Callable[[], None] = _nothing
     refresh: Callable[[], None] = _nothing
+
+    def add_part(self, part: int, parts: int) -> None:
+        """Take in the gradients of a part of a batch; after the last one they are those of the batch, the mean."""
+        if parts == 1:
+            return
+        if not part:
+            np.copyto(self.sums, self.grads)
+        elif part + 1 < parts:
+            np.add(self.sums, self.grads, out=self.sums)
+        else:
+            np.add(self.grads, self.sums, out=self.grads)
+            np.multiply(self.grads, 1 / parts, out=self.grads)
 
 
 @dataclass
@@ -125,6 +141,8 @@ class ParameterStore:
         How gradients are summed, which decides the buckets.
     apart
         Layers that lie in arrays of their own, because they may be replicated now or later; None: those that are now.
+    parts
+        How many parts of a batch are computed one after the other, whose gradients are added up.
 
     Attributes
     ----------
@@ -155,6 +173,7 @@ class ParameterStore:
     rank: int = 0
     scheme: Scheme = field(default_factory=Scheme)
     apart: frozenset[str] | None = None
+    parts: int = 1
     flats: list[Flat] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
@@ -183,7 +202,7 @@ class ParameterStore:
         trained = {name for names in together for name in names}
         self.untrained = [name for name in specs if name not in trained]
         for names in filter(None, [*together, self.untrained]):
-            self._allocate(names, specs)
+            self._allocate(names, specs, self.parts > 1 and names is not self.untrained)
         self.buckets = self._chunked(self.scheme, self.bucket_bytes)
         for name, spec in states.items():
             box = self.box(name)
@@ -246,7 +265,7 @@ class ParameterStore:
                 found.setdefault((gradient.sharing, layer.name in self.apart), []).append(gradient.name)
         return list(found.values())
 
-    def _allocate(self, names: list[str], specs: Mapping[str, Parameter]) -> None:
+    def _allocate(self, names: list[str], specs: Mapping[str, Parameter], sums: bool) -> None:
         step = _ALIGN // self.dtype.itemsize
         slices, end = {}, 0
         for name in names:
@@ -269,7 +288,8 @@ class ParameterStore:
                 self.rounded[name] = rounded[slices[name]].reshape(box.shape)
             if box.size:
                 self.memory.device.assign(self.params[name], specs[name].initial(name, self.seed)[box.slices()])
-        self.flats.append(Flat(params, grads, slices, self._errors(slices, end), copies, rounded))
+        added = self.memory.keep((end,), self.dtype, "gradient sum") if sums else None
+        self.flats.append(Flat(params, grads, slices, self._errors(slices, end), copies, rounded, added))
 
     def _errors(self, slices: Mapping[str, slice], size: int) -> np.ndarray | None:
         if not self.scheme.keeps_errors:
@@ -307,6 +327,7 @@ class ParameterStore:
             replicated,
             None if flat.errors is None else flat.errors[start:stop],
             None if flat.copies is None else flat.copies[start:stop],
+            None if flat.sums is None else flat.sums[start:stop],
             self._widening(flat, names),
             self._copying(None if flat.copies is None else flat.copies[start:stop], flat.params[start:stop]),
         )

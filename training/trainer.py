@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..layers.reduction_scheme import Scheme
 from .clipping import Clip
 from .executor import Executor
 from .optimizers import Optimizer
-from .pending import PendingLoss
+from .pending import PendingLoss, mean_of
 from .reduction.auto import AutoReduction, Tuning
 from .schedules import Schedule
 from .store import Bucket
@@ -37,6 +38,9 @@ class Trainer:
         trainer = Trainer(executor, SGD(executor.store, momentum=0.9), Cosine(0.1, steps=1000))
         for every batch: fill executor.input("x").array, ...; loss = trainer.step()
         trainer.settle()
+
+    A batch that is computed in parts (`Executor.parts`) takes a call of :meth:`add` for every part but the last, and
+    :meth:`step` for that one.
 
     The gradients of a bucket are summed behind the rest of backward, and its parameters updated when the
     next forward pass comes to their first layer: read parameters after :meth:`settle` only.
@@ -79,6 +83,7 @@ class Trainer:
         self.clip_norm = clip_norm
         self.gradient_norm: float | PendingLoss | None = None
         self._last: PendingLoss | None = None
+        self._parts = list[Any]()  # losses of the parts of this batch that were added
         self._clip: Clip | None = None
         self._reducer = executor.reducer
         self._scaling = executor.store.loss_scale
@@ -133,8 +138,28 @@ class Trainer:
     def loss_scale(self) -> float | None:
         return None if self._scaling is None else self._scaling.known
 
+    def add(self) -> None:
+        """Compute the gradients of a part of the batch, in the inputs now, that is not the last one.
+
+        Raises
+        ------
+        ValueError
+            If only the last part is left, which is :meth:`step`'s.
+        Diverged
+            As :meth:`step`.
+        """
+        executor, part = self.executor, len(self._parts)
+        if part + 1 >= executor.parts:
+            raise ValueError(
+                f"add(): expected it {executor.parts - 1} times before step(), for the executor's {executor.parts} "
+                "parts, got one more; call step()"
+            )
+        self._pass(part)
+        self._parts.append(self._loss_of_pass())
+        self._check_last()
+
     def step(self) -> float | PendingLoss:
-        """One step on the batch in the inputs; the mean loss of the batch, before the update.
+        """One step on the batch in the inputs, or on its last part; the mean loss of the batch, before the update.
 
         On a device the loss may still be computed when this returns: ``float()`` waits for it, on all ranks.
 
@@ -143,6 +168,8 @@ class Trainer:
         Diverged
             If the loss is not finite; the parameters are left as they are. On a device it is seen one step later, when
             they have been updated by what came of it.
+        ValueError
+            If parts are missing that :meth:`add` should have computed.
         """
         if self.auto is None or self.auto.settled:
             return self._step()
@@ -152,16 +179,37 @@ class Trainer:
         self.auto.after_step(time.perf_counter() - begin)
         return loss
 
-    def _step(self) -> float | PendingLoss:
+    def _pass(self, part: int) -> None:
+        """Forward and backward on what is in the inputs."""
         executor = self.executor
-        executor.mode.step = self.optimizer.step
+        executor.mode.step, executor.mode.part = self.optimizer.step, part
         executor.mode.valid = executor.batch
         executor.forward(training=True)
         executor.backward()
+
+    def _loss_of_pass(self) -> float | PendingLoss:
+        """The loss of the pass that was begun last; on the host it is waited for, and checked."""
+        executor = self.executor
         if not executor.device.is_host:
-            return self._step_on_device()
+            assert executor.pending is not None
+            return executor.pending
         loss = executor.loss_value()
         self._check_loss(loss)
+        return loss
+
+    def _step(self) -> float | PendingLoss:
+        executor, added = self.executor, self._parts
+        if len(added) + 1 != executor.parts:
+            raise ValueError(
+                f"step(): expected add() {executor.parts - 1} times before it, for the executor's {executor.parts} "
+                f"parts, got it {len(added)} times; call it for every part of the batch but the last"
+            )
+        self._pass(len(added))
+        self._parts = []
+        if not executor.device.is_host:
+            return self._step_on_device(added)
+        losses = [*added, self._loss_of_pass()]
+        loss = sum(map(float, losses)) / len(losses)
         scale: Any = 1.0
         if self._clip is not None:
             scale = self._clip.scale(self._reducer)
@@ -172,7 +220,7 @@ class Trainer:
         self.optimizer.begin_step(self.learning_rate, scale)
         return loss
 
-    def _step_on_device(self) -> PendingLoss:
+    def _step_on_device(self, added: Sequence[PendingLoss]) -> PendingLoss:
         """The rest of a step that waits for nothing but messages."""
         norm = None if self._clip is None else self._clip.norm
         if self._scaling is not None:
@@ -189,8 +237,8 @@ class Trainer:
         self.optimizer.begin_step(self.learning_rate, scale)
         if self._scaling is not None:
             self._scaling.adapt()
-        self._last = self.executor.pending
-        assert self._last is not None
+        assert self.executor.pending is not None
+        self._last = mean_of([*added, self.executor.pending])
         return self._last
 
     def _check_last(self) -> None:
@@ -225,8 +273,27 @@ class Trainer:
                 f"{name} is not finite any more; lower schedule.learning_rate, or set training.clip_norm"
             )
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, parameters are their moving averages, where the optimizer keeps some: to evaluate. Collective.
+
+        All updates are done before (:meth:`settle`). They stay averages if an error leaves it: it may be of one rank.
+        """
+        self._swap_averages()
+        yield
+        self._swap_averages()
+
+    def _swap_averages(self) -> None:
+        for bucket, own, average in self.optimizer.averages():
+            kept = bucket.params[own].copy()
+            np.copyto(bucket.params[own], average)
+            np.copyto(average, kept)
+        if self.optimizer.average:
+            self._reducer.spread()
+
     def _diverged(self, what: str) -> Diverged:
         self._reducer.discard()
+        self._parts = []
         error = Diverged(f"step {self.optimizer.step}: {what}")
         mark_agreed(error, self.executor.comm.rank == 0, self.executor.comm.size)
         return error

@@ -214,15 +214,15 @@ def _check(
         loaded = _load(config, [*sets, *changes])
         if kind != "local" or resources.gpus_per_node:
             resources.check_backend(loaded.backend.kernels, loaded.backend.threads)
-        what = repr((loaded.model, loaded.strategy, loaded.training.batch))
+        what = repr((loaded.model, loaded.strategy, loaded.training.at_once))
         if what in checked:
             continue
         checked.add(what)
         network = make_network(loaded)
         if kind not in ("profile", "plan-then-train") and not loaded.strategy.auto:
-            strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.batch)
+            strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.at_once)
             strategy.validate(network, ranks)
-            strategy.warn_of_idle_ranks(network, loaded.training.batch, ranks)
+            strategy.warn_of_idle_ranks(network, loaded.training.at_once, ranks)
 
 
 def _check_stage(paths: Sequence[str | list[str]]) -> None:
@@ -250,7 +250,7 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
     profiling = Profiling(
         loaded.model.source,
         loaded.model.options,
-        loaded.training.batch,
+        loaded.training.at_once,
         loaded.training.dtype,
         backend.kernels,
         backend.transport,

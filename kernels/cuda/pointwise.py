@@ -105,6 +105,7 @@ class CudaPointwise(Pointwise):
         rest = AXES - len(extents)
         members = {"x": x, "y": y, "state": mask.state, "salt": mask.salt, "threshold": int(mask.rate * 2**64)}
         members["base"] = sum(a * s for a, s in zip(mask.start, strides)) * _GOLDEN & _MASK
+        members["sample"] = strides[0] * _GOLDEN & _MASK
         members["steps"] = (*steps, *(0,) * rest)
         members["shape"] = (*extents, *(1,) * rest)
         members.update(items=x.size // lanes, scale=1.0 / (1.0 - mask.rate), axes=len(extents))

@@ -48,6 +48,9 @@ class CudaUpdates(Updates):
         members = {"momentum": betas[0], "beta2": betas[1], "epsilon": epsilon, "decoupled": decoupled}
         return self._update("adam", arrays, weight_decay=weight_decay, **members)
 
+    def _average(self, arrays: UpdateArrays) -> Kernel:
+        return self._update("average", arrays)
+
     def _update(self, rule: str, arrays: UpdateArrays, **members: Any) -> Kernel:
         """See optimizer.cu for the members."""
         a = arrays

@@ -223,7 +223,7 @@ class NumpyPointwise(NumpyWindows):
         outer, inner = global_counters(mask.shape, mask.start, x.shape)
         step, threshold = max(1, _DRAWN // max(1, inner.size)), np.uint64(int(mask.rate * 2**64))
         shape, factor, scratch = (min(step, outer.size), inner.size), 1.0 / (1.0 - mask.rate), self.scratch
-        size = round_up(nbytes_of(shape, np.uint64))
+        size, per_sample = round_up(nbytes_of(shape, np.uint64)), math.prod(mask.shape[1:])
         source, target = (a.reshape(outer.size, inner.size) for a in (x, y))
 
         def bind() -> Callable[[], None]:
@@ -235,11 +235,12 @@ class NumpyPointwise(NumpyWindows):
                 steps.append((outer[part, None], source[part], target[part], *work))
 
             def run() -> None:
-                seed, number = int(mask.state[0]), int(mask.state[1])
-                key = np.uint64(mix64(mix64(mix64(seed) + number) + mask.salt))
+                seed, number, first = mask.state.tolist()
+                key = mix64(mix64(mix64(seed) + number) + mask.salt)
+                offset = np.uint64((key + first * per_sample * _GOLDEN) & _MASK)
                 for counters, given, found, z, work, out in steps:
                     np.add(counters, inner, out=z)
-                    np.add(z, key, out=z)
+                    np.add(z, offset, out=z)
                     mix64_inplace(z, work)
                     np.less(z, threshold, out=out)
                     np.multiply(given, factor, out=found)

@@ -51,8 +51,8 @@ class _Range:
         return g
 
 
-#: Updates a piece, with learning rate, factor on the gradients, and the corrections of Adam.
-Rule = Callable[[_Range, float, float, float, float], None]
+#: Updates a piece, with the numbers of `UpdateArrays.scalars`.
+Rule = Callable[[_Range, float, float, float, float, float], None]
 
 
 class NumpyUpdates(Updates):
@@ -83,7 +83,7 @@ class NumpyUpdates(Updates):
     ) -> Kernel:
         beta1, beta2 = betas
 
-        def rule(piece: _Range, rate: float, scale: float, first: float, second: float) -> None:
+        def rule(piece: _Range, rate: float, scale: float, first: float, second: float, _: float) -> None:
             m, v = piece.state
             a, b = piece.a, piece.b
             g = piece.gradient(scale, 0.0 if decoupled else weight_decay)
@@ -122,6 +122,14 @@ class NumpyUpdates(Updates):
 
         return self._update("lars", arrays, rule, adapted)
 
+    def _average(self, arrays: UpdateArrays) -> Kernel:
+        def rule(piece: _Range, rate: float, scale: float, first: float, second: float, weight: float) -> None:
+            np.subtract(piece.g, piece.p, out=piece.a)
+            np.multiply(piece.a, weight, out=piece.a)
+            np.add(piece.p, piece.a, out=piece.p)
+
+        return self._update("average", arrays, rule)
+
     def _update(
         self, name: str, arrays: UpdateArrays, rule: Rule, adapted: Callable[[int, int, float], float] | None = None
     ) -> Kernel:
@@ -140,13 +148,13 @@ class NumpyUpdates(Updates):
             def run() -> None:
                 if arrays.skip is not None and arrays.skip[0]:
                     return
-                rate, scale, first, second = scalars.tolist()
+                rate, scale, *others = scalars.tolist()
                 for start, stop, decayed, pieces in ranges:
                     own = rate
                     if adapted is not None:
                         own = rate * (adapted(start, stop, scale) if decayed else 1.0)
                     for piece in pieces:
-                        rule(piece, own, scale, first, second)
+                        rule(piece, own, scale, *others)
                 if arrays.copy is not None:
                     np.copyto(arrays.copy, arrays.p, casting="same_kind")
 

@@ -14,7 +14,7 @@ from ...program.counts import Ledger, messages_of, sums_of
 from ...program.dtypes import dtype_of
 from ...program.program import Program
 from ...program.traffic import ExchangeTraffic, GroupSum, Move
-from .reductions import booked, kept
+from .reductions import Keeping, booked, kept
 from .timeline import PricedBucket, aligned, buckets_of
 
 __all__ = ["add_sums", "count_program", "count_step", "layers_memory", "memory_of", "program_of"]
@@ -90,6 +90,7 @@ def memory_of(
     strategy: Strategy,
     slots: int = 0,
     per_node: int | None = None,
+    accumulates: bool = False,
 ) -> dict[str, int]:
     """Bytes of the program's rank by use, as `Executor.predicted_bytes` has them, less the workspaces of kernels [B].
 
@@ -99,9 +100,11 @@ def memory_of(
         Arrays of the parameters' size that the optimizer keeps.
     per_node
         So many consecutive ranks share memory; all of them if None.
+    accumulates
+        Whether batches are computed in parts, whose gradients are added up.
     """
-    found = layers_memory(program, blocks)
-    add_sums(found, program.target.rank, buckets, strategy, slots, per_node or program.target.size)
+    found, per_node = layers_memory(program, blocks), per_node or program.target.size
+    add_sums(found, buckets, Keeping(strategy.reduction, program.target.rank, per_node, slots, accumulates))
     return found
 
 
@@ -112,7 +115,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
     found["parameter"] = found["parameter gradient"] = 0
     for step in program.steps:
         shapes, itemsize = [v.layout.shape[1:] for v in step.inputs], program.wide.itemsize
-        for key in step.layer.parameters(*shapes):
+        for key in () if step.owner else step.layer.parameters(*shapes):
             own = aligned(blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize)
             found["parameter"] += own
             found["parameter gradient"] += own
@@ -122,12 +125,10 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
     return found
 
 
-def add_sums(
-    found: dict[str, int], rank: int, buckets: Sequence[PricedBucket], strategy: Strategy, slots: int, per_node: int
-) -> None:
+def add_sums(found: dict[str, int], buckets: Sequence[PricedBucket], keeping: Keeping) -> None:
     """Add what the sums of gradients and the optimizer keep on a rank [B]."""
     for bucket in buckets:
-        for use, nbytes in kept(bucket, strategy.reduction, rank, per_node, slots).items():
+        for use, nbytes in kept(bucket, keeping).items():
             found[use] = found.get(use, 0) + nbytes
 
 

@@ -33,7 +33,7 @@ from ...program.compiler import Target, compile_program, lower_alone
 from ...program.dtypes import dtype_of
 from ...program.program import Step
 from ...program.values import Value
-from ..cuts import Parts, candidates, grids
+from ..cuts import Parts, candidates, grids, shared_alike
 from ..kernel_times import LayerWork, Recorded, RooflineTimes
 from ..machine import Machine
 from ..planners import Problem
@@ -314,7 +314,7 @@ class _Maker:
     def price(self) -> tuple[list[tuple[Parts, ...]], list[_Priced]]:
         """Candidates and their costs, layer by layer."""
         nodes = self.network.layers
-        some = [self._candidates(node) for node in nodes.values()]
+        some = list(self._candidates(nodes).values())
         return some, [self._price(self.plain[name], own) for name, own in zip(nodes, some)]
 
     def costs(self) -> NetworkCosts:
@@ -332,14 +332,17 @@ class _Maker:
             edge_memory,
         )
 
-    def _candidates(self, node: Node) -> tuple[Parts, ...]:
-        some = candidates(node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full)
-        return tuple(dict.fromkeys([*some, *self.grids]))
+    def _candidates(self, nodes: Mapping[str, Node]) -> dict[str, tuple[Parts, ...]]:
+        found: dict[str, tuple[Parts, ...]] = {}
+        for name, node in nodes.items():
+            some = candidates(node.layer, [n.shape for n in node.inputs], node.shape, self.batch, self.ranks, self.full)
+            found[name] = tuple(dict.fromkeys([*some, *self.grids]))
+        return shared_alike(self.network, found)
 
     # -- layers --------------------------------------------------------------------------------
 
     def _price(self, plain: Step, some: tuple[Parts, ...]) -> _Priced:
-        key = (_signature(plain), plain.name in self._trained, some)
+        key = (_signature(plain), plain.name in self._trained, plain.owner, some)
         if key not in self._priced:
             rows = [self._row(plain, parts) for parts in some]
             times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in rows)))
@@ -353,7 +356,8 @@ class _Maker:
         cost = price_layer(step, lowered.forward, lowered.backward, self.pricing)
         sums = update = 0.0
         parameters = 0
-        for spec in step.layer.parameters(*(v.layout.shape[1:] for v in step.inputs)).values():
+        specs = {} if step.owner else step.layer.parameters(*(v.layout.shape[1:] for v in step.inputs))
+        for spec in specs.values():
             held = blocks_of(spec, step.parts, self.ranks)
             nbytes = held.largest * self.itemsize
             parameters += nbytes
@@ -412,8 +416,7 @@ class _Maker:
 
 
 def _parameters(network: Network) -> int:
-    shapes = [(node.layer, [n.shape for n in node.inputs]) for node in network.layers.values()]
-    return sum(spec.size for layer, inputs in shapes for spec in layer.parameters(*inputs).values())
+    return sum(spec.size for spec in network.parameters().values())
 
 
 def _signature(step: Step) -> object:
@@ -431,4 +434,6 @@ def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:
         return Value(value.name, layout, value.dtype, middle, value.trainable, value.read)
 
     middle = middle_rank(layout_of(plain.output.layout.shape, parts, ranks).boxes)
-    return Step(plain.name, plain.layer, [cut(v) for v in plain.inputs], cut(plain.output), plain.options, parts)
+    return Step(
+        plain.name, plain.layer, [cut(v) for v in plain.inputs], cut(plain.output), plain.options, parts, plain.owner
+    )

@@ -16,7 +16,7 @@ from ...program.traffic import ExchangeTraffic, GroupSum
 from .timeline import PricedBucket, PricedReduction
 from .wires import Wires
 
-__all__ = ["Booked", "booked", "kept", "price"]
+__all__ = ["Booked", "Keeping", "booked", "kept", "price"]
 
 #: Memory that rounding passes over, in copies of the float32 gradients: to bfloat16 (with error feedback, without),
 #: and back.
@@ -146,11 +146,37 @@ def _price_by_nodes(bucket: PricedBucket, scheme: Scheme, wires: Wires, slots: i
 # -- memory -------------------------------------------------------------------------------------
 
 
-def kept(bucket: PricedBucket, scheme: Scheme, rank: int, per_node: int, slots: int) -> dict[str, int]:
+@dataclass(frozen=True)
+class Keeping:
+    """What memory beside parameters and gradients is for.
+
+    Attributes
+    ----------
+    scheme
+        How gradients are summed.
+    rank
+        Whose memory.
+    per_node
+        So many consecutive ranks share memory.
+    slots
+        Arrays of the parameters' size that the optimizer keeps.
+    accumulates
+        Whether gradients of parts of a batch are added up.
+    """
+
+    scheme: Scheme
+    rank: int
+    per_node: int
+    slots: int
+    accumulates: bool = False
+
+
+def kept(bucket: PricedBucket, keeping: Keeping) -> dict[str, int]:
     """Memory that a rank needs beside parameters and gradients, by use [B].
 
     Buffers of messages are those of MPI, which takes an all-reduce's size again.
     """
+    scheme, rank, slots = keeping.scheme, keeping.rank, keeping.slots
     color = bucket.holders.color(rank)
     if color is None:
         return {}
@@ -159,8 +185,10 @@ def kept(bucket: PricedBucket, scheme: Scheme, rank: int, per_node: int, slots: 
     found = {"optimizer state": slots * (_share(own, members, rank) if sharded else own)} if slots else {}
     if scheme.keeps_errors:
         found["gradient error"] = own
+    if keeping.accumulates:
+        found["gradient sum"] = own
     if not bucket.replicated and len(members) > 1:
-        found["messages"] = _messages(scheme, own, members, rank, per_node)
+        found["messages"] = _messages(scheme, own, members, rank, keeping.per_node)
     return found
 
 

@@ -22,7 +22,7 @@ from ...program.program import Program, Step
 from ..plans import LayerRecord, Prediction
 from .account import add_sums, count_program, layers_memory, program_of
 from .layer_cost import LayerCost, Pricing, price_layer
-from .reductions import price
+from .reductions import Keeping, price
 from .timeline import (
     PricedBucket,
     PricedReduction,
@@ -106,11 +106,14 @@ class Training:
         Arrays of the parameters' size that the optimizer keeps (SGD with momentum: 1, Adam: 2).
     barrier
         Whether all sums of gradients end before the next forward begins; the runtime's do not.
+    accumulates
+        Whether the batch is the last part of a larger one: its gradients are added to those of the others.
     """
 
     dtype: str = "float32"
     slots: int = 1
     barrier: bool = False
+    accumulates: bool = False
 
 
 def simulate(
@@ -224,11 +227,12 @@ class Simulation:
         These are the one with halos on all sides, and the one whose parameters, blocks and halos are the most; all of
         up to `FEW`.
         """
-        buckets, slots, per_node = self._buckets(), self.training.slots, self.pricing.wires.per_node
+        training, per_node, buckets = self.training, self.pricing.wires.per_node, self._buckets()
         some = range(self.ranks) if self.ranks <= FEW else sorted({self.program.target.rank, self._fullest})
         found = [dict(self._layers_memory(rank)) for rank in some]
         for rank, memory in zip(some, found):
-            add_sums(memory, rank, buckets, self.strategy, slots, per_node)
+            keeping = Keeping(self.strategy.reduction, rank, per_node, training.slots, training.accumulates)
+            add_sums(memory, buckets, keeping)
         return max(found, key=lambda m: sum(m.values()))
 
     def _layers_memory(self, rank: int) -> dict[str, int]:
@@ -379,7 +383,7 @@ def _shares(network: Network, steps: Sequence[Step], step: _Played) -> Mapping[s
     weights = {
         one.name: sum(p.size for p in one.layer.parameters(*(v.layout.shape[1:] for v in one.inputs)).values())
         for one in steps
-        if one.name in network.layers
+        if one.name in network.layers and not one.owner
     }
     found = {r.layer: (r.total, wait) for r, wait in zip(step.replications, step.timeline.replicated)}
     for reduction, wait in zip(step.reductions, step.timeline.waits):

@@ -156,7 +156,7 @@ def test_a_kernel_of_the_double_leaves_alone_what_it_does_not_write():
     """In 16 bits it computes with copies of all arrays of a pair, some of which share memory with others in a step."""
     kernels, low = FakeBackend(), as_dtype("bfloat16")
     memory, x, dy = (kernels.device.array(np.full(9, n, np.float32), low) for n in range(3))
-    state = kernels.device.array([0, 0], np.uint64)
+    state = kernels.device.array([0, 0, 0], np.uint64)
     forward, _ = kernels.dropout(x[:8], memory[:8], dy[:8], memory[1:], DropoutMask(0.0, 0, (8,), (0,), state))
     forward()
     assert (kernels.device.to_host(memory)[:8] == 1).all()

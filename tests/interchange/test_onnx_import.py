@@ -57,6 +57,13 @@ def _modules():
         y.scale = nn.Parameter(lib.ones(4, 1, 1))
         return y
 
+    def scales(m, x):
+        y = functional.relu(m.norm(m.head(x)))
+        z = m.slope(m.norm(m.head(functional.max_pool2d(y, 2))))
+        both = functional.interpolate(z, size=x.shape[-2:], mode="bilinear") + m.slope(m.head(y))
+        vectors = m.linear(functional.adaptive_avg_pool2d(both, 1).flatten(1))
+        return m.linear(functional.relu(vectors))
+
     image = (8, 7, 4)
     return {
         "conv": (lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (1, 2), (1, 2)), image),
@@ -107,6 +114,16 @@ def _modules():
         "flatten, norm": (lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4 * 56), nn.Linear(224, 5)), image),
         "gate": (lambda: Of(excited, squeeze=nn.Conv2d(4, 2, 1), expand=nn.Conv2d(2, 4, 1)), image),
         "mask": (lambda: Of(lambda m, x: x * lib.sigmoid(m.c(x)), c=nn.Conv2d(4, 1, 1)), image),
+        "called again": (
+            lambda: Of(
+                scales,
+                head=nn.Conv2d(4, 4, 3, padding=1),
+                norm=nn.GroupNorm(2, 4),
+                slope=nn.PReLU(4),
+                linear=nn.Linear(4, 4),
+            ),
+            image,
+        ),
         "residual": (
             lambda: Of(lambda m, x: lib.relu(m.n(m.c(x)) + x), c=nn.Conv2d(4, 4, 3, padding=1), n=nn.BatchNorm2d(4)),
             image,
@@ -252,7 +269,7 @@ def _refused():
         r"\(Concat\): expected values that are joined along the channels, got axis 2": Of(lambda x: lib.cat([x, x], 2)),
         r"\(AveragePool\): expected sizes rounded down where padding counts": nn.AvgPool2d(3, 2, 1, ceil_mode=True),
         r"\(Conv\): expected weights of its own, got those of node '/c/Conv' again; use a second": Of(
-            lambda m, x: m.c(m.c(x)), c=nn.Conv2d(4, 4, 1)
+            lambda m, x: functional.conv2d(m.c(x), m.c.weight, stride=2), c=nn.Conv2d(4, 4, 1)
         ),
         r"\(Batch.*\): expected weights of its own, got those of node '/n/Batch.*' again": Of(
             lambda m, x: m.n(lib.sigmoid(m.n(x))), n=nn.BatchNorm2d(4)

@@ -45,12 +45,13 @@ def test_the_bits_of_a_block(typed, shape, start, stop, rate):
     box = Box(start, stop)
     x, y = typed.draw(*box.shape), typed.poisoned(*box.shape)
     seed, step, salt = (1 << 63) + 12345, 7, zlib.crc32(b"dropout1")
-    state = np.array([seed, step], np.uint64)
+    state = np.array([seed, step, 0], np.uint64)
     dy, dx = typed.draw(*box.shape), typed.poisoned(*box.shape)
     forward, backward = typed.backend.dropout(x, y, dy, dx, DropoutMask(rate, salt, shape, start, state))
-    for step in (7, 8):
-        state[1] = step  # a kernel reads the state when it runs
-        mask = dropped(shape, box, rate, seed, step, salt)
+    for step, first in ((7, 0), (8, 0), (8, 3)):
+        state[1:] = step, first  # a kernel reads the state when it runs
+        part = Box(*((n[0] + first, *n[1:]) for n in (box.start, box.stop)))
+        mask = dropped(shape, part, rate, seed, step, salt)
         for kernel, given, found in ((forward, x, y), (backward, dy, dx)):
             kernel()
             assert not found[mask].any()
@@ -61,14 +62,14 @@ def test_the_bits_of_a_block(typed, shape, start, stop, rate):
 def test_an_infinite_element_that_is_dropped_is_zero(arrays):
     x, y = arrays.draw(64, 8), arrays.poisoned(64, 8)
     x.fill(np.inf)
-    mask = DropoutMask(0.5, 1, x.shape, (0, 0), np.array([1, 2], np.uint64))
+    mask = DropoutMask(0.5, 1, x.shape, (0, 0), np.array([1, 2, 0], np.uint64))
     forward, backward = arrays.backend.dropout(x, y, None, None, mask)
     forward()
     assert set(y.reshape(-1).tolist()) == {0.0, np.inf} and backward is None
 
 
 def test_refused(arrays):
-    x, state = arrays.draw(2, 3), np.zeros(2, np.uint64)
+    x, state = arrays.draw(2, 3), np.zeros(3, np.uint64)
     with pytest.raises(KernelError, match=r"expected a rate in \[0, 1\), got 1"):
         arrays.backend.dropout(x, x, None, None, DropoutMask(1, 0, (2, 3), (0, 0), state))
     with pytest.raises(KernelError, match="expected shape and start for 2 axes"):

@@ -27,7 +27,7 @@ class Bucket:
         self.p, self.g = rng.standard_normal(count).astype(master), rng.standard_normal(count).astype(gradient)
         self.state = [np.zeros(count, master) for _ in range(states)]
         self.copy = None if copy is None else np.full(count, np.nan).astype(copy)
-        self.scalars = np.ones(4)
+        self.scalars = np.ones(5)
         self.exact = self.p.astype(np.float64)
         self.exact_state = [np.zeros(count) for _ in range(states)]
 
@@ -84,7 +84,7 @@ def test_adam(backend, precision, decoupled, decays):
     decay = weight_decay * b.decayed(DECAYS[decays])
     for step in range(1, 4):
         b.next_gradient(step)
-        b.scalars[...] = 0.01, 2.0, 1 - one**step, math.sqrt(1 - two**step)
+        b.scalars[:4] = 0.01, 2.0, 1 - one**step, math.sqrt(1 - two**step)
         kernel()
         g = b.g.astype(np.float64) * 2
         if decoupled:
@@ -120,6 +120,18 @@ def test_lars(backend, precision):
         b.check()
 
 
+def test_average(backend, precision):
+    """Of parameters, which are in place of gradients, in the precision of the masters."""
+    b = Bucket((precision[0], precision[0], None), states=0)
+    kernel = backend.average(b.arrays())
+    for step in range(1, 4):
+        b.next_gradient(step)
+        b.scalars[4] = 0.9 / step
+        kernel()
+        b.exact += 0.9 / step * (b.g.astype(np.float64) - b.exact)
+        b.check()
+
+
 def test_nothing_is_updated_after_an_overflow(backend, precision):
     """The flag is read where the kernels run: no host has to wait for it."""
     skip = np.ones(1, np.int32)
@@ -145,7 +157,7 @@ def test_any_length_and_address(backend, count, start):
     """Arrays that begin between vectors, and those that end there."""
     p, g = np.arange(1100, dtype=np.float32), np.ones(1100, np.float32)
     at = slice(start, start + count)
-    arrays = UpdateArrays(p[at], g[at], (), np.array([1.0, 2.0, 1, 1]), [(0, count, False)])
+    arrays = UpdateArrays(p[at], g[at], (), np.array([1.0, 2.0, 1, 1, 0]), [(0, count, False)])
     backend.sgd(arrays, 0.0, False, 0.0)()
     want = np.arange(1100)
     want[at] -= 2
@@ -157,7 +169,7 @@ def test_refused(backend):
     for p, g, scalars, words in (
         (half, half, np.ones(4), "expected parameters of float32 or float64, got float16; keep masters"),
         (single, single[:3], np.ones(4), "expected arrays of 4 elements, got 3"),
-        (single, single, single, r"expected scalars float64 \(4,\), got float32 \(4,\)"),
+        (single, single, single, r"expected scalars float64 \(5,\), got float32 \(4,\)"),
     ):
         with pytest.raises(KernelError, match=words):
             backend.sgd(UpdateArrays(p, g, (), scalars), 0.0, False, 0.0)

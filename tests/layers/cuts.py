@@ -58,6 +58,8 @@ def random_strategy(network: Network, size: int, seed: int) -> Strategy:
         ranks = size if rng.random() < 0.7 else int(rng.integers(1, size + 1))
         own = {} if isinstance(node.layer, Loss) else {"halo": str(rng.choice(["pad", "overlap"]))}
         layers[name] = {**uneven(random_parts(node, ranks, rng), shares), **own}
+        if network.owners[name] != name:  # which has the same blocks of the parameters
+            layers[name] = dict(layers[network.owners[name]])
     everyone = {"sample": size // (d := int(rng.choice(divisors))), "height": d}
     return Strategy(everyone, layers, bucket_bytes=int(rng.choice([1, 4096, 4 << 20])))
 

@@ -40,10 +40,10 @@ def test_a_sequence_makes_the_nodes_of_its_layers_in_order():
     assert Sequential(Concat(), ReLU())(Input(SHAPE), Input(SHAPE, "z")).shape == (7, 6, 10)
 
 
-def test_a_sequence_is_called_once():
-    sequence = Sequential(Conv(5, 1, name="c"))
-    with pytest.raises(ValueError, match="layer 'c' is used twice"):
-        Network(sequence(sequence(Input(SHAPE))))
+def test_a_sequence_that_is_called_again_has_the_same_parameters():
+    sequence = Sequential(Conv(SHAPE[-1], 1, name="c"), ReLU())
+    made = Network(sequence(sequence(Input(SHAPE))))
+    assert list(made.layers) == ["c", "relu1", "c#2", "relu1#2"] and set(made.parameters()) == {"c/w", "c/b"}
 
 
 @pytest.mark.mpi

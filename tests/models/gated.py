@@ -38,6 +38,7 @@ def gated(edge=16, pad=5, width=6):
     y = Pad(((-pad, 2 - pad), (1 - pad, -pad)), value=0.25, name="cropped")(y)
     first, last = Slice(0, width - 2, "first")(y), Slice(width - 2, width, "last")(y)
     y = pyramid(Concat(name="turned")(last, first), width)
+    y = called_again(y, width)
     y = y * Sigmoid()(Dense(width, name="gate")(GlobalAveragePool()(y)))
     y = y * Sigmoid()(Conv(1, 1, name="attention")(y))
     logits = Conv(3, 1, name="logits")(y)
@@ -60,6 +61,13 @@ def residual(x, width):
         StochasticDepth(0.3, name="depth"),
     )
     return x + branch(x)
+
+
+def called_again(x, width):
+    """One convolution at two scales: its second call has the parameters of the first."""
+    conv = Conv(width, 3, padding=1, activation="relu", name="again")
+    coarse = conv(MaxPool(2, name="halved")(conv(x)))
+    return x + Resize(size=x.shape[:-1], name="doubled")(coarse)
 
 
 def pyramid(x, width):

@@ -27,7 +27,7 @@ from halograd.layers import (
 )
 from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
 
-FAMILIES = ("strip", "image", "volume", "branches", "dilated", "convnext", "unet")
+FAMILIES = ("strip", "image", "volume", "branches", "dilated", "convnext", "unet", "scales")
 
 
 @dataclass
@@ -123,6 +123,15 @@ class Drawing:
         top = self.conv(y, activation="relu")
         down = self.conv(MaxPool(2)(top), activation="relu")
         return self.conv(Concat()(top, Resize(2)(down)))
+
+    def scales(self, y: Any) -> Any:
+        """One head at several scales, another one twice in a row."""
+        kernel, channels = self.along(3, self.one_of(1, 3)), 2 ** self.whole(3, 6)
+        head = Conv(channels, kernel, padding=tuple(k // 2 for k in kernel), activation="relu")
+        y = self.conv(y)
+        y = Conv(channels, 1)(y)
+        again = head(MaxPool(2)(head(y)))
+        return head(Add()(y, Resize(2)(again)))
 
 
 @dataclass(frozen=True)

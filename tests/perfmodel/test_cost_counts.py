@@ -91,6 +91,8 @@ def strategies(network, size):
             if draw.random() < 0.6:
                 layers[name] = {axis: n for axis, n in zip(AXES, draw.choice(some)) if n > 1} or {"sample": 1}
                 layers[name] = {axis: shares(draw, axis, n) for axis, n in layers[name].items()}
+            if network.owners[name] != name:  # blocks of parameters are those of the first call
+                layers[name] = layers.get(network.owners[name], {})
         yield Strategy({"sample": size}, layers, bucket_bytes=2048)
 
 

@@ -35,15 +35,31 @@ OPTIMIZERS = {
 
 
 def train(
-    network, comm, kernels, parts, optimizer="sgd", clip=None, dtype="float64", reduction=None, steps=STEPS, graph=False
+    network,
+    comm,
+    kernels,
+    parts,
+    optimizer="sgd",
+    clip=None,
+    dtype="float64",
+    reduction=None,
+    steps=STEPS,
+    graph=False,
+    split=1,
 ):
-    """Losses, parameters and what the device counted between the first step and the last. Collective."""
+    """Losses, parameters and what the device counted between the first step and the last, of batches in parts.
+
+    Collective.
+    """
     strategy = Strategy(parts, bucket_bytes=4096, **(reduction or {}))
     losses, counts = [], {}
-    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3, graph=graph) as executor:
+    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3, graph=graph, parts=split) as executor:
         trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Constant(0.01), clip_norm=clip)
         device = executor.device
         for step in range(steps):
+            for part in range(1, split):
+                fill(executor, 100 * step + part)
+                trainer.add()
             fill(executor, step)
             if isinstance(device, FakeDevice) and step == 1:
                 counts = {"syncs": len(device.synchronizations), "waits": device.waits, "idled": device.idled}
@@ -101,6 +117,17 @@ def test_every_optimizer_steps_as_on_the_host(optimizer, clip):
     assert counts["syncs"] == 0
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["unet", "lenet"])
+def test_batches_in_parts(name):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        counts = both(name, comm, {"height": comm.size}, split=3, clip=0.5)
+        assert counts["idled"] == counts["syncs"] == 0 or comm.size > 1
+        once, *_ = train(NETWORKS[name](), comm, NumpyBackend(), {"height": comm.size})
+        parts, *_ = train(NETWORKS[name](), comm, NumpyBackend(), {"height": comm.size}, split=3)
+        assert (abs(once - parts) > 1e-6).all(), "other samples"
+
+
 @pytest.mark.ranks(2)
 def test_float32_and_overlapped_halos():
     with Communicator(MPI.COMM_WORLD) as comm:
@@ -134,14 +161,17 @@ def test_a_loss_that_is_not_finite_is_seen_one_step_later():
         ("lenet", "sample", {}),
         ("alexnet", "sample", {}),
         ("own", "height", {}),
+        ("lenet in parts", "sample", {}),
+        ("unet in parts", "height", {}),
     ],
 )
 def test_graphs_repeat_what_the_steps_before_did(name, axis, options):
     """With several ranks a sequence of graphs between messages; layers that make arrays are called between two."""
+    name, split = name.split()[0], 3 if "parts" in name else 1
     network, kernels = {**NETWORKS, "alexnet": small_alexnet, "own": own_layer}[name](), FakeBackend()
     with Communicator(MPI.COMM_WORLD) as comm:
         parts = {axis: comm.size}
-        some = {"optimizer": "adam", "steps": 6, "reduction": {"options": options}}
+        some = {"optimizer": "adam", "steps": 6, "reduction": {"options": options}, "split": split}
         expected, params, _ = train(network, comm, kernels, parts, **some)
         found, ours, counts = train(network, comm, kernels, parts, graph=True, **some)
     kernels.close()

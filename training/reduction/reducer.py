@@ -25,7 +25,7 @@ Run = Callable[[str, str, Callable[[], None]], None]
 class Reducer:
     """Sums the gradients of a store over the ranks that hold the same blocks, and updates them. Collective. ::
 
-        begin()                      # backward begins
+        begin()                      # backward begins; of a batch in parts, begin(part)
         ready(layer)                 # for every layer, as backward has passed it: start the sums that are complete
         flush()                      # backward is over
         ...
@@ -105,6 +105,7 @@ class Reducer:
         # What forward needs first is gathered first.
         self._replicated = {layer: found[layer] for layer in dict.fromkeys([*operators, *found]) if layer in found}
         self._sums_of: dict[str, list[_Sum]] = {}
+        self._part, self._parts = 0, store.parts
         for one in self._sums:
             for layer in one.layers:
                 self._sums_of.setdefault(layer, []).append(one)
@@ -123,9 +124,10 @@ class Reducer:
                 one.total.codec.compensate(bucket.errors)
         return sums
 
-    def begin(self) -> None:
-        """A backward pass begins."""
+    def begin(self, part: int = 0) -> None:
+        """A backward pass begins, of this part of the batch (`ParameterStore.parts`): after the last one is summed."""
         self.finish()
+        self._part = part
         for one in self._sums:
             one.missing = len(one.layers)
 
@@ -140,10 +142,18 @@ class Reducer:
         if one.total is None:
             return
         one.bucket.widen()
+        one.bucket.add_part(self._part, self._parts)
+        if not self._is_last:
+            return
         if one.total.codec is None and one.bucket.errors is not None:
             self._add_errors(one.bucket)
         one.total.start()
         one.running = one.pending = True
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the gradients are those of the whole batch after this pass."""
+        return self._part + 1 == self._parts
 
     def _add_errors(self, bucket: Bucket) -> None:
         """A bucket held by one rank is not rounded; what was under another decomposition is added, once."""
@@ -161,7 +171,7 @@ class Reducer:
         if self._kind.waits:
             self._wait_for_sums()
         for other in self._replicated.values():
-            other.pending = True
+            other.pending = self._is_last
             if other.operator is not None:
                 other.operator.gather_errors()
                 other.due = True
@@ -217,6 +227,7 @@ class Reducer:
             one.due = False
             assert one.operator is not None
             self._run(layer, "backward", one.operator.whole_gradient)
+            one.bucket.add_part(self._part, self._parts)
 
     def _compute_all(self) -> None:
         for layer in self._replicated:
@@ -239,6 +250,14 @@ class Reducer:
             self._complete(one)
         for layer in self._replicated:
             self._complete_replicated(layer)
+
+    def spread(self) -> None:
+        """Pass on the parameters that each rank has changed of those it updates. Collective; no part of a step."""
+        for one in self._sums:
+            if one.gather is not None:
+                one.gather.run()
+        for bucket in self.store.buckets:
+            bucket.refresh()
 
     def settle(self) -> None:
         """`finish`, and leave nothing behind that a checkpoint would not hold. Collective; no part of a step.

@@ -8,10 +8,11 @@
 struct DropoutParams {
     const T* x;
     T* y;
-    const uint64* state;  // [seed, step], on the device
+    const uint64* state;  // [seed, step, first sample], on the device
     uint64 salt;
     uint64 threshold;
     uint64 base;         // GOLDEN * global index of the first element, modulo 2^64
+    uint64 sample;       // GOLDEN * elements of a sample, modulo 2^64
     uint64 steps[AXES];  // GOLDEN * global stride of each axis, modulo 2^64
     int64 shape[AXES];   // of the block; the last axis in vectors
     int64 axes;
@@ -30,7 +31,7 @@ template <int V> DEVICE void dropout(const DropoutParams& p) {
     const uint64 key = mix(mix(mix(p.state[0] + GOLDEN) + p.state[1] + GOLDEN) + p.salt + GOLDEN);
     const A scale = A(p.scale);
     for (Index item = first_item(); item < Index(p.items); item += item_step()) {
-        uint64 counter = key + p.base;
+        uint64 counter = key + p.base + p.state[2] * p.sample;
         Index rest = item;
         for (int axis = int(p.axes) - 1; axis > 0; --axis) {
             counter += uint64(rest % Index(p.shape[axis])) * p.steps[axis];

@@ -12,7 +12,7 @@ struct UpdateParams {
     T* v;  // momentum, or the first moment; none for plain descent
     T* m;  // the second moment
     C* copy;                // or none
-    const double* scalars;  // learning rate, gradient scale, 1 - beta1^step, sqrt(1 - beta2^step)
+    const double* scalars;  // learning rate, gradient scale, 1 - beta1^step, sqrt(1 - beta2^step), weight of p
     const int* skip;        // nonzero: change nothing; or none
     int64 count;
     int64 decayed;          // leading elements with weight decay, where there is no mask
@@ -101,10 +101,19 @@ struct AdamRule {
     }
 };
 
+// Here `p` is the average and `g` the parameter.
+struct Averaging {
+    A weight;
+    DEVICE explicit Averaging(const UpdateParams& u) : weight(A(u.scalars[4])) {}
+    DEVICE void operator()(A& p, A g, A&, A&, bool) const { p += weight * (g - p); }
+};
+
 KERNEL(sgd_1, UpdateParams) { update_all<Descent, 1>(p, Descent(p)); }
 KERNEL(sgd_4, UpdateParams) { update_all<Descent, 4>(p, Descent(p)); }
 KERNEL(adam_1, UpdateParams) { update_all<AdamRule, 1>(p, AdamRule(p)); }
 KERNEL(adam_4, UpdateParams) { update_all<AdamRule, 4>(p, AdamRule(p)); }
+KERNEL(average_1, UpdateParams) { update_all<Averaging, 1>(p, Averaging(p)); }
+KERNEL(average_4, UpdateParams) { update_all<Averaging, 4>(p, Averaging(p)); }
 
 // LARS, first half: squares of each parameter and of its gradient. Grid: (chunks, parameters).
 BLOCK_KERNEL(lars_norms, UpdateParams) {

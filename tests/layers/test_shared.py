@@ -1,0 +1,207 @@
+"""Layers that are called several times: one array of parameters, the sum of the gradients of all calls."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.errors import UserError
+from halograd.kernels import get_backend
+from halograd.layers import (
+    AveragePool,
+    BatchNorm,
+    Concat,
+    Conv,
+    Dense,
+    Dropout,
+    GlobalAveragePool,
+    GroupNorm,
+    Input,
+    MeanSquaredError,
+    Network,
+    PReLU,
+    Sequential,
+    SoftmaxCrossEntropy,
+)
+from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.settings import fingerprint
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost import buckets_of, memory_of, program_of
+from halograd.program.compiler import Target
+from halograd.testing import grids, random_array
+from halograd.training.executor import Executor
+from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
+from tests.layers.cuts import random_strategy
+
+BATCH, STEPS, RATE = 4, 3, 0.2
+
+
+def network() -> Network:
+    """Two images through one trunk, whose head is called at two scales; vectors through one dense layer twice."""
+    trunk = Sequential(Conv(8, 3, padding=1, name="conv"), GroupNorm(2, name="norm"), PReLU("channel", name="slopes"))
+    head = Conv(8, 3, padding=1, activation="tanh", name="head")
+    left, right = Input((8, 6, 2), name="left"), Input((8, 6, 2), name="right")
+    some = []
+    for x in (left, right):
+        y = head(trunk(x))
+        some += [GlobalAveragePool()(y), GlobalAveragePool()(head(AveragePool(2)(y)))]
+    mixed = Dense(8, activation="relu", name="mix")
+    both = Concat()(mixed(some[0]), mixed(some[1]), mixed(mixed(some[2])), some[3])
+    target = Input((3,), "target")
+    y = Dense(3, name="last")(both)
+    return Network({"prediction": y, "loss": MeanSquaredError()(y, target)}, name="siamese")
+
+
+def fill(executor, step):
+    for name, node in executor.network.inputs.items():
+        executor.set_input(name, random_array((BATCH, *node.shape), name, step))
+
+
+def run(comm, strategy):
+    """Losses and this rank's blocks of the parameters after `STEPS` steps. Collective."""
+    made = network()
+    with Executor(made, comm, get_backend("numpy"), BATCH, strategy, "float64", seed=3) as executor:
+        trainer, losses = Trainer(executor, SGD(executor.store, 0.5), Constant(RATE)), []
+        for step in range(STEPS):
+            fill(executor, step)
+            losses.append(trainer.step())
+        trainer.settle()
+        params = {name: array.copy() for name, array in executor.store.params.items()}
+        boxes = {name: executor.store.box(name).slices() for name in params}
+    return losses, params, boxes
+
+
+@functools.cache
+def alone():
+    with Communicator(MPI.COMM_SELF) as comm:
+        return run(comm, Strategy())
+
+
+def check(comm, strategy):
+    losses, params, boxes = run(comm, strategy)
+    fault = None
+    try:
+        np.testing.assert_allclose(losses, alone()[0], rtol=1e-11)
+        for name, array in params.items():
+            np.testing.assert_allclose(array, alone()[1][name][boxes[name]], rtol=0, atol=1e-11, err_msg=name)
+    except AssertionError as error:
+        fault = error
+    comm.agree(fault)
+
+
+@pytest.mark.torch
+def test_as_torch():
+    torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
+    functional, initial = torch.nn.functional, network().initial_values(3)
+    params = {name: torch.tensor(array, dtype=torch.float64, requires_grad=True) for name, array in initial.items()}
+
+    def conv(name, x):
+        return functional.conv2d(x, torch.movedim(params[f"{name}/w"], -1, 1), params[f"{name}/b"], padding=1)
+
+    def mixed(x):
+        return torch.relu(x @ params["mix/w"].T + params["mix/b"])
+
+    def pooled(x):
+        return x.mean((2, 3))
+
+    def loss_of(step):
+        arrays = {n: torch.tensor(random_array((BATCH, *i.shape), n, step)) for n, i in network().inputs.items()}
+        some = []
+        for side in ("left", "right"):
+            x = conv("conv", torch.movedim(arrays[side], -1, 1))
+            x = functional.group_norm(x, 2, params["norm/gamma"], params["norm/beta"], 1e-5)
+            y = torch.tanh(conv("head", functional.prelu(x, params["slopes/slope"])))
+            some += [pooled(y), pooled(torch.tanh(conv("head", functional.avg_pool2d(y, 2))))]
+        both = torch.cat([mixed(some[0]), mixed(some[1]), mixed(mixed(some[2])), some[3]], 1)
+        return functional.mse_loss(both @ params["last/w"].T + params["last/b"], arrays["target"])
+
+    optimizer, losses = torch.optim.SGD(params.values(), RATE, 0.5), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(step)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    np.testing.assert_allclose(alone()[0], losses, rtol=1e-12)
+    for name, array in alone()[1].items():
+        np.testing.assert_allclose(array, params[name].detach().numpy(), rtol=0, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_all_grids(subtests):
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        for grid in grids(comm.size, ("sample", "height", "width")):
+            with subtests.test(grid=grid):
+                check(comm, Strategy(grid, bucket_bytes=256))
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_strategies(seed):
+    made = network()
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        strategy = random_strategy(made, comm.size, seed)
+        check(comm, strategy)
+        blocks = parameter_blocks(made, strategy, comm.size)
+        with Executor(made, comm, get_backend("numpy"), BATCH, strategy, "float64") as executor:
+            found = dict(executor.memory.bytes)
+        program = program_of(made, strategy, Target(BATCH, comm.size, comm.rank, np.dtype("float64")), blocks)
+        want = memory_of(program, blocks, buckets_of(made, blocks, 8, strategy), strategy)
+        assert found == {use: n for use, n in want.items() if use in found}
+
+
+def test_names_and_counts():
+    made = network()
+    assert made.owners["head#4"] == "head" and made.owners["mix#4"] == "mix" and made.owners["last"] == "last"
+    assert made.is_shared("head") and made.is_shared("norm#2") and not made.is_shared("last")
+    sizes = {name: spec.size for name, spec in made.parameters().items()}
+    assert not [name for name in sizes if "#" in name] and made.parameter_count == sum(sizes.values())
+    assert {row[0]: row[3] for row in made.rows()}["head#2"] == 0
+    assert made.freeze("head").trained.isdisjoint({"head", "head#2", "head#3", "head#4"})
+    with pytest.raises(ValueError, match="got 'head#2'"):
+        made.freeze("head#2")
+    assert any(line.startswith("head#2: Conv") for line in fingerprint(made))
+
+
+def test_layers_without_parameters_may_be_called_at_will():
+    drop, pool, x = Dropout(0.5, name="drop"), GlobalAveragePool(), Input((4, 4, 3))
+    made = Network(pool(drop(drop(x))) + pool(x), "drops")
+    assert {"drop", "drop#2", "globalaveragepool1", "globalaveragepool1#2"} <= set(made.layers)
+
+
+def test_a_frozen_layer_keeps_its_parameters():
+    made = network().freeze("head")
+    with (
+        Communicator(MPI.COMM_SELF) as comm,
+        Executor(made, comm, get_backend("numpy"), BATCH, None, "float64", seed=3) as executor,
+    ):
+        before = {name: array.copy() for name, array in executor.store.params.items()}
+        trainer = Trainer(executor, SGD(executor.store), Constant(RATE))
+        fill(executor, 0)
+        trainer.step()
+        trainer.settle()
+        changed = {name for name, array in executor.store.params.items() if (array != before[name]).any()}
+    assert {name for name in before if name not in changed} == {"head/w", "head/b"}
+
+
+def test_refused():
+    x, t = Input((8, 6, 2), "x"), Input((1,), "t", "int32")
+    norm, conv = BatchNorm(name="norm"), Conv(3, 1, name="conv")
+    with pytest.raises(ValueError, match=r"layers with running statistics to be called once, got 'norm'"):
+        Network(norm(norm(x)))
+    with pytest.raises(ValueError, match=r"calls of 'conv' that have the same parameters, got .* 3\)"):
+        Network(conv(conv(x)))
+    same = Conv(2, 1, name="same")
+    y = GlobalAveragePool()(same(x))
+    with pytest.raises(ValueError, match=r"on all calls of a layer or on none, got 'same"):
+        Network({"loss": SoftmaxCrossEntropy()(y, t), "other": same(same(x))})
+    made = network()
+    strategy = Strategy({"sample": 2}, {"head#2": {"channel": 2}})
+    with pytest.raises(UserError, match=r"expected 'head#2', which has the parameters of 'head', on as many ranks and"):
+        strategy.validate(made, 2)

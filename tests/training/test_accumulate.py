@@ -1,0 +1,291 @@
+"""Batches in parts whose gradients are added up: the steps of the whole batch, under every cut and scheme."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.errors import UserError
+from halograd.kernels import get_backend
+from halograd.layers import (
+    BatchNorm,
+    Conv,
+    Dense,
+    Dice,
+    Dropout,
+    GlobalAveragePool,
+    GroupNorm,
+    Input,
+    Network,
+    SoftmaxCrossEntropy,
+    StochasticDepth,
+)
+from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost import buckets_of, memory_of, program_of
+from halograd.program.compiler import Target
+from halograd.testing import grids, random_array
+from halograd.training import evaluate, train
+from halograd.training.executor import Executor
+from halograd.training.log import read_log
+from halograd.training.optimizers import SGD
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Diverged, Trainer
+from tests.layers.cuts import random_strategy
+from tests.training.runs import write_config, write_own
+
+BATCH, STEPS, SEED = 8, 3, 3
+SCHEMES = {
+    **{name: Scheme(name) for name in ("blocking", "per_layer", "hierarchical", "host_accumulate", "sharded")},
+    "two_chunks": Scheme("two_chunks", first_layers=2),
+    "replicated": Scheme(replicated_dense=2),
+}
+
+
+def network() -> Network:
+    """Random masks of elements and of samples, sums over positions: nothing over samples."""
+    x, t = Input((8, 6, 2), "x"), Input((1,), "target", "int32")
+    y = Conv(6, 3, padding=1, activation="relu", name="conv1")(x)
+    y = y + StochasticDepth(0.4, name="depth")(Conv(6, 3, padding=1, name="conv2")(GroupNorm(3, name="norm")(y)))
+    y = Dense(12, name="dense1")(GlobalAveragePool()(Dropout(0.3, name="dropout")(y)))
+    y = Dense(4, name="dense2")(Dropout(0.2, name="dropout2")(y))
+    return Network({"prediction": y, "loss": SoftmaxCrossEntropy(name="ce")(y, t)}, name="parts")
+
+
+def fill(executor: Executor, step: int, part: int) -> None:
+    """Samples of one part of the batch of this step."""
+    some = slice(part * executor.batch, (part + 1) * executor.batch)
+    executor.set_input("x", random_array((BATCH, 8, 6, 2), "x", step)[some])
+    classes = (np.abs(random_array((BATCH, 1), "t", step)) * 10).astype(int) % 4
+    executor.set_input("target", classes[some])
+
+
+def run(comm, strategy, parts, clip=None, dtype="float64"):
+    """Losses, norms and parameters (this rank's blocks) of `STEPS` steps. Collective."""
+    kernels = get_backend("numpy")
+    with Executor(network(), comm, kernels, BATCH // parts, strategy, dtype, seed=SEED, parts=parts) as executor:
+        optimizer = SGD(executor.store, momentum=0.5, weight_decay=1e-3)
+        trainer = Trainer(executor, optimizer, Constant(0.3), clip)
+        losses, norms = [], []
+        for step in range(STEPS):
+            for part in range(parts - 1):
+                fill(executor, step, part)
+                trainer.add()
+            fill(executor, step, parts - 1)
+            losses.append(trainer.step())
+            norms.append(trainer.gradient_norm or 0.0)
+        trainer.settle()
+        blocks = {name: executor.store.box(name).slices() for name in executor.store.params}
+        params = {name: array.copy() for name, array in executor.store.params.items()}
+    return SimpleNamespace(losses=losses, norms=norms, params=params, blocks=blocks)
+
+
+@functools.cache
+def whole(clip=None):
+    """The same of one process that computes every batch at once."""
+    with Communicator(MPI.COMM_SELF) as comm:
+        found = run(comm, Strategy(), 1, clip)
+    assert found.losses[-1] < found.losses[0]
+    return found
+
+
+def check(comm, found, want):
+    """Fail on all ranks unless losses, norms and parameters are those of one process."""
+    fault = None
+    try:
+        np.testing.assert_allclose(found.losses, want.losses, rtol=1e-12)
+        np.testing.assert_allclose(found.norms, want.norms, rtol=1e-11)
+        for name, array in found.params.items():
+            np.testing.assert_allclose(array, want.params[name][found.blocks[name]], rtol=0, atol=1e-12, err_msg=name)
+    except AssertionError as error:
+        fault = error
+    comm.agree(fault)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_one_process(parts, clip):
+    with Communicator(MPI.COMM_SELF) as comm:
+        check(comm, run(comm, Strategy(), parts, clip), whole(clip))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_all_grids(subtests):
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        for grid in grids(comm.size, ("sample", "height", "width")):
+            with subtests.test(grid=grid):
+                check(comm, run(comm, Strategy(grid), 2 if grid["sample"] > 2 else 4), whole())
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_strategies(seed):
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        check(comm, run(comm, random_strategy(network(), comm.size, seed), 2, 0.1), whole(0.1))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_schemes(name):
+    with Communicator(MPI.COMM_WORLD, "shared") as comm:
+        strategy = Strategy({"sample": comm.size}, bucket_bytes=512, reduction=SCHEMES[name])
+        check(comm, run(comm, strategy, 2), whole())
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_summed_once():
+    """Per step as much is sent for gradients as without parts."""
+    sent = []
+    for parts in (1, 4):
+        with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+            run(comm, Strategy({"height": 2}), parts)
+            sent.append(comm.counters["allreduce"])
+    assert sent[0] == sent[1] and sent[0].bytes
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("scheme", ["bucketed", "sharded"])
+def test_memory_is_as_predicted(scheme):
+    made, size = network(), MPI.COMM_WORLD.size
+    strategy = Strategy({"sample": size}, reduction=Scheme(scheme))
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        with Executor(made, comm, get_backend("numpy"), 4, strategy, "float64", parts=2) as executor:
+            SGD(executor.store, momentum=0.5)
+            found = dict(executor.predicted_bytes)
+        blocks = parameter_blocks(made, strategy, size)
+        program = program_of(made, strategy, Target(4, size, comm.rank, np.dtype("float64")), blocks)
+        want = memory_of(program, blocks, buckets_of(made, blocks, 8, strategy), strategy, 1, accumulates=True)
+        fault = None
+        try:
+            for use in ("parameter", "parameter gradient", "gradient sum", "optimizer state"):
+                assert found[use] == want[use] > 0, use
+            assert found["gradient sum"] == found["parameter gradient"]
+        except AssertionError as error:
+            fault = error
+        comm.agree(fault)
+
+
+def test_calls_in_another_order():
+    with (
+        Communicator(MPI.COMM_SELF) as comm,
+        Executor(network(), comm, get_backend("numpy"), 4, dtype="float64", parts=2) as executor,
+    ):
+        trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
+        fill(executor, 0, 0)
+        with pytest.raises(ValueError, match=r"expected add\(\) 1 times before it, for .* 2 parts, got it 0"):
+            trainer.step()
+        trainer.add()
+        with pytest.raises(ValueError, match=r"add\(\): expected it 1 times before step\(\)"):
+            trainer.add()
+        trainer.step()
+
+
+def test_a_part_that_diverges_leaves_parameters_as_they_are():
+    """Nothing of it is left in the next step."""
+    with Communicator(MPI.COMM_SELF) as comm:
+        results = []
+        for broken in (False, True):
+            with Executor(network(), comm, get_backend("numpy"), 4, dtype="float64", seed=SEED, parts=2) as executor:
+                trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
+                if broken:
+                    before = {name: array.copy() for name, array in executor.store.params.items()}
+                    fill(executor, 0, 0)
+                    trainer.add()
+                    executor.input("x").array.fill(np.inf)
+                    with np.errstate(all="ignore"), pytest.raises(Diverged):
+                        trainer.step()
+                    trainer.settle()
+                    assert all((array == before[name]).all() for name, array in executor.store.params.items())
+                for part in range(2):
+                    fill(executor, 1, part)
+                    (trainer.step if part else trainer.add)()
+                trainer.settle()
+                results.append({name: array.copy() for name, array in executor.store.params.items()})
+        for name, array in results[0].items():
+            np.testing.assert_array_equal(results[1][name], array)
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+OWN = """
+from halograd.layers import *
+
+def build():
+    x, t = Input((16, 16, 3), "x"), Input((16, 16, 1), "mask")
+    y = GroupNorm(3, activation="relu")(Conv(6, 3, padding=1)(x))
+    y = Conv(1, 3, padding=1)(Dropout(0.2)(y))
+    return Network({"prediction": y, "loss": BinaryCrossEntropyWithLogits()(y, t)}, name="own")
+"""
+
+
+@pytest.fixture
+def config(comm, shared):
+    """Of a network without batch norm."""
+    if comm.rank == 0:
+        write_own(shared, OWN)
+    comm.barrier()
+    return shared / "run.toml"
+
+
+CUTS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 3: [{"width": 3}], 4: [{"height": 2, "width": 2}]}
+AUGMENTED = "data.augment={flips = ['width'], noise = 0.05}"
+
+
+def losses(folder):
+    return [entry["loss"] for entry in read_log(folder / "log.jsonl", "step")]
+
+
+@pytest.mark.mpi
+def test_a_run_in_parts_is_that_of_whole_batches(comm, config):
+    """Stopped after an epoch and resumed; evaluated in parts too."""
+
+    def run(out, more, comm, parts=(1, 2)):
+        more = [
+            f"model.file='{config.parent / 'net.py'}:build'",
+            f"data.path='{config.parent / 'data.h5'}'",
+            AUGMENTED,
+            *more,
+            f"output.directory={config.parent / out}",
+            'schedule.kind="constant"',
+        ]
+        for epochs in parts:
+            train(config, [*more, f"training.epochs={epochs}"], epochs > 1, comm=comm)
+        return evaluate(config, more, "all", comm=comm)
+
+    found = []
+    for number, cut in enumerate(CUTS.get(comm.size, [])):
+        cuts = [f"strategy.{axis}={n}" for axis, n in cut.items()]
+        parts = 2 if cut.get("sample", 1) > 1 else 4
+        found.append(run(f"cut{number}", [*cuts, f"training.accumulate={parts}"], comm))
+    if comm.rank:
+        return
+    want = run("alone", [], MPI.COMM_SELF, parts=(2,))
+    for number, one in enumerate(found):
+        assert losses(config.parent / f"cut{number}") == pytest.approx(losses(config.parent / "alone"), rel=1e-9)
+        assert one["loss"] == pytest.approx(want["loss"], rel=1e-9)
+
+
+@pytest.mark.ranks(1)
+def test_what_is_said_and_refused(comm, shared, caplog):
+    config = write_config(shared)  # with batch norm
+    with pytest.raises(UserError, match=r"training\.accumulate: expected a divisor of batch, 4, got 3"):
+        train(config, ["training.accumulate=3"], comm=comm)
+    train(config, ["training.accumulate=2", "training.epochs=1"], comm=comm)
+    (said,) = [r.getMessage() for r in caplog.records if "training.accumulate" in r.getMessage()]
+    assert "computed of the 2 samples of each part, not of the batch, are " in said and ": its statistics" in said
+
+
+def test_what_depends_on_the_batch():
+    assert BatchNorm().of_batch and not GroupNorm(1).of_batch
+    assert Dice().of_batch and not Dice(reduction="sample").of_batch
+    x, t = Input((4, 4, 2), "x"), Input((4, 4, 1), "t", "int32")
+    both = SoftmaxCrossEntropy()(x, t) + SoftmaxCrossEntropy(ignore_index=0)(x, t) + Dice("softmax")(x, t)
+    assert both.layer.of_batch == "its sum of weights, its sums over samples"
+    assert not SoftmaxCrossEntropy().of_batch
