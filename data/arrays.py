@@ -35,9 +35,9 @@ class ArrayDataset:
     path : path
         For messages.
 
-    Attributes
-    ----------
-    See :class:`Dataset`; `ranges` as of :class:`Hdf5Dataset`.
+    Notes
+    -----
+    Attributes are those of :class:`Dataset`, and `ranges` as of :class:`Hdf5Dataset`.
 
     Raises
     ------

@@ -271,7 +271,7 @@ def _markdown(found: list[Section]) -> str:
         for key in section.keys:
             anchor = f"{section.anchor}.{key.name}".lstrip(".")
             text = " ".join(key.text.split())
-            cells = (f'<span id="{anchor}">`{key.name}`</span>', key.kind, key.default, text)
+            cells = (f"`{key.name}`{{ #{anchor} }}", key.kind, key.default, text)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)

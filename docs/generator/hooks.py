@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # hooks are loaded by path
 
-from docs.generator import api, commands, configuration  # noqa: E402
+from docs.generator import api, commands, configuration, words  # noqa: E402
 
 #: ``<!-- generated: NAME -->`` in a page is replaced by what the function returns.
 REFERENCES = {
@@ -44,10 +44,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
-    """Put references into their places; make links to sources what the site can show."""
-    made = MARK.sub(lambda match: REFERENCES[match[1]](), markdown)
-    return outside_code(made, lambda text: with_source_links(text, config.repo_url))
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Put references into their places; link names to them; make links to sources what the site can show."""
+    made = outside_code(markdown, lambda text: with_source_links(text, config.repo_url))
+    if "/" not in page.file.src_uri:
+        made = outside_code(made, words.linked)
+    return MARK.sub(lambda match: REFERENCES[match[1]](), made)
 
 
 def from_above(text: str) -> str:
