@@ -53,9 +53,9 @@ demo: venv
 test: venv
 	@$(PY) tests/run_suite.py $(SUITE)
 
-# From the working tree, without the network. The variable silences an advertisement.
+# From the working tree, without the network. The variable silences an advertisement; --quiet would silence --strict too.
 docs: docs-tools
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "site/index.html"
 
 bench-step: peers

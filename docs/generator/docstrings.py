@@ -187,8 +187,9 @@ def _indent(line: str) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Signs that mean something to HTML, and nothing in a docstring."""
+    """Signs that mean something to HTML or Markdown, and nothing in a docstring."""
     parts = CODE.split(text)
     for i in range(0, len(parts), 2):
-        parts[i] = re.sub(r"<(?=[\w/!])", "&lt;", parts[i])
+        plain = re.sub(r"<(?=[\w/!])", "&lt;", parts[i])
+        parts[i] = re.sub(r"\[(?=[^\[\]]*\]\s?[\[(])", r"\\[", plain)  # "`n` [B] [s]" is no link
     return "".join(parts)

@@ -36,16 +36,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in ("mkdocs", "material", "mkdocstrings_handlers"):
         pytest.importorskip(module, reason=NEEDS)
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "--quiet", "build", "--strict", "--site-dir", str(folder)],
+    done = build(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Call MkDocs. Not with --quiet, which keeps --strict from seeing warnings."""
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder), *options],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         timeout=LIMIT,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 def anchors(page: Path) -> set[str]:
@@ -134,11 +139,30 @@ def test_every_command_is_listed(site):
             assert all(f"<code>{word}</code>" in page or f">{word} " in page for word in parameter.opts if "-" in word)
 
 
-def test_every_page_is_in_the_menu(site):
-    """MkDocs warns of pages that the menu leaves out; here, that the build would see it."""
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    assert pages <= {path.stem for path in site.glob("*.html")}
-    assert "omitted_files: warn" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[here](index.md#known)", ""),
+        ("[there](no_such_page.md)", "no_such_page.md"),
+        ("[there](index.md#no-such-place)", "no-such-place"),
+        ("[there](../examples/no_such_file.py)", "no_such_file.py"),
+        ("[`Conv`][halograd.no_such_name]", "no_such_name"),
+        ("a page that the menu leaves out", "other.md"),
+    ],
+)
+def test_what_leads_nowhere_fails_the_build(tmp_path, text, message):
+    """By the settings of the site, on a page or two."""
+    pytest.importorskip("material", reason=NEEDS)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Known {{#known}}\n\n{text}\n")
+    if message == "other.md":
+        (tmp_path / "docs" / "other.md").write_text("# Other\n")
+    (tmp_path / "mkdocs.yml").write_text(
+        f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nnav: [index.md]\nhooks: []\nplugins: [search, autorefs]\n"
+    )
+    done = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
+    assert (done.returncode == 0) is (not message), done.stdout + done.stderr
+    assert message in done.stderr
 
 
 def test_nothing_is_loaded_from_elsewhere(site):

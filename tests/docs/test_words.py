@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-for module in ("mkdocs", "griffe"):
-    pytest.importorskip(module, reason="needs MkDocs: pip install 'halograd[docs]'")
+pytest.importorskip("mkdocstrings_handlers.python", reason="needs MkDocs: pip install 'halograd[docs]'")
 from docs.generator.hooks import from_above, with_source_links
 from docs.generator.words import linked
 
