@@ -5,6 +5,7 @@ from .augment import Augmentation, Rules
 from .dataset import Hdf5Dataset
 from .errors import DataError
 from .files import FileSet, find_files, open_dataset
+from .labels import LabelMap
 from .loader import LoadedBatch, Loader
 from .mesh_tangling import generate
 from .normalize import ChannelStatistics, channel_statistics, check_transforms
@@ -22,6 +23,7 @@ __all__ = [
     "Dataset",
     "FileSet",
     "Hdf5Dataset",
+    "LabelMap",
     "LoadedBatch",
     "Loader",
     "Rules",

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..dtensor.box import Box
 from .errors import DataError
 from .invalid import check_values
+from .labels import LabelMap
 from .structure import Field
 from .targets import TargetRange
 
@@ -37,7 +38,7 @@ class ArrayDataset:
 
     Notes
     -----
-    Attributes are those of :class:`Dataset`, and `ranges` as of :class:`Hdf5Dataset`.
+    Attributes are those of :class:`Dataset`, and `ranges` and `labels` as of :class:`Hdf5Dataset`.
 
     Raises
     ------
@@ -65,6 +66,7 @@ class ArrayDataset:
         if self.groups is not None and self.groups.shape != (len(self),):
             raise DataError(f"{path}: expected a group per sample, ({len(self)},), got {self.groups.shape}")
         self.lenient: frozenset[str] = frozenset()
+        self.labels: Mapping[str, LabelMap] = {}
         self.ranges: dict[str, TargetRange] = {}
         self.bytes_read = 0
         names = channel_names or {}
@@ -99,6 +101,8 @@ class ArrayDataset:
             self.bytes_read += values.nbytes
             at: Any = (k - box.start[0], *filled[1:])
             out[at] = values
+        if name in self.labels:
+            self.labels[name].apply(out[filled])
         if name not in self.lenient:
             limits = self.ranges.get(name, TargetRange()) if field.is_target else None
             check_values(self.path, field, limits, out[filled], indices, part.start)

@@ -144,7 +144,8 @@ class Augmentation:
             raise DataError(f"data.augment: expected samples of {self._rank} spatial axes, got {uneven[0]!r} of others")
         self._names = AXES[len(AXES) - self._rank :]
         # Extents that all grids have in common: windows begin, and shifts end, where all of them have a boundary.
-        self._units = tuple(reduce(math.gcd, extents) for extents in zip(*shapes.values()))
+        # What has one row or column (weights) is the same everywhere along it.
+        self._units = tuple(reduce(math.gcd, [n for n in e if n > 1] or [1]) for e in zip(*shapes.values()))
         first = self._moved[0]
         self._window = wanted[first][:-1] if rules.crop else shapes[first]
         self.fields = {name: self._cropped(name, field) for name, field in fields.items()}
@@ -160,6 +161,9 @@ class Augmentation:
         first = self._files[self._moved[0]].shape
         spatial = []
         for n, base, window, unit in zip(field.shape, first, self._window, self._units):
+            if n == 1:
+                spatial.append(n)
+                continue
             if window > base or (n * window) % base or (unit * window) % base:
                 raise DataError(
                     f"data.augment.crop: expected a window {self._window} of whole parts of every grid, got {name!r} "

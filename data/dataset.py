@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from ..dtensor.box import Box
 from .errors import DataError
 from .invalid import check_values
+from .labels import LabelMap
 from .reading import one_line, open_file
 from .storage import check_files, dataset_of
 from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, find, looking_into, shape_of
@@ -77,6 +78,8 @@ class Hdf5Dataset:
         The dataset ``simulation``, where there is one: samples that belong together.
     lenient : frozenset of str
         Names of fields whose NaN, infinity and targets out of range are passed on; none at first.
+    labels : mapping of LabelMap
+        By name: values of the file that stand for others, replaced before anything is checked; none at first.
     bytes_read : int
         Bytes requested of the file so far, as stored.
 
@@ -102,6 +105,7 @@ class Hdf5Dataset:
         self.bytes_read = 0
         self.ranges = dict(ranges or {})
         self.lenient: frozenset[str] = frozenset()
+        self.labels: Mapping[str, LabelMap] = {}
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
         self._file: h5py.File | None = None
         self._datasets: dict[str, h5py.Dataset] = {}
@@ -157,12 +161,19 @@ class Hdf5Dataset:
             )
         field = self.fields[name]
         filled = self._read(self._dataset(name), field.kind, indices, box, out)
+        if name in self.labels:
+            self.labels[name].apply(out[filled])
         if name in self.lenient:
             return filled
         limits = self.ranges.get(name, TargetRange()) if field.is_target else None
         origin = [low + s.start for low, s in zip(box.start, filled)]
         check_values(self.path, field, limits, out[filled], indices, origin)
         return filled
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What the file says of itself."""
+        return self.structure.attributes
 
     def place(self, index: int) -> str:
         """Where a sample lies, for messages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..dtensor.box import Box
 from .dataset import Hdf5Dataset
 from .errors import DataError
+from .labels import LabelMap
 from .structure import Structure
 
 __all__ = ["FileSet", "check_alike", "find_files", "open_dataset"]
@@ -171,6 +172,22 @@ class FileSet:
     def lenient(self, names: frozenset[str]) -> None:
         for part in self.parts:
             part.lenient = names
+
+    @property
+    def labels(self) -> Mapping[str, LabelMap]:
+        """See :class:`Hdf5Dataset`; the same of all files."""
+        return self.parts[0].labels
+
+    @labels.setter
+    def labels(self, maps: Mapping[str, LabelMap]) -> None:
+        for part in self.parts:
+            part.labels = maps
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What all files say of themselves alike."""
+        first, *others = [part.attributes for part in self.parts]
+        return {name: v for name, v in first.items() if all(other.get(name) == v for other in others)}
 
     def place(self, index: int) -> str:
         """Where a sample lies, for messages."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,9 +88,14 @@ def _part(dataset: Dataset, name: str, sample: int, where: float) -> NDArray[np.
 
 
 def look_at_data(
-    dataset: Dataset, statistics: Mapping[str, ChannelStatistics] | None, sample: int = 0, least: int = 1
+    dataset: Dataset,
+    statistics: Mapping[str, ChannelStatistics] | None,
+    sample: int = 0,
+    least: int = 1,
+    weights: Collection[str] = (),
 ) -> float:
-    """Log a warning of constant inputs and of targets with a single value; the scale of the targets. Local.
+    """Log a warning of constant inputs, of targets with a single value, and of weights of 0; the scale of the targets.
+    Local.
 
     Parameters
     ----------
@@ -102,6 +107,8 @@ def look_at_data(
         One of these samples.
     least : int
         Samples whose targets are looked at.
+    weights : names
+        Targets that are weights of positions.
 
     Raises
     ------
@@ -110,7 +117,9 @@ def look_at_data(
     """
     scale = 0.0
     for name, field in dataset.fields.items():
-        if field.is_target:
+        if name in weights:
+            _look_at_weights(dataset, name)
+        elif field.is_target:
             scale = max(scale, _look_at_target(dataset, name, least))
         else:
             _look_at_input(dataset, name, (statistics or {}).get(name), sample)
@@ -129,6 +138,15 @@ def _look_at_input(dataset: Dataset, name: str, statistics: ChannelStatistics | 
         _log.warning(
             "%s: %s %s: a network learns nothing from that; check the file, or leave it out",
             _of(dataset, name, False), _named(constant, dataset.fields[name].channel_names), where,
+        )  # fmt: skip
+
+
+def _look_at_weights(dataset: Dataset, name: str) -> None:
+    found = look_at(dataset, name, LOOKS)
+    if set(found.constant.values()) == {0.0} and len(found.constant) == dataset.fields[name].shape[-1]:
+        _log.warning(
+            "%s: the weights %s are 0 %s: nothing counts where they are; check the file and data.targets",
+            dataset.path, name, _looked_at(found.samples, len(dataset)),
         )  # fmt: skip
 
 

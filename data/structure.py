@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import field as attribute
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from .attributes import OF_NUMBERS, plain_attributes
 from .errors import DataError
 from .reading import one_line
 from .storage import Storage, check_files, dataset_of
@@ -49,6 +51,8 @@ class Field:
         From the attribute of that name, else ``channel 0``, ...
     is_target : bool
         Whether predictions are compared with it.
+    attributes : dict
+        What the file says of its numbers: units, long_name, ...
     """
 
     dataset: str
@@ -56,6 +60,7 @@ class Field:
     shape: tuple[int, ...]
     channel_names: list[str]
     is_target: bool = False
+    attributes: dict[str, Any] = attribute(default_factory=dict)
 
     def channel(self, k: int) -> str:
         """Number and name of a channel, for messages."""
@@ -75,12 +80,15 @@ class Structure:
     groups : int64 array ``(N,)`` or None
     files : dict
         Other files that the numbers come from, with their sizes [B].
+    attributes : dict
+        Of the file itself: title, history, ...
     """
 
     fields: dict[str, Field]
     samples: int
     groups: NDArray[np.int64] | None
     files: dict[str, int]
+    attributes: dict[str, Any] = attribute(default_factory=dict)
 
 
 def examine(
@@ -111,10 +119,11 @@ def examine(
             own = kind if dataset is first else field_kind(dataset, path, first, kind)
             shape = shape_of(dataset, own)
             names = channel_names(dataset, path, shape[-1]) if name in inputs else numbered(shape[-1])
-            fields[name] = Field({**inputs, **targets}[name], own, shape, names, name in targets)
+            said = plain_attributes(dataset, OF_NUMBERS)
+            fields[name] = Field({**inputs, **targets}[name], own, shape, names, name in targets, said)
         together = groups(file, path, len(first), storage)
         check_files(path, storage.files)
-    return Structure(fields, len(first), together, storage.files)
+    return Structure(fields, len(first), together, storage.files, plain_attributes(file))
 
 
 @contextmanager

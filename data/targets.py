@@ -37,10 +37,12 @@ class TargetRange(NamedTuple):
         return good
 
     def __str__(self) -> str:
-        numbers = f"{self.low:g} .. {self.high:g}" if self.bounded else "a finite number"
-        if not self.whole:
-            return numbers
-        return f"a whole number of {numbers}" if self.bounded else "a whole number"
+        kind = "a whole number" if self.whole else "a finite number"
+        if not self.bounded:
+            return kind
+        if self.high == np.inf:
+            return f"{kind} >= {self.low:g}"
+        return f"{'a whole number of ' if self.whole else ''}{self.low:g} .. {self.high:g}"
 
 
 def _center(cells: NDArray[Any], axes: Axes) -> NDArray[Any]:

@@ -314,6 +314,7 @@ class _Planner:
     @contextmanager
     def _opened(self, strategy: Strategy, comm: Communicator, kernels: Any) -> Iterator[Callable[[], object]]:
         """A function that trains for a step under a strategy, on noise and at rate 0."""
+        self.network.balance()
         with Executor(self.network, comm, kernels, self.batch, strategy, self.training.dtype) as executor:
             trainer = Trainer(executor, make_optimizer(self.config, executor.store), Constant(0.0))
             draw = np.random.default_rng(comm.rank)

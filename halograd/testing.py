@@ -48,7 +48,7 @@ def grids(size: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
 class _Probe(Loss):
     """The linear functional sum(y * g), whose gradient is g."""
 
-    def local(self, prediction, target, dx, scale, work):
+    def local(self, prediction, target, dx, scale, work, weights=None):
         if dx is not None:
             np.copyto(dx, target)
         return total(np.multiply(prediction, target, dtype=np.float64))

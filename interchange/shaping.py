@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..layers import Flatten, Pad, Slice
+from ..layers import Flatten, Pad, PixelShuffle, Slice
 from .builder import Activation, Builder
 from .graph import OnnxNode, Shape
 
@@ -123,6 +123,16 @@ def _split(build: Builder, op: OnnxNode) -> list[Activation]:
     return found
 
 
+def _pixels(build: Builder, op: OnnxNode) -> Activation:
+    """torch's PixelShuffle: blocks of channels beside one another in space."""
+    mode, factor = op.attributes.get("mode", "DCR"), int(op.attributes["blocksize"])
+    mode = mode.decode() if isinstance(mode, bytes) else mode
+    if mode != "CRD":
+        raise build.refused(op, "channels in the order of torch's PixelShuffle, mode CRD", mode)
+    value = build.with_positions(op)
+    return value.of(build.add(op, PixelShuffle(factor), value.node))
+
+
 SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]] = {
     "Transpose": _transpose,
     "Reshape": _reshape,
@@ -130,6 +140,7 @@ SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]]
     "Unsqueeze": _reshape,
     "Flatten": _flatten,
     "Pad": _pad,
+    "DepthToSpace": _pixels,
     "Slice": _slice,
     "Split": _split,
 }

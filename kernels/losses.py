@@ -62,6 +62,9 @@ class LossArrays:
         float64 ``(1,)`` or None: multiplied into `dx` only (a loss scale).
     divisor
         float64 ``(1,)`` or None: loss and `dx` are divided by it, where it is above 0; else they are 0.
+    weights
+        Of the loss per position, ``(N, *spatial, 1)``, or, of losses that compare element by element, of the shape of
+        `x`; numbers >= 0 of any dtype, or None. Where one is 0, loss and `dx` are, whatever `x` and target hold there.
     """
 
     x: Any
@@ -70,6 +73,7 @@ class LossArrays:
     loss: Any
     factor: Any = None
     divisor: Any = None
+    weights: Any = None
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,16 @@ class Losses(Base):
         """Sum over positions of the cross-entropy, see :class:`halograd.layers.SoftmaxCrossEntropy`; x
         ``(N, *spatial, K)``, target ``(N, *spatial, 1)``."""
         self._check("softmax_cross_entropy", arrays, (*arrays.x.shape[:-1], 1))
+        self._check_weights("softmax_cross_entropy", arrays, elementwise=False)
         return self._of_packed(arrays, lambda a: self._softmax_cross_entropy(a, targets, label_smoothing))
 
-    def target_weight(self, target: Any, total: Any, targets: ClassTargets) -> LossKernel:
-        """``total`` float64 ``(1,)`` = the sum of the weights of all targets of the samples that count."""
+    def target_weight(self, target: Any, total: Any, targets: ClassTargets, weights: Any = None) -> LossKernel:
+        """``total`` float64 ``(1,)`` = the sum of the weights of all targets of the samples that count; of each class
+        times `weights` at the position, as in :class:`LossArrays`."""
         self._check_target(target)
-        return self._of_packed(
-            LossArrays(target, target, None, total), lambda a: self._target_weight(a.target, total, targets)
-        )
+        arrays = LossArrays(target, target, None, total, weights=weights)
+        self._check_weights("target_weight", arrays, elementwise=False)
+        return self._of_packed(arrays, lambda a: self._target_weight(a, targets))
 
     def binary_cross_entropy(self, arrays: LossArrays, pos_weight: float | Sequence[float] | None = None) -> LossKernel:
         """Sum over positions of the mean over channels, of logits; `pos_weight` one number or one per channel."""
@@ -112,11 +118,21 @@ class Losses(Base):
 
     def _check(self, what: str, arrays: LossArrays, shape: tuple[int, ...]) -> None:
         self._check_dtypes(what, x=arrays.x, dx=arrays.dx)
+        self._check_weights(what, arrays, elementwise=True)
         if tuple(arrays.target.shape) != tuple(shape):
             raise KernelError(f"{what}: expected a target of shape {tuple(shape)}, got {tuple(arrays.target.shape)}")
         self._check_target(arrays.target)
         if arrays.dx is not None and not arrays.dx.flags.c_contiguous:
             raise KernelError(f"{what}: expected dx packed, got strides {arrays.dx.strides}; copy it afterwards")
+
+    def _check_weights(self, what: str, arrays: LossArrays, elementwise: bool) -> None:
+        if arrays.weights is None:
+            return
+        self._check_target(arrays.weights)
+        shape, found = tuple(arrays.x.shape), tuple(arrays.weights.shape)
+        legal = [(*shape[:-1], 1), *([shape] if elementwise else [])]
+        if found not in legal:
+            raise KernelError(f"{what}: expected weights of shape {' or '.join(map(str, legal))}, got {found}")
 
     @staticmethod
     def _check_target(target: Any) -> None:
@@ -129,9 +145,9 @@ class Losses(Base):
         if not arrays.x.size or not arrays.target.size:
             return _LossOfNothing(lambda: arrays.loss.fill(0), "empty")
         packed, pairs = {}, []
-        for name in ("x", "target"):
+        for name in ("x", "target", "weights"):
             array = getattr(arrays, name)
-            if not array.flags.c_contiguous:
+            if array is not None and not array.flags.c_contiguous:
                 packed[name] = self.empty(array.shape, np.dtype(array.dtype))
                 pairs.append((packed[name], array))
         made: LossKernel = make(replace(arrays, **packed))
@@ -146,7 +162,7 @@ class Losses(Base):
     ) -> LossKernel: ...
 
     @abstractmethod
-    def _target_weight(self, target: Any, total: Any, targets: ClassTargets) -> LossKernel: ...
+    def _target_weight(self, arrays: LossArrays, targets: ClassTargets) -> LossKernel: ...
 
     @abstractmethod
     def _binary_cross_entropy(self, arrays: LossArrays, pos_weight: Any) -> LossKernel: ...

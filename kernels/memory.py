@@ -20,6 +20,7 @@ __all__ = [
     "buffer",
     "chunks",
     "constant",
+    "masked",
     "nbytes_of",
     "on_host",
     "round_up",
@@ -90,6 +91,14 @@ def widened(array: Any, work: dict, name: str) -> Any:
         return array
     copy = buffer(work, name, array.shape, np.float32)
     np.copyto(copy, array)
+    return copy
+
+
+def masked(array: Any, none: Any, work: dict, name: str) -> Any:
+    """A copy of ``(positions, C)`` in `work` with 0 where `none` ``(positions, 1 or C)`` is true."""
+    copy = buffer(work, name, array.shape, array.dtype)
+    np.copyto(copy, array)
+    np.copyto(copy, 0, where=none)
     return copy
 
 

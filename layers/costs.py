@@ -48,6 +48,8 @@ class Judgement:
         Class index of positions that do not count.
     probabilities
         Whether predictions are probabilities already, not logits.
+    weights
+        Which input of the loss weighs positions: where it is 0, nothing is judged; None: none does.
     """
 
     classes: int | None = None
@@ -56,3 +58,4 @@ class Judgement:
     prediction: int = 0
     target: int = 1
     probabilities: bool = False
+    weights: int | None = None

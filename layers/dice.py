@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Groups
-from ..kernels.memory import buffer, chunks, on_host, rows
+from ..kernels.memory import buffer, chunks, masked, on_host, rows
 from ..kernels.memory import total as total_of
 from .costs import Judgement
 from .layer import Shape
@@ -43,9 +43,12 @@ class Dice(Loss):
     Notes
     -----
     Prediction ``(N, *spatial, C)``. Target of the same shape with values in [0, 1]; with ``"softmax"`` also
-    ``(N, *spatial, 1)``: the class index. Communication per process: one sum of ``24 C`` B (times the batch size with
-    ``"sample"``) in forward.
+    ``(N, *spatial, 1)``: the class index. Weights as a third input multiply every term of the three sums: ``I = sum w p
+    t``, ``P = sum w p``, ``T = sum w t``; with ``"softmax"`` all channels of a position have the same. Communication
+    per process: one sum of ``24 C`` B (times the batch size with ``"sample"``) in forward.
     """
+
+    takes_weights = True
 
     def __init__(
         self, activation: str = "sigmoid", reduction: str = "batch", smooth: float = 1.0, name: str | None = None
@@ -72,18 +75,23 @@ class Dice(Loss):
         raise ValueError(f"{self.kind}: expected a target of shape {legal}, got {target}")
 
     def reads_classes(self, i: int, *shapes: Shape) -> bool:
-        return shapes[1] != shapes[0]
+        return not self.weighs(i) and shapes[1] != shapes[0]
 
-    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float]:
+    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
+        if self.weighs(i):
+            return super().target_range(i, *shapes)
         return (0.0, shapes[0][-1] - 1.0 if self.reads_classes(i, *shapes) else 1.0)
 
-    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
-        prediction, target = shapes
+    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
         if self.activation == "softmax" or prediction[-1] != target[-1]:
             return (Judgement(prediction[-1]),)
         if self.activation == "sigmoid":
             return (Judgement(2, threshold=0.0),)
         return (Judgement(2, threshold=0.5, probabilities=True),)
+
+    @property
+    def weighs_channels(self) -> bool:  # type: ignore[override]
+        return self.activation != "softmax"
 
     @property
     def ratio(self) -> tuple[float, float, float, float]:
@@ -100,7 +108,7 @@ class Dice(Loss):
         kernel.add(sums=sums)
         context.run(kernel, "sum_up")
         context.add_up(context.sum(Groups.whole(context.size), sums, "loss", [sums.nbytes]))
-        super().lower_passes(context, kernel, term)
+        context.run(kernel, "forward", timing=term.timing)
 
 
 class Tversky(Dice):
@@ -192,19 +200,30 @@ class _DiceKernel(LocalLoss):
         """Over one sample: either add to its sums, or write its gradient."""
         work = self.work
         x, t = rows(self.prediction[n], work, "prediction"), rows(self.target[n], work, "target")
+        weights = None if self.weights is None else rows(self.weights[n], work, "weights")
         for part in chunks(len(x), x.shape[1], work):
             # Channel by channel, (C, positions).
             p = buffer(work, "p", x[part].shape[::-1], x.dtype)
             targets = buffer(work, "t", p.shape, x.dtype)
             np.copyto(p, x[part].T)
+            some, w = t[part], None
+            if weights is not None:
+                w = weights[part].T
+                some = self._without(weights[part], p, some)
             self._probabilities(p)
-            self._targets(t[part], targets)
+            self._targets(some, targets)
             if gradient:
                 assert self.dx is not None
-                self._gradient(p, targets, sums)
+                self._gradient(p, targets, sums, w)
                 np.copyto(self.dx[n].reshape(x.shape)[part], p.T)
             else:
-                self._add(p, targets, sums)
+                self._add(p, targets, sums, w)
+
+    def _without(self, weights: Any, p: Any, t: Any) -> Any:
+        """Zeros in `p`, and in the copy of `t` that is returned, where there is no weight."""
+        none = np.equal(weights, 0, out=buffer(self.work, "none", weights.shape, np.bool_))
+        np.copyto(p, 0, where=none.T)
+        return masked(t, none, self.work, "masked t")
 
     def _probabilities(self, p: Any) -> None:
         """The activation, in place."""
@@ -233,20 +252,29 @@ class _DiceKernel(LocalLoss):
         for channel, row in enumerate(out):
             np.copyto(row, np.equal(t[:, 0], channel, out=mask))
 
-    def _add(self, p: Any, t: Any, sums: Any) -> None:
+    def _add(self, p: Any, t: Any, sums: Any, weights: Any | None) -> None:
         column = buffer(self.work, "sum", p.shape[:1], np.float64)
+        if weights is not None:
+            # I = sum (w p) t, so that the second factor must not have the weight too.
+            p *= weights
+            both = np.multiply(p, t, out=buffer(self.work, "both", p.shape, p.dtype))
+            sums[0] += np.sum(both, axis=1, dtype=np.float64, out=column)
+            t *= weights
         sums[1] += np.sum(p, axis=1, dtype=np.float64, out=column)
         sums[2] += np.sum(t, axis=1, dtype=np.float64, out=column)
-        p *= t
-        sums[0] += np.sum(p, axis=1, dtype=np.float64, out=column)
+        if weights is None:
+            p *= t
+            sums[0] += np.sum(p, axis=1, dtype=np.float64, out=column)
 
-    def _gradient(self, p: Any, t: Any, sums: Any) -> None:
+    def _gradient(self, p: Any, t: Any, sums: Any, weights: Any | None) -> None:
         """``dloss/dx`` in place of `p`; modifies `t`."""
         typed = buffer(self.work, "typed", (2, len(p), 1), p.dtype)
         np.copyto(typed[0, :, 0], sums[0], casting="same_kind")
         np.copyto(typed[1, :, 0], sums[2], casting="same_kind")
         t *= typed[0]
         t += typed[1]
+        if weights is not None:
+            t *= weights
         other = buffer(self.work, "other", p.shape, p.dtype)
         if self.layer.activation == "sigmoid":
             np.subtract(1, p, out=other)

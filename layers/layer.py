@@ -15,7 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Input", "Layer", "Node", "Shape"]
 
 Shape = tuple[int, ...]
+#: A layer of some kind.
+Some = TypeVar("Some", bound="Layer")
 
 
 class Node:
@@ -221,6 +223,18 @@ class Layer:
         """Whether input `i`, which is compared with, holds numbers of classes; of inputs of these sample shapes."""
         return False
 
+    def weighs(self, i: int) -> bool:
+        """Whether input `i`, which is compared with, holds weights of what is compared: how much a position counts."""
+        return False
+
+    def counted_classes(self, i: int, *shapes: Shape) -> int:
+        """Number of classes of input `i` that are counted over the training samples before it computes; 0: none are."""
+        return 0
+
+    def with_counts(self: Some, counts: Mapping[int, Sequence[int]]) -> Some:
+        """The layer with how often each class occurs in its inputs, by their number; it is not modified."""
+        return self
+
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         """Least and largest number that makes sense in input `i`, which is compared with; None: all do."""
         return None
@@ -268,7 +282,7 @@ class Layer:
         """
         return self.changed(given_values={**self.given_values, **{key: given(value) for key, value in values.items()}})
 
-    def changed(self, **settings: Any) -> Layer:
+    def changed(self: Some, **settings: Any) -> Some:
         """A copy with other settings."""
         made = copy.copy(self)
         for name, value in settings.items():

@@ -12,13 +12,23 @@ from ..kernels import LossArrays
 from ..kernels.memory import buffer, chunks, rows, total
 from .costs import Judgement
 from .layer import Shape
-from .loss import LocalLoss, Loss, LossBlock, LossOfKernel
+from .loss import LocalLoss, Loss, LossBlock, LossOfKernel, check_normalization
 
 __all__ = ["AbsoluteError", "BinaryCrossEntropyWithLogits", "Focal", "Huber", "MeanSquaredError"]
 
 
 class _ElementwiseLoss(Loss):
-    """Mean over all elements, channels included, of a function of prediction and target of the same shape."""
+    """Mean over all elements, channels included, of a function of prediction and target of the same shape.
+
+    With weights ``sum(w * l) / count`` (as torch's `weight`), or with ``normalization="weights"`` ``sum(w * l) /
+    sum(w)``, both over all elements.
+    """
+
+    takes_weights = weighs_channels = True
+
+    def __init__(self, name: str | None = None, *, normalization: str = "count") -> None:
+        super().__init__(name)
+        self.normalization = check_normalization(normalization)
 
     def check(self, *shapes: Shape) -> None:
         prediction, target = shapes
@@ -32,7 +42,14 @@ class _ElementwiseLoss(Loss):
 class MeanSquaredError(_ElementwiseLoss):
     """``mean((x - t)^2)`` over all elements of the batch.
 
-    Communication per process: none but the sum of the loss.
+    Parameters
+    ----------
+    normalization
+        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
+
+    Notes
+    -----
+    Communication per process: the sum of the loss; with ``"weights"`` one sum of 8 B more.
     """
 
     def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
@@ -49,22 +66,26 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
     ----------
     pos_weight
         Weight p of the positive class: a number, or one per channel.
+    normalization
+        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
 
     Notes
     -----
-    Targets lie in [0, 1]. Communication per process: none but the sum of the loss.
+    Targets lie in [0, 1]. Communication per process: the sum of the loss; with ``"weights"`` one sum of 8 B more.
     """
 
-    def __init__(self, pos_weight: float | Sequence[float] = 1.0, name: str | None = None) -> None:
-        super().__init__(name)
+    def __init__(
+        self, pos_weight: float | Sequence[float] = 1.0, name: str | None = None, *, normalization: str = "count"
+    ) -> None:
+        super().__init__(name, normalization=normalization)
         self.pos_weight = np.asarray(pos_weight, np.float64)
         if self.pos_weight.ndim > 1 or not np.all(self.pos_weight > 0):
             raise ValueError(f"pos_weight: expected a number > 0 or one per channel, got {pos_weight!r}")
 
-    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float]:
-        return (0.0, 1.0)
+    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
+        return super().target_range(i, *shapes) if self.weighs(i) else (0.0, 1.0)
 
-    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
         return (Judgement(2, threshold=0.0),)
 
     def check(self, *shapes: Shape) -> None:
@@ -81,7 +102,7 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
 class _Pointwise(_ElementwiseLoss):
     """A function of prediction and target, element by element, in chunks that stay in the cache.
 
-    Communication per process: none but the sum of the loss.
+    Communication per process: the sum of the loss; with weights and ``normalization="weights"`` one sum of 8 B more.
     """
 
     def block_type(self) -> type[LossBlock]:
@@ -91,8 +112,17 @@ class _Pointwise(_ElementwiseLoss):
         """In place of `x` the loss of every element, in `slope` its derivative; `t` may be used up. Local."""
         raise TypeError(f"{self.kind} must override terms()")
 
-    def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict) -> Any:
+    def local(
+        self,
+        prediction: Any,
+        target: Any,
+        dx: Any | None,
+        scale: float,
+        work: dict,
+        weights: Any = None,
+    ) -> Any:
         scale /= prediction.shape[-1]
+        factors = None if weights is None else rows(weights, work, "weights")
         given, targets = rows(prediction, work, "prediction"), rows(target, work, "target")
         gradient = None if dx is None else dx.reshape(given.shape)
         found: Any = 0.0
@@ -100,7 +130,14 @@ class _Pointwise(_ElementwiseLoss):
             x, t, slope = (buffer(work, name, given[part].shape, given.dtype) for name in ("x", "t", "slope"))
             np.copyto(x, given[part])
             np.copyto(t, targets[part], casting="unsafe")
+            if factors is not None:
+                none = np.equal(factors[part], 0, out=buffer(work, "none", factors[part].shape, np.bool_))
+                np.copyto(x, 0, where=none)
+                np.copyto(t, 0, where=none)
             self.terms(x, t, slope, work)
+            if factors is not None:
+                x *= factors[part]
+                slope *= factors[part]
             found = found + total(x)
             if gradient is not None:
                 np.multiply(slope, scale, out=gradient[part])
@@ -108,7 +145,13 @@ class _Pointwise(_ElementwiseLoss):
 
 
 class AbsoluteError(_Pointwise):
-    """``mean(|x - t|)`` over all elements of the batch; the gradient where they are equal is 0."""
+    """``mean(|x - t|)`` over all elements of the batch; the gradient where they are equal is 0.
+
+    Parameters
+    ----------
+    normalization
+        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
+    """
 
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
         x -= t
@@ -123,10 +166,12 @@ class Huber(_Pointwise):
     ----------
     delta
         Where the parabola ends; in the unit of the prediction.
+    normalization
+        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
     """
 
-    def __init__(self, delta: float = 1.0, name: str | None = None) -> None:
-        super().__init__(name)
+    def __init__(self, delta: float = 1.0, name: str | None = None, *, normalization: str = "count") -> None:
+        super().__init__(name, normalization=normalization)
         if not 0 < delta < math.inf:
             raise ValueError(f"delta: expected a number > 0, got {delta!r}")
         self.delta = float(delta)
@@ -153,6 +198,8 @@ class Focal(_Pointwise):
         How little; 0: as binary cross-entropy.
     alpha
         Weight of the positive class, in [0, 1]; None: no weights.
+    normalization
+        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
 
     References
     ----------
@@ -160,18 +207,25 @@ class Focal(_Pointwise):
     ``sigmoid_focal_loss``.
     """
 
-    def __init__(self, gamma: float = 2.0, alpha: float | None = 0.25, name: str | None = None) -> None:
-        super().__init__(name)
+    def __init__(
+        self,
+        gamma: float = 2.0,
+        alpha: float | None = 0.25,
+        name: str | None = None,
+        *,
+        normalization: str = "count",
+    ) -> None:
+        super().__init__(name, normalization=normalization)
         if not 0 <= gamma < math.inf:
             raise ValueError(f"gamma: expected a number >= 0, got {gamma!r}")
         if alpha is not None and not 0 <= alpha <= 1:
             raise ValueError(f"alpha: expected a number in [0, 1] or None, got {alpha!r}")
         self.gamma, self.alpha = float(gamma), alpha
 
-    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float]:
-        return (0.0, 1.0)
+    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
+        return super().target_range(i, *shapes) if self.weighs(i) else (0.0, 1.0)
 
-    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
+    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
         return (Judgement(2, threshold=0.0),)
 
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:

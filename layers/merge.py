@@ -12,9 +12,9 @@ import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
 from .activation import activated
+from .broadcast import is_broadcast, operand_blocks, with_axes
 from .contraction import masking
 from .costs import Passes
-from .global_pooling import without_space
 from .layer import Layer, Shape
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ class Multiply(Layer):
         if len(shapes) != 2:
             raise ValueError(f"Multiply: expected two inputs, got {len(shapes)}; make more of them in several steps")
         x, g = shapes
-        alike = len(g) == len(x) and all(n in (1, whole) for n, whole in zip(g, x))
-        if not alike and g not in ((x[-1],), (1,)):
+        if not is_broadcast(g, x) and g not in ((x[-1],), (1,)):
             raise ValueError(
                 f"Multiply: expected a second input of the shape {x}, with 1 for any of its extents, or {(x[-1],)}, "
                 f"got {g}"
@@ -105,17 +104,7 @@ class Multiply(Layer):
         return math.prod(shapes[0])
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        shape, boxes = inputs[i].shape, output.boxes
-        if len(shape) < len(output.shape):
-            boxes = without_space(boxes)
-
-        def of_one(low: int, high: int) -> Interval:
-            return (0, min(1, high - low))
-
-        def same(low: int, high: int) -> Interval:
-            return low, high
-
-        return boxes.map(same, *(of_one if n == 1 else same for n in shape[1:]))
+        return operand_blocks(inputs[i].shape, output.boxes)
 
     def lower(self, context: Context) -> Callable[[], None]:
         boxes = [context.needed(i) for i in range(2)]
@@ -124,7 +113,7 @@ class Multiply(Layer):
             gathered.start()
         for gathered in (x, g):
             gathered.finish()
-        gate = _spread(g.view, len(context.box.shape))
+        gate = with_axes(g.view, len(context.box.shape))
         context.run(context.kernel(product, x=x.view, g=gate, y=context.y), timing=context.timing("forward"))
 
         def backward() -> None:
@@ -134,7 +123,7 @@ class Multiply(Layer):
                 sums = context.scratch(gate.shape, "float64")
                 context.run(context.kernel(product, **views))
                 context.run(context.kernel(summing, x=views["y"], y=sums))
-                context.copy((sums, _spread(returned.view, len(gate.shape))))
+                context.copy((sums, with_axes(returned.view, len(gate.shape))))
                 returned.start()
             if context.needs_gradient(0):
                 own = context.return_gradient(0, boxes[0])
@@ -146,12 +135,6 @@ class Multiply(Layer):
                 returned.finish()
 
         return backward
-
-
-def _spread(view: View, axes: int) -> View:
-    """A vector per sample as an array with so many axes."""
-    shape = view.shape
-    return view if len(shape) == axes else view.reshape(shape[0], *(1,) * (axes - len(shape)), *shape[1:])
 
 
 def product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:

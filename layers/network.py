@@ -123,6 +123,20 @@ class Network:
                         f"depends on {self.names[other]!r}; a loss has no gradient with respect to its target: make it "
                         "an Input"
                     )
+            self._check_weights(node)
+
+    def _check_weights(self, loss: Node) -> None:
+        """Refuse weights of a loss that are not as they are in the data: inputs are normalized and varied."""
+        compared = self.targets
+        for own in (n for i, n in enumerate(loss.inputs) if loss.layer.weighs(i)):
+            shared = [n for n in _sorted([own]) if isinstance(n, Input) and self.names[n] not in compared]
+            if shared:
+                name = self.names[shared[0]]
+                raise ValueError(
+                    f"network {self.name!r}: expected weights of {self.names[loss]!r} that no prediction depends on, "
+                    f"got some of input {name!r}, which is normalized; make them an Input of their own, of the same "
+                    "dataset"
+                )
 
     @property
     def inputs(self) -> dict[str, Input]:
@@ -137,6 +151,62 @@ class Network:
         read += [] if loss is None else [n for i, n in enumerate(loss.inputs) if not loss.layer.compares(i)]
         behind = set(_sorted(read))
         return tuple(name for name, node in self.inputs.items() if node not in behind)
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Inputs whose classes a loss wants counted over the training samples, with their number of classes."""
+        found: dict[str, int] = {}
+        for i, classes in self._counted():
+            name = self._labels(self.outputs["loss"].inputs[i])
+            found[name] = max(found.get(name, 0), classes)
+        return found
+
+    def _counted(self) -> list[tuple[int, int]]:
+        """Inputs of the loss by number, with their number of classes."""
+        loss = self.outputs.get("loss")
+        if loss is None:
+            return []
+        found = [(i, loss.layer.counted_classes(i, *self._shapes(loss))) for i in range(len(loss.inputs))]
+        return [(i, classes) for i, classes in found if classes]
+
+    def _labels(self, target: Node) -> str:
+        """The input that a target is made of."""
+        made_of = [self.names[n] for n in _sorted([target]) if isinstance(n, Input)]
+        if len(made_of) != 1:
+            raise ValueError(
+                f"network {self.name!r}: expected classes that are counted in one Input, got a target made of "
+                f"{', '.join(made_of)}; give its class_weights as numbers"
+            )
+        return made_of[0]
+
+    def balance(self, counts: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Have the loss know how often classes occur: what `class_weights="balanced"` needs. Local.
+
+        Before an executor is made of the network.
+
+        Parameters
+        ----------
+        counts
+            Of classes 0, 1, ..., by the name of the input (:attr:`counted`); None: all alike, to measure times.
+
+        Raises
+        ------
+        ValueError
+            A class that does not occur; counts of other inputs, or of fewer classes.
+        """
+        wanted, found = self.counted, {}
+        given = {name: [1] * n for name, n in wanted.items()} if counts is None else dict(counts)
+        for name, classes in wanted.items():
+            if name not in given or len(given[name]) < classes:
+                raise ValueError(
+                    f"network {self.name!r}: expected counts of {classes} classes of input {name!r}, got "
+                    f"{len(given.get(name, ()))}"
+                )
+        for i, classes in self._counted():
+            name = self._labels(self.outputs["loss"].inputs[i])
+            found[i] = list(given[name])[:classes]
+        if found:
+            self.outputs["loss"].layer = self.outputs["loss"].layer.with_counts(found)
 
     @cached_property
     def layers(self) -> dict[str, Node]:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from ..dtensor import Groups
 from ..kernels import ClassTargets, LossArrays
 from .costs import Judgement
 from .layer import Shape
-from .loss import Loss, LossBlock, LossOfKernel, LossPlace, LossTerm
+from .loss import Loss, LossBlock, LossOfKernel, LossPlace, check_normalization
 
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.operations import KernelSpec
+__all__ = ["SoftmaxCrossEntropy", "balanced"]
 
-__all__ = ["SoftmaxCrossEntropy"]
-
-NORMALIZATIONS = ("count", "weights")
+BALANCED = "balanced"
 
 
 class SoftmaxCrossEntropy(Loss):
@@ -31,11 +26,14 @@ class SoftmaxCrossEntropy(Loss):
     Parameters
     ----------
     class_weights
-        Weight per class; by default 1.
+        Weight per class; by default 1. ``"balanced"``: ``n / (K * n[c])`` for the `n` positions of the training samples
+        that have a class, of which ``n[c]`` have class c (as scikit-learn); a run counts them before it begins
+        (:meth:`Network.balance`).
     normalization
-        ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does; the default where there are weights or
-        an `ignore_index`. ``"count"``: the mean over all positions of the samples that count, whatever their weight;
-        without weights the same, and the default.
+        ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does; the default where there are class
+        weights or an `ignore_index`. ``"count"``: the mean over all positions of the samples that count, whatever their
+        weight; without weights the same, and the default. With weights of the positions as a third input, ``w[t]``
+        times that of the position takes the place of ``w[t]``.
     label_smoothing
         Share of the target that is spread over all classes, in [0, 1).
     ignore_index
@@ -43,7 +41,8 @@ class SoftmaxCrossEntropy(Loss):
 
     Notes
     -----
-    Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``. Communication per process:
+    Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``, or of any where a position
+    has the weight 0. Communication per process:
     the sum of the loss; with ``"weights"`` one sum of 8 B more, in forward.
 
     Raises
@@ -53,9 +52,11 @@ class SoftmaxCrossEntropy(Loss):
         the loss becomes NaN instead.
     """
 
+    takes_weights = True
+
     def __init__(
         self,
-        class_weights: Sequence[float] | None = None,
+        class_weights: Sequence[float] | str | None = None,
         normalization: str | None = None,
         label_smoothing: float = 0.0,
         ignore_index: int | None = None,
@@ -64,54 +65,91 @@ class SoftmaxCrossEntropy(Loss):
         super().__init__(name)
         if normalization is None:
             normalization = "count" if class_weights is None and ignore_index is None else "weights"
-        if normalization not in NORMALIZATIONS:
-            raise ValueError(f"normalization: expected one of {NORMALIZATIONS}, got {normalization!r}")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected a number in [0, 1), got {label_smoothing!r}")
-        self.class_weights = None if class_weights is None else np.asarray(class_weights, np.float64)
-        if self.class_weights is not None and (self.class_weights.ndim != 1 or np.any(self.class_weights < 0)):
-            raise ValueError(f"class_weights: expected one number >= 0 per class, got {class_weights!r}")
-        self.normalization, self.label_smoothing, self.ignore_index = normalization, label_smoothing, ignore_index
-
-    @property
-    def of_batch(self) -> str:
-        return "its sum of weights" if self.normalization == "weights" else ""
+        self.class_weights = _class_weights(class_weights)
+        self._counts: tuple[int, ...] = ()
+        self.normalization = check_normalization(normalization)
+        self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
 
     def check(self, *shapes: Shape) -> None:
         prediction, target = shapes
         if target != (*prediction[:-1], 1):
             raise ValueError(f"{self.kind}: expected a target of shape {(*prediction[:-1], 1)}, got {target}")
         weights = self.class_weights
-        if weights is not None and len(weights) != prediction[-1]:
+        if isinstance(weights, np.ndarray) and len(weights) != prediction[-1]:
             raise ValueError(f"class_weights: expected {prediction[-1]} numbers, one per class, got {len(weights)}")
 
     def reads_classes(self, i: int, *shapes: Shape) -> bool:
-        return True
+        return not self.weighs(i)
 
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
+        if self.weighs(i):
+            return super().target_range(i, *shapes)
         return (0.0, shapes[0][-1] - 1.0) if self.ignore_index is None else None
 
-    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
-        return (Judgement(shapes[0][-1], ignored=self.ignore_index),)
+    def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
+        return (Judgement(prediction[-1], ignored=self.ignore_index),)
+
+    def counted_classes(self, i: int, *shapes: Shape) -> int:
+        return shapes[0][-1] if i == 1 and isinstance(self.class_weights, str) else 0
+
+    def with_counts(self, counts: Mapping[int, Sequence[int]]) -> SoftmaxCrossEntropy:
+        if 1 not in counts or not isinstance(self.class_weights, str):
+            return self
+        missing = [c for c, n in enumerate(counts[1]) if n == 0]
+        if missing:
+            raise ValueError(
+                f'class_weights: expected all of {len(counts[1])} classes in the training samples for "balanced", got '
+                f"none of class {', '.join(map(str, missing))}; give the weights as numbers, or leave these classes out"
+            )
+        return self.changed(_counts=tuple(int(n) for n in counts[1]))
+
+    def divides(self, weighted: bool) -> bool:
+        return self.normalization == "weights"
 
     def block_type(self) -> type[LossBlock]:
         return _WeightedLoss if self.normalization == "weights" else LossOfKernel
-
-    def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> None:
-        if self.normalization == "weights":
-            weight = context.keep((1,), "float64", "loss")
-            kernel.add(divisor=weight)
-            context.run(kernel, "weigh")
-            context.add_up(context.sum(Groups.whole(context.size), weight, "loss", [8], f"{context.name} (weights)"))
-        super().lower_passes(context, kernel, term)
 
     def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
         return kernels.softmax_cross_entropy(arrays, self.targets(arrays.x.shape[-1]), self.label_smoothing)
 
     def targets(self, classes: int) -> ClassTargets:
         """How the target is read."""
-        weights = None if self.class_weights is None else tuple(self.class_weights.tolist())
+        weights = self._weights()
+        if weights is not None and len(weights) != classes:
+            raise ValueError(
+                f'class_weights: expected the counts of {classes} classes for "balanced", got {len(weights)}; train by '
+                "the command line or halograd.fit, which count them, or give them to Network.balance()"
+            )
         return ClassTargets(classes, weights, self.ignore_index)
+
+    def _weights(self) -> tuple[float, ...] | None:
+        if isinstance(self.class_weights, np.ndarray):
+            return tuple(self.class_weights.tolist())
+        return None if self.class_weights is None else balanced(self._counts)
+
+
+def _class_weights(given: Sequence[float] | str | None) -> Any:
+    """None, an array, or ``"balanced"``."""
+    if given is None or (isinstance(given, str) and given == BALANCED):
+        return given
+    try:
+        found = np.asarray(given, np.float64)
+    except ValueError:
+        found = np.zeros(())
+    if found.ndim != 1 or not np.all(found >= 0):
+        raise ValueError(f'class_weights: expected one number >= 0 per class or "{BALANCED}", got {given!r}')
+    return found
+
+
+def balanced(counts: Sequence[int]) -> tuple[float, ...]:
+    """Weights of classes that occur so often: ``n / (K * n[c])``, whose mean over all `n` is 1.
+
+    >>> balanced((6, 2))
+    (0.6666666666666666, 2.0)
+    """
+    return tuple(sum(counts) / (len(counts) * n) for n in counts)
 
 
 class _WeightedLoss(LossOfKernel):
@@ -120,15 +158,13 @@ class _WeightedLoss(LossOfKernel):
     def __init__(self, place: LossPlace, environment: Any, **arrays: Any) -> None:
         super().__init__(place, environment, **arrays)
         targets = self.layer.targets(place.channels)
-        self._weight = environment.kernels.target_weight(self.target, arrays["divisor"], targets)
+        make = environment.kernels.target_weight
+        self._weight = make(self.target, arrays["divisor"], targets, arrays.get("weights"))
 
     def weigh(self) -> None:
         """Write the weight of this block's targets, to be summed."""
         self._weight.set(self.count, 1.0)
         self._weight()
-
-    def scale(self) -> float:
-        return self.place.weight
 
     def close(self) -> None:
         self._weight.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..dtensor import Blocks, Layout
+from .broadcast import operand_blocks
 from .costs import Judgement
 from .layer import Node, Shape
-from .loss import Loss, LossNode, LossTerm
+from .loss import Loss, LossNode, LossTerm, loss_timing, weights_view
 
 if TYPE_CHECKING:
     from ..program.context import Context
@@ -59,15 +61,23 @@ class TotalLoss(Loss):
         super().__init__(name)
         self.terms = tuple(terms)
 
-    def check(self, *shapes: Shape) -> None:
+    def output_shape(self, *shapes: Shape) -> Shape:
         for term in self.terms:
-            term.layer.check(*self._of(term, shapes))
+            term.layer.output_shape(*self._of(term, shapes))
         both = [i for i in range(len(shapes)) if self.compares(i) and not all(k for k, _ in self._readers(i))]
         if both:
             raise ValueError(
                 f"{self.kind}: expected every input to be a prediction or a target, got one (number {both[0]}) that is "
                 "both; a loss has no gradient with respect to its target"
             )
+        return (1,)
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
+        """Of weights, what goes with the first prediction that they weigh; the others gather their own."""
+        if not self.weighs(i):
+            return inputs[i].boxes
+        term = next(term for term in self.terms if i in term.inputs)
+        return operand_blocks(inputs[i].shape, inputs[term.inputs[0]].boxes)
 
     @property
     def of_batch(self) -> str:
@@ -85,6 +95,25 @@ class TotalLoss(Loss):
     def compares(self, i: int) -> bool:
         return any(layer.compares(k) for k, layer in self._readers(i))
 
+    def weighs(self, i: int) -> bool:
+        return all(layer.weighs(k) for k, layer in self._readers(i))
+
+    def counted_classes(self, i: int, *shapes: Shape) -> int:
+        found = [
+            term.layer.counted_classes(k, *self._of(term, shapes))
+            for term in self.terms
+            for k, own in enumerate(term.inputs)
+            if own == i
+        ]
+        return max(found, default=0)
+
+    def with_counts(self, counts: Mapping[int, Sequence[int]]) -> TotalLoss:
+        terms = []
+        for term in self.terms:
+            own = {k: counts[i] for k, i in enumerate(term.inputs) if i in counts}
+            terms.append(replace(term, layer=term.layer.with_counts(own)))
+        return self.changed(terms=tuple(terms))
+
     def reads_classes(self, i: int, *shapes: Shape) -> bool:
         terms = [(term, term.inputs.index(i)) for term in self.terms if i in term.inputs]
         return any(term.layer.reads_classes(k, *self._of(term, shapes)) for term, k in terms)
@@ -97,7 +126,7 @@ class TotalLoss(Loss):
 
     def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
         found = [
-            replace(one, prediction=term.inputs[one.prediction], target=term.inputs[one.target])
+            _renumbered(one, term.inputs)
             for term in self.terms
             if not term.training_only
             for one in term.layer.judgements(*self._of(term, shapes))
@@ -110,14 +139,17 @@ class TotalLoss(Loss):
         values = {f"value{k}": context.keep((1,), "float64", "loss") for k in range(len(self.terms))}
         backwards = []
         for term, value in zip(self.terms, values.values()):
+            prediction, target, *others = self._of(term, context.inputs)
+            # Brought together in evaluation too: another term may read them.
+            weights = weights_view(context, prediction, term.inputs[2]) if others else None
             first = len(context.operations)
-            prediction, target = self._of(term, context.inputs)
-            backwards.append(term.layer.lower_term(context, LossTerm(prediction, target, value, term.weight)))
+            own = LossTerm(prediction, target, value, term.weight, weights=weights)
+            backwards.append(term.layer.lower_term(context, own))
             for operation in context.operations[first:] if term.training_only else ():
                 operation.when = "training"
         left_out = tuple(term.training_only for term in self.terms)
         kernel = context.kernel(partial(_Total, left_out), total=context.loss, **values)
-        context.run(kernel, timing=context.timing("forward"))
+        context.run(kernel, timing=loss_timing(context))
 
         def backward() -> None:
             for k, (term, add) in enumerate(zip(self.terms, backwards)):
@@ -127,6 +159,12 @@ class TotalLoss(Loss):
                     kernel.add(**{f"dx{k}": gradient})
 
         return backward
+
+
+def _renumbered(one: Judgement, inputs: Sequence[int]) -> Judgement:
+    """A judgement of a term by the inputs of the sum."""
+    weights = None if one.weights is None else inputs[one.weights]
+    return replace(one, prediction=inputs[one.prediction], target=inputs[one.target], weights=weights)
 
 
 class _Total:

@@ -79,7 +79,7 @@ def options_of(name: str) -> tuple[str, ...]:
     """Names of the options that the model called `name` takes.
 
     >>> options_of("resnet50")
-    ('depths', 'classes', 'channels', 'resolution', 'width', 'statistics', 'name')
+    ('depths', 'classes', 'channels', 'resolution', 'width', 'statistics', 'name', 'class_weights')
     """
     return tuple(_table(name).model_fields)
 

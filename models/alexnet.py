@@ -6,7 +6,7 @@ from typing import Literal
 
 from ..layers import Conv, Dense, Flatten, Input, LocalResponseNorm, MaxPool, Network, Node
 from .classifier import classifier, dense_relu_dropout, scaled
-from .options import Extent, Factor, Filters, Rate
+from .options import ClassWeights, Extent, Factor, Filters, Rate
 
 __all__ = ["alexnet"]
 
@@ -21,6 +21,7 @@ def alexnet(
     width: Factor = 1.0,
     dropout: Rate = 0.5,
     variant: Literal["one_tower", "grouped"] = "one_tower",
+    class_weights: ClassWeights = None,
 ) -> Network:
     """Five convolutions, three dense layers.
 
@@ -40,6 +41,8 @@ def alexnet(
         Rate behind each of the two hidden dense layers.
     variant
         ``"one_tower"`` or ``"grouped"``.
+    class_weights
+        Of the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -63,7 +66,7 @@ def alexnet(
     y = Flatten(name="flatten")(y)
     for label in "67":
         y = dense_relu_dropout(y, scaled(4096, width), dropout, label)
-    return classifier(Dense(classes, name="dense8")(y), "alexnet")
+    return classifier(Dense(classes, name="dense8")(y), "alexnet", class_weights=class_weights)
 
 
 def _pooled(y: Node, label: int, normalized: bool) -> Node:

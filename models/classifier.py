@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..layers import Dense, Dropout, Input, Network, Node, ReLU, SoftmaxCrossEntropy, training_only
 
@@ -32,7 +33,12 @@ def dense_relu_dropout(y: Node, units: int, dropout: float, label: str) -> Node:
 
 
 def classifier(
-    logits: Node, name: str, auxiliary: Sequence[Node] = (), weight: float = 0.3, label_smoothing: float = 0.0
+    logits: Node,
+    name: str,
+    auxiliary: Sequence[Node] = (),
+    weight: float = 0.3,
+    label_smoothing: float = 0.0,
+    class_weights: Sequence[float] | str | None = None,
 ) -> Network:
     """The network with softmax cross-entropy behind `logits (classes,)`.
 
@@ -40,6 +46,8 @@ def classifier(
     ----------
     auxiliary, weight
         Logits of auxiliary classifiers, and the weight of each in the loss of training.
+    label_smoothing, class_weights
+        Of all losses.
 
     Returns
     -------
@@ -47,7 +55,8 @@ def classifier(
         Inputs ``x`` and ``target (1,)`` (class index); outputs ``prediction`` (logits) and ``loss``.
     """
     target = Input((1,), name="target", dtype="int32")
-    loss = SoftmaxCrossEntropy(label_smoothing=label_smoothing, name="ce")(logits, target)
+    options: dict[str, Any] = {"class_weights": class_weights, "label_smoothing": label_smoothing}
+    loss = SoftmaxCrossEntropy(**options, name="ce")(logits, target)
     for other in auxiliary:
-        loss = loss + training_only(weight * SoftmaxCrossEntropy(label_smoothing=label_smoothing)(other, target))
+        loss = loss + training_only(weight * SoftmaxCrossEntropy(**options)(other, target))
     return Network({"prediction": logits, "loss": loss}, name=name)

@@ -17,7 +17,7 @@ from ..layers import (
     Node,
 )
 from .classifier import classifier, dense_relu_dropout, scaled
-from .options import Extent, Factor, Filters, Rate
+from .options import ClassWeights, Extent, Factor, Filters, Rate
 
 __all__ = ["googlenet"]
 
@@ -42,6 +42,7 @@ def googlenet(
     width: Factor = 1.0,
     dropout: Rate = 0.4,
     auxiliary: bool = False,
+    class_weights: ClassWeights = None,
 ) -> Network:
     """Nine modules of four branches. 6,998,552 parameters; 13,378,280 with the auxiliary classifiers.
 
@@ -56,6 +57,8 @@ def googlenet(
     auxiliary
         Whether two more classifiers, behind the modules 4a and 4d, add to the loss of training, with weight 0.3
         each; needs a resolution of at least 65.
+    class_weights
+        Of the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -81,7 +84,7 @@ def googlenet(
         if label in ("3b", "4e"):
             y = _pool(y, label[0])
     y = Dropout(dropout, name="dropout")(GlobalAveragePool(name="pool")(y))
-    return classifier(Dense(classes, name="dense")(y), "googlenet", heads)
+    return classifier(Dense(classes, name="dense")(y), "googlenet", heads, class_weights=class_weights)
 
 
 def _pool(y: Node, label: str) -> Node:

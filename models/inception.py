@@ -19,7 +19,7 @@ from ..layers import (
     Node,
 )
 from .classifier import classifier, scaled
-from .options import Extent, Factor, Filters, Rate, Statistics
+from .options import ClassWeights, Extent, Factor, Filters, Rate, Statistics
 
 __all__ = ["inception_v3"]
 
@@ -35,6 +35,7 @@ def inception_v3(
     auxiliary: bool = False,
     label_smoothing: Rate = 0.0,
     statistics: Statistics = "global",
+    class_weights: ClassWeights = None,
 ) -> Network:
     """Eleven modules with factorized kernels. 23,834,568 parameters; 27,161,264 with the auxiliary classifier.
 
@@ -53,6 +54,8 @@ def inception_v3(
         Share of the target that is spread over all classes (0.1 in the paper).
     statistics
         Of batch norm: "global", "sample" or "local".
+    class_weights
+        Of the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -78,7 +81,7 @@ def inception_v3(
     for label in ("7b", "7c"):
         y = make.module_e(y, label)
     y = Dropout(dropout, name="dropout")(GlobalAveragePool(name="pool")(y))
-    return classifier(Dense(classes, name="dense")(y), "inception_v3", heads, 0.4, label_smoothing)
+    return classifier(Dense(classes, name="dense")(y), "inception_v3", heads, 0.4, label_smoothing, class_weights)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from ..layers import Conv, Dense, Flatten, Input, MaxPool, Network, ReLU, SoftmaxCrossEntropy
 from .classifier import scaled
-from .options import Extent, Factor, Filters
+from .options import ClassWeights, Extent, Factor, Filters
 
 __all__ = ["lenet5"]
 
 
-def lenet5(classes: Filters = 10, channels: Filters = 1, resolution: Extent = 28, width: Factor = 1.0) -> Network:
+def lenet5(
+    classes: Filters = 10,
+    channels: Filters = 1,
+    resolution: Extent = 28,
+    width: Factor = 1.0,
+    class_weights: ClassWeights = None,
+) -> Network:
     """Two convolutions with pooling, three dense layers. 61,706 parameters for 28 x 28 x 1.
 
     Parameters
@@ -18,6 +24,8 @@ def lenet5(classes: Filters = 10, channels: Filters = 1, resolution: Extent = 28
         Of the head and of the samples.
     width
         Factor of all filters and hidden units, for small networks.
+    class_weights
+        Of the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -34,4 +42,6 @@ def lenet5(classes: Filters = 10, channels: Filters = 1, resolution: Extent = 28
     y = ReLU(name="relu4")(Dense(scaled(84, width), name="dense4")(y))
     logits = Dense(classes, name="dense5")(y)
     target = Input((1,), name="target", dtype="int32")
-    return Network({"prediction": logits, "loss": SoftmaxCrossEntropy(name="ce")(logits, target)}, name="lenet5")
+    return Network(
+        {"prediction": logits, "loss": SoftmaxCrossEntropy(class_weights, name="ce")(logits, target)}, name="lenet5"
+    )

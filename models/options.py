@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from halograd.schema import Below1, Count, Positive, Text
+from halograd.schema import Below1, Count, NotNegative, Positive, Text
 
-__all__ = ["Extent", "Extents", "Factor", "Filters", "Name", "Rate", "Statistics", "Times", "Weight"]
+__all__ = ["ClassWeights", "Extent", "Extents", "Factor", "Filters", "Name", "Rate", "Statistics", "Times", "Weight"]
 
 #: Cells, pixels or voxels along one axis.
 Extent = Annotated[Count, Field(le=2**17)]
@@ -21,6 +21,8 @@ Times = Annotated[Count, Field(le=256)]
 #: Of all filters and hidden units, 1 as published.
 Factor = Annotated[Positive, Field(le=64)]
 Weight = Annotated[Positive, Field(le=1e6)]
+#: One per class, or "balanced".
+ClassWeights = Annotated[Sequence[NotNegative], Field(min_length=1, max_length=2**16)] | Literal["balanced"] | None
 #: Of dropout, or of smoothed labels.
 Rate = Below1
 Statistics = Literal["global", "sample", "local"]

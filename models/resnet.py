@@ -18,7 +18,7 @@ from ..layers import (
     Node,
     SoftmaxCrossEntropy,
 )
-from .options import Extent, Filters, Name, Statistics, Times
+from .options import ClassWeights, Extent, Filters, Name, Statistics, Times
 
 __all__ = ["resnet", "resnet50", "resnet152"]
 
@@ -31,6 +31,7 @@ def resnet(
     width: Filters = 64,
     statistics: Statistics = "global",
     name: Name = "resnet",
+    class_weights: ClassWeights = None,
 ) -> Network:
     """A residual network of bottleneck blocks.
 
@@ -44,6 +45,8 @@ def resnet(
         Filters of the first stage's 3 x 3 convolutions (64; smaller for tests).
     statistics
         Of batch norm: "global", "sample" or "local".
+    class_weights
+        Of the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -62,7 +65,8 @@ def resnet(
     y = GlobalAveragePool(name="pool")(y)
     logits = Dense(classes, name="dense")(y)
     target = Input((1,), name="target", dtype="int32")
-    return Network({"prediction": logits, "loss": SoftmaxCrossEntropy(name="ce")(logits, target)}, name=name)
+    loss = SoftmaxCrossEntropy(class_weights, name="ce")(logits, target)
+    return Network({"prediction": logits, "loss": loss}, name=name)
 
 
 def _bottleneck(x: Node, filters: int, stride: int, label: str, statistics: str) -> Node:

@@ -9,7 +9,7 @@ from pydantic import Field
 from halograd.schema import Count
 
 from ..layers import BatchNorm, Concat, Conv, ConvTranspose, Input, MaxPool, Network, Node, SoftmaxCrossEntropy
-from .options import Extent, Extents, Filters, Name, Statistics
+from .options import ClassWeights, Extent, Extents, Filters, Name, Statistics
 
 __all__ = ["unet", "unet2d", "unet3d"]
 
@@ -22,6 +22,7 @@ def unet(
     levels: Annotated[Count, Field(le=16)] = 4,
     statistics: Statistics = "global",
     name: Name = "unet",
+    class_weights: ClassWeights = None,
 ) -> Network:
     """Encoder and decoder with skip connections; "same" padding, so that every element is predicted.
 
@@ -37,6 +38,8 @@ def unet(
         Number of poolings.
     statistics
         Of batch norm: "global", "sample" or "local".
+    class_weights
+        Of the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -59,7 +62,8 @@ def unet(
         y = _double(Concat(name=f"join{level}")(skips[level], y), width * 2**level, f"up{level}", statistics)
     logits = Conv(classes, 1, name="predict")(y)
     target = Input((*resolution, 1), name="target", dtype="int32")
-    return Network({"prediction": logits, "loss": SoftmaxCrossEntropy(name="ce")(logits, target)}, name=name)
+    loss = SoftmaxCrossEntropy(class_weights, name="ce")(logits, target)
+    return Network({"prediction": logits, "loss": loss}, name=name)
 
 
 def _double(y: Node, filters: int, label: str, statistics: str) -> Node:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..layers import Conv, Dense, Flatten, Input, MaxPool, Network, Node
 from .classifier import classifier, dense_relu_dropout, scaled
-from .options import Extent, Factor, Filters, Name, Rate
+from .options import ClassWeights, Extent, Factor, Filters, Name, Rate
 
 __all__ = ["vgg", "vgg16", "vgg128", "vgg256", "vgg512", "vgg_a"]
 
@@ -30,6 +30,7 @@ def vgg(
     width: Factor = 1.0,
     dropout: Rate = 0.5,
     name: Name = "vgg",
+    class_weights: ClassWeights = None,
 ) -> Network:
     """Blocks of 3 x 3 convolutions and a 2 x 2 pooling, three dense layers.
 
@@ -43,6 +44,8 @@ def vgg(
         Factor of all filters and hidden units, for small networks.
     dropout
         Rate behind each of the two hidden dense layers.
+    class_weights
+        Of the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -58,7 +61,7 @@ def vgg(
     y = Flatten(name="flatten")(y)
     for j in (1, 2):
         y = dense_relu_dropout(y, scaled(4096, width), dropout, str(j))
-    return classifier(Dense(classes, name="dense3")(y), name)
+    return classifier(Dense(classes, name="dense3")(y), name, class_weights=class_weights)
 
 
 def vgg_a(**options) -> Network:

@@ -81,6 +81,10 @@ class Value:
         assert self.gradient is not None, f"{self.name} has no gradient yet"
         return self.gradient.part(self.box)
 
+    def brought(self, boxes: Blocks) -> View:
+        """This rank's box of these, which a layer has gathered."""
+        return self.gathered[boxes, None, False]
+
     def place(self, needs: Sequence[Blocks]) -> None:
         """Choose the storage for readers that need these boxes, clipped to the array."""
         if self.read:

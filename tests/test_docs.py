@@ -32,16 +32,19 @@ def test_custom_layer_tutorial():
 @pytest.mark.mpi(min_size=1)
 def test_networks_of_ones_own_train():
     """Those of the page, on the ranks of this run; the loss goes down."""
-    first, part, _, second = blocks("networks.md")
+    first, part, _, again, second, weighted = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     exec(compile(part, "networks.md", "exec"), space)
     build, plain = space["build"], space["block"]
     space["block"] = lambda x, width: space["convnext"](plain(x, width), width)
     network = build(resolution=16, width=4)
+    exec(compile(again, "networks.md", "exec"), space)
     exec(compile(second, "networks.md", "exec"), space)
+    tasks = space["network"]
+    exec(compile(weighted, "networks.md", "exec"), space)
     with Communicator(MPI.COMM_WORLD) as comm:
-        for made in (network, space["network"]):
+        for made in (network, tasks, space["network"]):
             strategy = Strategy({"height": comm.size})
             with Executor(made, comm, get_backend("numpy"), 1, strategy, "float64") as executor:
                 trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
@@ -64,7 +67,7 @@ def test_the_script_of_the_page_trains(tmp_path, monkeypatch, capsys):
             file["mask"] = rng.integers(0, 2, (20, 32, 32))
     comm.barrier()
     monkeypatch.chdir(folder)
-    first, _, script, _ = blocks("networks.md")
+    first, _, script, *_ = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     exec(compile(script, "networks.md", "exec"), space)

@@ -1,10 +1,13 @@
 """The examples run as their first lines say."""
 
+import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from halograd.data.mesh_tangling import generate
 from halograd.models import build
 from halograd.training.config import load_config
 from tests.launch import mpiexec
@@ -33,6 +36,38 @@ def test_a_first_day(tmp_path, ranks):
     assert 0.5 < first <= best <= 1 and float(difference) < 1e-4
     assert "data.invalid: 4 of 160 samples are left out" in done.stderr + done.stdout
     assert (tmp_path / "day/run/checkpoints/best.h5").exists() and (tmp_path / "day/unet.onnx").exists()
+
+
+#: Stands for MLflow: writes down what it is called with.
+MLFLOW = """
+import json, sys
+
+def __getattr__(name):
+    def call(*given, **options):
+        with open(CALLS, "a") as file:
+            file.write(json.dumps([name, given, options]) + chr(10))
+    return call
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tracking(tmp_path, ranks):
+    """One rank writes; every score of every epoch is there, and the best checkpoint."""
+    calls = tmp_path / "calls.jsonl"
+    (tmp_path / "mlflow.py").write_text(f"CALLS = {str(calls)!r}\n" + MLFLOW)
+    generate(tmp_path / "mesh.h5", resolution=32, samples=12)
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}
+    done = mpiexec(ranks, ["-m", "examples.tracking", str(tmp_path / "mesh.h5"), str(tmp_path / "run")], 240, env)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in calls.read_text().splitlines()]
+    assert [name for name, *_ in told].count("start_run") == 1
+    assert told[1] == ["log_params", [{"epochs": 3, "batch": 4}], {}]
+    metrics = [(given[0], options["step"]) for name, given, options in told if name == "log_metrics"]
+    steps = [step for values, step in metrics if "loss" in values]
+    ends = [step for values, step in metrics if "validation loss" in values]
+    assert len(ends) == 3 and steps == list(range(2, ends[-1] + 1, 2))
+    (*_, best) = [given for name, given, _ in told if name == "log_artifact"]
+    assert Path(best[0]).exists() and best[1] == "best"
 
 
 def test_configuration_is_valid():

@@ -10,6 +10,7 @@ from typing import Any
 from halograd import __version__
 
 from ..comm import Communicator
+from ..layers.softmax_cross_entropy import balanced
 from ..layers.strategy import cuts_text
 from .directory import job_id
 from .epochs import TrainingRun
@@ -18,7 +19,9 @@ from .session import Session
 from .step_times import RunPlan
 from .timeline import write_trace
 
-__all__ = ["begin_entry", "headline", "report_plan", "report_times"]
+__all__ = ["balance_lines", "begin_entry", "headline", "report_plan", "report_times"]
+
+_NAMED = 20  # classes in a line
 
 
 def headline(session: Session) -> str:
@@ -29,6 +32,16 @@ def headline(session: Session) -> str:
         f"{len(session.samples.validation)} samples, {session.comm.size} rank(s) ({_cuts(session)}), "
         f"{_kernels(session)}{_travels(session.comm)}"
     )
+
+
+def balance_lines(session: Session) -> list[str]:
+    """A line per target whose classes were counted: how often each occurs, and its weight. Local."""
+    found = []
+    for name, counts in session.samples.class_counts.items():
+        each = [f"{c}: {n:,} ({w:.4g})" for c, (n, w) in enumerate(zip(counts, balanced(counts)))]
+        more = f", and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
+        found.append(f"classes of {name} in the training samples, and their weights: {', '.join(each[:_NAMED])}{more}")
+    return found
 
 
 def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:
@@ -43,6 +56,7 @@ def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:
         "samples": len(session.samples.training),
         "held_out": len(session.samples.validation),
         "invalid": len(session.samples.invalid),
+        "class_counts": session.samples.class_counts,
         "network": session.network.name,
         "parameters": session.executor.store.count,
         "ranks": comm.size,

@@ -20,9 +20,9 @@ import queue
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,7 @@ from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.costs import Judgement
 from ..program.values import Value
+from .probabilities import sigmoid, softmax
 from .session import Session
 
 __all__ = ["WHAT", "Output", "check_outputs", "outputs_of", "write_outputs"]
@@ -69,6 +70,8 @@ class Output:
         In the file.
     of_block
         Makes what is written of a block.
+    attributes
+        What is said of its numbers.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Output:
     boxes: Blocks
     dtype: np.dtype
     of_block: Callable[[np.ndarray], np.ndarray]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_outputs(out: Path) -> None:
@@ -84,8 +88,15 @@ def check_outputs(out: Path) -> None:
     check_replaceable(out, "one of an earlier job", lambda file: file.attrs.get("written_by") == _WRITTEN_BY)
 
 
-def outputs_of(session: Session, what: str) -> list[Output]:
+def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str, Any]]) -> list[Output]:
     """All outputs of the network but the loss. Local; alike on all ranks.
+
+    Parameters
+    ----------
+    what
+        One of :data:`WHAT`.
+    described
+        What the data that the network was trained on say of its targets, by name.
 
     Raises
     ------
@@ -110,8 +121,20 @@ def outputs_of(session: Session, what: str) -> list[Output]:
         dtype = np.dtype(np.float32) if is_low(value.dtype) else value.dtype
         plain = Output(name, value, node.shape, value.layout.boxes, dtype, _as_it_is)
         judgement = judged.get(node)
-        found.append(plain if what == "logits" or judgement is None else _of_classes(plain, judgement, what))
+        made = plain if what == "logits" or judgement is None else _of_classes(plain, judgement, what)
+        if judgement is not None:
+            said = described.get(network.names[loss.inputs[judgement.target]], {})
+            made = replace(made, attributes=_attributes(said, judgement, what, made.shape[-1]))
+        found.append(made)
     return found
+
+
+def _attributes(said: Mapping[str, Any], judgement: Judgement, what: str, channels: int) -> dict[str, Any]:
+    """What holds of a prediction too: all that is said of a target, of logits and probabilities the names alone."""
+    if judgement.classes is not None and what != "classes":
+        said = {key: said[key] for key in ("long_name", "description") if key in said}
+    fits = len(said.get("channel_names", ())) == channels
+    return {key: value for key, value in said.items() if key != "channel_names" or fits}
 
 
 def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
@@ -126,7 +149,7 @@ def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
     if what == "probabilities" and judgement.probabilities:
         return output
     if what == "probabilities":
-        return replace(output, of_block=_softmax if judgement.threshold is None else _sigmoid)
+        return replace(output, of_block=softmax if judgement.threshold is None else sigmoid)
     dtype = np.dtype(np.uint8 if judgement.classes <= 256 else np.uint16)
     if judgement.threshold is not None:
         threshold = judgement.threshold
@@ -142,20 +165,6 @@ def _as_it_is(block: np.ndarray) -> np.ndarray:
 
 def _largest(block: np.ndarray) -> np.ndarray:
     return np.argmax(block, axis=-1)[..., None]
-
-
-def _sigmoid(block: np.ndarray) -> np.ndarray:
-    found = np.tanh(0.5 * block)  # saturates where an exponential would overflow
-    found += 1
-    found *= 0.5
-    return found
-
-
-def _softmax(block: np.ndarray) -> np.ndarray:
-    found = block - block.max(axis=-1, keepdims=True)
-    np.exp(found, out=found)
-    found /= found.sum(axis=-1, keepdims=True)
-    return found
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -368,8 +377,12 @@ def _runs(box: Box, count: int, batch: int) -> Iterator[tuple[int, int]]:
 
 def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
     """What a reader, ours too, wants to know."""
+    for name, value in getattr(session.samples.dataset, "attributes", {}).items():
+        file.attrs[name] = value
     file.attrs.update(written_by=_WRITTEN_BY, network=session.network.name)
     for output in outputs:
+        for name, value in output.attributes.items():
+            file[output.name].attrs[name] = value
         file[output.name].attrs["layout"] = {1: "NWC", 2: "NHWC", 3: "NDHWC"}.get(len(output.shape) - 1, "NC")
     if session.samples.dataset.groups is not None:
         file[_GROUPS] = session.samples.dataset.groups

@@ -11,6 +11,7 @@ from halograd import schema
 from halograd.documents import bytes_text, read_json, shown_path
 from halograd.errors import UserError
 
+from ..data.labels import LabelMap
 from ..layers import Loss, Network
 from ..layers.parameter_blocks import parameter_blocks
 from ..layers.strategy import Strategy, counts_of, cuts_text
@@ -33,6 +34,7 @@ __all__ = [
     "check_memory",
     "datasets_of",
     "fitting_cuts",
+    "label_maps",
     "make_network",
     "make_optimizer",
     "make_schedule",
@@ -82,6 +84,12 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
     both = sorted(set(inputs) & set(targets))
     if both:
         raise UserError(f"data.targets: expected {both[0]!r} in one table, got it in data.inputs too; remove one")
+    swapped = [name for name in inputs if name in compared]
+    if swapped:
+        raise UserError(
+            f"data.inputs.{swapped[0]}: expected it in data.targets, as only the loss of network {network.name!r} "
+            "reads it; what is in data.inputs is normalized, and needed to predict"
+        )
     for name in (*inputs, *targets):
         if name not in network.inputs:
             key = "inputs" if name in inputs else "targets"
@@ -96,6 +104,30 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
             f"data.{key}: expected a dataset for {left[0]!r}, which network {network.name!r} reads, got none"
         )
     return inputs, targets
+
+
+def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
+    """What numbers of the files stand for, by the name of the target.
+
+    Raises
+    ------
+    UserError
+        Names that are no targets; numbers alone, of several targets.
+    """
+    loss = network.outputs["loss"]
+    weights = {network.names[n] for i, n in enumerate(loss.inputs) if loss.layer.weighs(i)}
+    labels = [name for name in network.targets if name not in weights]
+    given: dict[str, Any] = dict(data.labels)
+    if any(isinstance(value, int) for value in given.values()):
+        if len(labels) != 1:
+            raise UserError(
+                f"data.labels: expected a table per target ({', '.join(labels) or 'there are none'}), got numbers alone"
+            )
+        given = {labels[0]: given}
+    for name in given:
+        if name not in labels:
+            raise UserError(f"data.labels.{name}: expected a target ({', '.join(labels) or 'there are none'})")
+    return {name: LabelMap({int(have): made for have, made in table.items()}) for name, table in given.items()}
 
 
 def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:

@@ -133,6 +133,8 @@ class Checkpoints:
             session.samples.drawn,
             session.source,
             self._best.state_dict(),
+            session.samples.class_counts,
+            session.samples.described,
         )
         snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
         if snapshot is None:

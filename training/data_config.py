@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from halograd.schema import Below1, Count, FilePath, NotNegative, Table, Text
+
+from ..data.labels import check_numbers
 
 __all__ = ["AugmentConfig", "DataConfig"]
 
@@ -85,6 +87,9 @@ class DataConfig(Table):
     that have some; ``"fill"`` takes NaN and infinity in inputs for the mean of their channel (0 where it is not
     normalized). The last two read all samples once before the run, each rank a share of them."""
     augment: AugmentConfig | None = None
+    labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
+    """Whole numbers of a target that stand for others, ``{ 255 = -1, 7 = 1 }``, or by target: ``[data.labels.mask]``.
+    Numbers that are not listed stay what they are. It comes before `rule`, and before targets are checked."""
 
     @property
     def where(self) -> str:

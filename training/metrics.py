@@ -11,9 +11,14 @@ from typing import Any
 import numpy as np
 
 from ..device import is_low
+from ..layers.broadcast import operand_blocks
 from ..layers.costs import Judgement
 from ..program.values import Value
+from ..program.views import View
+from .calibration import Calibration
+from .details import by_class
 from .executor import Executor
+from .probabilities import sigmoid, softmax
 
 __all__ = ["Confusion", "Errors", "Evaluation", "JudgedPair", "judged", "scores"]
 
@@ -31,27 +36,52 @@ class Confusion:
         largest prediction; targets are class indices ``(..., 1)`` or one channel per class.
     ignored
         Class index of positions that do not count.
+    probabilities
+        Whether predictions are probabilities already, not logits: for their calibration.
 
     Attributes
     ----------
     counts
         ``(classes, classes)`` int64: rows are the true classes, columns the predicted ones.
+    calibration
+        Where it is set, probabilities are counted too.
     """
 
-    def __init__(self, classes: int, threshold: float | None = None, ignored: int | None = None) -> None:
+    calibration: Calibration | None = None
+
+    def __init__(
+        self,
+        classes: int,
+        threshold: float | None = None,
+        ignored: int | None = None,
+        probabilities: bool = False,
+    ) -> None:
         if classes < 2:
             raise ValueError(f"classes: expected at least 2, got {classes}")
         self.classes, self.threshold, self.ignored = classes, threshold, ignored
+        self.probabilities = probabilities
         self.counts = np.zeros((classes, classes), np.int64)
 
-    def add(self, prediction: Any, target: Any) -> None:
-        """Count a block ``(N, ..., C)``. Local."""
-        guess, truth = self._classes(prediction, target)
-        if self.ignored is not None:
-            counts = truth != self.ignored
-            guess, truth = guess[counts], truth[counts]
+    def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
+        """Count a block ``(N, ..., C)``, but for what has the weight 0 (:func:`counted`). Local."""
+        with np.errstate(invalid="ignore"):  # what does not count may be NaN
+            guess, truth = self._classes(prediction, target)
+        some = np.ones(truth.shape, np.bool_) if self.ignored is None else truth != self.ignored
+        if weights is not None:
+            own = counted(weights, prediction.shape)
+            some &= own if truth.ndim == prediction.ndim else own[..., 0]
+        guess, truth = guess[some], truth[some]
         index = truth * self.classes + guess
-        self.counts += np.bincount(index.reshape(-1), minlength=self.classes**2).reshape(self.counts.shape)
+        self.counts += np.bincount(index, minlength=self.classes**2).reshape(self.counts.shape)
+        if self.calibration is not None:
+            self.calibration.add(self._probability(prediction, some), truth == (guess if self.threshold is None else 1))
+
+    def _probability(self, prediction: Any, some: np.ndarray) -> np.ndarray:
+        """Of "yes", or of the class that was chosen; where `some` is true."""
+        if self.threshold is not None:
+            return prediction[some] if self.probabilities else sigmoid(prediction[some])
+        chosen = prediction[some]
+        return (chosen if self.probabilities else softmax(chosen)).max(axis=-1, initial=0.0)
 
     def _classes(self, prediction: Any, target: Any) -> tuple[np.ndarray, np.ndarray]:
         if self.threshold is not None:
@@ -64,6 +94,11 @@ class Confusion:
     def scores(self) -> dict[str, float | None]:
         """What follows from the counts."""
         return scores(self.counts)
+
+    def details(self) -> dict[str, Any]:
+        """The counts, and scores by class; calibration, if it was counted."""
+        found = {"kind": "classes", "confusion": self.counts.tolist(), "by_class": by_class(self.counts)}
+        return found if self.calibration is None else {**found, "calibration": self.calibration.result()}
 
 
 def scores(counts: np.ndarray) -> dict[str, float | None]:
@@ -87,6 +122,18 @@ def scores(counts: np.ndarray) -> dict[str, float | None]:
     }
 
 
+def counted(weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Which elements of a block of this shape have a weight above 0; weights have 1 for some extents, or ``(N, C)``.
+
+    >>> counted(np.array([[0.0], [2.0]]), (2, 3, 1))[:, :, 0]
+    array([[False, False, False],
+           [ True,  True,  True]])
+    """
+    n, *rest = weights.shape
+    axes = len(shape) - weights.ndim
+    return np.broadcast_to((weights > 0).reshape(n, *(1,) * axes, *rest), shape)
+
+
 def _mean(above: np.ndarray, below: np.ndarray) -> float | None:
     defined = below > 0
     return float(np.mean(above[defined] / below[defined])) if defined.any() else None
@@ -104,15 +151,22 @@ class Errors:
     def __init__(self) -> None:
         self.counts = np.zeros(3)
 
-    def add(self, prediction: Any, target: Any) -> None:
-        """Add a block. Local."""
+    def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
+        """Add a block, but for what has the weight 0. Local."""
+        if weights is not None:
+            some = counted(weights, prediction.shape)
+            prediction, target = prediction[some], target[some]
         difference = prediction.astype(np.float64) - target
         self.counts += (difference.size, np.abs(difference).sum(), np.square(difference).sum())
 
     def scores(self) -> dict[str, float | None]:
         """Mean absolute error and root of the mean square."""
         n, absolute, squares = self.counts
-        return {"mae": absolute / n if n else None, "rmse": float(np.sqrt(squares / n)) if n else None}
+        return {"mae": float(absolute / n) if n else None, "rmse": float(np.sqrt(squares / n)) if n else None}
+
+    def details(self) -> dict[str, Any]:
+        """How many numbers were compared."""
+        return {"kind": "numbers", "count": int(self.counts[0])}
 
 
 class Evaluation:
@@ -124,14 +178,28 @@ class Evaluation:
         for every batch: fill the inputs; executor.forward(training=False); evaluation.add()
         result = evaluation.finish()
 
-    Prediction and target are what the loss layer reads; samples beyond ``executor.mode.valid`` do not
-    count. Communication: the loss per batch, the counts once.
+    Prediction and target are what the loss layer reads. Samples beyond ``executor.mode.valid`` do not count, nor does
+    what has the weight 0; what has another one counts once, so that counts are whole numbers. Communication: the loss
+    per batch, the counts once.
+
+    Parameters
+    ----------
+    executor
+        Of a network with a loss.
+    calibrated
+        Whether probabilities of classes are counted too, which takes an exponential per class and position.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, calibrated: bool = False) -> None:
         self._executor = executor
         self._judged = judged(executor)
-        self._reductions = [executor.comm.reduction(one.counter.counts, kind="metrics") for one in self._judged]
+        self._counts: list[np.ndarray] = []
+        for one in self._judged:
+            self._counts.append(one.counter.counts)
+            if calibrated and isinstance(one.counter, Confusion):
+                one.counter.calibration = Calibration()
+                self._counts.append(one.counter.calibration.counts)
+        self._reductions = [executor.comm.reduction(counts, kind="metrics") for counts in self._counts]
         self._loss, self._samples = 0.0, 0
 
     @property
@@ -147,8 +215,8 @@ class Evaluation:
 
     def begin(self) -> None:
         """Forget what was counted."""
-        for one in self._judged:
-            one.counter.counts[...] = 0
+        for counts in self._counts:
+            counts[...] = 0
         self._loss, self._samples = 0.0, 0
 
     def add(self) -> float:
@@ -162,8 +230,8 @@ class Evaluation:
             count = max(0, min(box.stop[0], valid) - box.start[0])
             if count and box.size:
                 # Counted there: the same counts on every device.
-                to_host, array = self._executor.device.to_host, self._executor.array
-                arrays = (to_host(array(value)[:count]) for value in (one.prediction, one.target))
+                to_host, view = self._executor.device.to_host, self._executor.runner.view
+                arrays = (to_host(view(array)[:count]) for array in one.views)
                 one.counter.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
         return loss
 
@@ -173,11 +241,19 @@ class Evaluation:
         Those of a second prediction, and of others, are named after it: ``"mask iou"``.
         """
         found: dict[str, float | None] = {"loss": self._loss / self._samples if self._samples else None}
-        for number, (one, reduction) in enumerate(zip(self._judged, self._reductions)):
+        for reduction in self._reductions:
             reduction.run()
+        for number, one in enumerate(self._judged):
             scores = one.counter.scores()
             found |= {f"{one.name} {key}": score for key, score in scores.items()} if number else scores
         return found
+
+    def details(self) -> list[dict[str, Any]]:
+        """What was found of every prediction, behind :meth:`finish`: plain data, the same on all ranks. Local."""
+        return [
+            {"name": one.name, "target": one.nodes[1], **one.counter.details(), "scores": one.counter.scores()}
+            for one in self._judged
+        ]
 
     def close(self) -> None:
         """Free the reductions. Collective."""
@@ -192,11 +268,13 @@ class JudgedPair:
     Attributes
     ----------
     name
-        That of the output, or of the layer that makes it.
+        That of the output, or of the layer that makes it; with the target's behind it where another pair has it.
     nodes
         Names of both in the network.
     prediction, target
         As the loss reads them.
+    weights
+        What this rank has for its block, perhaps with 1 for some of the extents; None: all count.
     """
 
     name: str
@@ -204,6 +282,17 @@ class JudgedPair:
     prediction: Value
     target: Value
     counter: Confusion | Errors
+    weights: View | None = None
+
+    @property
+    def views(self) -> list[View]:
+        """What is counted: prediction and target, perhaps weights."""
+        found = [self.prediction.view, self.target.view]
+        return found if self.weights is None else [*found, self.weights]
+
+
+#: What a file of predictions has of the first pair.
+_TAKEN = ("prediction", "target", "sample")
 
 
 def judged(executor: Executor) -> list[JudgedPair]:
@@ -213,12 +302,19 @@ def judged(executor: Executor) -> list[JudgedPair]:
     judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
     if step is not None and node is not None and judgements:
         outputs = {made: name for name, made in network.outputs.items()}
-        found = []
+        found = list[JudgedPair]()
         for one in judgements:
             made, target = node.inputs[one.prediction], node.inputs[one.target]
             nodes = network.names[made], network.names[target]
             values = step.inputs[one.prediction], step.inputs[one.target]
-            found.append(JudgedPair(outputs.get(made, nodes[0]), nodes, *values, _counter(one)))
+            weights = None
+            if one.weights is not None:
+                given = step.inputs[one.weights]
+                weights = given.brought(operand_blocks(given.layout.shape, values[0].layout.boxes))
+            name = outputs.get(made, nodes[0])
+            if found and (name in _TAKEN or any(name == other.name for other in found)):
+                name = f"{name} {nodes[1]}"
+            found.append(JudgedPair(name, nodes, *values, _counter(one), weights))
         return found
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
 
@@ -226,4 +322,4 @@ def judged(executor: Executor) -> list[JudgedPair]:
 def _counter(judgement: Judgement) -> Confusion | Errors:
     if judgement.classes is None:
         return Errors()
-    return Confusion(judgement.classes, judgement.threshold, judgement.ignored)
+    return Confusion(judgement.classes, judgement.threshold, judgement.ignored, judgement.probabilities)

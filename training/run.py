@@ -17,11 +17,12 @@ from ..comm import CommError, Communicator, boot
 from ..data import find_files
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
-from .account import begin_entry, headline, report_plan, report_times
+from .account import balance_lines, begin_entry, headline, report_plan, report_times
 from .applying import check_outputs, outputs_of, write_outputs
 from .callbacks import Callback
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .config import Config, check_config, load_config
+from .details import check_details, write_details
 from .directory import RunLock, make_folder
 from .epochs import TrainingRun, describe, evaluate_batches
 from .folder import CheckpointFolder
@@ -104,10 +105,11 @@ def train(
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
         interruption = stack.enter_context(Interruption(ranks, directory / "log.jsonl", folder, watchdog))
         found, progress = _start_from(ranks, folder, resume, stack)
-        normalization = None if progress is None else progress.normalization
+        start = TrainingProgress() if progress is None else progress
+        known: dict[str, Any] = {"normalization": start.normalization, "class_counts": start.class_counts}
         plan = _plan(config, ranks, planner, training=True)
         strategy = None if plan is None else plan.strategy
-        session = Session.open(config, ranks, stack, normalization=normalization, strategy=strategy)
+        session = Session.open(config, ranks, stack, strategy=strategy, **known)
         with ranks.agreement(), _writing(directory):
             if ranks.rank == 0:
                 rewind_log(directory / "log.jsonl", progress.step if progress else 0)
@@ -119,6 +121,8 @@ def train(
         with ranks.agreement():
             run = TrainingRun(session, folder, log, plan is not None, signals, ranked, callbacks)
         log.say(headline(session))
+        for text in balance_lines(session):
+            log.say(text)
         if found is None and config.training.init is not None:
             begin_with(session)
             log.say(f"parameters begin with those of {config.training.init}")
@@ -144,6 +148,7 @@ def evaluate(
     predictions: str | Path | None = None,
     comm: Any = None,
     planner: Planner | None = None,
+    details: str | Path | None = None,
 ) -> dict[str, Any]:
     """Loss and metrics of a trained network. Collective over all ranks of the job.
 
@@ -159,6 +164,8 @@ def evaluate(
         HDF5 file to write predictions, targets and sample numbers to, by rank 0.
     comm, planner
         As for :func:`train`.
+    details
+        JSON file to write what was found class by class to, by rank 0: confusion, scores, calibration.
     """
     if samples not in SAMPLES:
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
@@ -166,21 +173,29 @@ def evaluate(
     config, checkpoint, progress, drawn_alike = on_root(world, lambda: find_trained(Path(target), overrides))
     if predictions is not None:
         on_root(world, lambda: check_predictions(Path(predictions)))
+    if details is not None:
+        on_root(world, lambda: check_details(Path(details)))
     with _communicator(config, world) as ranks, ExitStack() as stack:
         reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now: a run that goes on may remove it
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
-        session = Session.open(config, ranks, stack, False, progress.normalization, strategy)
+        session = Session.open(
+            config, ranks, stack, False, progress.normalization, strategy, class_counts=progress.class_counts
+        )
         if samples != "all" and drawn_alike:
             session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
         reader.restore(session.executor.store, averaged=config.training.average > 0)
         reader.close()
         chosen = _chosen(session, samples)
         batches = session.in_order(chosen)
-        result = evaluate_batches(session, Evaluation(session.executor), batches)
+        evaluation = Evaluation(session.executor, calibrated=details is not None)
+        result = evaluate_batches(session, evaluation, batches)
         assert result is not None, "nobody interrupts it"
         if predictions is not None:
             write_predictions(session, batches, Path(predictions))
+        if details is not None:
+            about = {"samples": samples, "count": len(chosen), "step": progress.step, "loss": result["loss"]}
+            on_root(ranks.mpi, lambda: write_details(Path(details), about, evaluation.details()))
         if ranks.rank == 0:
             print(f"{samples}: {len(chosen)} samples, step {progress.step}: {describe(result)}")
     return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
@@ -227,11 +242,12 @@ def apply(
         reader = stack.enter_context(CheckpointReader(checkpoint, ranks))
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
-        session = Session.open(config, ranks, stack, False, progress.normalization, strategy, labelled=False)
+        known: dict[str, Any] = {"normalization": progress.normalization, "class_counts": progress.class_counts}
+        session = Session.open(config, ranks, stack, False, strategy=strategy, labelled=False, **known)
         reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
         reader.close()
         with ranks.agreement():
-            outputs = outputs_of(session, what)
+            outputs = outputs_of(session, what, progress.described)
         own = config.data.file is not None
         files = list(data) if own else on_root(ranks.mpi, lambda: [_state(path) for path in find_files(list(data))])
         job = {"checkpoint": str(checkpoint), "step": progress.step, "what": what, "files": files}

@@ -6,7 +6,8 @@ import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import field as attribute
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..data import (
     find_files,
     split,
 )
+from ..data.classes import count_classes
 from ..data.files import check_alike
 from ..data.invalid import find_invalid
 from ..data.look import LOOKS, look_at_data
@@ -36,7 +38,7 @@ from ..data.structure import Field, Structure
 from ..data.targets import TargetRange
 from ..layers import Input, Network
 from ..models.own import call_own
-from .build import check_batch, datasets_of
+from .build import check_batch, datasets_of, label_maps
 from .config import Config, DataConfig
 from .root import agreed_root
 
@@ -64,6 +66,8 @@ class Samples:
         Samples with NaN, infinity or targets out of range, where they are looked for: what the first of them is.
     augmentation
         How they are varied in training; None: they are not, or there are no targets.
+    class_counts
+        By target, of those whose classes a loss wants counted: how often each occurs in the training samples.
     target_scale
         What the loss of a regression is, in order of magnitude, if zero is predicted.
     """
@@ -76,6 +80,7 @@ class Samples:
     invalid: dict[int, str]
     augmentation: Augmentation | None = None
     target_scale: float = 0.0
+    class_counts: dict[str, list[int]] = attribute(default_factory=dict)
 
     @classmethod
     def open(
@@ -86,13 +91,19 @@ class Samples:
         stack: ExitStack,
         *,
         normalization: dict[str, Any] | None = None,
+        class_counts: dict[str, list[int]] | None = None,
         trainable: bool = True,
         labelled: bool = True,
     ) -> Samples:
-        """Open the data set. Collective over `comm`, within an agreement; arguments as of `Session.open`."""
+        """Open the data set. Collective over `comm`, within an agreement; arguments as of `Session.open`.
+
+        The loss of `network` knows the counts of classes afterwards.
+        """
         data = config.data
         dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
         with comm.agreement():
+            if data.labels and labelled:
+                _translate(dataset, data, network)
             augmentation = _augmentation(config, dataset, network) if labelled else None
             fields = dataset.fields if augmentation is None else augmentation.fields
             reductions = _fit_together(data, fields, network)
@@ -116,14 +127,21 @@ class Samples:
         }
         scale = 0.0
         if labelled:
-            looks = _looks(dataset, network)
-            scale = agreed_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks))
-        return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale)
+            looks, weights = _looks(dataset, network), _weights(network)
+            scale = agreed_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
+        counts = _balance(network, dataset, training, reductions, class_counts, comm)
+        return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale, counts)
 
     @property
     def everything(self) -> np.ndarray:
         """Numbers of all samples that can be used."""
         return np.union1d(self.training, self.validation)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What the data say of the numbers of the targets: units, names, ...; by target. Local."""
+        targets = {name: one.attributes for name, one in self.dataset.fields.items() if one.is_target}
+        return {name: said for name, said in targets.items() if said}
 
     @cached_property
     def drawn(self) -> str:
@@ -227,9 +245,21 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
             f"data.file: expected fields for the inputs of the network ({', '.join(wanted)}), got "
             f"{', '.join(found.fields) or 'none'}; name them so"
         )
-    found.fields = {name: field for name, field in found.fields.items() if name in wanted}
+    # Whatever the data set says: what the loss alone reads is neither normalized nor altered.
+    kept = {name: field for name, field in found.fields.items() if name in wanted}
+    found.fields = {name: replace(f, is_target=f.is_target or name in network.targets) for name, f in kept.items()}
     found.ranges = _ranges(network)
     return found
+
+
+def _translate(dataset: Any, data: DataConfig, network: Network) -> None:
+    """Have the data set replace numbers of labels. Local."""
+    if not hasattr(dataset, "labels"):
+        raise UserError(
+            f"data.labels: expected a data set that replaces labels (an attribute of that name, of "
+            f"halograd.data.LabelMap), got {type(dataset).__name__}; replace them in {data.file}"
+        )
+    dataset.labels = label_maps(data, network)
 
 
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
@@ -274,7 +304,9 @@ def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Networ
     for name, field in fields.items():
         wanted = network.inputs[name].shape
         if field.is_target and field.shape != wanted:
-            reductions[name] = _reduction(data, field, wanted)
+            # Of weights the mean, whatever the rule for labels is: how much the cells of a patch count.
+            rule = "fraction" if name in _weights(network) else data.rule
+            reductions[name] = _reduction(data, field, wanted, rule)
         elif field.shape != wanted:
             raise UserError(
                 f"data.path: expected samples of shape {wanted} for {name!r} of model {network.name!r}, got "
@@ -283,7 +315,7 @@ def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Networ
     return reductions
 
 
-def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...]) -> TargetReduction:
+def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...], rule: str | None) -> TargetReduction:
     """How a target of the file becomes that of the network, which is coarser."""
     have = field.shape
     divides = len(have) == len(wanted) > 1 and all(n and not m % n for m, n in zip(have, wanted))
@@ -292,12 +324,12 @@ def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...]) -> Targe
             f"data.targets: expected targets of shape {wanted} (or finer by whole factors), got {have} in "
             f"{field.dataset!r} of {data.where}"
         )
-    if data.rule is None:
+    if rule is None:
         raise UserError(
             f"data.rule: expected how a patch is made of its cells (any, all, majority, fraction, max, center), got "
             f"nothing; the network predicts {wanted[:-1]} patches, the targets have {have[:-1]} cells"
         )
-    return TargetReduction(data.rule, tuple(m // n for m, n in zip(have[:-1], wanted[:-1])))
+    return TargetReduction(rule, tuple(m // n for m, n in zip(have[:-1], wanted[:-1])))
 
 
 def _ranges(network: Network) -> dict[str, TargetRange]:
@@ -311,11 +343,45 @@ def _ranges(network: Network) -> dict[str, TargetRange]:
     return found
 
 
+def _weights(network: Network) -> frozenset[str]:
+    """Names of the inputs by which the loss weighs positions, and that it does not compare with."""
+    loss = network.outputs["loss"]
+    return frozenset(network.names[n] for i, n in enumerate(loss.inputs) if loss.layer.weighs(i))
+
+
 def _looks(dataset: Dataset, network: Network) -> int:
     """How many samples show how large targets are: one where losses say it of all of them."""
     ranges = _ranges(network)
     names = [name for name, field in dataset.fields.items() if field.is_target]
     return 1 if all(name in ranges and ranges[name].bounded for name in names) else LOOKS
+
+
+def _balance(
+    network: Network,
+    dataset: Dataset,
+    training: np.ndarray,
+    reductions: Mapping[str, TargetReduction],
+    known: Mapping[str, list[int]] | None,
+    comm: Communicator,
+) -> dict[str, list[int]]:
+    """Have the loss know how often classes occur: as `known`, else as counted; the counts by name. Collective."""
+    wanted, found = network.counted, dict(known or {})
+    for name in wanted:
+        if name in found:
+            continue
+        counts, fault = np.zeros(wanted[name], np.int64), None
+        try:
+            counts += count_classes(dataset, name, wanted[name], training[comm.rank :: comm.size], reductions.get(name))
+        except DataError as error:
+            fault = error
+        comm.agree(fault)
+        comm.reduction(counts, kind="data").run()
+        found[name] = counts.tolist()
+    try:
+        network.balance(found)
+    except ValueError as error:
+        raise UserError(f"data.targets: {error}") from error
+    return {name: found[name] for name in wanted}
 
 
 def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:

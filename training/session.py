@@ -72,14 +72,17 @@ class Session:
         normalization: dict[str, Any] | None = None,
         strategy: Strategy | None = None,
         labelled: bool = True,
+        class_counts: dict[str, list[int]] | None = None,
     ) -> Session:
         """Build everything. Collective over `comm`: what fails on one rank is raised on all.
 
-        `normalization` is that of a checkpoint, computed from the data otherwise; `strategy` one that was planned,
-        that of the configuration otherwise; not `labelled`: targets are not read, and no samples are held out.
+        `normalization` and `class_counts` are those of a checkpoint, computed from the data otherwise; `strategy` one
+        that was planned, that of the configuration otherwise; not `labelled`: targets are not read, and no samples are
+        held out.
         """
         with comm.agreement():
-            return cls._build(config, comm, stack, trainable, normalization, strategy, labelled)
+            known = {"normalization": normalization, "class_counts": class_counts}
+            return cls._build(config, comm, stack, trainable, strategy, labelled, known)
 
     @classmethod
     def _build(
@@ -88,9 +91,9 @@ class Session:
         comm: Communicator,
         stack: ExitStack,
         trainable: bool,
-        normalization: dict[str, Any] | None,
         strategy: Strategy | None,
         labelled: bool,
+        known: dict[str, Any],
     ) -> Session:
         data, settings = config.data, config.training
         network = make_network(config)
@@ -102,9 +105,7 @@ class Session:
         strategy = with_reduction(strategy, config)
         strategy.validate(network, comm.size)
         strategy.refuse_empty_blocks(network)
-        samples = Samples.open(
-            config, network, comm, stack, normalization=normalization, trainable=trainable, labelled=labelled
-        )
+        samples = Samples.open(config, network, comm, stack, trainable=trainable, labelled=labelled, **known)
         timeline = None
         if config.output.timeline or planned:
             timeline = comm.recorder = Timeline(comm.rank)

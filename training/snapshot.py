@@ -41,6 +41,10 @@ class TrainingProgress:
         Of a network of the user's own, its function and a checksum of the file that has it; else None.
     best
         Which validation was the best, as :meth:`BestScore.state_dict` gives it; None where nothing was validated.
+    class_counts
+        By target, how often each class occurs, where a loss is balanced by that; None: they were never counted.
+    described
+        What the files say of the numbers of a target: its units, ..., by target.
     """
 
     step: int = 0
@@ -53,6 +57,8 @@ class TrainingProgress:
     drawn: str | None = None
     source: str | None = None
     best: dict[str, Any] | None = None
+    class_counts: dict[str, list[int]] | None = None
+    described: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

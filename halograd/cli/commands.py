@@ -163,6 +163,10 @@ def evaluate(
     predictions: Annotated[
         Path | None, typer.Option(metavar="FILE.h5", help="Write predictions and targets to this file.")
     ] = None,
+    details: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Write confusion, scores by class and calibration to this file."),
+    ] = None,
     threads: Threads = None,
 ) -> None:
     """Loss and metrics of a trained network, on any number of ranks.
@@ -171,11 +175,12 @@ def evaluate(
     Examples:
       halograd evaluate runs/mesh
       mpiexec -n 2 halograd evaluate runs/mesh --set strategy.height=2 --predictions predicted.h5
+      halograd evaluate runs/mesh --details runs/mesh/evaluation.json && halograd report runs/mesh
     """
     from ..auto import plan_run
     from ..training.run import evaluate as judge
 
-    judge(run, _overrides(sets, threads), samples, predictions, planner=plan_run)
+    judge(run, _overrides(sets, threads), samples, predictions, planner=plan_run, details=details)
 
 
 @app.command()
@@ -306,6 +311,12 @@ def report(
             metavar="FILE.h5", help="What `evaluate --predictions` wrote; predictions.h5 of the run if left out."
         ),
     ] = None,
+    details: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json", help="What `evaluate --details` wrote; evaluation.json of the run if left out."
+        ),
+    ] = None,
 ) -> None:
     """One self-contained HTML page about a run: curves, predicted against measured, timeline, masks.
 
@@ -321,7 +332,7 @@ def report(
     from ..report.status import read_record
 
     path = run / "report.html" if out is None else out
-    left_out = write_page(read_record(run), path, predictions)
+    left_out = write_page(read_record(run), path, predictions, details)
     for line in left_out:
         print(f"without {line}")
     print(f"wrote {path}")

@@ -23,6 +23,7 @@ from ..errors import UserError
 from ..perfmodel.plans import Plan
 from .document import Block, Code, Heading, Picture, TableBlock, Text, to_html
 from .pictures import Masks, best_to_worst, draw_curves, draw_masks, draw_speed, iou
+from .quality import quality
 from .status import Record, duration_text, status_of
 from .timeline import about_timeline, draw_timeline, hidden_text, phase_tables
 
@@ -37,7 +38,7 @@ ABOUT = {
 }
 
 
-def write_page(record: Record, path: Path, predictions: Path | None = None) -> list[str]:
+def write_page(record: Record, path: Path, predictions: Path | None = None, details: Path | None = None) -> list[str]:
     """Write one self-contained HTML page; what could not be shown, and why, in lines. Local.
 
     Parameters
@@ -48,6 +49,8 @@ def write_page(record: Record, path: Path, predictions: Path | None = None) -> l
         The page; it appears when it is complete.
     predictions
         What `halograd evaluate --predictions` wrote; by default ``predictions.h5`` of the run, if it is there.
+    details
+        What `halograd evaluate --details` wrote; by default ``evaluation.json`` of the run, if it is there.
     """
     left_out: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -58,6 +61,7 @@ def write_page(record: Record, path: Path, predictions: Path | None = None) -> l
             *_training(record, pictures, left_out),
             *_predicted(record, left_out),
             *_timeline(record, pictures, left_out),
+            *quality(record.directory, details, pictures, left_out),
             *_masks(record, predictions, pictures, left_out),
             *_reduction(record),
             *_events(record),

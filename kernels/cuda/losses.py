@@ -70,8 +70,9 @@ class CudaLosses(Losses):
         program, block = scalar_program("loss", a.x, a.dx), (lanes, THREADS // lanes)
         return self._loss("softmax_cross_entropy", program, members, a.x.shape[0], block, a.target.size)
 
-    def _target_weight(self, target: Any, total: Any, targets: ClassTargets) -> LossKernel:
-        members = {"loss": total, **self._classes(target, targets)}
+    def _target_weight(self, arrays: LossArrays, targets: ClassTargets) -> LossKernel:
+        target = arrays.target
+        members = {"loss": arrays.loss, **_factors(arrays), **self._classes(target, targets)}
         program = CudaProgram("loss", large=is_large(target))
         return self._loss("target_weight", program, members, target.shape[0], (THREADS, 1), target.size)
 
@@ -125,4 +126,13 @@ class CudaLosses(Losses):
 
 
 def _members(arrays: LossArrays) -> dict[str, Any]:
-    return {name: getattr(arrays, name) for name in ("x", "target", "dx", "loss", "factor", "divisor")}
+    named = {name: getattr(arrays, name) for name in ("x", "target", "dx", "loss", "factor", "divisor")}
+    return named | _factors(arrays)
+
+
+def _factors(arrays: LossArrays) -> dict[str, Any]:
+    """Weights of positions or elements, as the kernels read them."""
+    weights = arrays.weights
+    if weights is None:
+        return {}
+    return {"factors": weights, "factor_code": CODES[dtype_name(weights)], "factor_channels": weights.shape[-1]}

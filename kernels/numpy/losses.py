@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..losses import ClassTargets, LossArrays, Losses, LossKernel
-from ..memory import Workspace, buffer, chunks, constant, take, total
+from ..memory import Workspace, buffer, chunks, constant, masked, take, total
 
 __all__ = ["NumpyLosses"]
 
@@ -16,7 +16,7 @@ __all__ = ["NumpyLosses"]
 class _NumpyLoss(LossKernel):
     """A sum over ``(positions, C)``, chunk by chunk.
 
-    Subclasses say in `chunk` what a chunk of rows of `width` elements adds.
+    Subclasses say in `chunk` what a chunk of rows of `width` elements adds. Where a weight is 0, it sees zeros.
     """
 
     #: Whether the scale is divided by the channels.
@@ -26,6 +26,7 @@ class _NumpyLoss(LossKernel):
         self.arrays, self.work = arrays, Workspace()
         self._samples = arrays.x.shape[0]
         self._x, self._target, self._dx = (_rows(a) for a in (arrays.x, arrays.target, arrays.dx))
+        self._weights = _rows(arrays.weights)
         self.width = int(arrays.x.shape[-1])
         super().__init__(self._compute, f"numpy:{name}", close=self.work.clear)
         self.set(self._samples, 1.0)
@@ -45,14 +46,35 @@ class _NumpyLoss(LossKernel):
         found = 0.0
         for part in chunks(counted, self.width):
             dx = None if self._dx is None else self._dx[part]
-            found = found + self.chunk(self._x[part], self._target[part], dx, scale)
+            x, t, weights = self._x[part], self._target[part], None
+            if self._weights is not None:
+                weights = self._weights[part]
+                none = np.equal(weights, 0, out=buffer(self.work, "none", weights.shape, np.bool_))
+                x, t = masked(x, none, self.work, "masked x"), masked(t, none, self.work, "masked t")
+            found = found + self.chunk(x, t, dx, scale, weights)
             if dx is not None and arrays.factor is not None:
                 dx *= float(arrays.factor[0])
         arrays.loss[0] = found * scale
 
     @abstractmethod
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
-        """Sum of the loss over some positions; `scale` times its gradient into `dx`."""
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
+        """Sum of the loss over some positions, times their weights; `scale` times its gradient into `dx`."""
+
+
+class _Elementwise(_NumpyLoss):
+    """A function of every element of prediction and target."""
+
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
+        found = self.values(x, self._typed(x, t), dx, scale)
+        if weights is not None:
+            found *= weights
+            if dx is not None:
+                dx *= weights
+        return total(found)
+
+    @abstractmethod
+    def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
+        """The loss of every element, in a buffer; `scale` times its gradient into `dx`; `t` may be used up."""
 
     def _typed(self, x: Any, t: Any) -> Any:
         """A copy of the targets in the dtype of the prediction."""
@@ -65,17 +87,15 @@ def _rows(array: Any) -> Any:
     return None if array is None else array.reshape(-1, array.shape[-1])
 
 
-class _MeanSquaredError(_NumpyLoss):
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
-        t = self._typed(x, t)
+class _MeanSquaredError(_Elementwise):
+    def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
         np.subtract(x, t, out=t)
         if dx is not None:
             np.multiply(t, 2 * scale, out=dx)
-        np.multiply(t, t, out=t)
-        return total(t)
+        return np.multiply(t, t, out=t)
 
 
-class _BinaryCrossEntropy(_NumpyLoss):
+class _BinaryCrossEntropy(_Elementwise):
     """``(1 - t) * x + (1 + (p - 1) * t) * (log1p(exp(-|x|)) + max(-x, 0))``.
 
     Neither overflows nor cancels for any `x` (torch's form).
@@ -85,8 +105,8 @@ class _BinaryCrossEntropy(_NumpyLoss):
         super().__init__("binary_cross_entropy", arrays)
         self._extra = np.asarray(1.0 if pos_weight is None else pos_weight, np.float64) - 1
 
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
-        t, work = self._typed(x, t), self.work
+    def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
+        work = self.work
         e, softplus, weight, negative = (buffer(work, k, x.shape, x.dtype) for k in ("e", "softplus", "weight", "n"))
         np.negative(np.abs(x, out=e), out=e)
         np.exp(e, out=e)
@@ -101,7 +121,7 @@ class _BinaryCrossEntropy(_NumpyLoss):
         softplus += negative
         if dx is not None:
             self._gradient(x, t, weight, e, dx, scale)
-        return total(softplus)
+        return softplus
 
     def _gradient(self, x: Any, rest: Any, weight: Any, e: Any, dx: Any, scale: float) -> None:
         """``(1 - t) - weight * sigmoid(-x)``, with ``e = exp(-|x|)`` and ``rest = 1 - t``."""
@@ -124,8 +144,8 @@ class _OfClasses(_NumpyLoss):
         self.targets = targets
         super().__init__(name, arrays)
 
-    def _labels(self, t: Any, dtype: np.dtype) -> tuple[Any, Any]:
-        """Class index (0 where ignored) and its weight (0 where ignored) per position."""
+    def _labels(self, t: Any, dtype: np.dtype, weights: Any | None) -> tuple[Any, Any]:
+        """Class index (0 where ignored) and its weight times that of the position (0 where ignored), per position."""
         targets, work = self.targets, self.work
         label = buffer(work, "label", t.shape, np.int64)
         weight = buffer(work, f"weight {dtype}", t.shape, dtype)
@@ -146,6 +166,8 @@ class _OfClasses(_NumpyLoss):
             take(self._class_weights(dtype), label, out=weight)
         if counts is not None:
             weight *= counts
+        if weights is not None:
+            weight *= weights[:, 0]
         return label, weight
 
     def _class_weights(self, dtype: np.dtype) -> Any:
@@ -160,12 +182,12 @@ class _OfClasses(_NumpyLoss):
 
 
 class _TargetWeight(_OfClasses):
-    def __init__(self, target: Any, total: Any, targets: ClassTargets) -> None:
-        super().__init__("target_weight", LossArrays(target, target, None, total), targets)
+    def __init__(self, arrays: LossArrays, targets: ClassTargets) -> None:
+        super().__init__("target_weight", arrays, targets)
         self.width = targets.classes
 
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
-        return total(self._labels(t[:, 0], np.dtype(np.float64))[1])
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
+        return total(self._labels(t[:, 0], np.dtype(np.float64), weights)[1])
 
 
 class _SoftmaxCrossEntropy(_OfClasses):
@@ -175,10 +197,10 @@ class _SoftmaxCrossEntropy(_OfClasses):
         super().__init__("softmax_cross_entropy", arrays, targets)
         self._smoothing = label_smoothing
 
-    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float) -> float:
+    def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
         shape, work = (x.shape[1], x.shape[0]), self.work
         z, column = buffer(work, "z", shape, x.dtype), buffer(work, "column", shape[1:], x.dtype)
-        label, weight = self._labels(t[:, 0], x.dtype)
+        label, weight = self._labels(t[:, 0], x.dtype, weights)
         index = buffer(work, "index", shape[1:], np.int64)
         np.multiply(label, shape[1], out=index)
         index += _positions(shape[1], work)
@@ -194,13 +216,13 @@ class _SoftmaxCrossEntropy(_OfClasses):
         mass = buffer(work, "mass", shape[1:], x.dtype)
         np.multiply(weight, 1 - self._smoothing, out=mass)
         if share:
-            self._smooth(z, weight, mass, taken, share)
+            self._smooth(z, mass, taken, share, weights)
         np.exp(z, out=z)
         np.sum(z, axis=0, out=column)
         if dx is not None:
             np.divide(mass, column, out=buffer(work, "ratio", shape[1:], x.dtype))
             z *= buffer(work, "ratio", shape[1:], x.dtype)
-            self._subtract_target(z, index, weight, share)
+            self._subtract_target(z, index, weight, share, weights)
             z *= scale
             np.copyto(dx, z.T)
         np.log(column, out=column)
@@ -208,16 +230,16 @@ class _SoftmaxCrossEntropy(_OfClasses):
         column -= taken
         return total(column)
 
-    def _smooth(self, z: Any, weight: Any, mass: Any, taken: Any, share: float) -> None:
+    def _smooth(self, z: Any, mass: Any, taken: Any, share: float, weights: Any | None) -> None:
         """Add what label smoothing spreads over the classes to q . z and to the sum of q."""
-        weights = self._class_weights(z.dtype)
-        part, counts = (buffer(self.work, k, weight.shape, z.dtype) for k in ("part", "counted"))
-        self._counted_positions(counts)
-        np.dot(weights, z, out=part)
+        of_classes = self._class_weights(z.dtype)
+        part, counts = (buffer(self.work, k, taken.shape, z.dtype) for k in ("part", "counted"))
+        self._counted_positions(counts, weights)
+        np.dot(of_classes, z, out=part)
         part *= share
         self._times(part, counts)
         taken += part
-        counts *= share * float(np.sum(weights, dtype=np.float64))
+        counts *= share * float(np.sum(of_classes, dtype=np.float64))
         mass += counts
 
     def _times(self, values: Any, weight: Any) -> None:
@@ -226,7 +248,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
         np.copyto(values, 0, where=none)
         values *= weight
 
-    def _subtract_target(self, z: Any, index: Any, weight: Any, share: float) -> None:
+    def _subtract_target(self, z: Any, index: Any, weight: Any, share: float, weights: Any | None) -> None:
         """``z -= q``."""
         flat, work = z.reshape(-1), self.work
         taken = buffer(work, "part", weight.shape, z.dtype)
@@ -236,17 +258,19 @@ class _SoftmaxCrossEntropy(_OfClasses):
         taken -= moved
         flat[index] = taken
         if share:
-            self._counted_positions(moved)
+            self._counted_positions(moved, weights)
             for row, w in zip(z, self._class_weights(z.dtype)):
                 np.multiply(moved, share * float(w), out=taken)
                 row -= taken
 
-    def _counted_positions(self, out: Any) -> None:
-        """1 where a position counts, 0 where its target is ignored."""
+    def _counted_positions(self, out: Any, weights: Any | None) -> None:
+        """The weight of a position, 1 where there are none; 0 where its target is ignored."""
         if self.targets.ignored is None:
             out.fill(1)
         else:
             np.copyto(out, buffer(self.work, "counts", out.shape, np.bool_))
+        if weights is not None:
+            out *= weights[:, 0]
 
 
 def _positions(count: int, work: dict) -> Any:
@@ -262,8 +286,8 @@ class NumpyLosses(Losses):
     def _softmax_cross_entropy(self, arrays: LossArrays, targets: ClassTargets, label_smoothing: float) -> LossKernel:
         return _SoftmaxCrossEntropy(arrays, targets, label_smoothing)
 
-    def _target_weight(self, target: Any, total: Any, targets: ClassTargets) -> LossKernel:
-        return _TargetWeight(target, total, targets)
+    def _target_weight(self, arrays: LossArrays, targets: ClassTargets) -> LossKernel:
+        return _TargetWeight(arrays, targets)
 
     def _binary_cross_entropy(self, arrays: LossArrays, pos_weight: Any) -> LossKernel:
         return _BinaryCrossEntropy(arrays, pos_weight)

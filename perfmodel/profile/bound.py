@@ -71,6 +71,8 @@ class BoundLayer:
         self.kernels, self._comm = kernels, cast("Communicator", _Twins()) if spread else comm
         size, self._dtype = self._comm.size, np.dtype(dtype)
         batch, shapes = inputs[0][0], [shape[1:] for shape in inputs]
+        classes = {i: layer.counted_classes(i, *shapes) for i in range(len(inputs))}
+        layer = layer.with_counts({i: [1] * n for i, n in classes.items() if n})
         values = [self._input(layer, i, inputs, input_gradient) for i in range(len(inputs))]
         output = self._value("y", (batch, *layer.output_shape(*shapes)), self._dtype)
         step = Step(layer.name or "layer", layer, values, output, {}, {**dict.fromkeys(AXES, 1), "sample": size})

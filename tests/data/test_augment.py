@@ -100,6 +100,29 @@ def test_boxes_are_those_of_the_whole_sample(case, data):
     np.testing.assert_array_equal(out, arrays["v"][list(indices)])
 
 
+@given(cases(), st.data())
+def test_what_has_one_row_is_the_same_along_it(case, data):
+    """Weights per row, column or sample are moved as the maps that they stand for."""
+    unit, ratios, window, rules = case
+    full = [n * ratios["x"] for n in unit]
+    flat = [data.draw(FLAGS) for _ in unit]
+    if rules.turns:
+        flat[-1] = flat[-2]
+    rng = np.random.default_rng(2)
+    arrays = {"x": rng.random((N, *full, 2)), "w": rng.random((N, *(1 if f else n for f, n in zip(flat, full)), 1))}
+    wanted = {"x": (*(n * ratios["x"] for n in window), 2)}
+    batch = Batch((2, 0, 4), 3, data.draw(st.integers(0, 50)), 0, True)
+    plain = {"x": arrays["x"], "w": np.broadcast_to(arrays["w"], (*arrays["x"].shape[:-1], 1)).copy()}
+    found = []
+    for some in (arrays, plain):
+        augmentation = Augmentation(rules, fields_of(some), wanted, seed=3)
+        shape = augmentation.fields["w"].shape
+        out = np.empty((3, *shape))
+        augmentation.read(Arrays(some), "w", batch, Box.of_shape(out.shape), out)
+        found.append(out)
+    np.testing.assert_array_equal(np.broadcast_to(found[0], found[1].shape), found[1])
+
+
 def _ratio(array, units):
     return [n // u for n, u in zip(array.shape[1:-1], units)]
 

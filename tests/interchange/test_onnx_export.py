@@ -150,6 +150,17 @@ def test_layers_of_several_inputs(tmp_path):
     _check(_shaken(network), tmp_path / "m.onnx", samples(*IMAGE))
 
 
+def test_targets_and_weights_are_not_written(tmp_path):
+    import onnx
+
+    x = hg.Input(IMAGE, name="x")
+    y = hg.Conv(2, 1, name="logits")(x)
+    loss = hg.SoftmaxCrossEntropy()(y, hg.Input((*IMAGE[:-1], 1), "t", "int32"), hg.Input((1,), "w"))
+    network = _shaken(hg.Network({"prediction": y, "loss": loss}))
+    hg.onnx.save(network, None, tmp_path / "m.onnx")
+    assert [given.name for given in onnx.load(tmp_path / "m.onnx").graph.input] == ["x"]
+
+
 SMALL = {
     "lenet5": {},
     "alexnet": {"resolution": 67, "width": 0.05, "classes": 5},

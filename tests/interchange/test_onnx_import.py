@@ -114,6 +114,7 @@ def _modules():
         "flatten, norm": (lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4 * 56), nn.Linear(224, 5)), image),
         "gate": (lambda: Of(excited, squeeze=nn.Conv2d(4, 2, 1), expand=nn.Conv2d(2, 4, 1)), image),
         "mask": (lambda: Of(lambda m, x: x * lib.sigmoid(m.c(x)), c=nn.Conv2d(4, 1, 1)), image),
+        "pixel shuffle": (lambda: nn.Sequential(nn.Conv2d(4, 18, 1), nn.PixelShuffle(3)), image),
         "called again": (
             lambda: Of(
                 scales,
@@ -251,8 +252,8 @@ def _refused():
             return self.function(x) if not list(self.children()) else self.function(self, x)
 
     return {
-        r"'/1/DepthToSpace' \(DepthToSpace\): expected an operator that has a layer": nn.Sequential(
-            nn.Conv2d(4, 4, 1), nn.PixelShuffle(2)
+        r"'/1/Softplus' \(Softplus\): expected an operator that has a layer": nn.Sequential(
+            nn.Conv2d(4, 4, 1), nn.Softplus()
         ),
         r"\(Gelu\): expected the exact GELU, got its approximation by tanh": nn.GELU(approximate="tanh"),
         r"\(LayerNormalization\): expected a factor .* \(4, 8, 8\); take torch.nn.GroupNorm": nn.LayerNorm([4, 8, 8]),

@@ -142,6 +142,62 @@ def test_target_weight(backend, weighted):
     assert total[0] == 60 * (1 + 2 + 3 + 4 if weighted else 4)
 
 
+def test_target_weight_times_that_of_positions(backend):
+    """A weight of 0 leaves a target out, also one that is no class."""
+    target = np.arange(20, dtype=np.int16).reshape(2, 10, 1) % 5
+    weights = np.linspace(0, 3, 20, dtype=np.float32).reshape(2, 10, 1)
+    target[0, 0], total = 99, np.zeros(1)
+    kernel = backend.target_weight(target, total, ClassTargets(5, (1.0, 2.0, 3.0, 4.0, 5.0), 4), weights)
+    kernel()
+    own = np.array([1.0, 2.0, 3.0, 4.0, 0.0])[target[target < 5]]
+    assert total[0] == pytest.approx((own * weights[target < 5]).sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("classes", [3, 40])
+def test_weighted_cross_entropy(typed, classes, smoothing):
+    """Nothing comes of a position with weight 0: its target is no class, its logits are NaN."""
+    rng = np.random.default_rng(classes)
+    x, target = typed.draw(3, 4, 3, classes), rng.integers(0, classes, (3, 4, 3, 1)).astype(np.int16)
+    of_classes, weights = rng.uniform(0.5, 2, classes), rng.uniform(0, 2, (3, 4, 3, 1)).astype(np.float32)
+    values, gradient = cross_entropy(x, target, of_classes, smoothing, None)
+    weights[:, 1], target[0, 1], x[1, 1] = 0, -7, np.nan
+    dx, loss = typed.poisoned(*x.shape), np.zeros(1)
+    arrays = LossArrays(x, target, dx, loss, weights=weights)
+    kernel = typed.backend.softmax_cross_entropy(arrays, ClassTargets(classes, tuple(of_classes)), smoothing)
+    kernel.set(2, 0.25)
+    kernel()
+    w = weights.astype(np.float64)
+    eps = max(EPS[np.dtype(np.float32)] if x.dtype.itemsize < 8 else 0, EPS[np.dtype(np.float64)])
+    close(loss, (values * w[..., 0])[:2].sum() * 0.25, eps, scale=24 * 8)
+    close(dx[:2], (gradient * w)[:2] * 0.25, EPS[x.dtype])
+    assert not dx[2:].any() and not dx[:, 1].any()
+
+
+@pytest.mark.parametrize("name", ["mean_squared_error", "binary_cross_entropy"])
+@pytest.mark.parametrize("channels", [1, 5])
+def test_weighted_elementwise(typed, name, channels):
+    """As without weights, element by element, times these; they are not packed, and there is a divisor."""
+    x, t, rng = typed.draw(3, 6, 5), typed.draw(3, 6, 5), np.random.default_rng(2)
+    t[...] = rng.integers(0, 2, t.shape)
+    weights = rng.uniform(0, 3, (3, 12, channels))[:, ::2]
+    weights[0, 2] = 0
+    make, values, gradient = getattr(typed.backend, name), np.zeros(x.shape), typed.poisoned(*x.shape)
+    for at in np.ndindex(*x.shape):
+        one, own, dx = tuple(slice(i, i + 1) for i in at), np.zeros(1), typed.poisoned(1, 1, 1)
+        make(LossArrays(x[one].copy(), t[one].copy(), dx, own))()
+        values[at], gradient[at] = own[0], dx[0, 0, 0]
+    x[0, 2], t[0, 2] = np.nan, np.inf
+    dx, loss = typed.poisoned(*x.shape), np.zeros(1)
+    kernel = make(LossArrays(x, t, dx, loss, divisor=np.array([4.0]), weights=weights))
+    kernel.set(2, 3.0)
+    kernel()
+    eps = EPS[np.dtype(np.float64)] if x.dtype.itemsize == 8 else EPS[np.dtype(np.float32)]
+    close(loss, (values * weights)[:2].sum() * 0.75 / 5, eps, scale=300)
+    close(dx[:2], (gradient.astype(np.float64) * weights)[:2] * 0.75 / 5, EPS[x.dtype], scale=3)
+    assert not dx[2:].any() and not dx[0, 2].any()
+
+
 @pytest.mark.parametrize("pos_weight", [None, 3.0, (0.5, 1.0, 2.0, 4.0, 1.0)], ids=str)
 def test_binary_cross_entropy(typed, pos_weight):
     x = typed.draw(3, 6, 5)
@@ -197,3 +253,9 @@ def test_refused(arrays):
         arrays.backend.mean_squared_error(
             LossArrays(arrays.draw(3, 4), np.zeros((3, 4), np.complex64), None, np.zeros(1))
         )
+    x, wide = arrays.draw(3, 4), np.ones((3, 4), np.float32)
+    with pytest.raises(KernelError, match=r"expected weights of shape \(3, 1\), got \(3, 4\)"):
+        labels = np.zeros((3, 1), np.int32)
+        arrays.backend.softmax_cross_entropy(LossArrays(x, labels, None, np.zeros(1), weights=wide), ClassTargets(4))
+    with pytest.raises(KernelError, match=r"expected weights of shape \(3, 1\) or \(3, 4\), got \(3, 2\)"):
+        arrays.backend.mean_squared_error(LossArrays(x, x, None, np.zeros(1), weights=wide[:, :2]))

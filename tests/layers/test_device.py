@@ -189,6 +189,9 @@ def _differs(found, expected):
     return None
 
 
+NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="needs g++ to run CUDA kernels on the CPU")
+
+
 def several(x, t):
     """A sum of losses, one of them of training."""
     return (
@@ -215,14 +218,17 @@ LOSSES = {
 }
 
 
-def loss_and_gradient(make, shape, target, comm, kernels, parts, wrong=False):
-    x, t = Input(shape, "x"), Input(target, "t", "compute" if target == shape else "int64")
-    network = Network({"loss": make()(x, t)})
+def loss_and_gradient(make, shape, target, comm, kernels, parts, wrong=False, weights=None):
+    nodes = [Input(shape, "x"), Input(target, "t", "compute" if target == shape else "int64")]
+    nodes += [] if weights is None else [Input(weights, "w")]
+    network = Network({"loss": make()(*nodes)})
     with Executor(network, comm, kernels, 2, Strategy(parts), "float64", probed=["x"]) as executor:
         executor.set_input("x", random_array((2, *shape), "x"))
         targets = np.floor(np.abs(random_array((2, *target), "t")) * 100) % shape[-1]
         targets = targets / 2 if target == shape else targets
         executor.set_input("t", targets + 7 if wrong else targets)
+        if weights is not None:
+            executor.set_input("w", np.maximum(random_array((2, *weights), "w"), 0))
         executor.forward()
         loss = executor.loss_value()
         executor.backward()
@@ -246,8 +252,36 @@ def test_losses_compute_what_they_compute_on_the_host(name):
         kernels.close()
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("weights", [(6, 5, 1), (1, 1, 1), (1,)], ids=str)
+@pytest.mark.parametrize("cuda", [False, pytest.param(True, marks=NEEDS_COMPILER)])
+def test_weighted_losses_compute_what_they_compute_on_the_host(cuda, weights, tmp_path):
+    """By the kernels of the device, and where there are none in functions that its arrays answer."""
+    from halograd.kernels.numpy import NumpyBackend
+
+    with Communicator(MPI.COMM_WORLD) as comm:
+        kernels = FakeBackend(HostBackend(HostLauncher(tmp_path)) if cuda else None)
+        for name, (make, shape, target) in LOSSES.items():
+            if name == "several":
+                continue
+            for normalization in ("count", "weights"):
+
+                def made(make=make, normalization=normalization):
+                    return make().changed(normalization=normalization)
+
+                given = shape, target, comm
+                parts = {"width": comm.size}
+                expected, gradient = loss_and_gradient(made, *given, NumpyBackend(), parts, weights=weights)
+                found, ours = loss_and_gradient(made, *given, kernels, parts, weights=weights)
+                assert found == pytest.approx(expected, rel=1e-13), name
+                if comm.rank == 0:
+                    np.testing.assert_allclose(ours, gradient, rtol=0, atol=1e-14, err_msg=name)
+        assert set(kernels.device.synchronizations) <= {"get()"}
+        kernels.close()
+
+
 @pytest.mark.ranks(1)
-@pytest.mark.skipif(compiler() is None, reason="needs g++ to run CUDA kernels on the CPU")
+@NEEDS_COMPILER
 def test_a_target_that_is_no_class_makes_the_loss_undefined(tmp_path):
     """The host does not look at targets on a device; a run then stops because its loss is not finite."""
     make, shape, target = LOSSES["cross-entropy"]

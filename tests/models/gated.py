@@ -1,4 +1,4 @@
-"""A network of what the models do not have: rows around and away, gates, pieces of channels, two tasks, four losses."""
+"""A network of what the models do not have: rows around and away, gates, two tasks, four losses, some of weights."""
 
 from halograd.layers import (
     AdaptiveAveragePool,
@@ -29,7 +29,7 @@ from halograd.layers import (
 
 
 def gated(edge=16, pad=5, width=6):
-    """Targets ``target`` (a map of 3 classes) and ``kind`` (4 classes per sample)."""
+    """Targets ``target`` (a map of 3 classes) and ``kind`` (4 classes per sample); weights ``share`` and ``mask``."""
     x = Input((edge, edge, 3), name="x")
     y = residual(Conv(width, 3, padding=1, activation="silu", name="conv")(x), width)
     y = Pad(((0, 0), (pad, pad)), "circular", name="around")(y)
@@ -44,10 +44,11 @@ def gated(edge=16, pad=5, width=6):
     logits = Conv(3, 1, name="logits")(y)
     coarse = Conv(3, 1, weight_norm=True, name="coarse")(Pad(-2)(y))
     kind = Dense(4, name="kind_logits")(Concat(name="pooled")(GlobalAveragePool()(y), GlobalMaxPool()(y)))
-    target = Input((*logits.shape[:-1], 1), "target", "int32")
-    loss = SoftmaxCrossEntropy()(logits, target) + 0.5 * Dice("softmax")(logits, target)
-    loss += training_only(0.3 * SoftmaxCrossEntropy()(coarse, Pad(-2)(target)))
-    loss += SoftmaxCrossEntropy()(kind, Input((1,), "kind", "int32"))
+    target, mask = Input((*logits.shape[:-1], 1), "target", "int32"), Input((*logits.shape[:-1], 1), "mask")
+    share = Input((1,), "share")
+    loss = SoftmaxCrossEntropy(normalization="weights")(logits, target, mask) + 0.5 * Dice("softmax")(logits, target)
+    loss += training_only(0.3 * SoftmaxCrossEntropy()(coarse, Pad(-2)(target), share))
+    loss += SoftmaxCrossEntropy()(kind, Input((1,), "kind", "int32"), share)
     return Network({"prediction": logits, "kind": kind, "loss": loss}, name="gated")
 
 

@@ -214,10 +214,13 @@ def test_a_name_like_none_is_answered_with_all_names():
 
 def test_what_build_refuses():
     with pytest.raises(
-        UserError, match=r"^model.colour: unknown key; expected one of classes, channels, resol.*, width$"
+        UserError,
+        match=r"^model.colour: unknown key; expected one of classes, channels, resol.*, width, class_weights$",
     ):
         build("lenet5", colour=True)
-    with pytest.raises(UserError, match=r"^model.colour: .* one of depths, classes, channels, .*, name$"):
+    with pytest.raises(
+        UserError, match=r"^model.colour: .* one of depths, classes, channels, .*, name, class_weights$"
+    ):
         build("resnet152", colour=True)
     with pytest.raises(UserError, match="mesh was not made: resolution"):
         build("mesh", resolution=100, decoder=True)

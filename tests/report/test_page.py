@@ -22,6 +22,7 @@ from halograd.errors import UserError
 from halograd.report.page import read_masks, write_page
 from halograd.report.pictures import best_to_worst, iou
 from halograd.report.status import read_record
+from halograd.training.details import by_class
 from halograd.training.metrics import Confusion
 from halograd.training.run import evaluate, train
 from tests.harness.limits import LIMIT
@@ -36,7 +37,8 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     config = write_config(folder)
     train(config, ["output.timeline=true"], comm=MPI.COMM_SELF)
-    evaluate(folder / "out", predictions=folder / "out" / "predictions.h5", comm=MPI.COMM_SELF)
+    out = folder / "out"
+    evaluate(out, predictions=out / "predictions.h5", details=out / "evaluation.json", comm=MPI.COMM_SELF)
     return folder / "out"
 
 
@@ -66,7 +68,8 @@ def page_of(directory: Path, out: Path, **options) -> tuple[str, list[str]]:
 def test_everything_of_a_run(trained, tmp_path):
     text, left_out = page_of(trained, tmp_path / "page.html")
     assert [line.partition(":")[0] for line in left_out] == ["predicted against measured"]
-    assert text.count("<img ") == 4  # loss, speed, timeline, masks
+    assert "Quality by class" in text and "Expected calibration error" in text
+    assert text.count("<img ") == 6  # loss, speed, timeline, confusion, reliability, masks
     for part in ("<b>finished</b>, step 9 of 9, epoch 3 of 3", "mesh, ", "What happened", "<td>finished</td>"):
         assert part in text
     assert "all-reduce of gradients" in text and "warmup_epochs = 1" in text
@@ -90,7 +93,7 @@ def test_predicted_and_measured(trained, tmp_path):
     assert "bn1</td><td></td><td>1.000</td><td>0.000</td><td>-" in rows
     assert "layers together</td><td></td><td>3.000</td><td>1.000</td><td>+200%" in rows
     assert "<b>step</b></td><td></td><td>4.000</td><td>5.000</td><td>-20%" in rows
-    assert [line.partition(":")[0] for line in left_out] == ["picture of the timeline", "masks"]
+    assert [line.partition(":")[0] for line in left_out] == ["picture of the timeline", "classes", "masks"]
 
 
 def test_a_run_that_has_just_begun(begun, tmp_path):
@@ -226,3 +229,35 @@ def test_status_needs_no_mpi(trained):
     )
     done = subprocess.run([sys.executable, "-c", code, trained], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
+
+
+def test_details_that_are_none(trained, begun, tmp_path):
+    """Of other programs, changed, or missing: one line; without any it is said how to make them."""
+    record = read_record(begun)
+    other, changed = tmp_path / "other.json", tmp_path / "changed.json"
+    other.write_text('{"a": 1}')
+    found = json.loads((trained / "evaluation.json").read_text())
+    found["predictions"][0]["by_class"] = 3
+    changed.write_text(json.dumps(found))
+    for path, message in (
+        (other, "expected a file that `halograd evaluate --details` wrote, got another"),
+        (changed, "got a file that was changed; write it again"),
+        (tmp_path / "none.json", "--details: expected a file that `halograd evaluate --details` wrote, got no "),
+    ):
+        with pytest.raises(UserError, match=message):
+            write_page(record, tmp_path / "page.html", details=path)
+    _, left_out = page_of(begun, tmp_path / "page.html")
+    assert any(f"halograd evaluate {begun} --details" in line for line in left_out)
+    with pytest.raises(UserError, match="wrote, got another; give another path"):
+        evaluate(trained, details=other, comm=MPI.COMM_SELF)
+
+
+def test_many_classes(trained, tmp_path):
+    """A table that ends, and no picture of which nobody could read a number."""
+    found, classes = json.loads((trained / "evaluation.json").read_text()), 60
+    counts = np.arange(classes**2).reshape(classes, classes)
+    found["predictions"][0] |= {"confusion": counts.tolist(), "by_class": by_class(counts)}
+    path = tmp_path / "evaluation.json"
+    path.write_text(json.dumps(found))
+    text, _ = page_of(trained, tmp_path / "page.html", details=path)
+    assert "And 10 more classes." in text and text.count("<img ") == 5

@@ -276,3 +276,65 @@ def test_from_the_command_line(tmp_path, capsys):
     assert run(["apply", *words, "--what", "classes"]) == 0
     assert f"{tmp_path / 'p.h5'}: 8 samples, by step " in capsys.readouterr().out
     assert set(np.unique(read(tmp_path / "p.h5"))) <= {0, 1} and not list(tmp_path.glob("*.parts"))
+
+
+SAID = """
+import halograd as hg
+
+def build(edge=16):
+    x = hg.Input((edge, edge, 3), name="x")
+    y = hg.Conv(4, 3, padding=1, activation="relu")(x)
+    flow, logits = hg.Conv(2, 1, name="flow")(y), hg.Conv(3, 1, name="logits")(y)
+    loss = hg.MeanSquaredError()(flow, hg.Input((edge, edge, 2), "speed"))
+    loss = loss + hg.SoftmaxCrossEntropy()(logits, hg.Input((edge, edge, 1), "mask", "int32"))
+    return hg.Network({"prediction": flow, "kind": logits, "features": y, "loss": loss}, name="said")
+"""
+SAID_DATA = """[data]
+path = "data.h5"
+inputs = "u"
+[data.targets]
+speed = "v"
+mask = "label"
+"""
+SPEED = {"units": "m s-1", "long_name": "velocity", "channel_names": ["u", "v"]}
+MASK = {"long_name": "kind of cell", "flag_values": [0, 1, 2], "flag_meanings": "land sea ice", "units": "1"}
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("what", ["logits", "classes"])
+def test_says_what_the_data_say(comm, working, what):
+    """Of the numbers what those of the target say, which need not be in the new files; of the file what all say."""
+    if comm.rank == 0:
+        rng = np.random.default_rng(5)
+        write_own(working, SAID, SAID_DATA)
+        with h5py.File("data.h5", "w") as file:
+            file.create_dataset("u", data=rng.random((12, EDGE, EDGE, 3))).attrs["layout"] = "NHWC"
+            file["v"], file["label"] = rng.random((12, EDGE, EDGE, 2)), rng.integers(0, 3, (12, EDGE, EDGE))
+            for name, said in (("v", SPEED), ("label", MASK)):
+                file[name].attrs.update(said)
+            file["v"].attrs["valid_range"] = np.zeros((2, 2))
+        for number in range(2):
+            with h5py.File(f"new{number}.h5", "w") as file:
+                file.create_dataset("u", data=rng.random((4, EDGE, EDGE, 3))).attrs["layout"] = "NHWC"
+                file.attrs.update(title="Ocean", history=f"run {number}", year=np.int32(2020), written_by="somebody")
+                file.attrs["nothing"] = h5py.Empty("f")
+    comm.barrier()
+    sets = ["training.epochs=1", f"strategy.height={comm.size}"]
+    train("run.toml", sets, comm=comm)
+    apply("out", ["new0.h5", "new1.h5"], "p.h5", sets, what, comm)
+    apply("out", ["new0.h5"], "one.h5", sets, what, comm)
+    if comm.rank == 0:
+        with h5py.File("p.h5") as file, h5py.File("one.h5") as one:
+            assert dict(file.attrs) == {
+                **{"title": "Ocean", "year": 2020},
+                **{"written_by": "halograd apply", "network": "said"},
+            }
+            assert one.attrs["history"] == "run 0"
+            found = dict(file["prediction"].attrs)
+            assert found.pop("channel_names").tolist() == ["u", "v"]
+            assert found == {"layout": "NHWC", "units": "m s-1", "long_name": "velocity"}
+            kind = dict(file["kind"].attrs)
+            assert kind["long_name"] == "kind of cell" and ("flag_meanings" in kind) == (what == "classes")
+            assert dict(file["features"].attrs) == {"layout": "NHWC"}
+        with h5py.File("p.h5", "r+") as file:  # so that the next job may replace it
+            assert file.attrs["written_by"] == "halograd apply"

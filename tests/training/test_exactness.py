@@ -59,6 +59,8 @@ def fill(executor, step):
             array = np.floor((array * 1000) % classes)
         elif name == "target":
             array = (array > 0.5).astype(float)
+        elif name in executor.network.targets:  # weights
+            array = np.maximum(array, 0)
         executor.set_input(name, array)
 
 

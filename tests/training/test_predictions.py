@@ -14,7 +14,7 @@ from halograd.data.errors import DataError
 from halograd.training import predictions, run
 from halograd.training.predictions import check_predictions, write_predictions
 from halograd.training.run import evaluate, train
-from tests.training.runs import write_config
+from tests.training.runs import write_config, write_own
 
 
 def listing(folder: Path) -> dict[str, bytes]:
@@ -95,3 +95,30 @@ def test_found_before_the_evaluation(comm, tmp_path, monkeypatch):
         comm.Barrier()
         assert [p.name for p in (folder / "new").iterdir()] == ["p.h5"]
     comm.Barrier()
+
+
+TWO_TARGETS = """
+from halograd.layers import *
+
+def build():
+    x = Input((16, 16, 3), "x")
+    y = Conv(1, 3, padding=1)(x)
+    fine, coarse = Input((16, 16, 1), "mask"), Input((16, 16, 1), "other")
+    loss = BinaryCrossEntropyWithLogits()(y, fine) + 0.5 * Dice()(y, coarse)
+    loss = loss + MeanSquaredError()(Conv(1, 1)(x), Input((16, 16, 1), "field"))
+    return Network({"prediction": y, "loss": loss}, name="own")
+"""
+
+
+def test_one_prediction_beside_two_targets(tmp_path, monkeypatch):
+    """Scores and datasets of the second pair are named after both."""
+    monkeypatch.chdir(tmp_path)
+    path = write_own(tmp_path, TWO_TARGETS)
+    targets = "data.targets={mask = 'mask', other = 'mask', field = 'mask'}"
+    train(path, [targets, "training.epochs=1"])
+    found = evaluate("out", predictions=tmp_path / "p.h5")
+    assert {"iou", "prediction other iou"} <= set(found) and found["iou"] == found["prediction other iou"]
+    with h5py.File(tmp_path / "p.h5") as file:
+        np.testing.assert_array_equal(file["prediction"], file["prediction other/prediction"])
+        assert len(file) == 5 and "conv2/target" in file
+    check_predictions(tmp_path / "p.h5")

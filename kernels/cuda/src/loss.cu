@@ -7,6 +7,9 @@ struct LossParams {
     int64 target_code;
     T* dx;                  // or none
     const double* weights;  // per class or channel, or none
+    const void* factors;    // weights (rows, 1) or (rows, channels), or none; where one is 0, there is no loss
+    int64 factor_code;
+    int64 factor_channels;
     const double* factor;   // of dx alone, on the device, or none
     const double* divisor;  // of loss and dx, on the device, or none; 0 if it is not above 0
     double* partial;
@@ -41,16 +44,26 @@ BLOCK_KERNEL(finish_loss, LossParams) {
     if (threadIdx.x == 0) *p.loss = p.wrong && *p.wrong ? INFINITY - INFINITY : sum * loss_scale(p);
 }
 
+// The weight of element `channel` of a row.
+DEVICE A factor_of(const LossParams& p, Index row, Index channel) {
+    if (!p.factors) return A(1);
+    const Index at = p.factor_channels == 1 ? row : row * Index(p.factor_channels) + channel;
+    return A(number_at(p.factors, p.factor_code, at));
+}
+
 struct Label {
     int64 index;
     bool counts;
-    A weight;
+    A weight;  // of class and position
+    A factor;  // of the position
 };
 
-// The class of a row; one that is ignored or no class at all has no weight.
+// The class of a row; one that is ignored, of weight 0 or no class at all has no weight.
 DEVICE Label label_of(const LossParams& p, Index row) {
-    Label found = {0, false, A(0)};
+    Label found = {0, false, A(0), A(0)};
     if (row >= Index(p.counted)) return found;
+    const A factor = factor_of(p, row, 0);
+    if (factor == A(0)) return found;
     found.index = int64(number_at(p.target, p.target_code, row));
     if (p.ignores && found.index == p.ignored) {
         found.index = 0;
@@ -62,7 +75,8 @@ DEVICE Label label_of(const LossParams& p, Index row) {
         return found;
     }
     found.counts = true;
-    found.weight = p.weights ? A(p.weights[found.index]) : A(1);
+    found.factor = factor;
+    found.weight = p.weights ? A(p.weights[found.index]) * factor : factor;
     return found;
 }
 
@@ -87,7 +101,7 @@ BLOCK_KERNEL(softmax_cross_entropy, LossParams) {
         A sum = 0, taken = 0, mass = 0;
         for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
             const A z = widen(x[c]) - largest;
-            A q = label.counts && p.smoothing != 0 ? share * class_weight(p, c) : A(0);
+            A q = label.counts && p.smoothing != 0 ? share * class_weight(p, c) * label.factor : A(0);
             if (c == Index(label.index)) q += rest * label.weight;
             sum += exp(z);
             if (q != A(0)) taken += q * z;
@@ -97,13 +111,13 @@ BLOCK_KERNEL(softmax_cross_entropy, LossParams) {
         taken = across_lanes<Add>(taken);
         mass = across_lanes<Add>(mass);
         if (!active) continue;
-        if (threadIdx.x == 0 && row < Index(p.counted)) total += double(log(sum) * mass - taken);
+        if (threadIdx.x == 0 && label.counts) total += double(log(sum) * mass - taken);
         if (!p.dx) continue;
         for (Index c = Index(threadIdx.x); c < channels; c += lanes) {
             A gradient = 0;
-            if (row < Index(p.counted)) {
+            if (label.counts) {
                 gradient = exp(widen(x[c]) - largest) / sum * mass;
-                if (label.counts && p.smoothing != 0) gradient -= share * class_weight(p, c);
+                if (p.smoothing != 0) gradient -= share * class_weight(p, c) * label.factor;
                 if (c == Index(label.index)) gradient -= rest * label.weight;
             }
             narrow(gradient * scale, p.dx[row * channels + c]);
@@ -118,7 +132,8 @@ BLOCK_KERNEL(target_weight, LossParams) {
     for (Index row = first_item(); row < Index(p.counted); row += item_step()) {
         const int64 index = int64(number_at(p.target, p.target_code, row));
         if ((p.ignores && index == p.ignored) || index < 0 || index >= p.channels) continue;
-        total += p.weights ? p.weights[index] : 1.0;
+        const double factor = p.factors ? number_at(p.factors, p.factor_code, row) : 1.0;
+        total += p.weights ? p.weights[index] * factor : factor;
     }
     leave(p, total);
 }
@@ -130,12 +145,13 @@ BLOCK_KERNEL(binary_cross_entropy, LossParams) {
     double total = 0;
     for (Index i = first_item(); i < count; i += item_step()) {
         A gradient = 0;
-        if (i < counted) {
+        const A factor = i < counted ? factor_of(p, i / channels, i % channels) : A(0);
+        if (factor != A(0)) {
             const A x = widen(p.x[i]), t = A(number_at(p.target, p.target_code, i));
             const A weight = A(1) + (p.weights ? A(p.weights[i % channels] - 1) : A(0)) * t;
             const A e = exp(x < A(0) ? x : -x);
-            total += double((A(1) - t) * x + weight * (log1p(e) + larger(-x, A(0))));
-            gradient = (A(1) - t) - weight * ((x < A(0) ? A(1) : e) / (A(1) + e));
+            total += double(factor * ((A(1) - t) * x + weight * (log1p(e) + larger(-x, A(0)))));
+            gradient = factor * ((A(1) - t) - weight * ((x < A(0) ? A(1) : e) / (A(1) + e)));
         }
         if (p.dx) narrow(gradient * scale, p.dx[i]);
     }
@@ -148,10 +164,11 @@ BLOCK_KERNEL(mean_squared_error, LossParams) {
     double total = 0;
     for (Index i = first_item(); i < count; i += item_step()) {
         A gradient = 0;
-        if (i < counted) {
+        const A factor = i < counted ? factor_of(p, i / channels, i % channels) : A(0);
+        if (factor != A(0)) {
             const A d = widen(p.x[i]) - A(number_at(p.target, p.target_code, i));
-            total += double(d * d);
-            gradient = A(2) * d;
+            total += double(factor * d * d);
+            gradient = A(2) * factor * d;
         }
         if (p.dx) narrow(gradient * scale, p.dx[i]);
     }

@@ -45,7 +45,10 @@ from ..test_losses import (  # noqa: F401
     test_refused,
     test_softmax_cross_entropy,
     test_target_weight,
+    test_target_weight_times_that_of_positions,
     test_targets_of_any_dtype,
+    test_weighted_cross_entropy,
+    test_weighted_elementwise,
     test_without_gradient,
 )
 from ..test_norms import (  # noqa: F401
