@@ -2,6 +2,7 @@
 #   make demo        dataset, training on 4 MPI ranks, evaluation, report in demo/
 #   make test        the whole suite, serially and under 1, 2, 3, 4, 6 and 8 MPI ranks
 #   make bench-step  step times beside torch and JAX (installs them)
+#   make docs        the documentation as a site in site/, broken links as errors
 #   make gpu-check   everything there is to check on a GPU (installs CuPy and cuDNN where there is one); PARTS=... some of it
 #   make gpu-wheels  .gpu-wheels/ for gpu-check on a machine that has a GPU and no package index
 PYTHON ?= python3
@@ -12,7 +13,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle nvrtc peers lint-tools demo test bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
+.PHONY: help venv oracle nvrtc peers lint-tools docs-tools docs demo test bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -34,7 +35,7 @@ $(VENV)/.stamp-base: $(VENV)/.stamp-python pyproject.toml setup.py
 	@$(PIP) install -e ".[$(EXTRAS)]"
 	@touch $@
 
-$(VENV)/.stamp-lint $(VENV)/.stamp-oracle $(VENV)/.stamp-peers $(VENV)/.stamp-nvrtc: $(VENV)/.stamp-%: $(VENV)/.stamp-base
+$(VENV)/.stamp-lint $(VENV)/.stamp-docs $(VENV)/.stamp-oracle $(VENV)/.stamp-peers $(VENV)/.stamp-nvrtc: $(VENV)/.stamp-%: $(VENV)/.stamp-base
 	@echo "== installing the extra '$*'"
 	@$(PIP) install -e ".[$(EXTRAS),$*]"
 	@touch $@
@@ -44,12 +45,18 @@ oracle: $(VENV)/.stamp-oracle
 nvrtc: $(VENV)/.stamp-nvrtc
 peers: $(VENV)/.stamp-peers
 lint-tools: $(VENV)/.stamp-lint
+docs-tools: $(VENV)/.stamp-docs
 
 demo: venv
 	@$(VENV)/bin/halograd demo --out demo
 
 test: venv
 	@$(PY) tests/run_suite.py $(SUITE)
+
+# From the working tree, without the network. The variable silences an advertisement; --quiet would silence --strict too.
+docs: docs-tools
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "site/index.html"
 
 bench-step: peers
 	@$(PY) benchmarks/step.py
@@ -75,7 +82,7 @@ typecheck: lint-tools
 	@$(PY) -m mypy -p halograd
 
 clean:
-	@rm -rf build .mypy_cache .ruff_cache .hypothesis demo runs *.egg-info
+	@rm -rf build site .mypy_cache .ruff_cache .hypothesis demo runs *.egg-info
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean

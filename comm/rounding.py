@@ -86,8 +86,9 @@ class Rounded:
 
     Parameters
     ----------
-    flat
-        The buffer, flat. Sources of `deposit` are parts of it that follow each other, as are those that a rank adds.
+    owned
+        Where in the buffer the parts lie that this rank adds up. They follow each other, and so do the parts that are
+        sources of `deposit`.
 
     Attributes
     ----------
@@ -96,9 +97,6 @@ class Rounded:
         until :meth:`compensate` is called.
     share_error
         The same for the parts of the sum that this rank rounds, one behind the other.
-    owned
-        Where in the buffer these parts lie.
-
     References
     ----------
     Tang et al. 2019, *DoubleSqueeze*, Algorithm 1: both sides compensate for their own errors.

@@ -36,9 +36,9 @@ class ArrayDataset:
     path : path
         For messages.
 
-    Attributes
-    ----------
-    See :class:`Dataset`; `ranges` and `labels` as of :class:`Hdf5Dataset`.
+    Notes
+    -----
+    Attributes are those of :class:`Dataset`, and `ranges` and `labels` as of :class:`Hdf5Dataset`.
 
     Raises
     ------

@@ -137,7 +137,7 @@ class Hdf5Dataset:
         Parameters
         ----------
         name : str
-            Of :attr:`fields`.
+            Of `fields`.
         indices : sequence of int
             Samples of the whole (global) batch, in order.
         box : Box

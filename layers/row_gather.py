@@ -72,6 +72,8 @@ def padded_rows(most: int, features: Sequence[int], itemsize: int) -> int:
     itemsize
         Of one element [B].
 
+    Examples
+    --------
     >>> padded_rows(3, [25088, 1000], 4)
     4
     """

@@ -35,21 +35,30 @@ CutField = Count | Shares
 
 
 class PartsTable(Table):
-    """Parts per axis."""
+    """Parts per axis: how many, or the share of each."""
 
     sample: CutField = 1
+    """Of the batch."""
     depth: CutField = 1
+    """Of the first of three spatial axes."""
     height: CutField = 1
+    """Of the rows."""
     width: CutField = 1
+    """Of the columns."""
     channel: Count = 1
+    """Of the output's channels."""
     input_channel: Count = 1
+    """Of the sum over the input's channels."""
 
 
 class OptionsTable(Table):
     """Choices of a layer, or of every layer."""
 
     halo: Literal["auto", "pad", "overlap"] = "auto"
+    """When a convolution waits for its halo: before it computes (``"pad"``), or behind its interior (``"overlap"``);
+    ``"auto"``: `overlap` where halos cross a network, `pad` between ranks that share memory."""
     statistics: Literal["local", "sample", "global"] = "global"
+    """Over what a batch norm takes its statistics: this block, the ranks that share samples, or all ranks."""
 
 
 class LayerTable(OptionsTable, PartsTable):

@@ -28,6 +28,7 @@ __all__ = [
     "googlenet",
     "inception_v3",
     "lenet5",
+    "makers",
     "mesh",
     "mesh_1k",
     "mesh_2k",
@@ -63,10 +64,15 @@ _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
 }
 
 
+def makers(name: str) -> tuple[Callable[..., Network], ...]:
+    """The functions whose parameters are the options of the model called `name`; of one option the first counts."""
+    model = MODELS[name]
+    return tuple(dict.fromkeys((model, _GENERAL.get(model, model))))
+
+
 def _table(name: str) -> type[schema.Table]:
     """The options of a model, with their types and ranges: the annotations of the functions that make it."""
-    model = MODELS[name]
-    return schema.table_of(*dict.fromkeys((model, _GENERAL.get(model, model))))
+    return schema.table_of(*makers(name))
 
 
 def options_of(name: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,7 +96,7 @@ def format_quantity(value: float, unit: str) -> str:
 
 
 def _read_as(unit: str) -> BeforeValidator:
-    return BeforeValidator(lambda text: parse_quantity(text, unit))
+    return BeforeValidator(partial(parse_quantity, unit=unit))
 
 
 # Bounds far beyond any machine: within them no cost overflows, or is the quotient of a number and 0.
@@ -113,9 +114,13 @@ class LinkTable(Table):
     """``[links.LEVEL]``: `alpha`, and one of `beta` and `bandwidth`."""
 
     alpha: Seconds
+    """Time of a message without bytes."""
     beta: SecondsPerByte | None = None
+    """Time per byte."""
     bandwidth: BytesPerSecond | None = None
+    """Its inverse."""
     note: str = ""
+    """Where the numbers come from, in words."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> LinkTable:
@@ -132,7 +137,7 @@ class LinkTable(Table):
 
 
 class EfficiencyTable(Table):
-    """``[device.efficiency]``: see `halograd.perfmodel.Efficiency`."""
+    """``[device.efficiency]``: how much of its peak rates the device reaches."""
 
     compute: Fraction
     half: Flops
@@ -145,15 +150,20 @@ class DeviceTable(Table):
     """``[device]``: one device, that is one rank."""
 
     name: str = ""
+    """The product, in words."""
     memory: Bytes
+    """What a plan may take at most, where nothing else is said."""
     memory_bandwidth: BytesPerSecond
+    """The peak of the memory."""
     launch: Seconds
+    """Floor of the time of any kernel."""
     peak_flops: Annotated[dict[str, FlopsPerSecond], Field(min_length=1)]
+    """The peak of every data type that is planned for: ``float32 = "19.5 Tflop/s"``."""
     efficiency: EfficiencyTable
 
 
 class RuntimeTable(Table):
-    """``[runtime]``: see `halograd.perfmodel.machine.Overheads`; written by ``halograd profile``."""
+    """``[runtime]``: what the library itself takes, as ``halograd profile`` has measured it."""
 
     update: SecondsPerByte = 0.0
     layer: Seconds = 0.0
@@ -170,7 +180,10 @@ class RuntimeTable(Table):
 
 
 class LinksTable(Table):
-    """``[links]``: a table for every one of `LEVELS`."""
+    """``[links]``: a table for each level at which data travel.
+
+    A copy on a `device`; two devices of a `node`; two nodes of a `switch`, per adapter; two nodes anywhere (`across`).
+    """
 
     device: LinkTable
     node: LinkTable
@@ -182,10 +195,15 @@ class MachineTable(Table):
     """A whole machine file."""
 
     name: Annotated[str, Field(min_length=1)]
+    """What tables and pictures call the machine."""
     source: Annotated[str, Field(min_length=1)]
+    """Where the numbers come from, in words."""
     devices_per_node: Count
+    """A device is one rank: a GPU, or a CPU node or socket with all its cores."""
     nodes_per_switch: Count
+    """Nodes below one leaf switch."""
     rails: Count = 1
+    """Network adapters per node that work at the same time."""
     device: DeviceTable
     links: LinksTable
     runtime: RuntimeTable = RuntimeTable()

@@ -1,4 +1,4 @@
-"""The program of a step: steps, values, and operations in order. Pure data; see `docs/architecture.md`."""
+"""The program of a step: steps, values, and operations in order. Pure data; see `docs/program.md`."""
 
 from __future__ import annotations
 

@@ -39,6 +39,8 @@ from tests.harness.watchdog import ask_for_stacks  # noqa: E402
 from tests.launch import find_mpiexec  # noqa: E402
 
 RUNS = ("serial", "1", "2", "3", "4", "6", "8")
+#: What some tests need, by the target of the Makefile that installs it.
+INSTALLED_BY = {"torch": "oracle", "vtk": "oracle", "tensorboard": "oracle", "onnx": "oracle", "mkdocs": "docs-tools"}
 ENDED_WELL = (0, 5)  # exit codes of pytest: all passed, nothing was selected
 
 
@@ -182,9 +184,9 @@ def summarize(runs: list[Run], slowest: int = 0) -> bool:
     for reason in reasons:
         tests = sum(text == reason for run in runs for _, text in run.skips)
         print(f"skipped {tests}: {reason}")
-    for module in ("torch", "vtk", "tensorboard", "onnx"):
+    for module, target in INSTALLED_BY.items():
         present = importlib.util.find_spec(module) is not None
-        print(f"{module}: " + ("present" if present else "absent, its tests are skipped; `make oracle` installs it"))
+        print(f"{module}: " + ("present" if present else f"absent, its tests are skipped; `make {target}` installs it"))
     for run in runs:
         for file, seconds in run.files.most_common(slowest):
             print(f"slow [{run.name}] {file}: {seconds:.1f} s")

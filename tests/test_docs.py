@@ -103,7 +103,7 @@ def test_a_model_of_torch_comes_and_goes(tmp_path, monkeypatch):
 
 
 def test_the_strategy_with_cut_channels_fits_its_network(tmp_path):
-    (text,) = re.findall(r"^```json\n(.*?)^```", (DOCS / "architecture.md").read_text(), flags=re.M | re.S)
+    (text,) = re.findall(r"^```json\n(.*?)^```", (DOCS / "layers.md").read_text(), flags=re.M | re.S)
     (tmp_path / "strategy.json").write_text(text)
     Strategy.load(tmp_path / "strategy.json").validate(vgg_a(classes=10, resolution=64, width=0.25), 4)
 

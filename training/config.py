@@ -30,10 +30,10 @@ from halograd.schema import (
     build,
 )
 
-from ..data.labels import check_numbers
 from ..layers.reduction_scheme import Name, Payload, Scheme
 from ..layers.strategy import CutField
 from ..perfmodel.machine_file import parse_quantity
+from .data_config import AugmentConfig, DataConfig
 
 __all__ = [
     "AugmentConfig",
@@ -52,7 +52,6 @@ __all__ = [
     "parse_config",
 ]
 
-Axis = Literal["depth", "height", "width"]
 Epochs = Annotated[NotNegative, Field(le=1e6)]
 Minutes = Annotated[NotNegative, Field(le=1e6)]
 
@@ -65,13 +64,14 @@ def _size(text: str) -> str:
 class ModelConfig(Table):
     """``[model]``: a network, and the options of the function that makes it, which `halograd.models.build` checks.
 
-    One of `name`, that of a shipped model, and `file`, ``"net.py:build"`` or ``"package.module:build"``: a function
-    that returns a network. Paths are relative to the working folder.
+    One of `name` and `file` is required. Paths are relative to the working folder.
     """
 
     model_config = ConfigDict(extra="allow")
     name: Text | None = None
+    """A model that halograd has."""
     file: FilePath | None = None
+    """``"net.py:build"`` or ``"package.module:build"``: a function that returns a network."""
 
     @model_validator(mode="after")
     def _one(self) -> ModelConfig:
@@ -94,107 +94,42 @@ class ModelConfig(Table):
         return dict(self.model_extra or {})
 
 
-class AugmentConfig(Table):
-    """``[data.augment]``: how samples are varied in training, drawn by seed, epoch and number of the sample.
-
-    `flips` and `shifts` name axes (``"height"``): mirrored with the probability 1/2, shifted in a circle by any
-    distance; `turns`: by quarters, in the plane of height and width. `crop`: samples may be larger than the network
-    reads; a window at random, in evaluation the middle one. All fields with space are moved alike, targets too.
-    `noise` (standard deviation, per number), `brightness` (at most added, per channel) and `contrast` (a channel is
-    multiplied by ``1 - contrast`` to ``1 + contrast``) change inputs after normalization. `vectors`: names of channels
-    of a dataset that are components of a vector along the spatial axes; they change sign when mirrored, and places when
-    turned.
-    """
-
-    flips: list[Axis] = Field(default_factory=list)
-    turns: bool = False
-    shifts: list[Axis] = Field(default_factory=list)
-    crop: bool = False
-    noise: NotNegative = 0.0
-    brightness: NotNegative = 0.0
-    contrast: Below1 = 0.0
-    vectors: list[list[Text]] = Field(default_factory=list)
-
-
-class DataConfig(Table):
-    """``[data]``: HDF5 files, their datasets, and how samples are drawn.
-
-    `inputs` and `targets` name a dataset each, or, where a network has several, tables of datasets by the name of its
-    input: ``[data.targets]``, ``mask = "label"``. Only `inputs` are normalized; `normalize` may name some of them.
-
-    `path` is a file, a pattern (``"runs/*/fields.h5"``), a folder, or a list of these; samples are numbered over all
-    files, of which a rank keeps at most `open_files` open. `split` says what `validation` holds out: ``"random"``
-    samples, whole groups (``"group"``: of one number in the dataset ``simulation``), or whole files (``"file"``);
-    ``"auto"``: groups where there are some, else samples. `layout` is that on disk where the file does not say; `rule`
-    reduces targets per cell to the patches that the network predicts; `transforms` are rules by channel name, in place
-    of the default ones; `prefetch` is the number of batches read ahead. `allow_external`: numbers may lie in files
-    outside the folder of the file, to which its virtual datasets, external links and external datasets refer.
-
-    `labels`: whole numbers of a target that stand for others, ``{ 255 = -1, 7 = 1 }``, or by target:
-    ``[data.labels.mask]``. Numbers that are not listed stay what they are. It comes before `rule`, and before targets
-    are checked.
-
-    `file`: ``"data.py:open"`` or ``"package.module:open"``, a function that gives a data set of another format
-    (:class:`halograd.data.Dataset`) for `path` and `options`; then `inputs`, `targets`, `layout` and `open_files` are
-    not read.
-
-    `invalid` says what becomes of NaN, infinity and targets out of range: ``"refuse"`` ends the run; ``"skip"`` leaves
-    out samples that have some; ``"fill"`` takes NaN and infinity in inputs for the mean of their channel (0 where it is
-    not normalized). The last two read all samples once before the run, each rank a share of them.
-    """
-
-    path: FilePath | Annotated[list[FilePath], Field(min_length=1)]
-    file: FilePath | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
-    inputs: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "inputs"
-    targets: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "mask"
-    layout: Literal["NHWC", "NCHW"] | None = None
-    rule: Literal["any", "all", "majority", "fraction", "max", "center"] | None = None
-    validation: Below1 = 0.1
-    normalize: bool | list[Text] = True
-    transforms: dict[str, str] = Field(default_factory=dict)
-    shuffle: bool = True
-    prefetch: Annotated[Count, Field(le=64)] = 1
-    allow_external: bool = False
-    split: Literal["auto", "random", "group", "file"] = "auto"
-    open_files: Annotated[Count, Field(le=65536)] = 64
-    invalid: Literal["refuse", "skip", "fill"] = "refuse"
-    augment: AugmentConfig | None = None
-    labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
-
-    @property
-    def where(self) -> str:
-        """The path, of several the first, for messages."""
-        if isinstance(self.path, str):
-            return self.path
-        return self.path[0] + (f" (and {len(self.path) - 1} more)" if len(self.path) > 1 else "")
-
-
 class StrategyConfig(Table):
-    """``[strategy]``: parts per axis (or their shares), halo algorithm, statistics; or a file; or ``auto``.
+    """``[strategy]``: how samples and layers are cut: by parts per axis, by a file, or by a plan.
 
-    Without `sample`, samples are cut into as many parts as ranks are left. `file` is what :meth:`Strategy.save` or
-    `halograd plan` wrote.
-
-    ``auto = true``, or ``strategy = "auto"`` in place of the table, has the run planned before it starts, with
-    `planner` (or a baseline), at most `memory` per rank ("16GiB"; else what the machine has), on the `machine` of
-    this name or file. Without `machine` this one is measured, layers for at most `budget` seconds, and steps of the
-    plan and of baselines near it are tried.
+    A number of parts cuts evenly; a list gives the share of each part. ``strategy = "auto"`` in place of the table is
+    ``auto = true``. `planner`, `memory`, `machine` and `budget` go with `auto` only.
     """
 
     sample: CutField | None = None
+    """Parts of the batch; else as many as ranks are left."""
     depth: CutField = 1
+    """Parts along the first of three spatial axes."""
     height: CutField = 1
+    """Parts along the rows."""
     width: CutField = 1
+    """Parts along the columns."""
     halo: Literal["auto", "pad", "overlap"] = "auto"
+    """When convolutions wait for their halos: before they compute (``"pad"``), or behind their interior
+    (``"overlap"``); ``"auto"``: `overlap` where halos cross a network, `pad` between ranks that share memory."""
     statistics: Literal["global", "sample", "local"] | None = None
+    """Over what batch norms take their statistics: all ranks, those that share samples, or this block alone; else as
+    the layers say."""
     bucket_bytes: Size = 4 << 20
+    """Size of the buckets in which gradients are summed [B]."""
     file: FilePath | None = None
+    """What :meth:`Strategy.save` or `halograd plan` wrote; no other key goes with it."""
     auto: bool = False
+    """Plan the cut of every layer before the run starts."""
     planner: str = "elimination"
+    """A planner, or a baseline: ``"data"``, ``"spatial"``, ``"model"``, ``"owt"``, ``"grid"``."""
     memory: Annotated[str, AfterValidator(_size)] | None = None
+    """What a rank may take; else what the machine has."""
     machine: FilePath | None = None
+    """Plan for the machine of this name or file. Without it this one is measured, and steps of the plan and of
+    baselines near it are tried."""
     budget: NotNegative | None = None
+    """For how long layers are measured [s]; else as long as it takes. 0: measure nothing, try nothing."""
 
     @model_validator(mode="after")
     def _auto(self) -> StrategyConfig:
@@ -222,9 +157,8 @@ _TUNING = {"interval", "step", "range"}
 class ReductionConfig(Table):
     """``[reduction]``: how gradients are summed over the ranks, as in :class:`Scheme`.
 
-    The table, if there is one, wins over what a plan or a strategy's file says. With ``name = "auto"`` every scheme
-    that is tried gets `interval` steps; `step` and `range` are those of the search for a chunk size (Le et al. 2018,
-    Algorithm 1), `step` = 0 leaves it out.
+    The table, if there is one, wins over what a plan or a strategy's file says. `interval`, `step` and `range` go with
+    ``name = "auto"`` only.
     """
 
     name: Name = "bucketed"
@@ -235,8 +169,11 @@ class ReductionConfig(Table):
     error_feedback: bool = True
     deterministic: bool = False
     interval: Annotated[Count, Field(ge=2)] = 10
+    """Steps that every scheme gets which is tried."""
     step: Whole = 10
+    """Of the search for a chunk size (Le et al. 2018, Algorithm 1): how far its jumps go [layers]; 0 leaves it out."""
     range: Count = 5
+    """Of the same search: how many jumps it makes beyond the best size."""
 
     @model_validator(mode="after")
     def _together(self) -> ReductionConfig:
@@ -252,12 +189,16 @@ class ReductionConfig(Table):
 
 
 class SGDConfig(Table):
-    """``[optimizer]`` with ``kind = "sgd"``."""
+    """``[optimizer]`` with ``kind = "sgd"``: :class:`halograd.training.SGD`."""
 
     kind: Literal["sgd"]
+    """Which optimizer."""
     momentum: Below1 = 0.0
+    """Share of the last update that goes on."""
     nesterov: bool = False
+    """Nesterov's momentum."""
     weight_decay: NotNegative = 0.0
+    """Share of a parameter that is added to its gradient; not of biases and norms."""
 
     @model_validator(mode="after")
     def _momentum(self) -> SGDConfig:
@@ -267,22 +208,32 @@ class SGDConfig(Table):
 
 
 class AdamConfig(Table):
-    """``[optimizer]`` with ``kind = "adam"`` or ``"adamw"``."""
+    """``[optimizer]`` with ``kind = "adam"``, :class:`halograd.training.Adam`, or ``"adamw"``."""
 
     kind: Literal["adam", "adamw"]
+    """Which optimizer."""
     beta1: Below1 = 0.9
+    """Decay of the mean of gradients."""
     beta2: Below1 = 0.999
+    """Decay of the mean of their squares."""
     epsilon: Annotated[Positive, Field(le=1)] = 1e-8
+    """What is added to the root of the latter."""
     weight_decay: NotNegative = 0.0
+    """Of adam, share of a parameter that is added to its gradient; of adamw, that is taken off beside the update, times
+    the learning rate. Not of biases and norms."""
 
 
 class LARSConfig(Table):
-    """``[optimizer]`` with ``kind = "lars"``."""
+    """``[optimizer]`` with ``kind = "lars"``: :class:`halograd.training.LARS`."""
 
     kind: Literal["lars"]
+    """Which optimizer."""
     momentum: Below1 = 0.9
+    """Share of the last update that goes on."""
     trust: Positive = 1e-3
+    """Length of an update relative to that of the parameter, at a learning rate of 1."""
     weight_decay: NotNegative = 0.0
+    """Share of a parameter that is added to its gradient; not of biases and norms."""
 
 
 OptimizerConfig = Annotated[SGDConfig | AdamConfig | LARSConfig, Field(discriminator="kind")]
@@ -296,13 +247,22 @@ class ScheduleConfig(Table):
     """
 
     kind: Literal["constant", "step", "cosine"] = "constant"
+    """How the rate changes: not; by `factor` at every one of `milestones`; as half a cosine to the end of training."""
     learning_rate: Positive
+    """The rate at the beginning, behind the warm-up."""
     warmup_epochs: Epochs = 0.0
+    """How long the rate rises linearly."""
     warmup_start: Below1 = 0.0
+    """Share of the rate at which it begins to rise."""
     milestones: Annotated[list[Annotated[Epochs, Field(gt=0)]], Field(max_length=100)] = Field(default_factory=list)
+    """Epochs at which the rate is multiplied by `factor`."""
     factor: Positive = 0.1
+    """Of the rate, at a milestone."""
     final: NotNegative = 0.0
+    """The rate at the end of a cosine."""
     factors: dict[Text, NotNegative] = Field(default_factory=dict)
+    """What multiplies the rate, by layer or pattern of layers: ``{"encoder/*" = 0.1}``. Where several fit, the last one
+    counts."""
 
     @model_validator(mode="after")
     def _milestones(self) -> ScheduleConfig:
@@ -316,35 +276,36 @@ class ScheduleConfig(Table):
 
 
 class TrainingConfig(Table):
-    """``[training]``.
-
-    `dtype` is that of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them,
-    and the loss of float16 is scaled. `patience`: training ends when so many validations in turn were no better than
-    the best one before, by the score `output.best`; 0: it goes on to the last epoch. `freeze`: names of layers,
-    or patterns of them (``"block1/*"``), that keep their parameters.
-
-    `accumulate`: every batch is computed in so many parts, one after the other, whose gradients are added up: the step
-    of the whole batch with the memory of a part. What is computed of several samples together is of a part then: the
-    statistics of batch norm, Dice of a batch, losses divided by weights (the run says which there are).
-
-    `average`, say 0.999: moving averages of all parameters are kept, of which the old ones keep that weight in a step;
-    validations, `halograd evaluate`, `apply` and `export` take them in place of the parameters.
-
-    `init` is a file of weights (safetensors) that parameters and running statistics begin with, but those of the layers
-    `init_fresh`. A run that is resumed does not read it.
-    """
+    """``[training]``: how long, with how many samples at a time, and in which precision."""
 
     epochs: Count
+    """How often all training samples are read."""
     batch: Count
+    """Samples of a step, over all ranks."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of initial values, shuffling, dropout and augmentation: two runs of one seed draw the same under every cut."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them, and the loss of
+    float16 is scaled."""
     clip_norm: Positive | None = None
+    """Gradients are scaled down to this global norm; else as they are."""
     patience: Whole = 0
+    """Training ends when so many validations in turn were no better than the best one before, by the score
+    `output.best`; 0: it goes on to the last epoch."""
     accumulate: Count = 1
+    """Every batch is computed in so many parts, one after the other, whose gradients are added up: the step of the
+    whole batch with the memory of a part. What is computed of several samples together is of a part then: the
+    statistics of batch norm, Dice of a batch, losses divided by weights (the run says which there are)."""
     average: Below1 = 0.0
+    """Say 0.999: moving averages of all parameters are kept, of which the old ones keep that weight in a step.
+    Validations, `halograd evaluate`, `apply` and `export` take them in place of the parameters."""
     freeze: list[Text] = Field(default_factory=list)
+    """Names of layers, or patterns of them (``"block1/*"``), that keep their parameters."""
     init: FilePath | None = None
+    """A file of weights (safetensors) that parameters and running statistics begin with. A run that is resumed does not
+    read it."""
     init_fresh: list[Text] = Field(default_factory=list)
+    """Layers that do not begin with the weights of `init`."""
 
     @model_validator(mode="after")
     def _whole_parts(self) -> TrainingConfig:
@@ -365,58 +326,67 @@ class TrainingConfig(Table):
 
 
 class BackendConfig(Table):
-    """``[backend]``: kernels, threads per rank, and how messages travel.
-
-    `autotune`: measure the algorithms of every convolution when the network is built, and take the fastest.
-    `precision`: how float32 is computed, ``"tf32"`` on a GPU only. `deterministic`: two runs agree in every bit.
-    `graph`: replay the forward and backward pass as CUDA graphs, between messages. `device`: ``"auto"`` (the ranks of a
-    node take its GPUs in turn), the number of a GPU, or numbers to be taken in turn. `device_transport`: how arrays of
-    GPUs travel, ``"auto"`` by the rule in docs/gpu.md.
-    """
+    """``[backend]``: kernels, threads per rank, and how messages travel."""
 
     kernels: str = "auto"
+    """``"numpy"``, ``"onednn"``, ``"cudnn"``; ``"auto"``: oneDNN, or NumPy where there is none."""
     threads: Threads = 1
+    """Threads of each rank."""
     autotune: bool = False
+    """Measure the algorithms of every convolution when the network is built, and take the fastest."""
     transport: str = "auto"
+    """How arrays of the host travel: ``"shared"`` (memory of one node), ``"mpi"``, ``"emulated:..."`` (a slow network,
+    for experiments); ``"auto"``: through shared memory within a node, else by MPI."""
     precision: Literal["strict", "tf32"] = "strict"
+    """How float32 is computed; ``"tf32"`` on a GPU only."""
     deterministic: bool = False
+    """Two runs agree in every bit."""
     graph: bool = False
+    """Replay the forward and backward pass as CUDA graphs, between messages."""
     device: Literal["auto"] | Whole | Annotated[list[Whole], Field(min_length=1)] = "auto"
+    """The number of a GPU, or numbers that the ranks of a node take in turn; ``"auto"``: all GPUs of the node in
+    turn."""
     device_transport: Literal["auto", "nccl", "cuda-ipc", "mpi-cuda", "mpi-staged"] = "auto"
+    """How arrays of GPUs travel; ``"auto"`` by the rule in docs/gpu.md."""
 
 
 class OutputConfig(Table):
     """``[output]``: where a run writes, and how often.
 
-    Checkpoints: at the end of every `checkpoint_epochs` epochs, after every `checkpoint_steps` steps, and when the last
-    one is `checkpoint_minutes` old; 0 for never. The last `keep` are kept, and the one with the best validation by the
-    score `best` (``"loss"``, ``"iou"``, ...; ``"none"``: by no score). By default that is the loss, where every epoch
-    has a checkpoint anyway.
-
-    `rank_logs`: a log of every rank, ``logs/rank-NNNN.log``. `tensorboard`: event files in ``tensorboard/``.
+    Checkpoints are written when one of the three periods is over (0: never), and at the end.
     """
 
     directory: FilePath
+    """The folder of the run; one run at a time writes there."""
     log_steps: Count = 1
+    """Steps between two lines of ``log.jsonl``."""
     checkpoint_epochs: Whole = 1
+    """Epochs between two checkpoints."""
     checkpoint_steps: Whole = 0
+    """Steps between two checkpoints."""
     checkpoint_minutes: Minutes = 0.0
+    """Age of the last checkpoint at which the next one is written [min]."""
     keep: Count = 3
+    """How many of the last checkpoints are kept."""
     best: Text | None = None
+    """The score by which the checkpoint with the best validation is kept too: ``"loss"``, ``"iou"``, ...; ``"none"``:
+    by no score. By default the loss, where every epoch has a checkpoint anyway."""
     timeline: bool = False
+    """Measure every step of every rank: ``timeline.json``, and how much of the communication was hidden."""
     rank_logs: bool = False
+    """A log of every rank, ``logs/rank-NNNN.log``."""
     tensorboard: bool = False
+    """Event files in ``tensorboard/``."""
     progress: bool = True
+    """A bar of steps on a terminal."""
 
 
 class RunConfig(Table):
-    """``[run]``: how a run looks after its ranks.
-
-    A job whose ranks make no progress for `stall_minutes` is reported and ended; 0 for never. It must be longer than
-    the longest time that a batch, a layer or a checkpoint takes.
-    """
+    """``[run]``: how a run looks after its ranks."""
 
     stall_minutes: Minutes = 15.0
+    """A job whose ranks make no progress for so long is reported and ended; 0: never. It must be longer than the
+    longest time that a batch, a layer or a checkpoint takes."""
 
 
 class Config(Table):

@@ -22,7 +22,7 @@ class CudaLoss(ScratchKernel, LossKernel):
 
     Parameters
     ----------
-    rows_per_sample
+    rows
         Positions of one sample.
     divisor
         By which every scale is divided (elements per position).

@@ -1,7 +1,7 @@
 """What one layer costs under one cut: kernels, halos, statistics, on the rank that has most to do.
 
 All times in [s]. Terms are those of Dryden et al. 2019, Section V-A: forward ``C``, backward ``Cx`` and ``Cw``, halos
-``SR``; what hides behind what follows the runtime (`docs/architecture.md`)::
+``SR``; what hides behind what follows the runtime (`docs/layers.md`)::
 
     pad        forward   pack | halo of x | unpack | kernel
     overlap    forward   pack | max(halo of x, kernel) | unpack | boundary strips again

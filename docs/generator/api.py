@@ -1,0 +1,132 @@
+"""The reference of the Python names: a page per folder, an entry per public name where it is defined.
+
+Public is what the ``__all__`` of a package lists; of a package without one, what those of its modules list. A name that
+several packages offer has one entry, in the folder that defines it, and links from the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import griffe
+
+from .docstrings import to_markdown
+
+__all__ = ["FOLDERS", "names", "page", "public"]
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+#: Folders with a page of their own. `cli`, `demo` and `report` are commands: see commands.md.
+FOLDERS = (
+    *("comm", "data", "device", "dtensor", "interchange", "jobs", "kernels", "layers", "models", "perfmodel"),
+    *("program", "training"),
+)
+#: Modules beside the folders that scripts import.
+TOP = ("halograd.onnx", "halograd.testing", "halograd.auto")
+#: Behind the end of a sentence: no dot within code, or of an abbreviation.
+SENTENCE = re.compile(r"(?<!et al)(?<!Eq)(?<!i\.e)\.\s(?=[A-Z`\"](?:[^`]|`[^`]*`)*$)")
+
+
+@lru_cache(maxsize=1)
+def package() -> griffe.Module:
+    """The whole library as griffe reads it: nothing is imported."""
+    loaded = griffe.load("halograd", search_paths=[str(ROOT)], docstring_parser="numpy", resolve_aliases=True)
+    assert isinstance(loaded, griffe.Module)
+    return loaded
+
+
+def public(module: griffe.Module) -> dict[str, list[str]]:
+    """Public names by the dotted package or module that offers them: of `module`, then of the packages below it."""
+    found = {module.path: exported(module)} if exported(module) else {}
+    for below in sorted(_modules(module), key=lambda m: m.path):
+        if below.is_init_module:
+            found |= public(below)
+        elif module.is_init_module and not exported(module) and exported(below):
+            found[below.path] = exported(below)
+    return found
+
+
+def exported(module: griffe.Module) -> list[str]:
+    """What ``__all__`` of a module lists."""
+    return [str(name) for name in module.exports or ()]
+
+
+def _modules(module: griffe.Module) -> Iterator[griffe.Module]:
+    return (m for m in module.members.values() if isinstance(m, griffe.Module))
+
+
+def home(module: str, name: str) -> str:
+    """Where a public name is defined, as a dotted path."""
+    member = package()[module.removeprefix("halograd").lstrip(".")][name] if module != "halograd" else package()[name]
+    return member.final_target.path if member.is_alias else member.path
+
+
+def page(folder: str) -> str:
+    """The Markdown of the page of a folder."""
+    module = package()[folder]
+    lines = [f"# halograd.{folder}", "", *_about(module), *_files(module)]
+    seen: set[str] = set()
+    for offering, offered in public(module).items():
+        lines += ["", f"## `{offering}` {{#{offering}}}" if offering != module.path else "## Names", ""]
+        lines += [] if offering == module.path else _about(package()[offering.removeprefix("halograd.")])
+        lines += _entries(offering, offered, f"halograd.{folder}.", seen)
+    return "\n".join(lines) + "\n"
+
+
+def names() -> str:
+    """The Markdown of all that ``import halograd as hg`` offers, with the entries that no other page has."""
+    offered = exported(package())
+    lines = ["| `hg.` | |", "|---|---|"]
+    lines += [f"| [`{name}`][{home('halograd', name)}] | {summary(home('halograd', name))} |" for name in offered]
+    elsewhere = {
+        home(module, name)
+        for folder in FOLDERS
+        for module, found in public(package()[folder]).items()
+        for name in found
+    }
+    own = [name for name in offered if home("halograd", name) not in elsewhere]
+    lines += ["", "## Offered here only", ""]
+    for name in own:
+        lines += [f"::: halograd.{name}", ""]
+    for module in TOP:
+        there = package()[module.removeprefix("halograd.")]
+        lines += [f"## `{module}` {{#{module}}}", "", *_about(there)]
+        lines += _entries(module, exported(there), f"{module}.", set())
+    return "\n".join(lines)
+
+
+def summary(path: str) -> str:
+    """The first line of the docstring of an object, fit for a cell of a table."""
+    thing = package()[path.removeprefix("halograd.")]
+    text = thing.docstring.value.split("\n\n")[0] if thing.docstring else ""
+    sentence = SENTENCE.split(" ".join(text.split()), maxsplit=1)[0]
+    return to_markdown(sentence.rstrip(".:"), thing)[0].replace("|", "\\|")
+
+
+def _entries(offering: str, offered: list[str], inside: str, seen: set[str]) -> list[str]:
+    """Entries of the names that the folder defines, and links to those it only passes on."""
+    entries, passed_on = [], []
+    for name in offered:
+        path = home(offering, name)
+        if path.startswith(inside) and path not in seen:
+            entries += [f"::: {offering}.{name}", ""]
+            seen.add(path)
+        else:
+            passed_on.append(f"[`{name}`][{path}]")
+    links = [f"Defined elsewhere, and offered here too: {', '.join(passed_on)}.", ""] if passed_on else []
+    return links + entries
+
+
+def _about(module: griffe.Module) -> list[str]:
+    return [to_markdown(module.docstring.value, module)[0], ""] if module.docstring else []
+
+
+def _files(module: griffe.Module) -> list[str]:
+    """What is where: the modules of a folder, each with its first line."""
+    rows = []
+    for below in sorted(_modules(module), key=lambda m: m.path):
+        path = below.path.removeprefix("halograd.").replace(".", "/")
+        rows.append(f"| `{path}{'/' if below.is_init_module else '.py'}` | {summary(below.path)} |")
+    return ['??? abstract "Files"', "", *(f"    {row}" for row in ("| file | |", "|---|---|", *rows)), ""]

@@ -1,0 +1,277 @@
+"""The reference of the files that people write, from the tables (pydantic) that check them.
+
+Type, range and default of a key are those of its field; its text is the docstring below the field, or its entry among
+the attributes of the class. So a key that is checked is a key that is explained: a test refuses one without a text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import griffe
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from halograd import models, schema
+from halograd.documents import to_toml
+from halograd.layers import Strategy
+from halograd.layers.reduction_scheme import Scheme
+from halograd.perfmodel.machine import Efficiency, Overheads
+from halograd.perfmodel.machine_file import UNITS, EfficiencyTable, MachineTable, RuntimeTable
+from halograd.training.config import Config, ReductionConfig
+
+from .api import package
+from .docstrings import to_markdown
+
+__all__ = ["Key", "Section", "machine_tables", "model_options", "run_tables", "sections", "strategy_tables"]
+
+#: Bounds that only keep arithmetic finite; a reader need not see them.
+BEYOND = (schema.MOST, schema.LARGEST, 1 / schema.LARGEST, 2**63)
+PLAIN = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "any value"}
+#: What a text has to be, by the name of the function that checks it.
+TEXTS = {"_one_line": "text", "_path": "path", "_size": 'size such as `"16GiB"`'}
+#: What a docstring of a table begins with, which the heading says already.
+PLACE = re.compile(r"^``\[[\w.]+\]``(?: with ``kind = [^:]*)?: ")
+#: An entry of a list of definitions in the text of a key: ``"value"`` and its meaning in the next lines.
+LISTED = re.compile(r'^(``"\w+"``)\n\s*', re.M)
+BOUNDS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}"}
+
+
+#: Tables whose keys are those of another class, which explains them.
+EXPLAINED_BY = {ReductionConfig: Scheme, EfficiencyTable: Efficiency, RuntimeTable: Overheads}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a table, in words."""
+
+    name: str
+    kind: str
+    default: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A table of a file: where it stands, what it is for, its keys."""
+
+    heading: str
+    anchor: str
+    text: str
+    keys: tuple[Key, ...]
+
+
+def run_tables() -> str:
+    """The tables of a run's configuration."""
+    return _markdown(sections(Config))
+
+
+def machine_tables() -> str:
+    """The tables of a machine file."""
+    return _markdown(sections(MachineTable, "machine"))
+
+
+def strategy_tables() -> str:
+    """The tables of a strategy, which is JSON."""
+    return _markdown(sections(Strategy, "strategy-file"))
+
+
+def sections(root: type, before: str = "") -> list[Section]:
+    """The tables of a file in the order in which it has them: the keys at its top, then each table with its own."""
+    found: dict[str, Section] = {}
+    waiting: list[tuple[type, str]] = [(root, "")]
+    while waiting:
+        table, place = waiting.pop(0)
+        section = _section(table, place, before)
+        if section.keys or place:
+            found.setdefault(section.anchor, section)
+        below = [(inner, f"{place}.{step}".lstrip(".")) for step, inner in _inner(table)]
+        waiting = [*below, *waiting]
+    return list(found.values())
+
+
+def model_options() -> str:
+    """What each model takes, with types and defaults."""
+    lines = ["| model | option | type | default |", "|---|---|---|---|"]
+    for name, make in models.MODELS.items():
+        defaults = _defaults(name)
+        fields = schema.table_of(*models.makers(name)).model_fields
+        for i, (option, field) in enumerate(fields.items()):
+            # A function's None means: as its own code chooses.
+            default = defaults.get(option)
+            shown = "" if default is None else f"`{to_toml(default)}`"
+            first = f"[`{name}`][{make.__module__}.{make.__name__}]" if i == 0 else ""
+            lines.append(f"| {first} | `{option}` | {_kind(field.annotation, field.metadata)} | {shown} |")
+    return "\n".join(lines)
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for make in models.makers(name):
+        for option, parameter in inspect.signature(make).parameters.items():
+            if parameter.default is not inspect.Parameter.empty:
+                found.setdefault(option, parameter.default)
+    return found
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def _section(table: type, place: str, before: str) -> Section:
+    thing = _source(table)
+    kinds = [k for k, f in _fields(table).items() if k == "kind" and typing.get_origin(f.annotation) is Literal]
+    which = " or ".join(f'"{k}"' for k in typing.get_args(_fields(table)["kind"].annotation)) if kinds else ""
+    several = which and place == "optimizer"
+    anchor = ".".join(filter(None, (before, place, which.split('"')[1] if several else "")))
+    heading = f"`[{place}]`" + (f", `kind = {which}`" if several else "") if place else "At the top"
+    keys = tuple(_key(table, name, field) for name, field in _fields(table).items() if not _is_section(field))
+    return Section(heading, anchor, _summary(thing), keys)
+
+
+def _key(table: type, name: str, field: FieldInfo) -> Key:
+    return Key(name, _kind(field.annotation, field.metadata), _default(field), _text(table, name))
+
+
+def _fields(table: type) -> dict[str, FieldInfo]:
+    if issubclass(table, BaseModel):
+        return dict(table.model_fields)
+    hints = typing.get_type_hints(table, include_extras=True)
+    made = {}
+    for f in dataclasses.fields(table):
+        missing = f.default is dataclasses.MISSING
+        factory = None if f.default_factory is dataclasses.MISSING else f.default_factory
+        made[f.name] = FieldInfo.from_annotation(hints[f.name])
+        made[f.name].default = PydanticUndefined if missing else f.default
+        made[f.name].default_factory = factory
+    return made
+
+
+def _inner(table: type) -> Iterator[tuple[str, type]]:
+    """Tables within a table, by the step that leads there: ``augment``, ``sums.RANKS``."""
+    for name, field in _fields(table).items():
+        for step, kind in _tables_of(field.annotation, field.metadata):
+            yield name + step, kind
+
+
+def _tables_of(annotation: Any, metadata: Any = ()) -> Iterator[tuple[str, type]]:
+    given = next((part.table for part in metadata if isinstance(part, schema.As)), None)
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if given is not None:
+        yield "", given
+    elif origin is Annotated:
+        yield from _tables_of(parts[0], parts[1:])
+    elif origin in (typing.Union, types.UnionType):
+        for part in parts:
+            yield from _tables_of(part)
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        yield from ((f".NAME{step}", kind) for step, kind in _tables_of(parts[1]))
+    elif isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
+        yield "", annotation
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return any(True for _ in _tables_of(field.annotation, field.metadata))
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def _kind(annotation: Any, metadata: Any = ()) -> str:
+    """Type and range of a value, in words."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _kind(parts[0], parts[1:])
+    if origin is Literal:
+        return ", ".join(f"`{to_toml(part)}`" for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(dict.fromkeys(_kind(part, metadata) for part in parts if part is not type(None)))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return f"table: {_kind(parts[1])} by name"
+    if origin is not None:
+        return f"list: {_kind(parts[0])}"
+    checks = [check for part in metadata for check in (part.metadata if isinstance(part, FieldInfo) else (part,))]
+    for check in checks:
+        function = getattr(check, "func", None)
+        unit = getattr(function, "keywords", {}).get("unit")
+        if unit in UNITS:
+            return f'{UNITS[unit][0]} such as `"{UNITS[unit][1]}"`'
+        if getattr(function, "__name__", "") in TEXTS:
+            return TEXTS[function.__name__]
+    return " ".join(filter(None, (PLAIN.get(annotation, "text"), _bounds(checks))))
+
+
+def _bounds(checks: list[Any]) -> str:
+    found = {name: getattr(check, name) for check in checks for name in BOUNDS if hasattr(check, name)}
+    shown = [BOUNDS[name].format(_number(bound)) for name, bound in found.items() if bound not in BEYOND]
+    return " and ".join(shown)
+
+
+def _number(value: float) -> str:
+    """A bound as one reads it: 1,000,000 and not 1e+06."""
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "" if value is None else f"`{to_toml(value)}`"
+
+
+def _text(table: type, name: str) -> str:
+    """The docstring of a field, where it is defined; else its entry among the attributes of the class."""
+    for kind in (*table.__mro__, EXPLAINED_BY.get(table, object)):
+        thing = _source(kind)
+        if thing is None:
+            continue
+        member = thing.members.get(name)
+        if member is not None and member.docstring:
+            return to_markdown(member.docstring.value, thing)[0]
+        described = _described(thing).get(name)
+        if described:
+            return to_markdown(LISTED.sub(r"\1: ", described), thing)[0]
+    return ""
+
+
+def _described(thing: griffe.Object) -> dict[str, str]:
+    """Texts of a class's docstring by the name of the attribute or parameter."""
+    wanted = (griffe.DocstringSectionKind.attributes, griffe.DocstringSectionKind.parameters)
+    parsed = thing.docstring.parse("numpy", warnings=False) if thing.docstring else ()
+    return {entry.name: entry.description for part in parsed if part.kind in wanted for entry in part.value}
+
+
+def _summary(thing: griffe.Object | None) -> str:
+    if thing is None or not thing.docstring:
+        return ""
+    first = thing.docstring.parse("numpy", warnings=False)[0]
+    text = PLACE.sub("", str(first.value))
+    return to_markdown(text[:1].upper() + text[1:], thing)[0]
+
+
+def _source(kind: type) -> griffe.Object | None:
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    if not path.startswith("halograd."):
+        return None
+    return package()[path.removeprefix("halograd.")]
+
+
+def _markdown(found: list[Section]) -> str:
+    lines: list[str] = []
+    for section in found:
+        lines += [f"### {section.heading} {{#{section.anchor or 'top'}}}", "", section.text, ""]
+        if section.keys:
+            lines += ["| key | type | default | |", "|---|---|---|---|"]
+        for key in section.keys:
+            anchor = f"{section.anchor}.{key.name}".lstrip(".")
+            text = " ".join(key.text.split())
+            cells = (f"`{key.name}`{{ #{anchor} }}", key.kind, key.default, text)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)

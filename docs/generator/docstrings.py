@@ -1,0 +1,195 @@
+"""Docstrings as Markdown: roles become links, pictures and prompts become code.
+
+Docstrings in the sources are numpydoc with the roles of Sphinx (``:class:`Conv```). Griffe parses the sections;
+this extension, which it calls once all modules are read, mends the text between them. A role whose target is not found
+is a warning, and `mkdocs build --strict` fails by it.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import griffe
+
+__all__ = ["Docstrings", "to_markdown", "unresolved_roles"]
+
+_log = griffe.get_logger("docs.generator.docstrings")
+
+ROLE = re.compile(r":(?:class|func|meth|attr|data|mod|exc):`(?:[^`<]*<)?([^`<>]+)>?`")
+#: Code, which stays as it is, between stretches of text, which do not.
+CODE = re.compile(r"(``.+?``|`[^`]+`|<autoref .+?</autoref>)", re.S)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites all docstrings of a package that was loaded."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        for thing in documented(pkg):
+            assert thing.docstring is not None
+            text, missing = to_markdown(thing.docstring.value, thing)
+            thing.docstring.value = text
+            for target in missing:
+                _log.warning(f"{thing.path}: expected a name of the library in a role, got `{target}`")
+
+
+def documented(thing: griffe.Object) -> Iterator[griffe.Object]:
+    """Objects below `thing`, and itself, that have a docstring; each where it is defined."""
+    if thing.docstring:
+        yield thing
+    for member in thing.members.values():
+        if isinstance(member, griffe.Object):
+            yield from documented(member)
+
+
+def unresolved_roles(package: griffe.Module) -> list[str]:
+    """``place: target`` of every role of a package that names nothing."""
+    return [
+        f"{thing.path}: {target}"
+        for thing in documented(package)
+        if thing.docstring
+        for target in to_markdown(thing.docstring.value, thing)[1]
+    ]
+
+
+def to_markdown(text: str, thing: griffe.Object) -> tuple[str, list[str]]:
+    """A docstring for Markdown, and the targets of its roles that were not found."""
+    missing: list[str] = []
+
+    def link(match: re.Match[str]) -> str:
+        written = match[1].strip()
+        name = written.lstrip("~")
+        found = target_of(name, thing)
+        if found is None:
+            missing.append(name)
+            return f"`{name}`"
+        shown = name.rpartition(".")[2] if written.startswith("~") else name
+        # `optional`: what has no entry on the site is shown as code.
+        return f'<autoref optional identifier="{found}"><code>{html.escape(shown.lstrip("."))}</code></autoref>'
+
+    def prose(part: str) -> str:
+        return _escaped(ROLE.sub(link, part))
+
+    blocks = [code if code else prose(words) for words, code in _split(text)]
+    return "\n".join(blocks), missing
+
+
+def target_of(name: str, thing: griffe.Object) -> str | None:
+    """Path of what a role in the docstring of `thing` names: in its scope, a member of its class, or alone of its name.
+
+    A name that starts with a dot is looked for beside the module, then anywhere in the library.
+    """
+    package = thing.package
+    for path in _candidates(name, thing):
+        if found := _canonical(package, path):
+            return found
+    ends = [path for path in _all_paths(package) if path.endswith("." + name.lstrip("."))]
+    if len(ends) == 1:
+        return ends[0]
+    return None if name.split(".")[0] != "ctypes" else name
+
+
+def _candidates(name: str, thing: griffe.Object) -> Iterator[str]:
+    if name.startswith("."):
+        yield thing.module.path.rpartition(".")[0] + name
+        return
+    scope: griffe.Object | None = thing
+    while scope is not None:
+        yield f"{scope.path}.{name}"
+        scope = scope.parent if isinstance(scope.parent, griffe.Object) else None
+    first, dot, rest = name.partition(".")
+    with suppress(griffe.NameResolutionError):
+        yield thing.resolve(first) + dot + rest
+    yield name
+
+
+def _canonical(package: griffe.Module, path: str) -> str | None:
+    """Where the object of a path is defined, inherited members included; None if there is no such object."""
+    if path != package.path and not path.startswith(package.path + "."):
+        return None
+    at: Any = package
+    try:
+        for step in path.split(".")[1:]:
+            at = at.all_members[step]
+        return at.final_target.path if at.is_alias else at.path
+    except (KeyError, griffe.AliasResolutionError):
+        return None
+
+
+@lru_cache(maxsize=1)
+def _all_paths(package: griffe.Module) -> list[str]:
+    found: list[str] = []
+    waiting: list[griffe.Object] = [package]
+    while waiting:
+        thing = waiting.pop()
+        found.append(thing.path)
+        waiting += [member for member in thing.members.values() if isinstance(member, griffe.Object)]
+    return found
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def _split(text: str) -> Iterator[tuple[str, str]]:
+    """Stretches of a docstring: ``(words, "")``, or ``("", code)`` of literal blocks and prompts, fenced."""
+    words: list[str] = []
+    lines = text.split("\n")
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if line.rstrip().endswith("::") and not line.lstrip().startswith(".."):
+            end = _literal_end(lines, at)
+            kept = line.rstrip()[:-1].rstrip() if line.strip() != "::" else ""
+            words.append(kept[:-1].rstrip() if kept.endswith((". :", ".:")) else kept)
+            yield "\n".join(words), ""
+            yield "", _fenced(lines[at + 1 : end], "text")
+            words, at = [], end
+        elif line.lstrip().startswith(">>> ") and "Examples" not in text:
+            end = next((i for i in range(at, len(lines)) if not lines[i].strip()), len(lines))
+            yield "\n".join(words), ""
+            yield "", _fenced(lines[at:end], "pycon")
+            words, at = [], end
+        else:
+            words.append(line)
+            at += 1
+    yield "\n".join(words), ""
+
+
+def _literal_end(lines: list[str], start: int) -> int:
+    """The line behind the block that is indented more than the line which announces it."""
+    indent = _indent(lines[start])
+    end = start + 1
+    while end < len(lines) and (not lines[end].strip() or _indent(lines[end]) > indent):
+        end += 1
+    while end > start + 1 and not lines[end - 1].strip():
+        end -= 1
+    return end
+
+
+def _fenced(lines: list[str], language: str) -> str:
+    """Lines as a code block at their own indentation, so that it stays where it is: in a list, in a section."""
+    full = [line for line in lines if line.strip()]
+    if not full:
+        return ""
+    indent = min(map(_indent, full))
+    first, last = lines.index(full[0]), len(lines) - lines[::-1].index(full[-1])
+    base = " " * (indent if language == "pycon" else max(0, indent - 4))
+    inside = [base + line[indent:] if line.strip() else "" for line in lines[first:last]]
+    return "\n".join(["", f"{base}```{language}", *inside, f"{base}```", ""])
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _escaped(text: str) -> str:
+    """Signs that mean something to HTML or Markdown, and nothing in a docstring."""
+    parts = CODE.split(text)
+    for i in range(0, len(parts), 2):
+        plain = re.sub(r"<(?=[\w/!])", "&lt;", parts[i])
+        parts[i] = re.sub(r"\[(?=[^\[\]]*\]\s?[\[(])", r"\\[", plain)  # "`n` [B] [s]" is no link
+    return "".join(parts)

@@ -1,0 +1,88 @@
+"""What MkDocs calls while it builds the site: generated pages, references in marked places, links to the sources."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # hooks are loaded by path
+
+from docs.generator import api, commands, configuration, words  # noqa: E402
+
+#: ``<!-- generated: NAME -->`` in a page is replaced by what the function returns.
+REFERENCES = {
+    "configuration": configuration.run_tables,
+    "machine": configuration.machine_tables,
+    "strategy": configuration.strategy_tables,
+    "models": configuration.model_options,
+    "commands": commands.reference,
+    "names": api.names,
+}
+MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.M)
+#: A link of a page to a file that is not on the site: ``[the trainer](../training/trainer.py)``.
+SOURCE_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+#: Files beside `docs/` that are pages of the site; of the README the section with the measurements.
+ABOVE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "measurements.md"}
+MEASUREMENTS = re.compile(r"^#(# What the numbers are\n.*?)(?=^## )", re.M | re.S)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are not files below `docs/`."""
+    for source, page in ABOVE.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        if source == "README.md":
+            (text,) = MEASUREMENTS.findall(text)
+        files.append(File.generated(config, page, content=from_above(text)))
+    for folder in api.FOLDERS:
+        files.append(File.generated(config, f"api/{folder}.md", content=api.page(folder)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Put references into their places; link names to them; make links to sources what the site can show."""
+    made = outside_code(markdown, lambda text: with_source_links(text, config.repo_url))
+    if "/" not in page.file.src_uri:
+        made = outside_code(made, words.linked)
+    return MARK.sub(lambda match: REFERENCES[match[1]](), made)
+
+
+def from_above(text: str) -> str:
+    """A page of the top folder as one of `docs/`: its links begin elsewhere."""
+
+    def moved(match: re.Match[str]) -> str:
+        target = match[1]
+        if target.startswith(("http:", "https:", "#")):
+            return match[0]
+        path, anchor, name = target.partition("#")
+        if path in ABOVE:
+            return f"]({ABOVE[path]}{anchor}{name})"
+        inside = path.removeprefix("docs/")
+        return f"]({inside if inside != path else '../' + path}{anchor}{name})"
+
+    return outside_code(text, lambda part: re.sub(r"\]\(([^)\s]+)\)", moved, part))
+
+
+def with_source_links(text: str, repository: str | None) -> str:
+    """Links to files of the repository lead to its host where `repo_url` is set, and are plain text else."""
+
+    def linked(match: re.Match[str]) -> str:
+        words, path, anchor = match[1], match[2], match[3] or ""
+        if not (ROOT / path).exists():
+            return match[0]  # a broken link, which the strict build reports
+        if path in ABOVE:
+            return f"[{words}]({ABOVE[path]}{anchor})"
+        return f"[{words}]({repository.rstrip('/')}/blob/main/{path}{anchor})" if repository else words
+
+    return SOURCE_LINK.sub(linked, text)
+
+
+def outside_code(text: str, change: Any) -> str:
+    """`change` applied to all stretches of a page that are not code blocks."""
+    parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.M | re.S)
+    return "".join(part if i % 2 else change(part) for i, part in enumerate(parts))
