@@ -240,11 +240,7 @@ OptimizerConfig = Annotated[SGDConfig | AdamConfig | LARSConfig, Field(discrimin
 
 
 class ScheduleConfig(Table):
-    """``[schedule]``: the learning rate over the epochs; epochs may be fractions.
-
-    `factors` multiply it, by layer or pattern of layers: ``{"encoder/*" = 0.1}``; where several fit, the last one
-    counts.
-    """
+    """``[schedule]``: the learning rate over the epochs; epochs may be fractions."""
 
     kind: Literal["constant", "step", "cosine"] = "constant"
     """How the rate changes: not; by `factor` at every one of `milestones`; as half a cosine to the end of training."""
