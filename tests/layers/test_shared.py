@@ -60,13 +60,13 @@ def network() -> Network:
 
 def fill(executor, step):
     for name, node in executor.network.inputs.items():
-        executor.set_input(name, random_array((BATCH, *node.shape), name, step))
+        executor.set_input(name, random_array((executor.batch, *node.shape), name, step))
 
 
-def run(comm, strategy):
+def run(comm, strategy, batch=BATCH):
     """Losses and this rank's blocks of the parameters after `STEPS` steps. Collective."""
     made = network()
-    with Executor(made, comm, get_backend("numpy"), BATCH, strategy, "float64", seed=3) as executor:
+    with Executor(made, comm, get_backend("numpy"), batch, strategy, "float64", seed=3) as executor:
         trainer, losses = Trainer(executor, SGD(executor.store, 0.5), Constant(RATE)), []
         for step in range(STEPS):
             fill(executor, step)
@@ -78,18 +78,18 @@ def run(comm, strategy):
 
 
 @functools.cache
-def alone():
+def alone(batch=BATCH):
     with Communicator(MPI.COMM_SELF) as comm:
-        return run(comm, Strategy())
+        return run(comm, Strategy(), batch)
 
 
-def check(comm, strategy):
-    losses, params, boxes = run(comm, strategy)
+def check(comm, strategy, batch=BATCH):
+    losses, params, boxes = run(comm, strategy, batch)
     fault = None
     try:
-        np.testing.assert_allclose(losses, alone()[0], rtol=1e-11)
+        np.testing.assert_allclose(losses, alone(batch)[0], rtol=1e-11)
         for name, array in params.items():
-            np.testing.assert_allclose(array, alone()[1][name][boxes[name]], rtol=0, atol=1e-11, err_msg=name)
+            np.testing.assert_allclose(array, alone(batch)[1][name][boxes[name]], rtol=0, atol=1e-11, err_msg=name)
     except AssertionError as error:
         fault = error
     comm.agree(fault)
@@ -139,6 +139,16 @@ def test_all_grids(subtests):
         for grid in grids(comm.size, ("sample", "height", "width")):
             with subtests.test(grid=grid):
                 check(comm, Strategy(grid, bucket_bytes=256))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "parts", [{"sample": 4}, {"sample": 2, "width": 2}, {"height": [1, 1, 1, 9]}, {"width": [9, 1, 1, 1]}], ids=str
+)
+def test_ranks_without_samples_or_rows(parts):
+    """What they add to the gradients of a call is nothing, not what lay in memory."""
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        check(comm, Strategy(parts), batch=1)
 
 
 @pytest.mark.ranks(2, 3, 4)
