@@ -134,7 +134,7 @@ def _time(contestants: Sequence[Contestant], settings: Settings, outcome: Outcom
     counts = {c.entry.name: _count(c, settings.block) for c in contestants}
     spent, done = 0.0, 0
     while done < settings.rounds and (done < 2 or spent * (done + 1) / done <= settings.budget):
-        # There and back again: whoever profits from its place in one order suffers from it in the other.
+        # There and back again: what profits from its place in one order suffers from it in the other.
         for contestant in [*contestants, *reversed(contestants)]:
             usage = _block(contestant, contestants, counts[contestant.entry.name], outcome)
             spent += usage.seconds

@@ -160,8 +160,8 @@ def try_steps(case: Case, comm: Communicator, backend: Any, some: dict[str, Stra
     """What `halograd train` measures before it settles on a strategy [s]. Collective."""
     found = measure_steps(comm, some, partial(stepping, case, comm, backend))
     if comm.rank == 0:
-        told = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in found.items())
-        print(f"tried: {told}", file=sys.stderr, flush=True)
+        times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in found.items())
+        print(f"tried: {times}", file=sys.stderr, flush=True)
     return found
 
 

@@ -185,7 +185,7 @@ FUNCTIONS: dict[type, Callable[[Any, Params, tuple[int, ...]], Function]] = {
     hl.BatchNorm: _batch_norm,
     hl.MaxPool: _max_pool,
     hl.Add: _add,
-    # In these networks a ReLU of its own follows a sum, whose value nobody else reads.
+    # In these networks a ReLU of its own follows a sum, whose value no other layer reads.
     hl.ReLU: lambda layer, own, shape: lambda x: F.relu(x, inplace=True),
     hl.Concat: lambda layer, own, shape: lambda *xs: torch.cat(xs, dim=1),
     hl.GlobalAveragePool: lambda layer, own, shape: lambda x: x.mean(dim=tuple(range(2, x.ndim))),

@@ -19,7 +19,7 @@ __all__ = ["sweep", "unname"]
 SHARED_MEMORY = Path("/dev/shm")
 # A segment younger than this may belong to a job that is just starting and has not mapped it yet.
 AGE = 60.0  # [s]
-# All ranks of a node map it in MPI_Init, and nobody looks for its name again (MPICH 5.0; finalizing does not mind).
+# All ranks of a node map it in MPI_Init, and its name is not looked up again (MPICH 5.0; finalizing does not mind).
 UNNAMED = "mpich_shm_*"
 PATTERNS = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "ucx_shm_*", "vader_segment.*")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 __all__ = ["OF_NUMBERS", "plain_attributes"]
 
-#: What says of a dataset what its numbers mean, whoever has made them: of a target, and so of what predicts it.
+#: Attributes that describe the numbers of a dataset. They hold for a target, and so for a prediction of it.
 OF_NUMBERS = (
     *("units", "long_name", "standard_name", "description", "comment"),
     *("channel_names", "flag_values", "flag_meanings"),

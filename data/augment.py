@@ -88,9 +88,9 @@ class SamplePlacement:
     starts: tuple[int, ...]
 
     def pieces(self, axis: int, low: int, high: int, extent: int, whole: int, start: int) -> Iterator[_Piece]:
-        """Of the interval of the sample along an axis, what lies together in the file.
+        """Yield the parts of an interval of the sample along an axis that are contiguous in the file.
 
-        `extent`: of the sample along the axis; `whole`: of the file; `start`: where the window begins there.
+        `extent`: length of the sample along the axis; `whole`: of the file; `start`: where the window begins there.
         """
         if self.mirrored[axis]:
             low, high = extent - high, extent - low
@@ -190,7 +190,7 @@ class Augmentation:
                 )
 
     def _components(self, field: Field) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Of channels that are components: along which axis, and the channels of all components."""
+        """Axis of each channel that is a component of a vector, and the channels of all components."""
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for vector in self.rules.vectors:
             if set(vector) <= set(field.channel_names):

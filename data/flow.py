@@ -129,11 +129,11 @@ class Flow:
     def _track(self, start: Array, half_steps: int) -> Array:
         """Vortex centres ``(half_steps + 1, 2, 2)``, moved by the cells and the sound (RK4)."""
         field = VelocityField(len(start))
-        nobody = np.zeros(0)
+        empty = np.zeros(0)
 
         def velocity(at: Array, t: float) -> Array:
             out = np.empty((2, len(at)))
-            still = FrozenFlow(*self._weights(t), np.zeros((0, 2)), nobody, self.width)
+            still = FrozenFlow(*self._weights(t), np.zeros((0, 2)), empty, self.width)
             field.evaluate(still, np.ascontiguousarray(at.T), out)
             return out.T
 

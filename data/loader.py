@@ -25,7 +25,7 @@ __all__ = ["Ahead", "LoadedBatch", "Loader"]
 
 
 class LoadRecorder(Protocol):
-    """Told of every read: seconds of ``time.perf_counter``."""
+    """Called after every read: seconds of ``time.perf_counter``."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None: ...
 

@@ -174,6 +174,6 @@ def _looked_at(some: int, samples: int) -> str:
 
 def _named(constant: dict[int, float], names: Sequence[str]) -> str:
     """Channels with their values."""
-    told = [f"channel {k} ({names[k]}) is {value:g}" for k, value in list(constant.items())[:_NAMED]]
-    more = len(constant) - len(told)
-    return ", ".join(told) + (f", and {more} more are constant" if more else "")
+    named = [f"channel {k} ({names[k]}) is {value:g}" for k, value in list(constant.items())[:_NAMED]]
+    more = len(constant) - len(named)
+    return ", ".join(named) + (f", and {more} more are constant" if more else "")

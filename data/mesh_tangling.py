@@ -3,7 +3,7 @@
 A *simulation* is one random flow and bubble (:mod:`.flow`) that carries one mesh (:mod:`.lagrangian`). A
 *sample* is one simulation at one instant t: 18 channels of state and cell quality at t, and the mask of the cells
 that need relaxation now, i.e. whose scaled Jacobian falls below the limit within the next interval
-``[t, t + interval]`` if nobody interferes. Most of these cells still look healthy at t: where the velocity around
+``[t, t + interval]`` if nothing interferes. Most of these cells still look healthy at t: where the velocity around
 them shears, they will not for long.
 
 The instants are chosen such that about 2 to 30 % of the cells are masked. This is judged on a coarse copy of the

@@ -36,7 +36,7 @@ AllReduce = Callable[[Array], Array]
 _logger = logging.getLogger(__name__)
 
 HEAVY_TAILED = frozenset({"Density", "Pressure", "aspectRatio", "conditionNumber", "oddy", "taper", "stretch"})
-"""Channels that take ``log`` unless told otherwise."""
+"""Channels that take ``log`` by default."""
 
 LARGEST = 1e6
 """``log`` and ``asinh`` see nothing above this: a clamped 1e30 must not be an outlier of its own."""
@@ -240,7 +240,7 @@ def _announce(dataset: Dataset, name: str, samples: int, size: int) -> None:
 
 
 def _mean(x: NDArray[Any]) -> Array:
-    """Of every channel, over its numbers that are there; 0 of none."""
+    """Compute the mean of every channel over its numbers that are there; 0 where there are none."""
     there = ~np.isnan(x)
     return np.where(there, x, 0).sum(axis=0, dtype=np.float64) / np.maximum(there.sum(axis=0), 1)
 

@@ -118,7 +118,7 @@ def _tell(path: Path, number: int) -> None:
     global _told
     if not _told:
         _log.warning(
-            "%s: this file system has no file locks (%s); reading without: nobody may write to it meanwhile "
+            "%s: this file system has no file locks (%s); reading without: no program may write to it meanwhile "
             "(HDF5_USE_FILE_LOCKING=FALSE: without this message)",
             path,
             errno.errorcode.get(number, number),

@@ -234,7 +234,7 @@ class CupyDevice(Device):
         return float(self._cupy.cuda.get_elapsed_time(first.event, second.event)) * 1e-3
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        # What the graph uses while it runs is nobody else's: arrays made while recording come from a pool of its own,
+        # Arrays of a graph belong to it alone while it runs: those made while recording come from a pool of its own,
         # which lives as long as the graph. (Streams are captured in relaxed mode, which lets the pool allocate.)
         pool = self._cupy.cuda.MemoryPool()
         with self._cupy.cuda.using_allocator(pool.malloc):

@@ -66,7 +66,7 @@ def intervals(size: int, parts: int) -> Intervals:
 class Blocks(Sequence[Box]):
     """One box per rank: the product of one interval per axis.
 
-    A sequence of boxes for whoever asks for single ranks.
+    It is a sequence of the boxes of all ranks.
 
     Parameters
     ----------

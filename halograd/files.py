@@ -1,4 +1,4 @@
-"""Small files that are seen whole or not at all, by whoever looks, on whatever node."""
+"""Small files that are seen whole or not at all, by every process on every node."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Writer:
         return [self.values[one] for one in node.inputs]
 
     def type_of(self, node: Node) -> int:
-        """Of the elements, in ONNX."""
+        """ONNX's number of the type of a value's elements."""
         dtype = self.dtype
         if isinstance(node, Input):
             dtype = node.array_dtype(self.dtype)

@@ -85,9 +85,9 @@ def _clip(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _dropout(build: Builder, op: OnnxNode) -> Activation:
-    """Of a module in training; one in evaluation leaves an Identity."""
+    """Import Dropout, which is in files of modules in training only; evaluation leaves an Identity."""
     rate = (build.numbers(op, 1) or [op.attributes.get("ratio", 0.5)])[0]
-    # Of float32, of which the shortest number is meant.
+    # The file has the rate in float32; the shortest decimal number that gives it is meant.
     return _pointwise(lambda _: Dropout(float(str(np.float32(rate)))))(build, op)
 
 

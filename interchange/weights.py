@@ -228,7 +228,7 @@ class WeightsFile:
             return self._wanted[name].from_torch(file.get_tensor(self._places[name]))
 
     def checksum(self) -> int:
-        """Of all bytes of the file."""
+        """Compute the CRC-32 of the bytes of the file."""
         found = 0
         with open(self.path, "rb") as file:
             while block := file.read(1 << 22):

@@ -38,7 +38,7 @@ _TIME = re.compile(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", re.ASCII)
 _KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 #: By these, too, a job gets GPUs: at sites that reserve them by another name, or whole nodes.
 GPU_DIRECTIVES = {"constraint", "exclusive", "gpus", "gpus-per-socket", "gres", "tres-per-node", "tres-per-task"}
-#: Slurm sends the signal before the limit up to this much earlier than told [s].
+#: Slurm sends the signal before the limit up to this much earlier than set [s].
 EARLY = 60
 _CONTINUOUS = ("infinite", "unlimited")
 

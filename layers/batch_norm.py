@@ -62,7 +62,7 @@ class BatchNorm(Layer):
 
     Communication per process: with more than one rank in the group, one sum of ``2 C`` float64 forward (``sum x``,
     ``sum x^2``) and one backward (``sum dy``, ``sum dy * xhat``); evaluation none. If the group is not the whole
-    communicator, one more sum of that size over all ranks for the running statistics, which nobody waits for
+    communicator, one more sum of that size over all ranks for the running statistics, for which no layer waits
     before `backward`. Where ``E[x^2] - E[x]^2`` would cancel more than the dtype allows (``mean^2 / var`` above
     4096 in float64, above 5e8 in float32), one more sum forward, of squares about the mean.
 

@@ -61,6 +61,7 @@ class Dice(Loss):
         if not smooth > 0:
             raise ValueError(f"smooth: expected a number > 0, got {smooth!r}")
         self.activation, self.reduction, self.smooth = activation, reduction, smooth
+        self.weighs_channels = activation != "softmax"
 
     @property
     def of_batch(self) -> str:
@@ -88,10 +89,6 @@ class Dice(Loss):
         if self.activation == "sigmoid":
             return (Judgement(2, threshold=0.0),)
         return (Judgement(2, threshold=0.5, probabilities=True),)
-
-    @property
-    def weighs_channels(self) -> bool:  # type: ignore[override]
-        return self.activation != "softmax"
 
     @property
     def ratio(self) -> tuple[float, float, float, float]:

@@ -301,6 +301,17 @@ class Layer:
         return lower_local(self, context)
 
 
+class _Given(Layer):
+    """A layer that reads nothing; its output has a given shape."""
+
+    def __init__(self, shape: Sequence[int], name: str) -> None:
+        super().__init__(name)
+        self._shape = tuple(shape)
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        return self._shape
+
+
 class Input(Node):
     """A value that comes from outside: samples or targets.
 
@@ -316,9 +327,7 @@ class Input(Node):
 
     def __init__(self, shape: Sequence[int], name: str = "x", dtype: str = "compute") -> None:
         self.dtype = dtype
-        layer = Layer(name)
-        layer.output_shape = lambda *_: tuple(shape)  # type: ignore[method-assign]
-        super().__init__(layer, ())
+        super().__init__(_Given(shape, name), ())
 
     def array_dtype(self, compute: np.dtype) -> np.dtype:
         """Dtype of the arrays, for computation in `compute`."""

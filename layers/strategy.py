@@ -38,17 +38,17 @@ class PartsTable(Table):
     """Parts per axis: how many, or the share of each."""
 
     sample: CutField = 1
-    """Of the batch."""
+    """Parts of the batch."""
     depth: CutField = 1
-    """Of the first of three spatial axes."""
+    """Parts along the first of three spatial axes."""
     height: CutField = 1
-    """Of the rows."""
+    """Parts of the rows."""
     width: CutField = 1
-    """Of the columns."""
+    """Parts of the columns."""
     channel: Count = 1
-    """Of the output's channels."""
+    """Parts of the output's channels."""
     input_channel: Count = 1
-    """Of the sum over the input's channels."""
+    """Parts of the input's channels, over which the output is summed."""
 
 
 class OptionsTable(Table):

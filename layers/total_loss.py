@@ -73,7 +73,7 @@ class TotalLoss(Loss):
         return (1,)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Of weights, what goes with the first prediction that they weigh; the others gather their own."""
+        """Weights are needed where the first prediction is that they weigh; other terms gather their own."""
         if not self.weighs(i):
             return inputs[i].boxes
         term = next(term for term in self.terms if i in term.inputs)

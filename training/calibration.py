@@ -9,7 +9,7 @@ import numpy as np
 __all__ = ["BINS", "Calibration"]
 
 BINS = 15
-"""Of equal width, as in Guo et al. 2017."""
+"""Number of bins, all of one width (Guo et al. 2017)."""
 #: Probabilities are added up as whole numbers of this, so that sums do not depend on their order.
 _UNIT = 2.0**-24
 

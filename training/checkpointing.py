@@ -153,6 +153,6 @@ class Checkpoints:
 
     def _with_last(self, error: Exception) -> Exception:
         """The same error, which names the checkpoint before. Collective."""
-        told = DataError(f"{error}; {self.last()}")
-        mark_agreed(told, getattr(error, "arose_here", True), self._session.comm.size)
-        return told
+        fault = DataError(f"{error}; {self.last()}")
+        mark_agreed(fault, getattr(error, "arose_here", True), self._session.comm.size)
+        return fault

@@ -171,9 +171,9 @@ class ReductionConfig(Table):
     interval: Annotated[Count, Field(ge=2)] = 10
     """Steps that every scheme gets which is tried."""
     step: Whole = 10
-    """Of the search for a chunk size (Le et al. 2018, Algorithm 1): how far its jumps go [layers]; 0 leaves it out."""
+    """How far the search for a chunk size (Le et al. 2018, Algorithm 1) jumps [layers]; 0 leaves the search out."""
     range: Count = 5
-    """Of the same search: how many jumps it makes beyond the best size."""
+    """How many jumps the same search makes beyond the best size."""
 
     @model_validator(mode="after")
     def _together(self) -> ReductionConfig:
@@ -219,8 +219,8 @@ class AdamConfig(Table):
     epsilon: Annotated[Positive, Field(le=1)] = 1e-8
     """What is added to the root of the latter."""
     weight_decay: NotNegative = 0.0
-    """Of adam, share of a parameter that is added to its gradient; of adamw, that is taken off beside the update, times
-    the learning rate. Not of biases and norms."""
+    """Share of a parameter that adam adds to its gradient; adamw subtracts it from the parameter, times the learning
+    rate. Biases and norms do not decay."""
 
 
 class LARSConfig(Table):
@@ -253,7 +253,7 @@ class ScheduleConfig(Table):
     milestones: Annotated[list[Annotated[Epochs, Field(gt=0)]], Field(max_length=100)] = Field(default_factory=list)
     """Epochs at which the rate is multiplied by `factor`."""
     factor: Positive = 0.1
-    """Of the rate, at a milestone."""
+    """What multiplies the rate at a milestone."""
     final: NotNegative = 0.0
     """The rate at the end of a cosine."""
     factors: dict[Text, NotNegative] = Field(default_factory=dict)
@@ -279,10 +279,10 @@ class TrainingConfig(Table):
     batch: Count
     """Samples of a step, over all ranks."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of initial values, shuffling, dropout and augmentation: two runs of one seed draw the same under every cut."""
+    """Seed of initial values, shuffling, dropout and augmentation: runs with one seed draw the same under every cut."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """Of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them, and the loss of
-    float16 is scaled."""
+    """Type of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them, and the
+    loss of float16 is scaled."""
     clip_norm: Positive | None = None
     """Gradients are scaled down to this global norm; else as they are."""
     patience: Whole = 0

@@ -156,7 +156,7 @@ class TrainingRun:
             last = self.epochs * len(self.sampler)
             self.step_times = StepTimes(self.session.executor, self.session.timeline, self.optimizer.step, last)
         try:
-            # A loss that overflows is told in one line, not by warnings of the arithmetic on every rank.
+            # A loss that overflows is said in one line, not by warnings of the arithmetic on every rank.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 self._begin()
                 while self.sampler.epoch < self.epochs and self.stopped_by is None and not self.best.exhausted:
@@ -341,8 +341,8 @@ class TrainingRun:
         own = executor.loss
         sound = own is None or not executor.device.is_host or math.isfinite(own[0])  # that of a GPU is not asked for
         sound = sound and all(np.isfinite(array).all() for array in executor.store.params.values())
-        told = comm.allgather_objects((sound, platform.node()))
-        found = [(rank, host) for rank, (fine, host) in enumerate(told) if not fine]
+        states = comm.allgather_objects((sound, platform.node()))
+        found = [(rank, host) for rank, (fine, host) in enumerate(states) if not fine]
         where = ""
         if found:
             others = f", and on {len(found) - 1} more" if len(found) > 1 else ""

@@ -292,7 +292,7 @@ class Executor:
             self._fetched.put(self.loss)
 
     def _settle_loss(self) -> None:
-        """Wait for the loss of the last pass. On a device its sum is made here: nobody waited for it to be computed."""
+        """Wait for the loss of the last pass. On a device its sum is made here: the pass did not wait for it."""
         if self._loss_under_way:
             self._loss_under_way = False
             if self._fetched is not None:
@@ -304,7 +304,7 @@ class Executor:
                 self.pending.value = float(self._loss_sum[0])
 
     def loss_value(self) -> float:
-        """The loss of the last `forward`, summed over all ranks. Collective; nobody has to ask for it."""
+        """The loss of the last `forward`, summed over all ranks. Collective, and optional."""
         self._require_loss("loss_value()")
         self._settle_loss()
         return float(self._loss_sum[0])

@@ -71,28 +71,28 @@ class CheckpointFolder:
         UserError
             If there are checkpoints, but no run can go on from any.
         """
-        told: list[str] = []
+        faults: list[str] = []
         damaged = True
         for path in _on_first(comm, self._candidates):
             try:
                 found = CheckpointReader(path, comm, whole=True)
             except UnusableCheckpoint as error:
-                told.append(error.reason)
+                faults.append(error.reason)
                 damaged = damaged and isinstance(error, DamagedCheckpoint)
                 if isinstance(error, DamagedCheckpoint):
-                    told[-1] += _on_first(comm, partial(self._set_aside, path))
+                    faults[-1] += _on_first(comm, partial(self._set_aside, path))
                 continue
-            if told:
+            if faults:
                 _on_first(comm, partial(self._point_back, path))
-                told.append(f"{path.name} is taken instead")
-            return found, told
-        if told:
+                faults.append(f"{path.name} is taken instead")
+            return found, faults
+        if faults:
             none = "all are damaged" if damaged else "there is none"
             raise UserError(
-                f"--resume: expected a checkpoint in {self.path} that can be read, {none}: {'; '.join(told)}; "
+                f"--resume: expected a checkpoint in {self.path} that can be read, {none}: {'; '.join(faults)}; "
                 "bring back a copy, or remove them to begin anew"
             )
-        return None, told
+        return None, faults
 
     def _candidates(self) -> list[Path]:
         """Newest first, beginning with the one that ``latest.h5`` points to."""
@@ -135,7 +135,7 @@ class CheckpointFolder:
         os.replace(link, self.path / f"{name}.h5")
 
     def _point_back(self, path: Path) -> None:
-        with suppress(OSError):  # whoever cannot write here finds it by its name
+        with suppress(OSError):  # where it cannot be written, the file is found by its name
             self._point_to(path)
 
     def _files(self) -> list[Path]:

@@ -31,7 +31,7 @@ def check_graph(comm: Communicator, device: Device) -> None:
         raise UserError('backend.graph: expected kernels = "cudnn" with it; remove graph')
     if comm.recorder is not None and not getattr(comm.recorder, "paused", False):
         raise UserError(
-            "backend.graph: expected no timeline, which times every layer by events that nobody may ask in a graph; "
+            "backend.graph: expected no timeline, which times every layer by events, which cannot be read in a graph; "
             "remove graph or output.timeline"
         )
 

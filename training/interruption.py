@@ -83,9 +83,9 @@ class Interruption:
     ) -> None:
         self._words.__exit__(None, None, None)
         if isinstance(error, KeyboardInterrupt):
-            told = KeyboardInterrupt(self.words() or "interrupted")
-            mark_agreed(told, True, self._comm.size)  # the watchdog has been told
-            raise told from error
+            interrupt = KeyboardInterrupt(self.words() or "interrupted")
+            mark_agreed(interrupt, True, self._comm.size)  # the watchdog knows of it
+            raise interrupt from error
 
 
 def append(log: Path, entry: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Dynamic scaling of the loss, for float16, whose smallest number is 6e-8: decided on the device, nobody waits."""
+"""Dynamic scaling of the loss, for float16, whose smallest number is 6e-8: decided on the device, without a wait."""
 
 from __future__ import annotations
 

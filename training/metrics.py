@@ -77,7 +77,7 @@ class Confusion:
             self.calibration.add(self._probability(prediction, some), truth == (guess if self.threshold is None else 1))
 
     def _probability(self, prediction: Any, some: np.ndarray) -> np.ndarray:
-        """Of "yes", or of the class that was chosen; where `some` is true."""
+        """Probability of "yes", or of the chosen class, where `some` is true."""
         if self.threshold is not None:
             return prediction[some] if self.probabilities else sigmoid(prediction[some])
         chosen = prediction[some]
@@ -204,7 +204,7 @@ class Evaluation:
 
     @property
     def names(self) -> list[str]:
-        """Of the scores that :meth:`finish` gives."""
+        """Names of the scores that :meth:`finish` returns."""
         scores = [(one.name, one.counter.scores()) for one in self._judged]
         return ["loss", *(key if not n else f"{name} {key}" for n, (name, own) in enumerate(scores) for key in own)]
 

@@ -180,7 +180,7 @@ class Optimizer(ABC):
 
     @property
     def _weight(self) -> float:
-        """Of new parameters in their averages, in this step."""
+        """Share of the new parameters in their averages, in this step."""
         return 1 - min(self.average, self.step / (9 + self.step))
 
     def update(self, bucket: Bucket) -> None:

@@ -1,4 +1,4 @@
-"""Losses that are still on a device: fetched by a copy that nobody waits for, read when it has come."""
+"""Losses that are still on a device: fetched by an asynchronous copy, read when it is complete."""
 
 from __future__ import annotations
 

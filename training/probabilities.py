@@ -8,7 +8,7 @@ __all__ = ["sigmoid", "softmax"]
 
 
 def sigmoid(block: np.ndarray) -> np.ndarray:
-    """Of logits, each for itself; neither overflows nor cancels."""
+    """Compute the probability of each logit by itself; neither overflows nor cancels."""
     found = np.tanh(0.5 * block)  # saturates where an exponential would overflow
     found += 1
     found *= 0.5
@@ -16,7 +16,7 @@ def sigmoid(block: np.ndarray) -> np.ndarray:
 
 
 def softmax(block: np.ndarray) -> np.ndarray:
-    """Of logits ``(N, ..., K)``, over the last axis."""
+    """Compute probabilities of logits ``(N, ..., K)``, over the last axis."""
     found = block - block.max(axis=-1, keepdims=True)
     np.exp(found, out=found)
     found /= found.sum(axis=-1, keepdims=True)

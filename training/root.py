@@ -61,9 +61,9 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
     if raised is not None and kind not in _MISTAKES:
         mark_agreed(raised, True, world.size)
         raise raised
-    told = _MISTAKES.get(kind, UserError)(text)
-    mark_agreed(told, world.rank == 0, world.size)
-    raise told from raised
+    mistake = _MISTAKES.get(kind, UserError)(text)
+    mark_agreed(mistake, world.rank == 0, world.size)
+    raise mistake from raised
 
 
 def _described(raised: Exception | None) -> tuple[str, str] | None:

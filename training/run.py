@@ -134,7 +134,7 @@ def train(
         watchdog.follow(session.executor.pulse)
         interruption.follow(session.executor.pulse)
         result = run.train()
-        if result["stopped"] is None:  # otherwise whoever sent the signal does not wait long
+        if result["stopped"] is None:  # otherwise the sender of the signal does not wait long
             report_times(session, log, run.steps, directory)
             report_plan(plan, run, log)
             log.write("finished", step=run.optimizer.step)
@@ -190,7 +190,7 @@ def evaluate(
         batches = session.in_order(chosen)
         evaluation = Evaluation(session.executor, calibrated=details is not None)
         result = evaluate_batches(session, evaluation, batches)
-        assert result is not None, "nobody interrupts it"
+        assert result is not None, "it is not interrupted"
         if predictions is not None:
             write_predictions(session, batches, Path(predictions))
         if details is not None:
@@ -326,11 +326,11 @@ def _start_from(
                 "continue it with --resume, or choose another directory"
             )
         return None, None
-    found, told = folder.newest_whole(ranks)
+    found, faults = folder.newest_whole(ranks)
     if found is None:
-        told = [f"no checkpoint in {folder.path} yet: starting from the beginning"]
-    if told and ranks.rank == 0:
-        _log.warning("; ".join(told))
+        faults = [f"no checkpoint in {folder.path} yet: starting from the beginning"]
+    if faults and ranks.rank == 0:
+        _log.warning("; ".join(faults))
     if found is None:
         return None, None
     return stack.enter_context(found), found.header()[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["Place", "Pulse", "describe_stall"]
 
-SHOWN = 4  # ranks that are told of one by one
+SHOWN = 4  # ranks that are named one by one
 
 
 class Pulse:
@@ -55,7 +55,7 @@ class Place:
     step, phase, layer
         Updates done; ``"forward"``, ``"backward"``, ``"data"``, ...; name of the layer, empty outside of them.
     waiting
-        ``"kind: name"`` of the exchange or sum that it waits for; empty if it waits for nobody.
+        ``"kind: name"`` of the exchange or sum that it waits for; empty if it does not wait.
     line
         Line of code that its main thread is at.
     idle

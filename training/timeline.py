@@ -181,7 +181,7 @@ class Timeline:
 
 
 def kind_of(name: str) -> str:
-    """Kind of communication, of the name that a recorder is told.
+    """Kind of communication, from the name of a recorded span.
 
     >>> kind_of("statistics: bn1"), kind_of("halo")
     ('statistics', 'halo')

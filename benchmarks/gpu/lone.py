@@ -22,7 +22,7 @@ __all__ = ["LoneCommunicator"]
 
 
 class LoneCommunicator:
-    """What an executor asks of a communicator, for rank `rank` of `size`, with nobody there. Local.
+    """What an executor asks of a communicator, for rank `rank` of `size`, with no other rank there. Local.
 
     Messages are copied from the send to the receive buffers within the device, as many bytes as both have; sums leave
     their buffer as it is. All ranks must share all samples: groups of some of them cannot be made.

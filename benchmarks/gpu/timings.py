@@ -76,7 +76,7 @@ def time_cutting(
     A block's step holds everything but the wires: its kernels over its part of the sample with halos, packing,
     unpacking, statistics around sums. The update of all parameters, which every block repeats, is counted once.
     One by one the host enqueues as many kernels for a quarter of the sample as for the whole, and may set the pace
-    (what it takes is told); as graphs (`graph`) it does not, and what is left is the device's.
+    (what it takes is printed); as graphs (`graph`) it does not, and what is left is the device's.
     """
     dtype, numbers = DTYPES[precision], {}
     uncut = Ours(kernels, comm, subject, dtype, graph)

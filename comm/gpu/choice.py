@@ -32,7 +32,7 @@ class RankFacts:
     nccl_fault
         Why there is none.
     shares
-        Whether NCCL is told to let ranks share a GPU (``NCCL_MULTI_RANK_GPU_ENABLE=1``).
+        Whether NCCL lets ranks share a GPU (``NCCL_MULTI_RANK_GPU_ENABLE=1``).
     mpi_fault
         Why MPI does not reach device memory; empty if it was proven to.
     """

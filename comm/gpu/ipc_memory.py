@@ -72,9 +72,9 @@ class Exchanged:
         self._bases: dict[int, int] = {memory.rank: chunk.ptr + first}
         self._peer_events: dict[int, list[PeerEvent]] = {}
 
-    def open(self, told: Sequence[tuple[bytes, int, list[bytes]]]) -> None:
-        """Map what the others have told: handle of the chunk, offset, handles of the events."""
-        for rank, (handle, first, events) in enumerate(told):
+    def open(self, exports: Sequence[tuple[bytes, int, list[bytes]]]) -> None:
+        """Map what the other ranks export: handle of the chunk, offset, handles of the events."""
+        for rank, (handle, first, events) in enumerate(exports):
             if rank != self.rank:
                 self._bases[rank] = self._memory.map(rank, handle) + first
                 self._peer_events[rank] = [PeerEvent(self._memory.runtime.ipcOpenEventHandle(e)) for e in events]
@@ -118,14 +118,15 @@ class IpcMemory:
         CommError
             On all ranks, if memory cannot be had or mapped.
         """
-        # Memory that is used afresh may still be read by what another rank has enqueued: nobody goes on before all
+        # Memory that is used afresh may still be read by what another rank has enqueued: no rank goes on before all
         # devices are done. This is when things are built, not a step.
         self._cuda.device.synchronize()
         part, fault = self._attempt(lambda: self._reserve(nbytes, events), "memory that other processes can map")
         self._agree(fault)
         exchanged, mine = part
-        told = self._mpi.allgather(mine)
-        _, fault = self._attempt(lambda: exchanged.open(told), f"to map memory and events of the other ranks ({SHM})")
+        exports = self._mpi.allgather(mine)
+        what = f"to map memory and events of the other ranks ({SHM})"
+        _, fault = self._attempt(lambda: exchanged.open(exports), what)
         self._agree(fault)
         return exchanged
 

@@ -1,9 +1,9 @@
 """The `mpi-cuda` transport: MPI sends and receives device memory itself. For an MPI that was proven to.
 
 MPI knows nothing of streams: it may be called when what it is to send has been computed, and what it has received is
-there when it says so. So somebody on the host has to see both: the progress thread, and whoever calls `finish`. ::
+there when it says so. So the host has to see both: in the progress thread, and in the thread that calls `finish`. ::
 
-    start    pack -> [device buffer], ticket           (nobody waits)
+    start    pack -> [device buffer], ticket           (no wait)
     thread   ticket done: MPI_Startall; MPI_Testall ...
     finish   waits for the messages, then whatever unpacks is enqueued
 """

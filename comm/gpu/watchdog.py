@@ -45,7 +45,7 @@ class DeviceWatchdog:
     interval
         Between two looks [s].
     end
-        Called with a text if nobody raises a fault; by default prints it. Whoever knows how ends the job.
+        Called with a text if no rank raises a fault; prints it by default. A caller that can end the job does so here.
     begin
         Called first in the thread: makes the device of this rank the thread's.
     """

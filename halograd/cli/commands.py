@@ -150,8 +150,8 @@ def train(
         return CHECKPOINTED
     done = "trained" if result["diverged"] is None else "diverged, not trained,"
     best = result["best"]
-    told = f" (best {best['name']} {best['value']:.4f}, of step {best['step']}: best.h5)" if best["step"] else ""
-    print(f"{done} to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints{told}")
+    best_text = f" (best {best['name']} {best['value']:.4f}, of step {best['step']}: best.h5)" if best["step"] else ""
+    print(f"{done} to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints{best_text}")
     return 0
 
 

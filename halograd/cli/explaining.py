@@ -306,8 +306,8 @@ class Explainer:
         }
         differences["update"] = other.update_seconds - self.chosen.update_seconds
         some = sorted(differences.items(), key=lambda item: -abs(item[1]))
-        told = [f"{term} {1e3 * d:+.3f}" for term, d in some if abs(d) >= 0.0005e-3 + 0.02 * abs(some[0][1])]
-        return ", ".join(told[:4]) or "no difference"
+        named = [f"{term} {1e3 * d:+.3f}" for term, d in some if abs(d) >= 0.0005e-3 + 0.02 * abs(some[0][1])]
+        return ", ".join(named[:4]) or "no difference"
 
 
 def _likeness(record: LayerRecord) -> object:

@@ -81,7 +81,7 @@ def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
 
 
 def _quiet(line: str) -> None:
-    """The scores are told with those of the baseline; a fault is worth a line."""
+    """Print the scores beside those of the baseline; a fault is one line."""
     if not line.startswith("all: "):
         print(f"    {line}", flush=True)
 

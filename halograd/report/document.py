@@ -48,7 +48,7 @@ class Code:
 
 @dataclass(frozen=True)
 class TableBlock:
-    """The first row is the head; columns but the first are numbers and stand to the right, unless told otherwise."""
+    """The first row is the head; columns but the first are numbers and stand to the right by default."""
 
     rows: Sequence[Sequence[str]]
     columns: Literal["numbers", "text"] = "numbers"

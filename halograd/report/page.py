@@ -118,7 +118,7 @@ def _predicted(record: Record, left_out: list[str]) -> Iterator[Block]:
     entry = record.last("prediction")
     if entry is None:
         left_out.append('predicted against measured: the run was not planned by strategy = "auto", or has not ended')
-        yield Text('Told at the end of runs that are planned: `strategy = "auto"`.')
+        yield Text('Shown at the end of runs that are planned: `strategy = "auto"`.')
         return
     yield from prediction_table(entry, record.directory / "plan.json")
 

@@ -128,7 +128,7 @@ def _sorted(path: Path, tail: int | None) -> tuple[list[Entry], list[Entry]]:
 
 #: Steps of a log that a status is made of.
 TAIL = 5000
-# Nothing was logged for so long: that many steps and more, so that it may be told.
+# Nothing was logged for so long: that many steps and more, so that it may be shown.
 _QUIET_STEPS, _QUIET = 30, 120.0  # [s]
 
 
@@ -307,8 +307,8 @@ def _checkpoint_text(status: Status) -> str:
 
 
 def _overlap_text(overlap: dict[str, float | None]) -> str:
-    told = [f"{kind} {ratio:.1f} %" for kind, ratio in overlap.items() if ratio is not None]
-    return ", ".join(told) if told else "not measured: output.timeline = true tells after an epoch"
+    shares = [f"{kind} {ratio:.1f} %" for kind, ratio in overlap.items() if ratio is not None]
+    return ", ".join(shares) if shares else "not measured: output.timeline = true measures it after an epoch"
 
 
 def _hosts_text(hosts: list[str]) -> str:

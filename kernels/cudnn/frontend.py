@@ -288,7 +288,7 @@ class _Handle:
 
 
 class Handles:
-    """cuDNN's handles on one device: one per thread, each told of a stream only when it changed.
+    """cuDNN's handles on one device: one per thread; a stream is set only when it changed.
 
     Parameters
     ----------

@@ -169,7 +169,7 @@ class _Price:
             if isinstance(operation, Transfer):
                 self._exchange(operation, travelling, found)
             elif isinstance(operation, Total):
-                if operation.end == "start" and operation.sum.kind != "running statistics":  # nobody waits for those
+                if operation.end == "start" and operation.sum.kind != "running statistics":  # no layer waits for those
                     total = GroupSum.of(operation.sum.kind, operation.sum.groups, operation.sum.sizes)
                     found["statistics"] += self.pricing.wires.sum(*total.largest)
             elif isinstance(operation, Run) and operation.timing is not None and operation.when != "evaluation":

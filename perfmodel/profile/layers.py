@@ -105,7 +105,7 @@ class LayerTimer:
     def _repeat(self, timed: _Timed, twin: BoundLayer | None, rough: float) -> LayerTime:
         repeats = max(FEWEST, min(self.repeats, int(ENOUGH / max(rough, 1e-9))))
         samples = self.comm.allgather_objects([self._once(timed, twin) for _ in range(repeats)])
-        # Of all ranks the slowest, each time: in a step they meet behind most layers, and wait for whoever was late.
+        # The slowest rank counts, each time: in a step ranks meet behind most layers, and wait for the last one.
         return LayerTime(*(typical(seconds) for seconds in np.max(samples, axis=0).T.tolist()))
 
     def _meet(self) -> None:

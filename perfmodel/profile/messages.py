@@ -47,7 +47,7 @@ class Nodes:
     nodes: tuple[str, ...]
 
     def partner(self, rank: int, level: str) -> int | None:
-        """With whom a rank exchanges to measure a level ("node" or "across"); None: it has nobody there.
+        """With whom a rank exchanges to measure a level ("node" or "across"); None: there is no such rank.
 
         Partners are mutual, and all pairs are at work at the same time.
         """

@@ -74,7 +74,7 @@ def train(executor, make=momentum, steps=STEPS, comm=None, state=None):
             if state is not None:
                 trainer.auto.load_state_dict(state)
             feign(trainer.auto, comm)
-            trainer.auto.told = lambda *what: told.append(what)
+            trainer.auto.on_measured = lambda *what: told.append(what)
         losses = []
         for step in range(steps):
             fill(executor, step)

@@ -48,7 +48,7 @@ class Tuning:
 class AutoReduction:
     """Changes the scheme of an executor between steps until the fastest is found. Collective over its communicator.
 
-    Ranks decide alike: an interval counts as what it took on the rank that was slowest, of which all are told.
+    Ranks decide alike: an interval counts as what it took on the slowest rank, on which all agree.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class AutoReduction:
 
     Attributes
     ----------
-    told
+    on_measured
         Called on every rank with each scheme that was measured, the time of a step [s], and whether it was the last.
     """
 
@@ -77,7 +77,7 @@ class AutoReduction:
     ) -> None:
         self.executor, self.tuning = executor, tuning or Tuning()
         self._apply = apply or executor.reduce_by
-        self.told: Callable[[Scheme, float, bool], None] | None = None
+        self.on_measured: Callable[[Scheme, float, bool], None] | None = None
         self.tuner = Tuner(self._candidates(ranked), self._search())
         self._times: list[float] = []
         self._begun = False
@@ -130,8 +130,8 @@ class AutoReduction:
         scheme, agreed = self.scheme, self.executor.comm.allreduce_scalar(median(self._times[FIRST:]), "max")
         self._times.clear()
         self.tuner.observe(agreed)
-        if self.told is not None:
-            self.told(scheme, agreed, self.done)
+        if self.on_measured is not None:
+            self.on_measured(scheme, agreed, self.done)
         if self.tuner.scheme != scheme:
             self._apply(self.tuner.scheme)
 
@@ -154,7 +154,7 @@ class AutoReduction:
 def report_to(log: RunLog, auto: AutoReduction, step: Callable[[], int]) -> None:
     """Have `auto` write every scheme that was measured, and what it settled on; `step` gives the step's number."""
 
-    def told(scheme: Scheme, seconds: float, last: bool) -> None:
+    def write(scheme: Scheme, seconds: float, last: bool) -> None:
         log.write("reduction", step=step(), scheme=str(scheme), seconds=seconds, chosen=False)
         if last:
             best = auto.tuner.best
@@ -168,7 +168,7 @@ def report_to(log: RunLog, auto: AutoReduction, step: Callable[[], int]) -> None
                 f"{len(auto.tuner.trials)}; to pin it: {pinned(best.scheme)}"
             )
 
-    auto.told = told
+    auto.on_measured = write
 
 
 def pinned(scheme: Scheme) -> str:
