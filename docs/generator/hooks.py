@@ -27,17 +27,14 @@ REFERENCES = {
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.M)
 #: A link of a page to a file that is not on the site: ``[the trainer](../training/trainer.py)``.
 SOURCE_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
-#: Files beside `docs/` that are pages of the site; of the README the section with the measurements.
-ABOVE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "measurements.md"}
-MEASUREMENTS = re.compile(r"^#(# What the numbers are\n.*?)(?=^## )", re.M | re.S)
+#: Files beside `docs/` that are pages of the site.
+ABOVE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not files below `docs/`."""
     for source, page in ABOVE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        if source == "README.md":
-            (text,) = MEASUREMENTS.findall(text)
         files.append(File.generated(config, page, content=from_above(text)))
     for folder in api.FOLDERS:
         files.append(File.generated(config, f"api/{folder}.md", content=api.page(folder)))
