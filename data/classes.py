@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
+from .errors import DataError
 from .source import Dataset
 from .targets import TargetReduction
 
@@ -37,7 +38,7 @@ def count_classes(
     Raises
     ------
     DataError
-        As in reading.
+        As in reading; a target that is between two classes.
     """
     counts, fine = np.zeros(classes, np.int64), dataset.fields[name].shape
     shape = fine if reduction is None else reduction.coarse_shape(fine)
@@ -45,8 +46,14 @@ def count_classes(
     for sample in samples:
         for first in range(0, shape[0], rows):
             box = Box.of_shape((1, *shape)).replace(1, first, min(first + rows, shape[0]))
-            labels = _read(dataset, name, int(sample), box, reduction).astype(np.int64).reshape(-1)
-            counts += np.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
+            labels = _read(dataset, name, int(sample), box, reduction).reshape(-1)
+            labels = labels[(labels >= 0) & (labels < classes)]
+            if np.any(labels != np.rint(labels)):
+                raise DataError(
+                    f"{dataset.path}: sample {sample}: expected numbers of classes in {name!r}, which are counted, got "
+                    f"{labels[labels != np.rint(labels)][0]:g}; give the weights as numbers"
+                )
+            counts += np.bincount(labels.astype(np.int64), minlength=classes)
     return counts
 
 

@@ -235,6 +235,10 @@ class Layer:
         """The layer with how often each class occurs in its inputs, by their number; it is not modified."""
         return self
 
+    def class_factors(self, i: int) -> Sequence[float]:
+        """Weights of the classes of input `i`, where they follow from counts (`with_counts`); else none."""
+        return ()
+
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         """Least and largest number that makes sense in input `i`, which is compared with; None: all do."""
         return None

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ..program.views import View
 
 __all__ = [
+    "BALANCED",
+    "HOW_TO_COUNT",
     "LocalLoss",
     "Loss",
     "LossBlock",
@@ -33,12 +35,16 @@ __all__ = [
     "LossOfKernel",
     "LossPlace",
     "LossTerm",
+    "check_counts",
     "check_normalization",
     "loss_timing",
     "weights_view",
 ]
 
 NORMALIZATIONS = ("count", "weights")
+#: A weight that follows from how often classes occur in the training samples.
+BALANCED = "balanced"
+HOW_TO_COUNT = "train by the command line or halograd.fit, which count them, or give them to Network.balance()"
 
 
 class LossNode(Node):
@@ -233,6 +239,17 @@ class Loss(Layer):
             context.run(kernel, "weigh")
             context.add_up(context.sum(Groups.whole(context.size), weight, "loss", [8], f"{context.name} (weights)"))
         context.run(kernel, "forward", timing=term.timing)
+
+
+def check_counts(option: str, counts: Sequence[int]) -> tuple[int, ...]:
+    """How often classes occur, each at least once. Raises ValueError for `option` where one does not."""
+    missing = [c for c, n in enumerate(counts) if n == 0]
+    if missing:
+        raise ValueError(
+            f'{option}: expected all of {len(counts)} classes in the training samples for "{BALANCED}", got none of '
+            f"class {', '.join(map(str, missing))}; give numbers, or leave these classes out"
+        )
+    return tuple(int(n) for n in counts)
 
 
 def check_normalization(given: str) -> str:

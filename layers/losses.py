@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from ..kernels import LossArrays
 from ..kernels.memory import buffer, chunks, rows, total
 from .costs import Judgement
 from .layer import Shape
-from .loss import LocalLoss, Loss, LossBlock, LossOfKernel, check_normalization
+from .loss import BALANCED, HOW_TO_COUNT, LocalLoss, Loss, LossBlock, LossOfKernel, check_counts, check_normalization
 
 __all__ = ["AbsoluteError", "BinaryCrossEntropyWithLogits", "Focal", "Huber", "MeanSquaredError"]
 
@@ -65,7 +65,9 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
     Parameters
     ----------
     pos_weight
-        Weight p of the positive class: a number, or one per channel.
+        Weight p of the positive class: a number, or one per channel. ``"balanced"``: ``n[0] / n[1]`` for the positions
+        of the training samples whose target is 0 and 1; a run counts them before it begins (:meth:`Network.balance`).
+        Predictions have one channel then.
     normalization
         With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
 
@@ -75,12 +77,15 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
     """
 
     def __init__(
-        self, pos_weight: float | Sequence[float] = 1.0, name: str | None = None, *, normalization: str = "count"
+        self,
+        pos_weight: float | Sequence[float] | str = 1.0,
+        name: str | None = None,
+        *,
+        normalization: str = "count",
     ) -> None:
         super().__init__(name, normalization=normalization)
-        self.pos_weight = np.asarray(pos_weight, np.float64)
-        if self.pos_weight.ndim > 1 or not np.all(self.pos_weight > 0):
-            raise ValueError(f"pos_weight: expected a number > 0 or one per channel, got {pos_weight!r}")
+        self.pos_weight = _pos_weight(pos_weight)
+        self._counts: tuple[int, ...] = ()
 
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         return super().target_range(i, *shapes) if self.weighs(i) else (0.0, 1.0)
@@ -90,13 +95,45 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
 
     def check(self, *shapes: Shape) -> None:
         super().check(*shapes)
-        if self.pos_weight.ndim and len(self.pos_weight) != shapes[0][-1]:
+        channels = shapes[0][-1]
+        if isinstance(self.pos_weight, str):
+            if channels != 1:
+                raise ValueError(f'pos_weight: expected one channel with "{BALANCED}", got {channels}; give numbers')
+        elif self.pos_weight.ndim and len(self.pos_weight) != channels:
             raise ValueError(
-                f"pos_weight: expected a number or one for each of {shapes[0][-1]} channels, got {len(self.pos_weight)}"
+                f"pos_weight: expected a number or one for each of {channels} channels, got {len(self.pos_weight)}"
             )
 
     def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
-        return kernels.binary_cross_entropy(arrays, self.pos_weight.tolist())
+        if not isinstance(self.pos_weight, str):
+            return kernels.binary_cross_entropy(arrays, self.pos_weight.tolist())
+        if not self._counts:
+            raise ValueError(f'pos_weight: expected the counts of 2 classes for "{BALANCED}", got none; {HOW_TO_COUNT}')
+        return kernels.binary_cross_entropy(arrays, self.class_factors(1)[1])
+
+    def counted_classes(self, i: int, *shapes: Shape) -> int:
+        return 2 if i == 1 and isinstance(self.pos_weight, str) else 0
+
+    def with_counts(self, counts: Mapping[int, Sequence[int]]) -> BinaryCrossEntropyWithLogits:
+        if 1 not in counts or not isinstance(self.pos_weight, str):
+            return self
+        return self.changed(_counts=check_counts("pos_weight", counts[1]))
+
+    def class_factors(self, i: int) -> Sequence[float]:
+        return (1.0, self._counts[0] / self._counts[1]) if i == 1 and self._counts else ()
+
+
+def _pos_weight(given: float | Sequence[float] | str) -> Any:
+    """A number, one per channel, or ``"balanced"``."""
+    if isinstance(given, str) and given == BALANCED:
+        return given
+    try:
+        found = np.asarray(given, np.float64)
+    except ValueError:
+        found = np.zeros(())
+    if found.ndim > 1 or not np.all(found > 0):
+        raise ValueError(f'pos_weight: expected a number > 0, one per channel, or "{BALANCED}", got {given!r}')
+    return found
 
 
 class _Pointwise(_ElementwiseLoss):

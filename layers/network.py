@@ -208,6 +208,14 @@ class Network:
         if found:
             self.outputs["loss"].layer = self.outputs["loss"].layer.with_counts(found)
 
+    @property
+    def class_factors(self) -> dict[str, Sequence[float]]:
+        """Weights of classes that the loss has from counts, by the name of the input."""
+        loss = self.outputs.get("loss")
+        if loss is None:
+            return {}
+        return {self._labels(loss.inputs[i]): loss.layer.class_factors(i) for i, _ in self._counted()}
+
     @cached_property
     def layers(self) -> dict[str, Node]:
         """All nodes but the inputs, by name, in order of computation."""

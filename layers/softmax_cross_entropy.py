@@ -10,11 +10,9 @@ import numpy as np
 from ..kernels import ClassTargets, LossArrays
 from .costs import Judgement
 from .layer import Shape
-from .loss import Loss, LossBlock, LossOfKernel, LossPlace, check_normalization
+from .loss import BALANCED, HOW_TO_COUNT, Loss, LossBlock, LossOfKernel, LossPlace, check_counts, check_normalization
 
 __all__ = ["SoftmaxCrossEntropy", "balanced"]
-
-BALANCED = "balanced"
 
 
 class SoftmaxCrossEntropy(Loss):
@@ -97,13 +95,10 @@ class SoftmaxCrossEntropy(Loss):
     def with_counts(self, counts: Mapping[int, Sequence[int]]) -> SoftmaxCrossEntropy:
         if 1 not in counts or not isinstance(self.class_weights, str):
             return self
-        missing = [c for c, n in enumerate(counts[1]) if n == 0]
-        if missing:
-            raise ValueError(
-                f'class_weights: expected all of {len(counts[1])} classes in the training samples for "balanced", got '
-                f"none of class {', '.join(map(str, missing))}; give the weights as numbers, or leave these classes out"
-            )
-        return self.changed(_counts=tuple(int(n) for n in counts[1]))
+        return self.changed(_counts=check_counts("class_weights", counts[1]))
+
+    def class_factors(self, i: int) -> Sequence[float]:
+        return balanced(self._counts) if i == 1 else ()
 
     def divides(self, weighted: bool) -> bool:
         return self.normalization == "weights"
@@ -119,8 +114,8 @@ class SoftmaxCrossEntropy(Loss):
         weights = self._weights()
         if weights is not None and len(weights) != classes:
             raise ValueError(
-                f'class_weights: expected the counts of {classes} classes for "balanced", got {len(weights)}; train by '
-                "the command line or halograd.fit, which count them, or give them to Network.balance()"
+                f'class_weights: expected the counts of {classes} classes for "{BALANCED}", got {len(weights)}; '
+                + HOW_TO_COUNT
             )
         return ClassTargets(classes, weights, self.ignore_index)
 

@@ -114,6 +114,9 @@ class TotalLoss(Loss):
             terms.append(replace(term, layer=term.layer.with_counts(own)))
         return self.changed(terms=tuple(terms))
 
+    def class_factors(self, i: int) -> Sequence[float]:
+        return next(filter(None, (layer.class_factors(k) for k, layer in self._readers(i))), ())
+
     def reads_classes(self, i: int, *shapes: Shape) -> bool:
         terms = [(term, term.inputs.index(i)) for term in self.terms if i in term.inputs]
         return any(term.layer.reads_classes(k, *self._of(term, shapes)) for term, k in terms)

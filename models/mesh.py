@@ -17,7 +17,7 @@ from ..layers import (
     Node,
     Resize,
 )
-from .options import Extent, Filters, Name, Statistics, Times, Weight
+from .options import Balanced, Extent, Filters, Name, Statistics, Times, Weight
 
 __all__ = ["mesh", "mesh_1k", "mesh_2k"]
 
@@ -32,7 +32,7 @@ def mesh(
     convs: Times = 3,
     decoder: bool = False,
     statistics: Statistics = "global",
-    pos_weight: Weight = 1.0,
+    pos_weight: Weight | Balanced = 1.0,
     name: Name = "mesh",
 ) -> Network:
     """The mesh-tangling network: which cells, or which patches of cells, need relaxation.
@@ -56,7 +56,7 @@ def mesh(
     statistics
         Of batch norm: "global", "sample" or "local".
     pos_weight
-        Weight of the cells that need relaxation in the loss.
+        Weight of the cells that need relaxation in the loss; "balanced": the ratio of the others to them.
 
     Returns
     -------

@@ -9,7 +9,19 @@ from pydantic import Field
 
 from halograd.schema import Below1, Count, NotNegative, Positive, Text
 
-__all__ = ["ClassWeights", "Extent", "Extents", "Factor", "Filters", "Name", "Rate", "Statistics", "Times", "Weight"]
+__all__ = [
+    "Balanced",
+    "ClassWeights",
+    "Extent",
+    "Extents",
+    "Factor",
+    "Filters",
+    "Name",
+    "Rate",
+    "Statistics",
+    "Times",
+    "Weight",
+]
 
 #: Cells, pixels or voxels along one axis.
 Extent = Annotated[Count, Field(le=2**17)]
@@ -21,8 +33,10 @@ Times = Annotated[Count, Field(le=256)]
 #: Of all filters and hidden units, 1 as published.
 Factor = Annotated[Positive, Field(le=64)]
 Weight = Annotated[Positive, Field(le=1e6)]
+#: By how often classes occur in the training samples.
+Balanced = Literal["balanced"]
 #: One per class, or "balanced".
-ClassWeights = Annotated[Sequence[NotNegative], Field(min_length=1, max_length=2**16)] | Literal["balanced"] | None
+ClassWeights = Annotated[Sequence[NotNegative], Field(min_length=1, max_length=2**16)] | Balanced | None
 #: Of dropout, or of smoothed labels.
 Rate = Below1
 Statistics = Literal["global", "sample", "local"]

@@ -10,7 +10,6 @@ from typing import Any
 from halograd import __version__
 
 from ..comm import Communicator
-from ..layers.softmax_cross_entropy import balanced
 from ..layers.strategy import cuts_text
 from .directory import job_id
 from .epochs import TrainingRun
@@ -36,9 +35,9 @@ def headline(session: Session) -> str:
 
 def balance_lines(session: Session) -> list[str]:
     """A line per target whose classes were counted: how often each occurs, and its weight. Local."""
-    found = []
+    found, factors = [], session.network.class_factors
     for name, counts in session.samples.class_counts.items():
-        each = [f"{c}: {n:,} ({w:.4g})" for c, (n, w) in enumerate(zip(counts, balanced(counts)))]
+        each = [f"{c}: {n:,} ({w:.4g})" for c, (n, w) in enumerate(zip(counts, factors[name]))]
         more = f", and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
         found.append(f"classes of {name} in the training samples, and their weights: {', '.join(each[:_NAMED])}{more}")
     return found

@@ -141,6 +141,64 @@ def test_refused(comm, config, sets, message):
         train(config, sets, comm=comm)
 
 
+ONE_CHANNEL = """
+import halograd as hg
+
+def build(weight="balanced", channels=1):
+    x, kind = hg.Input((16, 16, 2), name="x"), hg.Input((channels,), "kind")
+    y = hg.Conv(4, 3, padding=1, activation="relu")(x)
+    whole = hg.Dense(channels, name="whole")(hg.GlobalAveragePool()(y))
+    loss = 0.5 * hg.BinaryCrossEntropyWithLogits(weight)(whole, kind) + 0.1 * hg.MeanSquaredError()(whole, kind)
+    return hg.Network({"prediction": whole, "loss": loss}, name="balanced")
+"""
+ONE_TARGET = DATA.replace('mask = "label"\n', "")
+
+
+@pytest.fixture
+def one_channel(comm, working):
+    if comm.rank == 0:
+        write(working)
+        write_own(working, ONE_CHANNEL, ONE_TARGET)
+    comm.barrier()
+    return working / "run.toml"
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_positive_class_as_with_the_number_itself(comm, one_channel, capfd):
+    cut = {1: [], 2: ["strategy.height=2"], 4: ["strategy.height=2", "strategy.width=2"]}[comm.size]
+    found = train(one_channel, [*cut, "output.progress=true"], comm=comm)
+    evaluate(one_channel, cut, predictions="p.h5", comm=comm)
+    with h5py.File("data.h5") as file:
+        kind = file["kind"][()][trained("p.h5")]
+    ratio = float(np.sum(~kind) / np.sum(kind))
+    want = train(one_channel, [*cut, "output.directory=given", f"model.weight={ratio!r}"], comm=comm)
+    even = train(one_channel, [*cut, "output.directory=even", "model.weight=1.0"], comm=comm)
+    assert found["validation"]["loss"] == pytest.approx(want["validation"]["loss"], rel=1e-12)
+    assert found["validation"]["loss"] != pytest.approx(even["validation"]["loss"], rel=1e-3)
+    if comm.rank == 0:
+        line = f"weights: 0: {np.sum(~kind)} (1), 1: {np.sum(kind)} ({ratio:.4g})"
+        assert f"classes of kind in the training samples, and their {line}" in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["model.channels=2"], 'pos_weight: expected one channel with "balanced", got 2; give numbers'),
+        (["model.weight=even"], "pos_weight: expected a number > 0, one per channel, or \"balanced\", got 'even'"),
+        (['data.targets={kind="none"}'], "pos_weight: expected all of 2 classes in the training samples for"),
+        (['data.targets={kind="soft"}'], r"expected numbers of classes in 'kind', which are counted, got 0\.5; give"),
+    ],
+)
+def test_refused_weights_of_the_positive_class(comm, one_channel, sets, message):
+    if comm.rank == 0:
+        with h5py.File("data.h5", "r+") as file:
+            file["none"], file["soft"] = np.zeros(SAMPLES), np.full(SAMPLES, 0.5)
+    comm.barrier()
+    with pytest.raises(UserError, match=message):
+        train(one_channel, sets, comm=comm)
+
+
 def test_counts_of_patches_and_of_many_rows(monkeypatch):
     """As the network sees them; what is ignored does not count."""
     from halograd.data import classes
@@ -173,16 +231,22 @@ def test_a_network_that_was_not_balanced_says_so():
             made.balance({"t": [1, 2]})
         made.balance({"t": [1, 2, 1]})
         Executor(made, alone, get_backend("numpy"), 2).close()
+        loss = hg.BinaryCrossEntropyWithLogits("balanced")(hg.Input((4, 1), "x"), hg.Input((4, 1), "t"))
+        with pytest.raises(ValueError, match='expected the counts of 2 classes for "balanced", got none; train by'):
+            Executor(hg.Network({"loss": loss}), alone, get_backend("numpy"), 2)
     both = hg.Input((4, 1), "a", "int32"), hg.Input((4, 1), "b", "int32")
     loss = hg.SoftmaxCrossEntropy("balanced")(hg.Input((4, 3), "x"), hg.Add()(*both))
     with pytest.raises(ValueError, match="expected classes that are counted in one Input, got a target made of a, b"):
         hg.Network({"loss": loss}).balance()
 
 
-def test_layers_are_measured_without_counts():
+@pytest.mark.parametrize(
+    ("layer", "channels"),
+    [(hg.SoftmaxCrossEntropy("balanced"), 3), (hg.BinaryCrossEntropyWithLogits("balanced"), 1)],
+)
+def test_layers_are_measured_without_counts(layer, channels):
     """A plan is made before the data are read."""
-    layer = hg.SoftmaxCrossEntropy("balanced")
-    inputs = [(2, 4, 3), (2, 4, 1)]
+    inputs = [(2, 4, channels), (2, 4, 1)]
     with Communicator(MPI.COMM_SELF) as alone, get_backend("numpy") as kernels:
         bound = BoundLayer(layer, inputs, "float32", kernels, alone)
         bound.run()
@@ -197,6 +261,11 @@ def test_weights_may_be_an_array():
 def test_the_weights_have_the_mean_1():
     counts = (7, 20, 3)
     assert np.dot(counts, balanced(counts)) == pytest.approx(30)
+
+
+def test_mesh_models_weigh_the_positive_class():
+    assert hg.models.build("mesh", resolution=64, pos_weight="balanced").counted == {"target": 2}
+    assert hg.models.build("mesh", resolution=64, pos_weight=2.0).counted == {}
 
 
 @pytest.mark.parametrize("model", ["lenet5", "alexnet", "vgg_a", "googlenet", "inception_v3", "resnet50", "unet2d"])
