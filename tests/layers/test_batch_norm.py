@@ -5,9 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-from halograd.comm import Communicator
 from halograd.layers import BatchNorm, Input
 from halograd.layers.groups import group_of, sample_groups
 from halograd.layers.strategy import Strategy, layout_of
@@ -23,12 +21,6 @@ BACKENDS = ("numpy", "onednn")
 
 def norm(**options):
     return lambda: BatchNorm(name="norm", **options)
-
-
-@pytest.fixture
-def ranks():
-    with Communicator(MPI.COMM_WORLD) as comm:
-        yield comm
 
 
 def oracle(x, batch, shape, blocks=(slice(None),), relu=False, affine=True):

@@ -5,9 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-from halograd.comm import Communicator
 from halograd.layers import GroupNorm, Input, InstanceNorm, LayerNorm
 from halograd.testing import check_layer, grids, random_array, run_layer
 from tests.layers.geometries import skew
@@ -25,12 +23,6 @@ KINDS = {
 }
 
 OPTIONS = [{"activation": "relu"}, {"affine": False}, {"affine": False, "activation": "relu"}]
-
-
-@pytest.fixture
-def ranks():
-    with Communicator(MPI.COMM_WORLD) as comm:
-        yield comm
 
 
 def oracle(kind, x, relu=False, affine=True):

@@ -35,12 +35,6 @@ BATCH = 3
 WEIGHTS = (0.5, 2.0, 0.0, 1.5)
 
 
-@pytest.fixture
-def ranks():
-    with Communicator(MPI.COMM_WORLD) as comm:
-        yield comm
-
-
 # -- definitions, in float64 ------------------------------------------------------------------------
 
 

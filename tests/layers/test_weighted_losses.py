@@ -41,13 +41,6 @@ from tests.layers.weighted import (
     weights_of,
 )
 
-
-@pytest.fixture
-def ranks():
-    with Communicator(MPI.COMM_WORLD) as comm:
-        yield comm
-
-
 # -- exactness ---------------------------------------------------------------------------------------
 
 
