@@ -23,7 +23,7 @@ from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy
-from tests.training.runs import write_config
+from tests.training.runs import write_config, write_shared
 from tests.training.test_exactness import NETWORKS, fill
 
 STEPS, AVERAGE = 12, 0.75
@@ -141,10 +141,7 @@ CUTS = {1: [], 2: ["strategy.height=2"], 4: ["strategy.height=2", "strategy.widt
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_is_judged_by_its_averages(comm, shared):
     """In training and afterwards, as in one process; resumed; its parameters themselves are in the file too."""
-    if comm.rank == 0:
-        write_config(shared)
-    comm.barrier()
-    config, cuts = shared / "run.toml", CUTS[comm.size]
+    config, cuts = write_shared(comm, shared), CUTS[comm.size]
 
     def results(out, more, comm):
         more = [*SETS, *more, f"output.directory={shared / out}"]
