@@ -28,7 +28,7 @@ FORMS = {
 
 
 def mean(values, w, normalization):
-    """Of the losses of all elements ``(N, *spatial, C)``."""
+    """Return the mean of the losses of all elements ``(N, *spatial, C)``, with weights."""
     w = w.expand(values.shape)
     return (values * w).sum() / (w.sum() if normalization == "weights" else values.numel())
 

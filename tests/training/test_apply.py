@@ -304,7 +304,7 @@ MASK = {"long_name": "kind of cell", "flag_values": [0, 1, 2], "flag_meanings": 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("what", ["logits", "classes"])
 def test_says_what_the_data_say(comm, working, what):
-    """Of the numbers what those of the target say, which need not be in the new files; of the file what all say."""
+    """Predictions have the attributes of their target, which new files may lack; the file has those of its inputs."""
     if comm.rank == 0:
         rng = np.random.default_rng(5)
         write_own(working, SAID, SAID_DATA)

@@ -79,7 +79,7 @@ def trained(found):
 
 @pytest.mark.mpi
 def test_as_with_the_numbers_themselves(comm, config, capfd):
-    """Of all ranks together, of training samples only; said, logged, and in the checkpoint."""
+    """Training samples of all ranks are counted; the counts are printed, logged, and in the checkpoint."""
     cut = {1: {}, 2: {"height": 2}, 3: {"sample": 3}, 4: {"height": 2, "width": 2}}[comm.size]
     sets = overrides_of(cut)
     found = train(config, [*sets, "model.auxiliary=false", "output.progress=true"], comm=comm)

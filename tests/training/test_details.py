@@ -154,7 +154,7 @@ def test_calibration_is_its_definition_in_any_order(given, cut):
 
 
 def test_probabilities_that_are_some_already():
-    """A loss of probabilities is not asked for logits."""
+    """The calibration of a loss of probabilities takes them as they are."""
     p, t = np.array([[0.9], [0.2], [0.6]]), np.array([[1.0], [0.0], [0.0]])
     made = Confusion(2, 0.5, probabilities=True)
     made.calibration = Calibration()

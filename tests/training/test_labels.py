@@ -58,7 +58,7 @@ def config(comm, working):
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("invalid", ["refuse", "skip"])
 def test_as_a_file_with_the_new_numbers(comm, config, invalid):
-    """Of several files, in training, counts of classes, evaluation and what it writes; varied, too."""
+    """Several files are mapped in training, counts of classes, evaluation and its predictions; augmented, too."""
     sets = [f"strategy.height={comm.size}", f'data.invalid="{invalid}"', 'data.augment={flips=["width"], turns=true}']
     ready = ['data.path="new.h5"', "data.labels={}", 'output.directory="new"']
     found, want = (train(config, [*sets, *more], comm=comm) for more in ([], ready))
