@@ -180,7 +180,9 @@ def test_averages_that_begin_later_and_end(comm, shared, tmp_path):
 
 @pytest.mark.ranks(1)
 def test_exported_are_the_averages(comm, shared, tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors = pytest.importorskip(
+        "safetensors.numpy", reason="needs safetensors: pip install 'halograd[interchange]'"
+    )
     config, out = write_config(shared), shared / "exported"
     train(config, [*SETS, f"output.directory={out}"], comm=comm)
     arrays = {}
