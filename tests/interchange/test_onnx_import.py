@@ -147,35 +147,38 @@ TRAINED_NEW = [
 TRAINED = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in TRAINED_NEW)]
 
 
-@pytest.mark.parametrize("name, exporter", CASES)
-def test_outputs_are_those_of_torch(name, exporter, tmp_path):
+def _imported(name, folder, exporter, training=False):
+    """Import a module with random parameters; return the network, the module, and a batch of samples."""
     make, shape = _modules()[name]
     module = make().double()
     shake(module)
     x = samples(*shape)
-    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter))
+    return hg.onnx.load(export(module, first(x), folder / "m.onnx", exporter, training)), module, x
+
+
+def _check_outputs(network, module, x):
+    """Assert that a network computes what the module does in evaluation."""
     module.eval()
     (ours,) = predicted(network, x).values()
     want = last(module(first(x)))
     np.testing.assert_allclose(ours, want, rtol=0, atol=1e-10 * max(1.0, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("name, exporter", CASES)
+def test_outputs_are_those_of_torch(name, exporter, tmp_path):
+    network, module, x = _imported(name, tmp_path, exporter)
+    _check_outputs(network, module, x)
 
 
 @pytest.mark.parametrize("name, exporter", TRAINED)
 def test_what_is_exported_for_training_has_the_parameters_of_torch(name, exporter, tmp_path):
     """All of them and no others, under torch's names, and computes the same in evaluation."""
-    make, shape = _modules()[name]
-    module = make().double()
-    shake(module)
-    x = samples(*shape)
-    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True))
+    network, module, x = _imported(name, tmp_path, exporter, training=True)
     assert network.parameter_count == sum(p.numel() for p in module.parameters())
     named = {key.rpartition(".")[0] or key for key, _ in module.named_parameters()}
     layers = {key.rpartition("/")[0] for key in network.parameters()}
     assert named <= layers or "" in {key.rpartition(".")[0] for key, _ in module.named_parameters()}
-    module.eval()
-    (ours,) = predicted(network, x).values()
-    want = last(module(first(x)))
-    np.testing.assert_allclose(ours, want, rtol=0, atol=1e-10 * max(1.0, np.abs(want).max()))
+    _check_outputs(network, module, x)
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
