@@ -31,14 +31,7 @@ _SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "S
 
 
 def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
-    """The graph of a file. Local.
-
-    Parameters
-    ----------
-    path
-        The file. Weights outside of it (``external_data``) lie in its folder.
-    shapes
-        Of samples, ``(*spatial, C)``, by input: needed where the file leaves extents open, else in place of its own.
+    """Return the graph of a file; `path` and `shapes` are those of `halograd.onnx.load`. Local.
 
     Raises
     ------

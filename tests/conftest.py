@@ -11,7 +11,8 @@ A test with one of the first three is not run serially. Under MPI a fault on one
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,21 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 @pytest.fixture
 def comm() -> Any:
-    """`MPI.COMM_WORLD`, for tests of data movement to clone."""
-    from mpi4py import MPI
+    """`MPI.COMM_WORLD`: all ranks of the test. Tests of data movement clone it."""
+    from mpi4py import MPI  # not at the top: it initialises MPI
 
     return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def shared(comm: Any, tmp_path: Path) -> Path:
+    """An empty folder, the same on all ranks."""
+    return Path(comm.bcast(str(tmp_path)))
+
+
+@pytest.fixture
+def working(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder `shared` as the working folder; afterwards the path of modules is as before."""
+    monkeypatch.chdir(shared)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield shared

@@ -59,14 +59,14 @@ def test_tracking(tmp_path, ranks):
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])}
     done = mpiexec(ranks, ["-m", "examples.tracking", str(tmp_path / "mesh.h5"), str(tmp_path / "run")], 240, env)
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in calls.read_text().splitlines()]
-    assert [name for name, *_ in told].count("start_run") == 1
-    assert told[1] == ["log_params", [{"epochs": 3, "batch": 4}], {}]
-    metrics = [(given[0], options["step"]) for name, given, options in told if name == "log_metrics"]
+    called = [json.loads(line) for line in calls.read_text().splitlines()]
+    assert [name for name, *_ in called].count("start_run") == 1
+    assert called[1] == ["log_params", [{"epochs": 3, "batch": 4}], {}]
+    metrics = [(given[0], options["step"]) for name, given, options in called if name == "log_metrics"]
     steps = [step for values, step in metrics if "loss" in values]
     ends = [step for values, step in metrics if "validation loss" in values]
     assert len(ends) == 3 and steps == list(range(2, ends[-1] + 1, 2))
-    (*_, best) = [given for name, given, _ in told if name == "log_artifact"]
+    (*_, best) = [given for name, given, _ in called if name == "log_artifact"]
     assert Path(best[0]).exists() and best[1] == "best"
 
 

@@ -30,7 +30,7 @@ from halograd.training.config import Config, ReductionConfig
 from .api import package
 from .docstrings import to_markdown
 
-__all__ = ["Key", "Section", "machine_tables", "model_options", "run_tables", "sections", "strategy_tables"]
+__all__ = ["ConfigSection", "Key", "machine_tables", "model_options", "run_tables", "sections", "strategy_tables"]
 
 #: Bounds that only keep arithmetic finite; a reader need not see them.
 BEYOND = (schema.MOST, schema.LARGEST, 1 / schema.LARGEST, 2**63)
@@ -59,7 +59,7 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """A table of a file: where it stands, what it is for, its keys."""
 
     heading: str
@@ -83,9 +83,9 @@ def strategy_tables() -> str:
     return _markdown(sections(Strategy, "strategy-file"))
 
 
-def sections(root: type, before: str = "") -> list[Section]:
+def sections(root: type, before: str = "") -> list[ConfigSection]:
     """The tables of a file in the order in which it has them: the keys at its top, then each table with its own."""
-    found: dict[str, Section] = {}
+    found: dict[str, ConfigSection] = {}
     waiting: list[tuple[type, str]] = [(root, "")]
     while waiting:
         table, place = waiting.pop(0)
@@ -124,7 +124,7 @@ def _defaults(name: str) -> dict[str, Any]:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def _section(table: type, place: str, before: str) -> Section:
+def _section(table: type, place: str, before: str) -> ConfigSection:
     thing = _source(table)
     kinds = [k for k, f in _fields(table).items() if k == "kind" and typing.get_origin(f.annotation) is Literal]
     which = " or ".join(f'"{k}"' for k in typing.get_args(_fields(table)["kind"].annotation)) if kinds else ""
@@ -132,7 +132,7 @@ def _section(table: type, place: str, before: str) -> Section:
     anchor = ".".join(filter(None, (before, place, which.split('"')[1] if several else "")))
     heading = f"`[{place}]`" + (f", `kind = {which}`" if several else "") if place else "At the top"
     keys = tuple(_key(table, name, field) for name, field in _fields(table).items() if not _is_section(field))
-    return Section(heading, anchor, _summary(thing), keys)
+    return ConfigSection(heading, anchor, _summary(thing), keys)
 
 
 def _key(table: type, name: str, field: FieldInfo) -> Key:
@@ -262,7 +262,7 @@ def _source(kind: type) -> griffe.Object | None:
     return package()[path.removeprefix("halograd.")]
 
 
-def _markdown(found: list[Section]) -> str:
+def _markdown(found: list[ConfigSection]) -> str:
     lines: list[str] = []
     for section in found:
         lines += [f"### {section.heading} {{#{section.anchor or 'top'}}}", "", section.text, ""]

@@ -121,7 +121,7 @@ def test_contestants_take_part_in_what_they_can_do():
 @pytest.mark.parametrize("problem", ["mesh-tiny", "resnet-tiny"])
 def test_halos_by_hand_and_16_bits_train_alike(problem):
     """Else nothing is timed; windows with strides, pooling, norms and both losses are in these networks."""
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="needs torch as peer: pip install 'halograd[peers]'")
     named = {e.name: replace(e, threads=1) for e in CONTESTANTS}
     entries = [named[name] for name in ("halograd-2x1", "torch-gloo", "torch-bf16")]
     outcome = run(problem, entries, Settings(0.02, 2, 1.0), lambda line: None, NUMPY)

@@ -19,7 +19,7 @@ from halograd.perfmodel.machine_file import parse_machine
 from halograd.training.config import check_config
 from tests.docs.pages import PAGES, ROOT, Block, blocks, commands_of
 
-# Who runs the Python of a page, in order, on which ranks.
+# Tests that run the Python of a page, in order, on which ranks.
 RUN_BY = {
     "README.md": "tests/test_docs.py",
     "custom_layers.md": "tests/test_docs.py",
@@ -34,7 +34,7 @@ RUN_BY = {
 }
 LANGUAGES = {"python", "toml", "json", "sh", "console", "text"}
 LAUNCHERS = {"mpirun", "mpiexec", "srun", "watch"}
-#: Programs of others: a test can neither run nor check what they are told.
+#: Programs of others: a test can neither run them nor check their arguments.
 OTHERS = {"apt-get", "cd", "cp", "export", "git", "module", "scancel", "sbatch", "source", "tensorboard"}
 #: A configuration with all that is required, over which a page's few lines are laid.
 WHOLE: dict[str, dict[str, Any]] = {
@@ -86,8 +86,8 @@ def check_command(words: list[str]) -> None:
         assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets), targets
     elif name == "pip":
         known = parse_toml((ROOT / "pyproject.toml").read_text(encoding="utf-8"), "pyproject.toml")["project"]
-        asked = re.findall(r"\[([\w,]+)\]", " ".join(words))
-        assert {extra for part in asked for extra in part.split(",")} <= set(known["optional-dependencies"]), words
+        extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
+        assert {extra for part in extras for extra in part.split(",")} <= set(known["optional-dependencies"]), words
     elif Path(name).name in ("python", "python3"):
         assert _exists(words[1:]), words
     else:

@@ -29,6 +29,22 @@ def torch():
     return pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
 
 
+def as_module(function, **layers):
+    """Return a torch module that computes ``function(module, x)``; `layers` are its attributes."""
+
+    class FunctionModule(torch().nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.function = function
+            for name, layer in layers.items():
+                setattr(self, name, layer)
+
+        def forward(self, x):
+            return self.function(self, x)
+
+    return FunctionModule()
+
+
 def export(module, x, path: Path, exporter: str, training: bool = False, **options) -> Path:
     """Write a module with the input `x`, called ``x``, as docs/torch.md says it."""
     lib = torch()

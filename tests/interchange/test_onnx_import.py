@@ -10,7 +10,7 @@ import pytest
 
 import halograd as hg
 from halograd.errors import UserError
-from tests.interchange.support import EXPORTERS, export, first, last, predicted, samples, shake, torch
+from tests.interchange.support import EXPORTERS, as_module, export, first, last, predicted, samples, shake, torch
 
 pytestmark = pytest.mark.torch
 
@@ -19,18 +19,6 @@ def _modules():
     """By name: what makes a module, and the shape (*spatial, C) of a sample."""
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
-
-    class Of(nn.Module):
-        """A function of its input, with layers."""
-
-        def __init__(self, function, **layers):
-            super().__init__()
-            self.function = function
-            for name, layer in layers.items():
-                setattr(self, name, layer)
-
-        def forward(self, x):
-            return self.function(self, x)
 
     def excited(m, x):
         gate = m.expand(functional.relu(m.squeeze(functional.adaptive_avg_pool2d(x, 1))))
@@ -53,7 +41,7 @@ def _modules():
         return m.linear(functional.adaptive_avg_pool2d(y, 1).flatten(1))
 
     def blocks(m, x):
-        y = Of(channels_last, norm=nn.LayerNorm(4), first=nn.Linear(4, 8), second=nn.Linear(8, 4))
+        y = as_module(channels_last, norm=nn.LayerNorm(4), first=nn.Linear(4, 8), second=nn.Linear(8, 4))
         y.scale = nn.Parameter(lib.ones(4, 1, 1))
         return y
 
@@ -83,7 +71,7 @@ def _modules():
         "layer norm of vectors": (lambda: nn.LayerNorm(4), (4,)),
         "relu": (nn.ReLU, image),
         "relu 6": (lambda: nn.Sequential(nn.BatchNorm2d(4), nn.ReLU6()), image),
-        "clamp": (lambda: Of(lambda m, x: x.clamp(min=-0.3)), image),
+        "clamp": (lambda: as_module(lambda m, x: x.clamp(min=-0.3)), image),
         "leaky relu": (lambda: nn.LeakyReLU(0.2), image),
         "sigmoid": (nn.Sigmoid, image),
         "tanh": (nn.Tanh, image),
@@ -99,24 +87,27 @@ def _modules():
         "average pool": (lambda: nn.AvgPool2d(3, 2, 1), image),
         "average pool of what is there": (lambda: nn.AvgPool2d(3, 2, 1, count_include_pad=False), image),
         "global pool": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), image),
-        "global pool behind permutes": (lambda: Of(pooled_behind_permutes, linear=nn.Linear(4, 3)), image),
-        "mean": (lambda: Of(lambda m, x: x.mean((2, 3))), image),
+        "global pool behind permutes": (lambda: as_module(pooled_behind_permutes, linear=nn.Linear(4, 3)), image),
+        "mean": (lambda: as_module(lambda m, x: x.mean((2, 3))), image),
         "nearest": (lambda: nn.Upsample(scale_factor=2), image),
-        "nearest, to a size": (lambda: Of(lambda m, x: functional.interpolate(x, size=(5, 11))), image),
+        "nearest, to a size": (lambda: as_module(lambda m, x: functional.interpolate(x, size=(5, 11))), image),
         "bilinear": (lambda: nn.Upsample(scale_factor=(2, 1.5), mode="bilinear"), image),
         "trilinear": (lambda: nn.Upsample(size=(4, 9, 5), mode="trilinear"), (3, 4, 5, 2)),
-        "pad": (lambda: Of(lambda m, x: functional.pad(x, (1, 2, 0, -3), value=0.5)), image),
+        "pad": (lambda: as_module(lambda m, x: functional.pad(x, (1, 2, 0, -3), value=0.5)), image),
         "pad by mirroring": (lambda: nn.ReflectionPad2d((1, 2, 3, 4)), image),
         "pad by repeating": (lambda: nn.ReplicationPad2d((1, 2, 3, 4)), image),
-        "slices": (lambda: Of(halves), image),
+        "slices": (lambda: as_module(halves), image),
         "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Linear(4 * 8 * 7, 5)), image),
-        "view": (lambda: Of(lambda m, x: m.f(x.view(x.size(0), -1)), f=nn.Linear(4 * 8 * 7, 5, bias=False)), image),
+        "view": (
+            lambda: as_module(lambda m, x: m.f(x.view(x.size(0), -1)), f=nn.Linear(4 * 8 * 7, 5, bias=False)),
+            image,
+        ),
         "flatten, norm": (lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4 * 56), nn.Linear(224, 5)), image),
-        "gate": (lambda: Of(excited, squeeze=nn.Conv2d(4, 2, 1), expand=nn.Conv2d(2, 4, 1)), image),
-        "mask": (lambda: Of(lambda m, x: x * lib.sigmoid(m.c(x)), c=nn.Conv2d(4, 1, 1)), image),
+        "gate": (lambda: as_module(excited, squeeze=nn.Conv2d(4, 2, 1), expand=nn.Conv2d(2, 4, 1)), image),
+        "mask": (lambda: as_module(lambda m, x: x * lib.sigmoid(m.c(x)), c=nn.Conv2d(4, 1, 1)), image),
         "pixel shuffle": (lambda: nn.Sequential(nn.Conv2d(4, 18, 1), nn.PixelShuffle(3)), image),
         "called again": (
-            lambda: Of(
+            lambda: as_module(
                 scales,
                 head=nn.Conv2d(4, 4, 3, padding=1),
                 norm=nn.GroupNorm(2, 4),
@@ -126,12 +117,14 @@ def _modules():
             image,
         ),
         "residual": (
-            lambda: Of(lambda m, x: lib.relu(m.n(m.c(x)) + x), c=nn.Conv2d(4, 4, 3, padding=1), n=nn.BatchNorm2d(4)),
+            lambda: as_module(
+                lambda m, x: lib.relu(m.n(m.c(x)) + x), c=nn.Conv2d(4, 4, 3, padding=1), n=nn.BatchNorm2d(4)
+            ),
             image,
         ),
         "channels last": (lambda: blocks(None, None), image),
         "pyramid": (
-            lambda: Of(pyramid, one=nn.Conv2d(4, 3, 1), two=nn.Conv2d(4, 3, 1), norm=nn.BatchNorm2d(3)),
+            lambda: as_module(pyramid, one=nn.Conv2d(4, 3, 1), two=nn.Conv2d(4, 3, 1), norm=nn.BatchNorm2d(3)),
             image,
         ),
     }
@@ -154,35 +147,38 @@ TRAINED_NEW = [
 TRAINED = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in TRAINED_NEW)]
 
 
-@pytest.mark.parametrize("name, exporter", CASES)
-def test_outputs_are_those_of_torch(name, exporter, tmp_path):
+def _imported(name, folder, exporter, training=False):
+    """Import a module with random parameters; return the network, the module, and a batch of samples."""
     make, shape = _modules()[name]
     module = make().double()
     shake(module)
     x = samples(*shape)
-    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter))
+    return hg.onnx.load(export(module, first(x), folder / "m.onnx", exporter, training)), module, x
+
+
+def _check_outputs(network, module, x):
+    """Assert that a network computes what the module does in evaluation."""
     module.eval()
     (ours,) = predicted(network, x).values()
     want = last(module(first(x)))
     np.testing.assert_allclose(ours, want, rtol=0, atol=1e-10 * max(1.0, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("name, exporter", CASES)
+def test_outputs_are_those_of_torch(name, exporter, tmp_path):
+    network, module, x = _imported(name, tmp_path, exporter)
+    _check_outputs(network, module, x)
 
 
 @pytest.mark.parametrize("name, exporter", TRAINED)
 def test_what_is_exported_for_training_has_the_parameters_of_torch(name, exporter, tmp_path):
     """All of them and no others, under torch's names, and computes the same in evaluation."""
-    make, shape = _modules()[name]
-    module = make().double()
-    shake(module)
-    x = samples(*shape)
-    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True))
+    network, module, x = _imported(name, tmp_path, exporter, training=True)
     assert network.parameter_count == sum(p.numel() for p in module.parameters())
     named = {key.rpartition(".")[0] or key for key, _ in module.named_parameters()}
     layers = {key.rpartition("/")[0] for key in network.parameters()}
     assert named <= layers or "" in {key.rpartition(".")[0] for key, _ in module.named_parameters()}
-    module.eval()
-    (ours,) = predicted(network, x).values()
-    want = last(module(first(x)))
-    np.testing.assert_allclose(ours, want, rtol=0, atol=1e-10 * max(1.0, np.abs(want).max()))
+    _check_outputs(network, module, x)
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -241,41 +237,37 @@ def _refused():
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 
-    class Of(nn.Module):
-        def __init__(self, function, **layers):
-            super().__init__()
-            self.function = function
-            for name, layer in layers.items():
-                setattr(self, name, layer)
-
-        def forward(self, x):
-            return self.function(x) if not list(self.children()) else self.function(self, x)
-
     return {
         r"'/1/Softplus' \(Softplus\): expected an operator that has a layer": nn.Sequential(
             nn.Conv2d(4, 4, 1), nn.Softplus()
         ),
         r"\(Gelu\): expected the exact GELU, got its approximation by tanh": nn.GELU(approximate="tanh"),
         r"\(LayerNormalization\): expected a factor .* \(4, 8, 8\); take torch.nn.GroupNorm": nn.LayerNorm([4, 8, 8]),
-        r"\(Mul\): expected a factor per channel, .* got another constant factor": Of(lambda x: 0.1 * x),
-        r"\(Add\): expected a sum of two values .* got a constant summand": Of(lambda x: x + 0.1),
+        r"\(Mul\): expected a factor per channel, .* got another constant factor": as_module(lambda m, x: 0.1 * x),
+        r"\(Add\): expected a sum of two values .* got a constant summand": as_module(lambda m, x: x + 0.1),
         r"\(Softmax\): expected a softmax over the channels, got axis 3": nn.Softmax(3),
-        r"\(Transpose\): expected channels moved to the last axis .* got \(0, 1, 3, 2\)": Of(
-            lambda x: x.transpose(2, 3)
+        r"\(Transpose\): expected channels moved to the last axis .* got \(0, 1, 3, 2\)": as_module(
+            lambda m, x: x.transpose(2, 3)
         ),
-        r"\(Reshape\): expected one that flattens samples, got \(2, 4, 8, 8\) to": Of(lambda x: x.reshape(2, 2, 16, 8)),
+        r"\(Reshape\): expected one that flattens samples, got \(2, 4, 8, 8\) to": as_module(
+            lambda m, x: x.reshape(2, 2, 16, 8)
+        ),
         r"expected outputs with spatial axes or of dense layers, got '.*', which is flattened": nn.Flatten(),
-        r"\(Slice\): expected a step of 1, got \[2\]": Of(lambda x: x[:, :, ::2]),
-        r"\(ReduceMean\): expected a mean over space, axes \[2, 3\], got axes \[1\]": Of(lambda x: x.mean(1)),
-        r"\(Concat\): expected values that are joined along the channels, got axis 2": Of(lambda x: lib.cat([x, x], 2)),
+        r"\(Slice\): expected a step of 1, got \[2\]": as_module(lambda m, x: x[:, :, ::2]),
+        r"\(ReduceMean\): expected a mean over space, axes \[2, 3\], got axes \[1\]": as_module(lambda m, x: x.mean(1)),
+        r"\(Concat\): expected values that are joined along the channels, got axis 2": as_module(
+            lambda m, x: lib.cat([x, x], 2)
+        ),
         r"\(AveragePool\): expected sizes rounded down where padding counts": nn.AvgPool2d(3, 2, 1, ceil_mode=True),
-        r"\(Conv\): expected weights of its own, got those of node '/c/Conv' again; use a second": Of(
+        r"\(Conv\): expected weights of its own, got those of node '/c/Conv' again; use a second": as_module(
             lambda m, x: functional.conv2d(m.c(x), m.c.weight, stride=2), c=nn.Conv2d(4, 4, 1)
         ),
-        r"\(Batch.*\): expected weights of its own, got those of node '/n/Batch.*' again": Of(
+        r"\(Batch.*\): expected weights of its own, got those of node '/n/Batch.*' again": as_module(
             lambda m, x: m.n(lib.sigmoid(m.n(x))), n=nn.BatchNorm2d(4)
         ),
-        r"\(Pad\): expected rows around the spatial axes": Of(lambda x: functional.pad(x, (0, 0, 0, 0, 1, 1))),
+        r"\(Pad\): expected rows around the spatial axes": as_module(
+            lambda m, x: functional.pad(x, (0, 0, 0, 0, 1, 1))
+        ),
     }
 
 

@@ -16,7 +16,7 @@ from halograd.models import build
 from halograd.training.checkpoint import read_header
 from halograd.training.run import train
 from tests.interchange.support import predicted
-from tests.training.runs import write_config, write_own
+from tests.training.runs import write_config, write_own, write_shared
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install 'halograd[interchange]'")
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
@@ -53,15 +53,20 @@ def _drawn_by(seed: int) -> tuple[hg.Network, dict[str, np.ndarray]]:
     return network, network.initial_values(seed)
 
 
+def _write_weights(comm, folder) -> tuple[dict[str, np.ndarray], str]:
+    """Write a run and a file of weights; return these, and the override that names the file. Collective."""
+    network, arrays = _drawn_by(99)
+    if comm.rank == 0:
+        save_weights(network, arrays, folder / "w.safetensors")
+    write_shared(comm, folder)
+    return arrays, f'training.init="{folder / "w.safetensors"}"'
+
+
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_begins_with_the_weights_of_a_file(comm, shared):
     """A step of no length leaves them; layers that begin anew have those of the seed."""
-    network, arrays = _drawn_by(99)
-    if comm.rank == 0:
-        save_weights(network, arrays, shared / "w.safetensors")
-        write_config(shared)
-    comm.barrier()
-    sets = [*STAY, f'training.init="{shared / "w.safetensors"}"', 'training.init_fresh=["predict"]']
+    arrays, init = _write_weights(comm, shared)
+    sets = [*STAY, init, 'training.init_fresh=["predict"]']
     cut = "strategy.height=2" if comm.size > 1 else "strategy.height=1"
     train(shared / "run.toml", [*sets, cut], comm=comm)
     _, others = _drawn_by(7)  # the seed of the run
@@ -87,12 +92,7 @@ def test_a_run_begins_with_weights_from_the_command_line(tmp_path, capsys):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_is_resumed_does_not_read_the_file(comm, shared):
-    network, arrays = _drawn_by(99)
-    if comm.rank == 0:
-        save_weights(network, arrays, shared / "w.safetensors")
-        write_config(shared)
-    comm.barrier()
-    init = f'training.init="{shared / "w.safetensors"}"'
+    _, init = _write_weights(comm, shared)
     train(shared / "run.toml", ["training.epochs=1", init], comm=comm)
     comm.barrier()
     if comm.rank == 0:

@@ -121,7 +121,7 @@ def test_lars(backend, precision):
 
 
 def test_average(backend, precision):
-    """Of parameters, which are in place of gradients, in the precision of the masters."""
+    """The kernel averages parameters, here in place of gradients, in the precision of the masters."""
     b = Bucket((precision[0], precision[0], None), states=0)
     kernel = backend.average(b.arrays())
     for step in range(1, 4):

@@ -1,13 +1,10 @@
 """Batch norm: exact under every cut, its three kinds of statistics, running statistics, messages, refusals, torch."""
 
 import math
-import tracemalloc
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-from halograd.comm import Communicator
 from halograd.layers import BatchNorm, Input
 from halograd.layers.groups import group_of, sample_groups
 from halograd.layers.strategy import Strategy, layout_of
@@ -15,6 +12,7 @@ from halograd.testing import check_layer, grids, random_array, run_layer
 from tests.layers.geometries import skew
 from tests.layers.norms import close, executing, moved, needs, normalize, step, traffic
 from tests.layers.oracle import check_torch, torch
+from tests.support.lean import traced_peak
 
 SHAPE = (7, 5, 3)
 AXES = ("sample", "height", "width")
@@ -23,12 +21,6 @@ BACKENDS = ("numpy", "onednn")
 
 def norm(**options):
     return lambda: BatchNorm(name="norm", **options)
-
-
-@pytest.fixture
-def ranks():
-    with Communicator(MPI.COMM_WORLD) as comm:
-        yield comm
 
 
 def oracle(x, batch, shape, blocks=(slice(None),), relu=False, affine=True):
@@ -375,10 +367,7 @@ def test_a_step_allocates_no_array(ranks, statistics):
     make = norm(activation="relu", statistics=statistics)
     with executing(make, shape, ranks, {"height": ranks.size}, dtype="float32") as executor:
         step(executor)
-        tracemalloc.start()
-        step(executor)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        peak = traced_peak(lambda: step(executor))
     # A block has 2 * 64 * 64 * 8 * 4 / ranks bytes; NumPy's casting buffers have 64 KiB.
     assert peak < 96 * 1024
 

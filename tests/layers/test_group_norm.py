@@ -1,18 +1,16 @@
 """Group, instance and layer norm: exact under every cut, messages, refusals, torch."""
 
 import math
-import tracemalloc
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-from halograd.comm import Communicator
 from halograd.layers import GroupNorm, Input, InstanceNorm, LayerNorm
 from halograd.testing import check_layer, grids, random_array, run_layer
 from tests.layers.geometries import skew
 from tests.layers.norms import close, executing, moved, needs, normalize, step, traffic
 from tests.layers.oracle import check_torch, torch
+from tests.support.lean import traced_peak
 
 SHAPE = (7, 5, 4)
 AXES = ("sample", "height", "width")
@@ -25,12 +23,6 @@ KINDS = {
 }
 
 OPTIONS = [{"activation": "relu"}, {"affine": False}, {"affine": False, "activation": "relu"}]
-
-
-@pytest.fixture
-def ranks():
-    with Communicator(MPI.COMM_WORLD) as comm:
-        yield comm
 
 
 def oracle(kind, x, relu=False, affine=True):
@@ -159,10 +151,7 @@ def test_a_step_allocates_no_array(ranks, kind):
     make = lambda: KINDS[kind](activation="relu")  # noqa: E731
     with executing(make, (96, 96, 8), ranks, {"height": ranks.size}, dtype="float32") as executor:
         step(executor)
-        tracemalloc.start()
-        step(executor)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        peak = traced_peak(lambda: step(executor))
     # A block has 2 * 96 * 96 * 8 * 4 / ranks bytes; NumPy's casting buffers have 64 KiB.
     assert peak < 96 * 1024
 

@@ -12,12 +12,6 @@ from halograd.layers import groups
 from halograd.layers.groups import group_of, in_group
 
 
-@pytest.fixture
-def ranks():
-    with Communicator(MPI.COMM_WORLD) as comm:
-        yield comm
-
-
 def alternating(size):
     """Two groups, even and odd ranks, with one rank left over at times."""
     return Groups.agreeing((max(1, size // 2), min(2, size)), (1,), size)

@@ -1,7 +1,5 @@
 """Losses: value and gradient against their definition and torch, under every cut, short batches, messages, refusals."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -26,20 +24,10 @@ from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
 from tests.layers.geometries import skew
-from tests.layers.norms import close, traffic
+from tests.layers.losses import AXES, BATCH, CLASS_WEIGHTS, SHAPE, check, make_executor, run_loss, target
+from tests.layers.norms import close, step, traffic
 from tests.layers.oracle import torch
-
-SHAPE = (5, 3, 4)
-AXES = ("sample", "height", "width")
-BATCH = 3
-WEIGHTS = (0.5, 2.0, 0.0, 1.5)
-
-
-@pytest.fixture
-def ranks():
-    with Communicator(MPI.COMM_WORLD) as comm:
-        yield comm
-
+from tests.support.lean import traced_peak
 
 # -- definitions, in float64 ------------------------------------------------------------------------
 
@@ -109,13 +97,13 @@ def tversky(x, t, alpha, beta, activation="sigmoid", reduction="batch", smooth=1
 LOSSES = {
     "ce": (lambda: SoftmaxCrossEntropy(), cross_entropy, "class"),
     "ce weighted, count": (
-        lambda: SoftmaxCrossEntropy(WEIGHTS, "count"),
-        lambda x, t: cross_entropy(x, t, WEIGHTS),
+        lambda: SoftmaxCrossEntropy(CLASS_WEIGHTS, "count"),
+        lambda x, t: cross_entropy(x, t, CLASS_WEIGHTS),
         "class",
     ),
     "ce weighted, weights": (
-        lambda: SoftmaxCrossEntropy(WEIGHTS),
-        lambda x, t: cross_entropy(x, t, WEIGHTS, "weights"),
+        lambda: SoftmaxCrossEntropy(CLASS_WEIGHTS),
+        lambda x, t: cross_entropy(x, t, CLASS_WEIGHTS, "weights"),
         "class",
     ),
     "ce smoothed": (
@@ -124,8 +112,8 @@ LOSSES = {
         "class",
     ),
     "ce with all": (
-        lambda: SoftmaxCrossEntropy(WEIGHTS, label_smoothing=0.3, ignore_index=1),
-        lambda x, t: cross_entropy(x, t, WEIGHTS, "weights", 0.3, 1),
+        lambda: SoftmaxCrossEntropy(CLASS_WEIGHTS, label_smoothing=0.3, ignore_index=1),
+        lambda x, t: cross_entropy(x, t, CLASS_WEIGHTS, "weights", 0.3, 1),
         "class",
     ),
     "ce ignoring, count": (
@@ -172,16 +160,6 @@ LOSSES = {
 SOME = ("ce with all", "bce weighted per channel, soft", "mse", "focal, soft", "dice softmax of classes")
 
 
-def target(kind, shape, batch=BATCH):
-    """A target of this kind for predictions of this sample shape."""
-    rng = np.random.default_rng(7)
-    if kind == "class":
-        return rng.integers(0, shape[-1], (batch, *shape[:-1], 1))
-    if kind == "mask":
-        return rng.integers(0, 2, (batch, *shape)).astype(float)
-    return rng.random((batch, *shape)) if kind == "share" else rng.standard_normal((batch, *shape))
-
-
 def numeric_gradient(function, x, t):
     """Central differences, element by element."""
     gradient, eps = np.zeros(x.shape), 1e-5
@@ -194,32 +172,6 @@ def numeric_gradient(function, x, t):
     return gradient
 
 
-def make_executor(make, shape, t, comm, parts, dtype="float64", backend="numpy", batch=BATCH, trainable=True):
-    """An executor of one loss on a random prediction, with the target `t` set."""
-    kind = "int32" if t.dtype.kind == "i" else "compute"
-    x, targets = Input(shape, name="x"), Input(t.shape[1:], name="t", dtype=kind)
-    network = Network({"loss": make()(x, targets)})
-    probed = ["x"] if trainable else []
-    strategy = Strategy(parts)
-    executor = Executor(network, comm, get_backend(backend), batch, strategy, dtype, trainable=trainable, probed=probed)
-    executor.set_input("t", t)
-    return executor
-
-
-def run_loss(make, x, t, comm, parts, dtype="float64", valid=None):
-    """Loss (the same on all ranks) and its gradient (on rank 0)."""
-    with make_executor(make, x.shape[1:], t, comm, parts, dtype, batch=len(x)) as executor:
-        executor.set_input("x", x)
-        # Twice: what the first step leaves in the buffers must not matter.
-        for count in (len(x), len(x) if valid is None else valid):
-            executor.mode.valid = count
-            executor.forward()
-            loss = executor.loss_value()
-            executor.backward()
-        assert len(set(comm.allgather_objects(loss))) == 1
-        return loss, executor.gather("x", gradient=True)
-
-
 # -- exactness --------------------------------------------------------------------------------------
 
 
@@ -230,7 +182,7 @@ def test_is_its_definition_on_every_grid(ranks, name):
     x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
     want, gradient = function(x, t), numeric_gradient(function, x, t)
     for parts in grids(ranks.size, AXES):
-        loss, dx = run_loss(make, x, t, ranks, parts)
+        loss, dx = run_loss(make, (x, t), ranks, parts)
         assert abs(loss - want) <= 1e-13 * max(1, abs(want))
         if dx is not None:
             assert np.abs(dx - gradient).max() <= 2e-9
@@ -244,13 +196,10 @@ def test_samples_without_space_lines_and_volumes(ranks, name, shape):
     x, t = random_array((BATCH, *shape), "x"), target(kind, shape)
     axes = {2: ("sample", "width"), 4: ("sample", "depth", "height", "width")}.get(len(shape), ("sample",))
     with Communicator(MPI.COMM_SELF) as alone:
-        want, gradient = run_loss(make, x, t, alone, {})
+        want, gradient = run_loss(make, (x, t), alone, {})
     assert abs(want - function(x, t)) <= 1e-13 * max(1, abs(want))
     for parts in grids(ranks.size, axes):
-        loss, dx = run_loss(make, x, t, ranks, parts)
-        assert abs(loss - want) <= 1e-13 * max(1, abs(want))
-        if dx is not None:
-            close(dx, gradient, factor=10)
+        check(run_loss(make, (x, t), ranks, parts), (want, gradient), factor=10)
 
 
 @pytest.mark.many_ranks
@@ -261,7 +210,7 @@ def test_uneven_and_empty_blocks(ranks, name, monkeypatch):
     want = function(x, t)
     skew(monkeypatch)
     for parts in grids(ranks.size, AXES):
-        loss, _ = run_loss(make, x, t, ranks, parts)
+        loss, _ = run_loss(make, (x, t), ranks, parts)
         assert abs(loss - want) <= 1e-13 * max(1, abs(want))
 
 
@@ -273,7 +222,7 @@ def test_float32(ranks, name):
     t = t.astype(np.float32).astype(float) if t.dtype.kind == "f" else t
     want, gradient = function(x, t), numeric_gradient(function, x, t)
     for parts in grids(ranks.size, AXES):
-        loss, dx = run_loss(make, x, t, ranks, parts, "float32")
+        loss, dx = run_loss(make, (x, t), ranks, parts, "float32")
         assert abs(loss - want) <= 1e-6 * max(1, abs(want))
         if dx is not None:
             assert np.abs(dx - gradient).max() <= 1e-6
@@ -287,7 +236,7 @@ def test_a_short_batch_is_a_smaller_batch(ranks, name, valid):
     x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
     want, gradient = function(x[:valid], t[:valid]), numeric_gradient(function, x[:valid], t[:valid])
     for parts in grids(ranks.size, AXES):
-        loss, dx = run_loss(make, x, t, ranks, parts, valid=valid)
+        loss, dx = run_loss(make, (x, t), ranks, parts, valid=valid)
         assert abs(loss - want) <= 1e-13 * max(1, abs(want))
         if dx is not None:
             assert np.abs(dx[:valid] - gradient).max() <= 2e-9
@@ -302,7 +251,7 @@ def test_blocks_of_many_chunks(ranks, name):
     shape = (131, 117, 4)
     x, t = random_array((2, *shape), "x"), target(kind, shape, 2)
     want = function(x, t)
-    loss, dx = run_loss(make, x, t, ranks, {"height": ranks.size})
+    loss, dx = run_loss(make, (x, t), ranks, {"height": ranks.size})
     assert abs(loss - want) <= 1e-12 * max(1, abs(want))
     if dx is not None:
         direction, eps = random_array(x.shape, "direction"), 1e-4
@@ -322,7 +271,7 @@ def test_huge_logits_neither_overflow_nor_lose_the_gradient(ranks, name, dtype):
     t = target(kind, SHAPE)
     with np.errstate(over="ignore"):
         want = function(x, t)
-    loss, dx = run_loss(make, x, t, ranks, {}, dtype)
+    loss, dx = run_loss(make, (x, t), ranks, {}, dtype)
     assert abs(loss - want) <= 1e-6 * max(1, abs(want))
     assert np.isfinite(dx).all()
 
@@ -331,7 +280,7 @@ def test_huge_logits_neither_overflow_nor_lose_the_gradient(ranks, name, dtype):
 def test_gradient_of_a_confident_binary_prediction(ranks):
     """sigmoid(-x) = exp(-x) for large x: a difference of rounded numbers would give 0."""
     x, t = np.full((1, 1, 1, 1), 30.0), np.ones((1, 1, 1, 1))
-    _, dx = run_loss(BinaryCrossEntropyWithLogits, x, t, ranks, {})
+    _, dx = run_loss(BinaryCrossEntropyWithLogits, (x, t), ranks, {})
     assert dx[0, 0, 0, 0] == pytest.approx(-np.exp(-30.0), rel=1e-12)
 
 
@@ -344,15 +293,9 @@ def test_gradient_of_a_confident_binary_prediction(ranks):
 )
 def test_sums_over_ranks(ranks, name, sums):
     make, _, kind = LOSSES[name]
-    with make_executor(make, SHAPE, target(kind, SHAPE), ranks, {"height": ranks.size}) as executor:
-
-        def run():
-            executor.forward()
-            executor.loss_value()
-            executor.backward()
-
-        run()
-        assert traffic(ranks, run) == ({"loss": sums} if ranks.size > 1 else {})
+    with make_executor(make, SHAPE, (target(kind, SHAPE),), ranks, {"height": ranks.size}) as executor:
+        step(executor)
+        assert traffic(ranks, lambda: step(executor)) == ({"loss": sums} if ranks.size > 1 else {})
 
 
 @pytest.mark.ranks(1, 2)
@@ -363,7 +306,7 @@ def test_a_step_allocates_no_array(ranks, name, trainable):
     shape = (96, 96, 4)
     t = target(kind, shape)
     parts = {"width": ranks.size}
-    with make_executor(make, shape, t, ranks, parts, "float32", trainable=trainable) as executor:
+    with make_executor(make, shape, (t,), ranks, parts, "float32", trainable=trainable) as executor:
 
         def run():
             executor.forward()
@@ -372,10 +315,7 @@ def test_a_step_allocates_no_array(ranks, name, trainable):
                 executor.backward()
 
         run()
-        tracemalloc.start()
-        run()
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        peak = traced_peak(run)
     # A block has 3 * 96 * 96 * 4 * 4 / ranks bytes; NumPy's casting buffers have 64 KiB.
     assert peak < 96 * 1024
 
@@ -440,7 +380,7 @@ def test_refuses_a_target_that_is_no_class(ranks, name, wrong):
     t = target(kind, SHAPE)
     t[1, 2, 1, 0] = wrong
     with (
-        make_executor(make, SHAPE, t, ranks, {}) as executor,
+        make_executor(make, SHAPE, (t,), ranks, {}) as executor,
         pytest.raises(ValueError, match=rf"expected targets in \[0, 4\), got {wrong}"),
     ):
         executor.forward()
@@ -452,7 +392,7 @@ def test_refuses_a_target_that_is_no_class(ranks, name, wrong):
 def torch_loss(name, lib):
     """The torch function for channels-first logits, and which target it wants."""
     functional = lib.nn.functional
-    weights = lib.tensor(WEIGHTS, dtype=lib.float64)
+    weights = lib.tensor(CLASS_WEIGHTS, dtype=lib.float64)
     return {
         "ce": lambda x, t: functional.cross_entropy(x, t),
         "ce weighted, weights": lambda x, t: functional.cross_entropy(x, t, weights),
@@ -481,7 +421,7 @@ def test_against_torch(ranks, name):
     wanted = t[..., 0] if kind == "class" else np.moveaxis(t, -1, 1)
     reference = torch_loss(name, lib)(logits, lib.tensor(wanted.copy()))
     reference.backward()
-    loss, dx = run_loss(make, x, t, ranks, {"height": ranks.size})
+    loss, dx = run_loss(make, (x, t), ranks, {"height": ranks.size})
     assert loss == pytest.approx(float(reference.detach()), rel=1e-13)
     if dx is not None:
         close(dx, np.moveaxis(logits.grad.numpy(), 1, -1), factor=10)

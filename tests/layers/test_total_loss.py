@@ -22,8 +22,8 @@ from halograd.layers.total_loss import TotalLoss
 from halograd.perfmodel.kernel_times import LayerWork
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
-from halograd.training.metrics import Evaluation
-from tests.layers.norms import traffic
+from tests.layers.losses import scores_of
+from tests.layers.norms import step, traffic
 from tests.layers.oracle import torch
 
 CLASSES, BATCH, WEIGHT = 4, 5, 0.3
@@ -161,14 +161,8 @@ def test_messages_are_those_of_the_terms():
             Network({"loss": node}), comm, get_backend("numpy"), BATCH, Strategy({"height": comm.size}), probed=["x"]
         )
         with made as executor:
-
-            def step():
-                executor.forward()
-                executor.loss_value()
-                executor.backward()
-
-            step()
-            assert traffic(comm, step) == ({"loss": 3} if comm.size > 1 else {})
+            step(executor)
+            assert traffic(comm, lambda: step(executor)) == ({"loss": 3} if comm.size > 1 else {})
 
 
 @pytest.mark.mpi
@@ -187,12 +181,7 @@ def test_metrics_judge_every_prediction():
             with Executor(network, one, get_backend("numpy"), BATCH, strategy, "float64") as executor:
                 for name, node in network.inputs.items():
                     executor.set_input(name, data(node, name))
-                evaluation = Evaluation(executor)
-                evaluation.begin()
-                executor.forward(training=False)
-                evaluation.add()
-                found.append(evaluation.finish())
-                evaluation.close()
+                found.append(scores_of(executor))
         scores = {"loss", "accuracy", "iou", "f1", "precision", "recall"}
         assert set(found[0]) == scores | {"velocity mae", "velocity rmse"}
         assert found[0] == pytest.approx(found[1], rel=1e-12)

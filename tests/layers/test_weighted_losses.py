@@ -1,7 +1,5 @@
 """Losses with weights: against torch in float64 under every cut, masks over garbage, sums, messages, refusals."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -23,30 +21,11 @@ from halograd.layers.strategy import Strategy
 from halograd.perfmodel.kernel_times import LayerWork
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
-from halograd.training.metrics import Evaluation
 from tests.layers.geometries import skew
-from tests.layers.norms import traffic
-from tests.layers.test_losses import target
-from tests.layers.weighted import (
-    AXES,
-    BATCH,
-    CASES,
-    FORMS,
-    LOSSES,
-    SHAPE,
-    SOME,
-    check,
-    reference,
-    run,
-    weights_of,
-)
-
-
-@pytest.fixture
-def ranks():
-    with Communicator(MPI.COMM_WORLD) as comm:
-        yield comm
-
+from tests.layers.losses import AXES, BATCH, SHAPE, check, make_executor, run_loss, scores_of, target
+from tests.layers.norms import step, traffic
+from tests.layers.weighted import CASES, FORMS, LOSSES, SOME, reference, weights_of
+from tests.support.lean import traced_peak
 
 # -- exactness ---------------------------------------------------------------------------------------
 
@@ -59,7 +38,7 @@ def test_as_torch_on_every_grid(ranks, name, form):
     x, t, w = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE), weights_of(form)
     want = reference(function, x, t, w)
     for parts in grids(ranks.size, AXES):
-        check(run(make, x, t, w, ranks, parts), want)
+        check(run_loss(make, (x, t, w), ranks, parts), want)
 
 
 @pytest.mark.mpi
@@ -72,7 +51,7 @@ def test_a_short_batch_is_a_smaller_batch(ranks, name, valid):
     loss, gradient = reference(function, x[:valid], t[:valid], w[:valid])
     gradient = np.concatenate([gradient, np.zeros((BATCH - valid, *SHAPE))])
     for parts in grids(ranks.size, AXES):
-        check(run(make, x, t, w, ranks, parts, valid=valid), (loss, gradient))
+        check(run_loss(make, (x, t, w), ranks, parts, valid=valid), (loss, gradient))
 
 
 @pytest.mark.many_ranks
@@ -84,7 +63,7 @@ def test_uneven_and_empty_blocks(ranks, name, form, monkeypatch):
     want = reference(function, x, t, w)
     skew(monkeypatch)
     for parts in grids(ranks.size, AXES):
-        check(run(make, x, t, w, ranks, parts), want)
+        check(run_loss(make, (x, t, w), ranks, parts), want)
 
 
 @pytest.mark.mpi
@@ -98,7 +77,7 @@ def test_samples_without_space_lines_and_volumes(ranks, name, shape):
     want = reference(function, x, t, w)
     axes = {2: ("sample", "width"), 4: ("sample", "depth", "height", "width")}.get(len(shape), ("sample",))
     for parts in grids(ranks.size, axes):
-        check(run(make, x, t, w, ranks, parts), want)
+        check(run_loss(make, (x, t, w), ranks, parts), want)
 
 
 @pytest.mark.ranks(1, 2)
@@ -112,7 +91,7 @@ def test_blocks_of_many_chunks_in_float32(ranks, name):
     t = t if kind == "class" else t.astype(np.float32).astype(float)
     w = np.random.default_rng(1).integers(0, 3, (2, *shape[:-1], 1)).astype(float)
     want, gradient = reference(function, x, t, w)
-    loss, dx = run(make, x, t, w, ranks, {"height": ranks.size}, "float32")
+    loss, dx = run_loss(make, (x, t, w), ranks, {"height": ranks.size}, "float32")
     assert abs(loss - want) <= 1e-5 * max(1, abs(want))
     if dx is not None:
         assert np.abs(dx - gradient).max() <= 1e-5 * np.abs(gradient).max()
@@ -130,10 +109,10 @@ def test_nothing_comes_of_a_position_without_weight(ranks, name, garbage):
     x, t, w = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE), np.ones((BATCH, *FORMS["position"]))
     w[:, 1], w[0] = 0, 0
     parts = {"height": ranks.size}
-    want, gradient = run(make, x, t, w, ranks, parts, "float32")
+    want, gradient = run_loss(make, (x, t, w), ranks, parts, "float32")
     x[:, 1], t[0] = garbage, (-1 if kind == "class" else garbage)
     with np.errstate(all="raise"):
-        loss, dx = run(make, x, t, w, ranks, parts, "float32")
+        loss, dx = run_loss(make, (x, t, w), ranks, parts, "float32")
     assert loss == want
     if dx is not None:
         assert np.array_equal(dx, gradient) and not dx[:, 1].any() and not dx[0].any() and dx[1:, 0].any()
@@ -144,7 +123,7 @@ def test_nothing_comes_of_a_position_without_weight(ranks, name, garbage):
 def test_no_weight_at_all_is_no_loss(ranks, name):
     make, _, kind = LOSSES[name]
     x, t, w = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE), np.zeros((BATCH, 1))
-    loss, dx = run(make, x, t, w, ranks, {"height": ranks.size})
+    loss, dx = run_loss(make, (x, t, w), ranks, {"height": ranks.size})
     assert loss == 0
     assert dx is None or not dx.any()
 
@@ -155,18 +134,9 @@ def test_weights_of_one_are_no_weights(ranks, backend):
     for name, (make, _, kind) in LOSSES.items():
         x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
         ones = np.ones((BATCH, *FORMS["position"]))
-        loss, dx = run(make, x, t, ones, ranks, {"width": ranks.size}, "float32", backend)
-        again, _ = run(make, x, t, 2 * ones, ranks, {"width": ranks.size}, "float32", backend)
-        kind = "int32" if t.dtype.kind == "i" else "compute"
-        network = Network({"loss": make()(Input(SHAPE, "x"), Input(t.shape[1:], "t", kind))})
-        parts = Strategy({"width": ranks.size})
-        with Executor(network, ranks, get_backend(backend), BATCH, parts, probed=["x"]) as executor:
-            executor.set_input("x", x)
-            executor.set_input("t", t)
-            executor.forward()
-            want = executor.loss_value()
-            executor.backward()
-            gradient = executor.gather("x", gradient=True)
+        loss, dx = run_loss(make, (x, t, ones), ranks, {"width": ranks.size}, "float32", backend)
+        again, _ = run_loss(make, (x, t, 2 * ones), ranks, {"width": ranks.size}, "float32", backend)
+        want, gradient = run_loss(make, (x, t), ranks, {"width": ranks.size}, "float32", backend)
         assert loss == pytest.approx(want, rel=1e-6), name
         if gradient is not None:
             np.testing.assert_allclose(dx, gradient, atol=1e-6 * np.abs(gradient).max(), err_msg=name)
@@ -270,12 +240,7 @@ def test_metrics_do_not_judge_what_has_no_weight(ranks, form):
         with Executor(network, ranks, get_backend("numpy"), BATCH, Strategy(parts), "float64") as executor:
             for name, array in given.items():
                 executor.set_input(name, array)
-            evaluation = Evaluation(executor)
-            evaluation.begin()
-            executor.forward(training=False)
-            evaluation.add()
-            found = evaluation.finish()
-            evaluation.close()
+            found = scores_of(executor)
             whole = [executor.gather(name) for name in ("head", "field")]
         if ranks.rank == 0:
             right = (np.argmax(whole[0], -1) == given["t"][..., 0])[given["few"][..., 0] > 0]
@@ -296,20 +261,10 @@ def test_metrics_do_not_judge_what_has_no_weight(ranks, form):
 def test_sums_over_ranks(ranks, name, form, sums):
     """An input with the extent 1 is read by all ranks that need it."""
     make, _, kind = LOSSES[name]
-    t = target(kind, SHAPE)
-    label = "int32" if kind == "class" else "compute"
-    loss = make()(Input(SHAPE, "x"), Input(t.shape[1:], "t", label), Input(FORMS[form], "w"))
-    parts = Strategy({"height": ranks.size})
-    with Executor(Network({"loss": loss}), ranks, get_backend("numpy"), BATCH, parts, probed=["x"]) as executor:
-        executor.set_input("t", t)
-
-        def step():
-            executor.forward()
-            executor.loss_value()
-            executor.backward()
-
-        step()
-        assert traffic(ranks, step) == ({"loss": sums} if ranks.size > 1 else {})
+    given = target(kind, SHAPE), weights_of(form)
+    with make_executor(make, SHAPE, given, ranks, {"height": ranks.size}, "float32") as executor:
+        step(executor)
+        assert traffic(ranks, lambda: step(executor)) == ({"loss": sums} if ranks.size > 1 else {})
 
 
 @pytest.mark.ranks(1, 2)
@@ -317,24 +272,11 @@ def test_sums_over_ranks(ranks, name, form, sums):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_step_allocates_no_array(ranks, name, form):
     make, _, kind = LOSSES[name]
-    t, label = target(kind, (96, 96, 4)), "int32" if kind == "class" else "compute"
-    w = Input((96, 96, 1) if form == "position" else (1,), "w")
-    loss = make()(Input((96, 96, 4), "x"), Input(t.shape[1:], "t", label), w)
-    parts = Strategy({"width": ranks.size})
-    with Executor(Network({"loss": loss}), ranks, get_backend("numpy"), BATCH, parts, probed=["x"]) as executor:
-        executor.set_input("t", t)
-        executor.set_input("w", np.ones((BATCH, *w.shape)))
-
-        def step():
-            executor.forward()
-            executor.loss_value()
-            executor.backward()
-
-        step()
-        tracemalloc.start()
-        step()
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+    shape = (96, 96, 4)
+    given = target(kind, shape), np.ones((BATCH, 96, 96, 1) if form == "position" else (BATCH, 1))
+    with make_executor(make, shape, given, ranks, {"width": ranks.size}, "float32") as executor:
+        step(executor)
+        peak = traced_peak(lambda: step(executor))
     assert peak < 96 * 1024
 
 
@@ -380,7 +322,7 @@ def test_a_loss_of_ones_own(ranks, normalization):
     below = full.sum() if normalization == "weights" else full.size
     want = (full * (x - t) ** 3).sum() / below, 3 * full * (x - t) ** 2 / below
     for parts in grids(ranks.size, AXES):
-        check(run(make, x, t, w, ranks, parts), want)
+        check(run_loss(make, (x, t, w), ranks, parts), want)
 
 
 # -- refusals ----------------------------------------------------------------------------------------

@@ -1,28 +1,20 @@
-"""Losses with weights: what torch says of them in float64, and how they are run."""
+"""Losses with weights, and torch's value and gradient of them in float64."""
 
 import numpy as np
 
-from halograd.kernels import get_backend
 from halograd.layers import (
     AbsoluteError,
     BinaryCrossEntropyWithLogits,
     Dice,
     Focal,
     Huber,
-    Input,
     MeanSquaredError,
-    Network,
     SoftmaxCrossEntropy,
     Tversky,
 )
-from halograd.layers.strategy import Strategy
-from halograd.training.executor import Executor
-from tests.layers.norms import close
+from tests.layers.losses import BATCH, CLASS_WEIGHTS, SHAPE
 from tests.layers.oracle import torch
 
-SHAPE, BATCH = (5, 3, 4), 3
-AXES = ("sample", "height", "width")
-CLASS_WEIGHTS = (0.5, 2.0, 0.0, 1.5)
 FORMS = {
     "position": (5, 3, 1),
     "element": SHAPE,
@@ -36,7 +28,7 @@ FORMS = {
 
 
 def mean(values, w, normalization):
-    """Of the losses of all elements ``(N, *spatial, C)``."""
+    """Return the mean of the losses of all elements ``(N, *spatial, C)``, with weights."""
     w = w.expand(values.shape)
     return (values * w).sum() / (w.sum() if normalization == "weights" else values.numel())
 
@@ -152,28 +144,3 @@ def reference(function, x, t, w):
     loss = function(given, lib.tensor(t.copy()), lib.tensor(w.copy()))
     loss.backward()
     return float(loss.detach()), given.grad.numpy()
-
-
-def run(make, x, t, w, comm, parts, dtype="float64", backend="numpy", valid=None):
-    """Loss, the same on all ranks, and on rank 0 its gradient. Collective."""
-    kind = "int32" if t.dtype.kind == "i" else "compute"
-    nodes = [Input(x.shape[1:], "x"), Input(t.shape[1:], "t", kind), Input(w.shape[1:], "w")]
-    network, strategy = Network({"loss": make()(*nodes)}), Strategy(parts)
-    made = Executor(network, comm, get_backend(backend), len(x), strategy, dtype, probed=["x"])
-    with made as executor:
-        for name, array in (("x", x), ("t", t), ("w", w)):
-            executor.set_input(name, array)
-        for count in (len(x), len(x) if valid is None else valid):
-            executor.mode.valid = count
-            executor.forward()
-            loss = executor.loss_value()
-            executor.backward()
-        assert len(set(comm.allgather_objects(loss))) == 1
-        return loss, executor.gather("x", gradient=True)
-
-
-def check(found, want, factor=20):
-    loss, dx = found
-    assert abs(loss - want[0]) <= 1e-13 * max(1, abs(want[0]))
-    if dx is not None:
-        close(dx, want[1], factor=factor)

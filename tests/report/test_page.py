@@ -232,7 +232,7 @@ def test_status_needs_no_mpi(trained):
 
 
 def test_details_that_are_none(trained, begun, tmp_path):
-    """Of other programs, changed, or missing: one line; without any it is said how to make them."""
+    """A file that is missing, changed, or of another program is refused; without one the page says how to make it."""
     record = read_record(begun)
     other, changed = tmp_path / "other.json", tmp_path / "changed.json"
     other.write_text('{"a": 1}')
@@ -253,7 +253,7 @@ def test_details_that_are_none(trained, begun, tmp_path):
 
 
 def test_many_classes(trained, tmp_path):
-    """A table that ends, and no picture of which nobody could read a number."""
+    """The table ends after 50 classes; a picture whose numbers would be too small to read is left out."""
     found, classes = json.loads((trained / "evaluation.json").read_text()), 60
     counts = np.arange(classes**2).reshape(classes, classes)
     found["predictions"][0] |= {"confusion": counts.tolist(), "by_class": by_class(counts)}

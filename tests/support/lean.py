@@ -7,7 +7,17 @@ from collections.abc import Callable
 
 from halograd.comm import Communicator
 
-__all__ = ["check_allocations"]
+__all__ = ["check_allocations", "traced_peak"]
+
+
+def traced_peak(run: Callable[[], object]) -> int:
+    """Return the most memory [B] that Python holds at once of what `run` allocates. Local."""
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def check_allocations(comm: Communicator, run: Callable[[], object], peak: int) -> None:

@@ -1,12 +1,9 @@
-"""A small network and its parameters, for tests that run no layer; the folder of a run, for those of whole ones."""
+"""A small network and its parameters, for tests that run no layer."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -47,25 +44,3 @@ def make_store() -> Callable[..., ParameterStore]:
         return ParameterStore(small_network(**shape), Memory(HOST_KERNELS), np.dtype(dtype), seed, bucket_bytes)
 
     return make
-
-
-@pytest.fixture
-def comm() -> Any:
-    """All ranks of the test."""
-    from mpi4py import MPI  # not at the top: it initialises MPI
-
-    return MPI.COMM_WORLD
-
-
-@pytest.fixture
-def shared(comm: Any, tmp_path: Path) -> Path:
-    """An empty folder, the same on all ranks."""
-    return Path(comm.bcast(str(tmp_path)))
-
-
-@pytest.fixture
-def working(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The same, which is also the working folder; what it adds to the path of modules is taken away."""
-    monkeypatch.chdir(shared)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield shared

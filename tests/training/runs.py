@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -54,6 +56,15 @@ def write_data(path: Path) -> None:
         file.create_dataset("mask", data=(x[..., 0] > x[..., 1]).astype(np.uint8))
 
 
+def write_arrays(path: Path, arrays: Mapping[str, Any], **layouts: str) -> None:
+    """Write an HDF5 file with a dataset of each array; `layouts` are the orders of axes of some of them."""
+    with h5py.File(path, "w") as file:
+        for name, array in arrays.items():
+            file[name] = array
+        for name, layout in layouts.items():
+            file[name].attrs["layout"] = layout
+
+
 def write_config(folder: Path, out: str = "out", name: str = "run.toml") -> Path:
     """Write data and configuration to `folder`; the path of the latter."""
     if not (folder / "data.h5").exists():
@@ -72,4 +83,12 @@ def write_own(folder: Path, network: str, data: str | None = None, settings: str
         data = text[text.index("[data]") : text.index("[strategy]")]
     text = f'[model]\nfile = "net.py:build"\n{settings}{data}' + text[text.index("[strategy]") :]
     (folder / "run.toml").write_text(text)
+    return folder / "run.toml"
+
+
+def write_shared(comm: Any, folder: Path, write: Callable[[Path], object] = write_config) -> Path:
+    """Let rank 0 write a run to a folder of all ranks; the path of its configuration. Collective over `comm`."""
+    if comm.rank == 0:
+        write(folder)
+    comm.barrier()
     return folder / "run.toml"

@@ -31,14 +31,14 @@ from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.program.compiler import Target
 from halograd.testing import grids, random_array
-from halograd.training import evaluate, train
+from halograd.training import train
 from halograd.training.executor import Executor
-from halograd.training.log import read_log
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
 from tests.layers.cuts import random_strategy
-from tests.training.runs import write_config, write_own
+from tests.training.cuts import CUTS, check_resumed, overrides_of
+from tests.training.runs import write_config, write_own, write_shared
 
 BATCH, STEPS, SEED = 8, 3, 3
 SCHEMES = {
@@ -227,49 +227,20 @@ def build():
 
 @pytest.fixture
 def config(comm, shared):
-    """Of a network without batch norm."""
-    if comm.rank == 0:
-        write_own(shared, OWN)
-    comm.barrier()
-    return shared / "run.toml"
+    """Configuration of a network without batch norm."""
+    return write_shared(comm, shared, lambda folder: write_own(folder, OWN))
 
 
-CUTS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 3: [{"width": 3}], 4: [{"height": 2, "width": 2}]}
 AUGMENTED = "data.augment={flips = ['width'], noise = 0.05}"
-
-
-def losses(folder):
-    return [entry["loss"] for entry in read_log(folder / "log.jsonl", "step")]
 
 
 @pytest.mark.mpi
 def test_a_run_in_parts_is_that_of_whole_batches(comm, config):
     """Stopped after an epoch and resumed; evaluated in parts too."""
-
-    def run(out, more, comm, parts=(1, 2)):
-        more = [
-            f"model.file='{config.parent / 'net.py'}:build'",
-            f"data.path='{config.parent / 'data.h5'}'",
-            AUGMENTED,
-            *more,
-            f"output.directory={config.parent / out}",
-            'schedule.kind="constant"',
-        ]
-        for epochs in parts:
-            train(config, [*more, f"training.epochs={epochs}"], epochs > 1, comm=comm)
-        return evaluate(config, more, "all", comm=comm)
-
-    found = []
-    for number, cut in enumerate(CUTS.get(comm.size, [])):
-        cuts = [f"strategy.{axis}={n}" for axis, n in cut.items()]
-        parts = 2 if cut.get("sample", 1) > 1 else 4
-        found.append(run(f"cut{number}", [*cuts, f"training.accumulate={parts}"], comm))
-    if comm.rank:
-        return
-    want = run("alone", [], MPI.COMM_SELF, parts=(2,))
-    for number, one in enumerate(found):
-        assert losses(config.parent / f"cut{number}") == pytest.approx(losses(config.parent / "alone"), rel=1e-9)
-        assert one["loss"] == pytest.approx(want["loss"], rel=1e-9)
+    files = [f"model.file='{config.parent / 'net.py'}:build'", f"data.path='{config.parent / 'data.h5'}'"]
+    parts = [(cut, 2 if "sample" in cut else 4) for cut in CUTS[comm.size]]
+    cuts = [[*overrides_of(cut), f"training.accumulate={number}"] for cut, number in parts]
+    check_resumed(comm, config, [*files, AUGMENTED], cuts)
 
 
 @pytest.mark.ranks(1)

@@ -19,6 +19,7 @@ from halograd.dtensor import Blocks, Box
 from halograd.errors import UserError
 from halograd.training import apply, applying, evaluate, train
 from halograd.training.predictions import check_predictions
+from tests.training.cuts import overrides_of
 from tests.training.runs import EDGE, write_config, write_own
 
 FILES = (3, 5)
@@ -79,7 +80,7 @@ def test_is_that_of_one_process_under_every_cut(comm, trained, what):
     assert want.shape == (sum(FILES), EDGE, EDGE, 1) and want.std() > 0
     for number, cut in enumerate(CUTS.get(comm.size, ())):
         for batch in (4, 3) if "sample" not in cut else (4,):
-            sets = [*(f"strategy.{axis}={n}" for axis, n in cut.items()), f"training.batch={batch}"]
+            sets = [*overrides_of(cut), f"training.batch={batch}"]
             sets += [] if "sample" in cut else ["strategy.sample=1"]
             out = trained / f"{what}-{number}-{batch}.h5"
             found = apply(trained / "out", new, out, sets, what, comm)
@@ -303,7 +304,7 @@ MASK = {"long_name": "kind of cell", "flag_values": [0, 1, 2], "flag_meanings": 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("what", ["logits", "classes"])
 def test_says_what_the_data_say(comm, working, what):
-    """Of the numbers what those of the target say, which need not be in the new files; of the file what all say."""
+    """Predictions have the attributes of their target, which new files may lack; the file has those of its inputs."""
     if comm.rank == 0:
         rng = np.random.default_rng(5)
         write_own(working, SAID, SAID_DATA)

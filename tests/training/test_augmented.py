@@ -10,10 +10,9 @@ from mpi4py import MPI
 from halograd.data import DataError
 from halograd.training import apply, evaluate, train
 from halograd.training.checkpoint import read_header
-from halograd.training.log import read_log
-from tests.training.runs import EDGE, write_config
+from tests.training.cuts import CUTS, check_resumed, logged_losses, overrides_of
+from tests.training.runs import EDGE, write_shared
 
-CUTS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 3: [{"width": 3}], 4: [{"height": 2, "width": 2}]}
 RULES = (
     'data.augment={flips = ["height", "width"], turns = true, shifts = ["width"], noise = 0.05, contrast = 0.1, '
     'brightness = 0.1, vectors = [["channel 2", "channel 0"]]}'
@@ -23,39 +22,20 @@ CROP = "data.augment={flips = ['height'], crop = true}"
 
 @pytest.fixture
 def config(comm, shared):
-    if comm.rank == 0:
-        write_config(shared)
-    comm.barrier()
-    return shared / "run.toml"
-
-
-def losses(folder):
-    return [entry["loss"] for entry in read_log(folder / "log.jsonl", "step")]
+    return write_shared(comm, shared)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("rules", [[RULES], [CROP, "model.resolution=12"]], ids=["turned", "cropped"])
 def test_as_in_one_process(comm, config, rules):
-    def run(out, cut, comm, parts=(1, 2)):
-        more = [*rules, *(f"strategy.{axis}={n}" for axis, n in cut.items()), f"output.directory={config.parent / out}"]
-        for epochs in parts:
-            train(config, [*more, f"training.epochs={epochs}", 'schedule.kind="constant"'], epochs > 1, comm=comm)
-        return evaluate(config, more, "all", comm=comm)
-
-    found = [run(f"cut{number}", cut, comm) for number, cut in enumerate(CUTS.get(comm.size, []))]
-    if comm.rank:
-        return
-    want = run("alone", {}, MPI.COMM_SELF, parts=(2,))
-    for number, one in enumerate(found):
-        assert losses(config.parent / f"cut{number}") == pytest.approx(losses(config.parent / "alone"), rel=1e-9)
-        assert one["loss"] == pytest.approx(want["loss"], rel=1e-9)
-    if len(rules) == 1:
+    check_resumed(comm, config, rules, [overrides_of(cut) for cut in CUTS[comm.size]])
+    if comm.rank == 0 and len(rules) == 1:
         train(
             config,
             ["training.epochs=2", 'schedule.kind="constant"', f"output.directory={config.parent / 'plain'}"],
             comm=MPI.COMM_SELF,
         )
-        assert losses(config.parent / "plain") != pytest.approx(losses(config.parent / "alone"), rel=1e-3)
+        assert logged_losses(config.parent / "plain") != pytest.approx(logged_losses(config.parent / "alone"), rel=1e-3)
         # Statistics are those of the samples as they are.
         plain, varied = (
             read_header(config.parent / f"{run}/checkpoints/latest.h5")[0].normalization for run in ("plain", "alone")

@@ -23,7 +23,7 @@ from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy
-from tests.training.runs import write_config
+from tests.training.runs import write_config, write_shared
 from tests.training.test_exactness import NETWORKS, fill
 
 STEPS, AVERAGE = 12, 0.75
@@ -141,10 +141,7 @@ CUTS = {1: [], 2: ["strategy.height=2"], 4: ["strategy.height=2", "strategy.widt
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_is_judged_by_its_averages(comm, shared):
     """In training and afterwards, as in one process; resumed; its parameters themselves are in the file too."""
-    if comm.rank == 0:
-        write_config(shared)
-    comm.barrier()
-    config, cuts = shared / "run.toml", CUTS[comm.size]
+    config, cuts = write_shared(comm, shared), CUTS[comm.size]
 
     def results(out, more, comm):
         more = [*SETS, *more, f"output.directory={shared / out}"]
@@ -183,7 +180,9 @@ def test_averages_that_begin_later_and_end(comm, shared, tmp_path):
 
 @pytest.mark.ranks(1)
 def test_exported_are_the_averages(comm, shared, tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors = pytest.importorskip(
+        "safetensors.numpy", reason="needs safetensors: pip install 'halograd[interchange]'"
+    )
     config, out = write_config(shared), shared / "exported"
     train(config, [*SETS, f"output.directory={out}"], comm=comm)
     arrays = {}

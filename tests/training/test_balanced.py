@@ -22,7 +22,8 @@ from halograd.perfmodel.profile.bound import BoundLayer
 from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header
 from halograd.training.executor import Executor
-from tests.training.runs import EDGE, SAMPLES, write_own
+from tests.training.cuts import overrides_of
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
 
 NET = """
 import halograd as hg
@@ -51,19 +52,18 @@ kind = "kind"
 
 def write(folder):
     rng = np.random.default_rng(5)
-    with h5py.File(folder / "data.h5", "w") as file:
-        file.create_dataset("u", data=rng.standard_normal((SAMPLES, EDGE, EDGE, 2))).attrs["layout"] = "NHWC"
-        file.create_dataset("label", data=rng.choice(3, (SAMPLES, EDGE, EDGE), p=(0.9, 0.08, 0.02)))
-        file.create_dataset("kind", data=np.arange(SAMPLES) % 4 == 0)
+    arrays = {
+        "u": rng.standard_normal((SAMPLES, EDGE, EDGE, 2)),
+        "label": rng.choice(3, (SAMPLES, EDGE, EDGE), p=(0.9, 0.08, 0.02)),
+        "kind": np.arange(SAMPLES) % 4 == 0,
+    }
+    write_arrays(folder / "data.h5", arrays, u="NHWC")
+    write_own(folder, NET, DATA)
 
 
 @pytest.fixture
 def config(comm, working):
-    if comm.rank == 0:
-        write(working)
-        write_own(working, NET, DATA)
-    comm.barrier()
-    return working / "run.toml"
+    return write_shared(comm, working, write)
 
 
 def weights_of(labels, classes):
@@ -79,9 +79,9 @@ def trained(found):
 
 @pytest.mark.mpi
 def test_as_with_the_numbers_themselves(comm, config, capfd):
-    """Of all ranks together, of training samples only; said, logged, and in the checkpoint."""
+    """Training samples of all ranks are counted; the counts are printed, logged, and in the checkpoint."""
     cut = {1: {}, 2: {"height": 2}, 3: {"sample": 3}, 4: {"height": 2, "width": 2}}[comm.size]
-    sets = [f"strategy.{axis}={n}" for axis, n in cut.items()]
+    sets = overrides_of(cut)
     found = train(config, [*sets, "model.auxiliary=false", "output.progress=true"], comm=comm)
     evaluate(config, [*sets, "model.auxiliary=false"], predictions="p.h5", comm=comm)
     with h5py.File("data.h5") as file:

@@ -11,7 +11,7 @@ from halograd.errors import UserError
 from halograd.training import evaluate, train
 from halograd.training.best import BestScore
 from halograd.training.log import read_log
-from tests.training.runs import write_config
+from tests.training.runs import write_shared
 
 #: Validations go up and down.
 STEEP = ("schedule.learning_rate=0.3", 'schedule.kind="constant"')
@@ -55,10 +55,7 @@ def test_patience():
 
 @pytest.fixture
 def config(comm, shared):
-    if comm.rank == 0:
-        write_config(shared)
-    comm.barrier()
-    return shared / "run.toml"
+    return write_shared(comm, shared)
 
 
 def validations(folder, name):

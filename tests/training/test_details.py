@@ -15,7 +15,8 @@ from halograd.training import evaluate, train
 from halograd.training.calibration import BINS, Calibration
 from halograd.training.details import by_class
 from halograd.training.metrics import Confusion
-from tests.training.runs import EDGE, SAMPLES, write_own
+from tests.training.cuts import CUTS, overrides_of
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
 
 NET = """
 import halograd as hg
@@ -45,21 +46,20 @@ yes = "yes"
 
 def write(folder):
     rng = np.random.default_rng(5)
-    with h5py.File(folder / "data.h5", "w") as file:
-        file.create_dataset("u", data=rng.standard_normal((SAMPLES, EDGE, EDGE, 2))).attrs["layout"] = "NHWC"
-        file["label"] = rng.integers(-1, 3, (SAMPLES, EDGE, EDGE))  # class 3 is nowhere
-        file["kind"] = rng.integers(0, 3, SAMPLES)
-        file["valid"] = rng.integers(0, 2, (SAMPLES, EDGE, EDGE))
-        file["yes"] = rng.integers(0, 2, (SAMPLES, EDGE, EDGE, 2))
+    arrays = {
+        "u": rng.standard_normal((SAMPLES, EDGE, EDGE, 2)),
+        "label": rng.integers(-1, 3, (SAMPLES, EDGE, EDGE)),  # class 3 is nowhere
+        "kind": rng.integers(0, 3, SAMPLES),
+        "valid": rng.integers(0, 2, (SAMPLES, EDGE, EDGE)),
+        "yes": rng.integers(0, 2, (SAMPLES, EDGE, EDGE, 2)),
+    }
+    write_arrays(folder / "data.h5", arrays, u="NHWC")
+    write_own(folder, NET, DATA)
 
 
 @pytest.fixture
 def config(comm, working):
-    if comm.rank == 0:
-        write(working)
-        write_own(working, NET, DATA)
-    comm.barrier()
-    return working / "run.toml"
+    return write_shared(comm, working, write)
 
 
 # -- by NumPy ----------------------------------------------------------------------------------------
@@ -110,9 +110,8 @@ def softmax(x):
 def test_as_numpy_finds_on_every_cut(comm, config):
     """Segmentation with a mask and an ignored class, a class per sample, two questions; ranks sum whole numbers."""
     train(config, [f"strategy.sample={comm.size}", "training.epochs=1"], comm=comm)
-    cuts = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 3: [{"width": 3}], 4: [{"height": 2, "width": 2}]}[comm.size]
-    for cut in cuts:
-        sets = ["strategy={}", *(f"strategy.{axis}={n}" for axis, n in cut.items())]
+    for cut in CUTS[comm.size]:
+        sets = ["strategy={}", *overrides_of(cut)]
         evaluate(config, sets, predictions="p.h5", details="details.json", comm=comm)
     if comm.rank:
         return
@@ -155,7 +154,7 @@ def test_calibration_is_its_definition_in_any_order(given, cut):
 
 
 def test_probabilities_that_are_some_already():
-    """A loss of probabilities is not asked for logits."""
+    """The calibration of a loss of probabilities takes them as they are."""
     p, t = np.array([[0.9], [0.2], [0.6]]), np.array([[1.0], [0.0], [0.0]])
     made = Confusion(2, 0.5, probabilities=True)
     made.calibration = Calibration()

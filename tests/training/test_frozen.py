@@ -14,7 +14,7 @@ from halograd.training import train as train_run
 from halograd.training.executor import Executor
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
-from tests.training.runs import write_config
+from tests.training.runs import write_shared
 from tests.training.test_exactness import NETWORKS, fill
 from tests.training.test_strategies import train
 
@@ -83,10 +83,7 @@ def test_under_random_strategies(name):
 @pytest.mark.ranks(1, 2)
 def test_runs(comm, shared):
     """By the configuration; resumed with other layers frozen; mistakes are named."""
-    if comm.rank == 0:
-        write_config(shared)
-    comm.barrier()
-    config = shared / "run.toml"
+    config = write_shared(comm, shared)
     train_run(config, ["training.epochs=1", 'training.freeze=["conv1_1", "bn*"]'], comm=comm)
     found = train_run(
         config, ["training.epochs=2", 'training.freeze=["predict"]', "training.clip_norm=1.0"], True, comm=comm

@@ -11,22 +11,23 @@ from halograd.data import DataError
 from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
 from halograd.training.log import read_log
-from tests.training.runs import SAMPLES, write_config
+from tests.training.cuts import CUTS, overrides_of
+from tests.training.runs import SAMPLES, write_config, write_shared
 
-CUTS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 3: [{"width": 3}], 4: [{"height": 2, "width": 2}]}
 #: Samples, and where.
 HOLES = {3: (0, 0, 1), 8: (15, 2, 0), 11: (7, 7, 2)}
 
 
+def write(folder):
+    write_config(folder)
+    with h5py.File(folder / "data.h5", "a") as file:
+        for number, (sample, at) in enumerate(HOLES.items()):
+            file["inputs"][(sample, *at)] = (np.nan, np.inf, -np.inf)[number]
+
+
 @pytest.fixture
 def config(comm, shared):
-    if comm.rank == 0:
-        write_config(shared)
-        with h5py.File(shared / "data.h5", "a") as file:
-            for number, (sample, at) in enumerate(HOLES.items()):
-                file["inputs"][(sample, *at)] = (np.nan, np.inf, -np.inf)[number]
-    comm.barrier()
-    return shared / "run.toml"
+    return write_shared(comm, shared, write)
 
 
 @pytest.mark.mpi
@@ -35,12 +36,12 @@ def test_as_in_one_process(comm, config, invalid, caplog):
     sets = [f'data.invalid="{invalid}"', "training.epochs=2"]
 
     def run(out, cut, comm):
-        more = [f"strategy.{axis}={n}" for axis, n in cut.items()] + [f"output.directory={config.parent / out}"]
+        more = [*overrides_of(cut), f"output.directory={config.parent / out}"]
         train(config, [*sets, "training.epochs=1", *more], comm=comm)
         train(config, [*sets, *more], resume=True, comm=comm)
         return evaluate(config, [*sets, *more], "all", config.parent / f"{out}.h5", comm)
 
-    found = [run(f"cut{number}", cut, comm) for number, cut in enumerate(CUTS.get(comm.size, []))]
+    found = [run(f"cut{number}", cut, comm) for number, cut in enumerate(CUTS[comm.size])]
     if comm.rank:
         return
     want = run("alone", {}, MPI.COMM_SELF)

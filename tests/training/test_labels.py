@@ -10,7 +10,7 @@ import halograd as hg
 from halograd.data import ArrayDataset
 from halograd.errors import UserError
 from halograd.training import evaluate, train
-from tests.training.runs import EDGE, SAMPLES, write_own
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
 
 NET = """
 import halograd as hg
@@ -45,24 +45,20 @@ def write(folder):
     x, raw = rng.standard_normal((SAMPLES, EDGE, EDGE, 2)), rng.choice([0, 7, 1, 255], (SAMPLES, EDGE, EDGE))
     ready = np.vectorize(lambda value: MAP.get(value, value))(raw)
     for name, some, labels in (("raw0", slice(10), raw), ("raw1", slice(10, None), raw), ("new", slice(None), ready)):
-        with h5py.File(folder / f"{name}.h5", "w") as file:
-            file.create_dataset("u", data=x[some]).attrs["layout"] = "NHWC"
-            file["label"], file["valid"] = labels[some], np.ones(SAMPLES)[some]
+        arrays = {"u": x[some], "label": labels[some], "valid": np.ones(SAMPLES)[some]}
+        write_arrays(folder / f"{name}.h5", arrays, u="NHWC")
+    write_own(folder, NET, DATA)
 
 
 @pytest.fixture
 def config(comm, working):
-    if comm.rank == 0:
-        write(working)
-        write_own(working, NET, DATA)
-    comm.barrier()
-    return working / "run.toml"
+    return write_shared(comm, working, write)
 
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("invalid", ["refuse", "skip"])
 def test_as_a_file_with_the_new_numbers(comm, config, invalid):
-    """Of several files, in training, counts of classes, evaluation and what it writes; varied, too."""
+    """Several files are mapped in training, counts of classes, evaluation and its predictions; augmented, too."""
     sets = [f"strategy.height={comm.size}", f'data.invalid="{invalid}"', 'data.augment={flips=["width"], turns=true}']
     ready = ['data.path="new.h5"', "data.labels={}", 'output.directory="new"']
     found, want = (train(config, [*sets, *more], comm=comm) for more in ([], ready))

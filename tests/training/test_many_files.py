@@ -11,6 +11,7 @@ import pytest
 from halograd.errors import UserError
 from halograd.training.log import read_log
 from halograd.training.run import evaluate, train
+from tests.training.cuts import logged_losses
 from tests.training.runs import write_config
 
 LENGTHS = (4, 7, 1, 7)
@@ -36,10 +37,6 @@ def config(comm, tmp_path):
     comm.Barrier()
 
 
-def losses(folder):
-    return [e["loss"] for e in read_log(folder / "log.jsonl", "step")]
-
-
 @pytest.mark.ranks(1, 3)
 def test_the_run_is_that_of_one_file(comm, config, caplog):
     folder = config.parent
@@ -49,7 +46,7 @@ def test_the_run_is_that_of_one_file(comm, config, caplog):
         found = train(config, [*cut, f"data.path={path}", f"output.directory={folder / name}"], comm=comm)
         assert found["validation"] == whole["validation"]
         comm.Barrier()
-        assert losses(folder / name) == losses(folder / "one")
+        assert logged_losses(folder / name) == logged_losses(folder / "one")
     said = [r.message for r in caplog.records if "are both trained on and held out" in r.message]
     assert len(said) == (2 if comm.rank == 0 else 0)
     judged = evaluate(folder / "folder", cut, comm=comm)

@@ -7,12 +7,12 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 from halograd.errors import UserError
 from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header
-from tests.training.runs import EDGE, SAMPLES, write_own
+from tests.training.cuts import CUTS, check_scores
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
 
 NET = """
 import halograd as hg
@@ -52,42 +52,29 @@ kind = "kind"
 
 def write(folder: Path) -> None:
     rng = np.random.default_rng(5)
-    with h5py.File(folder / "data.h5", "w") as file:
-        file.create_dataset("u", data=5 + 3 * rng.standard_normal((SAMPLES, EDGE, EDGE, 3))).attrs["layout"] = "NHWC"
-        file.create_dataset("run/settings", data=rng.random((SAMPLES, 2)))
-        file.create_dataset("label", data=rng.integers(0, 3, (SAMPLES, EDGE, EDGE)))
-        half = EDGE // 2
-        file.create_dataset("v", data=rng.random((SAMPLES, 2, half, half))).attrs["layout"] = "NCHW"
-        file.create_dataset("kind", data=rng.integers(0, 2, SAMPLES))
+    arrays = {
+        "u": 5 + 3 * rng.standard_normal((SAMPLES, EDGE, EDGE, 3)),
+        "run/settings": rng.random((SAMPLES, 2)),
+        "label": rng.integers(0, 3, (SAMPLES, EDGE, EDGE)),
+        "v": rng.random((SAMPLES, 2, EDGE // 2, EDGE // 2)),
+        "kind": rng.integers(0, 2, SAMPLES),
+    }
+    write_arrays(folder / "data.h5", arrays, u="NHWC", v="NCHW")
+    write_own(folder, NET, DATA)
 
 
 @pytest.fixture
 def config(comm, working):
-    if comm.rank == 0:
-        write(working)
-        write_own(working, NET, DATA)
-    comm.barrier()
-    return working / "run.toml"
-
-
-CUTS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 3: [{"width": 3}], 4: [{"height": 2, "width": 2}]}
+    return write_shared(comm, working, write)
 
 
 @pytest.mark.mpi
 def test_trains_and_judges_as_one_process_does(comm, config):
     """Five arrays of other kinds and extents, three tasks; predictions of all of them are written."""
-    found = {}
-    for number, cut in enumerate(CUTS.get(comm.size, [])):
-        sets = [f"strategy.{axis}={n}" for axis, n in cut.items()] + [f"output.directory=cut{number}"]
-        train(config, [*sets, "training.epochs=2"], comm=comm)
-        found[number] = evaluate(config, sets, predictions=f"{number}.h5", comm=comm)
-    if comm.rank == 0 and found:
-        train(config, ["output.directory=alone", "training.epochs=2"], comm=MPI.COMM_SELF)
-        want = evaluate(config, ["output.directory=alone"], predictions="alone.h5", comm=MPI.COMM_SELF)
+    want = check_scores(comm, config)
+    if comm.rank == 0:
         assert {"accuracy", "iou", "flow mae", "kind of accuracy"} <= set(want)
-        for number, scores in found.items():
-            for key, value in want.items():
-                assert key == "checkpoint" or scores[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+        for number in range(len(CUTS[comm.size])):
             with h5py.File(f"{number}.h5") as mine, h5py.File("alone.h5") as theirs:
                 assert set(mine) == {"prediction", "target", "sample", "flow", "kind of"} == set(theirs)
                 for name in ("prediction", "target", "flow/prediction", "flow/target", "kind of/prediction"):

@@ -11,8 +11,8 @@ import halograd as hg
 from halograd.data import ArrayDataset
 from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
-from halograd.training.log import read_log
-from tests.training.runs import write_config
+from tests.training.cuts import CUTS, logged_losses, overrides_of
+from tests.training.runs import write_config, write_shared
 from tests.training.test_fit import OPTIONS, unet
 
 DATA = """
@@ -36,20 +36,20 @@ def others(path):
 def failing(path):
     raise KeyError(path)
 """
-CUTS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 4: [{"height": 2, "width": 2}]}
+
+
+def write(folder):
+    write_config(folder)
+    (folder / "data.py").write_text(DATA)
+    (folder / "arrays").mkdir()
+    with h5py.File(folder / "data.h5") as file:
+        np.save(folder / "arrays/x.npy", file["inputs"][()])
+        np.save(folder / "arrays/t.npy", file["mask"][()][..., None])
 
 
 @pytest.fixture
 def config(comm, working):
-    if comm.rank == 0:
-        write_config(working)
-        (working / "data.py").write_text(DATA)
-        (working / "arrays").mkdir()
-        with h5py.File(working / "data.h5") as file:
-            np.save(working / "arrays/x.npy", file["inputs"][()])
-            np.save(working / "arrays/t.npy", file["mask"][()][..., None])
-    comm.barrier()
-    return working / "run.toml"
+    return write_shared(comm, working, write)
 
 
 OWN = ['data.path="arrays"', 'data.file="data.py:open"']
@@ -59,7 +59,7 @@ OWN = ['data.path="arrays"', 'data.file="data.py:open"']
 def test_by_a_function(comm, config):
     """Trained, resumed, judged and applied as the same samples of an HDF5 file."""
     for number, cut in enumerate(CUTS[comm.size]):
-        sets = [f"strategy.{axis}={n}" for axis, n in cut.items()] + [f"output.directory=cut{number}"]
+        sets = [*overrides_of(cut), f"output.directory=cut{number}"]
         train(config, [*sets, *OWN, "training.epochs=1"], comm=comm)
         train(config, [*sets, *OWN, "training.epochs=2"], True, comm=comm)
         found = evaluate(config, [*sets, *OWN], comm=comm)
@@ -83,7 +83,7 @@ def test_losses_are_those_of_the_file(comm, config):
     whole = f"strategy.height={comm.size}"
     train(config, [whole, "output.directory=file"], comm=comm)
     train(config, [whole, "output.directory=own", *OWN], comm=comm)
-    found, want = ([e["loss"] for e in read_log(config.parent / f"{d}/log.jsonl", "step")] for d in ("own", "file"))
+    found, want = (logged_losses(config.parent / run) for run in ("own", "file"))
     assert found == want
 
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from halograd.errors import UserError
 from halograd.training import evaluate, samples, train
 from halograd.training.checkpoint import read_header
-from tests.training.runs import EDGE, write_own
+from tests.training.runs import EDGE, write_own, write_shared
 
 NET = """
 import numpy as np
@@ -47,10 +47,7 @@ def network(weight=0.5, more=""):
 @pytest.fixture
 def config(comm, working):
     """A run in a folder that all ranks share, which is also the working folder."""
-    if comm.rank == 0:
-        write_own(working, network(), settings="width = 6\n")
-    comm.barrier()
-    return working / "run.toml"
+    return write_shared(comm, working, lambda folder: write_own(folder, network(), settings="width = 6\n"))
 
 
 def trained(config, comm, out):

@@ -16,6 +16,7 @@ from halograd.training.checkpoint import read_header
 from halograd.training.log import read_log, rewind_log
 from halograd.training.run import evaluate, train
 from halograd.training.trainer import Diverged
+from tests.training.cuts import overrides_of
 from tests.training.runs import CHANNELS, EDGE, SAMPLES, write_config
 
 TOLERANCE = 1e-9
@@ -30,10 +31,6 @@ def config(comm, tmp_path):
     comm.Barrier()
     yield folder / "run.toml"
     comm.Barrier()
-
-
-def cut(parts):
-    return [f"strategy.{axis}={n}" for axis, n in parts.items()]
 
 
 def curve(directory):
@@ -64,7 +61,7 @@ def test_the_same_curve_on_every_grid(comm, config):
     wanted = curve(folder / "alone")
     for number, parts in enumerate(grids(comm.size, ("sample", "height", "width"))):
         out = folder / f"out{number}"
-        train(config, [f"output.directory={out}", *cut(parts)], comm=comm)
+        train(config, [f"output.directory={out}", *overrides_of(parts)], comm=comm)
         assert_same(curve(out), wanted)
 
 
@@ -95,7 +92,7 @@ def test_evaluate(comm, config):
     folder = config.parent
     trained = train(config, ["training.epochs=1", f"strategy.sample={comm.size}"], comm=comm)["validation"]
     for parts in grids(comm.size, ("sample", "height", "width")):
-        found = evaluate(folder / "out", cut(parts), predictions=folder / "p.h5", comm=comm)
+        found = evaluate(folder / "out", overrides_of(parts), predictions=folder / "p.h5", comm=comm)
         assert {k: found[k] for k in trained} == pytest.approx(trained, rel=TOLERANCE)
         assert found["step"] == 3
     with h5py.File(folder / "p.h5") as file:
@@ -103,9 +100,9 @@ def test_evaluate(comm, config):
         assert len(file["sample"]) == 6 and guess.shape == (6, EDGE, EDGE, 1)
     assert (guess & truth).sum() / (guess | truth).sum() == pytest.approx(trained["iou"])
     by_config = evaluate(config, [f"strategy.sample={comm.size}"], comm=comm)
-    by_file = evaluate(folder / "out" / "checkpoints" / "latest.h5", cut(parts), comm=comm)
+    by_file = evaluate(folder / "out" / "checkpoints" / "latest.h5", overrides_of(parts), comm=comm)
     assert by_config["iou"] == by_file["iou"] == found["iou"]
-    everything = evaluate(folder / "out", cut(parts), samples="all", comm=comm)
+    everything = evaluate(folder / "out", overrides_of(parts), samples="all", comm=comm)
     assert everything["accuracy"] != found["accuracy"]
 
 

@@ -7,13 +7,13 @@ import logging
 import h5py
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import halograd as hg
 from halograd.data import ArrayDataset
 from halograd.errors import UserError
-from halograd.training import evaluate, train
-from tests.training.runs import EDGE, SAMPLES, write_own
+from halograd.training import train
+from tests.training.cuts import check_scores
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
 
 NET = """
 import halograd as hg
@@ -55,40 +55,27 @@ patches = "valid"
 
 def write(folder):
     rng = np.random.default_rng(5)
-    with h5py.File(folder / "data.h5", "w") as file:
-        file.create_dataset("u", data=rng.standard_normal((SAMPLES, EDGE, EDGE, 3))).attrs["layout"] = "NHWC"
-        file.create_dataset("label", data=rng.integers(0, 3, (SAMPLES, EDGE, EDGE)))
-        file.create_dataset("valid", data=rng.integers(0, 2, (SAMPLES, EDGE, EDGE)).astype(np.uint8))
-        file.create_dataset("share", data=rng.random(SAMPLES))
-        file.create_dataset("rows", data=rng.random((SAMPLES, EDGE, 1, 1)))
+    arrays = {
+        "u": rng.standard_normal((SAMPLES, EDGE, EDGE, 3)),
+        "label": rng.integers(0, 3, (SAMPLES, EDGE, EDGE)),
+        "valid": rng.integers(0, 2, (SAMPLES, EDGE, EDGE)).astype(np.uint8),
+        "share": rng.random(SAMPLES),
+        "rows": rng.random((SAMPLES, EDGE, 1, 1)),
+    }
+    write_arrays(folder / "data.h5", arrays, u="NHWC")
+    write_own(folder, NET, DATA)
 
 
 @pytest.fixture
 def config(comm, working):
-    if comm.rank == 0:
-        write(working)
-        write_own(working, NET, DATA)
-    comm.barrier()
-    return working / "run.toml"
-
-
-CUTS = {1: [{}], 2: [{"height": 2}, {"sample": 2}], 3: [{"width": 3}], 4: [{"height": 2, "width": 2}]}
+    return write_shared(comm, working, write)
 
 
 @pytest.mark.mpi
 def test_trains_and_judges_as_one_process_does(comm, config):
     """Maps, rows and numbers per sample, moved with their images; of a patch the weights of its cells are averaged."""
-    found = {}
-    for number, cut in enumerate(CUTS.get(comm.size, [])):
-        sets = [f"strategy.{axis}={n}" for axis, n in cut.items()] + [f"output.directory=cut{number}"]
-        train(config, [*sets, "training.epochs=2"], comm=comm)
-        found[number] = evaluate(config, sets, predictions=f"{number}.h5", comm=comm)
-    if comm.rank == 0 and found:
-        train(config, ["output.directory=alone", "training.epochs=2"], comm=MPI.COMM_SELF)
-        want = evaluate(config, ["output.directory=alone"], predictions="alone.h5", comm=MPI.COMM_SELF)
-        for scores in found.values():
-            for key, value in want.items():
-                assert key == "checkpoint" or scores[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+    want = check_scores(comm, config)
+    if comm.rank == 0:
         with h5py.File("alone.h5") as file, h5py.File("data.h5") as data:
             samples = file["sample"][()]
             guess, counts = np.argmax(file["prediction"][()], -1), data["valid"][()][samples] > 0

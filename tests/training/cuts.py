@@ -1,0 +1,88 @@
+"""Whole runs under several cuts of their samples, compared with one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from halograd.training import evaluate, train
+from halograd.training.log import read_log
+
+#: Cuts by the number of ranks.
+CUTS: dict[int, list[dict[str, int]]] = {
+    1: [{}],
+    2: [{"height": 2}, {"sample": 2}],
+    3: [{"width": 3}],
+    4: [{"height": 2, "width": 2}],
+}
+
+
+def overrides_of(cut: Mapping[str, int]) -> list[str]:
+    """Overrides of a configuration that set a cut."""
+    return [f"strategy.{axis}={n}" for axis, n in cut.items()]
+
+
+def logged_losses(folder: Path) -> list[float]:
+    """The losses that a run has logged, step by step."""
+    return [entry["loss"] for entry in read_log(folder / "log.jsonl", "step")]
+
+
+def check_scores(comm: MPI.Comm, config: Path) -> dict[str, Any]:
+    """Assert that a run of two epochs has the scores of one process under every cut. Collective over `comm`.
+
+    Predictions are written to the working folder: ``{number}.h5`` by the cut of that number, ``alone.h5`` by one
+    process.
+
+    Returns
+    -------
+    dict
+        On rank 0 the scores of one process, elsewhere nothing.
+    """
+    found = []
+    for number, cut in enumerate(CUTS[comm.size]):
+        sets = [*overrides_of(cut), f"output.directory=cut{number}"]
+        train(config, [*sets, "training.epochs=2"], comm=comm)
+        found.append(evaluate(config, sets, predictions=f"{number}.h5", comm=comm))
+    if comm.rank:
+        return {}
+    alone = ["output.directory=alone"]
+    train(config, [*alone, "training.epochs=2"], comm=MPI.COMM_SELF)
+    want = evaluate(config, alone, predictions="alone.h5", comm=MPI.COMM_SELF)
+    for scores in found:
+        for key in want.keys() - {"checkpoint"}:
+            close = pytest.approx(want[key], rel=1e-9, abs=1e-12)
+            assert scores[key] == close, f"{key}: expected {close}, got {scores[key]}"
+    return want
+
+
+def check_resumed(comm: MPI.Comm, config: Path, common: Sequence[str], cuts: Sequence[Sequence[str]]) -> None:
+    """Assert that runs resumed after an epoch have the losses of one process without a stop. Collective over `comm`.
+
+    Parameters
+    ----------
+    config
+        The configuration. Runs are written beside it: ``cut{number}`` by all ranks, ``alone`` by one process.
+    common
+        Overrides of all runs.
+    cuts
+        Further overrides, of each run by all ranks.
+    """
+
+    def run(out: str, sets: Sequence[str], comm: MPI.Comm, parts: Sequence[int] = (1, 2)) -> dict[str, Any]:
+        sets = [*common, *sets, f"output.directory={config.parent / out}", 'schedule.kind="constant"']
+        for epochs in parts:
+            train(config, [*sets, f"training.epochs={epochs}"], epochs > 1, comm=comm)
+        return evaluate(config, sets, "all", comm=comm)
+
+    found = [run(f"cut{number}", sets, comm) for number, sets in enumerate(cuts)]
+    if comm.rank:
+        return
+    want, curve = run("alone", [], MPI.COMM_SELF, parts=(2,)), logged_losses(config.parent / "alone")
+    for number, one in enumerate(found):
+        mine = logged_losses(config.parent / f"cut{number}")
+        assert mine == pytest.approx(curve, rel=1e-9), f"cut {number}: expected losses {curve}, got {mine}"
+        assert one["loss"] == pytest.approx(want["loss"], rel=1e-9), f"cut {number}: {one['loss']}, {want['loss']}"
