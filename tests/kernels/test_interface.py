@@ -6,7 +6,6 @@ import gc
 import logging
 import subprocess
 import sys
-import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +16,7 @@ from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, K
 from halograd.kernels.kernel import BatchNormArrays
 from halograd.kernels.memory import Scratch
 from tests.harness.limits import LIMIT
+from tests.support.lean import traced
 
 from .conftest import Arrays, assert_close
 
@@ -315,13 +315,9 @@ def test_calls_allocate_no_arrays(arrays):
         for kernel in kernels:
             kernel()
     grew = {}
-    tracemalloc.start()
     for kernel in kernels:
-        before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        kernel()
-        grew[kernel.impl] = max(grew.get(kernel.impl, 0), tracemalloc.get_traced_memory()[1] - before)
-    tracemalloc.stop()
+        peak, _ = traced(kernel)
+        grew[kernel.impl] = max(grew.get(kernel.impl, 0), peak)
     assert max(grew.values()) < 200_000, grew
     for kernel in kernels:
         kernel.close()

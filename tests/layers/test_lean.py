@@ -1,7 +1,6 @@
 """A step of any layer allocates no array, and sends exactly the halo bytes of the formula."""
 
 import contextlib
-import tracemalloc
 
 import pytest
 from mpi4py import MPI
@@ -45,6 +44,7 @@ from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
 from tests.layers.norms import Probe
+from tests.support.lean import check_allocations
 
 LAYERS = {
     "conv": lambda x: Conv(8, 3, padding=1)(x),
@@ -107,7 +107,8 @@ def test_a_step_allocates_no_array(name, backend):
         Communicator(MPI.COMM_WORLD) as comm,
         compiled(LAYERS[name], (64, 64, 16), comm, {"width": comm.size}, backend) as executor,
     ):
-        check_allocations(executor, comm, name)
+        step(executor)
+        check_allocations(comm, lambda: step(executor), 192 * 1024)
 
 
 #: Layers with channels cut, and how: name -> layers, parts of the one that is called "cut".
@@ -133,21 +134,8 @@ def test_a_step_with_cut_channels_allocates_no_array(name, backend):
         Communicator(MPI.COMM_WORLD) as comm,
         compiled(build, (64, 64, 16), comm, {"width": comm.size}, backend, layers={"cut": parts}) as executor,
     ):
-        check_allocations(executor, comm, name)
-
-
-def check_allocations(executor, comm, name):
-    """The second step leaves nothing and takes less than an array."""
-    step(executor)
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    step(executor)
-    after, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    fault = None
-    if peak - before > 192 * 1024 or after - before > 16 * 1024:
-        fault = AssertionError(f"{name}: peak {peak - before} B, left {after - before} B")
-    comm.agree(fault)
+        step(executor)
+        check_allocations(comm, lambda: step(executor), 192 * 1024)
 
 
 ROW = 6 * 2 * 4

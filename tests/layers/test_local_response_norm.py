@@ -1,7 +1,6 @@
 """Local response normalization: definition, torch, gradient, every cut, refusals."""
 
 import doctest
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from halograd.testing import check_layer, random_array, run_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
 from tests.layers.test_lean import compiled, step
+from tests.support.lean import traced
 
 #: Large enough alpha that the gradient's second term matters.
 SETTINGS = {"size": 5, "alpha": 0.7, "beta": 0.75, "k": 2.0}
@@ -81,12 +81,8 @@ def test_a_step_allocates_no_array():
         compiled(lambda x: LocalResponseNorm()(x), (64, 64, 16), alone, {}) as executor,
     ):
         step(executor)
-        tracemalloc.start()
-        before, _ = tracemalloc.get_traced_memory()
-        step(executor)
-        after, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak - before < 192 * 1024 and after - before < 16 * 1024
+        peak, left = traced(lambda: step(executor))
+    assert peak < 192 * 1024 and left < 16 * 1024
 
 
 def test_shape_and_flops():

@@ -27,7 +27,7 @@ from tests.layers.geometries import skew
 from tests.layers.losses import AXES, BATCH, CLASS_WEIGHTS, SHAPE, check, make_executor, run_loss, target
 from tests.layers.norms import close, step, traffic
 from tests.layers.oracle import torch
-from tests.support.lean import traced_peak
+from tests.support.lean import traced
 
 # -- definitions, in float64 ------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ def test_a_step_allocates_no_array(ranks, name, trainable):
                 executor.backward()
 
         run()
-        peak = traced_peak(run)
+        peak, _ = traced(run)
     # A block has 3 * 96 * 96 * 4 * 4 / ranks bytes; NumPy's casting buffers have 64 KiB.
     assert peak < 96 * 1024
 

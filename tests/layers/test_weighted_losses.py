@@ -25,7 +25,7 @@ from tests.layers.geometries import skew
 from tests.layers.losses import AXES, BATCH, SHAPE, check, make_executor, run_loss, scores_of, target
 from tests.layers.norms import step, traffic
 from tests.layers.weighted import CASES, FORMS, LOSSES, SOME, reference, weights_of
-from tests.support.lean import traced_peak
+from tests.support.lean import traced
 
 # -- exactness ---------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ def test_a_step_allocates_no_array(ranks, name, form):
     given = target(kind, shape), np.ones((BATCH, 96, 96, 1) if form == "position" else (BATCH, 1))
     with make_executor(make, shape, given, ranks, {"width": ranks.size}, "float32") as executor:
         step(executor)
-        peak = traced_peak(lambda: step(executor))
+        peak, _ = traced(lambda: step(executor))
     assert peak < 96 * 1024
 
 

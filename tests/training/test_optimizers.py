@@ -1,12 +1,11 @@
 """Optimizers against plain formulas and against torch; their state by name; no allocation in a step."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
 from halograd.kernels.numpy import updates
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
+from tests.support.lean import traced
 
 RATES = [0.1, 0.05, 0.2, 0.1]
 SCALE = 0.7
@@ -141,16 +140,14 @@ def test_state_is_named_by_parameter(make_store, case):
 def test_update_allocates_no_array(make_store, case):
     store = make_store(first=(64, 64, 9), dtype="float32")
     optimizer = CASES[case][0](store)
-    run(store, optimizer, SCALE)
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
+
+    def update():
         optimizer.begin_step(0.1, SCALE)
         for bucket in store.buckets:
             optimizer.update(bucket)
-        peak = tracemalloc.get_traced_memory()[1] - before
-    finally:
-        tracemalloc.stop()
+
+    run(store, optimizer, SCALE)
+    peak, _ = traced(update)
     assert peak < 4096, f"a step allocated {peak} bytes; the parameters have {store.buckets[0].params.nbytes}"
 
 
