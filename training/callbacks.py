@@ -10,8 +10,9 @@ __all__ = ["Callback"]
 
 
 class Callback:
-    """Override what is wanted. Every method is called on all ranks, at the same place of the run.
+    """What a run calls while it trains: override the methods that are wanted.
 
+    Every method is called on all ranks, at the same place of the run.
     So a method may be collective over the ranks of the run, and must not do on one rank what others wait for. Write
     files on rank 0 only. An exception on any rank ends the job, as one in a layer does.
     """

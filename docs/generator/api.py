@@ -13,7 +13,7 @@ from pathlib import Path
 
 import griffe
 
-from .docstrings import to_markdown
+from .docstrings import row, to_markdown
 
 __all__ = ["FOLDERS", "names", "page", "public"]
 
@@ -79,7 +79,7 @@ def names() -> str:
     """The Markdown of all that ``import halograd as hg`` offers, with the entries that no other page has."""
     offered = exported(package())
     lines = ["| `hg.` | |", "|---|---|"]
-    lines += [f"| [`{name}`][{home('halograd', name)}] | {summary(home('halograd', name))} |" for name in offered]
+    lines += [row(f"[`{name}`][{home('halograd', name)}]", summary(home("halograd", name))) for name in offered]
     elsewhere = {
         home(module, name)
         for folder in FOLDERS
@@ -102,7 +102,7 @@ def summary(path: str) -> str:
     thing = package()[path.removeprefix("halograd.")]
     text = thing.docstring.value.split("\n\n")[0] if thing.docstring else ""
     sentence = SENTENCE.split(" ".join(text.split()), maxsplit=1)[0]
-    return to_markdown(sentence.rstrip(".:"), thing)[0].replace("|", "\\|")
+    return to_markdown(sentence.rstrip(".:"), thing)[0]
 
 
 def _entries(offering: str, offered: list[str], inside: str, seen: set[str]) -> list[str]:
@@ -128,5 +128,5 @@ def _files(module: griffe.Module) -> list[str]:
     rows = []
     for below in sorted(_modules(module), key=lambda m: m.path):
         path = below.path.removeprefix("halograd.").replace(".", "/")
-        rows.append(f"| `{path}{'/' if below.is_init_module else '.py'}` | {summary(below.path)} |")
-    return ['??? abstract "Files"', "", *(f"    {row}" for row in ("| file | |", "|---|---|", *rows)), ""]
+        rows.append(row(f"`{path}{'/' if below.is_init_module else '.py'}`", summary(below.path)))
+    return ['??? abstract "Files"', "", *(f"    {line}" for line in ("| file | |", "|---|---|", *rows)), ""]

@@ -9,6 +9,8 @@ import typer
 
 from halograd.cli.commands import app
 
+from .docstrings import row
+
 __all__ = ["all_commands", "reference"]
 
 
@@ -53,9 +55,8 @@ def _parameters(command: Any) -> list[str]:
             shown = words if flag else f"{words} `{_metavar(parameter)}`"
         default = parameter.default
         plain = default is None or default is False or callable(default) or parameter.required
-        help_text = (getattr(parameter, "help", None) or "").replace("|", "\\|")
-        cells = (shown.replace("|", "\\|"), "" if plain else f"`{default}`", help_text)
-        lines.append("| " + " | ".join(cells) + " |")
+        help_text = getattr(parameter, "help", None) or ""
+        lines.append(row(shown, "" if plain else f"`{default}`", help_text))
     return lines if len(lines) > 2 else []
 
 

@@ -28,7 +28,7 @@ from halograd.perfmodel.machine_file import UNITS, EfficiencyTable, MachineTable
 from halograd.training.config import Config, ReductionConfig
 
 from .api import package
-from .docstrings import to_markdown
+from .docstrings import row, to_markdown
 
 __all__ = ["ConfigSection", "Key", "machine_tables", "model_options", "run_tables", "sections", "strategy_tables"]
 
@@ -108,7 +108,7 @@ def model_options() -> str:
             default = defaults.get(option)
             shown = "" if default is None else f"`{to_toml(default)}`"
             first = f"[`{name}`][{make.__module__}.{make.__name__}]" if i == 0 else ""
-            lines.append(f"| {first} | `{option}` | {_kind(field.annotation, field.metadata)} | {shown} |")
+            lines.append(row(first, f"`{option}`", _kind(field.annotation, field.metadata), shown))
     return "\n".join(lines)
 
 
@@ -271,7 +271,6 @@ def _markdown(found: list[ConfigSection]) -> str:
         for key in section.keys:
             anchor = f"{section.anchor}.{key.name}".lstrip(".")
             text = " ".join(key.text.split())
-            cells = (f"`{key.name}`{{ #{anchor} }}", key.kind, key.default, text)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            lines.append(row(f"`{key.name}`{{ #{anchor} }}", key.kind, key.default, text))
         lines.append("")
     return "\n".join(lines)

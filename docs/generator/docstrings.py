@@ -16,7 +16,7 @@ from typing import Any
 
 import griffe
 
-__all__ = ["Docstrings", "to_markdown", "unresolved_roles"]
+__all__ = ["Docstrings", "row", "to_markdown", "unresolved_roles"]
 
 _log = griffe.get_logger("docs.generator.docstrings")
 
@@ -54,6 +54,13 @@ def unresolved_roles(package: griffe.Module) -> list[str]:
         if thing.docstring
         for target in to_markdown(thing.docstring.value, thing)[1]
     ]
+
+
+def row(*cells: str) -> str:
+    """A row of a table in Markdown. Bars in code stay as they are: there they end no cell."""
+    parts = (CODE.split(cell) for cell in cells)
+    escaped = ("".join(part if k % 2 else part.replace("|", "\\|") for k, part in enumerate(some)) for some in parts)
+    return f"| {' | '.join(escaped)} |"
 
 
 def to_markdown(text: str, thing: griffe.Object) -> tuple[str, list[str]]:

@@ -1,7 +1,7 @@
 """Whether something that runs again and again allocates arrays.
 
-Python traces the memory of the whole process: another thread may allocate while something is measured. So it runs several
-times, and the least counts: what `run` itself allocates it allocates every time.
+Python traces the memory of the whole process: another thread may allocate while something is measured. So it runs
+several times, and the least counts: what `run` itself allocates it allocates every time.
 """
 
 from __future__ import annotations
