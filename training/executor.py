@@ -21,10 +21,9 @@ from ..layers.replication import dense_layers, replicable_layers
 from ..layers.strategy import Strategy
 from ..program.compiler import Target, compile_program
 from ..program.mode import Mode
-from ..program.recording import Item
 from ..program.runner import Runner
 from ..program.values import Value
-from .graph import GraphedPass, check_graph
+from .graph import GraphedPass, check_graph, graphed_passes
 from .inputs import block_of, check_name
 from .kernels import report_substitutes
 from .memory import Memory
@@ -258,7 +257,7 @@ class Executor:
         self.pulse.count += 1
         if self._graphed and self.mode.training and self.recorder is None:
             self._refuse_short_batch()
-            self._graphs = self._graphs or self._make_graphs()
+            self._graphs = self._graphs or graphed_passes(self)
             self._graphs[0]()
         else:
             self._compute()
@@ -288,6 +287,10 @@ class Executor:
             if self.reducer is not None:
                 self.reducer.require(layer.name)
             self._run(layer.name, "forward", partial(layer.run, training))
+        self.put_loss()
+
+    def put_loss(self) -> None:
+        """Enqueue the copy of the loss to the host; where the host computes there is nothing to do. Local."""
         if self.loss is not None and self._fetched is not None:
             self._fetched.put(self.loss)
 
@@ -330,43 +333,6 @@ class Executor:
                 self._run(layer.name, "backward", partial(layer.run, True))
                 self.reducer.ready(layer.name)
         self.reducer.flush()
-
-    def _make_graphs(self) -> tuple[GraphedPass, GraphedPass]:
-        """Forward and backward of training steps, with the calls of the reducer between their graphs."""
-        reducer, program = self.reducer, self.program
-        assert reducer is not None
-        summed = self._summed_from()
-        forward, backward, passed = list[Item](), list[Item](), list[str]()
-        if self.comm.size == 1:
-            forward.append(Item(partial(_each, reducer.require, [step.name for step in self.steps]), "", False))
-        for segment in program.forward:
-            if segment.name in summed:
-                forward.append(Item(partial(reducer.require, segment.name), segment.name, False))
-            forward += self.runner.items(segment)
-        if self.loss is not None and self._fetched is not None:
-            forward.append(Item(partial(self._fetched.put, self.loss), "loss"))
-        for segment in program.backward:
-            backward += self.runner.items(segment)
-            passed.append(segment.name)
-            if segment.name in summed or segment is program.backward[-1]:
-                backward.append(Item(partial(_each, reducer.ready, passed), segment.name, False))
-                passed = []
-        return self._graphed_pass(forward, "forward"), self._graphed_pass(backward, "backward")
-
-    def _graphed_pass(self, items: list[Item], phase: str) -> GraphedPass:
-        prepare = getattr(self.kernels, "before_capture", None)
-        return GraphedPass(self.comm, self.device, items, partial(self.pulse.at, phase), prepare)
-
-    def _summed_from(self) -> set[str]:
-        """Layers with which sums of gradients begin in backward, and are waited for in forward; none on one rank.
-
-        Of a bucket that is the first of its layers; of what the reducer computes itself, the layer.
-        """
-        if self.comm.size == 1:
-            return set()
-        order = {step.name: at for at, step in enumerate(self.steps)}
-        firsts = {min((n.rpartition("/")[0] for n in b.names), key=order.__getitem__) for b in self.store.buckets}
-        return firsts | set(self.program.exposed)
 
     def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
         self.pulse.place, self.pulse.phase = name, category
@@ -469,8 +435,3 @@ class Executor:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         if is_shared(value, self.comm.size):  # else the other ranks wait for this one, and this one would wait for them
             self.close()
-
-
-def _each(call: Callable[[str], None], names: Iterable[str]) -> None:
-    for name in names:
-        call(name)

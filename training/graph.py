@@ -8,7 +8,9 @@ is called between two graphs (:mod:`halograd.program.recording`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from halograd.errors import UserError
 
@@ -16,7 +18,10 @@ from ..comm import Communicator
 from ..device import Device
 from ..program.recording import Item, Section, apart, sections
 
-__all__ = ["GraphedPass", "check_graph"]
+if TYPE_CHECKING:
+    from .executor import Executor
+
+__all__ = ["GraphedPass", "check_graph", "graphed_passes"]
 
 
 def check_graph(comm: Communicator, device: Device) -> None:
@@ -102,3 +107,49 @@ def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
         found = more
         if all(settled):
             return found
+
+
+def graphed_passes(executor: Executor) -> tuple[GraphedPass, GraphedPass]:
+    """Forward and backward of training steps, with the calls of the reducer between their graphs. Collective."""
+    reducer, program, runner = executor.reducer, executor.program, executor.runner
+    assert reducer is not None
+    summed = _summed_from(executor)
+    forward, backward, passed = list[Item](), list[Item](), list[str]()
+    if executor.comm.size == 1:
+        forward.append(Item(partial(_each, reducer.require, [step.name for step in program.steps]), "", False))
+    for segment in program.forward:
+        if segment.name in summed:
+            forward.append(Item(partial(reducer.require, segment.name), segment.name, False))
+        forward += runner.items(segment)
+    if executor.loss is not None:
+        forward.append(Item(executor.put_loss, "loss"))
+    for segment in program.backward:
+        backward += runner.items(segment)
+        passed.append(segment.name)
+        if segment.name in summed or segment is program.backward[-1]:
+            backward.append(Item(partial(_each, reducer.ready, passed), segment.name, False))
+            passed = []
+    return _pass(executor, forward, "forward"), _pass(executor, backward, "backward")
+
+
+def _pass(executor: Executor, items: list[Item], phase: str) -> GraphedPass:
+    prepare = getattr(executor.kernels, "before_capture", None)
+    return GraphedPass(executor.comm, executor.device, items, partial(executor.pulse.at, phase), prepare)
+
+
+def _summed_from(executor: Executor) -> set[str]:
+    """Layers with which sums of gradients begin in backward, and are waited for in forward; none on one rank.
+
+    Of a bucket that is the first of its layers; of what the reducer computes itself, the layer.
+    """
+    program = executor.program
+    if executor.comm.size == 1:
+        return set()
+    order = {step.name: at for at, step in enumerate(program.steps)}
+    firsts = {min((n.rpartition("/")[0] for n in b.names), key=order.__getitem__) for b in executor.store.buckets}
+    return firsts | set(program.exposed)
+
+
+def _each(call: Callable[[str], None], names: Iterable[str]) -> None:
+    for name in names:
+        call(name)
