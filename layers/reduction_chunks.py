@@ -9,15 +9,15 @@ from halograd.errors import UserError
 
 from .adaptive_pooling import AdaptiveAveragePool, AdaptiveMaxPool
 from .batch_norm import BatchNorm
-from .dense import Dense
 from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm
-from .layer import Layer
+from .layer import Node
 from .network import Network
 from .parameter import Parameter
 from .parameter_blocks import ParameterBlocks
 from .pooling import AveragePool, MaxPool
 from .reduction_scheme import Scheme
+from .replication import dense_layers
 from .scale import PReLU, Scale
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "chunks_of",
     "decayed_first",
     "gradient_layers",
-    "kind_of",
+    "kinds_of",
     "replicated_layers",
 ]
 
@@ -93,17 +93,21 @@ class GradientChunk:
     replicated: bool = False
 
 
-def kind_of(layer: Layer, has_parameters: bool) -> str:
-    """Kind of a layer, as in :class:`GradientLayer`.
+def kinds_of(network: Network) -> dict[str, str]:
+    """Kinds of all layers by name, as in :class:`GradientLayer`, in order of computation.
 
     Norms and factors have parameters, but no weights in the sense of Lee et al. (Section II): they go with the layers
-    around them.
+    around them. Dense are those alone whose gradients may be replicated.
     """
-    if isinstance(layer, Dense):
-        return "weights" if layer.weight_norm else "dense"
-    if isinstance(layer, _POOLS):
+    dense = dense_layers(network)
+    return {name: "dense" if name in dense else _kind(node) for name, node in network.layers.items()}
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node.layer, _POOLS):
         return "pooling"
-    return "weights" if has_parameters and not isinstance(layer, _FACTORS) else "other"
+    has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
+    return "weights" if has_parameters and not isinstance(node.layer, _FACTORS) else "other"
 
 
 _POOLS = (MaxPool, AveragePool, GlobalAveragePool, GlobalMaxPool, AdaptiveAveragePool, AdaptiveMaxPool)
@@ -121,11 +125,11 @@ def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> 
     Layers that backward does not reach have no gradients.
     """
     result = []
-    for layer, node in reversed(network.layers.items()):
-        specs, own = node.layer.parameters(*(n.shape for n in node.inputs)), network.own_parameters(layer)
-        names = [f"{layer}/{key}" for key in decayed_first(own)] if layer in network.trained else []
+    for layer, kind in reversed(kinds_of(network).items()):
+        own = network.own_parameters(layer) if layer in network.trained else {}
+        names = [f"{layer}/{key}" for key in decayed_first(own)]
         gradients = tuple(Gradient(n, blocks[n].holders, blocks[n].largest) for n in names)
-        result.append(GradientLayer(layer, kind_of(node.layer, bool(specs)), gradients))
+        result.append(GradientLayer(layer, kind, gradients))
     return result
 
 
@@ -137,10 +141,7 @@ def check_scheme(scheme: Scheme, network: Network) -> None:
     UserError
         In one line: what was expected, what came.
     """
-    kinds = [
-        kind_of(node.layer, bool(node.layer.parameters(*(n.shape for n in node.inputs))))
-        for node in network.layers.values()
-    ]
+    kinds = list(kinds_of(network).values())
     counted = len(kinds) - kinds.count("other")
     if scheme.first_layers > counted:
         raise UserError(

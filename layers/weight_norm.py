@@ -48,6 +48,7 @@ def lower_weight_norm(context: Context, lower: Callable[[Context], Callable[[], 
         work |= {"sums": context.scratch(lengths, "float64"), "factor": context.scratch(lengths, context.wide)}
         found = {"dw": context.grads["w"], "dv": grads["w"], "dg": grads["g"].reshape(*lengths)}
         context.run(context.kernel(_gradients, **views, **found, **work))
+        context.grads = grads  # those of several calls of the layer are added up
 
     return both
 

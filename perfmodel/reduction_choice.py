@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ..layers import Network, Strategy
-from ..layers.reduction_chunks import kind_of
+from ..layers.reduction_chunks import kinds_of
 from ..layers.reduction_scheme import Scheme
 from ..layers.replication import replicable_layers
 from .cost.layer_cost import Pricing
@@ -75,11 +75,7 @@ def first_chunks(network: Network) -> list[int]:
     >>> first_chunks(build("vgg_a"))
     [3, 6, 9, 12]
     """
-    kinds = [
-        kind_of(node.layer, bool(node.layer.parameters(*(n.shape for n in node.inputs))))
-        for node in reversed(network.layers.values())
-    ]
-    counted = [kind for kind in kinds if kind != "other"]
+    counted = [kind for kind in reversed(kinds_of(network).values()) if kind != "other"]
     found = {i for i, kind in enumerate(counted) if kind == "pooling" and 0 < i < len(counted) - 2}
     if len(found) < 3:
         found |= {len(counted) * i // (SIZES + 1) for i in range(1, SIZES + 1)} - {0}

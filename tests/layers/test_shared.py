@@ -26,8 +26,10 @@ from halograd.layers import (
     PReLU,
     Sequential,
     SoftmaxCrossEntropy,
+    Tanh,
 )
 from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.settings import fingerprint
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
@@ -35,6 +37,7 @@ from halograd.program.compiler import Target
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
+from halograd.training.reduction.auto import Tuning
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy
@@ -164,6 +167,82 @@ def test_random_strategies(seed):
         program = program_of(made, strategy, Target(BATCH, comm.size, comm.rank, np.dtype("float64")), blocks)
         want = memory_of(program, blocks, buckets_of(made, blocks, 8, strategy), strategy)
         assert found == {use: n for use, n in want.items() if use in found}
+
+
+def normed(shared=True):
+    """Convolution and dense layer of directions and lengths, each called twice, or two of each with their own."""
+    x, t = Input((6, 5, 3), "x"), Input((3,), "target")
+    convs = [Conv(3, 3, padding=1, weight_norm=True, name=f"conv{k}") for k in range(2)]
+    denses = [Dense(3, weight_norm=True, name=f"dense{k}") for k in range(2)]
+    first, second = (convs[0], convs[0]) if shared else convs
+    y = GlobalAveragePool()(second(Tanh()(first(x))))
+    first, second = (denses[0], denses[0]) if shared else denses
+    y = second(Tanh()(first(y)))
+    return Network({"prediction": y, "loss": MeanSquaredError()(y, t)}, name="normed")
+
+
+@pytest.mark.ranks(1, 2)
+def test_gradients_of_weight_norm_are_those_of_layers_of_one_s_own_added_up():
+    gradients = {}
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for shared in (True, False):
+            made = normed(shared)
+            if not shared:
+                values = normed().initial_values(3)
+                made.begin_with(values | {name.replace("0/", "1/"): array for name, array in values.items()})
+            with Executor(
+                made, comm, get_backend("numpy"), BATCH, Strategy({"sample": comm.size}), "float64", seed=3
+            ) as e:
+                fill(e, 0)
+                e.forward()
+                e.backward()
+                e.reducer.finish()
+                gradients[shared] = {name: array.copy() for name, array in e.store.grads.items()}
+    assert set(gradients[True]) == {f"{layer}0/{key}" for layer in ("conv", "dense") for key in "wgb"}
+    for name, array in gradients[True].items():
+        want = gradients[False][name] + gradients[False][name.replace("0/", "1/")]
+        np.testing.assert_allclose(array, want, rtol=0, atol=1e-13, err_msg=name)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("scheme", [Scheme(replicated_dense=1), Scheme(replicated_dense=2), Scheme("auto")], ids=str)
+def test_gradients_of_shared_layers_are_not_replicated(scheme):
+    """Only layers with a gradient of one call may compute that of the whole batch on every rank."""
+
+    def made():
+        a, b, t = Input((6,), "a"), Input((6,), "b"), Input((3,), "target")
+        mix = Dense(6, name="mix")
+        y = Dense(40, name="last")(Dense(40, name="mid", activation="tanh")(Concat()(mix(a), mix(b))))
+        y = Dense(3, name="out")(y)
+        return Network({"prediction": y, "loss": MeanSquaredError()(y, t)}, name="dense")
+
+    def train(comm, strategy):
+        with Executor(made(), comm, get_backend("numpy"), BATCH, strategy, "float64", seed=3) as executor:
+            ranked = (Scheme(replicated_dense=2), Scheme(replicated_dense=1), Scheme("bucketed"))
+            trainer = Trainer(
+                executor, SGD(executor.store, 0.5), Constant(0.01), ranked=ranked, tuning=Tuning(interval=2, step=0)
+            )
+            for step in range(8):
+                fill(executor, step)
+                trainer.step()
+            trainer.settle()
+            return {name: array.copy() for name, array in executor.store.params.items()}
+
+    with Communicator(MPI.COMM_SELF) as comm:
+        want = train(comm, Strategy())
+    with Communicator(MPI.COMM_WORLD) as comm:
+        found = train(comm, Strategy({"sample": comm.size}, reduction=scheme))
+        wrong = [name for name in want if not np.allclose(found[name], want[name], rtol=0, atol=1e-12)]
+        comm.agree(AssertionError(f"{wrong} differ") if wrong else None)
+
+
+@pytest.mark.ranks(2)
+def test_more_replicated_layers_than_may_be_are_refused():
+    x, t, mix = Input((6,), "x"), Input((6,), "target"), Dense(6, name="mix")
+    y = Dense(6, name="out")(mix(mix(x)))
+    made = Network({"prediction": y, "loss": MeanSquaredError()(y, t)}, name="dense")
+    with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(UserError, match="at most the 1 dense layers of 'dense'"):
+        Executor(made, comm, get_backend("numpy"), 2, Strategy({"sample": 2}, reduction=Scheme(replicated_dense=2)))
 
 
 def test_names_and_counts():
