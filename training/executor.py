@@ -138,6 +138,8 @@ class Executor:
             self.mode = Mode(training=trainable, seed=seed, valid=batch, size=batch)
             self._made_store = store is None
             self.store = store or self._make_store(seed)
+            if trainable and self.store.parts != parts:
+                raise ValueError(f"store: expected one for {parts} parts of a batch, got one for {self.store.parts}")
             if self.store.low != (self.dtype if is_low(self.dtype) else None):
                 found = self.store.low or self.store.dtype
                 raise ValueError(f"store: expected one for {self.dtype}, got one for {found}")

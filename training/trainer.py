@@ -84,6 +84,7 @@ class Trainer:
         self.gradient_norm: float | PendingLoss | None = None
         self._last: PendingLoss | None = None
         self._parts = list[Any]()  # losses of the parts of this batch that were added
+        self._seconds = 0.0  # what they took
         self._clip: Clip | None = None
         self._reducer = executor.reducer
         self._scaling = executor.store.loss_scale
@@ -154,9 +155,11 @@ class Trainer:
                 f"add(): expected it {executor.parts - 1} times before step(), for the executor's {executor.parts} "
                 "parts, got one more; call step()"
             )
+        begin = self._begin_part()
         self._pass(part)
         self._parts.append(self._loss_of_pass())
         self._check_last()
+        self._seconds += time.perf_counter() - begin
 
     def step(self) -> float | PendingLoss:
         """One step on the batch in the inputs, or on its last part; the mean loss of the batch, before the update.
@@ -171,13 +174,21 @@ class Trainer:
         ValueError
             If parts are missing that :meth:`add` should have computed.
         """
+        begin = self._begin_part()
+        loss = self._step()
         if self.auto is None or self.auto.settled:
-            return self._step()
-        self.auto.before_step()
-        begin = time.perf_counter()
-        loss = float(self._step())
-        self.auto.after_step(time.perf_counter() - begin)
+            return loss
+        loss = float(loss)  # on a device it is waited for
+        self.auto.after_step(self._seconds + time.perf_counter() - begin)
         return loss
+
+    def _begin_part(self) -> float:
+        """When this part of a batch begins [s]. All its parts are summed by one scheme, which is chosen before them."""
+        if not self._parts:
+            self._seconds = 0.0
+            if self.auto is not None and not self.auto.settled:
+                self.auto.before_step()
+        return time.perf_counter()
 
     def _pass(self, part: int) -> None:
         """Forward and backward on what is in the inputs."""

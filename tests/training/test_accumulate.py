@@ -18,6 +18,7 @@ from halograd.layers import (
     Dense,
     Dice,
     Dropout,
+    Flatten,
     GlobalAveragePool,
     GroupNorm,
     Input,
@@ -32,11 +33,14 @@ from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.program.compiler import Target
 from halograd.testing import grids, random_array
 from halograd.training import train
+from halograd.training import trainer as trainer_module
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
+from halograd.training.reduction.auto import Tuning
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
 from tests.layers.cuts import random_strategy
+from tests.support.clock import TICK, DrivenClock
 from tests.training.cuts import CUTS, check_resumed, overrides_of
 from tests.training.runs import write_config, write_own, write_shared
 
@@ -66,12 +70,12 @@ def fill(executor: Executor, step: int, part: int) -> None:
     executor.set_input("target", classes[some])
 
 
-def run(comm, strategy, parts, clip=None, dtype="float64"):
+def run(comm, strategy, parts, clip=None, dtype="float64", make=network, **tried):
     """Losses, norms and parameters (this rank's blocks) of `STEPS` steps. Collective."""
     kernels = get_backend("numpy")
-    with Executor(network(), comm, kernels, BATCH // parts, strategy, dtype, seed=SEED, parts=parts) as executor:
+    with Executor(make(), comm, kernels, BATCH // parts, strategy, dtype, seed=SEED, parts=parts) as executor:
         optimizer = SGD(executor.store, momentum=0.5, weight_decay=1e-3)
-        trainer = Trainer(executor, optimizer, Constant(0.3), clip)
+        trainer = Trainer(executor, optimizer, Constant(0.3), clip, **tried)
         losses, norms = [], []
         for step in range(STEPS):
             for part in range(parts - 1):
@@ -83,7 +87,8 @@ def run(comm, strategy, parts, clip=None, dtype="float64"):
         trainer.settle()
         blocks = {name: executor.store.box(name).slices() for name in executor.store.params}
         params = {name: array.copy() for name, array in executor.store.params.items()}
-    return SimpleNamespace(losses=losses, norms=norms, params=params, blocks=blocks)
+        trials = [] if trainer.auto is None else trainer.auto.tuner.trials
+    return SimpleNamespace(losses=losses, norms=norms, params=params, blocks=blocks, trials=trials)
 
 
 @functools.cache
@@ -136,6 +141,40 @@ def test_schemes(name):
     with Communicator(MPI.COMM_WORLD, "shared") as comm:
         strategy = Strategy({"sample": comm.size}, bucket_bytes=512, reduction=SCHEMES[name])
         check(comm, run(comm, strategy, 2), whole())
+
+
+def wide() -> Network:
+    """Dense layers whose weights outnumber the activations of a part."""
+    x, t = Input((8, 6, 2), "x"), Input((1,), "target", "int32")
+    y = Dense(40, name="dense1", activation="tanh")(Flatten()(x))
+    y = Dense(4, name="out")(Dense(40, name="dense2", activation="tanh")(y))
+    return Network({"prediction": y, "loss": SoftmaxCrossEntropy(name="ce")(y, t)}, name="wide")
+
+
+@pytest.mark.ranks(2, 3)
+def test_schemes_change_between_batches(monkeypatch):
+    """All parts of a batch are summed by one scheme, from the first step on, which is timed with all of them."""
+    DrivenClock().drive(monkeypatch, trainer_module)
+    ranked = (Scheme(replicated_dense=2), Scheme("bucketed"))
+    with Communicator(MPI.COMM_SELF) as alone:
+        want = run(alone, Strategy(), 1, make=wide)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        strategy = Strategy({"sample": comm.size}, reduction=Scheme("auto"))
+        found = run(comm, strategy, 2, make=wide, ranked=ranked, tuning=Tuning(interval=2, step=0))
+        check(comm, found, want)
+    assert [(trial.scheme, trial.seconds) for trial in found.trials] == [(ranked[0], 2 * TICK)]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("parts", [(1, 2), (2, 1)])
+def test_stores_of_other_parts_are_refused(parts):
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        Executor(network(), comm, get_backend("numpy"), 4, parts=parts[0]) as first,
+    ):
+        with pytest.raises(ValueError, match=f"expected one for {parts[1]} parts of a batch, got one for {parts[0]}"):
+            Executor(network(), comm, get_backend("numpy"), 4, store=first.store, parts=parts[1])
+        Executor(network(), comm, get_backend("numpy"), 4, store=first.store, trainable=False).close()
 
 
 @pytest.mark.ranks(2)
