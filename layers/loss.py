@@ -236,20 +236,22 @@ class Loss(Layer):
         if self.divides(term.weights is not None):
             weight = context.keep((1,), "float64", "loss")
             kernel.add(divisor=weight)
+            context.divided.append((term.value, weight))
             context.run(kernel, "weigh")
             context.add_up(context.sum(Groups.whole(context.size), weight, "loss", [8], f"{context.name} (weights)"))
         context.run(kernel, "forward", timing=term.timing)
 
 
-def check_counts(option: str, counts: Sequence[int]) -> tuple[int, ...]:
-    """How often classes occur, each at least once. Raises ValueError for `option` where one does not."""
-    missing = [c for c, n in enumerate(counts) if n == 0]
+def check_counts(option: str, counts: Sequence[int], ignored: int | None = None) -> tuple[int, ...]:
+    """How often classes occur, each at least once but for the ignored one: 0. Raises ValueError for `option`."""
+    counts = [0 if c == ignored else int(n) for c, n in enumerate(counts)]
+    missing = [c for c, n in enumerate(counts) if n == 0 and c != ignored]
     if missing:
         raise ValueError(
             f'{option}: expected all of {len(counts)} classes in the training samples for "{BALANCED}", got none of '
             f"class {', '.join(map(str, missing))}; give numbers, or leave these classes out"
         )
-    return tuple(int(n) for n in counts)
+    return tuple(counts)
 
 
 def check_normalization(given: str) -> str:

@@ -231,7 +231,7 @@ class _Compiler:
         context = self._context(step)
         self._contexts[step.name] = context, step.layer.lower(context)
         if context.loss is not None and step.name == self._loss_name:
-            self.program.loss = context.loss
+            self.program.loss, self.program.divided = context.loss, context.divided
         if context.exposed is not None:
             self.program.exposed[step.name] = context.exposed
         return context.operations

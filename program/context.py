@@ -75,6 +75,8 @@ class Context:
         self.settling: Callable[[], None] | None = None
         #: Of a loss: where it is written, float64 ``(1,)``.
         self.loss: View | None = None
+        #: Of a loss: terms that are divided by a sum of weights, where they and the sum are written.
+        self.divided: list[tuple[View, View]] = []
         #: What others run too: of a dense layer whose gradient may be that of the whole batch.
         self.exposed: KernelSpec | None = None
 

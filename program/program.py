@@ -74,6 +74,9 @@ class Program:
         Operations of the two passes, layer by layer.
     loss
         Where the loss of this rank's block is written, float64 ``(1,)``; None if there is none.
+    divided
+        Terms of the loss that are divided by a sum of weights over all ranks: where this rank's part is written, and
+        where the sum is, both float64 ``(1,)``. Terms of training alone are not among them.
     exposed
         Kernels that others run too, by layer.
     """
@@ -86,6 +89,7 @@ class Program:
     forward: list[Segment] = field(default_factory=list)
     backward: list[Segment] = field(default_factory=list)
     loss: View | None = None
+    divided: list[tuple[View, View]] = field(default_factory=list)
     exposed: dict[str, KernelSpec] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Operation]:

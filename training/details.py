@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ def by_class(counts: np.ndarray) -> list[dict[str, Any]]:
     0.5714285714285714
     """
     found = []
-    for c, row in enumerate(counts):
-        hits, true, guessed = (int(n) for n in (row[c], row.sum(), counts[:, c].sum()))
+    for c, numbers in enumerate(zip(np.diagonal(counts), counts.sum(axis=1), counts.sum(axis=0))):
+        hits, true, guessed = map(int, numbers)
         found.append(
             {
                 "class": c,
@@ -55,9 +56,19 @@ def check_details(path: Path) -> None:
 
 def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[str, Any]]) -> None:
     """Write JSON: what was evaluated, and what was found of every prediction. Local."""
-    text = json.dumps({"written_by": _WRITTEN_BY, **about, "predictions": predictions}, indent=1, allow_nan=False)
+    found = _finite({"written_by": _WRITTEN_BY, **about, "predictions": predictions})
+    text = json.dumps(found, indent=1, allow_nan=False)
     with atomic_path(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null in place of NaN and infinity, which JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list) else value
 
 
 def read_details(path: Path) -> dict[str, Any]:

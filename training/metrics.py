@@ -5,6 +5,7 @@ Counts are integers, so a metric does not depend on the decomposition in any dig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..program.views import View
 from .calibration import Calibration
 from .details import by_class
 from .executor import Executor
+from .mean_loss import MeanLoss
 from .probabilities import sigmoid, softmax
 
 __all__ = ["Confusion", "Errors", "Evaluation", "JudgedPair", "judged", "scores"]
@@ -109,17 +111,10 @@ def scores(counts: np.ndarray) -> dict[str, float | None]:
     >>> scores(np.array([[5, 1], [2, 4]]))["iou"]
     0.5714285714285714
     """
-    total = int(counts.sum())
-    hits = np.diagonal(counts).astype(np.float64)
-    true, guessed = counts.sum(axis=1), counts.sum(axis=0)
-    chosen = slice(1, 2) if len(counts) == 2 else slice(None)
-    return {
-        "accuracy": float(hits.sum() / total) if total else None,
-        "iou": _mean(hits[chosen], (true + guessed - hits)[chosen]),
-        "f1": _mean(2 * hits[chosen], (true + guessed)[chosen]),
-        "precision": _mean(hits[chosen], guessed[chosen]),
-        "recall": _mean(hits[chosen], true[chosen]),
-    }
+    total, classes = int(counts.sum()), by_class(counts)
+    chosen = classes[1:] if len(classes) == 2 else classes
+    means = {key: _mean([one[key] for one in chosen]) for key in ("iou", "f1", "precision", "recall")}
+    return {"accuracy": int(np.trace(counts)) / total if total else None, **means}
 
 
 def counted(weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -134,9 +129,9 @@ def counted(weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to((weights > 0).reshape(n, *(1,) * axes, *rest), shape)
 
 
-def _mean(above: np.ndarray, below: np.ndarray) -> float | None:
-    defined = below > 0
-    return float(np.mean(above[defined] / below[defined])) if defined.any() else None
+def _mean(ratios: Sequence[float | None]) -> float | None:
+    defined = [ratio for ratio in ratios if ratio is not None]
+    return float(np.mean(defined)) if defined else None
 
 
 class Errors:
@@ -200,7 +195,7 @@ class Evaluation:
                 one.counter.calibration = Calibration()
                 self._counts.append(one.counter.calibration.counts)
         self._reductions = [executor.comm.reduction(counts, kind="metrics") for counts in self._counts]
-        self._loss, self._samples = 0.0, 0
+        self._loss = MeanLoss(executor)
 
     @property
     def names(self) -> list[str]:
@@ -217,14 +212,13 @@ class Evaluation:
         """Forget what was counted."""
         for counts in self._counts:
             counts[...] = 0
-        self._loss, self._samples = 0.0, 0
+        self._loss.begin()
 
     def add(self) -> float:
         """Count the batch that was just computed; its mean loss."""
         valid = self._executor.mode.valid
         loss = self._executor.loss_value()
-        self._loss += loss * valid
-        self._samples += valid
+        self._loss.add(loss, valid)
         for one in self._judged:
             box = one.prediction.box
             count = max(0, min(box.stop[0], valid) - box.start[0])
@@ -240,7 +234,7 @@ class Evaluation:
 
         Those of a second prediction, and of others, are named after it: ``"mask iou"``.
         """
-        found: dict[str, float | None] = {"loss": self._loss / self._samples if self._samples else None}
+        found: dict[str, float | None] = {"loss": self._loss.result()}
         for reduction in self._reductions:
             reduction.run()
         for number, one in enumerate(self._judged):
@@ -257,6 +251,7 @@ class Evaluation:
 
     def close(self) -> None:
         """Free the reductions. Collective."""
+        self._loss.close()
         for reduction in self._reductions:
             reduction.close()
 

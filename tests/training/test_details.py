@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import h5py
 import numpy as np
@@ -13,7 +14,7 @@ from mpi4py import MPI
 
 from halograd.training import evaluate, train
 from halograd.training.calibration import BINS, Calibration
-from halograd.training.details import by_class
+from halograd.training.details import by_class, read_details, write_details
 from halograd.training.metrics import Confusion
 from tests.training.cuts import CUTS, overrides_of
 from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
@@ -168,3 +169,10 @@ def test_of_nothing():
         **{"class": 0, "count": 0, "predicted": 0},
         **dict.fromkeys(("iou", "precision", "recall", "f1")),
     }
+
+
+def test_what_is_no_number_is_null(tmp_path):
+    """JSON has no NaN: a network that has diverged is evaluated all the same."""
+    write_details(tmp_path / "d.json", {"loss": math.nan}, [{"scores": {"rmse": math.inf, "mae": 1.0}, "bins": [0.5]}])
+    found = read_details(tmp_path / "d.json")
+    assert found["loss"] is None and found["predictions"] == [{"scores": {"rmse": None, "mae": 1.0}, "bins": [0.5]}]

@@ -1,9 +1,20 @@
 """Metrics against direct computation over the whole array, on several ranks and with short batches."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
-from halograd.layers import BinaryCrossEntropyWithLogits, Dice, Input, MeanSquaredError, Network, SoftmaxCrossEntropy
+from halograd.layers import (
+    BinaryCrossEntropyWithLogits,
+    Dice,
+    Huber,
+    Input,
+    MeanSquaredError,
+    Network,
+    SoftmaxCrossEntropy,
+    training_only,
+)
 from halograd.training.metrics import Confusion, Errors, Evaluation, scores
 
 BATCH, SHAPE = 4, (6, 5)
@@ -127,7 +138,71 @@ def test_evaluation(comm, case):
                     assert found["rmse"] == pytest.approx(np.sqrt(want[2] / want[0]), rel=1e-12)
                 else:
                     assert {k: found[k] for k in scores(want)} == scores(want)
-                assert found["loss"] == pytest.approx(np.average(losses, weights=[4, 4, 3]), rel=1e-13)
+                want = counted_loss() if case == "classes" else np.average(losses, weights=[4, 4, 3])
+                assert found["loss"] == pytest.approx(want, rel=1e-13)
+                evaluation.close()
+
+
+def counted_loss():
+    """Of "classes", by the definition: the mean over all positions that count."""
+    each = []
+    for x, t, valid in batches("classes"):
+        logits, truth = x[:valid], t[:valid]
+        losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, truth, -1)[..., 0]
+        each.append(losses[truth[..., 0] != 2])
+    return np.concatenate(each).mean()
+
+
+def weighted():
+    """A mean of two weighted losses, one over classes, and one that is of training alone."""
+    x, y = Input((*SHAPE, 3), "x"), Input((1,), "y")
+    t, w = Input((*SHAPE, 1), "t", "int32"), Input((*SHAPE, 1), "w")
+    z, v = Input((1,), "z"), Input((1,), "v")
+    classes = SoftmaxCrossEntropy([1.0, 2.0, 3.0])(x, t, w)
+    loss = 0.5 * classes + MeanSquaredError(normalization="weights")(y, z, v) + 0.25 * MeanSquaredError()(y, z)
+    extra = training_only(Huber(normalization="weights")(y, z, v))
+    return Network({"prediction": x, "other": y, "loss": loss + extra}, name="weighted")
+
+
+def weighted_samples():
+    rng = np.random.default_rng(9)
+    found = {n: rng.standard_normal((8, *node.shape)) for n, node in weighted().inputs.items()}
+    found["t"], found["w"] = rng.integers(0, 3, (8, *SHAPE, 1)).astype(np.int32), rng.random((8, *SHAPE, 1))
+    found["v"] = rng.random((8, 1))
+    for name in ("w", "v"):
+        found[name][2:5] = 0  # so that whole batches of 1 and 2 samples have no weight
+    return found
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_loss_does_not_depend_on_the_batch(comm):
+    from halograd.comm import Communicator
+    from halograd.kernels import get_backend
+    from halograd.layers.strategy import Strategy
+    from halograd.testing import grids
+    from halograd.training.executor import Executor
+
+    given = weighted_samples()
+    difference = (given["y"] - given["z"])[:, 0] ** 2
+    weights = np.array([1.0, 2.0, 3.0])[given["t"]][..., 0] * given["w"][..., 0]
+    logits = given["x"]
+    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, given["t"], -1)[..., 0]
+    want = 0.5 * (weights * losses).sum() / weights.sum() + 0.25 * difference.mean()
+    want += (given["v"][:, 0] * difference).sum() / given["v"].sum()
+    with Communicator(comm) as ranks:
+        for parts, batch in product(grids(ranks.size, ("sample", "height", "width")), (1, 2, 3, 8)):
+            strategy = Strategy(parts)
+            with Executor(weighted(), ranks, get_backend("numpy"), batch, strategy, "float64", False) as executor:
+                evaluation = Evaluation(executor)
+                for first in range(0, 8, batch):
+                    executor.mode.valid = len(given["x"][first : first + batch])
+                    for name, array in given.items():
+                        some = np.zeros((batch, *array.shape[1:]), array.dtype)
+                        some[: executor.mode.valid] = array[first : first + batch]
+                        executor.set_input(name, some)
+                    executor.forward(training=False)
+                    evaluation.add()
+                assert evaluation.finish()["loss"] == pytest.approx(want, rel=1e-13)
                 evaluation.close()
 
 
