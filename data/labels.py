@@ -68,3 +68,21 @@ class LabelMap:
             return
         at = np.minimum(np.searchsorted(self._from, values), len(self._from) - 1)
         np.copyto(values, self._to[at], where=self._from[at] == values, casting="same_kind")
+
+    def described(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Attributes of a dataset as they hold for the replaced numbers. Local.
+
+        Numbers of flags are replaced too; where two meanings have got one number, both lists are left out.
+
+        >>> LabelMap({10: 1, 20: 0}).described({"flag_values": [10, 20], "flag_meanings": "water land"})
+        {'flag_values': [1, 0], 'flag_meanings': 'water land'}
+        """
+        found = {key: value for key, value in attributes.items() if not key.startswith("flag_")}
+        given = attributes.get("flag_values")
+        if not isinstance(given, list) or any(isinstance(one, str) for one in given):
+            return found
+        values = np.array(given, np.float64)
+        self.apply(values)
+        if len(np.unique(values)) < len(values):
+            return found
+        return {key: [int(one) for one in values] if key == "flag_values" else attributes[key] for key in attributes}

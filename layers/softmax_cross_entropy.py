@@ -40,8 +40,9 @@ class SoftmaxCrossEntropy(Loss):
     Notes
     -----
     Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``, or of any where a position
-    has the weight 0. Communication per process:
-    the sum of the loss; with ``"weights"`` one sum of 8 B more, in forward.
+    has the weight 0. (A run checks files before it knows the weights: a number that marks such positions there is given
+    as `ignore_index`.) Communication per process: the sum of the loss; with ``"weights"`` one sum of 8 B more, in
+    forward.
 
     Raises
     ------
@@ -95,7 +96,7 @@ class SoftmaxCrossEntropy(Loss):
     def with_counts(self, counts: Mapping[int, Sequence[int]]) -> SoftmaxCrossEntropy:
         if 1 not in counts or not isinstance(self.class_weights, str):
             return self
-        return self.changed(_counts=check_counts("class_weights", counts[1]))
+        return self.changed(_counts=check_counts("class_weights", counts[1], self.ignore_index))
 
     def class_factors(self, i: int) -> Sequence[float]:
         return balanced(self._counts) if i == 1 else ()
@@ -139,12 +140,13 @@ def _class_weights(given: Sequence[float] | str | None) -> Any:
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:
-    """Weights of classes that occur so often: ``n / (K * n[c])``, whose mean over all `n` is 1.
+    """Weights of the `K` classes that occur: ``n / (K * n[c])``, whose mean over all `n` is 1; 0 of one that does not.
 
-    >>> balanced((6, 2))
-    (0.6666666666666666, 2.0)
+    >>> balanced((6, 0, 2))
+    (0.6666666666666666, 0.0, 2.0)
     """
-    return tuple(sum(counts) / (len(counts) * n) for n in counts)
+    classes = sum(n > 0 for n in counts)
+    return tuple(sum(counts) / (classes * n) if n else 0.0 for n in counts)
 
 
 class _WeightedLoss(LossOfKernel):

@@ -33,6 +33,7 @@ from ..data import (
 from ..data.classes import count_classes
 from ..data.files import check_alike
 from ..data.invalid import find_invalid
+from ..data.labels import LabelMap
 from ..data.look import LOOKS, look_at_data
 from ..data.structure import Field, Structure
 from ..data.targets import TargetRange
@@ -140,8 +141,12 @@ class Samples:
     @property
     def described(self) -> dict[str, Any]:
         """What the data say of the numbers of the targets: units, names, ...; by target. Local."""
-        targets = {name: one.attributes for name, one in self.dataset.fields.items() if one.is_target}
-        return {name: said for name, said in targets.items() if said}
+        maps: Mapping[str, LabelMap] = getattr(self.dataset, "labels", {})
+        found = {}
+        for name, one in self.dataset.fields.items():
+            if one.is_target and one.attributes:
+                found[name] = maps[name].described(one.attributes) if name in maps else dict(one.attributes)
+        return {name: said for name, said in found.items() if said}
 
     @cached_property
     def drawn(self) -> str:

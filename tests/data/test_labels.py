@@ -29,3 +29,12 @@ def test_no_numbers_stay_no_numbers():
 def test_numbers_that_are_not_exact_are_refused():
     with pytest.raises(DataError, match="expected whole numbers of at most 16777216, got 16777217"):
         LabelMap({1: 2**24 + 1})
+
+
+def test_descriptions_follow_the_numbers():
+    said = {"long_name": "cover", "flag_values": [10, 20, 30], "flag_meanings": "water land ice"}
+    assert LabelMap({10: 1, 20: 0}).described(said) == {**said, "flag_values": [1, 0, 30]}
+    for numbers in ({10: 20}, {10: -1, 20: -1}):  # two meanings of one number
+        assert LabelMap(numbers).described(said) == {"long_name": "cover"}
+    assert LabelMap({1: 2}).described({"flag_meanings": "water land", "units": "1"}) == {"units": "1"}
+    assert LabelMap({1: 2}).described({"flag_values": ["a", "b"]}) == {}

@@ -214,6 +214,16 @@ def test_counts_of_patches_and_of_many_rows(monkeypatch):
         assert found.tolist() == [(patches == c).sum() for c in range(4)]
 
 
+def test_ignored_classes_have_no_weight():
+    """Neither are they among the classes, nor their positions among those that are weighed."""
+    layer = hg.SoftmaxCrossEntropy("balanced", ignore_index=0).with_counts({1: [258, 142, 32]})
+    assert layer.class_factors(1) == pytest.approx((0.0, 174 / 2 / 142, 174 / 2 / 32))
+    layer = hg.SoftmaxCrossEntropy("balanced", ignore_index=2).with_counts({1: [6, 2, 0]})
+    assert layer.class_factors(1) == pytest.approx((8 / 2 / 6, 8 / 2 / 2, 0.0))
+    with pytest.raises(ValueError, match="got none of class 1"):
+        hg.SoftmaxCrossEntropy("balanced", ignore_index=2).with_counts({1: [6, 0, 2]})
+
+
 def test_a_network_that_was_not_balanced_says_so():
     """It would count all classes alike without a word."""
 
