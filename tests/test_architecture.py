@@ -6,7 +6,7 @@ import ast
 import importlib
 import os
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,16 +92,18 @@ def package(path: Path) -> list[str]:
     return parts if parts[0] == "halograd" else ["halograd", *parts]
 
 
-def imports(path: Path, text: str | None = None) -> Iterator[tuple[int, str]]:
+@cache
+def imports(path: Path, text: str | None = None) -> list[tuple[int, str]]:
     """Line and dotted name of everything a file imports, relative imports resolved, at any depth."""
-    tree = ast.parse(path.read_text(encoding="utf-8") if text is None else text)
+    tree, found = ast.parse(path.read_text(encoding="utf-8") if text is None else text), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package(path)[: len(package(path)) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def typed_only(path: Path, text: str | None = None) -> set[int]:
