@@ -8,17 +8,20 @@ parameter of a layer          ours                        torch's
 ``w`` of a dense layer        ``(units, F)``              ``weight (units, F)``
 ``b``, ``gamma``, ``beta``    ``(C,)``                    ``bias``, ``weight``, ``bias``
 ``mean``, ``var``             ``(C,)``                    ``running_mean``, ``running_var``
+``slope`` of a PReLU          ``(1,)`` or ``(C,)``        ``weight``
+``w``, `weight_norm`          as without                  ``parametrizations.weight.original1``
+``g``, `weight_norm`          ``(K,)``                    ``parametrizations.weight.original0 (K, 1, ...)``
 ============================  ==========================  ================================
 
-Features of a dense layer behind a Flatten are ``(*spatial, C)`` here and ``(C, *spatial)`` there.
+Flattened features are ``(*spatial, C)`` here and ``(C, *spatial)`` there: :mod:`halograd.interchange.feature_order`.
+Weight norm of torch's older function, ``weight_g`` and ``weight_v``, is read too.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +31,8 @@ from halograd.errors import UserError
 
 from ..data import DataError
 from ..data.atomic import atomic_path, check_writable
-from ..layers import (
-    ELU,
-    GELU,
-    BatchNorm,
-    Clamp,
-    Dropout,
-    Flatten,
-    HardSigmoid,
-    HardSwish,
-    LeakyReLU,
-    Network,
-    Node,
-    ReLU,
-    Sigmoid,
-    SiLU,
-    Tanh,
-)
+from ..layers import Dense, Network, Node
+from .feature_order import Order, feature_orders, torch_of_ours
 from .library import library
 from .names import module_names
 
@@ -53,11 +41,14 @@ __all__ = ["Arrangement", "WeightsFile", "arrangements", "check_weights_place", 
 #: Says in the metadata of a file what has written it.
 WRITTEN_BY = {"written_by": "halograd", "format": "pt"}
 _KEYS = {
-    **{"w": "weight", "b": "bias", "gamma": "weight", "beta": "bias"},
+    **{"w": "weight", "b": "bias", "gamma": "weight", "beta": "bias", "slope": "weight"},
     **{"mean": "running_mean", "var": "running_var"},
 }
-#: Behind these a flattened value is still one, element by element.
-_POINTWISE = (ReLU, LeakyReLU, ELU, GELU, SiLU, Sigmoid, Tanh, HardSwish, HardSigmoid, Clamp, Dropout, BatchNorm)
+#: With weight norm: the names that torch writes, and those of its older function.
+_NORMED = {
+    "w": ("parametrizations.weight.original1", "weight_v"),
+    "g": ("parametrizations.weight.original0", "weight_g"),
+}
 
 
 @dataclass(frozen=True)
@@ -69,55 +60,117 @@ class Arrangement:
     names
         In torch: the first is written, any of them is read.
     shape, torch_shape
-        Of our array, and of torch's.
-    flattened
-        Extents ``(*spatial, C)`` of which the last axis is the product, in our order; empty for none.
+        Extents of our array, and of torch's.
+    orders
+        By axis, the order of the features along it, where torch may have another one.
+    ones
+        Number of axes with one element that torch has behind ours.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    flattened: tuple[int, ...] = ()
+    orders: Mapping[int, Order] = field(default_factory=dict)
+    ones: int = 0
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
-        return self.shape if len(self.shape) < 3 else (self.shape[0], self.shape[-1], *self.shape[1:-1])
+        moved = self.shape if len(self.shape) < 3 else (self.shape[0], self.shape[-1], *self.shape[1:-1])
+        return (*moved, *(1,) * self.ones)
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
         """Our whole array in torch's order."""
-        if self.flattened:
-            apart = array.reshape(*array.shape[:-1], *self.flattened)
-            array = np.moveaxis(apart, -1, array.ndim - 1).reshape(array.shape)
-        return np.ascontiguousarray(array if array.ndim < 3 else np.moveaxis(array, -1, 1))
+        for axis, order in self.orders.items():
+            array = array.take(torch_of_ours(order), axis)
+        array = array if array.ndim < 3 else np.moveaxis(array, -1, 1)
+        return np.ascontiguousarray(array.reshape(self.torch_shape))
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
         """Torch's array in our order."""
-        if self.flattened:
-            *spatial, channels = self.flattened
-            apart = array.reshape(*array.shape[:-1], channels, *spatial)
-            array = np.moveaxis(apart, array.ndim - 1, -1).reshape(array.shape)
-        return np.ascontiguousarray(array if array.ndim < 3 else np.moveaxis(array, 1, -1))
+        array = array.reshape(array.shape[: array.ndim - self.ones])
+        array = array if array.ndim < 3 else np.moveaxis(array, 1, -1)
+        for axis, order in self.orders.items():
+            array = array.take(np.argsort(torch_of_ours(order)), axis)
+        return np.ascontiguousarray(array)
 
 
-def arrangements(network: Network) -> dict[str, Arrangement]:
-    """How torch has the parameters and states of a network, by our names. Pure arithmetic."""
+def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arrangement]:
+    """How torch has the parameters and states of a network, by our names. Pure arithmetic.
+
+    Parameters
+    ----------
+    fresh
+        Layers that are left out.
+
+    Raises
+    ------
+    UserError
+        A layer with parameters, behind one that mixes flattened features by their place: torch has no such layer.
+    """
     modules, found = module_names(network), {}
+    orders, mixed = feature_orders(network)
+    calls: dict[str, list[Node]] = {}
+    for name, node in network.layers.items():
+        calls.setdefault(network.owners[name], []).append(node)
     for name, spec in {**network.parameters(), **network.state()}.items():
         layer, _, key = name.rpartition("/")
-        torch_key = _KEYS.get(key, key)
-        names = tuple(dict.fromkeys(f"{module}.{torch_key}" for module in modules(layer)))
-        flattened = _flattened(network.layers[layer]) if key not in ("b",) else ()
-        fits = bool(flattened) and math.prod(flattened) == spec.shape[-1] and len(spec.shape) < 3
-        found[name] = Arrangement(names, spec.shape, flattened if fits else ())
+        if layer not in fresh:
+            every = [_orders_of(call, key, spec.shape, orders) for call in calls[layer]]
+            _check_features(network, calls[layer], every, mixed)
+            keys = _torch_keys(calls[layer][0], key)
+            names = tuple(dict.fromkeys(f"{module}.{one}" for one in keys for module in modules(layer)))
+            found[name] = Arrangement(names, spec.shape, every[0], _ones(calls[layer][0], keys))
     return found
 
 
-def _flattened(node: Node) -> tuple[int, ...]:
-    """The shape of what is flattened before a layer; empty if nothing is, or if its order does not matter."""
-    (before, *_) = node.inputs or (node,)
-    while type(before.layer) in _POINTWISE and len(before.shape) == 1 and len(before.inputs) == 1:
-        before = before.inputs[0]
-    shape = before.inputs[0].shape if isinstance(before.layer, Flatten) else ()
-    return shape if math.prod(shape[:-1]) > 1 else ()
+def _shapes(node: Node) -> list[tuple[int, ...]]:
+    return [one.shape for one in node.inputs]
+
+
+def _torch_keys(node: Node, key: str) -> tuple[str, ...]:
+    """Names of a parameter in torch's module; its own where two parameters of a layer would have one name."""
+    if getattr(node.layer, "weight_norm", False) and key in _NORMED:
+        return _NORMED[key]
+    own = {**node.layer.parameters(*_shapes(node)), **node.layer.state(*_shapes(node))}
+    named = [one for one in own if _KEYS.get(one, one) == _KEYS.get(key, key)]
+    return (_KEYS.get(key, key) if len(named) == 1 else key,)
+
+
+def _orders_of(node: Node, key: str, shape: tuple[int, ...], orders: Mapping[Node, Order]) -> dict[int, Order]:
+    """By axis of a parameter, the order of the features that it belongs to; nothing where torch has the same one."""
+    along = {}
+    if isinstance(node.layer, Dense):
+        along = {0: orders[node], 1: orders[node.inputs[0]]} if key == "w" else {0: orders[node]}
+    elif shape[-1:] == node.shape[-1:]:
+        along = {len(shape) - 1: orders[node]}
+    return {axis: order for axis, order in along.items() if any(len(piece) > 1 for piece in order)}
+
+
+def _ones(node: Node, keys: tuple[str, ...]) -> int:
+    """Axes with one element that torch has behind ours: lengths have as many axes as the directions."""
+    return len(node.layer.parameters(*_shapes(node))["w"].shape) - 1 if keys == _NORMED["g"] else 0
+
+
+def _check_features(
+    network: Network, calls: list[Node], orders: list[dict[int, Order]], mixed: Mapping[Node, Node]
+) -> None:
+    """Refuse a layer whose features torch does not have in any order, or in one order at each call."""
+    for call, order in zip(calls, orders):
+        reason = next((mixed[one] for one in (call, *call.inputs) if one in mixed), None)
+        if reason is not None:
+            raise _refused(network, call, f"features that {_titled(network, reason)} mixes by their place")
+        if order != orders[0]:
+            raise _refused(network, call, f"another order than at {network.names[calls[0]]!r}, the same layer")
+
+
+def _titled(network: Network, node: Node) -> str:
+    return f"{network.names[node]!r} ({node.layer.kind})"
+
+
+def _refused(network: Network, node: Node, got: str) -> UserError:
+    return UserError(
+        f"layer {_titled(network, node)}: expected features that torch has too, in the order behind its Flatten, got "
+        f"{got}; put a GlobalAveragePool in place of the Flatten, or write ONNX"
+    )
 
 
 def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: str | Path) -> None:
@@ -134,7 +187,7 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
     Raises
     ------
     UserError
-        The library is not there, or parameters are missing.
+        The library is not there, parameters are missing, or torch has no such network (:func:`arrangements`).
     DataError
         The file cannot be written.
     """
@@ -186,8 +239,7 @@ class WeightsFile:
         strange = sorted(set(fresh) - set(network.layers))
         if strange:
             raise UserError(f"expected layers of network {network.name!r} to begin anew, got {strange[0]!r}")
-        wanted = arrangements(network)
-        self._wanted = {name: one for name, one in wanted.items() if name.rpartition("/")[0] not in fresh}
+        self._wanted = arrangements(network, fresh)
         self._places = {name: self._place(name, one) for name, one in self._found().items()}
         self.names = list(self._wanted)
 

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halograd.interchange.feature_order import pieces
 from halograd.interchange.patterns import permuted
 from halograd.interchange.sliding import ceil_padding
 from halograd.interchange.weights import Arrangement
@@ -31,6 +32,6 @@ def test_flattened_features_are_found_where_they_were(channels, spatial):
     image = np.arange(channels * math.prod(spatial)).reshape(*spatial, channels)
     theirs = np.moveaxis(image, -1, 0).reshape(1, -1)  # torch has its channels first
     np.testing.assert_array_equal(permuted(theirs, spatial), image.reshape(1, -1))
-    one = Arrangement(("w",), (1, image.size), (*spatial, channels))
+    one = Arrangement(("w",), (1, image.size), {1: pieces((*spatial, channels))})
     np.testing.assert_array_equal(one.from_torch(theirs), image.reshape(1, -1))
     np.testing.assert_array_equal(one.to_torch(image.reshape(1, -1)), theirs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,9 @@ import halograd as hg
 from halograd import models
 from halograd.errors import UserError
 from halograd.interchange import load_weights, save_weights
+from halograd.interchange.feature_order import pieces
 from halograd.interchange.weights import Arrangement, arrangements, check_weights_place
+from halograd.layers import Layer, Parameter
 from halograd.testing import random_array
 from tests.interchange.support import export, first, last, predicted, samples, shake, torch
 
@@ -149,9 +153,51 @@ def test_names_of_torchvision(name):
 
 
 def test_orders_are_undone():
-    for shape, flattened in [((4, 3, 2, 5), ()), ((7, 24), (2, 3, 4)), ((24,), (2, 3, 4)), ((3,), ())]:
-        one, array = Arrangement(("w",), shape, flattened), random_array(shape, "w")
+    flat = pieces((2, 3, 4))
+    cases = [((4, 3, 2, 5), {}, 0), ((7, 24), {1: flat}, 0), ((24, 24), {0: flat, 1: flat}, 0), ((24,), {0: flat}, 1)]
+    for shape, orders, ones in [*cases, ((3,), {}, 3)]:
+        one, array = Arrangement(("w",), shape, orders, ones), random_array(shape, "w")
         np.testing.assert_array_equal(one.from_torch(one.to_torch(array)), array)
         assert one.to_torch(array).shape == one.torch_shape
-    order = Arrangement(("w",), (6,), (1, 3, 2)).to_torch(np.arange(6))  # two channels of three positions
+    order = Arrangement(("w",), (6,), {0: pieces((1, 3, 2))}).to_torch(np.arange(6))  # two channels, three positions
     assert order.tolist() == [0, 2, 4, 1, 3, 5]
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["parametrizations", "function"])
+def test_weight_norm_and_slopes_have_the_names_of_torch(kind, tmp_path):
+    """torch loads what is written strictly; its older function has other names, which are read."""
+    nn = torch().nn
+    x = hg.Input((4, 5, 3), name="x")
+    y = hg.PReLU("channel", name="slope")(hg.Conv(6, 3, weight_norm=True, name="conv")(x))
+    y = hg.PReLU(name="one")(hg.Flatten()(y))
+    network = hg.Network({"prediction": hg.Dense(36, weight_norm=True, name="dense")(y)})
+    norm = nn.utils.parametrizations.weight_norm if kind == "parametrizations" else nn.utils.weight_norm
+    layers = {"conv": norm(nn.Conv2d(3, 6, 3)), "slope": nn.PReLU(6), "flat": nn.Flatten(), "one": nn.PReLU()}
+    module = nn.Sequential(OrderedDict(layers, dense=norm(nn.Linear(36, 36)))).double()
+    shake(module)
+    safetensors = __import__("safetensors.torch").torch
+    safetensors.save_file(module.state_dict(), tmp_path / "theirs")
+    arrays = load_weights(network, tmp_path / "theirs")
+    network.begin_with(arrays)
+    given = samples(4, 5, 3)
+    want = module(first(given)).detach().numpy()
+    np.testing.assert_allclose(predicted(network, given)["prediction"], want, rtol=0, atol=1e-12 * np.abs(want).max())
+    if kind == "parametrizations":
+        save_weights(network, arrays, tmp_path / "ours")
+        module.load_state_dict(safetensors.load_file(tmp_path / "ours"))
+        np.testing.assert_array_equal(module(first(given)).detach().numpy(), want)
+
+
+class Both(Layer):
+    """A layer with two parameters that torch would call weight."""
+
+    def parameters(self, *shapes):
+        return {key: Parameter(shapes[0][-1:]) for key in ("w", "gamma", "b")}
+
+
+def test_parameters_of_one_layer_have_different_names(tmp_path):
+    network = hg.Network({"y": Both("own")(hg.Input((3,), name="x"))})
+    names = {key: one.names for key, one in arrangements(network).items()}
+    assert names == {"own/w": ("own.w",), "own/gamma": ("own.gamma",), "own/b": ("own.bias",)}

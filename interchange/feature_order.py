@@ -1,0 +1,174 @@
+"""The order of features: which feature of torch's network is which one of ours, behind Flatten and before Reshape.
+
+torch flattens ``(C, *spatial)`` and we flatten ``(*spatial, C)``. So the features of a value are pieces, one after the
+other: one per Flatten, inside of which the orders differ, and pieces of plain features, whose order is the same.
+
+::
+
+    Concat(Flatten (2, 3, 4), vector (5,))    24 features that torch has as (4, 2, 3), then 5 plain ones
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..layers import Concat, Dense, Flatten, GroupNorm, Input, Network, Node, Redistribute, Reshape, Slice, Softmax
+
+__all__ = ["Order", "feature_orders", "pieces", "torch_of_ours"]
+
+#: Pieces ``(*spatial, C)`` of the features, or ``(n,)`` for plain ones.
+Order = tuple[tuple[int, ...], ...]
+
+
+def pieces(*shapes: tuple[int, ...]) -> Order:
+    """Return the order of features that were flattened from these shapes, one after the other. Pure arithmetic.
+
+    >>> pieces((2, 3, 4), (5,), (1, 1, 6)), pieces((7, 1))
+    (((2, 3, 4), (11,)), ((7,),))
+    """
+    found: list[tuple[int, ...]] = []
+    for shape in shapes:
+        size = math.prod(shape)
+        if shape[-1] not in (1, size):
+            found.append(shape)
+        elif found and len(found[-1]) == 1:
+            found[-1] = (found[-1][0] + size,)
+        else:
+            found.append((size,))
+    return tuple(found)
+
+
+def is_plain(order: Order) -> bool:
+    """Whether torch has the features in our order."""
+    return len(order) < 2 and all(len(piece) == 1 for piece in order)
+
+
+def torch_of_ours(order: Order) -> np.ndarray:
+    """Return the number in our order of each of torch's features.
+
+    >>> torch_of_ours(((2, 3), (2,))).tolist()  # two positions of three channels, then two plain features
+    [0, 3, 1, 4, 2, 5, 6, 7]
+    """
+    found, first = [], 0
+    for piece in order:
+        numbers = np.arange(first, first + math.prod(piece)).reshape(piece)
+        found.append(np.moveaxis(numbers, -1, 0).reshape(-1))
+        first += numbers.size
+    return np.concatenate(found)
+
+
+def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node]]:
+    """Return the order of the features, the last axis, of every node, and which nodes torch has no counterpart of.
+
+    Orders start at Flatten, before Reshape, and at what has channels. They are the same on both sides of a layer that
+    keeps every feature in its place, forwards and backwards. So the units of a dense layer whose output is added to
+    flattened features, or reshaped, have the order that these have; others are plain. Pure arithmetic.
+
+    Returns
+    -------
+    Orders; and for every node behind one that mixes flattened features by their place, that node.
+    """
+    orders = {node: _plain(node) for node in network.nodes if len(node.shape) != 1 or isinstance(node, Input)}
+    while len(orders) < len(network.nodes):
+        before = len(orders)
+        for node in network.nodes:
+            _forwards(node, orders)
+        for node in reversed(network.nodes):
+            _backwards(node, orders)
+        if len(orders) == before:
+            free = next(node for node in network.nodes if node not in orders)
+            orders[free] = _plain(free)
+    mixed: dict[Node, Node] = {}
+    for node in network.nodes:
+        if not _agrees(node, orders):
+            mixed[node] = node
+        elif not isinstance(node.layer, Dense):
+            mixed.update((node, mixed[one]) for one in node.inputs if one in mixed)
+    return orders, mixed
+
+
+def _plain(node: Node) -> Order:
+    return pieces((node.shape or (1,))[-1:])
+
+
+def _flattens(node: Node) -> bool:
+    return isinstance(node.layer, Flatten) and len(node.inputs[0].shape) > 1
+
+
+def _keeps_places(node: Node) -> bool:
+    """Whether every feature of the output depends on the same feature of the inputs, or on all of them alike."""
+    layer = node.layer
+    if isinstance(layer, (Concat, Slice)):
+        return False
+    if isinstance(layer, GroupNorm):
+        return layer.group_count(node.shape[-1]) in (1, node.shape[-1])
+    if isinstance(layer, (Softmax, Redistribute, Flatten)):
+        return not _flattens(node)
+    return layer.cuts_channels == "channelwise"
+
+
+def _alike(node: Node) -> list[Node]:
+    """Inputs with as many features as the output: others have one number for all of them."""
+    return [one for one in node.inputs if one.shape[-1:] == node.shape[-1:]]
+
+
+def _forwards(node: Node, orders: dict[Node, Order]) -> None:
+    """Set the order of a node that follows from those of its inputs."""
+    if node in orders or isinstance(node.layer, Dense):
+        return
+    if _flattens(node):
+        orders[node] = pieces(node.inputs[0].shape)
+    elif _keeps_places(node):
+        orders.update((node, orders[one]) for one in _alike(node)[::-1] if one in orders)
+    elif all(one in orders for one in node.inputs):
+        orders[node] = _made(node, orders) or _plain(node)
+
+
+def _made(node: Node, orders: dict[Node, Order]) -> Order | None:
+    """The order that a layer makes of those of its inputs; None if it mixes features by their place."""
+    given = [orders[one] for one in node.inputs]
+    if isinstance(node.layer, Concat):
+        return pieces(*(piece for order in given for piece in order))
+    if isinstance(node.layer, Slice):
+        return _part(given[0], node.layer.first, node.layer.last)
+    return _plain(node) if all(map(is_plain, given)) else None
+
+
+def _part(order: Order, low: int, high: int) -> Order | None:
+    """The order of the features ``low .. high - 1``; None if they begin or end within a piece.
+
+    >>> _part(((2, 3), (4,)), 0, 8), _part(((2, 3), (4,)), 6, 9), _part(((2, 3), (4,)), 1, 9)
+    (((2, 3), (2,)), ((3,),), None)
+    """
+    found, first = [], 0
+    for piece in order:
+        last = first + math.prod(piece)
+        start, stop = max(low, first), min(high, last)
+        if start < stop and len(piece) > 1 and (start, stop) != (first, last):
+            return None
+        if start < stop:
+            found.append(piece if len(piece) > 1 else (stop - start,))
+        first = last
+    return pieces(*found)
+
+
+def _backwards(node: Node, orders: dict[Node, Order]) -> None:
+    """Set the orders of inputs that follow from that of the node."""
+    if isinstance(node.layer, Reshape):
+        orders.setdefault(node.inputs[0], pieces(node.shape))
+    elif _keeps_places(node) and node in orders:
+        for one in _alike(node):
+            orders.setdefault(one, orders[node])
+
+
+def _agrees(node: Node, orders: dict[Node, Order]) -> bool:
+    """Whether the inputs have orders from which the layer makes that of the node."""
+    if _flattens(node) or isinstance(node.layer, Dense):
+        return True
+    if isinstance(node.layer, Reshape):
+        return orders[node.inputs[0]] == pieces(node.shape)
+    if _keeps_places(node):
+        return all(orders[one] == orders[node] for one in _alike(node))
+    return _made(node, orders) == orders[node]
