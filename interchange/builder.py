@@ -80,7 +80,6 @@ class Builder:
         self.path, self.graph, self.keeping = path, graph, keeping
         self.values: dict[str, Activation] = {}
         self._names: set[str] = set(graph.inputs)
-        #: By the names of weights, the node that has them.
         #: By names of weights the first node that has them, its layer and the names of all its weights.
         self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
 

@@ -68,11 +68,23 @@ def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
 
 def _prelu(build: Builder, op: OnnxNode) -> Activation:
     value, slope = build.value(op), build.constant(op, 1)
-    count = 0 if slope is None else math.prod(slope.shape)
-    if slope is None or count not in (1, value.node.shape[-1]):
-        raise build.refused(op, "one slope, or one per channel", f"{count}")
-    layer = PReLU("one" if count == 1 else "channel").initialized(slope=build.given(slope, np.ravel, (count,)))
-    return value.of(build.add(op, layer, value.node, weights=(slope,)))
+    axes = len(build.shape(op.inputs[0]))
+    shape = () if slope is None else (1,) * (axes - len(slope.shape)) + slope.shape
+    channels, count = axes - 1 if value.last else 1, math.prod(shape)
+    fits = count == 1 or (len(shape) == axes and shape[channels] == count == value.node.shape[-1])
+    if slope is None or not fits:
+        raise build.refused(op, f"one slope, or one per channel along axis {channels}", f"slopes {shape}")
+
+    def order(array: np.ndarray) -> np.ndarray:
+        return permuted(np.ravel(array), value.spatial) if value.spatial and count > 1 else np.ravel(array)
+
+    layer = PReLU("one" if count == 1 else "channel").initialized(slope=build.given(slope, order, (count,)))
+    return value.of(build.add(_flattened_as(op, value), layer, value.node, weights=(slope,)))
+
+
+def _flattened_as(op: OnnxNode, value: Activation) -> OnnxNode:
+    """The operation, which differs from one with the same weights whose features had another order when flattened."""
+    return op.changed(attributes={**op.attributes, "spatial": value.spatial})
 
 
 def _clip(build: Builder, op: OnnxNode) -> Activation:
@@ -199,7 +211,7 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
         given = {"w": build.given(weights, order, (units, features))}
     if bias is not None:
         given["b"] = build.given(bias, np.ravel, (units,))
-    node = build.add(op, layer.initialized(**given), value.node, weights=(weights, bias))
+    node = build.add(_flattened_as(op, value), layer.initialized(**given), value.node, weights=(weights, bias))
     return Activation(node, value.last, value.pooled, value.pool)
 
 

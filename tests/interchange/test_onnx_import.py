@@ -102,6 +102,8 @@ def _modules():
             lambda: as_module(lambda m, x: m.f(x.view(x.size(0), -1)), f=nn.Linear(4 * 8 * 7, 5, bias=False)),
             image,
         ),
+        "flatten, slopes": (lambda: nn.Sequential(nn.Flatten(), nn.PReLU(224), nn.Linear(224, 5)), image),
+        "flatten, slope": (lambda: nn.Sequential(nn.Flatten(), nn.PReLU(), nn.Linear(224, 5)), image),
         "flatten, norm": (lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4 * 56), nn.Linear(224, 5)), image),
         "gate": (lambda: as_module(excited, squeeze=nn.Conv2d(4, 2, 1), expand=nn.Conv2d(2, 4, 1)), image),
         "mask": (lambda: as_module(lambda m, x: x * lib.sigmoid(m.c(x)), c=nn.Conv2d(4, 1, 1)), image),
@@ -237,6 +239,12 @@ def _refused():
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 
+    def slopes_of_rows(m, x):
+        return m.slope(m.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def flattened_in_two_ways(m, x):
+        return m.linear(x[:, :, 1:7, :4].flatten(1)) + m.linear(x[:, :, :4, 1:7].flatten(1))
+
     return {
         r"'/1/Softplus' \(Softplus\): expected an operator that has a layer": nn.Sequential(
             nn.Conv2d(4, 4, 1), nn.Softplus()
@@ -264,6 +272,12 @@ def _refused():
         ),
         r"\(Batch.*\): expected weights of its own, got those of node '/n/Batch.*' again": as_module(
             lambda m, x: m.n(lib.sigmoid(m.n(x))), n=nn.BatchNorm2d(4)
+        ),
+        r"\(PRelu\): expected one slope, or one per channel along axis 3, got slopes \(1, 8, 1, 1\)": as_module(
+            slopes_of_rows, conv=nn.Conv2d(4, 8, 1), slope=nn.PReLU(8)
+        ),
+        r"\(Gemm\): expected weights of its own, got those of node '/linear/Gemm' again": as_module(
+            flattened_in_two_ways, linear=nn.Linear(96, 5)
         ),
         r"\(Pad\): expected rows around the spatial axes": as_module(
             lambda m, x: functional.pad(x, (0, 0, 0, 0, 1, 1))
