@@ -302,15 +302,21 @@ class _Folding:
 
 
 def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
-    """Have outputs that are other values under a second name made under it: the first name is the module's own."""
+    """Have outputs that are other values under a second name made under it: the first name is the module's own.
+
+    Of several outputs that are one value, the others copy the first.
+    """
+    now: dict[str, str] = {}
     for output in graph.outputs:
         first = aliases.get(output)
         if first is None:
             continue
-        if first in graph.inputs or first in graph.outputs:
-            graph.operations.append(OnnxNode(output, "Identity", (first,), (output,)))
+        value = now.get(first, first)
+        if value in graph.inputs or value in graph.outputs:
+            graph.operations.append(OnnxNode(output, "Identity", (value,), (output,)))
         else:
-            graph.rename(first, output)
+            graph.rename(value, output)
+            now[first] = output
 
 
 def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:

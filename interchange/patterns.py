@@ -19,11 +19,15 @@ _FUSES_RELU = {"Conv", "BatchNormalization", "InstanceNormalization", "GroupNorm
 
 
 def recognize(graph: Graph) -> None:
-    """Apply all rules, one after the other, wherever they fit. Modifies the graph."""
+    """Apply all rules, one after the other, until none of them changes anything more. Modifies the graph."""
     for rule in RULES:
-        for op in list(graph.operations):
-            if any(op is other for other in graph.operations):
-                rule(graph, op)
+        before: list[OnnxNode] = []
+        while before != graph.operations:
+            before = list(graph.operations)
+            for op in before:
+                # What a rule has renamed or put elsewhere is another object, and is looked at in the next round.
+                if any(op is other for other in graph.operations):
+                    rule(graph, op)
 
 
 def _nothing(graph: Graph, op: OnnxNode) -> None:
@@ -198,6 +202,8 @@ def _residual(graph: Graph, op: OnnxNode) -> None:
     for i, name in enumerate(op.inputs):
         norm = graph.maker(name)
         if norm is None or norm.kind != "BatchNormalization" or graph.only_reader(name) is not op:
+            continue
+        if norm.attributes.get("relu"):  # it has a shortcut already
             continue
         attributes = {**norm.attributes, "relu": 1}
         joined = norm.changed(inputs=(*norm.inputs, op.inputs[1 - i]), outputs=after.outputs, attributes=attributes)

@@ -150,6 +150,13 @@ def test_layers_of_several_inputs(tmp_path):
     _check(_shaken(network), tmp_path / "m.onnx", samples(*IMAGE))
 
 
+def test_one_value_under_several_names(tmp_path):
+    x = hg.Input(IMAGE, name="x")
+    y = hg.Conv(2, 1)(x)
+    network = hg.Network({"a": y, "b": y, "behind": hg.Tanh()(y), "c": y})
+    _check(_shaken(network), tmp_path / "m.onnx", samples(*IMAGE))
+
+
 def test_targets_and_weights_are_not_written(tmp_path):
     import onnx
 

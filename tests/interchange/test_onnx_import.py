@@ -124,6 +124,15 @@ def _modules():
             ),
             image,
         ),
+        "residual, twice": (
+            lambda: as_module(
+                lambda m, x: lib.relu(lib.relu(m.n(m.c(x)) + x) + m.d(x)),
+                c=nn.Conv2d(4, 4, 1),
+                d=nn.Conv2d(4, 4, 1),
+                n=nn.BatchNorm2d(4),
+            ),
+            image,
+        ),
         "channels last": (lambda: blocks(None, None), image),
         "pyramid": (
             lambda: as_module(pyramid, one=nn.Conv2d(4, 3, 1), two=nn.Conv2d(4, 3, 1), norm=nn.BatchNorm2d(3)),
@@ -215,6 +224,7 @@ def _kinds(name, folder) -> list[str]:
 
 def test_layers_are_as_few_as_can_be(tmp_path):
     """Activations and shortcuts in the kernels of norms; vectors behind a pooling, unless positions are read."""
+    assert _kinds("residual, twice", tmp_path) == ["Conv", "BatchNorm", "Conv", "Add"]
     assert _kinds("residual", tmp_path) == ["Conv", "BatchNorm"]
     assert _kinds("conv, norm", tmp_path) == ["Conv", "BatchNorm"]
     assert _kinds("group norm 3d", tmp_path) == ["GroupNorm"]
@@ -334,3 +344,17 @@ def test_weights_outside_of_the_folder_are_not_read(tmp_path):
     (folder / "m.onnx").write_bytes(_by_hand(location="w.bin", offset=8))
     with pytest.raises(UserError, match="expected 4 numbers at 8, got 2; the file is cut off"):
         hg.onnx.load(folder / "m.onnx")
+
+
+def test_operations_without_effect_leave_no_layer(tmp_path):
+    """Several in a row, each of which is renamed when the one before it is left out."""
+    onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
+    helper = onnx.helper
+    chain = [("Relu", ["x"]), ("Mul", ["0", "one"]), ("Add", ["1", "zero"]), ("Div", ["2", "one"]), ("Tanh", ["3"])]
+    nodes = [helper.make_node(kind, inputs, [f"{i}"]) for i, (kind, inputs) in enumerate(chain)]
+    infos = [helper.make_tensor_value_info(name, 1, ["n", 3, 4, 4]) for name in ("x", "4")]
+    numbers = [onnx.numpy_helper.from_array(np.float32(n), name) for n, name in ((1, "one"), (0, "zero"))]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], numbers)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
+    network = hg.onnx.load(tmp_path / "m.onnx")
+    assert [node.layer.kind for node in network.layers.values()] == ["ReLU", "Tanh"]
