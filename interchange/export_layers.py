@@ -69,14 +69,14 @@ def first_axes(axes: int) -> list[int]:
 
 def _weights(w: Writer, node: Node, order: Callable[[np.ndarray], np.ndarray] = np.asarray) -> list[str]:
     """Weights, as they are computed with, and, if there is one, bias."""
-    name, bias, lengths = w.name(node), w.parameter(node, "b"), w.parameter(node, "g")
+    bias, lengths = w.parameter(node, "b"), w.parameter(node, "g")
     weights = np.asarray(w.parameter(node, "w"))
     if lengths is not None:
         rows = np.asarray(weights, np.float64).reshape(len(weights), -1)
         scale = np.asarray(lengths, np.float64) / np.sqrt(np.square(rows).sum(axis=1))
         weights = (rows * scale[:, None]).reshape(weights.shape)
-    found = [w.numbers(f"{name}.weight", order(weights))]
-    return found if bias is None else [*found, w.numbers(f"{name}.bias", bias)]
+    found = [w.weight(node, "weight", order(weights))]
+    return found if bias is None else [*found, w.weight(node, "bias", bias)]
 
 
 def _channels_second(array: np.ndarray) -> np.ndarray:
@@ -198,8 +198,10 @@ def _affine(w: Writer, node: Node, channels: int, shape: tuple[int, ...]) -> lis
     name, found = w.name(node), []
     for key, label, number in (("gamma", "weight", 1), ("beta", "bias", 0)):
         array = w.parameter(node, key)
-        title = f"{name}::{label}" if array is None else f"{name}.{label}"
-        found.append(w.numbers(title, np.full(shape, number) if array is None else np.reshape(array, shape)))
+        if array is None:
+            found.append(w.numbers(f"{name}::{label}", np.full(shape, number)))
+        else:
+            found.append(w.weight(node, label, np.reshape(array, shape)))
     return found
 
 
@@ -208,7 +210,7 @@ def _batch_norm(w: Writer, node: Node) -> str:
     name, channels = w.name(node), node.shape[-1]
     inputs = [w.inputs(node)[0], *_affine(w, node, channels, (channels,))]
     for key in ("mean", "var"):
-        inputs.append(w.numbers(f"{name}.running_{key}", w.parameter(node, key)))
+        inputs.append(w.weight(node, f"running_{key}", w.parameter(node, key)))
     made = w.add("BatchNormalization", inputs, f"{name}::y", epsilon=layer.eps, momentum=1 - layer.momentum)
     if len(node.inputs) > 1:
         made = w.add("Add", [made, w.inputs(node)[1]], f"{name}::sum")
@@ -278,18 +280,18 @@ def _silu(w: Writer, node: Node) -> str:
 
 def _scale(w: Writer, node: Node) -> str:
     name, shape = w.name(node), (node.shape[-1], *(1 for _ in node.shape[:-1]))
-    made = w.add(
-        "Mul", [*w.inputs(node), w.numbers(f"{name}.weight", np.reshape(_of(w, node, "gamma"), shape))], f"{name}::y"
-    )
+    gamma = w.weight(node, "weight", np.reshape(_of(w, node, "gamma"), shape))
+    made = w.add("Mul", [*w.inputs(node), gamma], f"{name}::y")
     if w.parameter(node, "beta") is None:
         return made
-    return w.add("Add", [made, w.numbers(f"{name}.bias", np.reshape(_of(w, node, "beta"), shape))], f"{name}::shifted")
+    beta = w.weight(node, "bias", np.reshape(_of(w, node, "beta"), shape))
+    return w.add("Add", [made, beta], f"{name}::shifted")
 
 
 def _prelu(w: Writer, node: Node) -> str:
-    name, slope = w.name(node), _of(w, node, "slope")
-    shape = (len(slope), *(1 for _ in node.shape[:-1]))
-    return w.add("PRelu", [*w.inputs(node), w.numbers(f"{name}.weight", slope.reshape(shape))], f"{name}::y")
+    slope = _of(w, node, "slope")
+    weight = w.weight(node, "weight", slope.reshape(len(slope), *(1 for _ in node.shape[:-1])))
+    return w.add("PRelu", [*w.inputs(node), weight], f"{w.name(node)}::y")
 
 
 def _of(w: Writer, node: Node, key: str) -> np.ndarray:

@@ -74,6 +74,13 @@ class Writer:
         self.weights[name] = np.ascontiguousarray(values, dtype or self.dtype)
         return name
 
+    def weight(self, node: Node, label: str, values: Any) -> str:
+        """A parameter of a layer, ``layer.label``: once for all calls, but for those that need it in another shape."""
+        owner, array = self.network.owners[self.name(node)], np.ascontiguousarray(values, self.dtype)
+        name = f"{owner}.{label}"
+        written = self.weights.get(name, array)
+        return self.numbers(name if written.shape == array.shape else f"{self.name(node)}.{label}", array)
+
     def model(self, name: str) -> Any:
         """The whole file, checked."""
         helper, numpy_helper = self.onnx.helper, self.onnx.numpy_helper

@@ -150,6 +150,51 @@ def test_layers_of_several_inputs(tmp_path):
     _check(_shaken(network), tmp_path / "m.onnx", samples(*IMAGE))
 
 
+def _twice(layer, between, shape=IMAGE) -> hg.Network:
+    return _shaken(hg.Network({"y": layer(between(layer(hg.Input(shape, name="x"))))}))
+
+
+SHARED = {
+    "conv": (lambda: hg.Conv(4, 3, padding=1, activation="relu", name="c"), IMAGE, {"c.weight", "c.bias"}),
+    "conv transposed": (lambda: hg.ConvTranspose(4, 2, 2, bias=False, name="c"), IMAGE, {"c.weight"}),
+    "dense": (lambda: hg.Dense(4, name="c"), (4,), {"c.weight", "c.bias"}),
+    "group norm": (lambda: hg.GroupNorm(2, name="c"), IMAGE, {"c.weight", "c.bias"}),
+    "slopes": (lambda: hg.PReLU("channel", name="c"), IMAGE, {"c.weight"}),
+}
+
+
+def _parameters_of(path) -> set[str]:
+    import onnx
+
+    return {one.name for one in onnx.load(path).graph.initializer if "::" not in one.name}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_layer_that_is_called_twice_is_written_and_read_as_one(name, tmp_path):
+    make, shape, wanted = SHARED[name]
+    network = _twice(make(), hg.Tanh(), shape)
+    _check(network, tmp_path / "m.onnx", samples(*shape))
+    assert _parameters_of(tmp_path / "m.onnx") == wanted
+    assert {"c", "c#2"} <= hg.onnx.load(tmp_path / "m.onnx").layers.keys()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: hg.Scale(0.3, bias=True, name="c"), lambda: hg.LayerNorm("channels", name="c")]
+)
+def test_a_layer_that_is_called_twice_is_written_once(make, tmp_path):
+    network, x = _twice(make(), hg.Tanh()), samples(*IMAGE)
+    hg.onnx.save(network, None, tmp_path / "m.onnx")
+    assert _parameters_of(tmp_path / "m.onnx") == {"c.weight", "c.bias"}
+    np.testing.assert_allclose(_run(tmp_path / "m.onnx", x)["y"], predicted(network, x)["y"], rtol=0, atol=1e-4)
+
+
+def test_slopes_of_maps_and_vectors_are_arrays_of_different_shapes(tmp_path):
+    network, x = _twice(hg.PReLU("channel", name="c"), hg.GlobalAveragePool()), samples(*IMAGE)
+    hg.onnx.save(network, None, tmp_path / "m.onnx")
+    assert _parameters_of(tmp_path / "m.onnx") == {"c.weight", "c#2.weight"}
+    np.testing.assert_allclose(_run(tmp_path / "m.onnx", x)["y"], predicted(network, x)["y"], rtol=0, atol=1e-5)
+
+
 def test_one_value_under_several_names(tmp_path):
     x = hg.Input(IMAGE, name="x")
     y = hg.Conv(2, 1)(x)
