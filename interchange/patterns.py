@@ -53,6 +53,29 @@ def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
         graph.replace([op, picked], picked.changed(kind="Identity", inputs=op.inputs[:1], attributes={}))
 
 
+def _pixels(graph: Graph, op: OnnxNode) -> None:
+    """Positions within a cell as axes of their own, which are moved to the channels, or from there."""
+    moved = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
+    whole = None if moved is None or moved.kind != "Transpose" else graph.only_reader(moved.outputs[0])
+    if moved is None or whole is None or whole.kind != "Reshape":
+        return
+    x, apart, y = (graph.shapes[name] for name in (op.inputs[0], op.outputs[0], whole.outputs[0]))
+    axes, order = len(x) - 2, tuple(moved.attributes.get("perm", ()))
+    if axes < 1 or len(y) != len(x) or x[0] != y[0]:
+        return
+    kind, coarse, fine = ("PixelUnshuffle", y, x) if y[2] < x[2] else ("PixelShuffle", x, y)
+    factor = fine[2] // coarse[2]
+    cells = tuple(n for extent in coarse[2:] for n in (extent, factor))
+    if kind == "PixelUnshuffle":
+        wanted = (*fine[:2], *cells), (0, 1, *range(3, 2 + 2 * axes, 2), *range(2, 2 + 2 * axes, 2))
+    else:
+        places = (i for a in range(2, 2 + axes) for i in (axes + a, a))
+        wanted = (*fine[:2], *(factor,) * axes, *coarse[2:]), (0, 1, *places)
+    fits = coarse[1] == fine[1] * factor**axes and fine[2:] == tuple(n * factor for n in coarse[2:])
+    if fits and (apart, order) == wanted:
+        graph.replace([op, moved, whole], whole.changed(kind=kind, inputs=op.inputs[:1], attributes={"factor": factor}))
+
+
 def _group_norm(graph: Graph, op: OnnxNode) -> None:
     """Reshape to (N, G, -1), instance norm without scale, the shape as it was, then a factor and a summand."""
     if op.kind != "Reshape" or len(graph.shapes[op.outputs[0]]) != 3:
@@ -242,6 +265,7 @@ def _ends_in_relu(graph: Graph, op: OnnxNode) -> bool:
 RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
     _nothing,
     _same_by_strides,
+    _pixels,
     _group_norm,
     _gated_by_itself,
     _gelu,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from ..layers import Flatten, Pad, PixelShuffle, Slice
+from ..layers import Flatten, Pad, PixelShuffle, PixelUnshuffle, Slice
 from .builder import Activation, Builder
 from .graph import OnnxNode, Shape
 
@@ -123,14 +124,18 @@ def _split(build: Builder, op: OnnxNode) -> list[Activation]:
     return found
 
 
-def _pixels(build: Builder, op: OnnxNode) -> Activation:
+def _depth_to_space(build: Builder, op: OnnxNode) -> Activation:
     """torch's PixelShuffle: blocks of channels beside one another in space."""
     mode, factor = op.attributes.get("mode", "DCR"), int(op.attributes["blocksize"])
     mode = mode.decode() if isinstance(mode, bytes) else mode
     if mode != "CRD":
         raise build.refused(op, "channels in the order of torch's PixelShuffle, mode CRD", mode)
+    return _pixels(build, op.changed(attributes={"factor": factor}), PixelShuffle)
+
+
+def _pixels(build: Builder, op: OnnxNode, kind: type[PixelShuffle | PixelUnshuffle]) -> Activation:
     value = build.with_positions(op)
-    return value.of(build.add(op, PixelShuffle(factor), value.node))
+    return value.of(build.add(op, kind(op.attributes["factor"]), value.node))
 
 
 SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]] = {
@@ -140,7 +145,9 @@ SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]]
     "Unsqueeze": _reshape,
     "Flatten": _flatten,
     "Pad": _pad,
-    "DepthToSpace": _pixels,
+    "DepthToSpace": _depth_to_space,
+    "PixelShuffle": partial(_pixels, kind=PixelShuffle),
+    "PixelUnshuffle": partial(_pixels, kind=PixelUnshuffle),
     "Slice": _slice,
     "Split": _split,
 }

@@ -63,6 +63,10 @@ LAYERS = {
     "clamp": (lambda: [hg.Clamp(-0.5, 0.7), hg.Clamp(-np.inf, 0.5)], IMAGE),
     "sigmoid": (lambda: [hg.Sigmoid()], IMAGE),
     "softmax": (lambda: [hg.Softmax()], IMAGE),
+    "pixel unshuffle 1d": (lambda: [hg.PixelUnshuffle(3)], (9, 2)),
+    "pixel unshuffle": (lambda: [hg.PixelUnshuffle(2)], (8, 6, 3)),
+    "pixel shuffle 3d": (lambda: [hg.PixelShuffle(2)], (2, 3, 2, 16)),
+    "pixel shuffle": (lambda: [hg.PixelShuffle(2)], IMAGE),
 }
 #: What operators of ONNX make of it is no such layer again.
 WRITTEN = {
@@ -71,10 +75,6 @@ WRITTEN = {
     "adaptive means": (lambda: [hg.AdaptiveAveragePool((3, 5))], IMAGE),
     "adaptive means to one": (lambda: [hg.AdaptiveAveragePool(1)], IMAGE),
     "area": (lambda: [hg.Resize(size=(5, 2, 3), mode="area")], (6, 4, 3, 2)),
-    "pixel shuffle": (lambda: [hg.PixelShuffle(2)], IMAGE),
-    "pixel shuffle 3d": (lambda: [hg.PixelShuffle(2)], (2, 3, 2, 16)),
-    "pixel unshuffle": (lambda: [hg.PixelUnshuffle(2)], (8, 6, 3)),
-    "pixel unshuffle 1d": (lambda: [hg.PixelUnshuffle(3)], (9, 2)),
     "reshape": (lambda: [hg.Dense(30), hg.Reshape((2, 3, 5)), hg.Conv(2, 1)], (4,)),
     "random depth": (lambda: [hg.StochasticDepth(0.5)], IMAGE),
 }

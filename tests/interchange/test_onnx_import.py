@@ -108,6 +108,7 @@ def _modules():
         "gate": (lambda: as_module(excited, squeeze=nn.Conv2d(4, 2, 1), expand=nn.Conv2d(2, 4, 1)), image),
         "mask": (lambda: as_module(lambda m, x: x * lib.sigmoid(m.c(x)), c=nn.Conv2d(4, 1, 1)), image),
         "pixel shuffle": (lambda: nn.Sequential(nn.Conv2d(4, 18, 1), nn.PixelShuffle(3)), image),
+        "pixel unshuffle": (lambda: nn.Sequential(nn.Conv2d(4, 3, 1), nn.PixelUnshuffle(2)), (8, 6, 4)),
         "called again": (
             lambda: as_module(
                 scales,
@@ -147,7 +148,7 @@ ALSO_NEW = [
     *("conv", "conv same", "conv transposed", "conv, norm", "group norm", "instance norm", "layer norm", "gelu"),
     *("silu", "relu 6", "elu", "hard swish", "dropout", "max pool, rounded up", "global pool", "bilinear"),
     *("nearest, to a size", "pad", "slices", "view", "gate", "residual", "channels last", "pyramid"),
-    "global pool behind permutes",
+    *("global pool behind permutes", "pixel shuffle", "pixel unshuffle"),
 ]
 CASES = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in ALSO_NEW)]
 #: And where it leaves more when it does not optimize.
@@ -227,6 +228,7 @@ def test_layers_are_as_few_as_can_be(tmp_path):
     assert _kinds("residual, twice", tmp_path) == ["Conv", "BatchNorm", "Conv", "Add"]
     assert _kinds("residual", tmp_path) == ["Conv", "BatchNorm"]
     assert _kinds("conv, norm", tmp_path) == ["Conv", "BatchNorm"]
+    assert _kinds("pixel unshuffle", tmp_path) == ["Conv", "PixelUnshuffle"]
     assert _kinds("group norm 3d", tmp_path) == ["GroupNorm"]
     gate = ["GlobalAveragePool", "Dense", "ReLU", "Dense", "HardSigmoid", "Multiply"]
     assert _kinds("gate", tmp_path) == gate
