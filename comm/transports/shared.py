@@ -112,8 +112,9 @@ class NodeMemory:
         """Channels of patterns all of whose peers share memory."""
         arena, local = self._open(), self._node_ranks
         slots = [_slots({local[peer]: count * p.dtype.itemsize for peer, count in p.sends.items()}) for p in patterns]
-        chunk, offsets = arena.reserve([nbytes for _, nbytes in slots])
-        slots_of = arena.node.allgather([places for places, _ in slots])
+        places, sizes = [places for places, _ in slots], [nbytes for _, nbytes in slots]
+        chunk, offsets = arena.reserve(sizes)
+        slots_of = arena.node.allgather(places)  # nothing before it that may fail on one rank alone
         return [
             self._channel(pattern, meter, chunk, offsets[:, i], [places[i] for places in slots_of])
             for i, (pattern, meter) in enumerate(zip(patterns, meters))

@@ -1,6 +1,7 @@
 """A fault of one rank while everything is built is raised on all ranks, wherever it arises."""
 
 import os
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -184,22 +185,24 @@ CASES = [
 def test_a_fault_anywhere(comm, kind, transport):
     """At calls of functions of the library drawn at random while everything is built."""
     rng = np.random.default_rng([comm.size, CASES.index((kind, transport))])
-    with Communicator(comm, transport) as ranks, AtCall() as counted:
-        build_and_step(ranks, kind, steps=0)
+    for _ in range(2):  # the second time what is cached is there, as it is below
+        with Communicator(comm, transport) as ranks, AtCall() as counted:
+            build_and_step(ranks, kind, steps=0)
     calls = min(comm.allgather(counted.count))
     for number in sorted(rng.choice(calls, min(ANYWHERE, calls), replace=False) + 1):
         culprit = int(rng.integers(comm.size))
+        fault = AtCall(int(number))
         with Communicator(comm, transport) as ranks:
 
-            def call(number=number, culprit=culprit, ranks=ranks):
-                with ranks.agreement():
-                    if ranks.rank == culprit:
-                        with AtCall(int(number)):
-                            build_and_step(ranks, kind, steps=0)
-                    else:
-                        build_and_step(ranks, kind, steps=0)
+            def call(fault=fault, culprit=culprit, ranks=ranks):
+                with ranks.agreement(), fault if ranks.rank == culprit else nullcontext():
+                    build_and_step(ranks, kind, steps=0)
 
-            assert errors(ranks, call) == [f"Injected: rank {culprit}: a call failed"] * comm.size, number
+            found = errors(ranks, call)
+        # The last calls are of what is freed at times: there may have been none of this number.
+        wanted = f"Injected: rank {culprit}: a call failed" if comm.bcast(fault.where, culprit) else ""
+        assert found == [wanted] * comm.size, (number, fault.where)
+        assert wanted or number > 0.99 * calls
 
 
 WHOLE_RUNS = {
