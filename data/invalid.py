@@ -54,11 +54,13 @@ def check_values(
     if limits is None:
         raise DataError(
             f"{path}: {float(values[at])} in sample {indices[sample]}, {field.channel(where[-1])} at "
-            f"{tuple(where[:-1])}; expected finite numbers: repair or leave out that sample"
+            f"{tuple(where[:-1])}; expected finite numbers: repair or leave out that sample, or set data.invalid to "
+            '"skip" or "fill"'
         )
+    other = " or choose another loss" if limits.high < np.inf else ""
     raise DataError(
-        f"{path}: target {float(values[at]):g} in sample {indices[sample]} at {tuple(where)}; expected {limits}: "
-        "repair the data or choose another loss"
+        f"{path}: target {float(values[at]):g} in sample {indices[sample]} of {field.dataset!r} at {tuple(where)}; "
+        f"expected {limits}: repair the data{other}"
     )
 
 

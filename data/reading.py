@@ -64,7 +64,9 @@ def open_file(path: Path) -> h5py.File:
     try:
         size = regular_size(path)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; generate it (halograd generate) or correct the path") from error
+        raise DataError(
+            f"{path}: no such file; correct the path (data.path), or generate it (halograd generate)"
+        ) from error
     except (OSError, ValueError) as error:  # a null character in the name is a ValueError
         raise DataError(f"{path}: {reason_of(error)}; correct the path") from error
     try:

@@ -18,11 +18,12 @@ Axes = tuple[int, ...]
 
 
 class TargetRange(NamedTuple):
-    """What a target may be: ``low .. high``; `whole`: numbers of classes only."""
+    """What a target may be: ``low .. high``, or `ignored`; `whole`: numbers of classes only."""
 
     low: float = -np.inf
     high: float = np.inf
     whole: bool = False
+    ignored: float | None = None
 
     @property
     def bounded(self) -> bool:
@@ -34,6 +35,8 @@ class TargetRange(NamedTuple):
         good = (values >= self.low) & (values <= self.high) & np.isfinite(values)
         if self.whole:
             good &= values == np.trunc(values)
+        if self.ignored is not None:
+            good |= values == self.ignored
         return good
 
     def __str__(self) -> str:
@@ -42,7 +45,8 @@ class TargetRange(NamedTuple):
             return kind
         if self.high == np.inf:
             return f"{kind} >= {self.low:g}"
-        return f"{'a whole number of ' if self.whole else ''}{self.low:g} .. {self.high:g}"
+        ignored = "" if self.ignored is None else f", or {self.ignored:g}, which is ignored"
+        return f"{'a whole number of ' if self.whole else ''}{self.low:g} .. {self.high:g}{ignored}"
 
 
 def _center(cells: NDArray[Any], axes: Axes) -> NDArray[Any]:

@@ -39,6 +39,8 @@ class Dice(Loss):
         ``"batch"``: the sums run over all samples. ``"sample"``: over each sample; the loss is the mean of theirs.
     smooth
         Keeps the loss of a class that is nowhere at 0.
+    ignore_index
+        Positions with this target are in none of the sums; for targets of one channel.
 
     Notes
     -----
@@ -51,7 +53,13 @@ class Dice(Loss):
     takes_weights = True
 
     def __init__(
-        self, activation: str = "sigmoid", reduction: str = "batch", smooth: float = 1.0, name: str | None = None
+        self,
+        activation: str = "sigmoid",
+        reduction: str = "batch",
+        smooth: float = 1.0,
+        name: str | None = None,
+        *,
+        ignore_index: int | None = None,
     ) -> None:
         super().__init__(name)
         if activation not in ACTIVATIONS:
@@ -60,7 +68,7 @@ class Dice(Loss):
             raise ValueError(f"reduction: expected one of {REDUCTIONS}, got {reduction!r}")
         if not smooth > 0:
             raise ValueError(f"smooth: expected a number > 0, got {smooth!r}")
-        self.activation, self.reduction, self.smooth = activation, reduction, smooth
+        self.activation, self.reduction, self.smooth, self.ignore_index = activation, reduction, smooth, ignore_index
         self.weighs_channels = activation != "softmax"
 
     @property
@@ -70,6 +78,8 @@ class Dice(Loss):
     def check(self, *shapes: Shape) -> None:
         prediction, target = shapes
         indices = (*prediction[:-1], 1)
+        if self.ignore_index is not None and target[-1] != 1:
+            raise ValueError(f"{self.kind}: expected a target of one channel with ignore_index, got {target}")
         if target == prediction or (target == indices and self.activation == "softmax"):
             return
         legal = f"{prediction} or {indices}" if self.activation == "softmax" else f"{prediction}"
@@ -85,10 +95,13 @@ class Dice(Loss):
 
     def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
         if self.activation == "softmax" or prediction[-1] != target[-1]:
-            return (Judgement(prediction[-1]),)
+            return (Judgement(prediction[-1], ignored=self.ignore_index),)
         if self.activation == "sigmoid":
-            return (Judgement(2, threshold=0.0),)
-        return (Judgement(2, threshold=0.5, probabilities=True),)
+            return (Judgement(2, threshold=0.0, ignored=self.ignore_index),)
+        return (Judgement(2, threshold=0.5, probabilities=True, ignored=self.ignore_index),)
+
+    def ignored_target(self, i: int) -> int | None:
+        return self.ignore_index if i == 1 else None
 
     @property
     def ratio(self) -> tuple[float, float, float, float]:
@@ -132,8 +145,10 @@ class Tversky(Dice):
         reduction: str = "batch",
         smooth: float = 1.0,
         name: str | None = None,
+        *,
+        ignore_index: int | None = None,
     ) -> None:
-        super().__init__(activation, reduction, smooth, name)
+        super().__init__(activation, reduction, smooth, name, ignore_index=ignore_index)
         if not (alpha >= 0 and beta >= 0 and alpha + beta > 0):
             raise ValueError(f"alpha, beta: expected numbers >= 0, not both 0, got {alpha!r}, {beta!r}")
         self.alpha, self.beta = float(alpha), float(beta)
@@ -203,10 +218,11 @@ class _DiceKernel(LocalLoss):
             p = buffer(work, "p", x[part].shape[::-1], x.dtype)
             targets = buffer(work, "t", p.shape, x.dtype)
             np.copyto(p, x[part].T)
-            some, w = t[part], None
-            if weights is not None:
-                w = weights[part].T
-                some = self._without(weights[part], p, some)
+            some, w = t[part], None if weights is None else weights[part]
+            if self.layer.ignore_index is not None:
+                w = self._counted(some, w)
+            if w is not None:
+                some, w = self._without(w, p, some), w.T
             self._probabilities(p)
             self._targets(some, targets)
             if gradient:
@@ -215,6 +231,13 @@ class _DiceKernel(LocalLoss):
                 np.copyto(self.dx[n].reshape(x.shape)[part], p.T)
             else:
                 self._add(p, targets, sums, w)
+
+    def _counted(self, t: Any, weights: Any | None) -> Any:
+        """Weights ``(positions, 1)`` or those given, 0 at the positions that are ignored."""
+        counts = np.not_equal(t, self.layer.ignore_index, out=buffer(self.work, "counts", t.shape, np.bool_))
+        found = buffer(self.work, "counted", t.shape if weights is None else weights.shape, self.prediction.dtype)
+        np.copyto(found, 1 if weights is None else weights)
+        return np.multiply(found, counts, out=found)
 
     def _without(self, weights: Any, p: Any, t: Any) -> Any:
         """Zeros in `p`, and in the copy of `t` that is returned, where there is no weight."""

@@ -243,6 +243,10 @@ class Layer:
         """Least and largest number that makes sense in input `i`, which is compared with; None: all do."""
         return None
 
+    def ignored_target(self, i: int) -> int | None:
+        """Number in input `i`, which is compared with, that marks positions which do not count; None: none does."""
+        return None
+
     def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
         """How the predictions that a loss reads are judged; empty: there is nothing to judge."""
         return ()
@@ -316,6 +320,10 @@ class _Given(Layer):
         return self._shape
 
 
+#: Types of class indices.
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "int64")
+
+
 class Input(Node):
     """A value that comes from outside: samples or targets.
 
@@ -330,6 +338,8 @@ class Input(Node):
     """
 
     def __init__(self, shape: Sequence[int], name: str = "x", dtype: str = "compute") -> None:
+        if dtype != "compute" and dtype not in INTEGERS:
+            raise ValueError(f"input {name!r}: expected a dtype of compute, {', '.join(INTEGERS)}, got {dtype!r}")
         self.dtype = dtype
         super().__init__(_Given(shape, name), ())
 

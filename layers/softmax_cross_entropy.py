@@ -85,7 +85,10 @@ class SoftmaxCrossEntropy(Loss):
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         if self.weighs(i):
             return super().target_range(i, *shapes)
-        return (0.0, shapes[0][-1] - 1.0) if self.ignore_index is None else None
+        return (0.0, shapes[0][-1] - 1.0)
+
+    def ignored_target(self, i: int) -> int | None:
+        return self.ignore_index if i == 1 else None
 
     def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
         return (Judgement(prediction[-1], ignored=self.ignore_index),)

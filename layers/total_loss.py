@@ -127,6 +127,10 @@ class TotalLoss(Loss):
         limits = [limit for limit in found if limit is not None]
         return (max(low for low, _ in limits), min(high for _, high in limits)) if limits else None
 
+    def ignored_target(self, i: int) -> int | None:
+        found = {layer.ignored_target(k) for k, layer in self._readers(i)}
+        return found.pop() if len(found) == 1 else None
+
     def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
         found = [
             _renumbered(one, term.inputs)

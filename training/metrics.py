@@ -68,7 +68,9 @@ class Confusion:
         """Count a block ``(N, ..., C)``, but for what has the weight 0 (:func:`counted`). Local."""
         with np.errstate(invalid="ignore"):  # what does not count may be NaN
             guess, truth = self._classes(prediction, target)
-        some = np.ones(truth.shape, np.bool_) if self.ignored is None else truth != self.ignored
+        some = np.ones(truth.shape, np.bool_)
+        if self.ignored is not None:
+            some = (truth if self.threshold is None else target) != self.ignored
         if weights is not None:
             own = counted(weights, prediction.shape)
             some &= own if truth.ndim == prediction.ndim else own[..., 0]

@@ -344,7 +344,8 @@ def _ranges(network: Network) -> dict[str, TargetRange]:
     for i, node in enumerate(loss.inputs):
         if isinstance(node, Input) and loss.layer.compares(i):
             limits = loss.layer.target_range(i, *shapes) or TargetRange()[:2]
-            found[network.names[node]] = TargetRange(*limits, whole=node.dtype != "compute")
+            whole, ignored = node.dtype != "compute", loss.layer.ignored_target(i)
+            found[network.names[node]] = TargetRange(*limits, whole=whole, ignored=ignored)
     return found
 
 

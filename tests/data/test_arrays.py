@@ -70,7 +70,7 @@ def test_numbers_that_are_no_numbers():
     with pytest.raises(DataError, match=r"mine: nan in sample 2, channel 1 at \(5, 4\); expected finite numbers"):
         dataset.read("x", [0, 1, 2], box, np.empty(box.shape))
     with pytest.raises(
-        DataError, match=r"mine: target 3 in sample 1 at \(0, 3, 0\); expected a whole number of 0 .. 1"
+        DataError, match=r"mine: target 3 in sample 1 of 'target' at \(0, 3, 0\); expected a whole number of 0 .. 1"
     ):
         dataset.read("target", [1], Box.of_shape((1, 6, 5, 1)), np.empty((1, 6, 5, 1)))
 

@@ -146,7 +146,7 @@ def test_names_and_groups(path: Path) -> None:
 
 
 def test_a_missing_file(path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.h5: no such file; generate it"):
+    with pytest.raises(DataError, match=r"data\.h5: no such file; correct the path"):
         Hdf5Dataset(path)
 
 
@@ -251,7 +251,7 @@ def test_targets_out_of_range(path: Path) -> None:
     box = Box((0, 0, 0, 0), (1, 6, 8, 1))
     with Hdf5Dataset(path, ranges={"target": TargetRange(0, 1)}) as data:
         data.read("target", [0], box, out)
-        with pytest.raises(DataError, match=r"target 9 in sample 2 at \(1, 1, 0\); expected 0 \.\. 1"):
+        with pytest.raises(DataError, match=r"target 9 in sample 2 of '\w+' at \(1, 1, 0\); expected 0 \.\. 1"):
             data.read("target", [2], box, out)
     with Hdf5Dataset(path) as data:
         data.read("target", [2], box, out)
@@ -269,7 +269,7 @@ def test_fractions_are_no_classes(path: Path) -> None:
     box = Box((0, 0, 0, 0), (1, 6, 8, 1))
     with Hdf5Dataset(path, ranges={"target": TargetRange(0, 1, whole=True)}) as data:
         data.read("target", [0], box, out)
-        expected = r"target 0\.5 in sample 2 at \(1, 1, 0\); expected a whole number of 0 \.\. 1"
+        expected = r"target 0\.5 in sample 2 of '\w+' at \(1, 1, 0\); expected a whole number of 0 \.\. 1"
         with pytest.raises(DataError, match=expected):
             data.read("target", [2], box, out)
 

@@ -120,3 +120,8 @@ def test_a_network_begins_with_arrays_by_name():
     found = network.initial_values()
     assert found["conv/b"].tolist() == [5, 6]
     np.testing.assert_array_equal(found["conv/w"], before["conv/w"])
+
+
+def test_inputs_are_of_a_known_type():
+    with pytest.raises(ValueError, match=r"input 'mask': expected a dtype of compute, int8, .*, got 'int33'"):
+        Input((4, 4, 1), "mask", "int33")

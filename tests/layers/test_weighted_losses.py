@@ -14,6 +14,7 @@ from halograd.layers import (
     MeanSquaredError,
     Network,
     SoftmaxCrossEntropy,
+    Tversky,
     training_only,
 )
 from halograd.layers.loss import Loss
@@ -21,6 +22,7 @@ from halograd.layers.strategy import Strategy
 from halograd.perfmodel.kernel_times import LayerWork
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
+from halograd.training.metrics import Confusion
 from tests.layers.geometries import skew
 from tests.layers.losses import AXES, BATCH, SHAPE, check, make_executor, run_loss, scores_of, target
 from tests.layers.norms import step, traffic
@@ -116,6 +118,69 @@ def test_nothing_comes_of_a_position_without_weight(ranks, name, garbage):
     assert loss == want
     if dx is not None:
         assert np.array_equal(dx, gradient) and not dx[:, 1].any() and not dx[0].any() and dx[1:, 0].any()
+
+
+#: Losses that ignore positions, and how many channels their predictions have.
+IGNORING = {
+    "dice": (lambda **more: Dice(**more), 1),
+    "dice of probabilities, by sample": (lambda **more: Dice("none", "sample", **more), 1),
+    "dice of classes": (lambda **more: Dice("softmax", **more), 4),
+    "tversky of classes": (lambda **more: Tversky(0.3, 0.7, "softmax", "sample", **more), 4),
+}
+
+
+def with_ignored(channels, ignored):
+    """A prediction, a target of which some positions are ignored, and where it is not."""
+    rng = np.random.default_rng(4)
+    t = rng.integers(0, max(2, channels), (BATCH, *SHAPE[:-1], 1))
+    there = rng.random(t.shape) < 0.6
+    t = np.where(there, t, ignored)
+    return rng.random((BATCH, *SHAPE[:-1], channels)), t if channels > 1 else t.astype(float), there.astype(float)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ignored", [-1, 1])
+@pytest.mark.parametrize("name", IGNORING)
+def test_ignored_positions_are_those_of_weight_0(ranks, name, ignored, weighted):
+    make, channels = IGNORING[name]
+    x, t, there = with_ignored(channels, ignored)
+    there = there * (t != ignored)
+    given = [np.random.default_rng(3).random(there.shape)] if weighted else []
+    first, *_ = grids(ranks.size, AXES)
+    want = run_loss(make, (x, t, there * given[0] if weighted else there), ranks, first)
+    for parts in grids(ranks.size, AXES):
+        check(run_loss(lambda: make(ignore_index=ignored), (x, t, *given), ranks, parts, valid=BATCH), want)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", IGNORING)
+def test_ignored_positions_are_not_judged(ranks, name):
+    make, channels = IGNORING[name]
+    x, t, there = with_ignored(channels, -1)
+    some = there[..., 0] > 0
+    counts = Confusion(max(2, channels), None if channels > 1 else 0.5 if "probabilities" in name else 0.0)
+    counts.add(x[some], t[some])
+    for parts in grids(ranks.size, AXES):
+        shape, loss = x.shape[1:], lambda: make(ignore_index=-1)
+        with make_executor(loss, shape, (t,), ranks, parts, trainable=False) as executor:
+            executor.set_input("x", x)
+            found = scores_of(executor)
+        assert {key: found[key] for key in counts.scores()} == counts.scores()
+
+
+def test_what_is_ignored_of_a_sum_is_what_all_its_losses_ignore():
+    x, t = Input((4, 3), "x"), Input((4, 1), "t", "int32")
+
+    def ignored(*losses):
+        node = sum((loss(x, t) for loss in losses[1:]), losses[0](x, t))
+        return node.layer.ignored_target(1)
+
+    assert ignored(SoftmaxCrossEntropy(ignore_index=7), Dice("softmax", ignore_index=7)) == 7
+    assert ignored(SoftmaxCrossEntropy(ignore_index=7), Dice("softmax")) is None
+    assert ignored(SoftmaxCrossEntropy(), Dice("softmax")) is None
+    with pytest.raises(ValueError, match="Dice: expected a target of one channel with ignore_index, got"):
+        Dice(ignore_index=1)(x, Input((4, 3), "t"))
 
 
 @pytest.mark.ranks(1, 2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import halograd as hg
-from halograd.data import ArrayDataset
+from halograd.data import ArrayDataset, DataError
 from halograd.errors import UserError
 from halograd.training import evaluate, train
 from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
@@ -93,6 +93,21 @@ def test_as_a_file_with_the_new_numbers(comm, config, invalid):
 def test_refused(comm, config, sets, message):
     with pytest.raises((UserError, ValueError), match=message):
         train(config, sets, comm=comm)
+
+
+@pytest.mark.ranks(1, 2)
+def test_numbers_of_no_class_are_refused_where_others_are_ignored(comm, config):
+    if comm.rank == 0:
+        with h5py.File("raw0.h5", "r+") as file:
+            file["label"][2, 3, 4] = 9
+    comm.barrier()
+    want = (
+        r"raw0.h5: target 9 in sample 2 of 'label' at \(3, 4, 0\); expected a whole number of 0 .. 2, or -1, which is"
+    )
+    with pytest.raises(DataError, match=want):
+        train(config, ["training.epochs=2", "data.validation=0.0"], comm=comm)
+    found = train(config, ['data.invalid="skip"'], comm=comm)
+    assert np.isfinite(found["loss"])
 
 
 @pytest.mark.ranks(1)
