@@ -72,6 +72,8 @@ class Timeline:
         Process id in the trace.
     capacity
         Spans whose times are kept; older ones are overwritten (their sums stay).
+    alone
+        Whether there is one rank: its messages and sums go nowhere, and are not booked.
 
     Attributes
     ----------
@@ -87,10 +89,10 @@ class Timeline:
     Spans may come from several threads (the prefetching one tells of its reads).
     """
 
-    def __init__(self, rank: int = 0, capacity: int = 50_000) -> None:
+    def __init__(self, rank: int = 0, capacity: int = 50_000, alone: bool = False) -> None:
         if capacity < 1:
             raise ValueError(f"capacity: expected at least 1, got {capacity}")
-        self.rank, self.capacity = rank, capacity
+        self.rank, self.capacity, self._alone = rank, capacity, alone
         self.phases: dict[tuple[str, str], Phase] = {}
         self.recorded = 0
         self.paused = False
@@ -102,7 +104,7 @@ class Timeline:
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
         """Book one span from `t0` to `t1` (`time.perf_counter` [s])."""
-        if self.paused:
+        if self.paused or (self._alone and category in ("communication", "wait")):
             return
         with self._lock:
             key = (name, category)

@@ -309,7 +309,9 @@ def _shown_masks(
 
 
 def _is_mask(target: np.ndarray) -> bool:
-    return bool(np.isin(target, (0, 1)).all())
+    """Whether there is nothing but 0, 1, and perhaps one number that is ignored."""
+    known = np.isin(target, (0, 1))
+    return bool(known.any()) and len(np.unique(target[~known])) <= 1
 
 
 def _slice(values: np.ndarray) -> np.ndarray:

@@ -220,7 +220,7 @@ class Masks:
     samples
         ``(n,)`` numbers in the data set.
     truth, predicted
-        ``(n, H, W)`` classes, integers or bool; by name of the predictor.
+        ``(n, H, W)`` classes, integers or bool; by name of the predictor. Where the truth is no class nothing is drawn.
     classes
         How many there are. With two, a prediction is drawn as hit, missed and false alarm, with more as it is.
     title
@@ -240,9 +240,12 @@ class Masks:
 
 
 def iou(mask: np.ndarray, truth: np.ndarray, classes: int = 2) -> float:
-    """Intersection over union of one sample, as in the scores of a run; 0 where it is not defined."""
-    counted = Confusion(classes)
-    counted.add(np.eye(classes, dtype=np.float32)[mask.astype(int)], truth.astype(int)[..., None])
+    """Intersection over union of one sample, as in the scores of a run; 0 where it is not defined.
+
+    Positions whose truth is no class do not count.
+    """
+    counted, known = Confusion(classes), (truth >= 0) & (truth < classes)
+    counted.add(np.eye(classes, dtype=np.float32)[mask[known].astype(int)], truth[known].astype(int)[..., None])
     return counted.scores()["iou"] or 0.0
 
 
@@ -281,13 +284,14 @@ def _draw_row(figure: Any, row: Any, masks: Masks, k: int) -> None:
         _draw_image(figure, panels.pop(0), masks.image[k], masks.image_unit)
     binary = masks.classes == 2
     colours = ListedColormap([LIGHT, DARK]) if binary else _colours(masks.classes)
-    _show(panels[0], truth, colours, 1 if binary else masks.classes - 1)
-    panels[0].set_title(f"{100 * truth.mean():.0f} % of the cells" if binary else "")
+    known = (truth >= 0) & (truth < masks.classes)
+    _show(panels[0], np.ma.array(truth, mask=~known), colours, 1 if binary else masks.classes - 1)
+    panels[0].set_title(f"{100 * np.mean(truth[known] if known.any() else 0):.0f} % of the cells" if binary else "")
     for panel, predicted in zip(panels[1:], masks.predicted.values()):
         mask = predicted[k].astype(int)
         if binary:
             outcome = np.where(truth, np.where(mask, 1, 2), np.where(mask, 3, 0))
-            _show(panel, outcome, ListedColormap([LIGHT, BLUE, MISSED, FALSE]), 3)
+            _show(panel, np.ma.array(outcome, mask=~known), ListedColormap([LIGHT, BLUE, MISSED, FALSE]), 3)
         else:
             _show(panel, mask, colours, masks.classes - 1)
         panel.set_title(f"IoU {iou(mask, truth, masks.classes):.2f}")

@@ -106,6 +106,8 @@ def draw_confusion(path: Path, counts: np.ndarray) -> None:
         image = axes.imshow(shares, cmap="cividis", vmin=0, vmax=1)
         axes.set_xlabel("predicted class")
         axes.set_ylabel("true class")
+        if len(counts) <= 12:
+            axes.set(xticks=range(len(counts)), yticks=range(len(counts)))
         figure.colorbar(image, ax=axes, shrink=0.8)
         for (row, column), share in np.ndenumerate(shares) if len(counts) <= 12 else ():
             colour = "black" if share > 0.5 else "white"

@@ -187,6 +187,9 @@ def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
         for name, p in phases.items()
         if "communication" in p
     ]
+    if not rows:
+        yield Text("Nothing travelled.")
+        return
     head = ("communication (rank 0)", "durations, added up, ms/step", "blocked, ms/step", "hidden")
     yield TableBlock([head, *rows])
     yield Text(

@@ -20,7 +20,7 @@ from halograd.cli.run import run
 from halograd.data.errors import DataError
 from halograd.errors import UserError
 from halograd.report.page import read_masks, write_page
-from halograd.report.pictures import best_to_worst, iou
+from halograd.report.pictures import best_to_worst, draw_masks, iou
 from halograd.report.status import read_record
 from halograd.training.details import by_class
 from halograd.training.metrics import Confusion
@@ -72,7 +72,7 @@ def test_everything_of_a_run(trained, tmp_path):
     assert text.count("<img ") == 6  # loss, speed, timeline, confusion, reliability, masks
     for part in ("<b>finished</b>, step 9 of 9, epoch 3 of 3", "mesh, ", "What happened", "<td>finished</td>"):
         assert part in text
-    assert "all-reduce of gradients" in text and "warmup_epochs = 1" in text
+    assert "Nothing travelled." in text and "warmup_epochs = 1" in text  # on one rank
 
 
 def test_predicted_and_measured(trained, tmp_path):
@@ -164,6 +164,24 @@ def test_classes_and_volumes(tmp_path):
     counted = Confusion(3)
     counted.add(np.eye(3)[guess[:1]], truth[:1, ..., None])
     assert iou(guess[0], truth[0], 3) == pytest.approx(counted.scores()["iou"])
+
+
+@pytest.mark.parametrize(("channels", "ignored"), [(1, -1), (1, 7), (2, 7), (3, -1)])
+def test_ignored_positions_are_not_shown(tmp_path, channels, ignored):
+    rng = np.random.default_rng(3)
+    classes = max(2, channels)
+    truth, there = rng.integers(0, classes, (4, 6, 7)), rng.random((4, 6, 7)) < 0.7
+    there[0, 0] = False
+    guess = rng.random((4, 6, 7, channels)) - 0.5
+    target = np.where(there, truth, ignored)[..., None].astype(float)
+    masks = read_masks(write_predictions(tmp_path / "p.h5", guess, target), {})
+    assert masks is not None and masks.classes == classes
+    chosen = guess[0, ..., 0] > 0 if channels == 1 else guess[0].argmax(-1)
+    counted = Confusion(classes, ignored=ignored)
+    counted.add(np.eye(classes)[chosen.astype(int)], target[0].astype(int))
+    assert iou(chosen, target[0, ..., 0], classes) == pytest.approx(counted.scores()["iou"])
+    draw_masks(tmp_path / "p.png", masks)
+    assert (tmp_path / "p.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,11 @@ def test_no_folder(comm, tmp_path):
 
     with Communicator(comm) as ranks, pytest.raises(OSError, match="No such file"):
         write_trace(example(ranks.rank), ranks, tmp_path / "none" / "trace.json")
+
+
+def test_nothing_travels_on_one_rank():
+    """Sums over one rank are no communication, of which something would be hidden."""
+    timeline = Timeline(alone=True)
+    for category in ("forward", "communication", "wait"):
+        timeline.span("halo: conv", category, 0.0, 1.0)
+    assert timeline.kinds() == [] and timeline.overlap() is None and timeline.seconds("forward") == 1.0
