@@ -42,6 +42,7 @@ __all__ = [
     "Whole",
     "build",
     "check_fields",
+    "nearest",
     "table_of",
 ]
 
@@ -248,8 +249,13 @@ def _expected(fault: Mapping[str, Any]) -> str:
 def _known(key: str | int, tables: Iterable[Any]) -> str:
     """The keys there are, and that which is meant."""
     keys = list(dict.fromkeys(name for table in tables for name in _fields(table)))
-    near = difflib.get_close_matches(str(key), keys, n=1)
-    return f"expected one of {', '.join(keys)}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"expected one of {', '.join(keys)}{nearest(str(key), keys)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean NAME?`` of the nearest known one, if there is one that is near. Local."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int | str]]:

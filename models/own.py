@@ -161,13 +161,17 @@ def _module_of_file(path: Path, key: str) -> ModuleType:
     return module
 
 
+#: Folders and files of the library. Files of the user may lie beside them, in a clone.
+_LIBRARY = [path.resolve() for path in Path(schema.__file__).parent.iterdir()]
+
+
 def _said(error: Exception) -> str:
     """An error in one line, with the place in the user's code where it was raised."""
     what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not _is_inside(frame.filename, Path(__file__).resolve().parents[1]) and "importlib" not in frame.filename
+        if not any(_is_inside(frame.filename, folder) for folder in _LIBRARY) and "importlib" not in frame.filename
     ]
     return what if not own else f"{what} ({own[-1].filename}, line {own[-1].lineno})"
 

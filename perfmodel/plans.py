@@ -279,8 +279,8 @@ class Plan:
             )
         if batch is not None and batch != self.batch:
             raise UserError(
-                f"plan: expected a batch of {self.batch} samples, which it was made for, got {batch}; set that or run "
-                "`halograd plan` again"
+                f"plan: expected a batch of {self.batch} samples, which it was made for, got {batch} (training.batch / "
+                f"training.accumulate); set that or run `halograd plan --batch {batch}`"
             )
         self.strategy.validate(network, ranks)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from halograd import schema
 from halograd.documents import bytes_text, read_json, shown_path
 from halograd.errors import UserError
+from halograd.schema import nearest
 
 from ..data.labels import LabelMap
 from ..layers import Loss, Network
@@ -95,7 +96,7 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
             key = "inputs" if name in inputs else "targets"
             raise UserError(
                 f"data.{key}.{name}: expected inputs of network {network.name!r} ({', '.join(network.inputs)}), got "
-                "another name"
+                f"{name!r}{nearest(name, network.inputs)}"
             )
     left = [name for name in network.inputs if name not in inputs and name not in targets]
     if left:

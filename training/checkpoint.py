@@ -413,4 +413,7 @@ def _named(paths: Iterable[str], group: str) -> Iterator[tuple[str, str]]:
 def _check_network(path: str | Path, there: list[str], here: list[str], extents: bool) -> None:
     found = difference(there, here, extents)
     if found is not None:
-        raise UserError(f"checkpoint {path} is of another network: expected {found[0]!r}, got {found[1]!r}")
+        raise UserError(
+            f"checkpoint {path} is of another network: expected {found[0]!r}, got {found[1]!r}; restore the network, "
+            "or train the new one in another output.directory"
+        )

@@ -15,7 +15,8 @@ if str(ROOT) not in sys.path:
 
 from docs.generator import api, commands, configuration, words  # noqa: E402
 
-#: ``<!-- generated: NAME -->`` in a page is replaced by what the function returns.
+#: ``<!-- generated: NAME -->`` in a page, and the line for readers of a clone before it, is replaced by what the
+#: function returns.
 REFERENCES = {
     "configuration": configuration.run_tables,
     "machine": configuration.machine_tables,
@@ -24,7 +25,7 @@ REFERENCES = {
     "commands": commands.reference,
     "names": api.names,
 }
-MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.M)
+MARK = re.compile(r"^(?:\*Not in a clone[^\n]*\n\n)?<!-- generated: (\w+) -->$", re.M)
 #: A link of a page to a file that is not on the site: ``[the trainer](../training/trainer.py)``.
 SOURCE_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 #: Files beside `docs/` that are pages of the site.
