@@ -6,7 +6,6 @@ the ranks that run. Nothing here runs MPI.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from .perfmodel.planners import PLANNERS
 from .perfmodel.plans import Alternative, Plan, Request
 from .perfmodel.predict import Planning, plan_network
 from .schema import build as read
+from .schema import nearest
 
 __all__ = ["Asked", "baselines_of", "check_planner", "known_baselines", "make_plan", "parse_memory", "source_of"]
 
@@ -140,9 +140,7 @@ def check_planner(name: str, at: str = "--planner") -> None:
     """Refuse a planner that there is not; `at` says where it was asked for."""
     known = (*PLANNERS, *BASELINES, GRID)
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{at}: expected one of {', '.join(known)}, got {shown(name)}{hint}")
+        raise UserError(f"{at}: expected one of {', '.join(known)}, got {shown(name)}{nearest(name, known)}")
 
 
 def parse_memory(text: str | None, at: str = "--memory") -> float | None:

@@ -262,6 +262,10 @@ def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int 
     """The types that may be at a place, or of the table of an unknown key; the place without names of alternatives."""
     found, steps = _alternatives(kind), list[int | str]()
     for i, step in enumerate(where):
+        branch = [t for t in found if len(found) > 1 and _is_called(t, step)]
+        if branch:
+            found = branch
+            continue
         tagged = [t for t in found if len(found) > 1 and _is_table(t) and step in _tags(t)]
         inner = [a for t in found for a in _inside(t, step)]
         if tagged:
@@ -271,6 +275,13 @@ def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int 
         elif i + 1 == len(where) and any(map(_is_table, found)):
             steps.append(step)
     return found, steps
+
+
+def _is_called(kind: Any, step: int | str) -> bool:
+    """Whether a part of a place names this alternative, as in ``labels.mask.int``."""
+    if typing.get_origin(kind) is dict:
+        return isinstance(step, str) and step.startswith("dict[")
+    return not _is_table(kind) and isinstance(kind, type) and step == kind.__name__
 
 
 def _alternatives(annotation: Any) -> list[Any]:

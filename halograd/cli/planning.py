@@ -100,6 +100,9 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
         raise UserError("--cores: expected no --machine with it, as this one is measured, got one; remove either")
     if launched_size() is not None:
         raise UserError("--cores: expected to be started alone, got a launcher; it starts its ranks itself")
+    from ..models import build
+
+    build(what.model, **parse_options(what.options or ()))  # a mistake in it is said once, not by every job
     strategy = {"auto": True, "planner": how.planner}
     strategy |= {} if how.memory is None else {"memory": how.memory}
     strategy |= {} if tried.budget is None else {"budget": tried.budget}

@@ -63,6 +63,12 @@ def test_every_split_is_a_job_with_all_cores(jobs, capsys):
     assert not any("3 ranks" in line for line in lines), "what cannot be tried is left out"
 
 
+def test_a_mistake_in_an_option_is_said_once(jobs, capsys):
+    assert run(["plan", "mesh", "--cores", "2", "--batch", "2", "--option", "resolutoin=64"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("resolutoin: unknown key") == 1 and "did you mean resolution?" in err and not jobs
+
+
 def test_as_json(jobs, capsys):
     assert run(["plan", "mesh", "--cores", "2", "--batch", "2", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)

@@ -82,7 +82,8 @@ def test_as_a_file_with_the_new_numbers(comm, config, invalid):
             "data.labels: expected numbers for numbers, or a table .* got both",
         ),
         (["data.labels={valid = {7 = 1}}"], r"data.labels.valid: expected a target \(mask\)"),
-        (["data.labels={mask = {7 = 0.5}}"], r"data.labels"),
+        (["data.labels={mask = {7 = 0.5}}"], r"data.labels.mask.7: expected a whole number, got 0.5"),
+        (['data.labels={mask = "x"}'], r"data.labels.mask: expected a whole number or a table, got 'x'"),
         (["data.labels={mask = {7 = 100000000}}"], "data.labels: expected whole numbers of at most 16777216"),
         (
             ["data.labels={255 = -1}", "model.several=true", 'data.targets.other="u"'],

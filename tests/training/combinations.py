@@ -1,0 +1,285 @@
+"""Random networks, losses and ways to train, on any number of ranks against one process.
+
+What goes wrong lies where two things meet: layers that are called twice and gradients that are replicated, parts of a
+batch and schemes that are tried. Each case draws some of everything.
+
+    mpiexec -n 3 python -m tests.training.combinations --count 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.errors import UserError
+from halograd.kernels import get_backend
+from halograd.layers import (
+    AbsoluteError,
+    AveragePool,
+    BatchNorm,
+    BinaryCrossEntropyWithLogits,
+    Concat,
+    Conv,
+    Dense,
+    Dice,
+    Dropout,
+    Focal,
+    GlobalAveragePool,
+    GroupNorm,
+    Huber,
+    Input,
+    MeanSquaredError,
+    Network,
+    Node,
+    SoftmaxCrossEntropy,
+    StochasticDepth,
+    Tversky,
+    training_only,
+)
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.training.executor import Executor
+from halograd.training.metrics import Evaluation
+from halograd.training.optimizers import SGD, Adam, AdamW
+from halograd.training.reduction.auto import Tuning
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
+from tests.layers.cuts import random_strategy
+
+__all__ = ["Case", "Outcome", "differences", "trained"]
+
+CLASSES, STEPS, IGNORED = 4, 3, 255
+#: Schemes of gradient reduction; with "auto" those that are tried come behind one another.
+SCHEMES = (
+    *(Scheme(), Scheme("sharded"), Scheme("per_layer"), Scheme("blocking"), Scheme("hierarchical")),
+    *(Scheme("host_accumulate"), Scheme("two_chunks", first_layers=2), Scheme("auto"), Scheme(replicated_dense=1)),
+)
+
+
+class Draw:
+    """Choices by a seed."""
+
+    def __init__(self, *seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def one(self, *some: Any) -> Any:
+        """One of these."""
+        return some[int(self.rng.integers(len(some)))]
+
+    def chance(self, share: float) -> bool:
+        """True in this share of all cases."""
+        return bool(self.rng.random() < share)
+
+
+@dataclass
+class Case:
+    """What is trained and how, all of it by `seed`."""
+
+    seed: int
+    network: Network = field(init=False)
+    parts: int = field(init=False)
+    batch: int = field(init=False)
+    ignored: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        draw = Draw(77, self.seed)
+        self.ignored = draw.one(None, IGNORED)
+        self.network = _network(draw, self.ignored)
+        self.parts = draw.one(1, 1, 2, 3)
+        self.batch = self.parts * draw.one(1, 2, 3, 4)
+        self.scheme, self.clip = draw.one(*SCHEMES), draw.one(None, 0.5)
+        self._kind, self._average = draw.one(SGD, Adam, AdamW), draw.one(0.0, 0.5, 0.9)
+        self._factors = draw.one({}, {"shared": 0.5, "dense*": 2.0}, {"*": 1.7, "first": 0.0})
+
+    def __str__(self) -> str:
+        own = f"{self._kind.__name__}, average {self._average}, factors {self._factors}"
+        return f"case {self.seed}: {self.batch} samples in {self.parts} parts, {self.scheme}, {own}"
+
+    def optimizer(self, store: Any) -> Any:
+        """A new optimizer of these parameters."""
+        return self._kind(store, weight_decay=1e-2, factors=self._factors, average=self._average)
+
+    def strategy(self, size: int) -> Strategy:
+        """A random cut for so many ranks; where dense layers are replicated, samples alone are cut."""
+        if self.scheme.replicated_dense:
+            return Strategy({"sample": size}, reduction=self.scheme)
+        found = random_strategy(self.network, size, self.seed)
+        return Strategy(found.parts, found.layers, bucket_bytes=found.bucket_bytes, reduction=self.scheme)
+
+    def arrays(self, step: int) -> dict[str, np.ndarray]:
+        """The inputs of a batch."""
+        draw = Draw(5, self.seed, step)
+        return {name: self._array(draw, name, (self.batch, *i.shape)) for name, i in self.network.inputs.items()}
+
+    def _array(self, draw: Draw, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        rng = draw.rng
+        if name == "classes":
+            found = rng.integers(0, CLASSES, shape)
+            return found if self.ignored is None else np.where(rng.random(shape) < 0.3, self.ignored, found)
+        if name.startswith("weight"):
+            found, half = 2 * rng.random(shape), slice(max(1, shape[draw.one(0, 1)] // 2))
+            where = draw.one(found < 0.8, (half,), (slice(None), half), found < 0)
+            found[where] = 0
+            return found
+        return rng.random(shape) if name == "masks" else rng.standard_normal(shape)
+
+
+def _network(draw: Draw, ignored: int | None) -> Network:
+    """A trunk whose layers are called again, with a map of classes, a map of masks, and numbers per sample."""
+    height, width = int(draw.rng.integers(4, 10)), int(draw.rng.integers(3, 8))
+    x = Input((height, width, 3), "x")
+    normed = draw.chance(0.3)
+    again = Conv(8, 3, padding=1, name="shared", activation=draw.one(None, "relu", "tanh"), weight_norm=normed)
+    norm, y = GroupNorm(2, name="norm"), Conv(8, 3, padding=1, name="first", activation="relu")(x)
+    values = [norm(y)]
+    for _ in range(int(draw.rng.integers(1, 4))):
+        y = again(draw.one(*values))
+        y = norm(y) if draw.chance(0.4) else y
+        y = Dropout(0.3)(y) if draw.chance(0.3) else y
+        y = StochasticDepth(0.3)(y) if draw.chance(0.3) else y
+        values.append(y + values[-1] if draw.chance(0.5) else y)
+    y = BatchNorm(eps=0.1, name="batch_norm")(values[-1]) if draw.chance(0.3) else values[-1]
+    vector = GlobalAveragePool()(again(AveragePool(2)(values[-1])))
+    mix = Dense(8, name="dense1", activation=draw.one(None, "tanh"), weight_norm=draw.chance(0.2))
+    vector = Concat()(mix(vector), mix(mix(vector))) if draw.chance(0.6) else mix(vector)
+    vector = Dense(3, name="dense3")(Dense(24, name="dense2", activation="tanh")(vector))
+    maps = Conv(CLASSES, 1, name="maps", weight_norm=draw.chance(0.3))(y)
+    loss = _losses(draw, maps, Conv(2, 3, padding=1, name="masked")(y), vector, ignored)
+    made = Network({"maps": maps, "vector": vector, "loss": loss}, name="combined")
+    return made.freeze(draw.one("shared", "norm", "first", "dense1")) if draw.chance(0.3) else made
+
+
+def _losses(draw: Draw, maps: Node, masks: Node, vector: Node, ignored: int | None) -> Any:
+    """A sum of losses, some of them weighted, of training alone, or divided by their weights."""
+    height, width, _ = maps.shape
+    forms = [(height, width, 1), (1, width, 1), (height, 1, 1), (1, 1, 1), (1,)]
+    many = [Input(draw.one(*forms), f"weights{k}") for k in range(3)]
+
+    def weighted(loss: Any, prediction: Node, target: Node, k: int) -> Any:
+        return loss(prediction, target, many[k]) if draw.chance(0.6) else loss(prediction, target)
+
+    classes = Input((height, width, 1), "classes", "int32")
+    smooth, norm = draw.one(0.0, 0.1), draw.one(None, "count", "weights")
+    entropy = SoftmaxCrossEntropy(draw.one(None, [0.5, 2.0, 0.0, 1.5]), norm, smooth, ignored)
+    found = weighted(entropy, maps, classes, 0)
+    if draw.chance(0.6):
+        reduction = draw.one("batch", "sample")
+        overlap = draw.one(
+            Dice("softmax", reduction, ignore_index=ignored),
+            Tversky(0.3, 0.7, "softmax", reduction, ignore_index=ignored),
+        )
+        found = found + 0.5 * weighted(overlap, maps, classes, 0)
+    norm = draw.one("count", "weights")
+    some = [one(normalization=norm) for one in (Huber, Focal, AbsoluteError, MeanSquaredError)]
+    some += [BinaryCrossEntropyWithLogits([1.0, 3.0], normalization=norm), Dice("sigmoid"), Tversky(0.2, 0.6)]
+    extra = weighted(draw.one(*some), masks, Input(masks.shape, "masks"), 1)
+    found = found + (training_only(extra) if draw.chance(0.2) else 0.3 * extra)
+    numbers = MeanSquaredError(normalization=draw.one("count", "weights"))
+    target = Input((3,), "numbers")
+    return found + (
+        numbers(vector, target, Input((draw.one(1, 3),), "weights3")) if draw.chance(0.6) else numbers(vector, target)
+    )
+
+
+@dataclass
+class Outcome:
+    """What training led to; arrays are this rank's blocks."""
+
+    losses: list[float]
+    scores: dict[str, float | None]
+    arrays: dict[str, np.ndarray]
+    blocks: dict[str, tuple[slice, ...]]
+
+
+def trained(case: Case, comm: Communicator, strategy: Strategy) -> Outcome:
+    """Train some steps, and evaluate short batches under the averages. Collective over `comm`."""
+    size = case.batch // case.parts
+    kernels, network = get_backend("numpy"), case.network
+    with Executor(network, comm, kernels, size, strategy, "float64", seed=3, parts=case.parts) as executor:
+        ranked, tuning = (Scheme(replicated_dense=1), Scheme("bucketed")), Tuning(interval=2, step=0)
+        trainer = Trainer(executor, case.optimizer(executor.store), Constant(0.05), case.clip, ranked, tuning)
+        losses = []
+        for step in range(STEPS):
+            arrays = case.arrays(step)
+            for part in range(case.parts):
+                _fill(executor, arrays, slice(part * size, (part + 1) * size))
+                if part + 1 < case.parts:
+                    trainer.add()
+                else:
+                    losses.append(float(trainer.step()))
+        trainer.settle()
+        with trainer.averaged():
+            scores = _evaluated(case, executor)
+            store = executor.store
+            arrays = {f"average of {name}": array.copy() for name, array in store.params.items()}
+        arrays |= {name: array.copy() for name, array in {**store.params, **store.state}.items()}
+        blocks = {name: store.box(name.removeprefix("average of ")).slices() for name in arrays}
+    return Outcome(losses, scores, arrays, blocks)
+
+
+def _fill(executor: Executor, arrays: dict[str, np.ndarray], some: slice) -> None:
+    for name, array in arrays.items():
+        executor.set_input(name, array[some])
+
+
+def _evaluated(case: Case, executor: Executor) -> dict[str, float | None]:
+    evaluation = Evaluation(executor, calibrated=True)
+    evaluation.begin()
+    for number in range(2):
+        _fill(executor, case.arrays(100 + number), slice(executor.batch))
+        executor.mode.valid = max(1, executor.batch - number)
+        executor.forward(training=False)
+        evaluation.add()
+    found = evaluation.finish()
+    evaluation.close()
+    return found
+
+
+def differences(found: Outcome, want: Outcome) -> list[str]:
+    """What is not as in one process, in words."""
+    wrong = [] if np.allclose(found.losses, want.losses, rtol=1e-10, atol=0) else [f"losses {found.losses}"]
+    for key, value in want.scores.items():
+        same = value == found.scores[key] if value is None else np.isclose(found.scores[key] or 0, value, rtol=1e-9)
+        wrong += [] if same else [f"{key} {found.scores[key]} for {value}"]
+    for name, array in found.arrays.items():
+        whole = want.arrays[name]
+        bound = 1e-10 * max(1.0, float(np.abs(whole).max(initial=0)))
+        if not np.allclose(array, whole[found.blocks[name]], rtol=0, atol=bound):
+            wrong.append(name)
+    return wrong
+
+
+def main() -> int:
+    """Run what the command line asks for; the last line says how many cases held."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    held = refused = 0
+    with Communicator(MPI.COMM_WORLD) as comm, Communicator(MPI.COMM_SELF) as alone:
+        for seed in range(options.first, options.first + options.count):
+            case = Case(seed)
+            try:
+                found = trained(case, comm, case.strategy(comm.size))
+            except UserError as error:
+                refused += 1
+                if comm.rank == 0:
+                    print(f"{case}: refused: {error}", flush=True)
+                continue
+            wrong = comm.allgather_objects(differences(found, trained(case, alone, Strategy())))
+            held += not any(wrong)
+            if comm.rank == 0 and any(wrong):
+                print(f"{case}: {next(filter(None, wrong))}", flush=True)
+        if comm.rank == 0:
+            print(f"{held} of {options.count - refused} cases held, {refused} refused")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
