@@ -90,8 +90,8 @@ def test_trains_and_judges_as_one_process_does(comm, config):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("share", -0.5), r"target -0.5 in sample \d+ at \(0,\); expected a finite number >= 0"),
-        (("rows", np.nan), r"target nan in sample \d+ at \(3, 0, 0\); expected a finite number >= 0"),
+        (("share", -0.5), r"target -0.5 in sample \d+ of 'share' at \(0,\); expected a finite number >= 0"),
+        (("rows", np.nan), r"target nan in sample \d+ of 'rows' at \(3, 0, 0\); expected a finite number >= 0"),
     ],
 )
 def test_weights_that_are_none_are_refused(comm, config, change, message):
