@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
 from pathlib import Path
 
 import h5py
@@ -133,7 +134,8 @@ def test_a_forgotten_loop_does_not_end_another(path: Path) -> None:
         loader.close()
         new = loader.iterate([[2, 3]] * 5)
         next(new)
-        old.close()  # type: ignore[attr-defined]
+        assert isinstance(old, Generator)
+        old.close()
         assert len(list(new)) == 4
 
 

@@ -167,7 +167,8 @@ def campaign(count: int, seed: int = 1) -> Counter[str]:
                 case += 1
             process.kill()
             process.wait()
-            process.stdout.close()  # type: ignore[union-attr]
+            assert process.stdout is not None
+            process.stdout.close()
     return counted
 
 

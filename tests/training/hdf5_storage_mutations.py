@@ -278,7 +278,8 @@ def valued(name: str, change: Callable[[np.ndarray, np.random.Generator], Any]) 
 
 
 def _at(rng: np.random.Generator) -> tuple[int, int, int]:
-    return tuple(int(k) for k in rng.integers(0, GRID))  # type: ignore[return-value]
+    sample, row, column = (int(k) for k in rng.integers(0, GRID))
+    return sample, row, column
 
 
 case("nan", "refused", valued("inputs", lambda v, r: v.__setitem__(_at(r), np.nan)))

@@ -144,7 +144,7 @@ def test_evaluation(comm, case):
 
 
 def counted_loss():
-    """Of "classes", by the definition: the mean over all positions that count."""
+    """The loss of the case "classes" by its definition: the mean over all positions that count."""
     each = []
     for x, t, valid in batches("classes"):
         logits, truth = x[:valid], t[:valid]

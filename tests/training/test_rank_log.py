@@ -18,8 +18,12 @@ from tests.training.runs import write_config
 
 def test_what_goes_into_it(tmp_path, capsys):
     heard: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    listener = Listener()
     root, log = logging.getLogger(), logging.getLogger("halograd.test")
     level = root.level
     root.addHandler(listener)

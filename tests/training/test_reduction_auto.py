@@ -66,22 +66,22 @@ def momentum(store):
 
 
 def train(executor, make=momentum, steps=STEPS, comm=None, state=None):
-    """Losses, arrays, and what was told. Collective."""
-    told = []
+    """Losses, arrays, and what was measured. Collective."""
+    measured = []
     with executor:
         trainer = Trainer(executor, make(executor.store), Cosine(RATE, 2 * STEPS), None, RANKED, TUNING)
         if trainer.auto is not None:
             if state is not None:
                 trainer.auto.load_state_dict(state)
             feign(trainer.auto, comm)
-            trainer.auto.on_measured = lambda *what: told.append(what)
+            trainer.auto.on_measured = lambda *what: measured.append(what)
         losses = []
         for step in range(steps):
             fill(executor, step)
             losses.append(trainer.step())
         trainer.settle()
         params = {k: v.copy() for k, v in executor.store.params.items()}
-        return np.array(losses), params, told, trainer.auto
+        return np.array(losses), params, measured, trainer.auto
 
 
 @pytest.mark.mpi(min_size=2)
@@ -94,17 +94,17 @@ def test_changing_schemes_keeps_the_losses_of_one_process(make, axes):
     bound = eps * math.sqrt(12 * 12 * 8 * 4) * 20 * (1 + np.arange(STEPS)) ** 2
     with Communicator(MPI.COMM_WORLD) as comm:
         for parts in grids(comm.size, axes):
-            found, _, told, auto = train(build(comm, parts, {"name": "auto"}), make, comm=comm)
+            found, _, measured, auto = train(build(comm, parts, {"name": "auto"}), make, comm=comm)
             error = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
             comm.agree(None if (error <= bound).all() else AssertionError(f"{parts}: {error}, allowed {bound}"))
             # Four candidates, then chunks of 1, 2, 4 and 6 layers: of those that are tried, 2 and 4 are best.
-            assert [str(s) for s, _, _ in told[:4]] == [str(s) for s in RANKED]
-            assert [s.chunk for s, _, _ in told[4:]] == [1, 2, 4, 6]
-            assert all(t == seconds(s, comm.size - 1) for s, t, _ in told), "the slowest rank counts"
-            assert [done for _, _, done in told] == [False] * 7 + [True]
+            assert [str(s) for s, _, _ in measured[:4]] == [str(s) for s in RANKED]
+            assert [s.chunk for s, _, _ in measured[4:]] == [1, 2, 4, 6]
+            assert all(t == seconds(s, comm.size - 1) for s, t, _ in measured), "the slowest rank counts"
+            assert [done for _, _, done in measured] == [False] * 7 + [True]
             assert auto.done and auto.scheme == Scheme("host_accumulate", chunk=2, replicated_dense=2)
             assert auto.executor.store.scheme == auto.scheme
-            everyone = comm.allgather_objects([(str(s), t) for s, t, _ in told])
+            everyone = comm.allgather_objects([(str(s), t) for s, t, _ in measured])
             assert all(other == everyone[0] for other in everyone)
 
 
@@ -132,8 +132,8 @@ def test_what_another_transport_measured_is_forgotten():
         assert before.scheme.name == "host_accumulate"
         state = json.loads(json.dumps(before.state_dict()))
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
-        _, _, told, after = train(build(comm, parts, auto), comm=comm, state=state)
-        assert [s for s, _, _ in told] == RANKED and after.done
+        _, _, measured, after = train(build(comm, parts, auto), comm=comm, state=state)
+        assert [s for s, _, _ in measured] == RANKED and after.done
 
 
 @pytest.mark.mpi(min_size=1)
