@@ -18,8 +18,10 @@ from ..layers import (
     AdaptiveAveragePool,
     AdaptiveMaxPool,
     Add,
+    Affine,
     AveragePool,
     BatchNorm,
+    ChannelShuffle,
     Clamp,
     Concat,
     Conv,
@@ -37,7 +39,9 @@ from ..layers import (
     LayerNorm,
     LeakyReLU,
     LocalResponseNorm,
+    LogSoftmax,
     MaxPool,
+    Mish,
     Multiply,
     Node,
     Pad,
@@ -53,6 +57,7 @@ from ..layers import (
     SiLU,
     Slice,
     Softmax,
+    Softplus,
     StochasticDepth,
     Tanh,
 )
@@ -278,6 +283,20 @@ def _silu(w: Writer, node: Node) -> str:
     return w.add("Mul", [value, gate], f"{w.name(node)}::y")
 
 
+def _mish(w: Writer, node: Node) -> str:
+    (value,), name = w.inputs(node), w.name(node)
+    gate = w.add("Tanh", [w.add("Softplus", [value], f"{name}::softplus")], f"{name}::gate")
+    return w.add("Mul", [value, gate], f"{name}::y")
+
+
+def _numbers(w: Writer, node: Node) -> str:
+    layer: Any = node.layer
+    (value,), name = w.inputs(node), w.name(node)
+    if layer.factor != 1:
+        value = w.add("Mul", [value, w.numbers(f"{name}::factor", layer.factor)], f"{name}::multiplied")
+    return w.add("Add", [value, w.numbers(f"{name}::shift", layer.shift)], f"{name}::y")
+
+
 def _scale(w: Writer, node: Node) -> str:
     name, shape = w.name(node), (node.shape[-1], *(1 for _ in node.shape[:-1]))
     gamma = w.weight(node, "weight", np.reshape(_of(w, node, "gamma"), shape))
@@ -367,6 +386,17 @@ def _pixels(w: Writer, node: Node) -> str:
     return w.add("Reshape", [value, whole], f"{name}::y")
 
 
+def _shuffle(w: Writer, node: Node) -> str:
+    """Groups become an axis of their own, which is moved."""
+    layer: Any = node.layer
+    (value,), name, (*spatial, channels) = w.inputs(node), w.name(node), node.shape
+    split = [0, layer.groups, channels // layer.groups, *spatial]
+    value = w.add("Reshape", [value, w.numbers(f"{name}::split", split, np.int64)], f"{name}::apart")
+    value = w.add("Transpose", [value], f"{name}::moved", perm=[0, 2, 1, *range(3, 3 + len(spatial))])
+    whole = w.numbers(f"{name}::shape", [0, channels, *spatial], np.int64)
+    return w.add("Reshape", [value, whole], f"{name}::y")
+
+
 def _padded(w: Writer, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
     """Rows around the spatial axes."""
     every = [(0, 0), (0, 0), *amounts]
@@ -420,13 +450,17 @@ LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     LeakyReLU: _pointwise("LeakyRelu", alpha="alpha"),
     Sigmoid: _pointwise("Sigmoid"),
     Tanh: _pointwise("Tanh"),
-    GELU: _pointwise("Gelu"),
+    GELU: _pointwise("Gelu", approximate="approximate"),
     SiLU: _silu,
     ELU: _pointwise("Elu", alpha="alpha"),
     HardSigmoid: _pointwise("HardSigmoid", alpha=1 / 6, beta=0.5),
     HardSwish: _pointwise("HardSwish"),
+    Softplus: _pointwise("Softplus"),
+    Mish: _mish,
     Clamp: _clip,
+    Affine: _numbers,
     Softmax: _pointwise("Softmax", axis=1),
+    LogSoftmax: _pointwise("LogSoftmax", axis=1),
     Scale: _scale,
     PReLU: _prelu,
     Dropout: _same,
@@ -439,6 +473,7 @@ LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     Reshape: _reshape,
     PixelShuffle: _pixels,
     PixelUnshuffle: _pixels,
+    ChannelShuffle: _shuffle,
     Pad: _pad,
     PadAxis: _pad_axis,
     Slice: _slice,

@@ -14,7 +14,20 @@ import math
 
 import numpy as np
 
-from ..layers import Concat, Dense, Flatten, GroupNorm, Input, Network, Node, Redistribute, Reshape, Slice, Softmax
+from ..layers import (
+    Concat,
+    Dense,
+    Flatten,
+    GroupNorm,
+    Input,
+    LogSoftmax,
+    Network,
+    Node,
+    Redistribute,
+    Reshape,
+    Slice,
+    Softmax,
+)
 
 __all__ = ["Order", "feature_orders", "pieces", "torch_of_ours"]
 
@@ -104,7 +117,7 @@ def _keeps_places(node: Node) -> bool:
         return False
     if isinstance(layer, GroupNorm):
         return layer.group_count(node.shape[-1]) in (1, node.shape[-1])
-    if isinstance(layer, (Softmax, Redistribute, Flatten)):
+    if isinstance(layer, (Softmax, LogSoftmax, Redistribute, Flatten)):
         return not _flattens(node)
     return layer.cuts_channels == "channelwise"
 

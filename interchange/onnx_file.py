@@ -333,7 +333,7 @@ def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
 
 def _is_named(name: str) -> bool:
     """Whether a weight has a name of the module's, and not one that an exporter gives: ``onnx::Conv_11``, ``val_3``."""
-    return not re.fullmatch(r"val_\d+|\d+|.*::.*", name)
+    return not re.fullmatch(r"val_\d+|scalar_tensor_default(_\d+)?|\d+|.*::.*", name)
 
 
 def _title(node: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from ..layers import (
     ELU,
     GELU,
     Add,
+    Affine,
     Clamp,
     Concat,
     Conv,
@@ -26,12 +28,15 @@ from ..layers import (
     Layer,
     LeakyReLU,
     LocalResponseNorm,
+    LogSoftmax,
+    Mish,
     Multiply,
     PReLU,
     ReLU,
     Sigmoid,
     SiLU,
     Softmax,
+    Softplus,
     Tanh,
 )
 from .builder import Activation, Builder, NeedsPositions
@@ -55,9 +60,7 @@ def _pointwise(make: Callable[[OnnxNode], Layer]) -> Callable[[Builder, OnnxNode
 
 
 def _gelu(build: Builder, op: OnnxNode) -> Activation:
-    if op.attributes.get("approximate", "none") != "none":
-        raise build.refused(op, "the exact GELU", "its approximation by tanh", "train with torch.nn.GELU()")
-    return _pointwise(lambda _: GELU())(build, op)
+    return _pointwise(lambda _: GELU(op.attributes.get("approximate", "none")))(build, op)
 
 
 def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
@@ -103,13 +106,13 @@ def _dropout(build: Builder, op: OnnxNode) -> Activation:
     return _pointwise(lambda _: Dropout(float(str(np.float32(rate)))))(build, op)
 
 
-def _softmax(build: Builder, op: OnnxNode) -> Activation:
+def _softmax(build: Builder, op: OnnxNode, kind: type[Layer] = Softmax) -> Activation:
     value = build.value(op)
     axes = len(build.shape(op.inputs[0]))
     channels = axes - 1 if value.last else 1
     if op.attributes.get("axis", -1) % axes != channels:
         raise build.refused(op, "a softmax over the channels", f"axis {op.attributes.get('axis', -1)}")
-    return value.of(build.add(op, Softmax(), value.node))
+    return value.of(build.add(op, kind(), value.node))
 
 
 def _local_response_norm(build: Builder, op: OnnxNode) -> Activation:
@@ -140,7 +143,7 @@ def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
 
 def _add(build: Builder, op: OnnxNode) -> Activation:
     if any(name in build.graph.constants for name in op.inputs):
-        raise build.refused(op, "a sum of two values that depend on the data", "a constant summand")
+        raise build.refused(op, "a number, or a sum of two values that depend on the data", "an array of constants")
     shapes = {build.shape(name) for name in op.inputs}
     if len(shapes) > 1:
         raise build.refused(op, "summands of one shape", " and ".join(map(str, sorted(shapes))))
@@ -152,7 +155,9 @@ def _add(build: Builder, op: OnnxNode) -> Activation:
 def _multiply(build: Builder, op: OnnxNode) -> Activation:
     """A product of two values: one of them may have 1 for some of its extents."""
     if any(name in build.graph.constants for name in op.inputs):
-        raise build.refused(op, "a factor per channel, or one that depends on the data", "another constant factor")
+        raise build.refused(
+            op, "a number, a factor per channel, or one that depends on the data", "another constant factor"
+        )
     large, small = sorted((build.value(op, i) for i in (0, 1)), key=lambda v: -int(np.prod(v.node.shape)))
     if large.last != small.last or large.spatial != small.spatial:
         raise build.refused(op, "factors in one order of axes", "channels first and last, or flattened, side by side")
@@ -234,6 +239,10 @@ OPERATORS: dict[str, Operator] = {
     "PRelu": _prelu,
     "Dropout": _dropout,
     "Softmax": _softmax,
+    "LogSoftmax": partial(_softmax, kind=LogSoftmax),
+    "Softplus": _pointwise(lambda op: Softplus()),
+    "Mish": _pointwise(lambda op: Mish()),
+    "Affine": _pointwise(lambda op: Affine(**op.attributes)),
     "LRN": _local_response_norm,
     "Add": _add,
     "Mul": _multiply,

@@ -76,6 +76,21 @@ def _pixels(graph: Graph, op: OnnxNode) -> None:
         graph.replace([op, moved, whole], whole.changed(kind=kind, inputs=op.inputs[:1], attributes={"factor": factor}))
 
 
+def _channel_shuffle(graph: Graph, op: OnnxNode) -> None:
+    """Groups of channels as an axis of their own, which is moved behind the channels of a group."""
+    moved = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
+    whole = None if moved is None or moved.kind != "Transpose" else graph.only_reader(moved.outputs[0])
+    if moved is None or whole is None or whole.kind != "Reshape":
+        return
+    x, apart, y = (graph.shapes[name] for name in (op.inputs[0], op.outputs[0], whole.outputs[0]))
+    if x != y or len(x) < 3 or len(apart) != len(x) + 1 or (apart[0], *apart[3:]) != (x[0], *x[2:]):
+        return
+    if tuple(moved.attributes.get("perm", ())) == (0, 2, 1, *range(3, len(apart))):
+        attributes = {"groups": apart[1]}
+        new = whole.changed(kind="ChannelShuffle", inputs=op.inputs[:1], attributes=attributes)
+        graph.replace([op, moved, whole], new)
+
+
 def _group_norm(graph: Graph, op: OnnxNode) -> None:
     """Reshape to (N, G, -1), instance norm without scale, the shape as it was, then a factor and a summand."""
     if op.kind != "Reshape" or len(graph.shapes[op.outputs[0]]) != 3:
@@ -195,6 +210,33 @@ def _linear(graph: Graph, op: OnnxNode) -> None:
     graph.replace([op, summed], summed.changed(kind="Linear", inputs=(*op.inputs, others[0]), attributes={}))
 
 
+def _affine(graph: Graph, op: OnnxNode) -> None:
+    """Products and sums with numbers of the exporter, several in a row as one."""
+    constants = [graph.constants[name] for name in op.inputs if name in graph.constants]
+    values = [name for name in op.inputs if name not in graph.constants]
+    number = constants[0].scalar() if len(constants) == len(values) == 1 and not constants[0].name else None
+    if number is None or op.kind not in ("Add", "Sub", "Mul", "Div"):
+        return
+    if graph.shapes[op.outputs[0]] != graph.shapes[values[0]]:
+        return
+    first = op.inputs[0] in graph.constants
+    if op.kind == "Div" and (first or number == 0):
+        return
+    made = {
+        "Add": (1.0, number),
+        "Sub": (-1.0, number) if first else (1.0, -number),
+        "Mul": (number, 0.0),
+        "Div": (1 / number if number else 0.0, 0.0),
+    }
+    factor, shift = made[op.kind]
+    before, chain = graph.maker(values[0]), [op]
+    if before is not None and before.kind == "Affine" and graph.only_reader(values[0]) is op:
+        values, chain = [before.inputs[0]], [before, op]
+        factor, shift = factor * before.attributes["factor"], factor * before.attributes["shift"] + shift
+    attributes = {"factor": factor, "shift": shift}
+    graph.replace(chain, op.changed(kind="Affine", inputs=tuple(values), attributes=attributes))
+
+
 def _channel_scale(graph: Graph, op: OnnxNode) -> None:
     """A factor per channel, and a summand per channel behind it."""
     if op.kind != "Mul":
@@ -266,10 +308,12 @@ RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
     _nothing,
     _same_by_strides,
     _pixels,
+    _channel_shuffle,
     _group_norm,
     _gated_by_itself,
     _gelu,
     _linear,
+    _affine,
     _channel_scale,
     _residual,
     _relu,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ..layers import Flatten, Pad, PixelShuffle, PixelUnshuffle, Slice
+from ..layers import ChannelShuffle, Flatten, Pad, PixelShuffle, PixelUnshuffle, Slice
 from .builder import Activation, Builder
 from .graph import OnnxNode, Shape
 
@@ -138,6 +138,11 @@ def _pixels(build: Builder, op: OnnxNode, kind: type[PixelShuffle | PixelUnshuff
     return value.of(build.add(op, kind(op.attributes["factor"]), value.node))
 
 
+def _shuffle(build: Builder, op: OnnxNode) -> Activation:
+    value = build.with_positions(op)
+    return value.of(build.add(op, ChannelShuffle(op.attributes["groups"]), value.node))
+
+
 SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]] = {
     "Transpose": _transpose,
     "Reshape": _reshape,
@@ -146,6 +151,7 @@ SHAPING: dict[str, Callable[[Builder, OnnxNode], Activation | list[Activation]]]
     "Flatten": _flatten,
     "Pad": _pad,
     "DepthToSpace": _depth_to_space,
+    "ChannelShuffle": _shuffle,
     "PixelShuffle": partial(_pixels, kind=PixelShuffle),
     "PixelUnshuffle": partial(_pixels, kind=PixelUnshuffle),
     "Slice": _slice,

@@ -14,9 +14,13 @@ from .kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
 
 __all__ = ["ACTIVATIONS", "BY_INPUT", "DropoutMask", "Pointwise"]
 
-ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "elu", "hard_sigmoid", "hard_swish")
+#: The CUDA kernels know them by their places.
+ACTIVATIONS = (
+    *("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "elu", "hard_sigmoid", "hard_swish", "softplus", "mish"),
+    "gelu_tanh",
+)
 #: Those whose derivative cannot be formed from the output.
-BY_INPUT = ("gelu", "silu", "hard_swish")
+BY_INPUT = ("gelu", "silu", "hard_swish", "softplus", "mish", "gelu_tanh")
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,9 @@ class Pointwise(Base):
         """Elementwise ``y = f(x)`` and ``dx = f'(x) * dy``; the arrays may be strided, `x` may be `y`.
 
         `kind` is relu, leaky_relu (slope `alpha` below 0), sigmoid, tanh, gelu (by erf), silu (``x * sigmoid(x)``), elu
-        (``alpha * (exp(x) - 1)`` below 0, `alpha` >= 0), hard_sigmoid (``min(max(x / 6 + 1/2, 0), 1)``) or hard_swish
-        (x times that). With `x` as `y` the derivative is formed from the output, which gelu, silu and hard_swish (and
+        (``alpha * (exp(x) - 1)`` below 0, `alpha` >= 0), hard_sigmoid (``min(max(x / 6 + 1/2, 0), 1)``), hard_swish
+        (x times that), softplus (``log(1 + exp(x))``), mish (``x * tanh(softplus(x))``) or gelu_tanh (gelu approximated
+        by tanh). With `x` as `y` the derivative is formed from the output, which those of :data:`BY_INPUT` (and
         leaky_relu of a slope < 0) cannot.
         Without `dy` and `dx` (None) the backward kernel is None.
         """

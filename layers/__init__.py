@@ -1,6 +1,22 @@
 """Layers: the interface for writing one, the graph they build, and those that halograd has."""
 
-from .activation import ELU, GELU, Clamp, HardSigmoid, HardSwish, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from .activation import (
+    ELU,
+    GELU,
+    Affine,
+    Clamp,
+    HardSigmoid,
+    HardSwish,
+    LeakyReLU,
+    LogSoftmax,
+    Mish,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Softplus,
+    Tanh,
+)
 from .adaptive_pooling import AdaptiveAveragePool, AdaptiveMaxPool
 from .batch_norm import BatchNorm
 from .composed import Crop, Sequential, Split
@@ -18,7 +34,7 @@ from .merge import Add, Concat, Multiply
 from .network import Network
 from .padding import Pad, Slice
 from .parameter import GivenValues, Parameter
-from .pixel_shuffle import PixelShuffle, PixelUnshuffle
+from .pixel_shuffle import ChannelShuffle, PixelShuffle, PixelUnshuffle
 from .pooling import AveragePool, MaxPool
 from .redistribute import Redistribute
 from .reshape import Flatten, Reshape
@@ -37,9 +53,11 @@ __all__ = [
     "AdaptiveAveragePool",
     "AdaptiveMaxPool",
     "Add",
+    "Affine",
     "AveragePool",
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
+    "ChannelShuffle",
     "Clamp",
     "Concat",
     "Conv",
@@ -63,9 +81,11 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "LocalResponseNorm",
+    "LogSoftmax",
     "Loss",
     "MaxPool",
     "MeanSquaredError",
+    "Mish",
     "Multiply",
     "Network",
     "Node",
@@ -86,6 +106,7 @@ __all__ = [
     "Slice",
     "Softmax",
     "SoftmaxCrossEntropy",
+    "Softplus",
     "Split",
     "Stencil",
     "StochasticDepth",

@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 __all__ = [
     "ELU",
     "GELU",
+    "Affine",
     "Clamp",
     "HardSigmoid",
     "HardSwish",
     "LeakyReLU",
+    "LogSoftmax",
+    "Mish",
     "ReLU",
     "SiLU",
     "Sigmoid",
     "Softmax",
+    "Softplus",
     "Tanh",
     "activated",
 ]
@@ -90,10 +94,24 @@ class Tanh(_Activation):
 
 
 class GELU(_Activation):
-    """``y = x * (1 + erf(x / sqrt(2))) / 2``, the exact form of Hendrycks and Gimpel (2016)."""
+    """``y = x * (1 + erf(x / sqrt(2))) / 2`` (Hendrycks and Gimpel 2016).
+
+    Parameters
+    ----------
+    approximate
+        ``"none"``, or ``"tanh"`` for ``y = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) / 2``.
+    """
 
     passes = Passes((1, 1), (2, 1))
     function = "gelu"
+
+    def __init__(self, approximate: str = "none", name: str | None = None) -> None:
+        super().__init__(name)
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"GELU: approximate: expected 'none' or 'tanh', got {approximate!r}")
+        self.approximate = approximate
+        if approximate == "tanh":
+            self.function = "gelu_tanh"
 
 
 class SiLU(_Activation):
@@ -126,6 +144,61 @@ class HardSwish(_Activation):
 
     passes = Passes((1, 1), (2, 1))
     function = "hard_swish"
+
+
+class Softplus(_Activation):
+    """``y = log(1 + exp(x))`` (Dugas et al. 2001): a smooth ReLU, for outputs that are positive."""
+
+    passes = Passes((1, 1), (2, 1))
+    function = "softplus"
+
+
+class Mish(_Activation):
+    """``y = x * tanh(log(1 + exp(x)))`` (Misra 2019)."""
+
+    passes = Passes((1, 1), (2, 1))
+    function = "mish"
+
+
+class Affine(Layer):
+    """``y = factor * x + shift`` with two numbers that are not learned; :class:`Scale` learns them, per channel.
+
+    Also written as arithmetic of nodes: ``1 - x``, ``x / 255``. Communication: none.
+    """
+
+    cuts_channels = "channelwise"
+
+    def __init__(self, factor: float = 1.0, shift: float = 0.0, name: str | None = None) -> None:
+        super().__init__(name)
+        if not (math.isfinite(factor) and math.isfinite(shift)):
+            raise ValueError(f"Affine: expected two finite numbers, got {factor!r}, {shift!r}")
+        self.factor, self.shift = float(factor), float(shift)
+
+    def flops(self, *shapes: Shape) -> int:
+        return ((self.factor != 1) + (self.shift != 0)) * math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        kernel = context.kernel(partial(_affine, self.factor, self.shift), x=context.inputs[0].view, y=context.y)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            if self.factor == 1:
+                context.pass_gradient(0)
+                return
+            kernel = context.kernel(partial(_affine, self.factor, 0.0), x=context.dy, y=context.gradient(0))
+            context.run(kernel, timing=context.timing("backward_data"))
+
+        return backward
+
+
+def _affine(factor: float, shift: float, environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    def run() -> None:
+        if y.size:
+            np.multiply(x, factor, out=y)
+            if shift:
+                np.add(y, shift, out=y)
+
+    return run
 
 
 class Clamp(Layer):
@@ -216,6 +289,33 @@ class Softmax(Layer):
         return backward
 
 
+class LogSoftmax(Layer):
+    """``y[..., c] = x[..., c] - log(sum_k exp(x[..., k]))`` over the channels, at every position.
+
+    A cross-entropy loss takes logarithms of probabilities as it takes logits: the result is the same (torch's NLLLoss
+    behind a log_softmax). Communication: none.
+    """
+
+    passes = Passes((2, 1), (1, 2))
+
+    def flops(self, *shapes: Shape) -> int:
+        return 4 * math.prod(shapes[0])
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        rows = (*context.box.shape[:-1], 1)
+        largest, sums = (context.scratch(rows, context.wide) for _ in range(2))
+        beside = {"largest": largest, "sums": sums, "work": context.scratch(context.box.shape, context.wide)}
+        kernel = context.kernel(_log_softmax, x=context.inputs[0].view, y=context.y, **beside)
+        context.run(kernel, timing=context.timing("forward"))
+
+        def backward() -> None:
+            sums, work = context.scratch(rows, context.wide), context.scratch(context.box.shape, context.wide)
+            views = {"y": context.y, "dy": context.dy, "dx": context.gradient(0), "sums": sums, "work": work}
+            context.run(context.kernel(_log_softmax_gradient, **views), timing=context.timing("backward_data"))
+
+        return backward
+
+
 def _softmax(environment: Any, x: Any, y: Any, row: Any, copy: Any) -> Callable[[], None]:
     """`copy`: of 16 bits are only what comes and goes."""
 
@@ -249,9 +349,46 @@ def _softmax_gradient(environment: Any, y: Any, dy: Any, dx: Any, sums: Any, pro
     return run
 
 
+def _log_softmax(environment: Any, x: Any, y: Any, largest: Any, sums: Any, work: Any) -> Callable[[], None]:
+    """`work`: of 16 bits are only what comes and goes."""
+
+    def run() -> None:
+        if not y.size:
+            return
+        np.copyto(work, x)
+        np.amax(work, axis=-1, keepdims=True, out=largest)
+        np.subtract(work, largest, out=work)
+        np.exp(work, out=work)
+        np.add.reduce(work, axis=-1, keepdims=True, out=sums)
+        np.log(sums, out=sums)
+        # Not x - (largest + log): the sum would round off the logarithm where x is large.
+        np.copyto(work, x)
+        np.subtract(work, largest, out=work)
+        np.subtract(work, sums, out=y)
+
+    return run
+
+
+def _log_softmax_gradient(environment: Any, y: Any, dy: Any, dx: Any, sums: Any, work: Any) -> Callable[[], None]:
+    """``dx = dy - exp(y) * sum_c dy``."""
+
+    def run() -> None:
+        if not y.size:
+            return
+        np.copyto(work, dy)
+        np.add.reduce(work, axis=-1, keepdims=True, out=sums)
+        np.copyto(work, y)
+        np.exp(work, out=work)
+        np.multiply(work, sums, out=work)
+        np.subtract(dy, work, out=dx)
+
+    return run
+
+
 #: Activations that another layer may name.
 _KINDS: dict[str, type[Layer]] = {
-    kind.function: kind for kind in (ReLU, LeakyReLU, ELU, GELU, SiLU, HardSwish, HardSigmoid, Sigmoid, Tanh)
+    kind.function: kind
+    for kind in (ReLU, LeakyReLU, ELU, GELU, SiLU, HardSwish, HardSigmoid, Sigmoid, Tanh, Softplus, Mish)
 }
 _KINDS["softmax"] = Softmax
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,20 +54,56 @@ class Node:
         self.inputs = tuple(inputs)
         self.shape: Shape = layer.output_shape(*(n.shape for n in inputs))
 
+    # NumPy's numbers leave products with nodes to the nodes.
+    __array_ufunc__ = None
+
     def __add__(self, other: Any) -> Node:
-        """The sum, a layer of its own."""
+        """The sum with another node or a number, a layer of its own."""
         from .merge import Add
 
-        return Add()(self, other)
+        return self._affine(1.0, other) if _is_number(other) else Add()(self, other)
+
+    def __radd__(self, other: Any) -> Node:
+        return self + other
+
+    def __sub__(self, other: Any) -> Node:
+        """The difference to another node or a number."""
+        return self + -other
+
+    def __rsub__(self, other: Any) -> Node:
+        return self._affine(-1.0, other) if _is_number(other) else NotImplemented
+
+    def __neg__(self) -> Node:
+        return self._affine(-1.0, 0.0)
 
     def __mul__(self, other: Any) -> Node:
-        """The product; the smaller of the two may have 1 for any extent, or be a vector per sample."""
+        """The product; the smaller of the two may have 1 for any extent, be a vector per sample, or a number."""
         from .merge import Multiply
 
+        if _is_number(other):
+            return self._affine(other, 0.0)
         if not isinstance(other, Node):
-            raise TypeError(f"product: expected the outputs of two layers, got {type(other).__name__}")
+            raise TypeError(f"product: expected the outputs of two layers, or a number, got {type(other).__name__}")
         small, large = sorted((self, other), key=lambda node: math.prod(node.shape))
         return Multiply()(large, small)
+
+    def __rmul__(self, other: Any) -> Node:
+        return self * other
+
+    def __truediv__(self, other: Any) -> Node:
+        """The quotient by a number."""
+        if not _is_number(other) or other == 0:
+            raise TypeError(f"quotient: expected a number other than 0 as divisor, got {other!r}")
+        return self._affine(1.0 / other, 0.0)
+
+    def _affine(self, factor: float, shift: float) -> Node:
+        from .activation import Affine
+
+        return self if (factor, shift) == (1, 0) else Affine(factor, shift)(self)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 class Layer:

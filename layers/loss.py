@@ -67,6 +67,11 @@ class LossNode(Node):
 
     __rmul__ = __mul__
 
+    def _affine(self, factor: float, shift: float) -> LossNode:
+        if shift:
+            raise TypeError(f"loss: expected losses to be added to it, got the number {shift}; it has no gradient")
+        return self * factor
+
 
 @dataclass(frozen=True)
 class LossTerm:

@@ -1,4 +1,4 @@
-"""Pixel shuffle: channels become positions, and back."""
+"""Pixel shuffle: channels become positions, and back. Channel shuffle: channels in another order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
-from .layer import Shape
+from .layer import Layer, Shape
 from .padding import Copied
 
 if TYPE_CHECKING:
     from ..program.context import Context
+    from ..program.views import View
 
-__all__ = ["PixelShuffle", "PixelUnshuffle"]
+__all__ = ["ChannelShuffle", "PixelShuffle", "PixelUnshuffle"]
 
 Slices = tuple[slice, ...]
 
@@ -106,6 +107,53 @@ class PixelUnshuffle(_Pixels):
         axes = len(output.shape) - 2
         fine, channels = partial(_fine, self.factor), partial(_coarse, self.factor**axes)
         return output.boxes.map(partial(_fine, 1), *[fine] * axes, channels)
+
+
+class ChannelShuffle(Layer):
+    """Channels of `groups` groups in turn (Zhang et al. 2018, ShuffleNet), as torch's ``channel_shuffle``::
+
+        y[.., c * groups + g] = x[.., g * (C // groups) + c]
+
+    Notes
+    -----
+    Shape is kept; `groups` divides the number of channels. Communication: none.
+    """
+
+    def __init__(self, groups: int, name: str | None = None) -> None:
+        super().__init__(name)
+        if groups < 1:
+            raise ValueError(f"ChannelShuffle: expected at least 1 group, got {groups!r}")
+        self.groups = int(groups)
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        (shape,) = shapes
+        if len(shape) < 2:
+            raise ValueError(f"ChannelShuffle: expected samples with spatial axes (*spatial, C), got {shape}")
+        if shape[-1] % self.groups:
+            raise ValueError(f"ChannelShuffle: expected channels in {self.groups} equal groups, got {shape[-1]}")
+        return shape
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        def moved(source: View, target: View, groups: int, phase: str) -> None:
+            kernel = context.kernel(partial(_shuffle, groups), x=source, y=target)
+            context.run(kernel, timing=context.timing(phase))
+
+        moved(context.inputs[0].view, context.y, self.groups, "forward")
+        back = context.shapes[0][-1] // self.groups
+        return lambda: moved(context.dy, context.gradient(0), back, "backward_data")
+
+
+def _shuffle(groups: int, environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    *outside, channels = x.shape
+    source = x.reshape(*outside, groups, channels // groups)
+    apart = y.reshape(*outside, channels // groups, groups)
+    target = apart.transpose(*range(len(outside)), -1, -2)
+
+    def run() -> None:
+        if y.size:
+            np.copyto(target, source)
+
+    return run
 
 
 def _coarse(factor: int, low: int, high: int) -> Interval:

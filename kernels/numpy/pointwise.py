@@ -23,6 +23,9 @@ _SHIFTS = (30, 27, 31)
 #: Elements hashed at a time: the buffers stay in the second-level cache.
 _DRAWN = 1 << 14
 
+# Of the approximation of GELU, Hendrycks and Gimpel (2016).
+_LINEAR, _CUBIC = math.sqrt(2 / math.pi), 0.044715
+
 Step = Callable[[Any, Any, list[Any], float], None]
 
 
@@ -164,6 +167,74 @@ def _hard_swish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alph
     np.multiply(dy, work[0], out=dx)
 
 
+def _softplus(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    """``max(x, 0) + log(1 + exp(-|x|))``, which does not overflow."""
+    np.absolute(x, out=work[0])
+    np.negative(work[0], out=work[0])
+    np.exp(work[0], out=work[0])
+    np.log1p(work[0], out=work[0])
+    np.maximum(x, 0, out=work[1])
+    np.add(work[0], work[1], out=y)
+
+
+def _softplus_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    _sigmoid(x, work[0], work, alpha)
+    np.multiply(dy, work[0], out=dx)
+
+
+def _mish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    _softplus(x, work[0], work, alpha)
+    np.tanh(work[0], out=work[0])
+    np.multiply(x, work[0], out=y)
+
+
+def _mish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """``f'(x) = t + x * (1 - t * t) * sigmoid(x)`` with ``t = tanh(softplus(x))``."""
+    _softplus(x, work[1], work, alpha)
+    np.tanh(work[1], out=work[1])
+    _sigmoid(x, work[0], work, alpha)
+    np.multiply(work[0], x, out=work[0])
+    np.multiply(work[1], work[1], out=work[2])
+    np.subtract(1, work[2], out=work[2])
+    np.multiply(work[0], work[2], out=work[0])
+    np.add(work[0], work[1], out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _tanh_of_cubic(x: Any, t: Any, work: Any) -> None:
+    """``t = tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))``; overwrites `work`."""
+    np.multiply(x, x, out=work)
+    np.multiply(work, _CUBIC, out=work)
+    np.add(work, 1, out=work)
+    np.multiply(work, _LINEAR, out=work)
+    np.multiply(work, x, out=work)
+    np.tanh(work, out=t)
+
+
+def _gelu_tanh(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    _tanh_of_cubic(x, work[0], work[1])
+    np.add(work[0], 1, out=work[0])
+    np.multiply(work[0], 0.5, out=work[0])
+    np.multiply(x, work[0], out=y)
+
+
+def _gelu_tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """``f'(x) = (1 + t) * (1 + x * (1 - t) * u') / 2`` with u the argument of the hyperbolic tangent t."""
+    _tanh_of_cubic(x, work[0], work[1])
+    np.multiply(x, x, out=work[1])
+    np.multiply(work[1], 3 * _CUBIC, out=work[1])
+    np.add(work[1], 1, out=work[1])
+    np.multiply(work[1], _LINEAR, out=work[1])
+    np.multiply(work[1], x, out=work[1])
+    np.subtract(1, work[0], out=work[2])
+    np.multiply(work[1], work[2], out=work[1])
+    np.add(work[1], 1, out=work[1])
+    np.add(work[0], 1, out=work[0])
+    np.multiply(work[0], work[1], out=work[0])
+    np.multiply(work[0], 0.5, out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
 # Name: forward, gradient, and the number of buffers of the array's shape that they overwrite.
 _KINDS: dict[str, tuple[Step, Callable[..., None], int]] = {
     "relu": (_relu, _relu_gradient, 1),
@@ -175,6 +246,9 @@ _KINDS: dict[str, tuple[Step, Callable[..., None], int]] = {
     "elu": (_elu, _elu_gradient, 2),
     "hard_sigmoid": (_hard_sigmoid, _hard_sigmoid_gradient, 2),
     "hard_swish": (_hard_swish, _hard_swish_gradient, 3),
+    "softplus": (_softplus, _softplus_gradient, 2),
+    "mish": (_mish, _mish_gradient, 3),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_gradient, 3),
 }
 
 

@@ -155,6 +155,9 @@ _KINDS = {
     "tanh": (c.TANH, c.TANH_BY_OUTPUT),
     "gelu": (c.GELU_ERF, None),
     "silu": (c.SWISH, None),
+    "softplus": (c.SOFT_RELU, None),
+    "mish": (c.MISH, None),
+    "gelu_tanh": (c.GELU_TANH, None),
 }
 
 
@@ -180,7 +183,7 @@ def activation(
         raise ReferenceOnly("oneDNN's activations are slow on strided arrays; use packed ones")
     if kind not in _KINDS:
         raise ReferenceOnly(f"oneDNN's {kind} drops NaN")
-    slope = {"leaky_relu": alpha, "silu": 1.0}.get(kind, 0.0)
+    slope = {"leaky_relu": alpha, "silu": 1.0, "softplus": 1.0}.get(kind, 0.0)
     algorithm, by_output = _KINDS[kind]
     # From the output where that is possible: the layer may reuse the memory of its input.
     from_output = by_output is not None and slope >= 0

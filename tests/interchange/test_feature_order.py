@@ -47,6 +47,7 @@ def _networks():
 
     return {
         "softmax": (chain(hg.Softmax()), lambda m, x: m.head(x.flatten(1).softmax(1)), dense),
+        "log softmax": (chain(hg.LogSoftmax()), lambda m, x: m.head(x.flatten(1).log_softmax(1)), dense),
         "random depth": (chain(hg.StochasticDepth(0.5)), plain, dense),
         "flattened again": (chain(hg.Flatten()), plain, dense),
         "layer norm": (chain(hg.LayerNorm("channels", name="norm")), *normed(nn.LayerNorm(FEATURES))),

@@ -45,6 +45,10 @@ def _modules():
         y.scale = nn.Parameter(lib.ones(4, 1, 1))
         return y
 
+    def shuffled(m, x):
+        n, c, h, w = x.shape
+        return lib.relu(x).view(n, 2, c // 2, h, w).transpose(1, 2).contiguous().view(n, c, h, w)
+
     def scales(m, x):
         y = functional.relu(m.norm(m.head(x)))
         z = m.slope(m.norm(m.head(functional.max_pool2d(y, 2))))
@@ -76,11 +80,19 @@ def _modules():
         "sigmoid": (nn.Sigmoid, image),
         "tanh": (nn.Tanh, image),
         "gelu": (nn.GELU, image),
+        "gelu by tanh": (lambda: nn.GELU(approximate="tanh"), image),
         "silu": (nn.SiLU, image),
         "hard swish": (nn.Hardswish, image),
         "hard sigmoid": (nn.Hardsigmoid, image),
         "elu": (lambda: nn.ELU(0.7), image),
         "softmax": (lambda: nn.Softmax(1), image),
+        "log softmax": (lambda: nn.LogSoftmax(1), image),
+        "softplus": (nn.Softplus, image),
+        "softplus, steep": (lambda: nn.Softplus(beta=3), image),
+        "mish": (nn.Mish, image),
+        "numbers": (lambda: as_module(lambda m, x: (1 - m.c(2 * x / 3 - 1)) * 0.5, c=nn.Conv2d(4, 4, 1)), image),
+        "numbers of one channel": (lambda: as_module(lambda m, x: 0.1 * m.c(x) + 3, c=nn.Conv2d(4, 1, 1)), image),
+        "channel shuffle": (lambda: as_module(shuffled), image),
         "dropout": (lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.3)), image),
         "max pool": (lambda: nn.MaxPool2d(3, 2, 1), image),
         "max pool, rounded up": (lambda: nn.MaxPool2d(3, 2, ceil_mode=True), image),
@@ -149,6 +161,7 @@ ALSO_NEW = [
     *("silu", "relu 6", "elu", "hard swish", "dropout", "max pool, rounded up", "global pool", "bilinear"),
     *("nearest, to a size", "pad", "slices", "view", "gate", "residual", "channels last", "pyramid"),
     *("global pool behind permutes", "pixel shuffle", "pixel unshuffle"),
+    *("mish", "gelu by tanh", "numbers", "channel shuffle"),
 ]
 CASES = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in ALSO_NEW)]
 #: And where it leaves more when it does not optimize.
@@ -258,13 +271,14 @@ def _refused():
         return m.linear(x[:, :, 1:7, :4].flatten(1)) + m.linear(x[:, :, :4, 1:7].flatten(1))
 
     return {
-        r"'/1/Softplus' \(Softplus\): expected an operator that has a layer": nn.Sequential(
-            nn.Conv2d(4, 4, 1), nn.Softplus()
-        ),
-        r"\(Gelu\): expected the exact GELU, got its approximation by tanh": nn.GELU(approximate="tanh"),
+        r"'/1/Selu' \(Selu\): expected an operator that has a layer": nn.Sequential(nn.Conv2d(4, 4, 1), nn.SELU()),
         r"\(LayerNormalization\): expected a factor .* \(4, 8, 8\); take torch.nn.GroupNorm": nn.LayerNorm([4, 8, 8]),
-        r"\(Mul\): expected a factor per channel, .* got another constant factor": as_module(lambda m, x: 0.1 * x),
-        r"\(Add\): expected a sum of two values .* got a constant summand": as_module(lambda m, x: x + 0.1),
+        r"\(Mul\): expected a number, a factor per channel, .* got another constant factor": as_module(
+            lambda m, x: lib.arange(8.0) * x
+        ),
+        r"\(Add\): expected a number, or a sum of two values .* got an array of constants": as_module(
+            lambda m, x: x + lib.arange(8.0)
+        ),
         r"\(Softmax\): expected a softmax over the channels, got axis 3": nn.Softmax(3),
         r"\(Transpose\): expected channels moved to the last axis .* got \(0, 1, 3, 2\)": as_module(
             lambda m, x: x.transpose(2, 3)

@@ -137,5 +137,13 @@ def _point(kind: str, v: float, alpha: float) -> tuple[float, float]:
     if kind.startswith("hard"):
         h, inside = min(max(v / 6 + 0.5, 0.0), 1.0), -3 < v < 3
         return (h, inside / 6) if kind == "hard_sigmoid" else (v * h, h + v * inside / 6)
+    if kind in ("softplus", "mish"):
+        soft, s = max(v, 0.0) + math.log1p(math.exp(-abs(v))), 0.5 + 0.5 * math.tanh(v / 2)
+        t = math.tanh(soft)
+        return (soft, s) if kind == "softplus" else (v * t, t + v * s * (1 - t * t))
+    if kind == "gelu_tanh":
+        u, slope = (math.sqrt(2 / math.pi) * f for f in (v + 0.044715 * v**3, 1 + 3 * 0.044715 * v * v))
+        t = math.tanh(u)
+        return v * (1 + t) / 2, (1 + t) / 2 + v * (1 - t * t) * slope / 2
     normal = 0.5 * math.erfc(-v / math.sqrt(2))
     return v * normal, normal + v * math.exp(-v * v / 2) / math.sqrt(2 * math.pi)

@@ -113,7 +113,8 @@ def test_activation(typed, kind):
         k()
     tx = torch.from_numpy(x.astype(np.float64)).requires_grad_()
     # torch divides by 6 in float32 in the gradient of its own hard sigmoid.
-    function = (lambda v: F.relu6(v + 3) / 6) if kind == "hard_sigmoid" else getattr(F, kind.replace("_sw", "sw"))
+    others = {"hard_sigmoid": lambda v: F.relu6(v + 3) / 6, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh")}
+    function = others.get(kind) or getattr(F, kind.replace("_sw", "sw"))
     ty = function(tx, 0.1) if kind in ("leaky_relu", "elu") else function(tx)
     ty.backward(torch.from_numpy(dy.astype(np.float64)))
     assert_close(y, ty.detach().numpy(), 4, "y")

@@ -7,20 +7,29 @@ from halograd.comm import Communicator
 from halograd.layers import (
     ELU,
     GELU,
+    Affine,
     Clamp,
+    Conv,
     HardSigmoid,
     HardSwish,
     Input,
     LeakyReLU,
+    LogSoftmax,
     MaxPool,
+    Mish,
+    Network,
     ReLU,
     Sigmoid,
     SiLU,
     Softmax,
+    SoftmaxCrossEntropy,
+    Softplus,
     Tanh,
 )
+from halograd.layers.strategy import Strategy
 from halograd.testing import check_layer, random_array, run_layer
 from tests.layers.geometries import skew
+from tests.layers.graphs import run
 from tests.layers.oracle import check_torch, torch
 
 KINDS = {
@@ -29,12 +38,18 @@ KINDS = {
     "sigmoid": Sigmoid,
     "tanh": Tanh,
     "gelu": GELU,
+    "gelu by tanh": lambda name=None: GELU("tanh", name),
     "silu": SiLU,
     "elu": lambda name=None: ELU(0.7, name),
     "hard sigmoid": HardSigmoid,
     "hard swish": HardSwish,
     "clamp": lambda name=None: Clamp(-0.5, 0.7, name),
+    "softplus": Softplus,
+    "mish": Mish,
+    "affine": lambda name=None: Affine(-0.5, 0.7, name),
+    "shift": lambda name=None: Affine(1, 0.7, name),
     "softmax": Softmax,
+    "log softmax": LogSoftmax,
 }
 
 
@@ -74,12 +89,18 @@ def test_as_torch(kind, backend, dtype):
         "sigmoid": lambda x: x.sigmoid(),
         "tanh": lambda x: x.tanh(),
         "gelu": f.gelu,
+        "gelu by tanh": lambda x: f.gelu(x, approximate="tanh"),
         "silu": f.silu,
         "elu": lambda x: f.elu(x, 0.7),
         "hard sigmoid": lambda x: f.relu6(x + 3) / 6,  # its own divides by 6 in float32
         "hard swish": f.hardswish,
         "clamp": lambda x: f.hardtanh(x, -0.5, 0.7),
+        "softplus": f.softplus,
+        "mish": f.mish,
+        "affine": lambda x: 0.7 - x / 2,
+        "shift": lambda x: x + 0.7,
         "softmax": lambda x: x.softmax(1),
+        "log softmax": lambda x: x.log_softmax(1),
     }
     check_torch(lambda: KINDS[kind](name="a"), [(7, 6, 3)], functions[kind], dtype, backend)
 
@@ -93,10 +114,41 @@ def test_softmax_of_large_values_is_finite():
     assert np.allclose(y, [0.5, 0.5, 0.0])
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_log_softmax_of_large_values_keeps_its_digits(dtype):
+    from mpi4py import MPI
+
+    x = np.array([[[1e4, 1e4 - 1, -1e4]]]).repeat(2, axis=0)
+    with Communicator(MPI.COMM_SELF) as alone:
+        drawn = random_array(x.shape, "x0")
+        y = run_layer(LogSoftmax, [(1, 3)], alone, {}, dtype=dtype, shift={"x0": x - drawn})["y"]
+    small = np.log1p(np.exp(-1))
+    np.testing.assert_allclose(y, [[[-small, -1 - small, -2e4 - small]]] * 2, rtol=1e-6)
+
+
+def test_a_cross_entropy_takes_logarithms_of_probabilities_as_logits():
+    from mpi4py import MPI
+
+    def found(end):
+        x, t = Input((5, 3), "x"), Input((5, 1), "t", "int32")
+        loss = SoftmaxCrossEntropy(name="ce")(end(Conv(3, 1, name="c")(x)), t)
+        with Communicator(MPI.COMM_SELF) as alone:
+            return run(Network({"loss": loss}), alone, 2, Strategy({}), [0])
+
+    plain, behind = found(lambda y: y), found(LogSoftmax())
+    for key in ("loss", "dx", "dc/w", "dc/b"):
+        np.testing.assert_allclose(behind[key], plain[key], rtol=1e-12, atol=1e-15)
+
+
 def test_shape_is_kept():
     for make in KINDS.values():
         assert make()(Input((4, 5, 2))).shape == (4, 5, 2)
     assert ReLU().flops((4, 5, 2)) == 40
+
+
+def test_an_unknown_approximation_is_refused():
+    with pytest.raises(ValueError, match=r"GELU: approximate: expected 'none' or 'tanh', got 'name'"):
+        GELU("name")
 
 
 def test_a_clamp_without_room_is_refused():

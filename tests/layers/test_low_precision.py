@@ -13,8 +13,10 @@ from halograd.layers import (
     GELU,
     AdaptiveAveragePool,
     AdaptiveMaxPool,
+    Affine,
     AveragePool,
     BatchNorm,
+    ChannelShuffle,
     Clamp,
     Concat,
     Conv,
@@ -28,7 +30,9 @@ from halograd.layers import (
     InstanceNorm,
     LayerNorm,
     LocalResponseNorm,
+    LogSoftmax,
     MaxPool,
+    Mish,
     Multiply,
     Pad,
     PixelShuffle,
@@ -38,6 +42,7 @@ from halograd.layers import (
     SiLU,
     Slice,
     Softmax,
+    Softplus,
     StochasticDepth,
 )
 from halograd.testing import grids, random_array, run_layer
@@ -72,6 +77,7 @@ LAYERS = {
     "resize": lambda: Resize(2, mode="bilinear", name="l"),
     "dropout": lambda: Dropout(0.4, name="l"),
     "gelu": lambda: GELU(name="l"),
+    "gelu by tanh": lambda: GELU("tanh", "l"),
     "elu": lambda: ELU(name="l"),
     "concat": lambda: Concat(name="l"),
     "multiply": lambda: Multiply(name="l"),
@@ -84,6 +90,11 @@ LAYERS = {
     "silu": lambda: SiLU(name="l"),
     "hard sigmoid": lambda: HardSigmoid(name="l"),
     "clamp": lambda: Clamp(-0.5, 0.7, "l"),
+    "softplus": lambda: Softplus(name="l"),
+    "mish": lambda: Mish(name="l"),
+    "affine": lambda: Affine(-0.5, 0.7, "l"),
+    "log softmax": lambda: LogSoftmax(name="l"),
+    "channel shuffle": lambda: ChannelShuffle(2, "l"),
     "hard swish": lambda: HardSwish(name="l"),
 }
 #: Second inputs.

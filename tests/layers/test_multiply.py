@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from halograd.dtensor import Box, Layout
-from halograd.layers import Add, Conv, Dense, GlobalAveragePool, Input, Multiply, Sigmoid
+from halograd.layers import Add, Affine, Conv, Dense, GlobalAveragePool, Input, Multiply, Sigmoid
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch
@@ -104,6 +104,29 @@ def test_operators_are_layers():
     assert (gate * x).inputs == (x, gate), "the larger one first, whatever the order"
 
 
+def test_numbers_are_layers():
+    x = Input(SHAPE, "x")
+    cases = {
+        (2.0, 0.0): [2 * x, x * 2, np.float32(2) * x, x / 0.5],
+        (1.0, -3.0): [x - 3, x + -3, -3 + x],
+        (-1.0, 3.0): [3 - x],
+        (-1.0, 0.0): [-x],
+    }
+    for numbers, nodes in cases.items():
+        for node in nodes:
+            assert isinstance(node.layer, Affine) and (node.layer.factor, node.layer.shift) == numbers
+    assert x + 0 is x and 1 * x is x and x / 1 is x, "what does nothing is no layer"
+    added = sum([x, x])
+    assert isinstance(added.layer, Add) and added.inputs == (x, x)
+    difference = x - Sigmoid()(x)
+    assert isinstance(difference.layer, Add) and isinstance(difference.inputs[1].layer, Affine)
+
+
+@pytest.mark.mpi
+def test_arithmetic_is_exact_under_every_cut():
+    check_layer(lambda: lambda x: (1 - Sigmoid()(x)) * x - 0.5 * x / 3 + 2, (7, 6, 3), gradient=False)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -114,8 +137,13 @@ def test_operators_are_layers():
             r"with 1 for any of its extents, or \(3,\), got \(7, 5, 3\)",
         ),
         (lambda x: Multiply()(x, Input((7,))), ValueError, r"got \(7,\)"),
-        (lambda x: x * 2, TypeError, "product: expected the outputs of two layers, got int"),
-        (lambda x: x + 1, TypeError, "Add: expected the outputs of other layers, got int"),
+        (lambda x: x * "2", TypeError, "product: expected the outputs of two layers, or a number, got str"),
+        (lambda x: x * True, TypeError, "product: expected the outputs of two layers, or a number, got bool"),
+        (lambda x: x + "1", TypeError, "Add: expected the outputs of other layers, got str"),
+        (lambda x: x / 0, TypeError, "quotient: expected a number other than 0 as divisor, got 0"),
+        (lambda x: x / x, TypeError, "quotient: expected a number other than 0 as divisor, got <"),
+        (lambda x: 1 / x, TypeError, "unsupported operand"),
+        (lambda x: x * float("nan"), ValueError, "Affine: expected two finite numbers, got nan, 0.0"),
     ],
 )
 def test_refusals(make, error, message):

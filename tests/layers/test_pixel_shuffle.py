@@ -5,7 +5,7 @@ import doctest
 import numpy as np
 import pytest
 
-from halograd.layers import Conv, Input, PixelShuffle, PixelUnshuffle, pixel_shuffle
+from halograd.layers import ChannelShuffle, Conv, Input, PixelShuffle, PixelUnshuffle, pixel_shuffle
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
@@ -20,6 +20,8 @@ CASES = {
     "unshuffle by 3": (lambda: PixelUnshuffle(3, "p"), (9, 12, 2)),
     "unshuffle 1-D": (lambda: PixelUnshuffle(2, "p"), (14, 3)),
     "unshuffle 3-D": (lambda: PixelUnshuffle(2, "p"), (6, 4, 6, 2)),
+    "of channels": (lambda: ChannelShuffle(3, "p"), (5, 4, 12)),
+    "of channels 3-D": (lambda: ChannelShuffle(2, "p"), (3, 2, 3, 4)),
     "of one": (lambda: PixelShuffle(1, "p"), (5, 4, 3)),
 }
 
@@ -32,7 +34,7 @@ def test_exact_on_every_grid(name):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("name", ["shuffle", "shuffle by 3", "unshuffle", "unshuffle by 3"])
+@pytest.mark.parametrize("name", ["shuffle", "shuffle by 3", "unshuffle", "unshuffle by 3", "of channels"])
 def test_exact_with_channels_cut(name):
     """Blocks of channels begin within a cell."""
     make, shape = CASES[name]
@@ -40,7 +42,7 @@ def test_exact_with_channels_cut(name):
 
 
 @pytest.mark.many_ranks
-@pytest.mark.parametrize("name", ["shuffle", "shuffle by 3", "unshuffle", "unshuffle by 3"])
+@pytest.mark.parametrize("name", ["shuffle", "shuffle by 3", "unshuffle", "unshuffle by 3", "of channels"])
 def test_exact_on_uneven_and_empty_blocks(name, monkeypatch):
     skew(monkeypatch)
     make, shape = CASES[name]
@@ -76,6 +78,8 @@ def test_as_torch():
     for name, factor in (("unshuffle", 2), ("unshuffle by 3", 3)):
         make, shape = CASES[name]
         check_torch(make, [shape], lambda x, factor=factor: f.pixel_unshuffle(x, factor))
+    make, shape = CASES["of channels"]
+    check_torch(make, [shape], lambda x: f.channel_shuffle(x, 3))
     for name in ("shuffle 1-D", "shuffle 3-D"):
         make, shape = CASES[name]
         check_torch(make, [shape], lambda x: torch_shuffle(x, 2))

@@ -215,12 +215,23 @@ def test_a_sum_has_the_name_of_its_first_term():
     assert len(loss.inputs) == 2, "what several terms read is one input"
 
 
+def test_quotients_are_products():
+    x, t = Input((2, 3), "x"), Input((2, 3), "t")
+    loss = MeanSquaredError()(x, t)
+    assert [term.weight for term in (loss / 4).layer.terms] == [0.25]
+
+
 def test_refusals():
     x, t, other = Input((2, 3), "x"), Input((2, 3), "t"), Input((2, 3), "other")
     loss = MeanSquaredError()(x, t)
     for factor in (0, -1.0, float("nan"), True, "2"):
         with pytest.raises(ValueError, match="loss: expected a finite number > 0 as its weight"):
             loss * factor
+    for make in (lambda: loss + 1, lambda: 1 - loss, lambda: loss - 1):
+        with pytest.raises(TypeError, match="expected losses to be added"):
+            make()
+    with pytest.raises(ValueError, match="loss: expected a finite number > 0 as its weight"):
+        loss - MeanSquaredError()(x, t)
     with pytest.raises(TypeError, match="expected losses to be added"):
         loss + other
     with pytest.raises(ValueError, match=r"every input to be a prediction or a target, got one .* that is both"):

@@ -76,7 +76,11 @@ DEVICE A hard_sigmoid(A x) {
     return h < A(0) ? A(0) : h > A(1) ? A(1) : h;
 }
 
-// Kinds: 0 relu, 1 leaky_relu, 2 sigmoid, 3 tanh, 4 gelu, 5 silu, 6 elu, 7 hard_sigmoid, 8 hard_swish.
+// log(1 + exp(x)) without overflow, and NaN of NaN.
+DEVICE A softplus(A x) { return rectify(x) + log1p(exp(x > A(0) ? -x : x)); }
+
+// Kinds: 0 relu, 1 leaky_relu, 2 sigmoid, 3 tanh, 4 gelu, 5 silu, 6 elu, 7 hard_sigmoid, 8 hard_swish, 9 softplus,
+// 10 mish, 11 gelu_tanh.
 DEVICE A activated(int64 kind, A x, A alpha) {
     switch (int(kind)) {
         case 0: return rectify(x);
@@ -87,11 +91,14 @@ DEVICE A activated(int64 kind, A x, A alpha) {
         case 6: return x > A(0) ? x : alpha * expm1(x);
         case 7: return hard_sigmoid(x);
         case 8: return x * hard_sigmoid(x);
+        case 9: return softplus(x);
+        case 10: return x * tanh(softplus(x));
+        case 11: return x * (A(0.5) + A(0.5) * tanh(A(0.79788456080286535588) * x * (A(1) + A(0.044715) * x * x)));
         default: return x * (A(0.5) * erfc(-x * A(0.70710678118654752440)));
     }
 }
 
-// By the output; gelu, silu and hard_swish (and a leaky ReLU that turns the sign) are given the input here.
+// By the output; kinds 4, 5 and from 8 on (and a leaky ReLU that turns the sign) are given the input here.
 DEVICE A slope(int64 kind, A x, A y, A alpha) {
     switch (int(kind)) {
         case 0: return y > A(0) ? A(1) : A(0);
@@ -107,6 +114,16 @@ DEVICE A slope(int64 kind, A x, A y, A alpha) {
         case 8: {
             const A h = hard_sigmoid(x);
             return h > A(0) && h < A(1) ? h + x * A(1.0 / 6) : h;
+        }
+        case 9: return A(0.5) + A(0.5) * tanh(A(0.5) * x);
+        case 10: {
+            const A t = tanh(softplus(x)), s = A(0.5) + A(0.5) * tanh(A(0.5) * x);
+            return t + x * s * (A(1) - t * t);
+        }
+        case 11: {
+            const A square = A(0.044715) * x * x, t = tanh(A(0.79788456080286535588) * x * (A(1) + square));
+            const A inner = A(0.79788456080286535588) * (A(1) + A(3) * square);
+            return A(0.5) * (A(1) + t) * (A(1) + x * (A(1) - t) * inner);
         }
         default: {
             const A density = A(0.39894228040143267794) * exp(A(-0.5) * x * x);
@@ -126,7 +143,7 @@ template <int V> DEVICE void activation_forward(const PointwiseParams& p) {
 }
 
 template <int V> DEVICE void activation_backward(const PointwiseParams& p) {
-    const bool by_input = p.kind == 4 || p.kind == 5 || p.kind == 8 || (p.kind == 1 && !p.from_output);
+    const bool by_input = p.kind == 4 || p.kind == 5 || p.kind >= 8 || (p.kind == 1 && !p.from_output);
     for (Index item = first_item(); item < Index(p.items); item += item_step()) {
         A from[V], dy[V];
         if (by_input) load<V>(p.x + find<V>(item, p.axes, p.shape, p.x_strides), from);
