@@ -44,9 +44,9 @@ from .perfmodel.machine import Machine
 from .perfmodel.plans import Alternative, Plan
 from .perfmodel.predict import Planning
 from .perfmodel.reduction_choice import candidate_schemes, rank_schemes
-from .planning import Asked, check_planner, known_baselines, make_plan, parse_memory
+from .planning import OPTIMIZER_ARRAYS, Asked, check_planner, known_baselines, make_plan, parse_memory
 from .training.build import make_network, make_optimizer, with_reduction
-from .training.config import AdamConfig, Config, LARSConfig, SGDConfig
+from .training.config import Config, LARSConfig, SGDConfig
 from .training.executor import Executor
 from .training.kernels import connect_device, open_kernels
 from .training.root import on_root
@@ -379,10 +379,8 @@ def _instead_of(plan: Plan, other: Plan) -> Plan:
 
 def _slots(config: Config) -> int:
     """Arrays of the parameters' size that the optimizer keeps."""
-    averages = int(config.training.average > 0)
-    if isinstance(config.optimizer, AdamConfig):
-        return 2 + averages
-    return averages + int(not isinstance(config.optimizer, SGDConfig) or config.optimizer.momentum > 0)
+    plain = isinstance(config.optimizer, SGDConfig) and config.optimizer.momentum == 0
+    return int(config.training.average > 0) + (0 if plain else OPTIMIZER_ARRAYS[config.optimizer.kind])
 
 
 def _without(config: Config) -> frozenset[str]:

@@ -27,8 +27,20 @@ from .perfmodel.predict import Planning, plan_network
 from .schema import build as read
 from .schema import nearest
 
-__all__ = ["Asked", "baselines_of", "check_planner", "known_baselines", "make_plan", "parse_memory", "source_of"]
+__all__ = [
+    "OPTIMIZER_ARRAYS",
+    "Asked",
+    "baselines_of",
+    "check_planner",
+    "known_baselines",
+    "make_plan",
+    "parse_memory",
+    "source_of",
+    "training_of",
+]
 
+#: Arrays of the parameters' size that an optimizer keeps, SGD with momentum.
+OPTIMIZER_ARRAYS = {"sgd": 1, "adam": 2, "adamw": 2, "lars": 1}
 _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<threads>\d+) thread\(s\)")
 
 
@@ -143,6 +155,16 @@ def check_planner(name: str, at: str = "--planner") -> None:
         raise UserError(f"{at}: expected one of {', '.join(known)}, got {shown(name)}{nearest(name, known)}")
 
 
+def training_of(dtype: str, optimizer: str) -> Training:
+    """What a step in this dtype keeps and updates, by the name of its optimizer."""
+    if optimizer not in OPTIMIZER_ARRAYS:
+        known = ", ".join(OPTIMIZER_ARRAYS)
+        raise UserError(
+            f"--optimizer: expected one of {known}, got {shown(optimizer)}{nearest(optimizer, OPTIMIZER_ARRAYS)}"
+        )
+    return Training(dtype, OPTIMIZER_ARRAYS[optimizer])
+
+
 def parse_memory(text: str | None, at: str = "--memory") -> float | None:
     """Bytes of ``16GiB`` [B]; None if nothing was given."""
     return None if text is None else read(Bytes, text, at=at)
@@ -183,10 +205,11 @@ def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
     known = {a.name: a for a in known_baselines(plan)}
     left = [name for name in BASELINES if name not in known]
     pricing = asked.pricing(plan.batch, plan.ranks) if left else None
+    training = Training(plan.dtype) if plan.request is None else Training(plan.dtype, plan.request.slots)
     for name in left:
         assert pricing is not None
         strategy = baseline(name, asked.network, plan.batch, plan.ranks, plan.strategy.bucket_bytes)
-        prediction = simulate(asked.network, strategy, plan.batch, pricing, Training(plan.dtype), plan.ranks)
+        prediction = simulate(asked.network, strategy, plan.batch, pricing, training, plan.ranks)
         nbytes = prediction.memory_bytes
         limit = asked.machine.memory if plan.limit is None else plan.limit
         known[name] = Alternative(name, prediction.step_seconds, nbytes, nbytes <= limit)

@@ -7,6 +7,7 @@ Arrays are ``(N, *spatial, C)`` here and ``(N, C, *spatial)`` there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..layers import (
     Affine,
     AveragePool,
     BatchNorm,
+    BroadcastAdd,
     ChannelShuffle,
     Clamp,
     Concat,
@@ -339,13 +341,13 @@ def _add(w: Writer, node: Node) -> str:
     return _activated(w, node.layer, made)
 
 
-def _multiply(w: Writer, node: Node) -> str:
-    """A vector per sample becomes a factor at every position."""
+def _of_two(kind: str, w: Writer, node: Node) -> str:
+    """A vector per sample becomes a number at every position."""
     (x, g), name = w.inputs(node), w.name(node)
     if len(node.inputs[1].shape) < len(node.shape):
         shape = w.numbers(f"{name}::shape", [0, -1, *(1 for _ in node.shape[:-1])], np.int64)
         g = w.add("Reshape", [g, shape], f"{name}::gate")
-    return w.add("Mul", [x, g], f"{name}::y")
+    return w.add(kind, [x, g], f"{name}::y")
 
 
 def _concat(w: Writer, node: Node) -> str:
@@ -467,7 +469,8 @@ LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     StochasticDepth: _same,
     Redistribute: _same,
     Add: _add,
-    Multiply: _multiply,
+    Multiply: partial(_of_two, "Mul"),
+    BroadcastAdd: partial(_of_two, "Add"),
     Concat: _concat,
     Flatten: _flatten,
     Reshape: _reshape,

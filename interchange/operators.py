@@ -18,6 +18,7 @@ from ..layers import (
     GELU,
     Add,
     Affine,
+    BroadcastAdd,
     Clamp,
     Concat,
     Conv,
@@ -144,26 +145,39 @@ def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
 def _add(build: Builder, op: OnnxNode) -> Activation:
     if any(name in build.graph.constants for name in op.inputs):
         raise build.refused(op, "a number, or a sum of two values that depend on the data", "an array of constants")
-    shapes = {build.shape(name) for name in op.inputs}
-    if len(shapes) > 1:
-        raise build.refused(op, "summands of one shape", " and ".join(map(str, sorted(shapes))))
+    if len({build.shape(name) for name in op.inputs}) > 1:
+        return _of_two(build, op, BroadcastAdd)
     values = _alike(build, op)
     layer = Add(activation=activation_of(op))
     return values[0].of(build.add(op, layer, *(value.node for value in values)))
 
 
+def _subtract(build: Builder, op: OnnxNode) -> Activation:
+    """The sum with the second value times -1."""
+    if any(name in build.graph.constants for name in op.inputs):
+        return _add(build, op)
+    second, name = build.value(op, 1), f"{op.outputs[0]}::negative"
+    build.values[name] = second.of(build.add(op, Affine(-1.0), second.node))
+    build.graph.shapes[name] = build.shape(op.inputs[1])
+    return _add(build, op.changed(inputs=(op.inputs[0], name)))
+
+
 def _multiply(build: Builder, op: OnnxNode) -> Activation:
-    """A product of two values: one of them may have 1 for some of its extents."""
     if any(name in build.graph.constants for name in op.inputs):
         raise build.refused(
             op, "a number, a factor per channel, or one that depends on the data", "another constant factor"
         )
+    return _of_two(build, op, Multiply)
+
+
+def _of_two(build: Builder, op: OnnxNode, kind: type[Layer]) -> Activation:
+    """One of the two values may have 1 for some of its extents."""
     large, small = sorted((build.value(op, i) for i in (0, 1)), key=lambda v: -int(np.prod(v.node.shape)))
     if large.last != small.last or large.spatial != small.spatial:
-        raise build.refused(op, "factors in one order of axes", "channels first and last, or flattened, side by side")
+        raise build.refused(op, "values in one order of axes", "channels first and last, or flattened, side by side")
     if len(small.node.shape) == 1 and len(large.node.shape) > 1 and not small.pooled:
-        raise build.refused(op, "a factor (N, C, 1, 1)", "one of two axes")
-    return large.of(build.add(op, Multiply(), large.node, small.node))
+        raise build.refused(op, "a value (N, C, 1, 1)", "one of two axes")
+    return large.of(build.add(op, kind(), large.node, small.node))
 
 
 def _concat(build: Builder, op: OnnxNode) -> Activation:
@@ -245,6 +259,7 @@ OPERATORS: dict[str, Operator] = {
     "Affine": _pointwise(lambda op: Affine(**op.attributes)),
     "LRN": _local_response_norm,
     "Add": _add,
+    "Sub": _subtract,
     "Mul": _multiply,
     "Concat": _concat,
     "Gemm": _gemm,

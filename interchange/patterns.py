@@ -212,6 +212,9 @@ def _linear(graph: Graph, op: OnnxNode) -> None:
 
 def _affine(graph: Graph, op: OnnxNode) -> None:
     """Products and sums with numbers of the exporter, several in a row as one."""
+    if op.kind == "Neg":
+        graph.replace([op], op.changed(kind="Affine", attributes={"factor": -1.0, "shift": 0.0}))
+        return
     constants = [graph.constants[name] for name in op.inputs if name in graph.constants]
     values = [name for name in op.inputs if name not in graph.constants]
     number = constants[0].scalar() if len(constants) == len(values) == 1 and not constants[0].name else None
@@ -278,13 +281,18 @@ def _residual(graph: Graph, op: OnnxNode) -> None:
 
 def _relu(graph: Graph, op: OnnxNode) -> None:
     """A ReLU behind a layer that has it inside."""
-    if op.kind not in _FUSES_RELU or (op.kind == "Add" and any(name in graph.constants for name in op.inputs)):
+    if op.kind not in _FUSES_RELU or (op.kind == "Add" and not _are_alike(graph, op)):
         return
     after = graph.only_reader(op.outputs[0])
     if after is None or after.kind != "Relu" or not all(_ends_in_relu(graph, one) for one in _calls(graph, op)):
         return
     outputs = (after.outputs[0], *op.outputs[1:])
     graph.replace([op, after], op.changed(outputs=outputs, attributes={**op.attributes, "relu": 1}))
+
+
+def _are_alike(graph: Graph, op: OnnxNode) -> bool:
+    """Whether all inputs depend on the data, and have one shape."""
+    return not graph.constants.keys() & set(op.inputs) and len({graph.shapes[name] for name in op.inputs}) == 1
 
 
 def _calls(graph: Graph, op: OnnxNode) -> list[OnnxNode]:

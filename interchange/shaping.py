@@ -38,7 +38,8 @@ def _reshape(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(op, f"the samples {before[0]} at axis 0", f"{after}", "export with the batch at axis 0")
     if len(after) == 2:
         return _flattened(build, op, value, before)
-    if len(before) == 2 and math.prod(after[2:]) == 1 and not value.spatial:
+    vector = (len(before) == 2 and not value.spatial) or (value.pooled and math.prod(before[2:]) == 1)
+    if vector and math.prod(after[2:]) == 1:
         return replace(value, pooled=True, last=False, pool="")
     raise build.refused(op, "one that flattens samples", f"{before} to {after}")
 

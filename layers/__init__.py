@@ -30,7 +30,7 @@ from .layer import Input, Layer, Node, Shape
 from .local_response_norm import LocalResponseNorm
 from .loss import Loss
 from .losses import AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, MeanSquaredError
-from .merge import Add, Concat, Multiply
+from .merge import Add, BroadcastAdd, Concat, Multiply
 from .network import Network
 from .padding import Pad, Slice
 from .parameter import GivenValues, Parameter
@@ -57,6 +57,7 @@ __all__ = [
     "AveragePool",
     "BatchNorm",
     "BinaryCrossEntropyWithLogits",
+    "BroadcastAdd",
     "ChannelShuffle",
     "Clamp",
     "Concat",

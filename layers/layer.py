@@ -58,10 +58,14 @@ class Node:
     __array_ufunc__ = None
 
     def __add__(self, other: Any) -> Node:
-        """The sum with another node or a number, a layer of its own."""
-        from .merge import Add
+        """The sum with another node or a number, a layer of its own; a smaller node as in a product."""
+        from .merge import Add, BroadcastAdd
 
-        return self._affine(1.0, other) if _is_number(other) else Add()(self, other)
+        if _is_number(other):
+            return self._affine(1.0, other)
+        if not isinstance(other, Node) or other.shape == self.shape:
+            return Add()(self, other)
+        return BroadcastAdd()(*_large_first(self, other))
 
     def __radd__(self, other: Any) -> Node:
         return self + other
@@ -84,8 +88,7 @@ class Node:
             return self._affine(other, 0.0)
         if not isinstance(other, Node):
             raise TypeError(f"product: expected the outputs of two layers, or a number, got {type(other).__name__}")
-        small, large = sorted((self, other), key=lambda node: math.prod(node.shape))
-        return Multiply()(large, small)
+        return Multiply()(*_large_first(self, other))
 
     def __rmul__(self, other: Any) -> Node:
         return self * other
@@ -100,6 +103,10 @@ class Node:
         from .activation import Affine
 
         return self if (factor, shift) == (1, 0) else Affine(factor, shift)(self)
+
+
+def _large_first(*nodes: Node) -> list[Node]:
+    return sorted(nodes, key=lambda node: math.prod(node.shape), reverse=True)
 
 
 def _is_number(value: object) -> bool:

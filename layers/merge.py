@@ -1,4 +1,4 @@
-"""Layers that join branches: sum, product and concatenation."""
+"""Layers that join branches: sums, products and concatenation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["Add", "Concat", "Multiply", "product", "summing"]
+__all__ = ["Add", "BroadcastAdd", "Concat", "Multiply", "product", "summing"]
 
 
 class Add(Layer):
@@ -75,11 +75,8 @@ def _add(relu: bool, environment: Any, y: Any, **summands: Any) -> Any:
     return environment.kernels.add(list(summands.values()), y, relu=relu)
 
 
-class Multiply(Layer):
-    """Product of two inputs, ``y = x * g``, of which the second may have fewer extents: a gate, or a mask.
-
-    `g` has the shape of `x`, with 1 for any of its extents, or is a vector ``(C,)`` of ``x (*spatial, C)``. Also
-    written ``x * g`` of two nodes: squeeze-and-excitation, attention gates, a scale per layer.
+class _OfTwo(Layer):
+    """An elementwise operation of two inputs, of which the second may have fewer extents.
 
     Notes
     -----
@@ -88,15 +85,17 @@ class Multiply(Layer):
     """
 
     cuts_channels = "channelwise"
+    #: The kernel, on arrays x, g and y.
+    combine: Callable[..., Callable[[], None]]
 
     def output_shape(self, *shapes: Shape) -> Shape:
         if len(shapes) != 2:
-            raise ValueError(f"Multiply: expected two inputs, got {len(shapes)}; make more of them in several steps")
+            raise ValueError(f"{self.kind}: expected two inputs, got {len(shapes)}; make more of them in several steps")
         x, g = shapes
         if not is_broadcast(g, x) and g not in ((x[-1],), (1,)):
             raise ValueError(
-                f"Multiply: expected a second input of the shape {x}, with 1 for any of its extents, or {(x[-1],)}, "
-                f"got {g}"
+                f"{self.kind}: expected a second input of the shape {x}, with 1 for any of its extents, or "
+                f"{(x[-1],)}, got {g}; crop, pad or resize one of them"
             )
         return x
 
@@ -106,6 +105,14 @@ class Multiply(Layer):
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         return operand_blocks(inputs[i].shape, output.boxes)
 
+    def error(self, context: Context, x: View) -> View:
+        """What the gradient of `g` is the sum of: an array of the extents of the output."""
+        raise TypeError(f"{self.kind} must override error()")
+
+    def pass_on(self, context: Context, g: View, dx: View) -> None:
+        """Write the gradient of `x`."""
+        raise TypeError(f"{self.kind} must override pass_on()")
+
     def lower(self, context: Context) -> Callable[[], None]:
         boxes = [context.needed(i) for i in range(2)]
         x, g = (context.gather(i, blocks) for i, blocks in enumerate(boxes))
@@ -113,22 +120,20 @@ class Multiply(Layer):
             gathered.start()
         for gathered in (x, g):
             gathered.finish()
-        gate = with_axes(g.view, len(context.box.shape))
-        context.run(context.kernel(product, x=x.view, g=gate, y=context.y), timing=context.timing("forward"))
+        small = with_axes(g.view, len(context.box.shape))
+        kernel = context.kernel(type(self).combine, x=x.view, g=small, y=context.y)
+        context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
             if context.needs_gradient(1):
                 returned = context.return_gradient(1, boxes[1])
-                views = {"x": x.view, "g": context.dy, "y": context.scratch(context.box.shape)}
-                sums = context.scratch(gate.shape, "float64")
-                context.run(context.kernel(product, **views))
-                context.run(context.kernel(summing, x=views["y"], y=sums))
-                context.copy((sums, with_axes(returned.view, len(gate.shape))))
+                sums = context.scratch(small.shape, "float64")
+                context.run(context.kernel(summing, x=self.error(context, x.view), y=sums))
+                context.copy((sums, with_axes(returned.view, len(small.shape))))
                 returned.start()
             if context.needs_gradient(0):
                 own = context.return_gradient(0, boxes[0])
-                kernel = context.kernel(product, x=context.dy, g=gate, y=own.view)
-                context.run(kernel, timing=context.timing("backward_data"))
+                self.pass_on(context, small, own.view)
                 own.start()
                 own.finish()
             if context.needs_gradient(1):
@@ -145,6 +150,61 @@ def product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
             np.multiply(x, g, out=y)
 
     return run
+
+
+def _sum(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
+    def run() -> None:
+        if y.size:
+            np.add(x, g, out=y)
+
+    return run
+
+
+class Multiply(_OfTwo):
+    """Product of two inputs, ``y = x * g``, of which the second may have fewer extents: a gate, or a mask.
+
+    `g` has the shape of `x`, with 1 for any of its extents, or is a vector ``(C,)`` or ``(1,)`` per sample.
+    Also written ``x * g`` of two nodes: squeeze-and-excitation, attention gates, a scale per layer.
+
+    Notes
+    -----
+    Communication per process: what it needs of a `g` with fewer extents and other ranks own; backward, the adjoint, its
+    part of the sum over the positions or channels that share a number.
+    """
+
+    combine = staticmethod(product)
+
+    def error(self, context: Context, x: View) -> View:
+        products = context.scratch(context.box.shape)
+        context.run(context.kernel(product, x=x, g=context.dy, y=products))
+        return products
+
+    def pass_on(self, context: Context, g: View, dx: View) -> None:
+        kernel = context.kernel(product, x=context.dy, g=g, y=dx)
+        context.run(kernel, timing=context.timing("backward_data"))
+
+
+class BroadcastAdd(_OfTwo):
+    """Sum of two inputs, ``y = x + g``, of which the second has fewer extents: numbers of a run, an embedding.
+
+    `g` has the shape of `x`, with 1 for any of its extents, or is a vector ``(C,)`` or ``(1,)`` per sample.
+    Also written ``x + g`` of two nodes. With :class:`Multiply` it makes a network depend on numbers per sample, as
+    ``y * Dense(C)(numbers) + Dense(C)(numbers)`` (Perez et al. 2018).
+
+    Notes
+    -----
+    Communication per process: as :class:`Multiply`.
+    """
+
+    combine = staticmethod(_sum)
+
+    def error(self, context: Context, x: View) -> View:
+        return context.dy
+
+    def pass_on(self, context: Context, g: View, dx: View) -> None:
+        # Boxes of nothing are not of one shape.
+        copied = [(context.dy, dx)] if context.box.size else []
+        context.copy(*copied, timing=context.timing("backward_data"))
 
 
 def summing(environment: Any, x: Any, y: Any) -> Callable[[], None]:

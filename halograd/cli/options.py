@@ -20,6 +20,7 @@ from ..errors import UserError
 
 if TYPE_CHECKING:
     from ..layers import Network, Strategy
+    from ..perfmodel.cost import Training
     from ..planning import Asked
 
 __all__ = [
@@ -109,6 +110,15 @@ class ModelOptions:
     options: Options = None
     dtype: Dtype = "float32"
     cache: Cache = None
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="Whose arrays count: sgd (with momentum), adam, adamw or lars.")
+    ] = "sgd"
+
+    def training(self) -> Training:
+        """What a step keeps and updates."""
+        from ..planning import training_of
+
+        return training_of(self.dtype, self.optimizer)
 
     def asked(self) -> Asked:
         """The model and the machine, made; user errors in one line each."""

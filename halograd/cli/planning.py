@@ -72,12 +72,11 @@ def plan(
     if ranks is None:
         _try_cores(what, batch, how, tried, as_json)
         return
-    from ..perfmodel.cost import Training
     from ..perfmodel.predict import Planning
     from ..planning import baselines_of, check_planner, make_plan, parse_memory
 
     check_planner(how.planner)
-    planning = Planning(how.planner, parse_memory(how.memory), how.full, Training(what.dtype))
+    planning = Planning(how.planner, parse_memory(how.memory), how.full, what.training())
     asked = what.asked()
     with working(f"planning {asked.model} on {ranks} ranks"):
         made = make_plan(asked, batch, ranks, planning)
@@ -102,6 +101,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
         raise UserError("--cores: expected to be started alone, got a launcher; it starts its ranks itself")
     from ..models import build
 
+    what.training()
     build(what.model, **parse_options(what.options or ()))  # a mistake in it is said once, not by every job
     strategy = {"auto": True, "planner": how.planner}
     strategy |= {} if how.memory is None else {"memory": how.memory}
@@ -110,7 +110,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
         "model": {"name": what.model, **parse_options(what.options or ())},
         "data": {"path": "none.h5"},  # nothing is read: steps are tried on noise
         "strategy": strategy,
-        "optimizer": {"kind": "sgd", "momentum": 0.9},
+        "optimizer": {"kind": what.optimizer} | ({"momentum": 0.9} if what.optimizer == "sgd" else {}),
         "schedule": {"learning_rate": 1e-3},
         "training": {"epochs": 1, "batch": batch, "dtype": what.dtype},
         "backend": {"kernels": tried.kernels, "transport": tried.transport},

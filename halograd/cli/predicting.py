@@ -23,7 +23,7 @@ from .options import (
 from .output import bytes_text, mebibytes, milliseconds, table, time_text, working
 
 if TYPE_CHECKING:
-    from ..perfmodel.cost import Prediction
+    from ..perfmodel.cost import Prediction, Training
     from ..planning import Asked
 
 __all__ = ["Series", "predict"]
@@ -66,7 +66,7 @@ def predict(
     check_planner(planner)
     counts, limit = parse_ranks(ranks), parse_memory(memory)
     cut = None if grid is None else parse_grid(grid)
-    predictor = _Predictor(what.asked(), cut, planner, limit)
+    predictor = _Predictor(what.asked(), what.training(), cut, planner, limit)
     if len(counts) == 1:
         _one(predictor, counts[0], batch, as_json, plot)
         return
@@ -136,8 +136,10 @@ class Point:
 class _Predictor:
     """Predicts for any number of ranks and samples."""
 
-    def __init__(self, asked: Asked, grid: Mapping[str, int] | None, planner: str, limit: float | None) -> None:
-        self.asked, self.grid, self.planner, self.limit = asked, grid, planner, limit
+    def __init__(
+        self, asked: Asked, training: Training, grid: Mapping[str, int] | None, planner: str, limit: float | None
+    ) -> None:
+        self.asked, self.training, self.grid, self.planner, self.limit = asked, training, grid, planner, limit
         self.source = ""
         self.say: Callable[[str], None] = lambda text: None
         self._known: dict[tuple[int, int], Point] = {}
@@ -154,6 +156,7 @@ class _Predictor:
             "options": dict(asked.options),
             "machine": asked.machine.name,
             "dtype": asked.dtype,
+            "optimizer_arrays": self.training.slots,
             "planner": self.planner if self.grid is None else None,
             "grid": self.grid,
             "kernel_times": self.source,
@@ -169,24 +172,23 @@ class _Predictor:
         return self._known[key]
 
     def _cut(self, ranks: int, batch: int) -> Point:
-        from ..perfmodel.cost import Pricing, Training, Wires, simulate
+        from ..perfmodel.cost import Pricing, Wires, simulate
         from ..planning import source_of
 
         asked = self.asked
         assert self.grid is not None
         strategy = strategy_of_grid(asked.network, self.grid, batch, ranks)
         pricing = Pricing(Wires(asked.machine), asked.times(batch, ranks), asked.dtype)
-        found = simulate(asked.network, strategy, batch, pricing, Training(asked.dtype), ranks)
+        found = simulate(asked.network, strategy, batch, pricing, self.training, ranks)
         self.source = source_of(pricing.times, asked.machine)
         limit = asked.machine.memory if self.limit is None else self.limit
         return Point(ranks, batch, found, "grid", found.memory_bytes <= limit)
 
     def _planned(self, ranks: int, batch: int) -> Point:
-        from ..perfmodel.cost import Training
         from ..perfmodel.predict import Planning
         from ..planning import baselines_of, make_plan
 
-        planning = Planning(self.planner, self.limit, training=Training(self.asked.dtype))
+        planning = Planning(self.planner, self.limit, training=self.training)
         try:
             made = make_plan(self.asked, batch, ranks, planning)
         except UserError as error:

@@ -148,6 +148,22 @@ def test_a_grid_is_shown_where_one_was_looked_for(planned):
     assert [a.name for a in baselines_of(asked, replace(made, alternatives=()))] == [*BASELINES]
 
 
+def test_the_arrays_of_the_optimizer_count(typed):
+    """Adam keeps two of the parameters' size, SGD one: in a plan, its baselines, and in a prediction."""
+    network = build("mesh", resolution=[128, 64], widths=[8, 16], convs=1)
+    parameters = 4 * sum(math.prod(p.shape) for p in network.parameters().values())
+    found = {}
+    for optimizer in ("sgd", "adam"):
+        more = ("--optimizer", optimizer, "--json")
+        plan = json.loads(typed("plan", *SMALL, *LASSEN, "--planner", "spatial", *more)[1])
+        assert plan["request"]["slots"] == 1 + (optimizer == "adam")
+        baseline = next(b["memory_bytes"] for b in plan["baselines"] if b["name"] == "data")
+        grid = json.loads(typed("predict", *SMALL, *LASSEN, "--grid", "height=8", *more)[1])
+        found[optimizer] = [plan["prediction"]["memory_bytes"], baseline, grid["memory_bytes"]]
+    for some, more in zip(found["sgd"], found["adam"]):
+        assert parameters * 0.9 < more - some < parameters * 1.2
+
+
 def test_less_memory_makes_a_leaner_plan(typed):
     free = json.loads(typed("plan", *SMALL, *LASSEN, "--json")[1])
     needed = free["prediction"]["memory_bytes"]
@@ -290,6 +306,8 @@ WRONG = [
     (("plan", *SMALL, *LASSEN, "--memory", "16"), '--memory: expected a size with its unit, such as "16 GiB", got'),
     (("plan", *SMALL, *LASSEN, "--memory", "1kB"), "too much; use more ranks, a smaller batch than 2"),
     (("plan", *SMALL, *LASSEN, "--planner", "eliminate"), "got 'eliminate'; did you mean elimination?"),
+    (("plan", *SMALL, *LASSEN, "--optimizer", "adamv"), "--optimizer: expected one of sgd, adam, adamw, lars, got"),
+    (("predict", *SMALL, *LASSEN, "--optimizer", "x"), "--optimizer: expected one of sgd, adam, adamw, lars, got 'x'"),
     (("plan", *SMALL, *LASSEN, "--dtype", "float8"), "--dtype: expected one of float16, float32"),
     (("plan", *SMALL, *LASSEN, "--option", "colour=1"), "model.colour: unknown key; expected one of"),
     (("plan", *SMALL, *LASSEN, "--option", "colour"), "--option: expected KEY=VALUE"),

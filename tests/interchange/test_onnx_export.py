@@ -161,7 +161,8 @@ def test_layers_of_several_inputs(tmp_path):
     y = hg.Add(activation="relu")(hg.Conv(4, 1)(x), hg.Conv(4, 1)(x), x)
     y = hg.BatchNorm(activation="relu")(y, hg.Conv(4, 1)(x))
     y = y * hg.Sigmoid()(hg.GlobalAveragePool()(x)) * hg.Conv(1, 1)(x)
-    network = hg.Network({"joined": hg.Concat()(x, y, x), "gated": y})
+    z = hg.GlobalAveragePool()(x) + (y - hg.Conv(1, 1)(x))
+    network = hg.Network({"joined": hg.Concat()(x, y, x), "gated": y, "shifted": z})
     _check(_shaken(network), tmp_path / "m.onnx", samples(*IMAGE))
 
 

@@ -45,6 +45,9 @@ def _modules():
         y.scale = nn.Parameter(lib.ones(4, 1, 1))
         return y
 
+    def embedded(m, x):
+        return m.c(x) + functional.silu(m.f(x.mean((2, 3))))[:, :, None, None]
+
     def shuffled(m, x):
         n, c, h, w = x.shape
         return lib.relu(x).view(n, 2, c // 2, h, w).transpose(1, 2).contiguous().view(n, c, h, w)
@@ -92,6 +95,17 @@ def _modules():
         "mish": (nn.Mish, image),
         "numbers": (lambda: as_module(lambda m, x: (1 - m.c(2 * x / 3 - 1)) * 0.5, c=nn.Conv2d(4, 4, 1)), image),
         "numbers of one channel": (lambda: as_module(lambda m, x: 0.1 * m.c(x) + 3, c=nn.Conv2d(4, 1, 1)), image),
+        "differences": (
+            lambda: as_module(lambda m, x: lib.relu(-x - m.c(x)) - lib.sigmoid(m.c(x) - x), c=nn.Conv2d(4, 4, 1)),
+            image,
+        ),
+        "summand with fewer extents": (
+            lambda: as_module(
+                lambda m, x: lib.relu(x + m.c(functional.adaptive_avg_pool2d(x, 1))), c=nn.Conv2d(4, 4, 1)
+            ),
+            image,
+        ),
+        "embedding": (lambda: as_module(embedded, c=nn.Conv2d(4, 4, 1), f=nn.Linear(4, 4)), image),
         "channel shuffle": (lambda: as_module(shuffled), image),
         "dropout": (lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.3)), image),
         "max pool": (lambda: nn.MaxPool2d(3, 2, 1), image),
@@ -161,7 +175,7 @@ ALSO_NEW = [
     *("silu", "relu 6", "elu", "hard swish", "dropout", "max pool, rounded up", "global pool", "bilinear"),
     *("nearest, to a size", "pad", "slices", "view", "gate", "residual", "channels last", "pyramid"),
     *("global pool behind permutes", "pixel shuffle", "pixel unshuffle"),
-    *("mish", "gelu by tanh", "numbers", "channel shuffle"),
+    *("mish", "gelu by tanh", "numbers", "differences", "embedding", "channel shuffle"),
 ]
 CASES = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in ALSO_NEW)]
 #: And where it leaves more when it does not optimize.

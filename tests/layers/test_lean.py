@@ -66,6 +66,7 @@ LAYERS = {
     "silu": lambda x: SiLU()(x),
     "pad": lambda x: Pad(2, "circular")(Pad((1, -1))(x)),
     "gate": lambda x: x * Sigmoid()(Dense(x.shape[-1])(GlobalAveragePool()(x))),
+    "embedding": lambda x: x + Dense(x.shape[-1])(GlobalAveragePool()(x)),
     "slopes": lambda x: PReLU("channel")(x),
     "scale": lambda x: Scale(bias=True)(x),
     "stochastic depth": lambda x: StochasticDepth(0.4)(x),

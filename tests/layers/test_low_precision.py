@@ -16,6 +16,7 @@ from halograd.layers import (
     Affine,
     AveragePool,
     BatchNorm,
+    BroadcastAdd,
     ChannelShuffle,
     Clamp,
     Concat,
@@ -82,6 +83,7 @@ LAYERS = {
     "concat": lambda: Concat(name="l"),
     "multiply": lambda: Multiply(name="l"),
     "multiply by channels": lambda: Multiply(name="l"),
+    "add channels": lambda: BroadcastAdd(name="l"),
     "crop": lambda: Pad(((-2, 3), (0, -3)), name="l"),
     "pad around": lambda: Pad(((2, 3), (0, 0)), "circular", name="l"),
     "pad mirrored": lambda: Pad(((2, 3), (0, 0)), "reflect", name="l"),
@@ -98,7 +100,7 @@ LAYERS = {
     "hard swish": lambda: HardSwish(name="l"),
 }
 #: Second inputs.
-SECOND = {"concat": SHAPE, "multiply": SHAPE, "multiply by channels": SHAPE[-1:]}
+SECOND = {"concat": SHAPE, "multiply": SHAPE, "multiply by channels": SHAPE[-1:], "add channels": SHAPE[-1:]}
 
 
 @pytest.mark.ranks(1, 2)

@@ -1,12 +1,13 @@
-"""Products of nodes: gates with fewer extents, exact under every cut, shared inputs, messages, refusals, torch."""
+"""Products and sums of two nodes, one with fewer extents: exact under every cut, shared inputs, refusals, torch."""
 
 import math
+import operator
 
 import numpy as np
 import pytest
 
 from halograd.dtensor import Box, Layout
-from halograd.layers import Add, Affine, Conv, Dense, GlobalAveragePool, Input, Multiply, Sigmoid
+from halograd.layers import Add, Affine, BroadcastAdd, Conv, Dense, GlobalAveragePool, Input, Multiply, Sigmoid
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch
@@ -24,31 +25,38 @@ GATES = {
 }
 
 
+KINDS = pytest.mark.parametrize("kind", [Multiply, BroadcastAdd])
+
+
+@KINDS
 @pytest.mark.mpi
 @pytest.mark.parametrize("gate", GATES)
-def test_exact_on_every_grid(gate):
-    check_layer(Multiply, [SHAPE, GATES[gate]], batch=3)
+def test_exact_on_every_grid(gate, kind):
+    check_layer(kind, [SHAPE, GATES[gate]], batch=3)
 
 
+@KINDS
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("gate", ["whole", "per channel", "per position", "per column and channel"])
-def test_exact_with_channels_cut(gate):
+def test_exact_with_channels_cut(gate, kind):
     """A gate of one channel has one owner."""
-    check_layer(Multiply, [SHAPE, GATES[gate]], axes=("sample", "width", "channel"), gradient=False)
+    check_layer(kind, [SHAPE, GATES[gate]], axes=("sample", "width", "channel"), gradient=False)
 
 
+@KINDS
 @pytest.mark.mpi
 @pytest.mark.parametrize("shape", [(9, 2), (6, 5, 4, 2)])
-def test_exact_in_other_dimensions(shape):
+def test_exact_in_other_dimensions(shape, kind):
     for gate in (shape, shape[-1:], (*shape[:-1], 1)):
-        check_layer(Multiply, [shape, gate], gradient=False)
+        check_layer(kind, [shape, gate], gradient=False)
 
 
+@KINDS
 @pytest.mark.many_ranks
 @pytest.mark.parametrize("gate", ["whole", "per channel", "per row"])
-def test_exact_on_uneven_and_empty_blocks(gate, monkeypatch):
+def test_exact_on_uneven_and_empty_blocks(gate, kind, monkeypatch):
     skew(monkeypatch)
-    check_layer(Multiply, [SHAPE, GATES[gate]], gradient=False)
+    check_layer(kind, [SHAPE, GATES[gate]], gradient=False)
 
 
 @pytest.mark.mpi
@@ -75,11 +83,22 @@ def test_a_square_has_both_gradients():
     check_layer(lambda: square, SHAPE)
 
 
+@KINDS
 @pytest.mark.torch
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("gate", ["whole", "per channel, with axes", "per position", "per row"])
-def test_as_torch(gate):
-    check_torch(lambda: Multiply(name="m"), [SHAPE, GATES[gate]], lambda x, g: x * g)
+def test_as_torch(gate, kind):
+    operation = operator.mul if kind is Multiply else operator.add
+    check_torch(lambda: kind(name="m"), [SHAPE, GATES[gate]], operation)
+
+
+@pytest.mark.mpi
+def test_numbers_of_a_sample_bend_its_map():
+    def block():
+        conv, factor, summand = Conv(3, 3, padding=1), Dense(3), Dense(3)
+        return lambda x, numbers: conv(x) * factor(numbers) + summand(numbers)
+
+    check_layer(block, [SHAPE, (4,)], backend="numpy")
 
 
 def test_needed_blocks_are_what_is_multiplied():
@@ -101,7 +120,8 @@ def test_needed_blocks_are_what_is_multiplied():
 def test_operators_are_layers():
     x, gate = Input(SHAPE, "x"), Input((3,), "gate")
     assert isinstance((x * gate).layer, Multiply) and isinstance((x + x).layer, Add)
-    assert (gate * x).inputs == (x, gate), "the larger one first, whatever the order"
+    assert isinstance((x + gate).layer, BroadcastAdd)
+    assert (gate * x).inputs == (gate + x).inputs == (x, gate), "the larger one first, whatever the order"
 
 
 def test_numbers_are_layers():
@@ -137,6 +157,7 @@ def test_arithmetic_is_exact_under_every_cut():
             r"with 1 for any of its extents, or \(3,\), got \(7, 5, 3\)",
         ),
         (lambda x: Multiply()(x, Input((7,))), ValueError, r"got \(7,\)"),
+        (lambda x: x + Input((7, 5, 3)), ValueError, r"BroadcastAdd: expected a second input of the shape \(7, 6, 3\)"),
         (lambda x: x * "2", TypeError, "product: expected the outputs of two layers, or a number, got str"),
         (lambda x: x * True, TypeError, "product: expected the outputs of two layers, or a number, got bool"),
         (lambda x: x + "1", TypeError, "Add: expected the outputs of other layers, got str"),
