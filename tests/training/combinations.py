@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from halograd.layers import (
     AveragePool,
     BatchNorm,
     BinaryCrossEntropyWithLogits,
+    ChannelShuffle,
     Concat,
     Conv,
     Dense,
@@ -34,7 +36,9 @@ from halograd.layers import (
     GroupNorm,
     Huber,
     Input,
+    LogSoftmax,
     MeanSquaredError,
+    Mish,
     Network,
     Node,
     SoftmaxCrossEntropy,
@@ -137,10 +141,11 @@ def _network(draw: Draw, ignored: int | None) -> Network:
     normed = draw.chance(0.3)
     again = Conv(8, 3, padding=1, name="shared", activation=draw.one(None, "relu", "tanh"), weight_norm=normed)
     norm, y = GroupNorm(2, name="norm"), Conv(8, 3, padding=1, name="first", activation="relu")(x)
-    values = [norm(y)]
+    values, bent = [norm(y)], _bending(draw, width)
     for _ in range(int(draw.rng.integers(1, 4))):
         y = again(draw.one(*values))
         y = norm(y) if draw.chance(0.4) else y
+        y = bent(y, values[-1]) if draw.chance(0.5) else y
         y = Dropout(0.3)(y) if draw.chance(0.3) else y
         y = StochasticDepth(0.3)(y) if draw.chance(0.3) else y
         values.append(y + values[-1] if draw.chance(0.5) else y)
@@ -150,9 +155,30 @@ def _network(draw: Draw, ignored: int | None) -> Network:
     vector = Concat()(mix(vector), mix(mix(vector))) if draw.chance(0.6) else mix(vector)
     vector = Dense(3, name="dense3")(Dense(24, name="dense2", activation="tanh")(vector))
     maps = Conv(CLASSES, 1, name="maps", weight_norm=draw.chance(0.3))(y)
+    maps = LogSoftmax()(maps) if draw.chance(0.3) else maps
     loss = _losses(draw, maps, Conv(2, 3, padding=1, name="masked")(y), vector, ignored)
     made = Network({"maps": maps, "vector": vector, "loss": loss}, name="combined")
     return made.freeze(draw.one("shared", "norm", "first", "dense1")) if draw.chance(0.3) else made
+
+
+def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
+    """One of the ways to compute with values and numbers; layers are made once, and may be called again."""
+    settings, row = Input((2,), "settings"), Input((1, width, 8), "row")
+    factor, summand = Dense(8, name="factor"), Dense(8, name="summand")
+    rows, mask = Conv(8, 1, name="rows"), Conv(1, 1, name="mask", activation="sigmoid")
+
+    def bent(y: Node, other: Node) -> Node:
+        return draw.one(
+            lambda: y * (1 + factor(settings)) + summand(settings),
+            lambda: other - 0.5 * y,
+            lambda: y * mask(other) + other * (1 - mask(y)),
+            lambda: y / 2 + rows(row),
+            lambda: summand(GlobalAveragePool()(other)) + y,
+            lambda: ChannelShuffle(draw.one(2, 4))(y),
+            lambda: Mish()(-y),
+        )()
+
+    return bent
 
 
 def _losses(draw: Draw, maps: Node, masks: Node, vector: Node, ignored: int | None) -> Any:
