@@ -1,8 +1,8 @@
 """Per-channel normalisation, computed once in parallel and the same for every number of ranks.
 
 A channel is first transformed by a named rule, then its mean is subtracted and it is divided by its standard
-deviation. Quality metrics explode where a cell tangles (Verdict clamps them to 1e30): a mean and a standard deviation
-of such numbers say nothing, so heavy-tailed channels take ``log`` by default.
+deviation. Of what spreads over orders of magnitude a mean says little: densities and pressures take ``log`` by default.
+Quality metrics explode where a cell tangles (Verdict clamps them to 1e30): they take ``metric``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import DataError
 from .source import Dataset
 
 __all__ = [
-    "HEAVY_TAILED",
+    "DEFAULT_RULES",
     "TRANSFORMS",
     "ChannelStatistics",
     "SampleRows",
@@ -35,13 +35,17 @@ AllReduce = Callable[[Array], Array]
 
 _logger = logging.getLogger(__name__)
 
-HEAVY_TAILED = frozenset({"Density", "Pressure", "aspectRatio", "conditionNumber", "oddy", "taper", "stretch"})
-"""Channels that take ``log`` by default."""
+DEFAULT_RULES = {
+    **dict.fromkeys(("Density", "Pressure"), "log"),
+    **dict.fromkeys(("aspectRatio", "conditionNumber", "oddy", "taper", "stretch"), "metric"),
+}
+"""Rules of channels of these names; others take ``none``."""
 
 LARGEST = 1e6
-"""``log`` and ``asinh`` see nothing above this: a clamped 1e30 must not be an outlier of its own."""
+"""``metric`` sees nothing above this: a clamped 1e30 must not be an outlier of its own."""
 CLIP = 5.0
 """Standard deviations at which ``clip`` cuts."""
+_RULES = 2  # version of what the rules mean
 _ROWS = 64
 _CACHED_ROWS = 16
 _LONG = 8e9  # bytes that one rank reads in ten seconds or more
@@ -49,13 +53,17 @@ _LONG = 8e9  # bytes that one rank reads in ten seconds or more
 
 def _log(x: NDArray[Any]) -> None:
     """sign(x) log(1 + |x|)."""
-    np.clip(x, -LARGEST, LARGEST, out=x)
     magnitude = np.log1p(np.abs(x))
     np.copysign(magnitude, x, out=x)
 
 
-def _asinh(x: NDArray[Any]) -> None:
+def _metric(x: NDArray[Any]) -> None:
+    """As log, of what is no larger than a metric of a cell can be."""
     np.clip(x, -LARGEST, LARGEST, out=x)
+    _log(x)
+
+
+def _asinh(x: NDArray[Any]) -> None:
     np.arcsinh(x, out=x)
 
 
@@ -66,6 +74,7 @@ def _identity(x: NDArray[Any]) -> None:
 TRANSFORMS: dict[str, Callable[[NDArray[Any]], None]] = {
     "none": _identity,
     "log": _log,
+    "metric": _metric,
     "asinh": _asinh,
     "clip": _identity,
 }
@@ -130,12 +139,15 @@ class ChannelStatistics:
             "std": self.std.tolist(),
             "transforms": list(self.transforms),
             "count": self.count,
+            "rules": _RULES,
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ChannelStatistics:
         mean, std = (np.asarray(state[key], dtype=np.float64) for key in ("mean", "std"))
-        return cls(mean, std, tuple(state["transforms"]), int(state["count"]))
+        # In checkpoints before the rule "metric" was, "log" meant it.
+        renamed = {} if state.get("rules") == _RULES else {"log": "metric"}
+        return cls(mean, std, tuple(renamed.get(rule, rule) for rule in state["transforms"]), int(state["count"]))
 
 
 def _raise(fault: Exception | None) -> None:
@@ -144,20 +156,30 @@ def _raise(fault: Exception | None) -> None:
 
 
 def check_transforms(dataset: Dataset, transforms: Mapping[str, str]) -> None:
-    """Refuse rules that there are not, and channels that no input has. Local.
+    """Refuse rules that there are not, and names that neither an input nor a channel of one has. Local.
 
     Raises
     ------
     DataError
         Naming those that there are.
     """
-    names = [name for field in dataset.fields.values() if not field.is_target for name in field.channel_names]
-    unknown = [n for n in transforms if n not in names]
+    inputs = {name: field for name, field in dataset.fields.items() if not field.is_target}
+    channels = dict.fromkeys(channel for field in inputs.values() for channel in field.channel_names)
+    unknown = [n for n in transforms if n not in inputs and n not in channels]
     if unknown:
-        raise DataError(f"transforms: expected channels out of {', '.join(names)}, got {', '.join(unknown)}")
+        raise DataError(
+            f"transforms: expected inputs out of {', '.join(inputs)}, or channels out of {', '.join(channels)}, got "
+            f"{', '.join(unknown)}"
+        )
     wrong = [r for r in transforms.values() if r not in TRANSFORMS]
     if wrong:
         raise DataError(f"transforms: expected rules out of {', '.join(TRANSFORMS)}, got {', '.join(wrong)}")
+
+
+def _rule(transforms: Mapping[str, str], name: str, channel: str) -> str:
+    """That of a channel, else of its input, else the default."""
+    common = transforms.get(name, DEFAULT_RULES.get(channel, "none"))
+    return transforms.get(channel, common)
 
 
 def channel_statistics(
@@ -190,8 +212,8 @@ def channel_statistics(
     agree : callable
         ``agree(fault)`` raises on all ranks if a rank passes a fault of reading instead of None, before sums are taken.
     transforms : dict, optional
-        Rule per channel name, in place of the default (``log`` for :data:`HEAVY_TAILED`, else ``none``); names of
-        channels of others do not count (:func:`check_transforms`).
+        Rule per name of a channel, or of this input for all its channels that have none, in place of the default
+        (:data:`DEFAULT_RULES`, else ``none``); names of others do not count (:func:`check_transforms`).
 
     Raises
     ------
@@ -201,9 +223,7 @@ def channel_statistics(
     if len(indices) == 0:
         raise DataError(f"{dataset.path}: expected samples to compute the normalisation from, got none")
     field = dataset.fields[name]
-    rules = tuple(
-        (transforms or {}).get(channel, "log" if channel in HEAVY_TAILED else "none") for channel in field.channel_names
-    )
+    rules = tuple(_rule(transforms or {}, name, channel) for channel in field.channel_names)
     if rank == 0:
         _announce(dataset, name, len(indices), size)
     shift, total, fault = np.zeros(len(rules)), np.zeros((3, len(rules))), None

@@ -137,8 +137,8 @@ def _normalize(w: Writer, node: Node, statistics: Any) -> None:
     w.values[node] = value
 
 
-#: Operators behind a first limit; "log" is sign(x) log(1 + |x|).
-_TRANSFORMS = {"log": ("Clip", "log"), "asinh": ("Clip", "Asinh")}
+#: Operators of a rule; "log" is sign(x) log(1 + |x|).
+_TRANSFORMS = {"log": ("log",), "metric": ("Clip", "log"), "asinh": ("Asinh",)}
 
 
 def _of_some(

@@ -68,8 +68,9 @@ class DataConfig(Table):
     """Whether inputs have mean 0 and standard deviation 1 per channel over the training samples; or the names of the
     inputs that do."""
     transforms: dict[str, str] = Field(default_factory=dict)
-    """Rules by channel name, in place of the default ones: ``"none"``, ``"log"``, ``"asinh"``; ``"clip"`` bounds what
-    normalization gives."""
+    """Rules by the name of a channel, or of an input for all its channels, in place of the default ones: ``"none"``,
+    ``"log"`` (``sign(x) log(1 + |x|)``), ``"asinh"``, ``"metric"`` (as ``"log"``, of at most 1e6: quality metrics of
+    meshes); ``"clip"`` bounds what normalization gives."""
     shuffle: bool = True
     """Draw training samples in another order in every epoch."""
     prefetch: Annotated[Count, Field(le=64)] = 1

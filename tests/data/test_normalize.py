@@ -102,9 +102,17 @@ def test_rules(data, rule: str, function) -> None:
     dataset, x = data
     statistics = channel_statistics(dataset, "x", [1, 2], transforms={"a": rule})
     expected = function(x[[1, 2], ..., 0].astype(np.float64))
-    assert statistics.transforms == (rule, "none", "log", "none")
+    assert statistics.transforms == (rule, "none", "metric", "none")
     assert statistics.mean[0] == pytest.approx(expected.mean(), abs=1e-7)
     assert statistics.std[0] == pytest.approx(expected.std(), rel=1e-6)
+
+
+def test_the_rule_of_an_input_is_that_of_its_channels_without_one(data) -> None:
+    dataset, _ = data
+    rules = {"x": "asinh", "offset": "none"}
+    check_transforms(dataset, rules)
+    found = channel_statistics(dataset, "x", [1, 2], transforms=rules)
+    assert found.transforms == ("asinh", "none", "asinh", "asinh")
 
 
 def test_clip_cuts_after_normalisation(data) -> None:
@@ -113,6 +121,24 @@ def test_clip_cuts_after_normalisation(data) -> None:
     y[0, 0, 0, 0] = 1e9
     channel_statistics(dataset, "x", [1], transforms={"a": "clip"}).apply(y)
     assert y[0, 0, 0, 0] == 5
+
+
+@pytest.mark.parametrize(("rule", "alike"), [("log", False), ("asinh", False), ("metric", True), ("none", False)])
+def test_a_metric_alone_is_limited(data, rule: str, alike: bool) -> None:
+    """Pressures in Pa are larger than any metric of a cell that is not tangled."""
+    dataset, x = data
+    y = x.copy()
+    y[0, 0, :2, 0] = 2e6, 3e9
+    channel_statistics(dataset, "x", [1], transforms={"a": rule}).apply(y)
+    assert (y[0, 0, 0, 0] == y[0, 0, 1, 0]) == alike
+
+
+def test_what_an_older_checkpoint_calls_log_is_metric(data) -> None:
+    dataset, _ = data
+    state = channel_statistics(dataset, "x", [0, 1], transforms={"a": "log", "oddy": "asinh"}).state_dict()
+    assert ChannelStatistics.from_state_dict(state).transforms == ("log", "none", "asinh", "none")
+    del state["rules"]
+    assert ChannelStatistics.from_state_dict(state).transforms == ("metric", "none", "asinh", "none")
 
 
 def test_state_survives(data) -> None:
@@ -128,7 +154,8 @@ def test_wrong_arguments(data) -> None:
     dataset, _ = data
     with pytest.raises(DataError, match="expected samples to compute the normalisation from, got none"):
         channel_statistics(dataset, "x", [])
-    with pytest.raises(DataError, match="expected channels out of a, offset, oddy, constant, got b"):
+    message = "expected inputs out of x, or channels out of a, offset, oddy, constant, got b"
+    with pytest.raises(DataError, match=message):
         check_transforms(dataset, {"b": "log"})
-    with pytest.raises(DataError, match="expected rules out of none, log, asinh, clip, got sqrt"):
+    with pytest.raises(DataError, match="expected rules out of none, log, metric, asinh, clip, got sqrt"):
         check_transforms(dataset, {"a": "sqrt"})

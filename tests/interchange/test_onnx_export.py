@@ -260,11 +260,11 @@ def _written(network: hg.Network, folder, name: str) -> bytes:
 
 
 def test_normalization_is_a_part_of_the_graph(tmp_path):
-    network = _chain([hg.ReLU()], (5, 4, 5))
-    rules = ("none", "log", "asinh", "clip", "none")
-    mean, std = np.array([1.0, 0.5, -1.0, 0.0, 2.0]), np.array([2.0, 1.0, 3.0, 0.1, 0.0])
+    network = _chain([hg.ReLU()], (5, 4, 6))
+    rules = ("none", "log", "asinh", "clip", "none", "metric")
+    mean, std = np.array([1.0, 0.5, -1.0, 0.0, 2.0, 1.0]), np.array([2.0, 1.0, 3.0, 0.1, 0.0, 2.0])
     statistics = ChannelStatistics(mean, std, rules, 10)
-    x = 10 * samples(5, 4, 5)
+    x = 10 * samples(5, 4, 6)
     x[0, 0, 0] = 1e7
     hg.onnx.save(network, None, tmp_path / "m.onnx", {"x": statistics})
     want = x.copy()
