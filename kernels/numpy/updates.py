@@ -17,6 +17,7 @@ __all__ = ["NumpyUpdates"]
 
 # Elements per piece: parameter, gradient, two states and two scratch arrays of it fit a 1 MiB cache.
 PIECE = 1 << 15
+_ROW, _ROWS = 1 << 10, 1 << 8  # elements of a scalar product in float32, and how many are taken at once
 
 
 @dataclass
@@ -209,9 +210,17 @@ class NumpyUpdates(Updates):
 
 
 def _squares(flat: Any) -> float:
-    """Sum of squares, in float64 over pieces: a scalar product of millions in float32 would lose three digits."""
-    pieces = (flat[i : i + PIECE] for i in range(0, flat.size, PIECE))
-    return sum(float(np.dot(piece, piece)) for piece in pieces)
+    """Sum of squares, in float64 over rows: a scalar product of millions in float32 would lose three digits.
+
+    How many partial sums BLAS has differs between processors: with few, it loses two digits within a million.
+    """
+    whole = flat.size - flat.size % _ROW
+    rest = flat[whole:]
+    total = float(np.dot(rest, rest))
+    for start in range(0, whole, _ROW * _ROWS):
+        rows = flat[start : min(start + _ROW * _ROWS, whole)].reshape(-1, _ROW)
+        total += float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64))
+    return total
 
 
 def _piece(arrays: UpdateArrays, start: int, stop: int, a: Any, b: Any, decayed: bool) -> _Range:

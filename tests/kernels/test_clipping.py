@@ -26,12 +26,17 @@ def test_sum_of_squares(typed, counts):
     kernel.close()
 
 
-def test_squares_of_many_equal_numbers(arrays):
-    """Sums in float32 alone lose digits with their length, and so would depend on how parameters are cut."""
-    x, out = arrays.draw(1 << 20), arrays.poisoned(1, dtype=FLOAT64)
-    x[...] = 0.1
-    arrays.backend.sum_of_squares([(x, 1)], out)()
-    assert math.isclose(out[0], x.size * float(x[0]) ** 2, rel_tol=1e-5)
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) - 1, 5000, 1025, 1024, 1023])
+def test_squares_of_many_equal_numbers(arrays, size):
+    """Sums in float32 alone lose digits with their length, and so would depend on how parameters are cut.
+
+    Equal numbers are the worst case: all rounding errors have one sign.
+    """
+    x, out = arrays.draw(size), arrays.poisoned(1, dtype=FLOAT64)
+    for value in (0.1, 0.7, 1 / 3):
+        x[...] = value
+        arrays.backend.sum_of_squares([(x, 1)], out)()
+        assert math.isclose(out[0], x.size * float(x[0]) ** 2, rel_tol=2e-6)
 
 
 def test_squares_of_nothing(arrays):
