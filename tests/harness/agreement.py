@@ -55,14 +55,15 @@ class Agreement:
         everyone = np.zeros((self.comm.size, 2), np.int64)
         request = self.comm.Iallgather(mine, everyone)
         failed = NAMES[outcome] == FAILED
-        deadline = time.monotonic() + (self.grace if failed else patience)
-        pause = 1e-4
+        begin = time.monotonic()
+        deadline = begin + (self.grace if failed else patience)
         while not request.Test():
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 reason = text if failed else f"passed here, but other ranks never came to the end of {key}"
                 self.give_up(key, reason)
-            time.sleep(pause)
-            pause = min(2 * pause, 5e-3)
+            # A twentieth of the wait is slept too long at most: what one rank oversleeps all others wait for.
+            time.sleep(min(max((now - begin) / 20, 5e-5), 5e-3))
         if len(set(everyone[:, 1])) > 1:
             self.give_up(key, f"the ranks run different tests; this one runs {key}\n{text}")
         return [int(code) for code in everyone[:, 0]]
