@@ -10,7 +10,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +24,7 @@ from .kernels.memory import total
 from .layers import Input, Layer, Loss, Network
 from .layers.strategy import Strategy
 from .training.executor import Executor
+from .training.gather import Gather
 
 __all__ = ["LayerResult", "check_layer", "grids", "random_array", "run_layer"]
 
@@ -113,8 +114,9 @@ def run_layer(
             executor.backward()
             assert executor.reducer is not None
             executor.reducer.finish()
-        result: dict[str, Any] = {"y": executor.gather(name)}
-        result |= {f"dx{i}": executor.gather(f"x{i}", gradient=True) for i in range(len(shapes))}
+        inputs = [f"x{i}" for i in range(len(shapes))]
+        with closing(Gather(executor, [name], inputs)) as way:
+            result: dict[str, Any] = dict(zip(("y", *(f"d{x}" for x in inputs)), way.run()))
         grads = executor.store.gather(comm, executor.store.grads)
         result |= {f"d{labels[k]}": executor.device.to_host(v).copy() for k, v in (grads or {}).items()}
     result["loss"] = np.array([loss])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from .session import Session
 from .step_times import RunPlan
 from .timeline import write_trace
 
-__all__ = ["balance_lines", "begin_entry", "headline", "report_plan", "report_times"]
+__all__ = ["begin_entry", "data_lines", "headline", "report_plan", "report_times"]
 
-_NAMED = 20  # classes in a line
+_NAMED = 20  # classes or channels in a line
 
 
 def headline(session: Session) -> str:
@@ -33,14 +34,36 @@ def headline(session: Session) -> str:
     )
 
 
-def balance_lines(session: Session) -> list[str]:
-    """A line per target whose classes were counted: how often each occurs, and its weight. Local."""
-    found, factors = [], session.network.class_factors
+def data_lines(session: Session) -> list[str]:
+    """What becomes of the data, where one would not expect it from the configuration: a line each. Local.
+
+    The channels that are transformed before they are normalized, many by their names alone; and per target whose
+    classes were counted, how often each occurs, and its weight.
+    """
+    return [*_transforms(session), *_balances(session)]
+
+
+def _transforms(session: Session) -> Iterator[str]:
+    for name, statistics in session.samples.statistics.items():
+        by_rule: dict[str, list[str]] = {}
+        for channel, rule in zip(session.samples.dataset.fields[name].channel_names, statistics.transforms):
+            by_rule.setdefault(rule, []).append(channel)
+        by_rule.pop("none", None)
+        if by_rule:
+            rules = "; ".join(f'{_some(channels)} by "{rule}"' for rule, channels in by_rule.items())
+            yield f"{name}: transformed before they are normalized (data.transforms): {rules}"
+
+
+def _balances(session: Session) -> Iterator[str]:
+    factors = session.network.class_factors
     for name, counts in session.samples.class_counts.items():
         each = [f"{c}: {n:,} ({w:.4g})" for c, (n, w) in enumerate(zip(counts, factors[name]))]
-        more = f", and {len(each) - _NAMED} more" if len(each) > _NAMED else ""
-        found.append(f"classes of {name} in the training samples, and their weights: {', '.join(each[:_NAMED])}{more}")
-    return found
+        yield f"classes of {name} in the training samples, and their weights: {_some(each)}"
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f", and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return ", ".join(texts[:_NAMED]) + more
 
 
 def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:

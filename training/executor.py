@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from ..comm import Communicator
 from ..comm.errors import is_shared
 from ..device import is_low
-from ..dtensor import Box, Exchange, Layout
+from ..dtensor import Box
 from ..layers import Network
 from ..layers.parameter_blocks import parameter_blocks
 from ..layers.reduction_scheme import Scheme
@@ -23,6 +24,7 @@ from ..program.compiler import Target, compile_program
 from ..program.mode import Mode
 from ..program.runner import Runner
 from ..program.values import Value
+from .gather import Gather
 from .graph import GraphedPass, check_graph, graphed_passes
 from .inputs import block_of, check_name
 from .kernels import report_substitutes
@@ -99,6 +101,8 @@ class Executor:
         Where this rank stands.
     device
         Where the arrays live.
+    probed
+        Inputs whose gradient is kept.
     pending
         On a device, the loss of the last `forward`.
 
@@ -126,7 +130,7 @@ class Executor:
         kept: Iterable[str] = (),
         parts: int = 1,
     ) -> None:
-        self._probed, self._kept, self.parts = frozenset(probed), frozenset(kept), parts
+        self.probed, self._kept, self.parts = frozenset(probed), frozenset(kept), parts
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         with comm.agreement():
             self.strategy = strategy or Strategy({"sample": comm.size})
@@ -182,7 +186,7 @@ class Executor:
             trainable,
             self.comm.waits_for_network,
             self.device.is_host,
-            self._probed,
+            self.probed,
             self._kept,
             self.kernels.padded_channels,
         )
@@ -387,29 +391,12 @@ class Executor:
         self.device.assign(region.array, block)
 
     def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
-        """The whole array of a layer on rank 0, None elsewhere. Collective; for small networks.
+        """The whole array of a layer on rank 0, None elsewhere; with `gradient` that of a probed input. Collective.
 
-        With `gradient` that of a probed input: others share memory, and are gone when `backward` returns.
+        Of several arrays, or after several steps: :class:`halograd.training.gather.Gather`.
         """
-        value = self.values[name]
-        if not gradient and not (value.kept or value.read):
-            raise ValueError(
-                f"gather(): the output of {name!r} is not kept; build the executor with kept=[{name!r}], it has "
-                f"{sorted(n for n, v in self.values.items() if v.kept or v.read)}"
-            )
-        if gradient and (name not in self._probed or value.gradient is None):
-            raise ValueError(
-                f"gather(): the gradient of {name!r} is not kept; build the executor with probed=[...] of inputs "
-                f"that the loss depends on, it has {sorted(self._probed)}"
-            )
-        layout = Layout.on_rank(value.layout.shape, 0, self.comm.size)
-        box: Box = layout.boxes[self.comm.rank]
-        target = self.device.empty(box.shape, value.dtype)
-        source = self.runner.view(value.dy if gradient else value.view)
-        exchange = Exchange(self.comm, value.layout.boxes, layout.boxes, source, target, kind="gather")
-        exchange.run()
-        exchange.close()
-        return self.device.to_host(target) if self.comm.rank == 0 else None
+        with closing(Gather(self, [] if gradient else [name], [name] if gradient else [])) as way:
+            return way.run()[0]
 
     @property
     def predicted_bytes(self) -> Mapping[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import h5py
@@ -11,6 +12,7 @@ import numpy as np
 from ..data import Batch
 from ..data.atomic import atomic_path, check_replaceable
 from ..device import is_low
+from .gather import Gather
 from .metrics import judged
 from .session import Session
 
@@ -42,14 +44,15 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
     parts: dict[str, list[np.ndarray]] = {key: [] for key in names}
     samples: list[int] = []
     fault: Exception | None = None
-    for batch in session.feed(batches):
-        executor.forward(training=False)
-        executor.loss_value()
-        for key, name in names.items():
-            whole = executor.gather(name)
-            if whole is not None:
-                parts[key].append((whole.astype(np.float32) if is_low(whole.dtype) else whole)[: batch.valid])
-        samples += batch.indices[: batch.valid]
+    with closing(Gather(executor, list(names.values()))) as way:
+        for batch in session.feed(batches):
+            executor.forward(training=False)
+            executor.loss_value()
+            for key, whole in zip(names, way.run()):
+                if whole is not None:
+                    valid = whole[: batch.valid]
+                    parts[key].append(valid.astype(np.float32) if is_low(valid.dtype) else valid.copy())
+            samples += batch.indices[: batch.valid]
     try:
         if comm.rank == 0:
             _write(path, parts, samples)

@@ -17,7 +17,7 @@ from ..comm import CommError, Communicator, boot
 from ..data import find_files
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
-from .account import balance_lines, begin_entry, headline, report_plan, report_times
+from .account import begin_entry, data_lines, headline, report_plan, report_times
 from .applying import check_outputs, outputs_of, write_outputs
 from .callbacks import Callback
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
@@ -121,7 +121,7 @@ def train(
         with ranks.agreement():
             run = TrainingRun(session, folder, log, plan is not None, signals, ranked, callbacks)
         log.say(headline(session))
-        for text in balance_lines(session):
+        for text in data_lines(session):
             log.say(text)
         if found is None and config.training.init is not None:
             begin_with(session)

@@ -1,6 +1,7 @@
 """Small random networks under random strategies, and what one step of them computes."""
 
 import math
+from contextlib import closing
 
 import numpy as np
 
@@ -42,6 +43,7 @@ from halograd.layers.strategy import Strategy
 from halograd.program.runner import Runner
 from halograd.testing import random_array
 from halograd.training.executor import Executor
+from halograd.training.gather import Gather
 from tests.layers.cuts import primes, random_parts
 
 CLASSES = 3
@@ -292,10 +294,10 @@ def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64")
             executor.backward()
             executor.reducer.finish()
         losses = {n for n, node in network.layers.items() if hasattr(node.layer, "local")}
-        result = {name: executor.gather(name) for name in network.layers if name not in losses}
-        for name in probed:
-            if executor.values[name].gradient is not None:
-                result[f"d{name}"] = executor.gather(name, gradient=True)
+        outputs = [name for name in network.layers if name not in losses]
+        gradients = [name for name in probed if executor.values[name].gradient is not None]
+        with closing(Gather(executor, outputs, gradients)) as way:
+            result = dict(zip([*outputs, *(f"d{name}" for name in gradients)], way.run()))
         grads = executor.store.gather(comm, executor.store.grads)
         result |= {f"d{key}": array.copy() for key, array in (grads or {}).items()}
         result["loss"] = np.array([loss])

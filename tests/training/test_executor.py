@@ -14,6 +14,7 @@ from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
+from halograd.training.gather import Gather
 
 SHAPE = (7, 6, 2)
 
@@ -94,6 +95,26 @@ def test_refusals_name_what_is_missing():
             executor.gather("x", gradient=True)
             with pytest.raises(ValueError, match=r"gradient of 'conv' is not kept; .*it has \['x'\]"):
                 executor.gather("conv", gradient=True)
+
+
+@pytest.mark.mpi
+def test_a_gather_is_made_once_and_run_after_every_step():
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        executing(comm, probed=["x"], kept=["conv"]) as executor,
+        contextlib.closing(Gather(executor, ["conv", "norm"], ["x"])) as way,
+    ):
+        last = None
+        for step in range(2):
+            executor.set_input("x", random_array((2, *SHAPE), f"x {step}"))
+            gradients(executor)
+            found, expected = way.run(), [executor.gather("conv"), executor.gather("norm")]
+            expected.append(executor.gather("x", gradient=True))
+            assert all((one is None) == (comm.rank > 0) for one in found)
+            if comm.rank == 0:
+                assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+                assert last is None or not np.array_equal(last, found[0])
+                last = found[0].copy()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -122,3 +122,26 @@ def test_a_network_may_compare_with_what_it_reads(comm, config):
 def test_what_does_not_fit_is_named(comm, config, sets, message):
     with pytest.raises((UserError, ValueError), match=message):
         train(config, sets, comm=comm)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_says_which_channels_it_transforms(comm, config, capfd):
+    """A channel takes a rule by its name alone: nobody has to read the documents to learn of it."""
+    if comm.rank == 0:
+        with h5py.File("data.h5", "a") as file:
+            file["u"].attrs["channel_names"] = ["Density", "speed", "Pressure"]
+    comm.barrier()
+    for number, (sets, rules) in enumerate(
+        (
+            ([], 'Density, Pressure by "log"'),
+            (['data.transforms={Pressure="none", speed="asinh"}'], 'Density by "log"; speed by "asinh"'),
+            (['data.transforms={fields="none"}'], None),
+        )
+    ):
+        more = ["training.epochs=1", "output.progress=true", f"output.directory=run-{number}"]
+        train(config, [*sets, *more], comm=comm)
+        if comm.rank == 0:
+            said = " ".join(capfd.readouterr().err.split())
+            line = f"fields: transformed before they are normalized (data.transforms): {rules}"
+            assert (line in said) == (rules is not None)
+            assert ("(data.transforms)" in said) == (rules is not None)
