@@ -308,7 +308,8 @@ class BatchNormArrays:
     Attributes
     ----------
     x, y, dy, dx
-        ``(N, *spatial, C)``; `dy` and `dx` are None for a forward that is never differentiated.
+        ``(N, *spatial, C)``; `dy` and `dx` are None for a forward that is never differentiated. Backward reads `y` only
+        with relu.
     gamma, beta, mean, var
         ``(C,)``, of the dtype of `x` or float32; `var` is the biased variance.
     sums, means

@@ -172,7 +172,8 @@ class GroupNormArrays:
     Attributes
     ----------
     x, y, dy, dx
-        ``(N, *spatial, C)``; `dy` and `dx` None for a forward that is never differentiated.
+        ``(N, *spatial, C)``; `dy` and `dx` None for a forward that is never differentiated. Backward reads `y` only
+        with relu.
     gamma, beta, dgamma, dbeta
         ``(C,)``, of the dtype of `x` or float32; gradients may be None.
     mean, var

@@ -30,7 +30,7 @@ class ChannelNormArrays:
     ----------
     x, y, dy, dx
         Packed ``(..., C)``; without `dy` there is no backward kernel, without `dx` only the gradients of the parameters
-        are wanted.
+        are wanted. Backward reads `y` only with relu.
     gamma, beta, dgamma, dbeta
         ``(C,)``, of the dtype of `x` or float32, or None.
     """

@@ -12,7 +12,7 @@ from .base import Base
 from .geometry import Geometry, Resampled
 from .kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
 
-__all__ = ["ACTIVATIONS", "BY_INPUT", "DropoutMask", "Pointwise"]
+__all__ = ["ACTIVATIONS", "BY_INPUT", "DropoutMask", "Pointwise", "reads_input"]
 
 #: The CUDA kernels know them by their places.
 ACTIVATIONS = (
@@ -21,6 +21,11 @@ ACTIVATIONS = (
 )
 #: Those whose derivative cannot be formed from the output.
 BY_INPUT = ("gelu", "silu", "hard_swish", "softplus", "mish", "gelu_tanh")
+
+
+def reads_input(kind: str, alpha: float = 0.0) -> bool:
+    """Whether the derivative of an activation is formed from its input, else from its output: the other may be gone."""
+    return kind in BY_INPUT or (kind == "leaky_relu" and alpha < 0)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Pointwise(Base):
     def max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
         """Forward and backward of the maximum over windows; of equal elements the first gets the gradient.
 
-        Padding counts as -inf. The backward kernel uses what the forward kernel of the pair remembered.
+        Padding counts as -inf. The backward kernel uses what the forward kernel of the pair remembered, and neither `x`
+        nor `y`.
         Without `dy` and `dx` (None) the backward kernel is None.
         """
         self._check_dtypes("max_pool", x=x, y=y, dy=dy, dx=dx)
@@ -69,6 +75,7 @@ class Pointwise(Base):
     ) -> tuple[Kernel, Kernel | None]:
         """Forward and backward of the mean over windows, over all taps or over those inside `x`.
 
+        Backward reads neither `x` nor `y`.
         Without `dy` and `dx` (None) the backward kernel is None.
         """
         self._check_dtypes("average_pool", x=x, y=y, dy=dy, dx=dx)
@@ -85,8 +92,7 @@ class Pointwise(Base):
         `kind` is relu, leaky_relu (slope `alpha` below 0), sigmoid, tanh, gelu (by erf), silu (``x * sigmoid(x)``), elu
         (``alpha * (exp(x) - 1)`` below 0, `alpha` >= 0), hard_sigmoid (``min(max(x / 6 + 1/2, 0), 1)``), hard_swish
         (x times that), softplus (``log(1 + exp(x))``), mish (``x * tanh(softplus(x))``) or gelu_tanh (gelu approximated
-        by tanh). With `x` as `y` the derivative is formed from the output, which those of :data:`BY_INPUT` (and
-        leaky_relu of a slope < 0) cannot.
+        by tanh). The gradient reads `x` or `y`, as :func:`reads_input` says, and not the other.
         Without `dy` and `dx` (None) the backward kernel is None.
         """
         if kind not in ACTIVATIONS:
@@ -99,8 +105,7 @@ class Pointwise(Base):
             return filled(0), None if dx is None else filled(0)
         if kind == "elu" and not alpha >= 0:
             raise KernelError(f"activation: expected alpha >= 0 of elu, got {alpha}; it would not be monotonous")
-        needs_input = kind in BY_INPUT or (kind == "leaky_relu" and alpha < 0)
-        if dy is not None and checks.same_elements(x, y) and needs_input:
+        if dy is not None and checks.same_elements(x, y) and reads_input(kind, alpha):
             raise KernelError(f"activation: expected x and y apart for the gradient of {kind}, got one array; use two")
         return self._activation(kind, x, y, dy, dx, alpha)
 

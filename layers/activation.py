@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..kernels.pointwise import reads_input
 from .costs import Passes
 from .layer import Layer, Shape
 from .pair import Pair
@@ -54,7 +55,9 @@ class _Activation(Layer):
 
         def backward() -> None:
             kernel.add(dy=context.dy, dx=context.gradient(0))
-            context.run(kernel, "backward", timing=context.timing("backward_data"))
+            # The other of x and y is free for others from here on.
+            source = "x" if reads_input(self.function, self.alpha) else "y"
+            context.run(kernel, "backward", uses=(source, "dy", "dx"), timing=context.timing("backward_data"))
 
         return backward
 
@@ -220,12 +223,12 @@ class Clamp(Layer):
         return 2 * math.prod(shapes[0])
 
     def lower(self, context: Context) -> Callable[[], None]:
-        limits, x = (self.low, self.high), context.inputs[0].view
-        kernel = context.kernel(partial(_clamp, limits), x=x, y=context.y)
+        limits = (self.low, self.high)
+        kernel = context.kernel(partial(_clamp, limits), x=context.inputs[0].view, y=context.y)
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
-            views = {"x": x, "dy": context.dy, "dx": context.gradient(0)}
+            views = {"y": context.y, "dy": context.dy, "dx": context.gradient(0)}
             inside = context.scratch(context.box.shape, "bool")
             kernel = context.kernel(partial(_clamp_gradient, limits), inside=inside, **views)
             context.run(kernel, timing=context.timing("backward_data"))
@@ -243,17 +246,18 @@ def _clamp(limits: tuple[float, float], environment: Any, x: Any, y: Any) -> Cal
 
 
 def _clamp_gradient(
-    limits: tuple[float, float], environment: Any, x: Any, dy: Any, dx: Any, inside: Any
+    limits: tuple[float, float], environment: Any, y: Any, dy: Any, dx: Any, inside: Any
 ) -> Callable[[], None]:
-    """``dx = dy where low < x < high``."""
-    low, high = limits
+    """``dx = dy where low < y < high``: by the output, so that the input need not be kept."""
+    # As they are written: in 16 bits a limit is rounded, and is none of the numbers inside.
+    low, high = (float(np.asarray(limit, y.dtype)) for limit in limits)
 
     def run() -> None:
         if not dx.size:
             return
-        np.greater(x, low, out=inside)
+        np.greater(y, low, out=inside)
         np.multiply(dy, inside, out=dx)
-        np.less(x, high, out=inside)
+        np.less(y, high, out=inside)
         np.multiply(dx, inside, out=dx)
 
     return run

@@ -157,8 +157,8 @@ class BatchNorm(Layer):
 
         def settle() -> None:
             if running is not None:
-                context.end_sum(running)
-                context.run(kernel, "settle", uses=again)
+                context.finish(running)
+                context.run(kernel, "settle", uses=("moments", *(f"running_{key}" for key in context.state)))
 
         for x in inputs:
             x.start()
@@ -177,7 +177,7 @@ class BatchNorm(Layer):
         context.run(kernel, "train", uses=forward, when="training", timing=context.timing("forward"))
         if running is not None:
             context.run(kernel, "average", uses=again, when="training")
-            context.begin_sum(running, when="training")
+            context.start(running, when="training")
 
         def backward() -> None:
             dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
@@ -187,7 +187,8 @@ class BatchNorm(Layer):
                 kernel.add(dresidual=context.gradient(1) if wanted else context.scratch(context.box.shape))
             elif len(inputs) > 1 and context.needs_gradient(1):
                 context.pass_gradient(1)
-            used = tuple(name for name in kernel.views if name != "residual")
+            gone = ("residual",) if self.activation == "relu" else ("residual", "y")
+            used = tuple(name for name in kernel.views if name not in gone)
             settle()
             context.run(kernel, "backward_sums", uses=used, timing=context.timing("backward_data"))
             if not alone:

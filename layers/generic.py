@@ -40,7 +40,8 @@ def lower_local(layer: Layer, context: Context) -> Callable[[], None]:
         returned = {i: context.return_gradient(i, boxes[i]) for i in wanted}
         kernel.add(dy=context.dy, **{f"dx{i}": some.view for i, some in returned.items()})
         kernel.add(**{f"grad {key}": view for key, view in context.grads.items()})
-        context.run(kernel, "backward", timing=context.timing("backward_data"))
+        used = tuple(name for name in kernel.views if name != "y")
+        context.run(kernel, "backward", uses=used, timing=context.timing("backward_data"))
         for some in returned.values():
             some.start()
         for some in returned.values():

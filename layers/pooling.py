@@ -81,7 +81,8 @@ class _Pool(Layer, ABC):
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
             kernel.add(dy=context.dy, dx=returned.view)
-            context.run(kernel, "backward", timing=context.timing("backward_data"))
+            # Of the maxima forward has remembered the places.
+            context.run(kernel, "backward", uses=("dy", "dx"), timing=context.timing("backward_data"))
             returned.start()
             returned.finish()
 

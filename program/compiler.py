@@ -210,17 +210,9 @@ class _Compiler:
                 value.gradient.view.buffer.kept = True
 
     def _context(self, step: Step) -> Context:
+        target = self.target
         return Context(
-            step.layer,
-            step.name,
-            step.inputs,
-            step.output,
-            step.parts,
-            step.options,
-            self._arrays(step),
-            trainable=self.target.trainable,
-            overlaps=self.target.overlaps,
-            looks=self.target.looks,
+            step, self._arrays(step), trainable=target.trainable, overlaps=target.overlaps, looks=target.looks
         )
 
     def _arrays(self, step: Step) -> dict[str, dict[str, View]]:
@@ -338,9 +330,7 @@ def lower_alone(step: Step, trained: bool, overlaps: bool = False) -> Lowered:
         value.place([step.layer.needed_blocks(i, layouts, step.output.layout).clipped(value.layout.shape)])
     step.output.place([])
     blocks = {key: blocks_of(spec, step.parts, size) for key, spec in _specs(step).items()}
-    arrays = _arrays(step, blocks)
-    some = (step.layer, step.name, step.inputs, step.output, step.parts, step.options, arrays)
-    context = Context(*some, trainable=trained, overlaps=overlaps)
+    context = Context(step, _arrays(step, blocks), trainable=trained, overlaps=overlaps)
     add_backward = step.layer.lower(context)
     forward, context.operations = context.operations, []
     if trained and add_backward is not None:

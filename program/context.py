@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..device import wide
 from ..dtensor import Blocks, Box, Groups, plan_exchange
 from ..layers.axes import AXES
-from ..layers.layer import Layer, Shape
 from ..layers.needs import ended
 from .operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
-from .values import Value
 from .views import Buffer, Region, View
+
+if TYPE_CHECKING:
+    from .program import Step
 
 __all__ = ["Context", "Gathered", "Returned"]
 
@@ -33,6 +34,12 @@ class Context:
         Of the communicator.
     inputs, output
         Values; `output.view` is this rank's block of the result, packed.
+    shapes
+        Sample shapes of the inputs.
+    box
+        Global box of the output of this rank.
+    dtype, wide
+        Of the output; of statistics, of gradients of parameters and of those that the layer reads exactly.
     params, grads, state
         Views of this layer's arrays by name. `grads` receive this rank's contribution only. Where activations have 16
         bits, `grads` and `state` are float32 (but not gradients that are rounded, `Parameter.rounded`), and `params`
@@ -43,31 +50,31 @@ class Context:
         Parts of every axis of the layer's process grid.
     trainable
         Whether there is a backward pass.
-    overlaps
-        What ``halo = "auto"`` means: whether to compute while halos travel.
+    overlaps_halo
+        Whether to compute while halos travel: as `options` say, else as is better on this machine.
     looks
         Whether the host may look at numbers within a step, and decide by them; a device would keep it waiting.
     """
 
     def __init__(
         self,
-        layer: Layer,
-        name: str,
-        inputs: Sequence[Value],
-        output: Value,
-        parts: Mapping[str, int],
-        options: Mapping[str, Any],
+        step: Step,
         arrays: Mapping[str, Mapping[str, View]],
         *,
         trainable: bool = True,
         overlaps: bool = False,
         looks: bool = True,
     ) -> None:
-        self.layer, self.name = layer, name
-        self.inputs, self.output = tuple(inputs), output
-        self.parts, self.options = {**dict.fromkeys(AXES, 1), **parts}, options
+        self.layer, self.name = step.layer, step.name
+        self.inputs, self.output = tuple(step.inputs), step.output
+        self.parts, self.options = {**dict.fromkeys(AXES, 1), **step.parts}, step.options
         self.params, self.grads, self.state = arrays["params"], arrays["grads"], arrays["state"]
-        self.trainable, self.looks, self._overlaps = trainable, looks, overlaps
+        self.rank, self.size, self.box = self.output.rank, self.output.layout.size, self.output.box
+        self.shapes = [v.layout.shape[1:] for v in self.inputs]
+        self.dtype, self.wide = self.output.dtype, wide(self.output.dtype)
+        halo = self.options.get("halo", "auto")
+        self.overlaps_halo = halo == "overlap" or (halo == "auto" and overlaps)
+        self.trainable, self.looks = trainable, looks
         self._needed: dict[int, Blocks] = {}
         self.operations: list[Operation] = []
         #: Of a layer that only moves data: adds what is left to do when the output, or the input's gradient, is needed.
@@ -80,36 +87,6 @@ class Context:
         #: What others run too: of a dense layer whose gradient may be that of the whole batch.
         self.exposed: KernelSpec | None = None
 
-    # -- what there is -------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        return self.output.rank
-
-    @property
-    def size(self) -> int:
-        return self.output.layout.size
-
-    @property
-    def shapes(self) -> list[Shape]:
-        """Sample shapes of the inputs."""
-        return [v.layout.shape[1:] for v in self.inputs]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the output."""
-        return self.output.dtype
-
-    @property
-    def wide(self) -> np.dtype:
-        """Dtype of statistics, of gradients of parameters and of those that the layer reads exactly."""
-        return wide(self.dtype)
-
-    @property
-    def box(self) -> Box:
-        """Global output box of this rank."""
-        return self.output.box
-
     @property
     def y(self) -> View:
         """The output; packed."""
@@ -117,14 +94,8 @@ class Context:
 
     @property
     def dy(self) -> View:
-        """The gradient of the output; packed."""
+        """The gradient of the output; packed. Known when the backward pass is added."""
         return self.output.dy
-
-    @property
-    def overlaps_halo(self) -> bool:
-        """Whether to compute while the halo travels."""
-        halo = self.options.get("halo", "auto")
-        return halo == "overlap" or (halo == "auto" and self._overlaps)
 
     # -- boxes ---------------------------------------------------------------------------------
 
@@ -226,16 +197,6 @@ class Context:
         at_target = tuple(targets[self.rank].start if target_origin is None else target_origin)
         return ExchangeSpec(sources, targets, source, target, at_source, at_target, combine, kind, self.name)
 
-    def start(self, exchange: ExchangeSpec | None) -> None:
-        """Add the start of an exchange; nothing for None."""
-        if exchange is not None:
-            self.operations.append(Transfer(self.name, exchange, "start"))
-
-    def finish(self, exchange: ExchangeSpec | None) -> None:
-        """Add its end."""
-        if exchange is not None:
-            self.operations.append(Transfer(self.name, exchange, "finish"))
-
     def sum(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str | None = None) -> Sum | None:
         """A sum in place over groups of ranks, None where every rank is alone.
 
@@ -246,26 +207,23 @@ class Context:
         """
         return None if groups.members_each == 1 else Sum(groups, view, sizes, kind, name or self.name)
 
+    def start(self, message: ExchangeSpec | Sum | None, when: str | None = None) -> None:
+        """Add the start of an exchange or of a sum; nothing for None."""
+        self.operations += _end_of(self.name, message, "start", when)
+
+    def finish(self, message: ExchangeSpec | Sum | None, when: str | None = None) -> None:
+        """Add its end. When that runs and nothing is under way, it does nothing."""
+        self.operations += _end_of(self.name, message, "finish", when)
+
     def all_gather(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str) -> Sum:
         """An array of which every rank of a group has a part, brought together; `sizes` of the parts [B]."""
         return Sum(groups, view.reshape(view.size), sizes, kind, name, "all_gather")
 
-    def begin_sum(self, total: Sum | None, when: str | None = None) -> None:
-        """Add the start of a sum; nothing for None."""
-        if total is not None:
-            self.operations.append(Total(self.name, total, "start", when=when))
-
-    def end_sum(self, total: Sum | None, when: str | None = None) -> None:
-        """Add its end. When that runs and nothing is under way, it does nothing."""
-        if total is not None:
-            self.operations.append(Total(self.name, total, "finish", when=when))
-
     def add_up(self, total: Sum | None, when: str | None = None) -> list[Operation]:
-        """Add a sum that is waited for; its operations."""
-        first = len(self.operations)
-        self.begin_sum(total, when)
-        self.end_sum(total, when)
-        return self.operations[first:]
+        """Add a sum that is waited for; what was added."""
+        added = [one for end in ("start", "finish") for one in _end_of(self.name, total, end, when)]
+        self.operations += added
+        return added
 
     # -- boxes of inputs and gradients ---------------------------------------------------------
 
@@ -282,7 +240,7 @@ class Context:
             return Gathered(self, value.gathered[key], boxes[self.rank])
         if fill is not None and Box.of_shape(value.layout.shape).contains(boxes[self.rank]):
             fill = None
-        found = self._gather(value.region, value.stored, boxes, "halo", value.dtype, "halo copy", fill, padded)
+        found = _gathered(self, value.region, value.stored, boxes, "halo", "halo copy", fill, padded)
         value.gathered[key] = found.view
         return found
 
@@ -293,36 +251,7 @@ class Context:
         """
         source = self.output.gradient if masked is None else Region(masked, self.box)
         assert source is not None
-        return self._gather(source, self.output.layout.boxes, boxes, kind, self.dtype, "transient", None)
-
-    def _gather(
-        self,
-        region: Region,
-        stored: Blocks,
-        boxes: Blocks,
-        kind: str,
-        dtype: np.dtype,
-        use: str,
-        fill: float | None,
-        padded: bool = False,
-    ) -> Gathered:
-        """Uses the storage itself where the box is a packed view of it; copies otherwise."""
-        box = boxes[self.rank]
-        view = region.part(box) if region.box.contains(box) else None
-        everyone_has = stored.contain(boxes)
-        fits = view is not None and (view.packed or (padded and view.packed_but_for_channels))
-        if view is not None and fits and everyone_has:
-            return Gathered(self, view, box)
-        if view is None or not fits:
-            # Padding is written once, so that what holds it has to stay.
-            kept = fill is not None
-            view = Buffer(box.shape, dtype, use, kept=kept, fill=fill or 0.0).view
-            if everyone_has:  # only this rank copies; none communicates, so others need not take part
-                return Gathered(self, view, box, copied=region.part(box))
-        made = self.exchange(
-            stored, boxes, region.view, view, source_origin=region.box.start, target_origin=box.start, kind=kind
-        )
-        return Gathered(self, view, box, made)
+        return _gathered(self, source, self.output.layout.boxes, boxes, kind, "transient", None)
 
     def return_gradient(self, i: int, boxes: Blocks) -> Returned:
         """Where to write the gradient of boxes that were gathered; it is added up at the owners.
@@ -335,6 +264,43 @@ class Context:
             return Returned(self, target, None)
         array = self.scratch(boxes[self.rank].shape, value.dtype)
         return Returned(self, array, self.exchange(boxes, value.layout.boxes, array, target, combine="sum"))
+
+
+def _end_of(layer: str, message: ExchangeSpec | Sum | None, end: str, when: str | None) -> list[Operation]:
+    if message is None:
+        return []
+    if isinstance(message, Sum):
+        return [Total(layer, message, end, when=when)]
+    return [Transfer(layer, message, end, when=when)]
+
+
+def _gathered(
+    context: Context,
+    region: Region,
+    stored: Blocks,
+    boxes: Blocks,
+    kind: str,
+    use: str,
+    fill: float | None,
+    padded: bool = False,
+) -> Gathered:
+    """Uses the storage itself where the box is a packed view of it; copies otherwise."""
+    box = boxes[context.rank]
+    view = region.part(box) if region.box.contains(box) else None
+    everyone_has = stored.contain(boxes)
+    fits = view is not None and (view.packed or (padded and view.packed_but_for_channels))
+    if view is not None and fits and everyone_has:
+        return Gathered(context, view, box)
+    if view is None or not fits:
+        # Padding is written once, so that what holds it has to stay.
+        kept = fill is not None
+        view = Buffer(box.shape, region.view.dtype, use, kept=kept, fill=fill or 0.0).view
+        if everyone_has:  # only this rank copies; none communicates, so others need not take part
+            return Gathered(context, view, box, copied=region.part(box))
+    made = context.exchange(
+        stored, boxes, region.view, view, source_origin=region.box.start, target_origin=box.start, kind=kind
+    )
+    return Gathered(context, view, box, made)
 
 
 class Gathered:

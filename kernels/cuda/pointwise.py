@@ -11,7 +11,7 @@ import numpy as np
 from ..checks import same_elements
 from ..geometry import Geometry, Resampled
 from ..kernel import Kernel, KernelError
-from ..pointwise import ACTIVATIONS, DropoutMask, Pointwise
+from ..pointwise import ACTIVATIONS, DropoutMask, Pointwise, reads_input
 from .boxes import AXES, Joined, joined_elements
 from .launch import Launch, Launcher, items_grid, scalar_program, sequence, suffix, vector_lanes
 from .sources import CudaProgram
@@ -39,7 +39,7 @@ class CudaPointwise(Pointwise):
         if dx is None:
             return forward, None
         return forward, _gradient(
-            self.launcher, program, kind, (x, y, dy, dx), {**common, "from_output": same_elements(x, y)}
+            self.launcher, program, kind, (x, y, dy, dx), {**common, "from_output": not reads_input(kind, alpha)}
         )
 
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:

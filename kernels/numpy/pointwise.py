@@ -11,7 +11,7 @@ import numpy as np
 from ..checks import same_elements
 from ..kernel import Kernel, ScratchKernel
 from ..memory import nbytes_of, round_up
-from ..pointwise import DropoutMask
+from ..pointwise import DropoutMask, reads_input
 from .windows import NumpyWindows
 
 __all__ = ["NumpyPointwise", "erf", "global_counters", "mix64", "mix64_inplace"]
@@ -48,7 +48,7 @@ def _leaky(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _leaky_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    np.greater(x, 0, out=work[0])
+    np.greater(x if reads_input("leaky_relu", alpha) else y, 0, out=work[0])
     np.multiply(work[0], 1 - alpha, out=work[0])
     np.add(work[0], alpha, out=work[0])
     np.multiply(dy, work[0], out=dx)

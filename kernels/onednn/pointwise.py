@@ -21,6 +21,7 @@ import numpy as np
 from ..checks import same_elements
 from ..geometry import Geometry, read_part
 from ..kernel import Kernel, deferred, either
+from ..pointwise import reads_input
 from . import abi as c
 from .abi import dims
 from .conv import geometry_dims, image, image_desc, zero_rest
@@ -186,7 +187,7 @@ def activation(
     slope = {"leaky_relu": alpha, "silu": 1.0, "softplus": 1.0}.get(kind, 0.0)
     algorithm, by_output = _KINDS[kind]
     # From the output where that is possible: the layer may reuse the memory of its input.
-    from_output = by_output is not None and slope >= 0
+    from_output = not reads_input(kind, alpha)
     p = PrimitiveList(engine)
     source, target = _flat(p, x), _flat(p, y)
     forward = c.KEEPING_RELU if algorithm == c.RELU and slope == 0 else (algorithm, slope, 0.0)

@@ -1,7 +1,34 @@
 """What every rank stores: pure arithmetic, so one process asks for all ranks."""
 
+import pytest
+
 from halograd.dtensor import Box
-from halograd.layers import Add, Conv, Dense, Flatten, Input, MeanSquaredError, Network
+from halograd.layers import (
+    ELU,
+    GELU,
+    Add,
+    AveragePool,
+    BatchNorm,
+    Clamp,
+    Conv,
+    Dense,
+    Flatten,
+    GroupNorm,
+    HardSigmoid,
+    HardSwish,
+    Input,
+    LayerNorm,
+    LeakyReLU,
+    MaxPool,
+    MeanSquaredError,
+    Mish,
+    Network,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softplus,
+    Tanh,
+)
 from halograd.layers.strategy import Strategy
 from halograd.program.compiler import Target, compile_program
 from halograd.program.values import is_packed
@@ -51,3 +78,37 @@ def test_packed_boxes():
     assert is_packed(storage, Box((0, 3, 1, 0), (1, 4, 4, 3))), "one row may be narrower"
     assert not is_packed(storage, Box((0, 0, 0, 0), (1, 5, 4, 3)))
     assert is_packed(storage, Box((0, 9, 0, 0), (1, 9, 4, 3))), "nothing is packed anywhere"
+
+
+def arrays_per_block(*makers):
+    """How many arrays a block of these layers adds to what a rank stores."""
+
+    def stored(blocks):
+        y = Input((32, 32, 64), "x")
+        for _ in range(blocks):
+            for make in (lambda: Conv(64, 3, padding=1, bias=False), *makers):
+                y = make()(y)
+        network = Network({"loss": MeanSquaredError()(y, Input((32, 32, 64), "target"))})
+        program = compile_program(network, Strategy({"height": 2}), Target(1, 2, 0))
+        return program.placement.size
+
+    return (stored(9) - stored(5)) / 4 / (16 * 32 * 64 * 4)
+
+
+@pytest.mark.parametrize(
+    "norm", [BatchNorm, lambda: GroupNorm(4), lambda: LayerNorm()], ids=["batch", "group", "layer"]
+)
+@pytest.mark.parametrize("activation", [ReLU, LeakyReLU, ELU, Sigmoid, Tanh, HardSigmoid, Clamp])
+def test_the_input_of_an_activation_is_not_kept(activation, norm):
+    """Backward needs the input of the norm and the output of the activation, the input of the next block."""
+    assert arrays_per_block(norm, activation) == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize("activation", [GELU, SiLU, HardSwish, Softplus, Mish, lambda: LeakyReLU(-0.1)])
+def test_it_is_kept_where_the_gradient_is_formed_from_it(activation):
+    assert arrays_per_block(BatchNorm, activation) == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize("pool", [MaxPool, AveragePool])
+def test_what_is_pooled_is_not_kept(pool):
+    assert arrays_per_block(lambda: pool(3, stride=1, padding=1)) == pytest.approx(1, abs=0.1)

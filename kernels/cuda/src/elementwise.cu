@@ -98,7 +98,8 @@ DEVICE A activated(int64 kind, A x, A alpha) {
     }
 }
 
-// By the output; kinds 4, 5 and from 8 on (and a leaky ReLU that turns the sign) are given the input here.
+// x and y are both what it is formed from: the input for kinds 4, 5 and from 8 on (and a leaky ReLU that turns the
+// sign), else the output.
 DEVICE A slope(int64 kind, A x, A y, A alpha) {
     switch (int(kind)) {
         case 0: return y > A(0) ? A(1) : A(0);
@@ -143,7 +144,7 @@ template <int V> DEVICE void activation_forward(const PointwiseParams& p) {
 }
 
 template <int V> DEVICE void activation_backward(const PointwiseParams& p) {
-    const bool by_input = p.kind == 4 || p.kind == 5 || p.kind >= 8 || (p.kind == 1 && !p.from_output);
+    const bool by_input = !p.from_output;
     for (Index item = first_item(); item < Index(p.items); item += item_step()) {
         A from[V], dy[V];
         if (by_input) load<V>(p.x + find<V>(item, p.axes, p.shape, p.x_strides), from);
