@@ -52,7 +52,7 @@ class Place:
         self.part, self.scheme, self.node = part, scheme, node
         self.clock = Clock()
         self.comm = PacedCommunicator(MPI.COMM_WORLD, part.transport(node), self.clock)
-        self.timeline = self.comm.recorder = Timeline(self.comm.rank)
+        self.timeline = self.comm.instruments.recorder = Timeline(self.comm.rank)
         strategy = Strategy({"sample": part.ranks}, bucket_bytes=part.bucket_bytes, reduction=scheme)
         backend: Any = get_backend("numpy", threads=1)
         arguments = part.network, self.comm, backend, part.batch, strategy

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from ..device import HOST, Device, on_device
+from ..device import HOST, Device
 from .boot import begin
-from .channel import Channel, ChannelSpec, check_counts, check_matching, expectations
-from .counters import Instruments, Meter, Recorder
-from .device_channel import StagedChannel, staged, staging
+from .channel import Channel, ChannelSpec
+from .counters import Instruments
 from .ending import Guard, end
 from .errors import CommError, agree, is_agreed, is_shared
 from .gpu.choice import Choice
-from .gpu.link import DeviceLinks, DeviceTransport
+from .gpu.link import DeviceLinks
+from .maker import Maker
 from .progress import Progress
-from .reduction import (
-    REDUCIBLE,
-    Reduction,
-    ReductionPlan,
-    ReductionSpec,
-    check_alike,
-    check_spec,
-    check_type,
-    likeness,
-)
-from .sums import METHODS, node_shares
+from .reduction import Reduction, ReductionSpec
 from .transports import Transport, TransportContext, make_transport, parse_transport
-from .transports.base import Pattern
 
 __all__ = ["Communicator"]
+
+#: What a communicator closes with itself.
+Kept = TypeVar("Kept", "Communicator", Channel, Reduction)
 
 _OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
@@ -65,8 +56,9 @@ class Communicator:
     counters
         Traffic of this process, shared by the root communicator and all split from it.
     instruments
-        These counters, the recorder, and what the main thread waits for now (``instruments.waiting``: an exchange or a
-        sum, as ``"kind: name"``), for another thread to ask.
+        These counters; ``instruments.recorder``, which gets the times of waits and communications (None: they are not
+        recorded); and ``instruments.waiting``, what the main thread waits for now (an exchange or a sum, as
+        ``"kind: name"``), for another thread to ask.
     devices
         How arrays of devices travel; `choice` is None before `use_device`.
     closed
@@ -112,6 +104,7 @@ class Communicator:
         self._progress = progress
         self._context = TransportContext(own, progress, self.agree, ranks)
         self._transport: Transport = make_transport(transport, self._context)
+        self._maker = Maker(self, self._context, self._transport)
         self._open: list[Communicator | Channel | Reduction] = []
         self._is_root = self.closed = False
 
@@ -144,15 +137,6 @@ class Communicator:
     def device_bytes(self) -> int:
         """Memory on a device that the messages of open channels take on this rank [B]; `buffer_bytes` is the host's."""
         return sum(item.device_bytes for item in self._open if not item.closed)
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Gets the times of waits and communications, shared like the counters; None: they are not recorded."""
-        return self.instruments.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self.instruments.recorder = recorder
 
     def use_device(self, device: Device, transport: str = "auto", timeout: float | None = None) -> Choice:
         """Choose how arrays of a device travel, here and in all that is split from it. Collective; before any does.
@@ -196,40 +180,7 @@ class Communicator:
         All are made for arrays of the host, or all for the same kind of device.
         """
         self._check_open()
-        fault, totals = None, (np.zeros(0), np.zeros(0))
-        try:
-            for spec in specs:
-                check_counts(spec.sends, "send_counts", self.rank, self.size)
-                check_counts(spec.recvs, "recv_counts", self.rank, self.size)
-                if spec.device is not specs[0].device:
-                    raise CommError(
-                        f"device: expected {specs[0].device.name} as of the first channel, got {spec.device.name}"
-                    )
-            totals = expectations(self.size, specs)
-        except Exception as error:
-            fault = error
-        device = specs[0].device if specs else HOST
-        alike = self._meet(fault, int(device.is_host))
-        with self.agreement():
-            if not alike:
-                raise CommError("device: expected the host on all ranks or on none, got both; give all ranks one kind")
-            check_matching(self.mpi, *totals, specs)
-            patterns = [
-                Pattern(_positive(spec.sends), _positive(spec.recvs), np.dtype(spec.dtype), self._context.tag())
-                for spec in specs
-            ]
-            meters = [self._meter(spec, pattern) for spec, pattern in zip(specs, patterns)]
-            over = None if device.is_host else self.devices.transport(self._context, device)
-            channels: list[Channel] = (over or self._transport).channels(patterns, meters)
-            if over is None and not device.is_host:
-                channels = [StagedChannel(channel, device, meter) for channel, meter in zip(channels, meters)]
-        for channel in channels:
-            self._keep(channel)
-        return channels
-
-    def _meter(self, spec: ChannelSpec, pattern: Pattern) -> Meter:
-        nbytes = sum(pattern.sends.values()) * pattern.dtype.itemsize
-        return Meter(self.instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes)
+        return self._keep(self._maker.channels(specs))
 
     def reduction(
         self, buffer: np.ndarray, *, kind: str = "allreduce", name: str | None = None, method: str = "allreduce"
@@ -279,48 +230,7 @@ class Communicator:
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
         """Several sums at once, for the price of one: see :meth:`reduction`. Collective, in the same order."""
         self._check_open()
-        fault, mine, mark = None, list[str](), 0
-        try:
-            for spec in specs:
-                check_spec(spec)
-            mine = likeness(specs)
-            mark = zlib.crc32("\n".join(mine).encode())
-        except Exception as error:
-            fault = error
-        alike = self._meet(fault, mark)
-        with self.agreement():
-            if not alike:
-                check_alike(self.mpi, self.ranks[0], mine)
-            found = self._reductions(specs)
-        for reduction in found:
-            self._keep(reduction)
-        return found
-
-    def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
-        """What makes the sum without the host, if anything does. Collective where the array is on a device."""
-        device, link = on_device(spec.buffer), None
-        if device is not None and METHODS[spec.method].on_devices:
-            link = self.devices.transport(self._context, device)
-        check_type(spec, REDUCIBLE if link is None else link.summable)
-        return link
-
-    def _reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
-        """Sums that are alike on all ranks. Collective."""
-        links = [self._link(spec) for spec in specs]
-        meters = [_meters(self, spec) for spec in specs]
-        idle = [self.size == 1 or not spec.buffer.size for spec in specs]
-        by_host = [spec for spec, link, rests in zip(specs, links, idle) if link is None and not rests]
-        arrays = [staging(spec.buffer) for spec in by_host]
-        wanted = [(host, METHODS[spec.method], spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
-        plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._transport.plans(wanted)))
-        return [
-            Reduction(spec.buffer, booked, ReductionPlan())
-            if rests
-            else link.reduction(spec.buffer, booked[0], METHODS[spec.method])
-            if link is not None
-            else Reduction(spec.buffer, booked, next(plans))
-            for spec, link, rests, booked in zip(specs, links, idle, meters)
-        ]
+        return self._keep(self._maker.reductions(specs))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of the ranks with the same color, ordered by key. Collective.
@@ -337,8 +247,7 @@ class Communicator:
         ranks = tuple(part.allgather(self.ranks[self.rank]))
         child = Communicator.__new__(Communicator)
         child._set_up(part, self.transport, self._progress, self.instruments, ranks, self.devices)
-        self._keep(child)
-        return child
+        return self._keep([child])[0]
 
     def agree(self, fault: Exception | None) -> None:
         """Raise on all ranks if any rank has a fault. Collective.
@@ -354,15 +263,6 @@ class Communicator:
             Of the type of the fault; a CommError if that type cannot be made from a text alone.
         """
         agree(self.mpi, self.ranks, fault)
-
-    def _meet(self, fault: Exception | None, mark: int = 0) -> bool:
-        """Begin a set-up: raise a fault everywhere; whether all ranks have the same mark of 32 bits. Collective.
-
-        Ranks may have taken different numbers of tags in a set-up that failed: all go on from the largest.
-        """
-        marks = agree(self.mpi, self.ranks, fault, self._context.tags_taken << 32 | mark)
-        self._context.tags_taken = int(marks.max() >> 32)
-        return bool((marks & 0xFFFFFFFF == mark).all())
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
@@ -444,27 +344,11 @@ class Communicator:
             self.devices.abort()
             self._progress.close()
 
-    def _keep(self, item: Communicator | Channel | Reduction) -> None:
+    def _keep(self, items: list[Kept]) -> list[Kept]:
         """Remember what to close, and forget what its owner has closed."""
-        self._open = [other for other in self._open if not other.closed]
-        self._open.append(item)
+        self._open = [*(other for other in self._open if not other.closed), *items]
+        return items
 
     def _check_open(self) -> None:
         if self.closed:
             raise CommError("expected an open communicator, got a closed one")
-
-
-def _meters(comm: Communicator, spec: ReductionSpec) -> list[Meter]:
-    """What books a sum: by nodes what goes to other nodes, and what goes through shared memory. Collective."""
-    method, buffer = METHODS[spec.method], spec.buffer
-    booked = [(spec.kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
-    if method.by_nodes:
-        share = node_shares(comm.nodes)[comm.rank]
-        booked = [(spec.kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
-    name = spec.name or spec.kind
-    return [Meter(comm.instruments, kind, name, int(nbytes > 0), nbytes) for kind, nbytes in booked]
-
-
-def _positive(counts: Mapping[int, int]) -> dict[int, int]:
-    """Elements per peer, in order, without the zeros."""
-    return {peer: int(count) for peer, count in sorted(counts.items()) if count}

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box
-from .costs import Judgement, Passes
+from .costs import Passes
 from .needs import all_of, probe, sliding
 from .parameter import GivenValues, Parameter, given
 from .stencil import Stencil
+from .targets import Shape, TargetReader
 
 if TYPE_CHECKING:
     from ..program.context import Context
 
 __all__ = ["Input", "Layer", "Node", "Shape"]
 
-Shape = tuple[int, ...]
 #: A layer of some kind.
 Some = TypeVar("Some", bound="Layer")
 
@@ -113,7 +113,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-class Layer:
+class Layer(TargetReader):
     """One step of a network, described globally.
 
     A subclass states what it reads and how it computes on plain arrays; how it is cut, which halos
@@ -258,42 +258,6 @@ class Layer:
         elements; parameter gradients are summed over the ranks.
         """
         raise TypeError(f"{self.kind} has no backward(): it can be evaluated but not trained")
-
-    def compares(self, i: int) -> bool:
-        """Whether input `i` is only compared with, so that it keeps its digits where activations have 16 bits."""
-        return False
-
-    def reads_classes(self, i: int, *shapes: Shape) -> bool:
-        """Whether input `i`, which is compared with, holds numbers of classes; of inputs of these sample shapes."""
-        return False
-
-    def weighs(self, i: int) -> bool:
-        """Whether input `i`, which is compared with, holds weights of what is compared: how much a position counts."""
-        return False
-
-    def counted_classes(self, i: int, *shapes: Shape) -> int:
-        """Number of classes of input `i` that are counted over the training samples before it computes; 0: none are."""
-        return 0
-
-    def with_counts(self: Some, counts: Mapping[int, Sequence[int]]) -> Some:
-        """The layer with how often each class occurs in its inputs, by their number; it is not modified."""
-        return self
-
-    def class_factors(self, i: int) -> Sequence[float]:
-        """Weights of the classes of input `i`, where they follow from counts (`with_counts`); else none."""
-        return ()
-
-    def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
-        """Least and largest number that makes sense in input `i`, which is compared with; None: all do."""
-        return None
-
-    def ignored_target(self, i: int) -> int | None:
-        """Number in input `i`, which is compared with, that marks positions which do not count; None: none does."""
-        return None
-
-    def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
-        """How the predictions that a loss reads are judged; empty: there is nothing to judge."""
-        return ()
 
     def of_filters(self, filters: int) -> Layer:
         """The layer with so many of its output channels, where these can be cut; it is not modified."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from .graph_checks import check_given, check_inputs, check_losses, check_shared, input_shapes, sorted_nodes
 from .layer import Input, Layer, Node, Shape
 from .loss import Loss
 from .parameter import Parameter, given
@@ -54,17 +55,17 @@ class Network:
         self.outputs: dict[str, Node] = {"output": outputs} if isinstance(outputs, Node) else dict(outputs)
         # The loss comes last: between its forward and its backward nothing else may run.
         last = [n for k, n in self.outputs.items() if k == "loss"]
-        self.nodes: list[Node] = _sorted([n for k, n in self.outputs.items() if k != "loss"] + last)
+        self.nodes: list[Node] = sorted_nodes([n for k, n in self.outputs.items() if k != "loss"] + last)
         self.names: dict[Node, str] = self._name_nodes()
         self.owners = self._find_owners()
-        self._check_inputs()
-        self._check_losses()
-        self._check_given()
+        check_inputs(self)
+        check_losses(self)
+        check_given(self)
         loss = self.outputs.get("loss")
-        trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else _sorted([loss])
+        trained = self.nodes if loss is None or not isinstance(loss.layer, Loss) else sorted_nodes([loss])
         self.frozen = self._frozen(frozen)
         behind = frozenset(self.names[n] for n in trained if not isinstance(n, Input))
-        self._check_shared(behind)
+        check_shared(self, behind)
         self.trained = frozenset(name for name in behind if self.owners[name] not in self.frozen)
 
     def matching(self, pattern: str) -> list[str]:
@@ -89,55 +90,6 @@ class Network:
         """The same network, with these layers frozen too, by name or pattern."""
         return Network(self.outputs, self.name, [*self.frozen, *patterns])
 
-    def _check_inputs(self) -> None:
-        """Refuse an input of which no reader says how it is cut."""
-        read = {node for other in self.nodes for node in other.inputs}
-        alone = [self.names[n] for n in self.nodes if isinstance(n, Input) and n not in read]
-        if alone:
-            raise ValueError(
-                f"network {self.name!r}: expected inputs that layers read, got {alone[0]!r}, which is an output alone; "
-                "leave it out"
-            )
-
-    def _check_losses(self) -> None:
-        """Refuse losses whose value or gradient nothing would have."""
-        for node in self.nodes:
-            if not isinstance(node.layer, Loss):
-                continue
-            name = self.names[node]
-            if node is not self.outputs.get("loss"):
-                raise ValueError(
-                    f"network {self.name!r}: expected no loss but the output named 'loss', got {name!r} "
-                    f"({node.layer.kind}) too; one loss is trained: leave this one out, make it the output 'loss', "
-                    "or add it to that one (ce + 0.5 * dice)"
-                )
-            if not node.layer.judgements(*self._shapes(node)):
-                raise ValueError(
-                    f"network {self.name!r}: expected in loss {name!r} at least one term that counts in evaluation, "
-                    "got terms for training only; leave training_only out of one"
-                )
-            for other in _sorted([n for i, n in enumerate(node.inputs) if node.layer.compares(i)]):
-                if other.layer.parameters(*self._shapes(other)):
-                    raise ValueError(
-                        f"network {self.name!r}: expected a target of {name!r} without parameters, got one that "
-                        f"depends on {self.names[other]!r}; a loss has no gradient with respect to its target: make it "
-                        "an Input"
-                    )
-            self._check_weights(node)
-
-    def _check_weights(self, loss: Node) -> None:
-        """Refuse weights of a loss that are not as they are in the data: inputs are normalized and varied."""
-        compared = self.targets
-        for own in (n for i, n in enumerate(loss.inputs) if loss.layer.weighs(i)):
-            shared = [n for n in _sorted([own]) if isinstance(n, Input) and self.names[n] not in compared]
-            if shared:
-                name = self.names[shared[0]]
-                raise ValueError(
-                    f"network {self.name!r}: expected weights of {self.names[loss]!r} that no prediction depends on, "
-                    f"got some of input {name!r}, which is normalized; make them an Input of their own, of the same "
-                    "dataset"
-                )
-
     @property
     def inputs(self) -> dict[str, Input]:
         """Input nodes by name."""
@@ -149,7 +101,7 @@ class Network:
         loss = self.outputs.get("loss")
         read = [node for node in self.outputs.values() if node is not loss]
         read += [] if loss is None else [n for i, n in enumerate(loss.inputs) if not loss.layer.compares(i)]
-        behind = set(_sorted(read))
+        behind = set(sorted_nodes(read))
         return tuple(name for name, node in self.inputs.items() if node not in behind)
 
     @property
@@ -166,12 +118,12 @@ class Network:
         loss = self.outputs.get("loss")
         if loss is None:
             return []
-        found = [(i, loss.layer.counted_classes(i, *self._shapes(loss))) for i in range(len(loss.inputs))]
+        found = [(i, loss.layer.counted_classes(i, *input_shapes(loss))) for i in range(len(loss.inputs))]
         return [(i, classes) for i, classes in found if classes]
 
     def _labels(self, target: Node) -> str:
         """The input that a target is made of."""
-        made_of = [self.names[n] for n in _sorted([target]) if isinstance(n, Input)]
+        made_of = [self.names[n] for n in sorted_nodes([target]) if isinstance(n, Input)]
         if len(made_of) != 1:
             raise ValueError(
                 f"network {self.name!r}: expected classes that are counted in one Input, got a target made of "
@@ -246,60 +198,14 @@ class Network:
         first: dict[Layer, str] = {}
         return {name: first.setdefault(node.layer, name) for name, node in self.layers.items()}
 
-    def _check_shared(self, behind: Collection[str]) -> None:
-        """Refuse calls of one layer that cannot have one array of parameters, or one gradient of it."""
-        for name, owner in self.owners.items():
-            node, first = self.layers[name], self.layers[owner]
-            if name == owner or not node.layer.parameters(*self._shapes(node)):
-                continue
-            if node.layer.state(*self._shapes(node)):
-                raise ValueError(
-                    f"network {self.name!r}: expected layers with running statistics to be called once, got "
-                    f"{owner!r} ({node.layer.kind}) twice; make a layer for every call, or use GroupNorm"
-                )
-            found, wanted = (
-                {k: p.shape for k, p in n.layer.parameters(*self._shapes(n)).items()} for n in (node, first)
-            )
-            if found != wanted:
-                raise ValueError(
-                    f"network {self.name!r}: expected calls of {owner!r} that have the same parameters, got {found} "
-                    f"after {wanted}; give it inputs with as many channels, or make another layer"
-                )
-            if (name in behind) != (owner in behind):
-                some, other = (name, owner) if name in behind else (owner, name)
-                raise ValueError(
-                    f"network {self.name!r}: expected the loss to depend on all calls of a layer or on none, got "
-                    f"{some!r}, on which it depends, and {other!r}, on which it does not; leave that output out"
-                )
-
     def own_parameters(self, name: str) -> Mapping[str, Parameter]:
         """The parameters of a layer by their short names; none of one that has those of an earlier call. Local."""
         node = self.layers[name]
-        return node.layer.parameters(*self._shapes(node)) if self.owners[name] == name else {}
+        return node.layer.parameters(*input_shapes(node)) if self.owners[name] == name else {}
 
     def is_shared(self, name: str) -> bool:
         """Whether the layer is called several times. Local."""
         return sum(owner == self.owners[name] for owner in self.owners.values()) > 1
-
-    def _shapes(self, node: Node) -> list[Shape]:
-        return [n.shape for n in node.inputs]
-
-    def _check_given(self) -> None:
-        """Refuse initial values that fit nothing of their layer."""
-        for name, node in self.layers.items():
-            shapes = self._shapes(node)
-            specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)} if node.layer.given_values else {}
-            for key, values in node.layer.given_values.items():
-                if key not in specs:
-                    raise ValueError(
-                        f"network {self.name!r}: expected initial values of {', '.join(specs) or 'nothing'} in layer "
-                        f"{name!r}, got some of {key!r}; leave them out"
-                    )
-                if values.shape != specs[key].shape:
-                    raise ValueError(
-                        f"network {self.name!r}: expected initial values of shape {specs[key].shape} for "
-                        f"{name}/{key}, got {values.shape}; give values for samples and layers of these sizes"
-                    )
 
     def parameters(self) -> dict[str, Parameter]:
         """All parameters as ``layer/parameter``."""
@@ -314,7 +220,7 @@ class Network:
         return {
             f"{name}/{key}": _with_given(spec, key, node.layer)
             for name, node in self.layers.items()
-            for key, spec in node.layer.state(*self._shapes(node)).items()
+            for key, spec in node.layer.state(*input_shapes(node)).items()
         }
 
     def begin_with(self, values: Mapping[str, Any]) -> None:
@@ -331,7 +237,7 @@ class Network:
             layer, _, key = name.rpartition("/")
             layers[layer].layer.given_values = {**layers[layer].layer.given_values, key: given(array)}
         try:
-            self._check_given()
+            check_given(self)
         except ValueError:
             for node, old in before.items():
                 node.layer.given_values = old
@@ -350,7 +256,7 @@ class Network:
         result = []
         for name, node in {**self.inputs, **self.layers}.items():
             kind = "Input" if isinstance(node, Input) else node.layer.kind
-            shapes = self._shapes(node)
+            shapes = input_shapes(node)
             count = 0 if isinstance(node, Input) else sum(p.size for p in self.own_parameters(name).values())
             result.append((name, kind, node.shape, count, node.layer.flops(*shapes), math.prod(node.shape)))
         return result
@@ -392,21 +298,3 @@ class Network:
 
 def _with_given(spec: Parameter, key: str, layer: Layer) -> Parameter:
     return replace(spec, init=layer.given_values[key]) if key in layer.given_values else spec
-
-
-def _sorted(outputs: list[Node]) -> list[Node]:
-    """Depth-first order of all nodes that `outputs` depend on, without recursion (networks are deep)."""
-    order: list[Node] = []
-    done: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(n, False) for n in reversed(outputs)]
-    while stack:
-        node, expanded = stack.pop()
-        if node in done:
-            continue
-        if expanded:
-            done.add(node)
-            order.append(node)
-            continue
-        stack.append((node, True))
-        stack.extend((n, False) for n in reversed(node.inputs) if n not in done)
-    return order

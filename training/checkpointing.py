@@ -11,10 +11,10 @@ from ..data.errors import DataError
 from ..data.sampler import Sampler
 from .best import BestScore
 from .checkpoint import Snapshot, TrainingProgress
-from .executor import CHECKPOINT
 from .folder import CheckpointFolder
 from .log import RunLog
 from .optimizers import Optimizer
+from .pass_loss import CHECKPOINT
 from .reduction.auto import AutoReduction
 from .session import Session
 

@@ -23,11 +23,11 @@ from .callbacks import Callback
 from .checkpoint import CheckpointReader
 from .checkpointing import Checkpoints
 from .config import Config, ScheduleConfig
-from .executor import STOP
 from .folder import CheckpointFolder
 from .log import Entry, RunLog, read_log
 from .loss_watch import LossWatch
 from .metrics import Errors, Evaluation
+from .pass_loss import STOP
 from .reduction.auto import Tuning, report_to
 from .session import Session
 from .signals import CHECKPOINTED, StopSignals

@@ -29,18 +29,14 @@ from .graph import GraphedPass, check_graph, graphed_passes
 from .inputs import block_of, check_name
 from .kernels import report_substitutes
 from .memory import Memory
-from .pending import FetchedNumber, PendingLoss
+from .pass_loss import PassLoss
 from .precision import check_dtype
 from .reduction import Reducer, check_possible
 from .stall import Pulse
 from .store import ParameterStore
 from .timeline import DeviceSpans
 
-__all__ = ["CHECKPOINT", "STOP", "VOTES", "Block", "Executor"]
-
-#: Numbers that travel with the loss of a pass, and what they are for: see `Executor.votes`.
-VOTES = 2
-STOP, CHECKPOINT = range(VOTES)
+__all__ = ["Block", "Executor"]
 
 
 @dataclass(frozen=True)
@@ -91,20 +87,16 @@ class Executor:
 
     Attributes
     ----------
-    votes
-        ``(VOTES,)`` float64: what this rank has to say to all others in the next pass; it travels with the loss, so
-        it costs no message. Kept until changed.
-    counted
-        The same, summed over all ranks, of the last pass whose loss was waited for: all ranks see the same numbers
-        after the same pass, and may decide by them.
+    pass_loss
+        The loss of the last pass, on its way to all ranks (:class:`halograd.training.pass_loss.PassLoss`).
+    votes, counted
+        Those of `pass_loss`: what this rank has to say to all others, and what all have said.
     pulse
         Where this rank stands.
     device
         Where the arrays live.
     probed
         Inputs whose gradient is kept.
-    pending
-        On a device, the loss of the last `forward`.
 
     Raises
     ------
@@ -149,11 +141,10 @@ class Executor:
                 raise ValueError(f"store: expected one for {self.dtype}, got one for {found}")
             if self.store.loss_scale is not None:
                 self.mode.loss_scale = self.store.loss_scale.factor
-            self.recorder, self.device = comm.recorder, self.memory.device
+            self.recorder, self.device = comm.instruments.recorder, self.memory.device
             timed = self.recorder is not None and not self.device.is_host
             self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
             self.mode.state = self.device.array([seed, 0, 0], np.uint64)
-            self.votes, self.counted = np.zeros(VOTES), np.zeros(VOTES)
             self.pulse = Pulse()
             if graph:
                 check_graph(comm, self.device)
@@ -199,12 +190,8 @@ class Executor:
         self.runner = Runner(self.program, self.comm, self.kernels, arrays, self.mode)
         for use, nbytes in self.program.placement.uses.items():
             self.memory.count(nbytes, use)
-        self._loss_sum = np.zeros(1 + VOTES)
-        self._vote_sums = self._loss_sum[1:]
-        self._loss_reduction = self.comm.reduction(self._loss_sum, kind="loss")
-        self._loss_under_way = False
-        self._fetched = None if self.device.is_host else FetchedNumber(self.device)
-        self.pending: PendingLoss | None = None
+        self.pass_loss = PassLoss(self.comm, self.device, self.loss)
+        self.votes, self.counted = self.pass_loss.votes, self.pass_loss.counted
         self.reducer: Reducer | None = self._make_reducer() if trainable else None
 
     @property
@@ -267,16 +254,7 @@ class Executor:
             self._graphs[0]()
         else:
             self._compute()
-        if self.loss is not None:
-            self._settle_loss()
-            self._vote_sums[...] = self.votes
-            if self._fetched is None:
-                self._loss_sum[0] = self.loss[0]
-                self._loss_reduction.start()
-            else:
-                self._fetched.fetch()
-                self.pending = PendingLoss(self.loss_value)
-            self._loss_under_way = True
+        self.pass_loss.begin()
 
     def _refuse_short_batch(self) -> None:
         """A graph repeats the counts with which it was recorded."""
@@ -293,30 +271,12 @@ class Executor:
             if self.reducer is not None:
                 self.reducer.require(layer.name)
             self._run(layer.name, "forward", partial(layer.run, training))
-        self.put_loss()
-
-    def put_loss(self) -> None:
-        """Enqueue the copy of the loss to the host; where the host computes there is nothing to do. Local."""
-        if self.loss is not None and self._fetched is not None:
-            self._fetched.put(self.loss)
-
-    def _settle_loss(self) -> None:
-        """Wait for the loss of the last pass. On a device its sum is made here: the pass did not wait for it."""
-        if self._loss_under_way:
-            self._loss_under_way = False
-            if self._fetched is not None:
-                self._loss_sum[0] = self._fetched.read()
-                self._loss_reduction.start()
-            self._loss_reduction.finish()
-            self.counted[...] = self._vote_sums
-            if self.pending is not None:
-                self.pending.value = float(self._loss_sum[0])
+        self.pass_loss.put()
 
     def loss_value(self) -> float:
         """The loss of the last `forward`, summed over all ranks. Collective, and optional."""
         self._require_loss("loss_value()")
-        self._settle_loss()
-        return float(self._loss_sum[0])
+        return self.pass_loss.settle()
 
     def _require_loss(self, what: str) -> None:
         if self.loss is None:
@@ -414,7 +374,7 @@ class Executor:
         self.runner.close()
         if self.reducer is not None:
             self.reducer.close()
-        self._loss_reduction.close()
+        self.pass_loss.close()
         if self._made_store and self.store.loss_scale is not None:
             self.store.loss_scale.close()
 

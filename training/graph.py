@@ -34,7 +34,7 @@ def check_graph(comm: Communicator, device: Device) -> None:
     """
     if device.is_host:
         raise UserError('backend.graph: expected kernels = "cudnn" with it; remove graph')
-    if comm.recorder is not None and not getattr(comm.recorder, "paused", False):
+    if comm.instruments.recorder is not None and not getattr(comm.instruments.recorder, "paused", False):
         raise UserError(
             "backend.graph: expected no timeline, which times every layer by events, which cannot be read in a graph; "
             "remove graph or output.timeline"
@@ -122,7 +122,7 @@ def graphed_passes(executor: Executor) -> tuple[GraphedPass, GraphedPass]:
             forward.append(Item(partial(reducer.require, segment.name), segment.name, False))
         forward += runner.items(segment)
     if executor.loss is not None:
-        forward.append(Item(executor.put_loss, "loss"))
+        forward.append(Item(executor.pass_loss.put, "loss"))
     for segment in program.backward:
         backward += runner.items(segment)
         passed.append(segment.name)

@@ -108,7 +108,7 @@ class Session:
         samples = Samples.open(config, network, comm, stack, trainable=trainable, labelled=labelled, **known)
         timeline = None
         if config.output.timeline or planned:
-            timeline = comm.recorder = Timeline(comm.rank, alone=comm.size == 1)
+            timeline = comm.instruments.recorder = Timeline(comm.rank, alone=comm.size == 1)
             timeline.paused = not config.output.timeline
         kernels = stack.enter_context(open_kernels(config.backend, comm))
         if kernels.device.is_host:

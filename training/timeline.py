@@ -1,6 +1,6 @@
 """Timelines: what each rank did when, as Chrome-trace JSON, with the overlap ratio and a table of phases.
 
-A :class:`Timeline` is the recorder of a communicator: set it as ``comm.recorder`` before the executor is
+A :class:`Timeline` is the recorder of a communicator: set it as ``comm.instruments.recorder`` before the executor is
 built. Open the merged file in ``chrome://tracing`` or https://ui.perfetto.dev: one process per rank, rows
 for what the main thread does and for the messages that travel meanwhile::
 

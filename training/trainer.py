@@ -202,8 +202,8 @@ class Trainer:
         """The loss of the pass that was begun last; on the host it is waited for, and checked."""
         executor = self.executor
         if not executor.device.is_host:
-            assert executor.pending is not None
-            return executor.pending
+            assert executor.pass_loss.pending is not None
+            return executor.pass_loss.pending
         loss = executor.loss_value()
         self._check_loss(loss)
         return loss
@@ -248,8 +248,8 @@ class Trainer:
         self.optimizer.begin_step(self.learning_rate, scale)
         if self._scaling is not None:
             self._scaling.adapt()
-        assert self.executor.pending is not None
-        self._last = mean_of([*added, self.executor.pending])
+        assert self.executor.pass_loss.pending is not None
+        self._last = mean_of([*added, self.executor.pass_loss.pending])
         return self._last
 
     def _check_last(self) -> None:

@@ -20,7 +20,7 @@ from .timeline import PricedBucket, aligned, buckets_of
 __all__ = ["add_sums", "count_program", "count_step", "layers_memory", "memory_of", "program_of"]
 
 #: What is summed with every loss [B]: it, and two numbers by which the ranks agree on checkpoints
-#: (`halograd.training.executor.VOTES`).
+#: (`halograd.training.pass_loss.VOTES`).
 LOSS_BYTES = 24
 
 

@@ -164,7 +164,7 @@ class MessageTimer:
         """
         comm, sizes, reductions, spans = self.comm, self.sizes, self._reductions(method), _Spans()
         arrival, left = np.empty((self.rounds, len(sizes))), np.empty((self.rounds, len(sizes)))
-        recorder, comm.recorder = comm.recorder, spans
+        recorder, comm.instruments.recorder = comm.instruments.recorder, spans
         try:
             for k, i in itertools.product(range(self.rounds), range(len(sizes))):
                 comm.barrier()
@@ -176,7 +176,7 @@ class MessageTimer:
                 left[k, i] = self.clock() - before
                 arrival[k, i] = spans.last
         finally:
-            comm.recorder = recorder
+            comm.instruments.recorder = recorder
         for reduction in reductions:
             reduction.close()
         exposed = fit_line(sizes, _slowest(comm, left))

@@ -169,7 +169,7 @@ def test_recorder_is_told_of_travel_and_waiting(communicator):
         def span(self, name, category, t0, t1):
             self.append((name, category, t0, t1))
 
-    spans = communicator.recorder = Spans()
+    spans = communicator.instruments.recorder = Spans()
     channel = open_channel(communicator, np.full((communicator.size, communicator.size), 10), name="conv1 x")
     before = time.perf_counter()
     channel.start()

@@ -89,7 +89,7 @@ def test_the_recorder_sees_the_travel_not_the_wait(network, clock):
             self.append((category, t1 - t0))
 
     channel, _, _ = ring(network)
-    spans = network.recorder = Spans()
+    spans = network.instruments.recorder = Spans()
     channel.start()
     clock.seconds += 2 * TRAVEL
     channel.finish()

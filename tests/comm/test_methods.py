@@ -268,7 +268,7 @@ def test_how_long_a_collective_takes_on_an_emulated_network(method, network_cloc
         expected = ring if by_nodes or method == "allreduce" else ring / 2
         total, late = network.reduction(np.ones(count), method=method), 0.05
         ends = []
-        network.recorder = SpanEnds(ends)
+        network.instruments.recorder = SpanEnds(ends)
         for step in range(3):
             begin = 10.0 * step
             clock.seconds = begin + late * (network.rank == 0)

@@ -248,7 +248,7 @@ def test_what_cannot_be_in_a_graph_is_refused():
         strategy = Strategy({"sample": comm.size})
         with pytest.raises(UserError, match=r"backend.graph: expected kernels = .cudnn. with it"):
             Executor(NETWORKS["lenet"](), comm, NumpyBackend(), 4, strategy, graph=True)
-        comm.recorder = Timeline(comm.rank)
+        comm.instruments.recorder = Timeline(comm.rank)
         with pytest.raises(UserError, match=r"backend.graph: expected no timeline, which times every layer"):
             Executor(NETWORKS["lenet"](), comm, kernels, 4, strategy, graph=True)
     kernels.close()

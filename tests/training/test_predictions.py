@@ -68,6 +68,7 @@ def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(tmp_path, monk
     monkeypatch.setattr(predictions, "_write", fail)
     faults = []
     monkeypatch.setattr(predictions, "judged", lambda executor: [])
+    monkeypatch.setattr(predictions, "Gather", lambda executor, names: SimpleNamespace(close=lambda: None))
     ranks = SimpleNamespace(rank=0, agree=faults.append)
     session = SimpleNamespace(executor=None, comm=ranks, feed=lambda batches: batches)
     write_predictions(session, [], tmp_path / "p.h5")

@@ -67,7 +67,7 @@ class Spans:
 def test_both_parts_of_a_redistribution_are_timed():
     strategy, spans = Strategy({"height": 2}, {"right": {"height": 1, "width": 2}}), Spans()
     with Communicator(MPI.COMM_WORLD) as comm:
-        comm.recorder = spans
+        comm.instruments.recorder = spans
         with build(comm, strategy) as executor:
             executor.forward()
             executor.loss_value()

@@ -253,7 +253,7 @@ class Spans:
 @pytest.mark.mpi(min_size=2)
 def test_the_first_chunk_starts_when_backward_has_passed_its_layers():
     with Communicator(MPI.COMM_WORLD) as comm:
-        comm.recorder = spans = Spans()
+        comm.instruments.recorder = spans = Spans()
         scheme = Scheme("two_chunks", first_layers=3)  # the three dense layers of LeNet-5
         with build("lenet", comm, Strategy({"sample": comm.size}, reduction=scheme)) as executor:
             fill(executor, 0)

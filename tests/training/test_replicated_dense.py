@@ -272,7 +272,7 @@ def test_on_the_double_of_a_device(clip):
 @pytest.mark.ranks(2)
 def test_timeline_shows_gathers_and_gradients_of_the_whole_batch():
     with Communicator(MPI.COMM_WORLD, "emulated:alpha=2e-3,beta=1e-9") as comm:
-        timeline = comm.recorder = Timeline(comm.rank)
+        timeline = comm.instruments.recorder = Timeline(comm.rank)
         with build(comm, {"sample": comm.size}, {"replicated_dense": 2}) as executor:
             trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 9))
             for step in range(4):

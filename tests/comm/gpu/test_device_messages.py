@@ -224,7 +224,7 @@ def test_a_recorder_is_told_the_times_of_the_device(monkeypatch):
     clock = DrivenClock().drive(monkeypatch, streams, fake_cuda)
     with gpu_ranks(monkeypatch, "nccl") as r:
         comm, other, recorder = r.comm, 1 - r.comm.rank, Recorder()
-        comm.recorder = recorder
+        comm.instruments.recorder = recorder
         channel = comm.channel({other: 10}, {other: 10}, "float32", device=r.device, name="conv1")
         total = comm.reduction(r.device.zeros((4,), "float32"), name="loss")
         waits, begin = r.device.host_waits, clock.seconds

@@ -1,0 +1,146 @@
+"""How channels and sums of a communicator are made: all that the ranks agree on before the first message."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..device import HOST, on_device
+from .channel import Channel, ChannelSpec, check_counts, check_matching, expectations
+from .counters import Meter
+from .device_channel import StagedChannel, staged, staging
+from .errors import CommError, agree
+from .gpu.link import DeviceTransport
+from .reduction import (
+    REDUCIBLE,
+    Reduction,
+    ReductionPlan,
+    ReductionSpec,
+    check_alike,
+    check_spec,
+    check_type,
+    likeness,
+)
+from .sums import METHODS, node_shares
+from .transports import Transport, TransportContext
+from .transports.base import Pattern
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+__all__ = ["Maker"]
+
+
+class Maker:
+    """Makes channels and sums over one communicator. Every call is collective, in the same order on all ranks.
+
+    A call validates locally, then agrees once that no rank has a fault and that all want the same; what differs is
+    looked for only then.
+    """
+
+    def __init__(self, comm: Communicator, context: TransportContext, transport: Transport) -> None:
+        self._comm, self._context, self._transport = comm, context, transport
+
+    def channels(self, specs: Sequence[ChannelSpec]) -> list[Channel]:
+        """See `Communicator.channels`."""
+        comm, fault, totals = self._comm, None, (np.zeros(0), np.zeros(0))
+        try:
+            for spec in specs:
+                check_counts(spec.sends, "send_counts", comm.rank, comm.size)
+                check_counts(spec.recvs, "recv_counts", comm.rank, comm.size)
+                if spec.device is not specs[0].device:
+                    raise CommError(
+                        f"device: expected {specs[0].device.name} as of the first channel, got {spec.device.name}"
+                    )
+            totals = expectations(comm.size, specs)
+        except Exception as error:
+            fault = error
+        device = specs[0].device if specs else HOST
+        alike = self._meet(fault, int(device.is_host))
+        with comm.agreement():
+            if not alike:
+                raise CommError("device: expected the host on all ranks or on none, got both; give all ranks one kind")
+            check_matching(comm.mpi, *totals, specs)
+            patterns = [
+                Pattern(_positive(spec.sends), _positive(spec.recvs), np.dtype(spec.dtype), self._context.tag())
+                for spec in specs
+            ]
+            meters = [self._meter(spec, pattern) for spec, pattern in zip(specs, patterns)]
+            over = None if device.is_host else comm.devices.transport(self._context, device)
+            channels: list[Channel] = (over or self._transport).channels(patterns, meters)
+            if over is None and not device.is_host:
+                channels = [StagedChannel(channel, device, meter) for channel, meter in zip(channels, meters)]
+        return channels
+
+    def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
+        """See `Communicator.reductions`."""
+        comm, fault, mine, mark = self._comm, None, list[str](), 0
+        try:
+            for spec in specs:
+                check_spec(spec)
+            mine = likeness(specs)
+            mark = zlib.crc32("\n".join(mine).encode())
+        except Exception as error:
+            fault = error
+        alike = self._meet(fault, mark)
+        with comm.agreement():
+            if not alike:
+                check_alike(comm.mpi, comm.ranks[0], mine)
+            return self._reductions(specs)
+
+    def _meet(self, fault: Exception | None, mark: int = 0) -> bool:
+        """Begin a set-up: raise a fault everywhere; whether all ranks have the same mark of 32 bits. Collective.
+
+        Ranks may have taken different numbers of tags in a set-up that failed: all go on from the largest.
+        """
+        marks = agree(self._comm.mpi, self._comm.ranks, fault, self._context.tags_taken << 32 | mark)
+        self._context.tags_taken = int(marks.max() >> 32)
+        return bool((marks & 0xFFFFFFFF == mark).all())
+
+    def _meter(self, spec: ChannelSpec, pattern: Pattern) -> Meter:
+        nbytes = sum(pattern.sends.values()) * pattern.dtype.itemsize
+        return Meter(self._comm.instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes)
+
+    def _meters(self, spec: ReductionSpec) -> list[Meter]:
+        """What books a sum: by nodes what goes to other nodes, and what goes through shared memory. Collective."""
+        comm, method, buffer = self._comm, METHODS[spec.method], spec.buffer
+        booked = [(spec.kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
+        if method.by_nodes:
+            share = node_shares(comm.nodes)[comm.rank]
+            booked = [(spec.kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
+        name = spec.name or spec.kind
+        return [Meter(comm.instruments, kind, name, int(nbytes > 0), nbytes) for kind, nbytes in booked]
+
+    def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
+        """What makes the sum without the host, if anything does. Collective where the array is on a device."""
+        device, link = on_device(spec.buffer), None
+        if device is not None and METHODS[spec.method].on_devices:
+            link = self._comm.devices.transport(self._context, device)
+        check_type(spec, REDUCIBLE if link is None else link.summable)
+        return link
+
+    def _reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
+        """Sums that are alike on all ranks. Collective."""
+        links = [self._link(spec) for spec in specs]
+        meters = [self._meters(spec) for spec in specs]
+        idle = [self._comm.size == 1 or not spec.buffer.size for spec in specs]
+        by_host = [spec for spec, link, rests in zip(specs, links, idle) if link is None and not rests]
+        arrays = [staging(spec.buffer) for spec in by_host]
+        wanted = [(host, METHODS[spec.method], spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
+        plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._transport.plans(wanted)))
+        return [
+            Reduction(spec.buffer, booked, ReductionPlan())
+            if rests
+            else link.reduction(spec.buffer, booked[0], METHODS[spec.method])
+            if link is not None
+            else Reduction(spec.buffer, booked, next(plans))
+            for spec, link, rests, booked in zip(specs, links, idle, meters)
+        ]
+
+
+def _positive(counts: Mapping[int, int]) -> dict[int, int]:
+    """Elements per peer, in order, without the zeros."""
+    return {peer: int(count) for peer, count in sorted(counts.items()) if count}

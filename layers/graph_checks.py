@@ -1,0 +1,132 @@
+"""What a graph of layers has to be so that it can be trained: what a network refuses when it is made. Local."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from .layer import Input, Node, Shape
+from .loss import Loss
+
+if TYPE_CHECKING:
+    from .network import Network
+
+__all__ = ["check_given", "check_inputs", "check_losses", "check_shared", "input_shapes", "sorted_nodes"]
+
+
+def input_shapes(node: Node) -> list[Shape]:
+    """Sample shapes of what a node is made of."""
+    return [n.shape for n in node.inputs]
+
+
+def sorted_nodes(outputs: list[Node]) -> list[Node]:
+    """Depth-first order of all nodes that `outputs` depend on, without recursion (networks are deep)."""
+    order: list[Node] = []
+    done: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(n, False) for n in reversed(outputs)]
+    while stack:
+        node, expanded = stack.pop()
+        if node in done:
+            continue
+        if expanded:
+            done.add(node)
+            order.append(node)
+            continue
+        stack.append((node, True))
+        stack.extend((n, False) for n in reversed(node.inputs) if n not in done)
+    return order
+
+
+def check_inputs(network: Network) -> None:
+    """Refuse an input of which no reader says how it is cut."""
+    read = {node for other in network.nodes for node in other.inputs}
+    alone = [network.names[n] for n in network.nodes if isinstance(n, Input) and n not in read]
+    if alone:
+        raise ValueError(
+            f"network {network.name!r}: expected inputs that layers read, got {alone[0]!r}, which is an output alone; "
+            "leave it out"
+        )
+
+
+def check_losses(network: Network) -> None:
+    """Refuse losses whose value or gradient nothing would have."""
+    for node in network.nodes:
+        if not isinstance(node.layer, Loss):
+            continue
+        name = network.names[node]
+        if node is not network.outputs.get("loss"):
+            raise ValueError(
+                f"network {network.name!r}: expected no loss but the output named 'loss', got {name!r} "
+                f"({node.layer.kind}) too; one loss is trained: leave this one out, make it the output 'loss', "
+                "or add it to that one (ce + 0.5 * dice)"
+            )
+        if not node.layer.judgements(*input_shapes(node)):
+            raise ValueError(
+                f"network {network.name!r}: expected in loss {name!r} at least one term that counts in evaluation, "
+                "got terms for training only; leave training_only out of one"
+            )
+        for other in sorted_nodes([n for i, n in enumerate(node.inputs) if node.layer.compares(i)]):
+            if other.layer.parameters(*input_shapes(other)):
+                raise ValueError(
+                    f"network {network.name!r}: expected a target of {name!r} without parameters, got one that "
+                    f"depends on {network.names[other]!r}; a loss has no gradient with respect to its target: make it "
+                    "an Input"
+                )
+        _check_weights(network, node)
+
+
+def _check_weights(network: Network, loss: Node) -> None:
+    """Refuse weights of a loss that are not as they are in the data: inputs are normalized and varied."""
+    compared = network.targets
+    for own in (n for i, n in enumerate(loss.inputs) if loss.layer.weighs(i)):
+        shared = [n for n in sorted_nodes([own]) if isinstance(n, Input) and network.names[n] not in compared]
+        if shared:
+            name = network.names[shared[0]]
+            raise ValueError(
+                f"network {network.name!r}: expected weights of {network.names[loss]!r} that no prediction depends on, "
+                f"got some of input {name!r}, which is normalized; make them an Input of their own, of the same "
+                "dataset"
+            )
+
+
+def check_shared(network: Network, behind: Collection[str]) -> None:
+    """Refuse calls of one layer that cannot have one array of parameters, or one gradient of it."""
+    for name, owner in network.owners.items():
+        node, first = network.layers[name], network.layers[owner]
+        if name == owner or not node.layer.parameters(*input_shapes(node)):
+            continue
+        if node.layer.state(*input_shapes(node)):
+            raise ValueError(
+                f"network {network.name!r}: expected layers with running statistics to be called once, got "
+                f"{owner!r} ({node.layer.kind}) twice; make a layer for every call, or use GroupNorm"
+            )
+        found, wanted = ({k: p.shape for k, p in n.layer.parameters(*input_shapes(n)).items()} for n in (node, first))
+        if found != wanted:
+            raise ValueError(
+                f"network {network.name!r}: expected calls of {owner!r} that have the same parameters, got {found} "
+                f"after {wanted}; give it inputs with as many channels, or make another layer"
+            )
+        if (name in behind) != (owner in behind):
+            some, other = (name, owner) if name in behind else (owner, name)
+            raise ValueError(
+                f"network {network.name!r}: expected the loss to depend on all calls of a layer or on none, got "
+                f"{some!r}, on which it depends, and {other!r}, on which it does not; leave that output out"
+            )
+
+
+def check_given(network: Network) -> None:
+    """Refuse initial values that fit nothing of their layer."""
+    for name, node in network.layers.items():
+        shapes = input_shapes(node)
+        specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)} if node.layer.given_values else {}
+        for key, values in node.layer.given_values.items():
+            if key not in specs:
+                raise ValueError(
+                    f"network {network.name!r}: expected initial values of {', '.join(specs) or 'nothing'} in layer "
+                    f"{name!r}, got some of {key!r}; leave them out"
+                )
+            if values.shape != specs[key].shape:
+                raise ValueError(
+                    f"network {network.name!r}: expected initial values of shape {specs[key].shape} for "
+                    f"{name}/{key}, got {values.shape}; give values for samples and layers of these sizes"
+                )
