@@ -1,15 +1,21 @@
-"""A communicator of all ranks; tests that name oneDNN are skipped, with the reason, where it cannot be loaded."""
+"""A communicator of all ranks; freed memory is overwritten; oneDNN, where it cannot be loaded, is skipped by name."""
 
 import pytest
 
 from halograd.comm import Communicator
 from tests.layers.norms import needs
+from tests.support import freed
 
 
 @pytest.fixture(autouse=True)
 def _onednn(request):
     if "onednn" in request.node.name:
         needs("onednn")
+
+
+@pytest.fixture(autouse=True)
+def _freed(monkeypatch):
+    freed.overwrite(monkeypatch)
 
 
 @pytest.fixture

@@ -8,11 +8,14 @@ import numpy as np
 from halograd.dtensor import Box
 from halograd.kernels import get_backend
 from halograd.layers import (
+    ELU,
+    GELU,
     AdaptiveAveragePool,
     AdaptiveMaxPool,
     Add,
     AveragePool,
     BatchNorm,
+    Clamp,
     Concat,
     Conv,
     ConvTranspose,
@@ -24,6 +27,7 @@ from halograd.layers import (
     GroupNorm,
     Input,
     Layer,
+    LeakyReLU,
     MaxPool,
     MeanSquaredError,
     Network,
@@ -34,6 +38,7 @@ from halograd.layers import (
     ReLU,
     Resize,
     Scale,
+    SiLU,
     Softmax,
     SoftmaxCrossEntropy,
     StochasticDepth,
@@ -168,7 +173,7 @@ class Graphs:
 
     def _norm(self, x, same, alike):
         # A generous eps: without it a variance near zero enlarges the roundings of everything before.
-        return BatchNorm(eps=0.1, activation=self.pick(None, "relu"), affine=self.pick(True, False))(x)
+        return BatchNorm(eps=0.1, activation=self.pick(None, "relu", "elu"), affine=self.pick(True, False))(x)
 
     def _pool(self, x, same, alike):
         layer = self.pick(MaxPool, AveragePool)
@@ -201,7 +206,7 @@ class Graphs:
         return self.pick(Dropout, StochasticDepth)(0.3)(x)
 
     def _pointwise(self, x, same, alike):
-        return self.pick(ReLU, Tanh, Softmax, PReLU, Scale)()(x)
+        return self.pick(ReLU, LeakyReLU, ELU, Clamp, GELU, SiLU, Tanh, Softmax, PReLU, Scale)()(x)
 
     def _group(self, x, same, alike):
         return GroupNorm(2, eps=0.1)(x)
@@ -275,14 +280,16 @@ def batch_of(network, batch, step):
     return arrays
 
 
-def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64"):
+def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64", keeps=True):
     """Values, gradients and loss of the last of some steps, whole, on rank 0 (else None). Collective.
 
-    `steps`: numbers of the steps. More than one: what earlier steps left behind must not matter.
+    `steps`: numbers of the steps. More than one: what earlier steps left behind must not matter. `keeps`: all values,
+    and not those of the network's outputs alone.
     """
     probed = [n for n, node in network.inputs.items() if node.dtype == "compute" and n != "target"]
     kernels = get_backend(backend)
-    with Executor(network, comm, kernels, batch, strategy, dtype, probed=probed, kept=network.layers) as executor:
+    kept = network.layers if keeps else ()
+    with Executor(network, comm, kernels, batch, strategy, dtype, probed=probed, kept=kept) as executor:
         for key, array in executor.store.params.items():
             array[...] = random_array(executor.store.shapes[key], key)[executor.store.box(key).slices()]
         for step in steps:
@@ -294,7 +301,8 @@ def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64")
             executor.backward()
             executor.reducer.finish()
         losses = {n for n, node in network.layers.items() if hasattr(node.layer, "local")}
-        outputs = [name for name in network.layers if name not in losses]
+        known = network.layers if keeps else [network.names[node] for node in network.outputs.values()]
+        outputs = [name for name in known if name not in losses]
         gradients = [name for name in probed if executor.values[name].gradient is not None]
         with closing(Gather(executor, outputs, gradients)) as way:
             result = dict(zip([*outputs, *(f"d{name}" for name in gradients)], way.run()))

@@ -33,16 +33,16 @@ from tests.layers.graphs import Centre, Gate, Graphs, poison, run
 GROUPS, EACH = 12, 4
 
 
-def check(seed, comm):
+def check(seed, comm, backend="numpy", dtype="float64", keeps=True):
     graphs = Graphs(seed)
     network = graphs.network()
     strategy = graphs.strategy(network, comm.size)
-    found = run(network, comm, graphs.batch, strategy, (0, 1))
+    found = run(network, comm, graphs.batch, strategy, (0, 1), backend, dtype, keeps)
     fault = None
     if comm.rank == 0:
         with Communicator(MPI.COMM_SELF) as alone:
-            want = run(Graphs(seed).network(), alone, graphs.batch, None, (1,))
-        fault = compare(found, want, 512.0, "float64", f"seed {seed}, {strategy}")
+            want = run(Graphs(seed).network(), alone, graphs.batch, None, (1,), keeps=keeps)
+        fault = compare(found, want, 512.0, dtype, f"seed {seed}, {strategy}")
     comm.agree(fault)
 
 
@@ -55,6 +55,17 @@ def test_random_networks(group, monkeypatch):
     with Communicator(MPI.COMM_WORLD) as comm:
         for seed in range(group * EACH, (group + 1) * EACH):
             check(seed, comm)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("group", range(6))
+def test_random_networks_that_keep_nothing(group, backend):
+    """Every operation names the arrays it uses: the memory of all others is free, and is overwritten."""
+    dtype = "float64" if backend == "numpy" else "float32"
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for seed in range(1000 + group * EACH, 1000 + (group + 1) * EACH):
+            check(seed, comm, backend, dtype, keeps=False)
 
 
 @pytest.mark.mpi

@@ -1,4 +1,4 @@
-"""A small network and its parameters, for tests that run no layer."""
+"""A small network and its parameters, for tests that run no layer; freed memory is overwritten."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import Input, Layer, Network, Parameter
 from halograd.training.memory import Memory
 from halograd.training.store import ParameterStore
+from tests.support import freed
 
 #: One for all: opening it asks all libraries of the process for their threads.
 HOST_KERNELS = NumpyBackend()
@@ -34,6 +35,11 @@ class Scale(Layer):
 def small_network(first: tuple[int, ...] = (5, 3, 3), name: str = "scale1") -> Network:
     x = Input((8, 8, 2), name="x")
     return Network(Scale((7, 41), "scale3")(Scale((3,), "scale2")(Scale(first, name)(x))), name="small")
+
+
+@pytest.fixture(autouse=True)
+def _freed(monkeypatch):
+    freed.overwrite(monkeypatch)
 
 
 @pytest.fixture

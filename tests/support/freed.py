@@ -1,0 +1,62 @@
+"""Memory that no operation names is free for others: here it is overwritten, so that whoever reads it is seen."""
+
+from functools import partial
+from weakref import WeakKeyDictionary
+
+from halograd.program.runner import Runner
+
+__all__ = ["overwrite"]
+
+
+def overwrite(monkeypatch):
+    """What no operation uses any more is overwritten at once, and what none has used yet, in every step: nothing may
+    be read there. Where the host computes."""
+    made, uses = Runner._call, WeakKeyDictionary()
+
+    def called(self, operation):
+        call = made(self, operation)
+        if not self.kernels.device.is_host:
+            return call
+        if self.program not in uses:
+            uses[self.program] = _first_and_last_uses(self.program)
+        before, after = (
+            [
+                self.arena[at : at + buffer.nbytes]
+                for buffer in buffers
+                for at in [self.program.placement.offsets[buffer]]
+            ]
+            for buffers in (ends.get(operation, ()) for ends in uses[self.program])
+        )
+        return partial(_between, before, call, after) if before or after else call
+
+    monkeypatch.setattr(Runner, "_call", called)
+
+
+def _between(before, call, after):
+    for memory in before:
+        memory.fill(0xFF)  # NaN, or -1
+    result = call()
+    for memory in after:
+        memory.fill(0xFF)
+    return result
+
+
+def _first_and_last_uses(program):
+    """Operation -> the buffers that it uses first, and last; of those that share the arena with others."""
+    values = (v for v in program.values.values() if v.read or v.kept)
+    gradients = (program.values[name].gradient for name in program.target.probed)
+    always = {v.region.view.buffer for v in values} | {g.view.buffer for g in gradients if g is not None}
+    first, last = {}, {}
+    for operation in program:
+        for buffer in operation.buffers():
+            if buffer.place is None and not buffer.kept and buffer not in always:
+                first.setdefault(buffer, operation)
+                last[buffer] = operation
+    return tuple(_by_operation(found) for found in (first, last))
+
+
+def _by_operation(found):
+    made = {}
+    for buffer, operation in found.items():
+        made.setdefault(operation, []).append(buffer)
+    return made
