@@ -69,8 +69,11 @@ def rank(folder: Path, resolution: int, out: Path) -> None:
     """One rank: predict, and print what it took. Collective."""
     from mpi4py import MPI
 
+    from halograd.kernels import get_backend
     from halograd.training import apply
     from halograd.training.session import Session  # noqa: F401 - all that an application loads
+
+    get_backend("auto").close()  # loads its library, which is as large on every rank
 
     world = MPI.COMM_WORLD
     sets = [f"model.resolution={resolution}", f"strategy.height={world.size}"]
