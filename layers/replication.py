@@ -15,9 +15,9 @@ __all__ = ["check_replicated", "replicable_layers", "saves_traffic"]
 
 
 def dense_layers(network: Network) -> dict[str, Node]:
-    """All dense layers that are called once, of weights as they are, by name, in order of computation."""
+    """All dense layers that are trained, of weights as they are, and called once, by name, in order of computation."""
     found = {name: n for name, n in network.layers.items() if isinstance(n.layer, Dense) and not n.layer.weight_norm}
-    return {name: node for name, node in found.items() if not network.is_shared(name)}
+    return {name: node for name, node in found.items() if name in network.trained and not network.is_shared(name)}
 
 
 def check_replicated(strategy: Strategy, network: Network) -> None:

@@ -16,7 +16,8 @@ from .parameter import Parameter
 from .stencil import spread
 
 if TYPE_CHECKING:
-    from ..program.context import Context
+    from ..kernels import Geometry
+    from ..program.context import Context, Gathered
 
 __all__ = ["ConvTranspose"]
 
@@ -171,29 +172,36 @@ class ConvTranspose(Layer):
         def backward() -> None:
             dy = context.gather_gradient(context.gradient_blocks)
             dy.start()
-            if bias is not None:
-                context.run(context.kernel(_bias_gradient, dy=context.dy, db=context.grads["b"]))
-            # The filter gradient pairs each owned input with all outputs it reaches: no rank counts one twice.
-            owned = context.gather(0, value.layout.boxes)
-            owned.start()
-            owned.finish()
-            dy.finish()
             paired = value.box.size and dy.box.size
-            weights = context.kernel(zeroing, array=context.grads["w"])
-            if paired:
-                geometry = local_geometry(windows, dy.box, value.box, groups)
-                views = {"x": dy.view, "dy": owned.view, "dw": context.grads["w"], "db": None}
-                weights = context.kernel(partial(conv_filter, geometry), **views)
-            context.run(weights, timing=context.timing("backward_filter"))
+            geometry = local_geometry(windows, dy.box, value.box, groups) if paired else None
+            if context.frozen:
+                dy.finish()
+            else:
+                _gradients(context, dy, geometry)
             if not context.needs_gradient(0):
                 return
             data = context.kernel(zeroing, array=context.gradient(0))
-            if paired:
+            if geometry is not None:
                 views = {"x": dy.view, "w": w, "b": None, "y": data.views["array"]}
                 data = context.kernel(partial(conv_forward, geometry, False), **views)
             context.run(data, timing=context.timing("backward_data"))
 
         return backward
+
+
+def _gradients(context: Context, dy: Gathered, geometry: Geometry | None) -> None:
+    """Of the parameters. That of `w` pairs each owned input with all outputs it reaches: no rank counts one twice."""
+    if "b" in context.grads:
+        context.run(context.kernel(_bias_gradient, dy=context.dy, db=context.grads["b"]))
+    owned = context.gather(0, context.inputs[0].layout.boxes)
+    owned.start()
+    owned.finish()
+    dy.finish()
+    weights = context.kernel(zeroing, array=context.grads["w"])
+    if geometry is not None:
+        views = {"x": dy.view, "dy": owned.view, "dw": context.grads["w"], "db": None}
+        weights = context.kernel(partial(conv_filter, geometry), **views)
+    context.run(weights, timing=context.timing("backward_filter"))
 
 
 def _bias(environment: Any, y: Any, b: Any) -> Any:

@@ -44,6 +44,8 @@ def lower_weight_norm(context: Context, lower: Callable[[Context], Callable[[], 
 
     def both() -> None:
         backward()
+        if context.frozen:
+            return
         work = {"unit": context.scratch(v.shape, context.wide), "product": context.scratch(v.shape, context.wide)}
         work |= {"sums": context.scratch(lengths, "float64"), "factor": context.scratch(lengths, context.wide)}
         found = {"dw": context.grads["w"], "dv": grads["w"], "dg": grads["g"].reshape(*lengths)}

@@ -128,15 +128,15 @@ class _Compiler:
         output.kept = name in self._kept
         has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
         owner = self.network.owners[name]
-        learns = has_parameters and owner not in self.network.frozen
-        output.trainable = learns or any(v.trainable for v in inputs)
+        frozen = owner in self.network.frozen
+        output.trainable = (has_parameters and not frozen) or any(v.trainable for v in inputs)
         self._cuts[node] = key = tuple(cuts.values())
         self._values[node, key] = self.program.values[name] = output
         options = self.strategy.options_of(name)
         if self.target.trainable and name in self.replicable:
             options = {**options, "weight_gradient": "replicated"}
         self.program.steps.append(
-            Step(name, node.layer, inputs, output, options, counts_of(cuts), owner if owner != name else "")
+            Step(name, node.layer, inputs, output, options, counts_of(cuts), owner if owner != name else "", frozen)
         )
 
     def _value(self, name: str, shape: Sequence[int], cuts: Mapping[str, Cut], dtype: np.dtype) -> Value:
@@ -217,7 +217,7 @@ class _Compiler:
 
     def _arrays(self, step: Step) -> dict[str, dict[str, View]]:
         blocks = {key: self.blocks[f"{step.arrays_of}/{key}"] for key in _specs(step)}
-        return _arrays(step, blocks, step.arrays_of in self.network.frozen)
+        return _arrays(step, blocks)
 
     def _lower(self, step: Step) -> list[Operation]:
         context = self._context(step)
@@ -262,7 +262,7 @@ class _Compiler:
     def _add_calls(self, step: Step, context: Context) -> None:
         """The first of several calls of a layer, whose backward is the last, adds up the gradients of all."""
         calls = [other for other in self.program.steps if other.owner == step.name]
-        if not calls or step.name in self.network.frozen:
+        if not calls or step.frozen:
             return
         for key, total in context.grads.items():
             others = [self._contexts[call.name][0].grads[key] for call in calls]
@@ -290,7 +290,7 @@ def _specs(step: Step) -> Mapping[str, Parameter]:
     return {**step.layer.parameters(*shapes), **step.layer.state(*shapes)}
 
 
-def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks], frozen: bool = False) -> dict[str, dict[str, View]]:
+def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict[str, View]]:
     """Views of what the store holds of a layer, by short names.
 
     Gradients of one that is frozen, and of one whose parameters are another's, are scratch.
@@ -309,7 +309,7 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks], frozen: bool = Fa
         rounded = is_low(dtype) and specs[key].rounded
         kind, given = ("rounded", dtype) if rounded else ("grads", full)
         own = Buffer(shape, given, "parameter gradient", place=(kind, name))
-        found["grads"][key] = (Buffer(shape, given, "transient") if frozen or step.owner else own).view
+        found["grads"][key] = (Buffer(shape, given, "transient") if step.frozen or step.owner else own).view
     return found
 
 

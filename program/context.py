@@ -50,6 +50,9 @@ class Context:
         Parts of every axis of the layer's process grid.
     trainable
         Whether there is a backward pass.
+    frozen
+        Whether nobody reads the gradients of the parameters: `grads` are scratch, and kernels that only compute them
+        (those timed as ``"backward_filter"``) are left out.
     overlaps_halo
         Whether to compute while halos travel: as `options` say, else as is better on this machine.
     looks
@@ -74,7 +77,7 @@ class Context:
         self.dtype, self.wide = self.output.dtype, wide(self.output.dtype)
         halo = self.options.get("halo", "auto")
         self.overlaps_halo = halo == "overlap" or (halo == "auto" and overlaps)
-        self.trainable, self.looks = trainable, looks
+        self.trainable, self.frozen, self.looks = trainable, step.frozen, looks
         self._needed: dict[int, Blocks] = {}
         self.operations: list[Operation] = []
         #: Of a layer that only moves data: adds what is left to do when the output, or the input's gradient, is needed.
@@ -161,6 +164,8 @@ class Context:
         guarded: Sequence[Operation] = (),
     ) -> None:
         """Add a run of a kernel, or of one of its methods."""
+        if self.frozen and timing is not None and timing.phase == "backward_filter":
+            return
         names = None if uses is None else tuple(uses)
         self.operations.append(Run(self.name, kernel, method, names, timing, tuple(guarded), when=when))
 

@@ -30,6 +30,8 @@ class Step:
     ----------
     owner
         Whose parameters it has (`Network.owners`); "": its own.
+    frozen
+        Whether its parameters stay as they are: nobody reads their gradients.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Step:
     options: Mapping[str, Any]
     parts: Mapping[str, int]
     owner: str = ""
+    frozen: bool = False
 
     @property
     def arrays_of(self) -> str:

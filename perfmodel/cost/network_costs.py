@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -342,7 +342,7 @@ class _Maker:
     # -- layers --------------------------------------------------------------------------------
 
     def _price(self, plain: Step, some: tuple[Parts, ...]) -> _Priced:
-        key = (_signature(plain), plain.name in self._trained, plain.owner, some)
+        key = (_signature(plain), plain.name in self._trained, plain.owner, plain.frozen, some)
         if key not in self._priced:
             rows = [self._row(plain, parts) for parts in some]
             times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in rows)))
@@ -361,6 +361,8 @@ class _Maker:
             held = blocks_of(spec, step.parts, self.ranks)
             nbytes = held.largest * self.itemsize
             parameters += nbytes
+            if step.frozen:
+                continue
             sums += self._sum(nbytes, held.holders.members(0))
             update += self.pricing.wires.update(nbytes, self.training.slots)
         halo = ("overlap" if cost.overlaps else "pad") if cost.halo_forward else ""
@@ -374,7 +376,8 @@ class _Maker:
         return wires.sum(self.bucket_bytes, group) * nbytes / self.bucket_bytes
 
     def _memory(self, step: Step, parameters: int) -> float:
-        total = parameters * (2 + self.training.slots) + step.output.layout.boxes.fullest * self.itemsize
+        slots = 0 if step.frozen else self.training.slots
+        total = parameters * (2 + slots) + step.output.layout.boxes.fullest * self.itemsize
         for value in step.inputs:
             for boxes, *_ in value.gathered:
                 if value.read or boxes != value.layout.boxes:
@@ -434,6 +437,4 @@ def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:
         return Value(value.name, layout, value.dtype, middle, value.trainable, value.read)
 
     middle = middle_rank(layout_of(plain.output.layout.shape, parts, ranks).boxes)
-    return Step(
-        plain.name, plain.layer, [cut(v) for v in plain.inputs], cut(plain.output), plain.options, parts, plain.owner
-    )
+    return replace(plain, inputs=[cut(v) for v in plain.inputs], output=cut(plain.output), parts=parts)

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
+from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.replication import dense_layers
 from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost.account import layers_memory
+from halograd.program.compiler import Target, compile_program
+from halograd.program.operations import Run
 from halograd.training import train as train_run
 from halograd.training.executor import Executor
 from tests.layers.cuts import random_strategy
@@ -18,11 +24,31 @@ from tests.training.runs import write_shared
 from tests.training.test_exactness import NETWORKS, fill
 from tests.training.test_strategies import train
 
-FROZEN = {"unet": ("down0*", "up1", "bottom_*_a"), "lenet": ("conv1", "dense4"), "gated": ("gate", "conv", "coarse")}
+FROZEN = {
+    "unet": ("down0*", "up1", "bottom_*_a"),
+    "lenet": ("conv1", "dense4"),
+    "gated": ("gate", "conv", "coarse"),
+    "between": ("normed", "frozen_up", "wide"),
+}
+
+
+def between():
+    """Frozen layers of every kind behind a trained one; beside one of them a trained layer reads the same value."""
+    x, target = hg.Input((12, 10, 3), name="x"), hg.Input((4,), name="target")
+    h = hg.Conv(4, 3, weight_norm=True, name="normed")(hg.Conv(4, 3, name="first")(x))
+    up = [hg.ConvTranspose(3, 3, stride=2, padding=1, name=name)(h) for name in ("trained_up", "frozen_up")]
+    h = hg.GlobalAveragePool()(hg.BatchNorm(name="norm")(hg.Add()(*up)))
+    prediction = hg.Dense(4, name="last")(hg.Dense(6, weight_norm=True, name="wide")(h))
+    return hg.Network({"loss": hg.MeanSquaredError()(prediction, target), "prediction": prediction}, "between")
+
+
+def whole(name):
+    made = {"gated": lambda: gated(12, 3, 4), "between": between}
+    return made.get(name, NETWORKS.get(name))()
 
 
 def network(name):
-    return (gated(12, 3, 4) if name == "gated" else NETWORKS[name]()).freeze(*FROZEN[name])
+    return whole(name).freeze(*FROZEN[name])
 
 
 def gradients(made):
@@ -41,9 +67,11 @@ def gradients(made):
 @pytest.mark.parametrize("name", FROZEN)
 def test_gradients_of_the_others_are_as_before(name):
     made = network(name)
-    assert {"unet": 6, "lenet": 2, "gated": 3}[name] <= len(made.frozen) and not made.frozen & made.trained
-    whole, found = gradients(NETWORKS[name]() if name != "gated" else gated(12, 3, 4)), gradients(made)
-    for key, want in whole.items():
+    assert {"unet": 6, "lenet": 2, "gated": 3, "between": 3}[name] <= len(
+        made.frozen
+    ) and not made.frozen & made.trained
+    of_all, found = gradients(whole(name)), gradients(made)
+    for key, want in of_all.items():
         if key.partition("/")[0] in made.frozen:
             assert not found[key].any() and (want.any() or "bias" in key or key.endswith("/b"))
         else:
@@ -55,6 +83,40 @@ def test_what_lies_before_all_that_is_trained_has_no_backward_pass():
     with Communicator(MPI.COMM_SELF) as alone, Executor(made, alone, get_backend("numpy"), 4, None, "float64") as e:
         reached = {segment.name for segment in e.program.backward}
     assert "dense3" in reached and not reached & {"conv1", "conv2", "pool1", "pool2", "maxpool1", "flatten"}
+
+
+def filters(program):
+    """Layers whose parameters' gradients have a kernel of their own."""
+    runs = [one for segment in program.backward for one in segment.operations if isinstance(one, Run)]
+    return {one.layer for one in runs if one.timing is not None and one.timing.phase == "backward_filter"}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_nothing_is_computed_or_kept_for_gradients_that_nobody_reads(name):
+    made, frozen = whole(name), network(name)
+    programs = [compile_program(one, Strategy(), Target(batch=4)) for one in (made, frozen)]
+    every, left = map(filters, programs)
+    reached = {segment.name for segment in programs[1].backward}
+    assert left == (every & reached) - frozen.frozen and every & reached & frozen.frozen
+    blocks = parameter_blocks(made, Strategy(), 1)
+    kept = [sum(layers_memory(program, blocks).values()) for program in programs]
+    assert kept[1] < kept[0]
+
+
+def test_only_norms_are_trained():
+    """What lies between has errors, and no gradient of a weight."""
+    made = NETWORKS["resnet"]()
+    trained = {name for name in made.layers if "norm" in name or "bn" in name}
+    assert trained
+    weights = [name for name in made.layers if name not in trained and made.own_parameters(name)]
+    program = compile_program(made.freeze(*weights), Strategy(), Target(batch=4))
+    assert not filters(program) and trained <= {segment.name for segment in program.backward}
+
+
+def test_no_frozen_layer_is_replicated():
+    dense = list(dense_layers(NETWORKS["lenet"]()))
+    assert "dense4" in dense
+    assert list(dense_layers(network("lenet"))) == [name for name in dense if name != "dense4"]
 
 
 @pytest.mark.ranks(2, 3, 4)
