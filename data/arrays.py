@@ -58,9 +58,10 @@ class ArrayDataset:
         lengths = {name: array.shape[0] for name, array in arrays.items()}
         if not arrays or len(set(lengths.values())) > 1:
             raise DataError(f"{path}: expected arrays of as many samples each, got {lengths}")
-        unknown = sorted({*targets, *(channel_names or {})} - set(arrays))
-        if unknown:
-            raise DataError(f"{path}: expected names out of {', '.join(arrays)}, got {unknown[0]!r}")
+        for what, some in (("targets", targets), ("channel_names", channel_names or ())):
+            unknown = sorted(set(some) - set(arrays))
+            if unknown:
+                raise DataError(f"{path}: expected {what} out of {', '.join(arrays)}, got {unknown[0]!r}")
         self.path, self.arrays = Path(path), dict(arrays)
         self.groups: NDArray[np.int64] | None = None if groups is None else np.asarray(groups, np.int64)
         if self.groups is not None and self.groups.shape != (len(self),):

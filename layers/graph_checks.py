@@ -38,7 +38,7 @@ def sorted_nodes(outputs: list[Node]) -> list[Node]:
 
 
 def check_inputs(network: Network) -> None:
-    """Refuse an input of which no reader says how it is cut."""
+    """Refuse an input of which no reader says how it is cut, and integers that layers compute with."""
     read = {node for other in network.nodes for node in other.inputs}
     alone = [network.names[n] for n in network.nodes if isinstance(n, Input) and n not in read]
     if alone:
@@ -46,6 +46,12 @@ def check_inputs(network: Network) -> None:
             f"network {network.name!r}: expected inputs that layers read, got {alone[0]!r}, which is an output alone; "
             "leave it out"
         )
+    for name, node in network.inputs.items():
+        if node.dtype != "compute" and name not in network.targets:
+            raise ValueError(
+                f"network {network.name!r}: expected inputs of integers only where a loss compares with them, got "
+                f"{name!r} of dtype {node.dtype}; leave its dtype away: integers in files are read as numbers"
+            )
 
 
 def check_losses(network: Network) -> None:

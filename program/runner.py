@@ -13,7 +13,7 @@ import numpy as np
 from ..comm.reduction import ReductionSpec
 from ..comm.sums import METHODS
 from ..dtensor import Exchange
-from ..kernels import Substitute
+from ..kernels import KernelError, Substitute
 from ..layers.groups import reductions_in_groups
 from . import operations
 from .mode import Mode
@@ -192,7 +192,10 @@ class Runner:
     def _kernel(self, name: str, kernel: KernelSpec) -> Any:
         arrays = {key: None if view is None else self.view(view) for key, view in kernel.views.items()}
         arrays |= {key: None if sum_ is None else self._made[sum_] for key, sum_ in kernel.sums.items()}
-        return kernel.make(Environment(self.kernels, self.mode, name), **arrays)
+        try:
+            return kernel.make(Environment(self.kernels, self.mode, name), **arrays)
+        except KernelError as error:
+            raise KernelError(f"{name}: {error}") from error
 
     def _open(self, program: Program) -> None:
         """Make all exchanges together, and all sums: one by one, each would cost some meetings of all ranks."""

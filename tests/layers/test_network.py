@@ -6,9 +6,11 @@ import pytest
 from halograd.layers import (
     Conv,
     Dense,
+    Flatten,
     GivenValues,
     GlobalAveragePool,
     Input,
+    MaxPool,
     MeanSquaredError,
     Network,
     ReLU,
@@ -74,6 +76,15 @@ def test_an_input_that_no_layer_reads_is_refused():
     message = r"network 'n': expected inputs that layers read, got 'other', which is an output alone; leave it out"
     with pytest.raises(ValueError, match=message):
         Network({"y": Conv(3, 1)(x), "x": x, "other": other}, "n")
+
+
+@pytest.mark.parametrize("layer", [Flatten(name="read"), Conv(2, 3, name="read"), MaxPool(2, name="read")])
+def test_integers_that_no_loss_reads_are_refused(layer):
+    """When the network is made: data would be normalized, and kernels refuse dtypes that no user has heard of."""
+    x = Input((9, 8, 1), name="number", dtype="uint8")
+    message = "integers only where a loss compares with them, got 'number' of dtype uint8; leave its dtype away"
+    with pytest.raises(ValueError, match=message):
+        Network(layer(x))
 
 
 def test_initial_values_that_are_given_are_those_of_the_network():

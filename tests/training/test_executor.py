@@ -9,7 +9,8 @@ from mpi4py import MPI
 from halograd import layers
 from halograd.comm import Communicator, communicator, maker
 from halograd.errors import UserError
-from halograd.kernels import get_backend
+from halograd.kernels import KernelError, get_backend
+from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
@@ -161,3 +162,12 @@ def test_the_ranks_meet_as_often_for_many_layers_as_for_few(comm, transport, mon
     with Communicator(comm, transport) as ranks:
         meetings(1)  # opens what is opened once
         assert meetings(2) == meetings(12)
+
+
+def test_a_kernel_that_a_library_lacks_names_its_layer(monkeypatch):
+    def conv_forward(*arguments, **options):
+        raise KernelError("expected another kernel")
+
+    monkeypatch.setattr(NumpyBackend, "conv_forward", conv_forward)
+    with Communicator(MPI.COMM_SELF) as comm, pytest.raises(KernelError, match=r"^conv: expected another kernel"):
+        Executor(network(), comm, get_backend("numpy"), 2, None, "float64")
