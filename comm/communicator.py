@@ -318,6 +318,8 @@ class Communicator:
         if self.closed:
             return
         self.closed = True
+        if self._is_root:
+            self.devices.drop_graphs()
         # Last in, first out: the order of making was the same on all ranks, and so is that of closing.
         for item in reversed(self._open):
             item.close()

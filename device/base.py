@@ -76,6 +76,33 @@ def resolution(dtype: Any) -> float:
     return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
+class Graph:
+    """Work of a device that was recorded, and that a call enqueues again, at once. Local.
+
+    It is freed by :meth:`drop`, and not when the last who knows of it is gone: NCCL ends no communicator while there is
+    a graph with calls of it, and tracebacks and cycles of objects would keep it.
+
+    Parameters
+    ----------
+    recorded
+        Has a method ``launch(stream)``. Only this object may hold it.
+    keep
+        What has to live as long.
+    """
+
+    def __init__(self, recorded: Any, stream: Any = None, keep: Any = None) -> None:
+        self._held: tuple[Any, Any, Any] | None = (recorded, stream, keep)
+
+    def __call__(self) -> None:
+        if self._held is None:
+            raise DeviceError("graph: expected one that is there, got one that was dropped; build the executor anew")
+        self._held[0].launch(self._held[1])
+
+    def drop(self) -> None:
+        """Free it; idempotent."""
+        self._held = None
+
+
 class DeviceError(UserError):
     """A device cannot be had or cannot do what is asked; the message says what to do instead."""
 
@@ -227,8 +254,8 @@ class Device(ABC):
         """Time from one stamp to another, both done [s]."""
 
     # -- the rest -------------------------------------------------------------------------------
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """What enqueues, at once, everything that `run` enqueues (a graph). `run` is called once and must not wait.
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """What enqueues, at once, everything that `run` enqueues. `run` is called once and must not wait.
 
         Raises
         ------
@@ -236,6 +263,10 @@ class Device(ABC):
             If the device has no graphs.
         """
         raise DeviceError(f"graph: expected a device that captures graphs, got {self.name}; set backend.graph = false")
+
+    def drop_graphs(self) -> None:
+        """Free all graphs that were captured, whoever holds them."""
+        return None
 
     def use(self) -> None:
         """Make this the device of the calling thread."""

@@ -7,10 +7,11 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
-from .base import Device, DeviceError, DeviceMemory, Ticket, packed_as, register
+from .base import Device, DeviceError, DeviceMemory, Graph, Ticket, packed_as, register
 
 __all__ = ["CupyDevice", "choose_ordinal", "count_devices", "cupy_device", "import_cupy"]
 
@@ -94,16 +95,35 @@ def cupy_device(ordinal: int = 0) -> CupyDevice:
 
 _opened: dict[int, CupyDevice] = {}
 
+NOT_READY = 600  # cudaErrorNotReady
+
+
+def arrived(cupy: Any, event: Any) -> bool:
+    """Whether the device has come to an event. Does not wait.
+
+    ``Event.done`` is false for ever where the device has failed.
+
+    Raises
+    ------
+    Exception
+        What has gone wrong on the device, in CUDA's words.
+    """
+    status = cupy.cuda.runtime.eventQuery(event.ptr)
+    if status not in (0, NOT_READY):
+        cupy.cuda.runtime.check_status(status)
+    return status == 0
+
 
 class _Place:
     """An event on a stream: ticket, and stamp where it has a time."""
 
     def __init__(self, cupy: Any, stream: Any, timed: bool) -> None:
+        self._cupy = cupy
         self.event = cupy.cuda.Event(disable_timing=not timed)
         self.event.record(stream)
 
     def done(self) -> bool:
-        return bool(self.event.done)
+        return arrived(self._cupy, self.event)
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -148,6 +168,7 @@ class CupyDevice(Device):
         self.compute.use()
         self.fused_copies: Copies | None = None
         self.fused_sums: Copies | None = None
+        self._graphs: WeakSet[Graph] = WeakSet()
         register(self)
 
     # -- arrays ---------------------------------------------------------------------------------
@@ -233,17 +254,18 @@ class CupyDevice(Device):
     def seconds(self, first: Any, second: Any) -> float:
         return float(self._cupy.cuda.get_elapsed_time(first.event, second.event)) * 1e-3
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Graph:
         # Arrays of a graph belong to it alone while it runs: those made while recording come from a pool of its own,
         # which lives as long as the graph. (Streams are captured in relaxed mode, which lets the pool allocate.)
         pool = self._cupy.cuda.MemoryPool()
         with self._cupy.cuda.using_allocator(pool.malloc):
-            graph = self._captured(run)
+            graph = Graph(self._captured(run), self.compute, pool)
+        self._graphs.add(graph)
+        return graph
 
-        def launch(keep: Any = pool) -> None:
-            graph.launch(self.compute)
-
-        return launch
+    def drop_graphs(self) -> None:
+        for graph in tuple(self._graphs):
+            graph.drop()
 
     def _captured(self, run: Callable[[], None]) -> Any:
         self.compute.begin_capture()

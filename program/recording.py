@@ -47,6 +47,11 @@ class Section:
     items: tuple[Item, ...]
     graph: bool
 
+    @property
+    def communicates(self) -> bool:
+        """Whether there are ends of exchanges or sums among them."""
+        return any(item.pair is not None for item in self.items)
+
     def run(self) -> None:
         """Call them."""
         for item in self.items:

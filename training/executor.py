@@ -25,7 +25,7 @@ from ..program.mode import Mode
 from ..program.runner import Runner
 from ..program.values import Value
 from .gather import Gather
-from .graph import GraphedPass, check_graph, graphed_passes
+from .graph import GraphedPass, check_graph, drop, graphed_passes
 from .inputs import block_of, check_name
 from .kernels import report_substitutes
 from .memory import Memory
@@ -234,7 +234,8 @@ class Executor:
         with self.comm.agreement():
             self.reducer = self._make_reducer()
         self.reducer.update = update
-        self._graphs = None  # sums begin and are waited for elsewhere
+        drop(self._graphs)  # sums begin and are waited for elsewhere
+        self._graphs = None
 
     # -- running ------------------------------------------------------------------------------
 
@@ -248,13 +249,18 @@ class Executor:
             self.mode.training = training
         self.mode.tell()
         self.pulse.count += 1
-        if self._graphed and self.mode.training and self.recorder is None:
+        if self._graphed and self.mode.training and not self._timed:
             self._refuse_short_batch()
             self._graphs = self._graphs or graphed_passes(self)
             self._graphs[0]()
         else:
             self._compute()
         self.pass_loss.begin()
+
+    @property
+    def _timed(self) -> bool:
+        """Whether layers are timed now: by events, which cannot be read in a graph."""
+        return self.recorder is not None and not getattr(self.recorder, "paused", False)
 
     def _refuse_short_batch(self) -> None:
         """A graph repeats the counts with which it was recorded."""
@@ -292,7 +298,7 @@ class Executor:
         self.pulse.count += 1
         self.reducer.begin(self.mode.part)
         self.store.clear_untrained()
-        if self._graphs is not None and self.recorder is None:
+        if self._graphs is not None and not self._timed:
             self._graphs[1]()
         else:
             for layer in self.runner.backward:
@@ -370,7 +376,9 @@ class Executor:
         return {**self.memory.bytes, **beside}
 
     def close(self) -> None:
-        """Free kernels, channels and reductions. Collective."""
+        """Free graphs, kernels, channels and reductions. Collective."""
+        drop(self._graphs)
+        self._graphs = None
         self.runner.close()
         if self.reducer is not None:
             self.reducer.close()

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from halograd.errors import UserError
 
 from ..comm import Communicator
-from ..device import Device
+from ..device import Device, Graph
 from ..program.recording import Item, Section, apart, sections
 
 if TYPE_CHECKING:
     from .executor import Executor
 
-__all__ = ["GraphedPass", "check_graph", "graphed_passes"]
+__all__ = ["GraphedPass", "check_graph", "drop", "graphed_passes"]
 
 
 def check_graph(comm: Communicator, device: Device) -> None:
@@ -67,6 +67,8 @@ class GraphedPass:
         self._device, self._enter, self._prepare, self._count = device, enter, prepare, 0
         self.sections = sections(items, _apart_anywhere(comm, items))
         self._launches: list[Callable[[], object]] = []
+        self._recordings: list[Graph] = []
+        self._launched = comm.devices.launched("a graph with messages")
 
     @property
     def graphs(self) -> int:
@@ -94,7 +96,27 @@ class GraphedPass:
     def _recorded(self, section: Section) -> Callable[[], object]:
         if not section.graph:
             return section.run if len(section.items) > 1 else section.items[0].call
-        return self._device.capture(section.run)
+        graph = self._device.capture(section.run)
+        self._recordings.append(graph)
+        return partial(_each_of, graph, self._launched) if section.communicates else graph
+
+    def close(self) -> None:
+        """Free the graphs: before the messages that they hold."""
+        for graph in self._recordings:
+            graph.drop()
+        self._recordings.clear()
+        self._launches.clear()
+
+
+def drop(passes: Iterable[GraphedPass] | None) -> None:
+    """Free the graphs of passes."""
+    for graphed in passes or ():
+        graphed.close()
+
+
+def _each_of(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
 
 
 def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:

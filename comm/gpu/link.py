@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mpi4py import MPI
@@ -22,8 +24,8 @@ from .choice import Choice, RankFacts, check_name, choose
 from .ipc import IpcTransport
 from .mpi_aware import claim_fault, prove
 from .mpi_cuda import MpiCudaTransport
-from .nccl import NcclTransport, load_nccl
-from .streams import Cuda, Lane, LaneSpans
+from .nccl import NcclTransport, aborting, load_nccl
+from .streams import Cuda, Lane, LaneSpans, Launched
 from .watchdog import TIMEOUT, DeviceWatchdog
 
 if TYPE_CHECKING:
@@ -134,6 +136,16 @@ class DeviceLinks:
             self._transports[context] = opened.make(context)
         return self._transports[context]
 
+    def launched(self, label: str) -> Callable[[], None]:
+        """What is to be called behind each launch of a graph with messages in it: the watchdog sees whether it ends."""
+        opened = self._opened
+        return _nothing if opened is None else Launched(opened.cuda, opened.watchdog.under_way, label)
+
+    def drop_graphs(self) -> None:
+        """Free graphs that hold messages, before the transports that made them. Local."""
+        if self._opened is not None and self._opened.choice.captures:
+            self._opened.cuda.device.drop_graphs()
+
     def leave(self, context: TransportContext) -> None:
         """Free the transport of a communicator, if it has one. Collective over it."""
         transport = self._transports.pop(context, None)
@@ -151,6 +163,10 @@ class DeviceLinks:
         if self._opened is not None:
             self._opened.watchdog.close()
             self._opened = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def timeout_from(environment: Any) -> float:
@@ -212,8 +228,9 @@ def _open(comm: Communicator, device: Device, choice: Choice, timeout: float) ->
         sys.stderr.flush()
         end(comm.mpi, 1)
 
-    watchdog = DeviceWatchdog(f"rank {comm.rank} of {comm.size}", timeout, end=lost, begin=device.use)
     nccl = load_nccl() if choice.name == "nccl" else None
+    together = nullcontext if nccl is None else partial(aborting, nccl, device)
+    watchdog = DeviceWatchdog(f"rank {comm.rank} of {comm.size}", timeout, lost, device.use, together)
     return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl, LaneSpans(cuda))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +20,7 @@ from ..transports.base import Pattern, TransportContext
 from .streams import Join, Lane, LaneCodec, LaneMeter, LaneSpans, Passage
 from .watchdog import DeviceWatchdog
 
-__all__ = ["SUMMABLE", "NcclChannel", "NcclLink", "NcclTransport", "load_nccl", "nccl_sum"]
+__all__ = ["SUMMABLE", "NcclChannel", "NcclLink", "NcclTransport", "aborting", "load_nccl", "nccl_sum"]
 
 #: Types that NCCL sums, and its names for them.
 SUMMABLE = {
@@ -42,6 +44,9 @@ def load_nccl() -> Any:
         In one line, if there is none.
     """
     try:
+        # Kernels of several communicators that wait for each other's room would do so for ever; with this, NCCL starts
+        # them in the order of the host's calls, which is that of all ranks.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         nccl = importlib.import_module("cupy.cuda.nccl")
         if getattr(nccl, "available", True):
             return nccl
@@ -61,6 +66,7 @@ class NcclLink:
         self.nccl, self.lane, self._watchdog = nccl, lane, watchdog
         self.rank, self.size = context.mpi.rank, context.mpi.size
         self._comm: Any = None
+        self._taking = threading.Lock()
         unique, fault = None, None
         lane.cuda.device.use()
         if self.rank == 0:
@@ -126,18 +132,38 @@ class NcclLink:
 
     def abort(self) -> None:
         """End all kernels of it, on this rank."""
-        comm, self._comm = self._comm, None
+        comm = self._taken()
         if comm is not None:
             comm.abort()
+
+    def _taken(self) -> Any:
+        """The communicator, for the one who ends it: this thread or the watchdog's."""
+        with self._taking:
+            comm, self._comm = self._comm, None
+        return comm
 
     def close(self) -> None:
         """Wait for what is under way and free it; idempotent."""
         if self._comm is not None:
             self.lane.stream.synchronize()  # watched: if a peer is gone, this returns because of an abort
         self._watchdog.remove(self)
-        comm, self._comm = self._comm, None
+        comm = self._taken()
         if comm is not None:
             comm.destroy()
+
+
+@contextmanager
+def aborting(nccl: Any, device: Any) -> Iterator[None]:
+    """Abort, in the body, all communicators of a device as one call: one by one they wait for each other."""
+    device.drop_graphs()  # NCCL would wait for their end
+    grouped = nccl.get_version() >= 22200
+    if grouped:
+        nccl.groupStart()
+    try:
+        yield
+    finally:
+        if grouped:
+            nccl.groupEnd()
 
 
 class NcclTransport:

@@ -16,11 +16,23 @@ from functools import partial
 from typing import Any
 
 from ...device import Device
+from ...device.cupy import arrived
 from ..counters import Meter
 from ..progress import Stage, Work
 from ..reduction import Pairs
 
-__all__ = ["Cuda", "Join", "Lane", "LaneCodec", "LaneMeter", "LaneSpans", "Passage", "TimedPassage", "add_up"]
+__all__ = [
+    "Cuda",
+    "Join",
+    "Lane",
+    "LaneCodec",
+    "LaneMeter",
+    "LaneSpans",
+    "Launched",
+    "Passage",
+    "TimedPassage",
+    "add_up",
+]
 
 # Lower is higher; CUDA clamps what is out of its range. Blocks of a message are placed before those of kernels that
 # wait for room, or a halo would travel when the kernel that should hide it is over.
@@ -49,6 +61,10 @@ class Cuda:
     def event(self) -> Any:
         """An event without a time."""
         return self.cupy.cuda.Event(disable_timing=True)
+
+    def arrived(self, event: Any) -> bool:
+        """Whether the device has come to it; raises what has gone wrong there. Does not wait."""
+        return arrived(self.cupy, event)
 
     def lane(self) -> Lane:
         """A stream of the highest priority."""
@@ -93,12 +109,34 @@ class Passage:
 
     @property
     def done(self) -> bool:
-        """Whether the lane has come to the last `leave`. Does not wait; may be asked from another thread."""
-        return bool(self._behind.done)
+        """Whether the lane has come to the last `leave`. Does not wait; may be asked from another thread.
+
+        Raises what has gone wrong on the device.
+        """
+        return self.lane.cuda.arrived(self._behind)
 
     def wait(self) -> None:
         """Return when the lane has come to the last `leave`: for those who have to see it on the host."""
         self._behind.synchronize()
+
+
+class Launched:
+    """A graph with messages in it, of which the watchdog is told when it is launched. Local.
+
+    What is recorded in a graph is watched by nobody: its events cannot be asked.
+    """
+
+    def __init__(self, cuda: Cuda, under_way: Callable[[Any, str], None], label: str) -> None:
+        self._cuda, self._under_way, self._label, self._event = cuda, under_way, label, cuda.event()
+
+    def __call__(self) -> None:
+        self._event.record(self._cuda.compute)
+        self._under_way(self, self._label)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last one is over. Does not wait."""
+        return self._cuda.arrived(self._event)
 
 
 class LaneSpans:
@@ -133,7 +171,7 @@ class LaneSpans:
     def put(self, meter: LaneMeter, stamps: list[Any]) -> None:
         """Tell of these later: begin and end on the lane, begin and end of waiting. And of what is done by now."""
         self._waiting.append((meter, stamps))
-        while self._waiting and self._waiting[0][1][-1].done:
+        while self._waiting and self._cuda.arrived(self._waiting[0][1][-1]):
             whose, events = self._waiting.popleft()
             elapsed = self._cuda.cupy.cuda.get_elapsed_time
             whose.tell([self._began + 1e-3 * float(elapsed(self._origin, event)) for event in events])

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 from ..errors import CommError
@@ -20,6 +20,7 @@ __all__ = ["TIMEOUT", "DeviceWatchdog", "Monitored"]
 
 TIMEOUT = 600.0  # [s], the time of a very slow rank rather than that of a message
 GRACE = 30.0  # [s] that the main thread has to raise a fault
+PATIENCE = 10.0  # [s] for communicators to be aborted: a call to NCCL that never returns must keep nobody
 IN_PROGRESS = 7  # ncclInProgress, which CuPy has no text for: KeyError(7)
 
 
@@ -47,22 +48,25 @@ class DeviceWatchdog:
     end
         Called with a text if no rank raises a fault; prints it by default. A caller that can end the job does so here.
     begin
-        Called first in the thread: makes the device of this rank the thread's.
+        Called first in its threads: makes the device of this rank the thread's.
+    together
+        A context in which all communicators are aborted: as one call, since the kernels of one may wait for another's.
     """
 
     def __init__(
         self,
         who: str,
         timeout: float = TIMEOUT,
-        interval: float = 1.0,
         end: Callable[[str], None] | None = None,
-        grace: float = GRACE,
         begin: Callable[[], None] = lambda: None,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+        interval: float = 1.0,
+        grace: float = GRACE,
     ) -> None:
         if not timeout > 0:
             raise CommError(f"timeout: expected seconds > 0, got {timeout}")
         self.timeout, self._who, self._interval, self._grace = timeout, who, min(interval, timeout), grace
-        self._end, self._begin = end or _say, begin
+        self._end, self._begin, self._together = end or _say, begin, together
         self._monitored: list[Monitored] = []
         self._under_way: dict[int, tuple[Any, str, float]] = {}
         self._fault: str | None = None
@@ -127,18 +131,27 @@ class DeviceWatchdog:
             self._end(fault)
 
     def abort(self) -> None:
-        """End everything under way on this rank."""
+        """End everything under way on this rank; returns when that is done, or takes too long."""
         with self._lock:
             monitored = tuple(self._monitored)
-        for each in monitored:
-            each.abort()
+        if monitored:
+            thread = threading.Thread(target=self._abort, args=(monitored,), name="halograd-nccl-abort", daemon=True)
+            thread.start()
+            thread.join(PATIENCE)
+
+    def _abort(self, monitored: Sequence[Monitored]) -> None:
+        self._begin()
+        with self._together():
+            for each in monitored:
+                with suppress(Exception):  # the others have to be aborted all the same
+                    each.abort()
 
     def close(self) -> None:
         """End the thread; idempotent."""
         self._stop.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(2 * PATIENCE)
 
     def _run(self) -> None:
         self._begin()
@@ -164,7 +177,11 @@ class DeviceWatchdog:
         # A copy, made in one instruction: the main thread adds meanwhile.
         for key, item in list(self._under_way.items()):
             passage, label, since = item
-            if passage.done:
+            try:
+                done = passage.done
+            except Exception as error:
+                return f"{self._who}: {label}: {error}; the device has failed, and the job cannot go on"
+            if done:
                 if self._under_way.get(key) is item:
                     self._under_way.pop(key, None)
             elif now - since > self.timeout:

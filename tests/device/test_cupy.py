@@ -1,13 +1,14 @@
 """The CUDA device on a double of CuPy: what it asks for, and what it says when that fails."""
 
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from halograd.device import DeviceError
-from halograd.device.cupy import CupyDevice
+from halograd.device.cupy import CupyDevice, arrived
 
 
 class StreamDouble:
@@ -28,10 +29,15 @@ class StreamDouble:
         self.capturing = False
         if self.invalidated:
             raise RuntimeError("cudaErrorStreamCaptureInvalidated: operation failed due to a previous error")
-        return SimpleNamespace(launch=self.launch)
+        return Recorded(self)
+
+
+class Recorded:
+    def __init__(self, stream):
+        self.stream = stream
 
     def launch(self, stream):
-        self.launched += 1
+        self.stream.launched += 1
 
 
 class Pinned:
@@ -91,6 +97,30 @@ def test_a_graph_is_launched(device):
     assert done == [True] and not device.compute.capturing
     launch()
     assert device.compute.launched == 1
+
+
+def test_a_graph_that_is_dropped_is_gone_whoever_knows_of_it(device):
+    one, other = (device.capture(lambda: None) for _ in range(2))
+    held = [weakref.ref(graph._held[0]) for graph in (one, other)]
+    one.drop()
+    one.drop()
+    assert held[0]() is None and held[1]() is not None
+    with pytest.raises(DeviceError, match="got one that was dropped"):
+        one()
+    device.drop_graphs()
+    assert held[1]() is None
+
+
+def test_an_event_of_a_device_that_has_failed_is_not_merely_late(cupy):
+    def check(status):
+        raise RuntimeError(f"cudaErrorIllegalAddress ({status})")
+
+    for status, found in ((0, True), (600, False)):
+        cupy.cuda.runtime.eventQuery = lambda ptr, status=status: status
+        assert arrived(cupy, SimpleNamespace(ptr=1)) is found
+    cupy.cuda.runtime.eventQuery, cupy.cuda.runtime.check_status = lambda ptr: 700, check
+    with pytest.raises(RuntimeError, match=r"IllegalAddress \(700\)"):
+        arrived(cupy, SimpleNamespace(ptr=1))
 
 
 def test_a_capture_that_fails_says_why(device):

@@ -138,6 +138,22 @@ def test_a_rank_sees_the_gpu_of_its_number(local_rank, stubs):
     assert seen == ["2\n", "3\n"]
 
 
+@pytest.mark.parametrize(("given", "seen"), [("3", "3"), ("", ""), ("0,1,2", "1")])
+def test_a_gpu_that_slurm_has_bound_to_a_task_stays_its_own(given, seen, stubs):
+    """A site may bind one to each task (``gpu-bind``, ``gpus-per-task``): task 1 then sees GPU 3 alone."""
+    stubs.run(render("train", job(folder=str(stubs.folder), gpus_per_node=2)))
+    (call,) = stubs.calls("srun")
+    wrapper = call[call.index("bash") : call.index("python")]
+    local = dict.fromkeys(("SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"), "1")
+    told = subprocess.run(
+        [*wrapper, "bash", "-c", "echo $CUDA_VISIBLE_DEVICES"],
+        env={**os.environ, **local, "CUDA_VISIBLE_DEVICES": given},
+        text=True,
+        capture_output=True,
+    )
+    assert told.stdout.strip() == seen and not told.stderr
+
+
 def test_containers_are_entered_on_every_node(stubs):
     image = {"container": "x.sif", "folder": str(stubs.folder)}
     stubs.run(render("train", job(**image, gpus_per_node=2)))

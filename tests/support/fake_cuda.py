@@ -269,6 +269,7 @@ class FakeCupy:
             malloc=cuda.malloc,
             free=cuda.free,
             eventDestroy=cuda.eventDestroy,
+            eventQuery=lambda ptr: 0 if cuda.events[ptr].done else 600,
             deviceGetPCIBusId=lambda ordinal: address,
             deviceGetByPCIBusId=lambda text: 0,
             deviceCanAccessPeer=lambda one, other: 1,

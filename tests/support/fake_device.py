@@ -6,10 +6,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 
-from halograd.device import LOW, Device, as_dtype, is_low, register, unregister
+from halograd.device import LOW, Device, Graph, as_dtype, is_low, register, unregister
 from halograd.device.base import packed_as
 from halograd.kernels import checks
 from halograd.kernels.backend import Backend
@@ -89,6 +90,8 @@ class FakeDevice(Device):
         self.synchronizations: list[str] = []
         self.fused_copies: Any = None
         self.fused_sums: Any = None
+        self.graphs: WeakSet[Graph] = WeakSet()
+        self.recording: Any = None
         self._downloads: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._uploads: list[tuple[int, np.ndarray, np.ndarray]] = []
         register(self)
@@ -216,16 +219,32 @@ class FakeDevice(Device):
 
     def capture(self, run: Any) -> Any:
         """Like a graph, but what is recorded is done at once: so the first launch, which follows, does nothing."""
-        before, done = (len(self.synchronizations), self.waits), [True]
-
-        def launch() -> None:
-            if not done:
-                run()
-            done.clear()
-
-        run()
+        before = len(self.synchronizations), self.waits
+        self.recording = recorded = _Recorded(run)
+        try:
+            run()
+        finally:
+            self.recording = None
         assert (len(self.synchronizations), self.waits) == before, "the host waits within a graph"
-        return launch
+        graph = Graph(recorded)
+        self.graphs.add(graph)
+        return graph
+
+    def drop_graphs(self) -> None:
+        for graph in tuple(self.graphs):
+            graph.drop()
+
+
+class _Recorded:
+    """What CUDA holds of a graph; alive as long as somebody holds it."""
+
+    def __init__(self, run: Any) -> None:
+        self._run, self._done = run, True
+
+    def launch(self, stream: Any) -> None:
+        if not self._done:
+            self._run()
+        self._done = False
 
 
 class _Stamp:

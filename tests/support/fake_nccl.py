@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import ml_dtypes
 import numpy as np
@@ -48,11 +50,22 @@ class FakeNccl:
 
     def __init__(self, device: StreamDevice, mpi: MPI.Intracomm, folder: Path, version: int = 23203) -> None:
         self.device, self.mpi, self.folder, self.version = device, mpi, folder, version
+        self._local = threading.local()  # of groups, as in NCCL
         for name, (number, _) in DTYPES.items():
             setattr(self, name, number)
-        self._depth = 0
-        self._calls: list[tuple[Any, ...]] = []
         self.communicators: list[FakeCommunicator] = []
+
+    @property
+    def _depth(self) -> int:
+        return getattr(self._local, "depth", 0)
+
+    @_depth.setter
+    def _depth(self, depth: int) -> None:
+        self._local.depth = depth
+
+    @property
+    def _calls(self) -> list[tuple[Any, ...]]:
+        return self._local.__dict__.setdefault("calls", [])
 
     def get_version(self) -> int:
         return self.version
@@ -72,7 +85,8 @@ class FakeNccl:
         assert self._depth > 0, "groupEnd without groupStart"
         self._depth -= 1
         if not self._depth:
-            calls, self._calls = self._calls, []
+            calls = list(self._calls)
+            self._calls.clear()
             if calls:
                 self._enqueue(calls)
 
@@ -81,6 +95,8 @@ class FakeNccl:
     ) -> None:
         assert stream in self.device.cuda.streams and stream != self.device.compute.ptr, "no stream of its own"
         assert not comm.dead, "a communicator that was destroyed or aborted"
+        if self.device.recording is not None:
+            comm.graphs.add(self.device.recording)
         if what[0] in ("send", "recv"):
             assert self._depth, "sends and receives outside of a group wait for each other"
         self._calls.append((comm, what, stream, reads, writes, held))
@@ -110,6 +126,7 @@ class FakeCommunicator:
         assert isinstance(unique, bytes) and len(unique) == 128 and 0 <= rank < size
         self.nccl, self.size, self.rank, self.count, self.dead = nccl, size, rank, 0, ""
         self.error: Exception | None = None
+        self.graphs: WeakSet[Any] = WeakSet()
         self.name = hashlib.sha1(unique).hexdigest()[:12]
         members = self._meet()
         world = nccl.mpi.Get_group()
@@ -233,10 +250,11 @@ class FakeCommunicator:
             raise self.error
 
     def abort(self) -> None:
+        assert not self.graphs, "NCCL waits for the end of graphs with calls of a communicator, for ever"
         self.dead = "aborted"
 
     def destroy(self) -> None:
-        assert not self.dead
+        assert not self.dead and not self.graphs, "NCCL waits for the end of graphs with calls of it, for ever"
         self.dead = "destroyed"
         self._mpi.Free()
 

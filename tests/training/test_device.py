@@ -254,6 +254,28 @@ def test_what_cannot_be_in_a_graph_is_refused():
     kernels.close()
 
 
+@pytest.mark.ranks(1, 2)
+def test_graphs_beside_a_timeline_that_is_paused():
+    """As in a run that follows a plan: steps that are measured are run layer by layer, all others as graphs."""
+    kernels = FakeBackend()
+    with Communicator(MPI.COMM_WORLD) as comm:
+        timeline = comm.instruments.recorder = Timeline(comm.rank)
+        timeline.paused = True
+        cut = Strategy({"height": comm.size})
+        with Executor(NETWORKS["mesh"](), comm, kernels, 4, cut, "float64", graph=True) as executor:
+            trainer = Trainer(executor, SGD(executor.store), Constant(0.01))
+            for step in range(6):
+                timeline.paused = step != 4
+                fill(executor, step)
+                trainer.step()
+                names = {segment.name for segment in executor.program.forward}
+                executor.finish_spans()
+                assert (names <= {name for name, _ in timeline.phases}) == (step >= 4), step
+            trainer.settle()
+            assert min(graphed.graphs for graphed in executor._graphs) > 0
+    kernels.close()
+
+
 @pytest.mark.ranks(1)
 def test_a_short_batch_is_refused_where_graphs_count_a_full_one():
     """The number of samples that count is an argument of a kernel, which a graph keeps as it was recorded."""

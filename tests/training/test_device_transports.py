@@ -77,6 +77,55 @@ def test_a_pass_over_nccl_is_one_graph_but_for_what_a_custom_layer_does(monkeypa
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("ends", ["executor", "communicator", "abort"])
+def test_graphs_are_gone_before_nccl_is_ended(ends, monkeypatch):
+    """NCCL ends no communicator of which a graph holds calls: it would wait for ever, and does so in the double."""
+    made = []
+
+    def run():
+        with gpu_ranks(monkeypatch, "nccl") as r:
+            made.append(Executor(NETWORKS["mesh"](), r.comm, r.kernels, 4, Strategy({"height": 2}), graph=True))
+            (executor,) = made
+            trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
+            for step in range(4):
+                fill(executor, step)
+                trainer.step()
+            trainer.settle()
+            graphs = [c.graphs for c in r.nccl.communicators]
+            assert sum(map(len, graphs)) == 2, "forward and backward"
+            made.append(r.nccl.communicators)
+            if ends == "abort":
+                raise ZeroDivisionError
+            if ends == "executor":
+                executor.close()
+                assert not sum(map(len, graphs)), "whoever else holds the executor"
+
+    if ends == "abort":
+        with pytest.raises(ZeroDivisionError):
+            run()
+    else:
+        run()
+    assert not any(len(c.graphs) for c in made[1])
+    assert {c.dead for c in made[1]} == {"aborted" if ends == "abort" else "destroyed"}
+
+
+@pytest.mark.ranks(2)
+def test_the_launch_of_a_graph_with_messages_is_watched(monkeypatch):
+    """What is recorded in it is not: events of a graph cannot be asked."""
+    with gpu_ranks(monkeypatch, "nccl") as r:
+        told = []
+        monkeypatch.setattr(r.comm.devices._opened.watchdog, "under_way", lambda passage, label: told.append(label))
+        with Executor(NETWORKS["mesh"](), r.comm, r.kernels, 4, Strategy({"height": 2}), graph=True) as executor:
+            trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
+            for step in range(4):
+                told.clear()
+                fill(executor, step)
+                trainer.step()
+            trainer.settle()
+        assert told.count("a graph with messages") == 2
+
+
+@pytest.mark.ranks(2)
 def test_batch_norm_over_nccl(monkeypatch):
     """Cut by samples: sums alone, of statistics, gradients and the loss."""
     _, kinds = compare(monkeypatch, "nccl", "resnet")

@@ -1,6 +1,7 @@
 """The table of transports for devices: what auto takes where, and why a name is refused."""
 
 import doctest
+import os
 from dataclasses import replace
 
 import pytest
@@ -119,6 +120,7 @@ def test_a_timeout_that_is_none(text):
 
 
 def test_nccl_is_found_or_its_absence_said_in_one_line(monkeypatch):
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     try:
         assert load_nccl().get_version() > 0
     except CommError as error:
@@ -128,6 +130,11 @@ def test_nccl_is_found_or_its_absence_said_in_one_line(monkeypatch):
         CommError, match=r"^nccl: expected cupy.cuda.nccl, got none \(.*\); pip install 'halograd\[gpu\]'"
     ):
         load_nccl()
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1", "kernels of two communicators could wait for each other"
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    with pytest.raises(CommError):
+        load_nccl()
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0", "as the user has it"
 
 
 @pytest.mark.ranks(2)

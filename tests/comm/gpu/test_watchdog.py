@@ -1,6 +1,7 @@
 """The watchdog: faults of communicators, things that take too long, a peer that is gone."""
 
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,65 @@ def test_an_error_of_a_communicator_aborts_all_of_them():
         dog.raise_fault()
     dog.look()
     assert one.aborted == 1 and len(ended) == 1, "the fault was not raised in time, so the job was ended"
+    dog.close()
+
+
+def test_a_device_that_has_failed_is_a_fault():
+    """Nothing is ever over on it."""
+
+    class Failed:
+        @property
+        def done(self):
+            raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    dog, _ = still()
+    dog.under_way(Failed(), "exchange 'halo'")
+    dog.look()
+    with pytest.raises(CommError, match=r"rank 1 of 4: exchange 'halo': cudaErrorIllegalAddress: .*; the device has"):
+        dog.raise_fault()
+    dog.close()
+
+
+def test_an_abort_that_never_returns_keeps_nobody(monkeypatch):
+    """Neither the thread that ends the job, nor the main thread, which has a traceback to print."""
+    released = threading.Event()
+
+    class Stuck(Watched):
+        def abort(self):
+            assert released.wait(LIMIT)
+
+    monkeypatch.setattr(module, "PATIENCE", 0.01)
+    dog, ended = still()
+    dog.add(Stuck(RuntimeError("gone")))
+    dog.look()
+    assert len(ended) == 1
+    dog.abort()
+    dog.close()
+    released.set()
+
+
+def test_all_are_aborted_as_one():
+    """The kernels of one may wait for those of another."""
+    order = []
+
+    @contextmanager
+    def together():
+        order.append("begin")
+        yield
+        order.append("end")
+
+    class Noted(Watched):
+        def abort(self):
+            order.append("abort")
+
+    dog, _ = still(together=together, begin=lambda: order.append("device"))
+    dog.add(Noted())
+    dog.add(Noted())
+    dog._stop.set()
+    dog._thread.join(LIMIT)
+    order.clear()
+    dog.abort()
+    assert order == ["device", "begin", "abort", "abort", "end"]
     dog.close()
 
 
