@@ -92,7 +92,7 @@ class IpcTransport:
 
     def _channel(self, pattern: Pattern, meter: Meter) -> Channel:
         sizes = {peer: rounded(count * pattern.dtype.itemsize, ALIGNMENT) for peer, count in pattern.sends.items()}
-        shared = self._memory.share(2 * sum(sizes.values()), events=2)
+        shared = self._memory.share(2 * sum(sizes.values()), 2, pattern.peers)
         offsets, at = {}, 0
         for peer, size in sizes.items():
             offsets[peer] = (at, at + size)

@@ -72,10 +72,10 @@ class Exchanged:
         self._bases: dict[int, int] = {memory.rank: chunk.ptr + first}
         self._peer_events: dict[int, list[PeerEvent]] = {}
 
-    def open(self, exports: Sequence[tuple[bytes, int, list[bytes]]]) -> None:
-        """Map what the other ranks export: handle of the chunk, offset, handles of the events."""
+    def open(self, exports: Sequence[tuple[bytes, int, list[bytes]]], peers: Sequence[int] | None = None) -> None:
+        """Map what these ranks export (by default all others): handle of the chunk, offset, handles of the events."""
         for rank, (handle, first, events) in enumerate(exports):
-            if rank != self.rank:
+            if rank != self.rank and (peers is None or rank in peers):
                 self._bases[rank] = self._memory.map(rank, handle) + first
                 self._peer_events[rank] = [PeerEvent(self._memory.runtime.ipcOpenEventHandle(e)) for e in events]
 
@@ -110,8 +110,14 @@ class IpcMemory:
         """Device memory of this rank that is shared [B]."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
-    def share(self, nbytes: int, events: int) -> Exchanged:
+    def share(self, nbytes: int, events: int, peers: Sequence[int] | None = None) -> Exchanged:
         """So many bytes of this rank, for the others to read, and so many events. Collective.
+
+        Parameters
+        ----------
+        peers
+            Whose memory and events this rank opens, by default those of all others. A driver has some ten thousand
+            events for several processes, and a network some hundred exchanges.
 
         Raises
         ------
@@ -126,7 +132,7 @@ class IpcMemory:
         exchanged, mine = part
         exports = self._mpi.allgather(mine)
         what = f"to map memory and events of the other ranks ({SHM})"
-        _, fault = self._attempt(lambda: exchanged.open(exports), what)
+        _, fault = self._attempt(lambda: exchanged.open(exports, peers), what)
         self._agree(fault)
         return exchanged
 
