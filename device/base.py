@@ -86,21 +86,27 @@ class Graph:
     ----------
     recorded
         Has a method ``launch(stream)``. Only this object may hold it.
-    keep
-        What has to live as long.
+    free
+        Frees its memory when it is gone; may wait for the device.
     """
 
-    def __init__(self, recorded: Any, stream: Any = None, keep: Any = None) -> None:
-        self._held: tuple[Any, Any, Any] | None = (recorded, stream, keep)
+    def __init__(self, recorded: Any, stream: Any = None, free: Callable[[], None] = lambda: None) -> None:
+        self._held: tuple[Any, Any, Callable[[], None]] | None = (recorded, stream, free)
 
     def __call__(self) -> None:
-        if self._held is None:
+        held = self._held  # which another thread may take away
+        if held is None:
             raise DeviceError("graph: expected one that is there, got one that was dropped; build the executor anew")
-        self._held[0].launch(self._held[1])
+        held[0].launch(held[1])
 
-    def drop(self) -> None:
-        """Free it; idempotent."""
-        self._held = None
+    def drop(self, waits: bool = True) -> None:
+        """Free it; idempotent. Not `waits`: without its memory, which is for ever where the device stands still."""
+        held, self._held = self._held, None
+        if held is not None:
+            free = held[2]
+            del held
+            if waits:
+                free()
 
 
 class DeviceError(UserError):
@@ -265,7 +271,7 @@ class Device(ABC):
         raise DeviceError(f"graph: expected a device that captures graphs, got {self.name}; set backend.graph = false")
 
     def drop_graphs(self) -> None:
-        """Free all graphs that were captured, whoever holds them."""
+        """Free all graphs that were captured, whoever holds them. Does not wait."""
         return None
 
     def use(self) -> None:

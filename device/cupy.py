@@ -89,7 +89,7 @@ def cupy_device(ordinal: int = 0) -> CupyDevice:
     if device is None:
         device = _opened[ordinal] = CupyDevice(ordinal)
     device.use()
-    device.compute.use()
+    device.stay_current()
     return device
 
 
@@ -165,7 +165,7 @@ class CupyDevice(Device):
         self.use()
         self.compute = cupy.cuda.Stream(non_blocking=True)
         self._ahead = cupy.cuda.Stream(non_blocking=True)
-        self.compute.use()
+        self.stay_current()
         self.fused_copies: Copies | None = None
         self.fused_sums: Copies | None = None
         self._graphs: WeakSet[Graph] = WeakSet()
@@ -202,6 +202,7 @@ class CupyDevice(Device):
 
     # -- copies ---------------------------------------------------------------------------------
     def to_host(self, array: Any) -> np.ndarray:
+        array = self._cupy.ascontiguousarray(array)
         return np.asarray(array.get(stream=self.compute))
 
     def assign(self, target: Any, values: np.ndarray) -> None:
@@ -259,15 +260,26 @@ class CupyDevice(Device):
         # which lives as long as the graph. (Streams are captured in relaxed mode, which lets the pool allocate.)
         pool = self._cupy.cuda.MemoryPool()
         with self._cupy.cuda.using_allocator(pool.malloc):
-            graph = Graph(self._captured(run), self.compute, pool)
+            recorded = self._captured(run)
+
+        def free() -> None:
+            self.compute.synchronize()
+            pool.free_all_blocks()  # a pool that goes with blocks in it takes them along
+
+        graph = Graph(recorded, self.compute, free)
         self._graphs.add(graph)
         return graph
 
     def drop_graphs(self) -> None:
         for graph in tuple(self._graphs):
-            graph.drop()
+            graph.drop(waits=False)
 
     def _captured(self, run: Callable[[], None]) -> Any:
+        if not self._is_current():
+            raise DeviceError(
+                "graph: expected the device's compute stream as the current one, got another, whose work "
+                "no graph would hold; leave the stream that is used around"
+            )
         self.compute.begin_capture()
         try:
             run()
@@ -286,6 +298,18 @@ class CupyDevice(Device):
 
     def use(self) -> None:
         self._cupy.cuda.Device(self.ordinal).use()
+
+    def stay_current(self) -> None:
+        """Make `compute` the current stream of this thread, from now on.
+
+        ``Stream.use()`` does not last: at the end of any ``with stream:``, those in CuPy too, the current stream is
+        that of the ``with`` around it, or else the null stream. So this is one that does not end.
+        """
+        if not self._is_current():
+            self.compute.__enter__()
+
+    def _is_current(self) -> bool:
+        return bool(self._cupy.cuda.get_current_stream().ptr == self.compute.ptr)
 
     def computing(self) -> AbstractContextManager[Any]:
         self.use()

@@ -127,6 +127,17 @@ class DeviceFeed:
         pairs = [(arrays[name], staged) for name, staged in self._staged[slot].items()]
         self._uploaded[slot] = self._device.upload_ahead(pairs, self._used[slot])
 
+    def __enter__(self) -> DeviceFeed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Behind the end of that thread: when no copy is under way any more, the buffers may be freed.
+
+        Not behind an error: copies wait for kernels, and those perhaps for a peer that is gone.
+        """
+        for ticket in filter(None, self._uploaded if kind is None else ()):
+            ticket.wait()
+
     # -- the main thread ------------------------------------------------------------------------
     def bring(self, item: LoadedBatch) -> None:
         """Enqueue the copies into the inputs, behind the upload. Does not wait."""

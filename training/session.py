@@ -132,7 +132,7 @@ class Session:
         slots, device, ahead = data.prefetch + 1, executor.device, None
         if not device.is_host:
             arrays = {name: made.array for name, made in inputs.items()}
-            ahead = DeviceFeed(executor.memory, arrays, slots, executor.store.dtype)
+            ahead = stack.enter_context(DeviceFeed(executor.memory, arrays, slots, executor.store.dtype))
         loader = stack.enter_context(
             Loader(
                 samples.dataset,

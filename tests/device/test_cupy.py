@@ -10,16 +10,33 @@ import pytest
 from halograd.device import DeviceError
 from halograd.device.cupy import CupyDevice, arrived
 
+NULL = SimpleNamespace(ptr=0)
+
 
 class StreamDouble:
     """A stream whose capture is invalidated by a call that CUDA does not permit in one; then ending it fails too."""
 
+    around, current = [], None
+
     def __init__(self, non_blocking=False):
         self.capturing = self.invalidated = False
-        self.launched = 0
+        self.launched, self.ptr = 0, id(self)
 
     def use(self):
+        StreamDouble.current = self
         return self
+
+    def __enter__(self):
+        self.around.append(self)
+        return self.use()
+
+    def __exit__(self, *exception):
+        """As CuPy's: what was used before is forgotten (its own tests say so)."""
+        self.around.pop()
+        StreamDouble.current = self.around[-1] if self.around else NULL
+
+    def synchronize(self):
+        pass
 
     def begin_capture(self):
         assert not self.capturing
@@ -54,16 +71,17 @@ class Pinned:
 @pytest.fixture
 def cupy(monkeypatch):
     """The part of CuPy that the device opens with. Its pool of pinned memory rounds up, as CuPy's does."""
-    Pinned.taken = 0
+    Pinned.taken, StreamDouble.around, StreamDouble.current = 0, [], NULL
     runtime = SimpleNamespace(getDeviceCount=lambda: 1, hostAllocPortable=1)
     cuda = SimpleNamespace(
         runtime=runtime,
         Device=lambda ordinal: SimpleNamespace(use=lambda: None),
         Stream=StreamDouble,
+        get_current_stream=lambda: StreamDouble.current,
         PinnedMemory=Pinned,
         PinnedMemoryPointer=lambda memory, offset: memory.memory,
         alloc_pinned_memory=lambda size: Pinned(1 << (size - 1).bit_length(), 1).memory,
-        MemoryPool=lambda: SimpleNamespace(malloc=None),
+        MemoryPool=lambda: SimpleNamespace(malloc=None, free_all_blocks=lambda: None),
         using_allocator=Allocator,
     )
     made = SimpleNamespace(cuda=cuda, ndarray=np.ndarray)
@@ -89,6 +107,28 @@ def device(cupy):
     made = CupyDevice()
     yield made
     made.close()
+
+
+def test_its_stream_is_the_current_one_behind_those_of_others(device):
+    """Messages have streams of their own, and CuPy too: behind them kernels would go to the null stream, unordered."""
+    assert StreamDouble.current is device.compute
+    with StreamDouble():
+        assert StreamDouble.current is not device.compute
+    assert StreamDouble.current is device.compute
+    StreamDouble().use()
+    device.stay_current()
+    assert StreamDouble.current is device.compute
+
+
+def test_a_capture_of_what_goes_elsewhere_is_refused(device):
+    """It would be empty, and its launches would compute nothing."""
+    with (
+        StreamDouble(),
+        pytest.raises(
+            DeviceError, match=r"^graph: expected the device's compute stream as the current one"
+        ),
+    ):
+        device.capture(lambda: None)
 
 
 def test_a_graph_is_launched(device):

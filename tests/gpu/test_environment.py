@@ -83,3 +83,19 @@ def test_two_ranks_start_on_one_gpu(record_property):
         assert kernels.device.to_host(array).tolist() == [3, 3, 3]
         total.close()
         record_property("detail", MPI.Get_library_version().splitlines()[0][:100].strip("\0"))
+
+
+@only_gpu
+def test_the_compute_stream_is_current_behind_any_other():
+    """CuPy goes back to the null stream behind ``with stream:``, its own too, and forgets what was used."""
+    import cupy
+
+    from halograd.device.cupy import cupy_device
+
+    device = cupy_device()
+    array = cupy.arange(64, dtype="float32").reshape(8, 8)
+    for look in (lambda: array[:, ::2].get(stream=device.compute), lambda: device.to_host(array[:, ::2])):
+        with cupy.cuda.Stream(non_blocking=True):
+            array[:] = array + 0
+        look()
+        assert cupy.cuda.get_current_stream().ptr == device.compute.ptr

@@ -141,10 +141,11 @@ def test_means(arrays, name, channels):
 @CHANNELS
 @pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
 @pytest.mark.parametrize("local", [False, True], ids=["given", "own"])
-def test_batch_norm_in_training(arrays, local, relu, channels):
-    """One NaN makes the channel's statistics NaN, and all of the channel."""
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_batch_norm_in_training(arrays, value, local, relu, channels):
+    """One NaN makes the channel's statistics NaN, and all of the channel; an infinity the variance."""
     given = norm(arrays, (*SHAPE, channels), local=local, relu=relu)
-    given["x"][(*zip(*PLACES), -1)] = np.nan
+    given["x"][(*zip(*PLACES), -1)] = value
     kernels = arrays.backend.batch_norm(BatchNormArrays(**given))
     kernels.statistics()
     if not local:
@@ -152,6 +153,7 @@ def test_batch_norm_in_training(arrays, local, relu, channels):
         given["mean"][...], given["var"][...] = mean, square - mean**2
     kernels.forward()
     assert np.isnan(given["y"][..., -1]).all() and np.isfinite(given["y"][..., :-1]).all()
+    assert np.isnan(given["var"]).tolist() == [False] * (channels - 1) + [True]
     kernels.close()
 
 

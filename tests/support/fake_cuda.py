@@ -166,11 +166,14 @@ class FakeStream:
 
     def __enter__(self) -> FakeStream:
         stack = self._cuda.local.__dict__.setdefault("stack", [])
-        stack.append(self._cuda.current)
+        stack.append(self)
         return self.use()
 
     def __exit__(self, *exception: object) -> None:
-        self._cuda.local.stack.pop().use()
+        """As CuPy: the stream of the ``with`` around it, whatever was used; around all is that of the device."""
+        stack = self._cuda.local.stack
+        stack.pop()
+        (stack[-1] if stack else self._cuda.compute).use()
 
 
 def _come_to(event: FakeEvent, version: int) -> None:

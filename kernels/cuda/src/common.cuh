@@ -100,6 +100,8 @@ DEVICE Index item_step() { return Index(gridDim.x) * Index(blockDim.x); }
 DEVICE A rectify(A a) { return a < A(0) ? A(0) : a; }
 
 template <class Number> DEVICE Number smaller(Number a, Number b) { return a < b ? a : b; }
+// NaN stays what it is.
+template <class Number> DEVICE Number not_negative(Number a) { return a < 0 ? Number(0) : a; }
 template <class Number> DEVICE Number larger(Number a, Number b) { return a > b ? a : b; }
 
 // A per-channel vector of the dtype of the data or of float.

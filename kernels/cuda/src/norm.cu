@@ -138,7 +138,7 @@ DEVICE void find_moments(const NormParams& p, Index set, Index c, bool writes, A
         const double* sums = p.sums + int64(blockIdx.z) * 2 * p.channels + c;
         const double first = sums[0] / p.count;
         mean = kept(first, p.mean_float);
-        var = kept(larger(sums[p.channels] / p.count - first * first, 0.0), p.var_float);
+        var = kept(not_negative(sums[p.channels] / p.count - first * first), p.var_float);
         if (writes) {
             set_parameter(double(mean), p.mean, p.mean_float, set);
             set_parameter(double(var), p.var, p.var_float, set);
@@ -296,7 +296,7 @@ KERNEL(group_moments, GroupParams) {
         const double mean = found[0] * p.scale;
         set_parameter(mean, p.mean, p.mean_float, item);
         const double var = found[Index(p.groups)] * p.scale - mean * mean;
-        set_parameter(larger(var, 0.0), p.var, p.var_float, item);
+        set_parameter(not_negative(var), p.var, p.var_float, item);
     }
 }
 

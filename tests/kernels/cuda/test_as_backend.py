@@ -56,6 +56,10 @@ from ..test_norms import (  # noqa: F401
     test_channel_norm_without_gradients,
     test_group_norm,
 )
+from ..test_not_a_number import (  # noqa: F401
+    test_batch_norm_in_evaluation,
+    test_batch_norm_in_training,
+)
 from ..test_optimizers import (  # noqa: F401
     test_adam,
     test_any_length_and_address,
