@@ -230,7 +230,8 @@ class Plans:
         return Built(-1, entry.name, entry.workspace_bytes, launch, graph, compiled=True)
 
     def _new(self, key: PlanKey, table: AddressTable) -> CudnnPlan:
-        candidates = self._propose(key)
+        candidates: Candidates | None = self._propose(key)
+        assert candidates is not None
         seconds: dict[str, float] = {}
         if key.tuned:
             try:
@@ -238,6 +239,8 @@ class Plans:
             finally:
                 self._release()
             self.found[key] = seconds
+            # A graph keeps all that was built of it, code on the device too: from here on one with this plan alone.
+            built, candidates = self._propose(key).named(built.name) or built, None
         else:
             first = next(candidates.all(), None)
             if first is None:

@@ -146,6 +146,7 @@ class GraphDouble:
         self.barred: set[int] = set()
         self.limit: int | None = None
         self.candidate: int | None = None
+        self.plans: list[str] = []  # which it keeps
         self.prepared = False
         module.graphs.append(self)
 
@@ -238,6 +239,7 @@ class GraphDouble:
         if index in self.barred or too_large or not engine.builds:
             raise NotSupported(f"Chosen plan index {index} has been deselected.")
         self.module.built.append(engine.name)
+        self.plans.append(engine.name)
         self.candidate, self.prepared = index, False
 
     # ------------------------------------------------------------------ keeping
@@ -279,6 +281,7 @@ class GraphDouble:
         module = self.module
         assert handle in module.handles and module.streams.get(handle) == module.current_stream()
         engine = self.engines[self.candidate]
+        self.module.launched = self
         if not engine.launches:
             raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED\n at launch")
         module.launches.append((engine.name, module.streams[handle], way))

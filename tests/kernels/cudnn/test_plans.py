@@ -258,6 +258,7 @@ def test_autotune_takes_the_fastest_and_keeps_it(machine):
         kernel()
         forward(backend)
         assert machine.cudnn.launches[launched:] == [("eng71", 0, "table")]
+        assert machine.cudnn.launched.plans == ["eng71"], "what lost is not kept"
     with machine.open(autotune=True) as backend:
         assert forward(backend).impl == "cudnn:eng71" and backend.autotuned() == found
         assert len(machine.cudnn.launches) == launched + 1, "not measured again"
