@@ -76,7 +76,7 @@ def resolution(dtype: Any) -> float:
     return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
-class Graph:
+class DeviceGraph:
     """Work of a device that was recorded, and that a call enqueues again, at once. Local.
 
     It is freed by :meth:`drop`, and not when the last who knows of it is gone: NCCL ends no communicator while there is
@@ -260,7 +260,7 @@ class Device(ABC):
         """Time from one stamp to another, both done [s]."""
 
     # -- the rest -------------------------------------------------------------------------------
-    def capture(self, run: Callable[[], None]) -> Graph:
+    def capture(self, run: Callable[[], None]) -> DeviceGraph:
         """What enqueues, at once, everything that `run` enqueues. `run` is called once and must not wait.
 
         Raises

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from .base import Device, DeviceError, DeviceMemory, Graph, Ticket, packed_as, register
+from .base import Device, DeviceError, DeviceGraph, DeviceMemory, Ticket, packed_as, register
 
 __all__ = ["CupyDevice", "choose_ordinal", "count_devices", "cupy_device", "import_cupy"]
 
@@ -168,7 +168,7 @@ class CupyDevice(Device):
         self.stay_current()
         self.fused_copies: Copies | None = None
         self.fused_sums: Copies | None = None
-        self._graphs: WeakSet[Graph] = WeakSet()
+        self._graphs: WeakSet[DeviceGraph] = WeakSet()
         register(self)
 
     # -- arrays ---------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class CupyDevice(Device):
     def seconds(self, first: Any, second: Any) -> float:
         return float(self._cupy.cuda.get_elapsed_time(first.event, second.event)) * 1e-3
 
-    def capture(self, run: Callable[[], None]) -> Graph:
+    def capture(self, run: Callable[[], None]) -> DeviceGraph:
         # Arrays of a graph belong to it alone while it runs: those made while recording come from a pool of its own,
         # which lives as long as the graph. (Streams are captured in relaxed mode, which lets the pool allocate.)
         pool = self._cupy.cuda.MemoryPool()
@@ -266,7 +266,7 @@ class CupyDevice(Device):
             self.compute.synchronize()
             pool.free_all_blocks()  # a pool that goes with blocks in it takes them along
 
-        graph = Graph(recorded, self.compute, free)
+        graph = DeviceGraph(recorded, self.compute, free)
         self._graphs.add(graph)
         return graph
 

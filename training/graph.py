@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from halograd.errors import UserError
 
 from ..comm import Communicator
-from ..device import Device, Graph
+from ..device import Device, DeviceGraph
 from ..program.recording import Item, Section, apart, sections
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class GraphedPass:
         self._device, self._enter, self._prepare, self._count = device, enter, prepare, 0
         self.sections = sections(items, _apart_anywhere(comm, items))
         self._launches: list[Callable[[], object]] = []
-        self._recordings: list[Graph] = []
+        self._recordings: list[DeviceGraph] = []
         self._launched = comm.devices.launched("a graph with messages")
 
     @property

@@ -37,7 +37,8 @@ class LoneCommunicator:
         self.nodes = (0,) * size
         self.instruments = Instruments()
         # Copies within the device can be in a graph, as messages of NCCL can.
-        self.devices = SimpleNamespace(choice=Choice("nccl", "copies within the device"))
+        copies = Choice("nccl", "copies within the device")
+        self.devices = SimpleNamespace(choice=copies, launched=lambda label: lambda: None)
         self.counters = self.instruments.counters
         self._channels: list[_Mirror] = []
 

@@ -124,9 +124,7 @@ def test_a_capture_of_what_goes_elsewhere_is_refused(device):
     """It would be empty, and its launches would compute nothing."""
     with (
         StreamDouble(),
-        pytest.raises(
-            DeviceError, match=r"^graph: expected the device's compute stream as the current one"
-        ),
+        pytest.raises(DeviceError, match=r"^graph: expected the device's compute stream as the current one"),
     ):
         device.capture(lambda: None)
 

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from halograd.device import LOW, Device, Graph, as_dtype, is_low, register, unregister
+from halograd.device import LOW, Device, DeviceGraph, as_dtype, is_low, register, unregister
 from halograd.device.base import packed_as
 from halograd.kernels import checks
 from halograd.kernels.backend import Backend
@@ -90,7 +90,7 @@ class FakeDevice(Device):
         self.synchronizations: list[str] = []
         self.fused_copies: Any = None
         self.fused_sums: Any = None
-        self.graphs: WeakSet[Graph] = WeakSet()
+        self.graphs: WeakSet[DeviceGraph] = WeakSet()
         self.recording: Any = None
         self._downloads: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._uploads: list[tuple[int, np.ndarray, np.ndarray]] = []
@@ -226,7 +226,7 @@ class FakeDevice(Device):
         finally:
             self.recording = None
         assert (len(self.synchronizations), self.waits) == before, "the host waits within a graph"
-        graph = Graph(recorded)
+        graph = DeviceGraph(recorded)
         self.graphs.add(graph)
         return graph
 
