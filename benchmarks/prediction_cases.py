@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from halograd.auto import CONFIRMATIONS, rests_on, rivals, settle
+from halograd.auto import rests_on, rivals, settle
 from halograd.layers import Network, Strategy
 from halograd.models import build, mesh
 from halograd.perfmodel.cost import Training
@@ -78,10 +78,7 @@ def strategies(
         return {_label(g): Strategy(g, options=options) for g in grids(ranks) if g["sample"] <= case.batch}
     network, done = case.make(), set[str]()
     plan = plan_network(network, case.batch, ranks, machine, times)
-    for _ in range(CONFIRMATIONS):
-        works = rests_on(plan, network, machine, times, Training()).keys() - done
-        if not works:
-            break
+    while works := rests_on(plan, network, machine, times, Training()).keys() - done:
         done |= works
         again(sorted(works))
         times.forget()

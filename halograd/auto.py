@@ -3,9 +3,10 @@
 ``strategy = "auto"`` in a configuration; the command line passes :func:`plan_run` to `halograd.training.train`, and
 so may a script. It lives above `training`, which knows nothing of planners.
 
-1. A plan is made with the times that are known, what it asks for is measured, and it is made again (`ROUNDS`).
-2. What the plan and the baselines rest on is measured once more (`CONFIRMATIONS`): among hundreds of candidates, each
-   measured with some error, the minimum prefers those whose error was in their favor.
+1. A plan is made with the times that are known, what it asks for is measured, and it is made again, until it asks for
+   nothing new.
+2. What the plan and the baselines rest on is measured once more: among hundreds of candidates, each measured with some
+   error, the minimum prefers those whose error was in their favor. Another plan may win by that; back to 1.
 3. Steps of the plan, and of the baselines that are predicted to be near it, decide. What a model leaves out, such as
    ranks that wait for each other more often the more often they communicate, is of one sign for some strategies.
 """
@@ -57,10 +58,6 @@ from .trials import StepTrial, measure_steps, rivals, settle
 
 __all__ = ["plan_run", "rank_schemes_of", "rests_on", "try_run", "usable_cores"]
 
-#: How often a plan is made again because it asks for layers that were not measured.
-ROUNDS = 3
-#: How often what the plan rests on is measured once more; the fastest of many was lucky more often than fast.
-CONFIRMATIONS = 3
 #: What one rank may take of the memory that is free, to be tried.
 SPARE = 0.8
 
@@ -115,7 +112,7 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
     parse_memory(config.strategy.memory, "strategy.memory")
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget if training else 0.0)
-        plan = planner.confirmed(planner.measured())
+        plan = planner.measured()
         trial = planner.tried(plan) if training else StepTrial(plan, plan.planner)
     if comm.rank == 0 and training:
         _show(trial, config)
@@ -127,7 +124,7 @@ def try_run(config: Config, comm: Communicator) -> StepTrial:
     network = make_network(config)
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget)
-        plan = planner.confirmed(planner.measured())
+        plan = planner.measured()
         return planner.tried(plan, [GRID])
 
 
@@ -192,6 +189,7 @@ class _Planner:
         self, config: Config, comm: Communicator, network: Network, kernels: Any, budget: float | None
     ) -> None:
         self.config, self.comm, self.network, self.kernels, self.budget = config, comm, network, kernels, budget
+        self._left = budget  # of it, not spent yet
         self.batch = config.training.at_once
         self.training = Training(config.training.dtype, _slots(config), accumulates=config.training.accumulate > 1)
         self.measuring = _measuring(config, comm, network, kernels)
@@ -215,26 +213,19 @@ class _Planner:
         return RooflineTimes(self.machine) if self.measuring is None else self.measuring.times(self.machine)
 
     def measured(self) -> Plan:
-        """A plan for whose layers the times were measured, as far as the budget goes."""
-        for left in reversed(range(ROUNDS)):
+        """The plan for which all that was asked for is measured, and what it rests on twice, as far as the budget goes.
+
+        It ends: each round measures a layer that was not measured before, or not twice.
+        """
+        while True:
             times = self.times()
             plan = self._plan_on_root(times)
-            missing = times.missing.values() if isinstance(times, MeasuredTimes) else ()
-            works = self.comm.bcast(list(missing) if left else [])
-            if not works or not self._measure(works):
-                break
-            self._once.update(work.key for work in works)
-        return plan
-
-    def confirmed(self, plan: Plan) -> Plan:
-        """The plan that is the fastest after what it rests on was measured once more."""
-        for _ in range(CONFIRMATIONS):
-            works = self.comm.bcast(self._unconfirmed(plan))
-            if not works or not self._measure(works, again=True):
-                break
-            self._once.difference_update(work.key for work in works)
-            plan = self._plan_on_root(self.times())
-        return plan
+            missing = list(times.missing.values()) if isinstance(times, MeasuredTimes) else []
+            works, again = self.comm.bcast((missing or self._unconfirmed(plan), not missing))
+            if not works or not self._measure(works, again):
+                return plan
+            keys = {work.key for work in works}
+            self._once = self._once - keys if again else self._once | keys
 
     def _unconfirmed(self, plan: Plan) -> list[LayerWork]:
         """Layers behind the plan that were measured once only. Local; rank 0 knows the times."""
@@ -243,15 +234,18 @@ class _Planner:
         works = rests_on(plan, self.network, self.machine, self.times(), self.training)
         return [work for key, work in works.items() if key in self._once]
 
-    def _measure(self, works: list[LayerWork], again: bool = False) -> bool:
-        """Measure layers; whether there are new times."""
-        if self.budget == 0 or self.measuring is None:
+    def _measure(self, works: list[LayerWork], again: bool) -> bool:
+        """Measure layers, as long as the budget lasts; whether there are new times."""
+        if self._left == 0 or self.measuring is None:
             return False
         self._say(f"profiling {len(works)} shapes of layers" + (" again" if again else ""))
-        state = self.measuring.layers(works, self.budget, again, self.config.output.progress)
+        state = self.comm.bcast(self.measuring.layers(works, self._left, again, self.config.output.progress))
         if state.left:
-            self._say(f"{state.left} of them are estimated: strategy.budget is spent")
-        return self.comm.bcast(state.measured) > 0
+            done = "measured once only" if again else "estimated"
+            self._say(f"{state.left} of them are {done}: strategy.budget is spent")
+        if self._left is not None:
+            self._left = max(0.0, self._left - state.seconds)
+        return state.measured > 0
 
     def tried(self, plan: Plan, asked: Sequence[str] = ()) -> StepTrial:
         """What takes the shortest steps of the plan and the baselines near it; and one rank with all threads.

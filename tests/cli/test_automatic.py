@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 from mpi4py import MPI
 
-from halograd import auto, trials
+from halograd import auto, measuring, trials
 from halograd.auto import plan_run, rests_on
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import KernelError
+from halograd.layers import Conv
 from halograd.models import build
 from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.cuts import BASELINES, baseline
@@ -24,6 +26,8 @@ from halograd.perfmodel.kernel_times import LayerTime, Recorded, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plans import Alternative, Plan
 from halograd.perfmodel.predict import plan_network
+from halograd.perfmodel.profile.layers import Coverage, LayerTimer
+from halograd.planning import make_plan
 from halograd.training.build import make_network, make_strategy
 from halograd.training.config import StrategyConfig, parse_config
 from halograd.training.log import read_log
@@ -35,6 +39,7 @@ from tests.training.runs import CONFIG, write_data
 
 PLAIN = CONFIG.format(edge=16, channels=3, data="data.h5", out="out").replace("[strategy]\nbucket_bytes = 512\n", "")
 AUTO = 'strategy = "auto"\n' + PLAIN.replace("progress = false\n", "")
+MACHINE = Machine.load("p100-cluster")
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +245,60 @@ def test_a_run_settles_on_what_was_faster(tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks(2)
+def test_a_plan_rests_on_measured_times(tmp_path, monkeypatch):
+    """However often the planner, by the times that it has got, asks for a layer that it did not ask for before."""
+    measured: list[str] = []
+    calls: list[object] = []
+
+    def measure(timer, work):
+        measured.append(work.key)
+        return RooflineTimes(MACHINE).of_work(work)
+
+    def curious(asked, batch, ranks, planning, times):
+        calls.append(asked)
+        for count in range(1, 1 + min(len(calls), 7)):
+            times.time(Conv(count, 3), [(1, 8, 8, 2)], "float64")
+        return make_plan(asked, batch, ranks, planning, times)
+
+    with Communicator(MPI.COMM_WORLD) as comm:
+        folder = Path(comm.bcast(str(tmp_path)))
+        monkeypatch.setenv("HALOGRAD_CACHE", str(folder / "cache"))
+        monkeypatch.setattr(measuring.Measuring, "known_machine", lambda self, path: MACHINE)
+        monkeypatch.setattr(LayerTimer, "measure", measure)
+        monkeypatch.setattr(auto, "make_plan", curious)
+        monkeypatch.setattr(auto, "rivals", lambda plan: [])
+        monkeypatch.setattr(auto, "usable_cores", lambda: 1)
+        config = parse_config(AUTO, [f"output.directory={folder / 'out'}"])
+        plan = plan_run(config, comm).plan
+        counts = Counter(measured)
+        assert sum('"Conv"' in key and "[[1,8,8,2]]" in key for key in counts) == 7 and set(counts.values()) == {1, 2}
+        assert plan.request.kernel_times == "measured here"
+        del measured[:]
+        again = plan_run(config, comm).plan
+        assert not measured and again.strategy == plan.strategy
+
+
+@pytest.mark.ranks(1)
+def test_a_budget_is_one_for_all_rounds(tmp_path, monkeypatch):
+    """What a round has spent is not there for the next."""
+    budgets = []
+
+    def layers(self, works, budget, again, show):
+        budgets.append(budget)
+        for work in works:
+            self.cache.put(self.conditions, work.key, astuple(RooflineTimes(MACHINE).of_work(work)))
+        return Coverage(measured=len(works), seconds=3.0)
+
+    monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measuring.Measuring, "known_machine", lambda self, path: MACHINE)
+    monkeypatch.setattr(measuring.Measuring, "layers", layers)
+    config = parse_config(AUTO, [f"output.directory={tmp_path / 'out'}", "strategy.budget=5.0"])
+    with Communicator(MPI.COMM_WORLD) as comm:
+        plan_run(config, comm)
+    assert budgets == [5.0, 2.0]
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("fault", [KernelError("no primitive"), MemoryError(), UserError("not one sample")], ids=repr)
 def test_what_one_rank_cannot_do_ends_no_run(tmp_path, monkeypatch, fault):
     """One rank with all threads is tried for the comparison only."""
@@ -276,7 +335,6 @@ def test_what_the_configuration_forbids_is_no_rival(tmp_path):
 
 # -- what is measured once more -------------------------------------------------------------------
 
-MACHINE = Machine.load("p100-cluster")
 BATCH, RANKS = 8, 4
 
 
