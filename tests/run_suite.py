@@ -80,7 +80,7 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
     temporary.mkdir()
     mark = jobs.new_mark()
     extra = {record.VARIABLE: str(records), "PYTEST_DEBUG_TEMPROOT": str(temporary), "TMPDIR": str(temporary)}
-    extra |= {record.HALF: half}
+    extra |= {record.HALF: half, **jobs.bytecode(folder)}
     begin = time.monotonic()
     process = subprocess.Popen(
         command(name, options.test_limit, arguments_for(name, options)),

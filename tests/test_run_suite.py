@@ -67,6 +67,25 @@ def test_markers_choose_the_runs(tmp_path):
     assert "MPI Information" not in output
 
 
+def test_modules_are_compiled_once_for_all_processes(tmp_path, monkeypatch):
+    """Containers often forbid bytecode beside the sources, which stay clean."""
+    body = """
+    @pytest.mark.ranks(2)
+    def test_place():
+        assert not sys.dont_write_bytecode
+        code = "import os, tests.launch; print(os.path.exists(tests.launch.__cached__))"
+        assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\\n"
+        raise ValueError(sys.pycache_prefix)
+    """
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    _, output, counts = run_suite(tmp_path, body, "2")
+    (place,) = set(re.findall(r"ValueError: (\S+)$", output, re.M))
+    assert counts == (0, 1, 0) and not Path(place).exists() and not list(tmp_path.rglob("__pycache__"))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE")
+    assert jobs.bytecode(tmp_path) == {}, "beside the sources, as always"
+
+
 def test_fault_on_one_rank_fails_the_test_and_the_next_one_runs(tmp_path):
     body = """
     @pytest.mark.mpi
