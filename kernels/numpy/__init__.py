@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,14 +20,18 @@ from .updates import NumpyUpdates
 __all__ = ["BlasLimit", "NumpyBackend"]
 
 
+#: The BLAS of NumPy, which is there since NumPy is: looking through all libraries of the process takes milliseconds.
+_loaded = lru_cache(threadpoolctl.ThreadpoolController)
+
+
 class BlasLimit:
-    """Holds every BLAS loaded so far to `threads`, until :meth:`close`.
+    """Holds the BLAS of NumPy to `threads`, until :meth:`close`.
 
     Local. The limit belongs to the process, so of several open at a time the last one made counts.
     """
 
     def __init__(self, threads: int) -> None:
-        self._limits = threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+        self._limits = _loaded().limit(limits=threads, user_api="blas")
         self._open = True
 
     def close(self) -> None:
