@@ -3,7 +3,7 @@
 from .blocks import Blocks, Interval, Intervals, balanced_boundaries, intervals, shared_boundaries
 from .box import Box, hull
 from .disttensor import DistTensor, Halo
-from .exchange import Exchange
+from .exchange import End, Exchange
 from .groups import Groups
 from .layout import Layout, axis_names
 from .plan import Piece, plan_exchange
@@ -13,6 +13,7 @@ __all__ = [
     "Blocks",
     "Box",
     "DistTensor",
+    "End",
     "Exchange",
     "Groups",
     "Halo",

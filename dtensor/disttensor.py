@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .box import Box
-from .exchange import Exchange
+from .exchange import End, Exchange
 from .layout import Layout
 
 if TYPE_CHECKING:
@@ -89,10 +89,8 @@ class DistTensor:
             raise ValueError("the target layout has a pending sum: redistribute to one that does not")
         return Exchange(
             self.comm,
-            self.layout.boxes,
-            other.layout.boxes,
-            self.owned,
-            other.owned,
+            End(self.layout.boxes, self.owned),
+            End(other.layout.boxes, other.owned),
             combine="sum" if self.layout.partial else "assign",
             kind=kind,
         )
@@ -159,11 +157,10 @@ class Halo:
             raise ValueError("a halo exchange needs a layout that owns every element once")
         held, owned = tensor.held, tensor.layout.boxes
         start = held[tensor.comm.rank].start
-        self._fill = Exchange(
-            tensor.comm, owned, held, tensor.local, tensor.local, source_origin=start, target_origin=start
-        )
+        self._ends = End(owned, tensor.local, start), End(held, tensor.local, start)
+        self._fill = Exchange(tensor.comm, *self._ends)
         self._back: Exchange | None = None
-        self._tensor = tensor
+        self._comm = tensor.comm
 
     def start(self) -> None:
         """Send the faces; they are packed at once, so the owned box may change as soon as this returns."""
@@ -180,18 +177,8 @@ class Halo:
     def add_back(self) -> None:
         """Adjoint of the fill. Collective (built at the first call)."""
         if self._back is None:
-            t = self._tensor
-            start = t.held[t.comm.rank].start
-            self._back = Exchange(
-                t.comm,
-                t.held,
-                t.layout.boxes,
-                t.local,
-                t.local,
-                source_origin=start,
-                target_origin=start,
-                combine="sum",
-            )
+            owned, held = self._ends
+            self._back = Exchange(self._comm, held, owned, combine="sum")
         self._back.run()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ else in halograd moves tensor data. It is built once, over arrays that stay, and
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,25 +26,44 @@ from .plan import Piece, plan_exchange
 if TYPE_CHECKING:
     from ..comm import Communicator
 
-__all__ = ["Exchange"]
+__all__ = ["End", "Exchange"]
+
+
+@dataclass(frozen=True)
+class End:
+    """Where the data of an exchange come from, or go to.
+
+    Attributes
+    ----------
+    blocks
+        Box per rank, in global indices.
+    array
+        This rank's array, on the host or on a device; None where its box is empty.
+    origin
+        Global index of the array's element ``[0, ...]``, by default the start of this rank's box (an array may hold
+        more than its box, such as margins).
+    """
+
+    blocks: Blocks
+    array: Any
+    origin: Sequence[int] | None = None
+
+    def origin_on(self, rank: int) -> tuple[int, ...]:
+        """Global index at which the array of this rank begins."""
+        return self.blocks[rank].start if self.origin is None else tuple(self.origin)
 
 
 class Exchange:
-    """Fill the `target` array with the boxes that other ranks (and this one) own. Collective to build and run.
+    """Fill the target's array with the boxes that other ranks (and this one) own. Collective to build and run.
 
     Parameters
     ----------
     comm
         Communicator; all its ranks build the exchange, in the same order.
-    sources, targets
-        Box per rank, in global indices: where the data are and where they are wanted. Boxes that reach
-        outside the array are clipped by what is owned: the rest of the target is left untouched.
     source, target
-        This rank's arrays, both on the host or both on one device, of the dtype that travels; None where the box is
-        empty.
-    source_origin, target_origin
-        Global index of element ``[0, ...]`` of the arrays, by default the start of the rank's box
-        (an array may hold more than its box, such as margins).
+        Where the data are and where they are wanted: arrays both on the host or both on one device, of the dtype that
+        travels. Boxes that reach outside the array are clipped by what is owned: the rest of the target is left
+        untouched.
     combine
         ``"assign"``: each element of the target is set once. ``"sum"``: sources are summands, the
         target box is overwritten with their sum, in the order of the ranks.
@@ -54,8 +74,8 @@ class Exchange:
     -----
     Adjoint: the exchange with sources and targets swapped and ``combine="sum"``.
     Communication per process: one message per rank with a common box, ``itemsize`` bytes per element.
-    Modifies `target` only. `source` is packed within `start` and may be overwritten once that has returned (on a
-    device: by what is enqueued then).
+    Modifies the target's array only. The source's is packed within `start` and may be overwritten once that has
+    returned (on a device: by what is enqueued then).
 
     Attributes
     ----------
@@ -66,19 +86,14 @@ class Exchange:
     def __init__(
         self,
         comm: Communicator,
-        sources: Blocks,
-        targets: Blocks,
-        source: Any,
-        target: Any,
+        source: End,
+        target: End,
         *,
-        source_origin: Sequence[int] | None = None,
-        target_origin: Sequence[int] | None = None,
         combine: str = "assign",
         kind: str = "halo",
         name: str | None = None,
     ) -> None:
-        ends = sources, targets, source, target, source_origin, target_origin
-        side_by_side([self._set_up(comm.rank, *ends, combine, kind, name)], comm.channels)
+        side_by_side([self._set_up(comm.rank, source, target, combine, kind, name)], comm.channels)
 
     @classmethod
     def together(cls, comm: Communicator, many: Sequence[Mapping[str, Any]]) -> list[Exchange]:
@@ -97,12 +112,8 @@ class Exchange:
     def _set_up(
         self,
         rank: int,
-        sources: Blocks,
-        targets: Blocks,
-        source: Any,
-        target: Any,
-        source_origin: Sequence[int] | None = None,
-        target_origin: Sequence[int] | None = None,
+        source: End,
+        target: End,
         combine: str = "assign",
         kind: str = "halo",
         name: str | None = None,
@@ -111,20 +122,18 @@ class Exchange:
         if combine not in ("assign", "sum"):
             raise ValueError(f"combine: expected 'assign' or 'sum', got {combine!r}")
         self._sum = combine == "sum"
-        self._target = target
-        self.pieces = plan_exchange(sources, targets, rank, summed=self._sum)
-        at_source = tuple(source_origin) if source_origin is not None else sources[rank].start
-        at_target = tuple(target_origin) if target_origin is not None else targets[rank].start
+        self.pieces = plan_exchange(source.blocks, target.blocks, rank, summed=self._sum)
         sends = [p for p in self.pieces if p.source == rank and p.target != rank]
         recvs = [p for p in self.pieces if p.target == rank and p.source != rank]
         local = [p for p in self.pieces if p.source == p.target == rank]
-        device = device_of(source, target)
+        device = device_of(source.array, target.array)
         counts = _counts(sends, "target"), _counts(recvs, "source")
-        channel = self._channel = yield ChannelSpec(*counts, _dtype(source, target), kind, name, device)
-        pack = self._bind(sends, "target", channel.send_buffer, source, at_source)
-        unpack = self._bind(recvs, "source", channel.recv_buffer, target, at_target)
-        self._clear = self._must_clear(target, targets[rank], at_target, local)
-        here = [(_view(target, p.box, at_target), _view(source, p.box, at_source)) for p in local]
+        channel = self._channel = yield ChannelSpec(*counts, _dtype(source.array, target.array), kind, name, device)
+        at_source, at_target = source.origin_on(rank), target.origin_on(rank)
+        pack = self._bind(sends, "target", channel.send_buffer, source.array, at_source)
+        unpack = self._bind(recvs, "source", channel.recv_buffer, target.array, at_target)
+        self._clear = self._must_clear(target.array, target.blocks[rank], at_target, local)
+        here = [(_view(target.array, p.box, at_target), _view(source.array, p.box, at_source)) for p in local]
         here = [(t, s) for t, s in here if not _same(t, s, device)]
         #: Per slot of the channel.
         self._pack = [device.copies(pairs) for pairs in pack]

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..comm.reduction import ReductionSpec
 from ..comm.sums import METHODS
-from ..dtensor import Exchange
+from ..dtensor import End, Exchange
 from ..kernels import KernelError, Substitute
 from ..layers.groups import reductions_in_groups
 from . import operations
@@ -209,12 +209,8 @@ class Runner:
 
     def _arguments(self, made: operations.ExchangeSpec) -> dict[str, Any]:
         return {
-            "sources": made.sources,
-            "targets": made.targets,
-            "source": self.view(made.source),
-            "target": self.view(made.target),
-            "source_origin": made.source_origin,
-            "target_origin": made.target_origin,
+            "source": End(made.sources, self.view(made.source), made.source_origin),
+            "target": End(made.targets, self.view(made.target), made.target_origin),
             "combine": made.combine,
             "kind": made.kind,
             "name": made.name,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..dtensor import Exchange, Layout
+from ..dtensor import End, Exchange, Layout
 from ..program.values import Value
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ class Gather:
         values += [(_gradient(executor, name), True) for name in gradients]
         self._device, self._is_root = executor.device, executor.comm.rank == 0
         self._targets: list[Any] = []
-        ends = []
+        wanted: list[dict[str, Any]] = []
         for value, is_gradient in values:
             layout = Layout.on_rank(value.layout.shape, 0, executor.comm.size)
             self._targets.append(self._device.empty(layout.boxes[executor.comm.rank].shape, value.dtype))
             source = executor.runner.view(value.dy if is_gradient else value.view)
-            boxes: dict[str, Any] = {"sources": value.layout.boxes, "targets": layout.boxes}
-            ends.append({**boxes, "source": source, "target": self._targets[-1], "kind": "gather"})
-        self._exchanges = Exchange.together(executor.comm, ends)
+            ends = {"source": End(value.layout.boxes, source), "target": End(layout.boxes, self._targets[-1])}
+            wanted.append({**ends, "kind": "gather"})
+        self._exchanges = Exchange.together(executor.comm, wanted)
 
     def run(self) -> list[np.ndarray | None]:
         """The whole arrays on rank 0, None elsewhere: first outputs, then gradients; overwritten by the next run."""

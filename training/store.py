@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..device import device_of, is_low, wide
-from ..dtensor import Box, Exchange, Groups, Layout
+from ..dtensor import Box, End, Exchange, Groups, Layout
 from ..layers import Network, Parameter, Strategy
 from ..layers.parameter_blocks import ParameterBlocks, parameter_blocks
 from ..layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
@@ -373,7 +373,7 @@ class ParameterStore:
             return array
         target = Layout.on_rank(self.shapes[name], 0, comm.size).boxes
         result = device_of(array).empty(target[comm.rank].shape, array.dtype)
-        with closing(Exchange(comm, blocks.boxes, target, array, result, kind="gather")) as exchange:
+        with closing(Exchange(comm, End(blocks.boxes, array), End(target, result), kind="gather")) as exchange:
             exchange.run()
         return result
 

@@ -11,7 +11,7 @@ from benchmarks.gpu.contest import DTYPES, Ours, rounds
 from benchmarks.gpu.lone import LoneCommunicator
 from benchmarks.gpu.subjects import Subject
 from halograd.device import DeviceError, as_dtype
-from halograd.dtensor import Exchange, Layout
+from halograd.dtensor import End, Exchange, Layout
 from halograd.kernels import Backend
 
 __all__ = ["time_copies", "time_cutting", "time_halo"]
@@ -43,7 +43,7 @@ def time_halo(
     array = kernels.zeros(wanted[4].shape, as_dtype(dtype))
     comm: Any = LoneCommunicator(4, 9)
     origin = wanted[4].start
-    exchange = Exchange(comm, blocks, wanted, array, array, source_origin=origin, target_origin=origin)
+    exchange = Exchange(comm, End(blocks, array, origin), End(wanted, array, origin))
     nbytes = array.nbytes - blocks[4].size * array.itemsize
     small = [kernels.zeros((64,), "uint8") for _ in range(2)]
 

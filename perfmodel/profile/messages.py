@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...dtensor import Blocks, Exchange
+from ...dtensor import Blocks, End, Exchange
 from .record import Fit, fit_line
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
     sources = whole.replace(axis, ((0, 2), (2, 4)))
     targets = whole.replace(axis, ((2, 3), (1, 2)))  # the partner's column next to one's own
     array, origin = np.ones(shape, np.float32), (0, 0, 0, 0)
-    return Exchange(pair, sources, targets, array, array, source_origin=origin, target_origin=origin, kind="profile")
+    return Exchange(pair, End(sources, array, origin), End(targets, array, origin), kind="profile")
 
 
 def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> Fit:

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.dtensor import Blocks, DistTensor, Exchange, Halo, Layout
+from halograd.dtensor import Blocks, DistTensor, End, Exchange, Halo, Layout
 from halograd.testing import grids, random_array
 
 pytestmark = pytest.mark.mpi(min_size=1)
@@ -125,7 +125,7 @@ def test_one_message_per_neighbor_and_no_more_bytes_than_needed(comm):
 def test_bad_calls_are_refused_on_all_ranks(comm):
     layout = Layout.blocks(SHAPE, {"height": comm.size}, comm.size)
     with pytest.raises(ValueError, match=r"expected an array that holds Box.*, got None"):
-        Exchange(comm, layout.boxes, layout.boxes, None, np.zeros(layout.boxes[comm.rank].shape))
+        Exchange(comm, End(layout.boxes, None), End(layout.boxes, np.zeros(layout.boxes[comm.rank].shape)))
     with pytest.raises(ValueError, match=r"margin: expected one pair"):
         DistTensor(comm, layout, margin=((1, 1),))
     with pytest.raises(ValueError, match="the layout is for"):
@@ -138,4 +138,4 @@ def test_bad_calls_are_refused_on_all_ranks(comm):
         DistTensor.scatter(comm, np.zeros((2, 2)), layout)
     boxes = Blocks([((0, 1),) * comm.size])
     with pytest.raises(ValueError, match="'assign' or 'sum'"):
-        Exchange(comm, boxes, boxes, np.zeros(1), np.zeros(1), combine="mean")
+        Exchange(comm, End(boxes, np.zeros(1)), End(boxes, np.zeros(1)), combine="mean")

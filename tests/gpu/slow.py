@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from halograd.comm import Communicator
-from halograd.dtensor import Exchange, Layout
+from halograd.dtensor import End, Exchange, Layout
 from halograd.kernels import Backend
 
 __all__ = ["Slow", "check_download", "check_upload_ahead", "reused_message"]
@@ -34,7 +34,7 @@ def reused_message(kernels: Backend, comm: Communicator) -> None:
     source = kernels.zeros(rows.boxes[comm.rank].shape, "float32")
     target = kernels.zeros(columns.boxes[comm.rank].shape, "float32")
     kept = [kernels.zeros(target.shape, "float32") for _ in range(6)]
-    exchange = Exchange(comm, rows.boxes, columns.boxes, source, target)
+    exchange = Exchange(comm, End(rows.boxes, source), End(columns.boxes, target))
     for i, copy in enumerate(kept):
         slow.write(source, 10.0 * i + comm.rank)
         exchange.run()

@@ -21,7 +21,7 @@ from halograd.comm.gpu.watchdog import DeviceWatchdog
 from halograd.comm.sums import shards
 from halograd.comm.transports.base import TransportContext
 from halograd.device import as_dtype
-from halograd.dtensor import Exchange, Layout
+from halograd.dtensor import End, Exchange, Layout
 from halograd.kernels import Backend
 from halograd.training.config import BackendConfig
 from halograd.training.kernels import open_kernels
@@ -145,7 +145,7 @@ def test_halos(opened, record_property):
     origin = needed[comm.rank].start
     own = layout.boxes[comm.rank].start[1] - origin[1]
     array[:, own : own + extent].fill(comm.rank + 1)
-    exchange = Exchange(comm, layout.boxes, needed, array, array, source_origin=origin, target_origin=origin)
+    exchange = Exchange(comm, End(layout.boxes, array, origin), End(needed, array, origin))
     exchange.run()
     device.synchronize()
     comm.barrier()
