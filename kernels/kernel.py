@@ -309,7 +309,7 @@ class BatchNormArrays:
     ----------
     x, y, dy, dx
         ``(N, *spatial, C)``; `dy` and `dx` are None for a forward that is never differentiated. Backward reads `y` only
-        with relu.
+        with a residual and relu: else the sign before the ReLU follows from `x` again.
     gamma, beta, mean, var
         ``(C,)``, of the dtype of `x` or float32; `var` is the biased variance.
     sums, means

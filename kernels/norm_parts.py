@@ -172,8 +172,8 @@ class GroupNormArrays:
     Attributes
     ----------
     x, y, dy, dx
-        ``(N, *spatial, C)``; `dy` and `dx` None for a forward that is never differentiated. Backward reads `y` only
-        with relu.
+        ``(N, *spatial, C)``; `dy` and `dx` None for a forward that is never differentiated. Backward does not
+        read `y`.
     gamma, beta, dgamma, dbeta
         ``(C,)``, of the dtype of `x` or float32; gradients may be None.
     mean, var

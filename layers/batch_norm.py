@@ -187,7 +187,8 @@ class BatchNorm(Layer):
                 kernel.add(dresidual=context.gradient(1) if wanted else context.scratch(context.box.shape))
             elif len(inputs) > 1 and context.needs_gradient(1):
                 context.pass_gradient(1)
-            gone = ("residual",) if self.activation == "relu" else ("residual", "y")
+            # Of the output a ReLU needs the sign, which follows from x again, but not where another input was added.
+            gone = ("residual",) if self.activation == "relu" and len(inputs) > 1 else ("residual", "y")
             used = tuple(name for name in kernel.views if name not in gone)
             settle()
             context.run(kernel, "backward_sums", uses=used, timing=context.timing("backward_data"))

@@ -20,7 +20,6 @@ from .parameter import Parameter
 
 if TYPE_CHECKING:
     from ..program.context import Context
-    from ..program.operations import KernelSpec
 
 __all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
 
@@ -156,7 +155,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None
         dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
         kernel.add(dy=context.dy, dx=dx)
         kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
-        used = _read_in_backward(layer, kernel)
+        used = tuple(name for name in kernel.views if name != "y")
         context.run(kernel, "backward_sums", uses=used, timing=context.timing("backward_data"))
         context.add_up(total)
         context.run(kernel, "backward_data", uses=used)
@@ -168,11 +167,6 @@ def _group_norm(layer: GroupNorm, count: int, environment: Any, **arrays: Any) -
     given = {name: arrays.get(name) for name in ("dy", "dx", "dgamma", "dbeta")} | arrays
     made = GroupNormArrays(**given, count=count, eps=layer.eps, relu=layer.activation == "relu")
     return environment.kernels.group_norm(made)
-
-
-def _read_in_backward(layer: GroupNorm, kernel: KernelSpec) -> tuple[str, ...]:
-    """All but the output, of which only a ReLU needs the sign."""
-    return tuple(name for name in kernel.views if name != "y" or layer.activation == "relu")
 
 
 def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None]:
@@ -187,7 +181,8 @@ def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None
     def backward() -> None:
         kernel.add(dy=context.dy, dx=context.gradient(0) if context.needs_gradient(0) else None)
         kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
-        used = _read_in_backward(layer, kernel)
+        # Of the output only a ReLU needs the sign.
+        used = tuple(name for name in kernel.views if name != "y" or layer.activation == "relu")
         context.run(kernel, "backward", uses=used, timing=context.timing("backward_data"))
 
     return backward

@@ -95,7 +95,8 @@ class Norm:
 
     def _gradient_sums(self, *then: Launch) -> Kernel:
         a, t, members = self.a, self.a.training, dict[str, Any]()
-        grid = self._grid(a.x, a.y, a.dy, a.dresidual, per_unit=4)
+        read = () if a.dresidual is None else (a.y, a.dresidual)
+        grid = self._grid(a.x, a.dy, *read, per_unit=4)
         if t is not None:
             members.update(dgamma=t.dgamma, dbeta=t.dbeta, gradients_float=is_float(t.dgamma))
         finish = self._launch("finish_sums", grid, finish=True, **members)
@@ -111,7 +112,7 @@ class Norm:
             count = self.rows if a.training is None else a.training.count
             members.update(means=a.sums, factor=1.0 / count)
         dy = members.get("dy", a.dy)
-        return self._launch("gradient_data", self._grid(a.x, a.y, dy, a.dx, per_unit=8), **members)
+        return self._launch("gradient_data", self._grid(a.x, dy, a.dx, per_unit=8), **members)
 
     def kernels(self) -> BatchNormKernels:
         """All four; statistics and their corrections leave the process between them, unless they are local."""

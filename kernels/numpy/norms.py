@@ -223,31 +223,33 @@ class NumpyBatchNorm:
 
     def _bind_sums(self, sums: Any) -> Callable[[], None]:
         a = self.a
-        vectors = self.blocks.vectors(2, a.x.dtype)  # mean, 1 / sqrt(var + eps)
+        vectors = self.blocks.vectors(4, a.x.dtype)  # mean, 1 / sqrt(var + eps), that times gamma, -beta
         row = np.empty(self.blocks.repeat * self.blocks.channels, a.x.dtype)
         part = np.empty(self.blocks.channels)
         steps = []
         for p in self.blocks.pieces:
             long = row[: p.shape[1]]
-            arrays = (p.view(a.x), p.view(a.y), p.view(a.dy), *self._buffers(p.shape))
-            repeated = vectors.reshape(2, -1)[:, : p.shape[1]]
+            arrays = (p.view(a.x), p.view(a.dy), *self._buffers(p.shape))
+            repeated = vectors.reshape(4, -1)[:, : p.shape[1]]
             steps.append((self._ones[: p.shape[0]], *arrays, *repeated, long, long.reshape(p.repeat, -1)))
         inverse = self._inverse_deviation()
 
         def run() -> None:
             sums.fill(0)
+            inverses = inverse()
             np.copyto(vectors[0], a.mean, casting="same_kind")
-            np.copyto(vectors[1], inverse(), casting="same_kind")
-            for one, x, y, dy, masked, xhat, mean, inv, long, by_channel in steps:
+            np.copyto(vectors[1], inverses, casting="same_kind")
+            np.multiply(inverses, a.gamma, out=vectors[2], casting="same_kind")
+            np.negative(a.beta, out=vectors[3], casting="same_kind")
+            for one, x, dy, masked, xhat, mean, inv, scale, bound, long, by_channel in steps:
                 gradient = dy
+                np.subtract(x, mean, out=xhat)
                 if a.relu:
-                    np.greater(y, 0, out=masked)
-                    np.multiply(dy, masked, out=masked)
+                    self._mask(xhat, scale, bound, dy, masked)
                     gradient = masked
                 np.matmul(one, gradient, out=long)
                 np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
                 np.add(sums[0], part, out=sums[0])
-                np.subtract(x, mean, out=xhat)
                 np.multiply(xhat, inv, out=xhat)
                 np.multiply(xhat, gradient, out=xhat)
                 np.matmul(one, xhat, out=long)
@@ -256,14 +258,24 @@ class NumpyBatchNorm:
 
         return run
 
+    @staticmethod
+    def _mask(centered: Any, scale: Any, bound: Any, dy: Any, out: Any) -> None:
+        """``out = dy where centered * scale + beta > 0``, with ``bound = -beta``: `y` is not read.
+
+        It has the sign that forward found: a sum of floating-point numbers is rounded to 0 only where it is 0.
+        """
+        np.multiply(centered, scale, out=out)
+        np.greater(out, bound, out=out)
+        np.multiply(dy, out, out=out)
+
     def _bind_data(self, means: Any) -> Callable[[], None]:
         """``dx = scale * (dy' - means[0] - (x - mean) * slope)``, ``slope = means[1] / sqrt(var + eps)``."""
         a = self.a
-        vectors = self.blocks.vectors(4, a.x.dtype)  # mean, slope, means[0], scale
+        vectors = self.blocks.vectors(5, a.x.dtype)  # mean, slope, means[0], scale, -beta
         steps = []
         for p in self.blocks.pieces:
-            arrays = (p.view(a.x), p.view(a.y), p.view(a.dy), p.view(a.dx), *self._buffers(p.shape))
-            steps.append((*arrays, *vectors.reshape(4, -1)[:, : p.shape[1]]))
+            arrays = (p.view(a.x), p.view(a.dy), p.view(a.dx), *self._buffers(p.shape))
+            steps.append((*arrays, *vectors.reshape(5, -1)[:, : p.shape[1]]))
         inverse = self._inverse_deviation()
 
         def run() -> None:
@@ -272,13 +284,13 @@ class NumpyBatchNorm:
             np.multiply(inv, means[1], out=vectors[1], casting="same_kind")
             np.copyto(vectors[2], means[0], casting="same_kind")
             np.multiply(inv, a.gamma, out=vectors[3], casting="same_kind")
-            for x, y, dy, dx, masked, correction, mean, slope, offset, scale in steps:
+            np.negative(a.beta, out=vectors[4], casting="same_kind")
+            for x, dy, dx, masked, correction, mean, slope, offset, scale, bound in steps:
                 gradient = dy
-                if a.relu:
-                    np.greater(y, 0, out=masked)
-                    np.multiply(dy, masked, out=masked)
-                    gradient = masked
                 np.subtract(x, mean, out=correction)
+                if a.relu:
+                    self._mask(correction, scale, bound, dy, masked)
+                    gradient = masked
                 np.multiply(correction, slope, out=correction)
                 np.subtract(gradient, correction, out=dx)
                 np.subtract(dx, offset, out=dx)

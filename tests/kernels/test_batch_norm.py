@@ -51,9 +51,8 @@ class Problem:
         assert_close(self.y, want["y"], self.count, "y", scale=8)
 
     def lose_output(self) -> None:
-        """Only a ReLU reads it in the backward pass: others may have its memory."""
-        if not self.relu:
-            self.y.fill(np.nan)
+        """Backward does not read it: others may have its memory."""
+        self.y.fill(np.nan)
 
     def check_backward(self) -> None:
         eps = EPS[self.x.dtype]
@@ -98,13 +97,15 @@ def test_statistics_of_others(typed, relu):
     p.mean[...], p.var[...] = np.linspace(-1, 1, c), np.linspace(0.5, 2, c)
     p.means[...] = np.random.default_rng(3).standard_normal((2, c))
     p.k.forward()
+    outputs = p.y.copy()
+    p.lose_output()
     p.k.backward_sums()
     p.k.backward_data()
     inverse = 1 / np.sqrt(p.var.astype(np.float64) + BN_EPS)
     xhat = (p.x - p.mean.astype(np.float64)) * inverse
     y = p.gamma * xhat + p.beta
     dy = np.where(y > 0, p.dy, 0) if relu else p.dy.astype(np.float64)
-    assert_close(p.y, np.maximum(y, 0) if relu else y, 4, "y", scale=8)
+    assert_close(outputs, np.maximum(y, 0) if relu else y, 4, "y", scale=8)
     want = p.gamma * inverse * (dy - p.means[0] - xhat * p.means[1])
     assert_close(p.dx, want, 16, "dx", scale=16)
     sums = np.stack([dy.sum(axis=(0, 1, 2)), (dy * xhat).sum(axis=(0, 1, 2))])
@@ -186,6 +187,13 @@ class Training(Problem):
         rows = self.x.astype(np.float64).reshape(-1, c)
         rows = rows if local else np.concatenate([rows, rows + 1])
         self.moments = rows.mean(axis=0), rows.var(axis=0)
+        self.passed: np.ndarray | None = None
+
+    def lose_output(self) -> None:
+        """With a residual a ReLU needs its sign."""
+        self.passed = self.y > 0
+        if self.dresidual is None:
+            super().lose_output()
 
     def add_the_other(self) -> None:
         """The sums of both processes."""
@@ -201,7 +209,8 @@ class Training(Problem):
         y = self.gamma.astype(np.float64) * xhat + self.beta
         if self.residual is not None:
             y += self.residual
-        dy = np.where(self.y > 0, self.dy, 0).astype(np.float64) if self.relu else self.dy.astype(np.float64)
+        passed = self.passed if self.passed is not None else self.y > 0
+        dy = np.where(passed, self.dy, 0).astype(np.float64) if self.relu else self.dy.astype(np.float64)
         dx = self.gamma.astype(np.float64) * inverse * (dy - correction[0] - xhat * correction[1])
         axes = tuple(range(dy.ndim - 1))
         sums = np.stack([dy.sum(axis=axes), (dy * xhat).sum(axis=axes)])

@@ -1,5 +1,8 @@
 """What every rank stores: pure arithmetic, so one process asks for all ranks."""
 
+import math
+from functools import partial
+
 import pytest
 
 from halograd.dtensor import Box
@@ -80,8 +83,9 @@ def test_packed_boxes():
     assert is_packed(storage, Box((0, 9, 0, 0), (1, 9, 4, 3))), "nothing is packed anywhere"
 
 
-def arrays_per_block(*makers):
+def arrays_per_block(*makers, parts=None):
     """How many arrays a block of these layers adds to what a rank stores."""
+    parts = parts or {"height": 2}
 
     def stored(blocks):
         y = Input((32, 32, 64), "x")
@@ -89,10 +93,10 @@ def arrays_per_block(*makers):
             for make in (lambda: Conv(64, 3, padding=1, bias=False), *makers):
                 y = make()(y)
         network = Network({"loss": MeanSquaredError()(y, Input((32, 32, 64), "target"))})
-        program = compile_program(network, Strategy({"height": 2}), Target(1, 2, 0))
-        return program.placement.size
+        size = math.prod(parts.values())
+        return compile_program(network, Strategy(parts), Target(1, size, 0)).placement.size * size
 
-    return (stored(9) - stored(5)) / 4 / (16 * 32 * 64 * 4)
+    return (stored(9) - stored(5)) / 4 / (32 * 32 * 64 * 4)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +111,14 @@ def test_the_input_of_an_activation_is_not_kept(activation, norm):
 @pytest.mark.parametrize("activation", [GELU, SiLU, HardSwish, Softplus, Mish, lambda: LeakyReLU(-0.1)])
 def test_it_is_kept_where_the_gradient_is_formed_from_it(activation):
     assert arrays_per_block(BatchNorm, activation) == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize("parts", [{"width": 4}, {"height": 2, "width": 2}], ids=["columns", "both"])
+@pytest.mark.parametrize("norm", [BatchNorm, partial(GroupNorm, 4), LayerNorm], ids=["batch", "group", "layer"])
+def test_the_output_of_a_fused_relu_is_not_kept_beside_its_copy_with_halos(norm, parts):
+    """Columns have their halos in a copy, which the convolution needs; the sign of the output follows from the input."""
+    rows = arrays_per_block(partial(norm, activation="relu"), parts={"height": 4})
+    assert arrays_per_block(partial(norm, activation="relu"), parts=parts) == pytest.approx(rows, rel=0.1)
 
 
 @pytest.mark.parametrize("pool", [MaxPool, AveragePool])

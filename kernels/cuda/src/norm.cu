@@ -79,17 +79,23 @@ template <int V> DEVICE void statistics(const NormParams& p) {
     leave_partial<V>(at, sums, p.partial);
 }
 
+// What a ReLU is given forward. Backward computes it again from x, which it reads anyway, by the same expression:
+// y need not be read, nor be there any more.
+DEVICE A before_relu(A x, A mean, A scale, A shift) { return (x - mean) * scale + shift; }
+
 // Sums of dy' and of dy' * xhat, dy' = dy where y > 0, which is kept where a residual has it for gradient.
 template <int V> DEVICE void gradient_sums(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     double sums[2][V] = {};
     if (at.inside) {
-        A mean[V], inverse[V];
+        A mean[V], inverse[V], scale[V], shift[V];
         const Index set = Index(blockIdx.z) * at.channels + at.channel;
 #pragma unroll
         for (int k = 0; k < V; ++k) {
             mean[k] = parameter(p.mean, p.mean_float, set + k);
             inverse[k] = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
+            scale[k] = inverse[k] * parameter(p.gamma, p.gamma_float, at.channel + k);
+            shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
         }
         for (Index row = at.row; row < at.rows; row += TILE * at.step) {
             A first[V] = {}, second[V] = {};
@@ -100,10 +106,13 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
                 A x[V], y[V], dy[V];
                 load<V>(p.x + element(at, r), x);
                 load<V>(p.dy + element(at, r), dy);
-                if (p.relu) load<V>(p.y + element(at, r), y);
+                if (p.dresidual) load<V>(p.y + element(at, r), y);  // with what was added, x alone does not tell
 #pragma unroll
                 for (int k = 0; k < V; ++k) {
-                    if (p.relu && !(y[k] > A(0))) dy[k] = A(0);
+                    if (p.relu) {
+                        const A before = p.dresidual ? y[k] : before_relu(x[k], mean[k], scale[k], shift[k]);
+                        if (!(before > A(0))) dy[k] = A(0);
+                    }
                     first[k] += dy[k];
                     second[k] += dy[k] * ((x[k] - mean[k]) * inverse[k]);
                 }
@@ -178,7 +187,7 @@ template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
             if (row + t * at.step >= at.rows) continue;
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                x[t][k] = (x[t][k] - mean[k]) * scale[k] + shift[k];
+                x[t][k] = before_relu(x[t][k], mean[k], scale[k], shift[k]);
                 if (RESIDUAL) x[t][k] += residual[RESIDUAL ? t : 0][k];
                 if (p.relu) x[t][k] = rectify(x[t][k]);
             }
@@ -191,7 +200,7 @@ template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
 template <int V> DEVICE void gradient_data(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     if (!at.inside) return;
-    A mean[V], scale[V], slope[V], shift[V];
+    A mean[V], scale[V], slope[V], offset[V], shift[V];
     const Index set = Index(blockIdx.z) * at.channels + at.channel;
     const double* means = p.means + int64(blockIdx.z) * 2 * at.channels + at.channel;
 #pragma unroll
@@ -200,18 +209,18 @@ template <int V> DEVICE void gradient_data(const NormParams& p) {
         const A inverse = A(1) / sqrt(parameter(p.var, p.var_float, set + k) + A(p.eps));
         scale[k] = inverse * parameter(p.gamma, p.gamma_float, at.channel + k);
         const A outer = p.premultiplied ? inverse : scale[k];
-        shift[k] = outer * A(means[k] * p.factor);
+        offset[k] = outer * A(means[k] * p.factor);
+        shift[k] = parameter(p.beta, p.beta_float, at.channel + k);
         slope[k] = outer * inverse * A(means[at.channels + k] * p.factor);
     }
     for (Index row = at.row; row < at.rows; row += 2 * at.step) {
-        A x[2][V], y[2][V], dy[2][V];
+        A x[2][V], dy[2][V];
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
             const Index r = row + t * at.step;
             if (r >= at.rows) continue;
             load<V>(p.x + element(at, r), x[t]);
             load<V>(p.dy + element(at, r), dy[t]);
-            if (p.relu) load<V>(p.y + element(at, r), y[t]);
         }
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
@@ -219,8 +228,9 @@ template <int V> DEVICE void gradient_data(const NormParams& p) {
             if (r >= at.rows) continue;
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                const A gradient = p.relu && !(y[t][k] > A(0)) ? A(0) : dy[t][k];
-                dy[t][k] = gradient * scale[k] - shift[k] - (x[t][k] - mean[k]) * slope[k];
+                const bool passes = !p.relu || before_relu(x[t][k], mean[k], scale[k], shift[k]) > A(0);
+                const A gradient = passes ? dy[t][k] : A(0);
+                dy[t][k] = gradient * scale[k] - offset[k] - (x[t][k] - mean[k]) * slope[k];
             }
             store<V>(dy[t], p.dx + element(at, r));
         }
