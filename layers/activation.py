@@ -54,10 +54,13 @@ class _Activation(Layer):
         context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
 
         def backward() -> None:
-            kernel.add(dy=context.dy, dx=context.gradient(0))
             # The other of x and y is free for others from here on.
-            source = "x" if reads_input(self.function, self.alpha) else "y"
-            context.run(kernel, "backward", uses=(source, "dy", "dx"), timing=context.timing("backward_data"))
+            source, made = "x" if reads_input(self.function, self.alpha) else "y", kernel
+            y = context.y_again() if source == "y" else context.y
+            if y != kernel.views["y"]:
+                made = context.kernel(kernel.make, x=y, y=y)
+            made.add(dy=context.dy, dx=context.gradient(0))
+            context.run(made, "backward", uses=(source, "dy", "dx"), timing=context.timing("backward_data"))
 
         return backward
 
@@ -228,7 +231,7 @@ class Clamp(Layer):
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
-            views = {"y": context.y, "dy": context.dy, "dx": context.gradient(0)}
+            views = {"y": context.y_again(), "dy": context.dy, "dx": context.gradient(0)}
             inside = context.scratch(context.box.shape, "bool")
             kernel = context.kernel(partial(_clamp_gradient, limits), inside=inside, **views)
             context.run(kernel, timing=context.timing("backward_data"))

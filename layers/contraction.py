@@ -83,7 +83,7 @@ def lower_contraction(context: Context, kernels: ContractionKernels, relu: bool 
         masked = None
         if relu:
             masked = context.scratch(context.box.shape)
-            context.run(context.kernel(masking, y=context.y, dy=context.dy, dx=masked))
+            context.run(context.kernel(masking, y=context.y_again(), dy=context.dy, dx=masked))
         dy = context.gather_gradient(boxes, masked, kind="channel")
         dy.start()
         dy.finish()

@@ -146,7 +146,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable
         dy, masked = context.dy, None
         if relu:
             dy = masked = context.scratch(context.box.shape)
-            context.run(context.kernel(masking, y=context.y, dy=context.dy, dx=masked))
+            context.run(context.kernel(masking, y=context.y_again(), dy=context.dy, dx=masked))
         grads = {"dw": context.grads["w"], "db": context.grads.get("b")}
         weights = context.kernel(partial(conv_filter, geometry), x=x.view, dy=dy, **grads)
         if not context.needs_gradient(0):

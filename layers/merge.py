@@ -63,7 +63,7 @@ class Add(Layer):
             if relu:
                 # No input's own storage, so that none adds its other gradients into it.
                 masked = context.scratch(context.box.shape)
-                context.run(context.kernel(masking, y=context.y, dy=context.dy, dx=masked))
+                context.run(context.kernel(masking, y=context.y_again(), dy=context.dy, dx=masked))
             for i in range(len(context.inputs)):
                 if context.needs_gradient(i):
                     context.pass_gradient(i, masked)

@@ -100,6 +100,7 @@ class _Compiler:
         self._values: dict[tuple[Node, tuple[Cut, ...]], Value] = {}
         self._cuts: dict[Node, tuple[Cut, ...]] = {}
         self._moves: dict[Value, list[Step]] = {}
+        self._reread: set[Buffer] = set()
         self._contexts: dict[str, tuple[Context, Callable[[], None] | None]] = {}
         outputs = {network.names[node] for node in network.outputs.values()}
         self._kept = target.kept | outputs
@@ -253,11 +254,12 @@ class _Compiler:
                 continue
             self._close(step.name, value)
             context, backward = self._contexts[step.name]
-            context.operations = []
+            context.operations, context.reread = [], self._reread
             if backward is not None:
                 backward()
             self._add_calls(step, context)
             self.program.backward.append(Segment(step.name, context.operations))
+            self._reread.update(*(operation.buffers() for operation in context.operations))
 
     def _add_calls(self, step: Step, context: Context) -> None:
         """The first of several calls of a layer, whose backward is the last, adds up the gradients of all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +87,8 @@ class Context:
         self.loss: View | None = None
         #: Of a loss: terms that are divided by a sum of weights, where they and the sum are written.
         self.divided: list[tuple[View, View]] = []
+        #: What backward passes of layers behind this one read.
+        self.reread: Collection[Buffer] = ()
         #: What others run too: of a dense layer whose gradient may be that of the whole batch.
         self.exposed: KernelSpec | None = None
 
@@ -94,6 +96,20 @@ class Context:
     def y(self) -> View:
         """The output; packed."""
         return self.output.view
+
+    def y_again(self) -> View:
+        """The output, to be read in the backward pass; may be strided.
+
+        Where a layer behind has gathered it into an array with halos that it reads again itself, this is a part of that
+        array, and the output is not kept beside it.
+        """
+        if self.output.kept or self.y.buffer in self.reread:
+            return self.y
+        for (boxes, _, padded), view in self.output.gathered.items():
+            box = boxes[self.rank]
+            if view.buffer in self.reread and box.contains(self.box) and not padded:
+                return Region(view, box).part(self.box)
+        return self.y
 
     @property
     def dy(self) -> View:

@@ -190,7 +190,8 @@ class OnednnBackend(NumpyBackend):
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         args = (kind, x, y, dy, dx, alpha)
-        return self._or_numpy(lambda: pointwise.activation(self._engine, *args), partial(super()._activation, *args))
+        plain = partial(super()._activation, *args)
+        return self._or_numpy(lambda: pointwise.activation(self._engine, *args, plain), plain)
 
     def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
         return self._or_numpy(lambda: pointwise.add(self._engine, xs, y, relu), partial(super()._add, xs, y, relu))

@@ -25,7 +25,7 @@ from ..pointwise import reads_input
 from . import abi as c
 from .abi import dims
 from .conv import geometry_dims, image, image_desc, zero_rest
-from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
+from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
 
 __all__ = ["MAX", "Finite", "activation", "add", "average", "max_pool", "pool"]
 
@@ -166,21 +166,31 @@ def _flat(p: PrimitiveList, array: Any) -> OnednnMemory:
     return p.array(array, p.desc((array.size,), array.dtype, (1,)))
 
 
+def _read(p: PrimitiveList, array: Any) -> OnednnMemory:
+    """The elements of an array one behind the other: its own, or those of a copy made at every call."""
+    if _packed(array):
+        return _flat(p, array)
+    strides = [step // array.itemsize for step in array.strides]
+    copy = p.temporary(p.desc(array.shape, array.dtype, packed_strides(array.shape)))
+    p.reorder(p.array(array, p.desc(array.shape, array.dtype, strides)), copy)
+    return p.part(copy, p.desc((array.size,), array.dtype, (1,)), 0)
+
+
 def _packed(*arrays: Any) -> bool:
     return all(a is None or a.flags.c_contiguous for a in arrays)
 
 
 def activation(
-    engine: OnednnEngine, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float
-) -> tuple[Kernel, Kernel | None]:
-    """Elementwise function and its gradient.
+    engine: OnednnEngine, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float, plain: Callable[[], Pair]
+) -> Pair:
+    """Elementwise function and its gradient; of strided `x` or `y` the forward kernel is that of `plain`.
 
     Raises
     ------
     ReferenceOnly
-        For strided arrays, and for kinds whose minima and maxima would drop NaN.
+        For strided arrays that are written, and for kinds whose minima and maxima would drop NaN.
     """
-    if not _packed(x, y, dy, dx):
+    if not _packed(dy, dx) or (dx is None and not _packed(x, y)):
         raise ReferenceOnly("oneDNN's activations are slow on strided arrays; use packed ones")
     if kind not in _KINDS:
         raise ReferenceOnly(f"oneDNN's {kind} drops NaN")
@@ -188,22 +198,27 @@ def activation(
     algorithm, by_output = _KINDS[kind]
     # From the output where that is possible: the layer may reuse the memory of its input.
     from_output = not reads_input(kind, alpha)
-    p = PrimitiveList(engine)
-    source, target = _flat(p, x), _flat(p, y)
-    forward = c.KEEPING_RELU if algorithm == c.RELU and slope == 0 else (algorithm, slope, 0.0)
-    pd = p.descriptor("eltwise_forward", c.FORWARD_TRAINING, forward[0], source.desc, target.desc, *forward[1:])
-    p.step(pd, {c.SRC: source, c.DST: target})
+    forward = _forward(engine, algorithm, slope, x, y) if _packed(x, y) else plain()[0]
     if dx is None:
-        return p.kernel(), None
+        return forward, None
     q = PrimitiveList(engine)
-    data, gradient, result = _flat(q, y if from_output else x), _flat(q, dy), _flat(q, dx)
+    data, gradient, result = _read(q, y if from_output else x), _flat(q, dy), _flat(q, dx)
     backward = by_output if from_output else algorithm
     hint = q.hint("eltwise_forward", c.FORWARD_TRAINING, backward, data.desc, data.desc, slope, 0.0)
     descs = (result.desc, gradient.desc, data.desc)
     pd = q.descriptor("eltwise_backward", backward, *descs, slope, 0.0, hint)
     index = c.DST if from_output else c.SRC
     q.step(pd, {index: data, c.DIFF_DST: gradient, c.DIFF_SRC: result})
-    return p.kernel(), q.kernel()
+    return forward, q.kernel()
+
+
+def _forward(engine: OnednnEngine, algorithm: int, slope: float, x: Any, y: Any) -> Kernel:
+    p = PrimitiveList(engine)
+    source, target = _flat(p, x), _flat(p, y)
+    wanted = c.KEEPING_RELU if algorithm == c.RELU and slope == 0 else (algorithm, slope, 0.0)
+    pd = p.descriptor("eltwise_forward", c.FORWARD_TRAINING, wanted[0], source.desc, target.desc, *wanted[1:])
+    p.step(pd, {c.SRC: source, c.DST: target})
+    return p.kernel()
 
 
 #: Two terms, and one in each of the 32 operations that oneDNN takes behind a primitive, less one for a ReLU.

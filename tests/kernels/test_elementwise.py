@@ -14,16 +14,17 @@ from .conftest import assert_close
 ALPHAS = {"leaky_relu": (0.0, 0.1, 1.5, -0.3), "elu": (1.0, 0.3, 1.5)}
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["packed", "strided"])
+@pytest.mark.parametrize("strided", ["", "x y", "x y dy dx"], ids=["packed", "strided inputs", "strided"])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activation(typed, kind, strided):
+    inner = (slice(None), slice(1, -1), slice(0, 6))
     for alpha in ALPHAS.get(kind, (0.0,)):
-        shape = (2, 6, 8, 5) if strided else (2, 5, 6, 5)
-        at = (slice(None), slice(1, -1), slice(0, 6)) if strided else ()
-        x, dy = typed.draw(*shape)[at], typed.draw(*shape)[at]
+        x, y, dy, dx = (
+            make(2, 6, 8, 5)[inner] if name in strided.split() else make(2, 4, 6, 5)
+            for name, make in zip(("x", "y", "dy", "dx"), (typed.draw, typed.poisoned, typed.draw, typed.poisoned))
+        )
         x *= 3
-        y, dx = typed.poisoned(*shape)[at], typed.poisoned(*shape)[at]
-        assert x.flags.c_contiguous != strided
+        assert x.flags.c_contiguous != bool(strided)
         forward, backward = typed.backend.activation(kind, x, y, dy, dx, alpha)
         value, slope = reference.activation(kind, x, alpha)
         forward()

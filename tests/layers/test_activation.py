@@ -67,6 +67,18 @@ def test_exact_behind_another_layer_on_onednn(kind):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "soft" not in kind])
+def test_exact_before_a_convolution(kind, backend, dtype):
+    """Whose copy with halos is what is left of the output in the backward pass, where columns are cut."""
+
+    def chain():
+        return lambda x: Conv(2, 3, padding=1, name="behind")(KINDS[kind]()(Conv(3, 1, name="before")(x)))
+
+    check_layer(chain, (7, 6, 2), gradient=False, batch=2, backend=backend, dtype=dtype)
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_on_uneven_and_empty_blocks(kind, monkeypatch):
     skew(monkeypatch)

@@ -113,12 +113,37 @@ def test_it_is_kept_where_the_gradient_is_formed_from_it(activation):
     assert arrays_per_block(BatchNorm, activation) == pytest.approx(3, abs=0.1)
 
 
+BLOCKS = {
+    "batch norm, fused relu": [partial(BatchNorm, activation="relu")],
+    "group norm, fused relu": [partial(GroupNorm, 4, activation="relu")],
+    "layer norm, fused relu": [partial(LayerNorm, activation="relu")],
+    "convolution, fused relu": [partial(Conv, 64, 1, activation="relu")],
+    **{kind.__name__: [BatchNorm, kind] for kind in (ReLU, ELU, LeakyReLU, Clamp)},
+}
+
+
 @pytest.mark.parametrize("parts", [{"width": 4}, {"height": 2, "width": 2}], ids=["columns", "both"])
-@pytest.mark.parametrize("norm", [BatchNorm, partial(GroupNorm, 4), LayerNorm], ids=["batch", "group", "layer"])
-def test_the_output_of_a_fused_relu_is_not_kept_beside_its_copy_with_halos(norm, parts):
-    """Columns have their halos in a copy, which the convolution needs; the sign of the output follows from the input."""
-    rows = arrays_per_block(partial(norm, activation="relu"), parts={"height": 4})
-    assert arrays_per_block(partial(norm, activation="relu"), parts=parts) == pytest.approx(rows, rel=0.1)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_an_output_is_not_kept_beside_its_copy_with_halos(block, parts):
+    """Columns have their halos in a copy, which the convolution behind needs. The sign before a ReLU follows from the
+    input of the norm; other activations read that copy."""
+    rows = arrays_per_block(*BLOCKS[block], parts={"height": 4})
+    assert arrays_per_block(*BLOCKS[block], parts=parts) == pytest.approx(rows, rel=0.1)
+
+
+def test_an_output_is_kept_where_its_copy_with_halos_is_not():
+    """The convolution behind is frozen: its backward pass reads no input."""
+    x, parts = Input((32, 32, 64), "x"), {"height": 2, "width": 2}
+    y = Conv(64, 3, padding=1, activation="relu", name="first")(x)
+    y = Conv(64, 3, padding=1, name="second")(y)
+    network = Network({"loss": MeanSquaredError()(y, Input((32, 32, 64), "target"))}).freeze("second")
+    program = compile_program(network, Strategy(parts), Target(1, 4, 0))
+    read = {
+        view.buffer for segment in program.backward for operation in segment.operations for view in operation.views()
+    }
+    value = program.values["first"]
+    copies = {view.buffer for view in value.gathered.values()}
+    assert value.view.buffer in read and not read & copies
 
 
 @pytest.mark.parametrize("pool", [MaxPool, AveragePool])
