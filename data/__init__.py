@@ -1,17 +1,15 @@
 """Data: HDF5 datasets read by blocks, prefetch, normalisation, and the mesh-tangling generator."""
 
-from .arrays import ArrayDataset
 from .augment import Augmentation, Rules
 from .dataset import Hdf5Dataset
-from .errors import DataError
+from .disk import DataError
 from .files import FileSet, find_files, open_dataset
-from .labels import LabelMap
 from .loader import LoadedBatch, Loader
 from .mesh_tangling import generate
 from .normalize import ChannelStatistics, channel_statistics, check_transforms
 from .sampler import Batch, Sampler, split
-from .source import Dataset
-from .targets import TargetReduction
+from .source import ArrayDataset, Dataset
+from .targets import LabelMap, TargetReduction
 from .verdict import quad_metrics
 
 __all__ = [

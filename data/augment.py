@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
-from .errors import DataError
+from .disk import DataError
 from .sampler import Batch
 from .source import Dataset
 from .structure import Field

@@ -24,13 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
-from .errors import DataError
-from .invalid import check_values
-from .labels import LabelMap
-from .reading import one_line, open_file
+from .disk import DataError, one_line, open_file
 from .storage import check_files, dataset_of
 from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, find, looking_into, shape_of
-from .targets import TargetRange
+from .targets import LabelMap, TargetRange, check_values
 
 __all__ = ["Hdf5Dataset", "named"]
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from ..dtensor.box import Box
 from .dataset import Hdf5Dataset
-from .errors import DataError
-from .labels import LabelMap
+from .disk import DataError
 from .structure import Structure
+from .targets import LabelMap
 
 __all__ = ["FileSet", "check_alike", "find_files", "open_dataset"]
 

@@ -1,19 +1,44 @@
-"""A Lagrangian mesh: nodes that move with the flow, cells that keep their mass.
+"""The Lagrangian mesh of a mesh-tangling simulation, and the flow that moves it.
 
-Everything is local to a block of cell rows, because the path of a node depends on that node alone: a
-2048 x 2048 mesh is computed a few rows at a time, and the result does not depend on the blocks.
+Nodes move with the flow, cells keep their mass. Everything is local to a block of cell rows, because the path of a node
+depends on that node alone: a 2048 x 2048 mesh is computed a few rows at a time, and the result does not depend on the
+blocks.
+
+The flow is analytic, unsteady and confined to the unit square. Its velocity is the sum of three parts, drawn at random
+per simulation:
+
+- *cells*: standing vortices of the stream function ``a(t) sin(m pi x) sin(n pi y)``, whose strength
+  swings with time, so that particle paths are chaotic and stretch the mesh into folds;
+- *bubble*: two vortices of opposite sign at the flanks of the bubble, as a shock leaves behind when it
+  runs through matter of another density (baroclinic vorticity); strength proportional to the Atwood
+  number. Their centres drift with the cells;
+- *sound*: a mild compression ``b(t) cos(m pi x) cos(n pi y)`` of the potential, which changes density.
+
+Cells and bubble are free of divergence, and no part crosses the walls.
+
+Reference
+---------
+Stream functions of this kind: S. H. Strogatz, *Nonlinear Dynamics and Chaos*; T. H. Solomon and J. P. Gollub,
+*Chaotic particle transport in time-dependent Rayleigh-Benard convection*, Phys. Rev. A 38 (1988).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from .flow import Bubble, Flow, VelocityField
-from .quads import Quads
-from .verdict import METRICS, scaled_jacobian
+from .verdict import METRICS, Quads, scaled_jacobian
 
-__all__ = ["CHANNELS", "UNITS", "MeshBlock"]
+__all__ = [
+    "CHANNELS",
+    "UNITS",
+    "Bubble",
+    "Flow",
+    "MeshBlock",
+    "VelocityField",
+]
 
 Array = NDArray[np.float64]
 
@@ -35,6 +60,228 @@ SUBCELLS = 8
 """Samples per axis that measure how much of a cell is bubble."""
 LEAST_AREA = 0.1
 """Least area of a cell, of its initial one, in the density: a tangled cell has none or less."""
+HIGHEST_WAVE = 7
+CELLS = 8
+SOUNDS = 2
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """A disc of other density in the initial mesh.
+
+    Attributes
+    ----------
+    x, y, radius : float
+        Centre and radius [m].
+    density, ambient : float
+        Initial density inside and outside [kg/m^3].
+    gamma, ambient_gamma : float
+        Adiabatic exponents.
+    """
+
+    x: float
+    y: float
+    radius: float
+    density: float
+    ambient: float = 1.0
+    gamma: float = 1.67
+    ambient_gamma: float = 1.4
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator) -> Bubble:
+        """A bubble 2 to 8 times lighter or heavier than what surrounds it."""
+        x, y = rng.uniform(0.3, 0.7, 2)
+        ratio = float(rng.choice([-1, 1])) * rng.uniform(np.log(2.0), np.log(8.0))
+        return cls(float(x), float(y), float(rng.uniform(0.12, 0.24)), float(np.exp(ratio)))
+
+    @property
+    def atwood(self) -> float:
+        """Contrast of density, in (-1, 1)."""
+        return (self.density - self.ambient) / (self.density + self.ambient)
+
+
+@dataclass(frozen=True)
+class Waves:
+    """Amplitudes ``mean + swing cos(omega t + phase)`` of the waves ``(m, n)``."""
+
+    m: NDArray[np.int64]
+    n: NDArray[np.int64]
+    mean: Array
+    swing: Array
+    omega: Array
+    phase: Array
+
+    def amplitude(self, t: float) -> Array:
+        return self.mean + self.swing * np.cos(self.omega * t + self.phase)
+
+
+class Flow:
+    """One random flow; :meth:`freeze` gives the velocity field at one instant.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+        Its state decides everything.
+    bubble : Bubble
+    dt, steps : float, int
+        Time step [s] and number of steps of the Runge-Kutta scheme that will use the flow: the vortex
+        centres are integrated here, once, for the instants ``k dt / 2`` with ``k <= 2 steps``.
+    """
+
+    def __init__(self, rng: np.random.Generator, bubble: Bubble, dt: float, steps: int) -> None:
+        self.bubble = bubble
+        self._half = dt / 2
+        self._cells = _draw_cells(rng)
+        self._sounds = _draw_sounds(rng)
+        self.width = bubble.radius * float(rng.uniform(0.35, 0.6))
+        angle = float(rng.uniform(0, 2 * np.pi))
+        speed = bubble.atwood * float(rng.uniform(0.3, 0.6))
+        # A Gaussian vortex of stream function g exp(-r^2 / 2 s^2) turns fastest at r = s, at 0.607 g / s.
+        self.strength = np.array([1.0, -1.0]) * speed * self.width / 0.607
+        offset = 0.8 * bubble.radius * np.array([np.cos(angle), np.sin(angle)])
+        start = np.array([[bubble.x, bubble.y]]) + np.array([[1.0], [-1.0]]) * offset
+        self._tracks = self._track(start, 2 * steps)
+
+    def freeze(self, half_step: int) -> FrozenFlow:
+        """The flow at time ``half_step * dt / 2``."""
+        weights = self._weights(half_step * self._half)
+        return FrozenFlow(*weights, self._tracks[half_step], self.strength, self.width)
+
+    def _weights(self, t: float) -> tuple[Array, Array]:
+        """Coefficients of ``S_m(x) C_n(y)`` in u and of ``C_m(x) S_n(y)`` in v, ``(M + 1, M + 1)`` each."""
+        u = np.zeros((HIGHEST_WAVE + 1, HIGHEST_WAVE + 1))
+        v = np.zeros_like(u)
+        c, s = self._cells, self._sounds
+        np.add.at(u, (c.m, c.n), np.pi * c.n * c.amplitude(t))
+        np.add.at(v, (c.m, c.n), -np.pi * c.m * c.amplitude(t))
+        np.add.at(u, (s.m, s.n), -np.pi * s.m * s.amplitude(t))
+        np.add.at(v, (s.m, s.n), -np.pi * s.n * s.amplitude(t))
+        return u, v
+
+    def _track(self, start: Array, half_steps: int) -> Array:
+        """Vortex centres ``(half_steps + 1, 2, 2)``, moved by the cells and the sound (RK4)."""
+        field = VelocityField(len(start))
+        empty = np.zeros(0)
+
+        def velocity(at: Array, t: float) -> Array:
+            out = np.empty((2, len(at)))
+            still = FrozenFlow(*self._weights(t), np.zeros((0, 2)), empty, self.width)
+            field.evaluate(still, np.ascontiguousarray(at.T), out)
+            return out.T
+
+        h, tracks = self._half, [start]
+        for k in range(half_steps):
+            at, t = tracks[-1], k * self._half
+            k1 = velocity(at, t)
+            k2 = velocity(at + h / 2 * k1, t + h / 2)
+            k3 = velocity(at + h / 2 * k2, t + h / 2)
+            k4 = velocity(at + h * k3, t + h)
+            tracks.append(at + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4))
+        return np.stack(tracks)
+
+
+@dataclass(frozen=True)
+class FrozenFlow:
+    """A flow at one instant: wave coefficients ``(M + 1, M + 1)``, vortex centres ``(V, 2)``, strengths, width."""
+
+    u: Array
+    v: Array
+    centres: Array
+    strength: Array
+    width: float
+
+
+class VelocityField:
+    """Evaluates frozen flows at `n` points without allocating; one per thread."""
+
+    def __init__(self, n: int) -> None:
+        shape = (HIGHEST_WAVE + 1, n)
+        self._sx, self._cx, self._sy, self._cy = (np.empty(shape) for _ in range(4))
+        self._work = np.empty((6, n))
+
+    def evaluate(self, flow: FrozenFlow, at: Array, out: Array) -> None:
+        """out <- velocity [m/s] at `at`; both ``(2, n)``, C-contiguous rows. Local."""
+        self._harmonics(at[0], self._sx, self._cx)
+        self._harmonics(at[1], self._sy, self._cy)
+        out[:] = 0.0
+        term = self._work[0]
+        for m, n in np.argwhere((flow.u != 0) | (flow.v != 0)):
+            for weight, x, y, row in (
+                (flow.u[m, n], self._sx[m], self._cy[n], out[0]),
+                (flow.v[m, n], self._cx[m], self._sy[n], out[1]),
+            ):
+                np.multiply(x, weight, out=term)
+                term *= y
+                row += term
+        for (cx, cy), strength in zip(flow.centres, flow.strength):
+            self._add_vortex(at, out, cx, cy, strength, flow.width)
+
+    def _harmonics(self, x: Array, s: Array, c: Array) -> None:
+        """``sin(m pi x)`` and ``cos(m pi x)`` for all m, by the addition theorem: two trigonometric calls."""
+        term = self._work[0]
+        s[0], c[0] = 0.0, 1.0
+        np.multiply(x, np.pi, out=term)
+        np.sin(term, out=s[1])
+        np.cos(term, out=c[1])
+        for m in range(1, HIGHEST_WAVE):
+            np.multiply(s[m], c[1], out=s[m + 1])
+            np.multiply(c[m], s[1], out=term)
+            s[m + 1] += term
+            np.multiply(c[m], c[1], out=c[m + 1])
+            np.multiply(s[m], s[1], out=term)
+            c[m + 1] -= term
+
+    def _add_vortex(self, at: Array, out: Array, cx: float, cy: float, strength: float, width: float) -> None:
+        """Add the vortex of stream function ``strength exp(-r^2 / 2 s^2) sin(pi x) sin(pi y)``.
+
+        The sines let the normal velocity vanish at the walls; they need the first harmonics in place.
+        """
+        dx, dy, gauss, wall, term = self._work[1], self._work[2], self._work[3], self._work[4], self._work[5]
+        np.subtract(at[0], cx, out=dx)
+        np.subtract(at[1], cy, out=dy)
+        np.multiply(dx, dx, out=gauss)
+        np.multiply(dy, dy, out=term)
+        gauss += term
+        gauss *= -0.5 / width**2
+        np.exp(gauss, out=gauss)
+        gauss *= strength
+        np.multiply(self._sx[1], self._sy[1], out=wall)
+        wall *= -1.0 / width**2
+        # u = d psi / dy = gauss * (-dy / s^2 * wall + pi sin(pi x) cos(pi y)); v = -d psi / dx alike.
+        for distance, s, c, row, sign in (
+            (dy, self._sx[1], self._cy[1], out[0], 1.0),
+            (dx, self._sy[1], self._cx[1], out[1], -1.0),
+        ):
+            distance *= wall
+            np.multiply(s, c, out=term)
+            term *= np.pi
+            distance += term
+            distance *= gauss
+            distance *= sign
+            row += distance
+
+
+def _draw_cells(rng: np.random.Generator) -> Waves:
+    """Standing vortices with a root-mean-square velocity of 0.35 to 0.5 m/s together."""
+    pairs = [(m, n) for m in range(1, HIGHEST_WAVE + 1) for n in range(1, HIGHEST_WAVE + 1) if 4 <= np.hypot(m, n) <= 7]
+    chosen = rng.choice(len(pairs), CELLS, replace=False)
+    m, n = np.array([pairs[k] for k in chosen]).T
+    size = rng.normal(0, 1, CELLS) / np.hypot(m, n) ** 1.5
+    # Mean square of the velocity of one cell of amplitude a: a^2 pi^2 (m^2 + n^2) / 4.
+    rms = np.sqrt(np.sum(size**2 * np.pi**2 * (m**2 + n**2) / 4))
+    size *= rng.uniform(0.2, 0.3) / rms
+    return Waves(
+        m, n, size, size * rng.uniform(0.2, 0.8, CELLS), rng.uniform(0.5, 2.5, CELLS), rng.uniform(0, 2 * np.pi, CELLS)
+    )
+
+
+def _draw_sounds(rng: np.random.Generator) -> Waves:
+    """Compressions that change the density of matter at rest by 5 to 15 % each."""
+    pairs = [(1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2)]
+    m, n = np.array([pairs[k] for k in rng.choice(len(pairs), SOUNDS, replace=False)]).T
+    omega = rng.uniform(3.0, 6.0, SOUNDS)
+    size = rng.uniform(0.05, 0.15, SOUNDS) * omega / (np.pi**2 * (m**2 + n**2))
+    return Waves(m, n, np.zeros(SOUNDS), size, omega, rng.uniform(0, 2 * np.pi, SOUNDS))
 
 
 class MeshBlock:

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..dtensor.box import Box
 from .augment import Augmentation
-from .errors import DataError
+from .disk import DataError
 from .normalize import ChannelStatistics, mark_absent
 from .sampler import Batch
 from .source import Dataset

@@ -1,10 +1,9 @@
 """Generate mesh-tangling samples: Lagrangian meshes in an unsteady flow, and the cells about to tangle.
 
-A *simulation* is one random flow and bubble (:mod:`.flow`) that carries one mesh (:mod:`.lagrangian`). A
-*sample* is one simulation at one instant t: 18 channels of state and cell quality at t, and the mask of the cells
-that need relaxation now, i.e. whose scaled Jacobian falls below the limit within the next interval
-``[t, t + interval]`` if nothing interferes. Most of these cells still look healthy at t: where the velocity around
-them shears, they will not for long.
+A *simulation* is one random flow and bubble that carries one mesh (:mod:`.lagrangian`). A *sample* is one simulation at
+one instant t: 18 channels of state and cell quality at t, and the mask of the cells that need relaxation now, i.e.
+whose scaled Jacobian falls below the limit within the next interval ``[t, t + interval]`` if nothing interferes. Most
+of these cells still look healthy at t: where the velocity around them shears, they will not for long.
 
 The instants are chosen such that about 2 to 30 % of the cells are masked. This is judged on a coarse copy of the
 mesh: so the instants do not depend on the resolution, and neither they nor the flow depend on how many samples or
@@ -34,10 +33,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from .atomic import atomic_path
-from .errors import DataError
-from .flow import Bubble, Flow
-from .lagrangian import CHANNELS, UNITS, MeshBlock
+from .disk import DataError, atomic_path
+from .lagrangian import CHANNELS, UNITS, Bubble, Flow, MeshBlock
 from .storage import dataset_of
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "MeshSimulation", "Settings", "generate"]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
-from .errors import DataError
+from .disk import DataError
 from .source import Dataset
 
 __all__ = [

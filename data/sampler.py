@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .errors import DataError
+from .disk import DataError
 
 __all__ = ["Batch", "Batches", "Sampler", "split"]
 

@@ -1,22 +1,27 @@
-"""What samples are read from: the protocol that loader, statistics and training rely on.
+"""Sources of samples: the protocol that loader, statistics and training rely on, and samples in arrays.
 
-Anything that reads a box of a batch will do: one HDF5 file (:class:`Hdf5Dataset`), many (:class:`FileSet`), or a class
-of your own.
+Anything that reads a box of a batch is a source: one HDF5 file (:class:`Hdf5Dataset`), many (:class:`FileSet`), arrays
+of NumPy, memory maps, Zarr or h5py (:class:`ArrayDataset`), or a class of your own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..dtensor.box import Box
+from .disk import DataError
 from .structure import Field
+from .targets import LabelMap, TargetRange, check_values
 
-__all__ = ["Dataset"]
+__all__ = [
+    "ArrayDataset",
+    "Dataset",
+]
 
 
 class Dataset(Protocol):
@@ -63,3 +68,97 @@ class Dataset(Protocol):
 
     def close(self) -> None:
         """Free what is open; what is read afterwards opens it again."""
+
+
+class ArrayDataset:
+    """Inputs and targets that lie in arrays, of which each process reads only its own box; a :class:`Dataset`. Local.
+
+    Parameters
+    ----------
+    arrays : mapping
+        By the name of the network's input: ``(N, *spatial, C)``, or ``(N,)``, a number per sample. An array has
+        ``shape`` and is read as ``array[index, a:b, c:d, ...]``, by the thread that reads ahead.
+    targets : collection of str
+        Names of those that predictions are compared with.
+    channel_names : mapping, optional
+        Of the channels, by the name of the array.
+    groups : int array ``(N,)``, optional
+        Samples of equal number belong together.
+    path : path
+        For messages.
+
+    Notes
+    -----
+    Attributes are those of :class:`Dataset`, and `ranges` and `labels` as of :class:`Hdf5Dataset`.
+
+    Raises
+    ------
+    DataError
+        Arrays of different length, names that are none of theirs; in reading as :class:`Hdf5Dataset`.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Any],
+        targets: Collection[str] = ("target",),
+        *,
+        channel_names: Mapping[str, Sequence[str]] | None = None,
+        groups: ArrayLike | None = None,
+        path: str | Path = "arrays",
+    ) -> None:
+        lengths = {name: array.shape[0] for name, array in arrays.items()}
+        if not arrays or len(set(lengths.values())) > 1:
+            raise DataError(f"{path}: expected arrays of as many samples each, got {lengths}")
+        for what, some in (("targets", targets), ("channel_names", channel_names or ())):
+            unknown = sorted(set(some) - set(arrays))
+            if unknown:
+                raise DataError(f"{path}: expected {what} out of {', '.join(arrays)}, got {unknown[0]!r}")
+        self.path, self.arrays = Path(path), dict(arrays)
+        self.groups: NDArray[np.int64] | None = None if groups is None else np.asarray(groups, np.int64)
+        if self.groups is not None and self.groups.shape != (len(self),):
+            raise DataError(f"{path}: expected a group per sample, ({len(self)},), got {self.groups.shape}")
+        self.lenient: frozenset[str] = frozenset()
+        self.labels: Mapping[str, LabelMap] = {}
+        self.ranges: dict[str, TargetRange] = {}
+        self.bytes_read = 0
+        names = channel_names or {}
+        first = [name for name in arrays if name not in targets]
+        ordered = [*first, *(name for name in arrays if name in targets)]
+        self.fields = {name: self._field(name, names.get(name), name in targets) for name in ordered}
+
+    def _field(self, name: str, channels: Sequence[str] | None, is_target: bool) -> Field:
+        shape = self.arrays[name].shape[1:] or (1,)
+        names = [f"channel {k}" for k in range(shape[-1])] if channels is None else list(channels)
+        if len(names) != shape[-1]:
+            raise DataError(f"{self.path}: expected {shape[-1]} names of channels of {name!r}, got {len(names)}")
+        return Field(name, "channels last", tuple(shape), names, is_target)
+
+    def __len__(self) -> int:
+        return int(next(iter(self.arrays.values())).shape[0])
+
+    def place(self, index: int) -> str:
+        """See :meth:`Dataset.place`."""
+        return f"{self.path}, sample {index}"
+
+    def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """See :meth:`Dataset.read`."""
+        array, field = self.arrays[name], self.fields[name]
+        part = box & Box.of_shape((len(indices), *field.shape))
+        filled = part.slices(origin=box.start)
+        if part.size == 0:
+            return tuple(slice(0, 0) for _ in filled)
+        where: tuple[slice, ...] = part.slices()[1:] if len(array.shape) > 1 else ()
+        for k in range(*part.ranges[0]):
+            values = np.asarray(array[(int(indices[k]), *where)])
+            self.bytes_read += values.nbytes
+            at: Any = (k - box.start[0], *filled[1:])
+            out[at] = values
+        if name in self.labels:
+            self.labels[name].apply(out[filled])
+        if name not in self.lenient:
+            limits = self.ranges.get(name, TargetRange()) if field.is_target else None
+            check_values(self.path, field, limits, out[filled], indices, part.start)
+        return filled
+
+    def close(self) -> None:
+        """Nothing is open."""

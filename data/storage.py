@@ -22,9 +22,8 @@ from pathlib import Path
 import h5py
 from h5py import h5d, h5l, h5s, h5t, h5z
 
-from .errors import DataError
+from .disk import DataError, open_file, reason_of, regular_size
 from .hyperslab import Hyperslab, hyperslabs
-from .reading import open_file, reason_of, regular_size
 
 __all__ = ["Storage", "check_files", "dataset_of"]
 

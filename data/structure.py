@@ -1,9 +1,10 @@
-"""What an HDF5 file holds, and how its axes are meant: checked before anything is read."""
+"""Structure of an HDF5 file: datasets, the meaning of their axes, attributes. Checked before data are read."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field as attribute
@@ -14,18 +15,34 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from .attributes import OF_NUMBERS, plain_attributes
-from .errors import DataError
-from .reading import one_line
+from .disk import DataError, one_line
 from .storage import Storage, check_files, dataset_of
 
-__all__ = ["HDF5_FAULTS", "Field", "Kind", "Structure", "examine", "find", "looking_into"]
+__all__ = [
+    "HDF5_FAULTS",
+    "OF_NUMBERS",
+    "Field",
+    "Kind",
+    "Structure",
+    "examine",
+    "find",
+    "looking_into",
+    "plain_attributes",
+]
 
 _log = logging.getLogger(__name__)
 
 HDF5_FAULTS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, MemoryError)
 """What h5py raises for files that are damaged, or hold what NumPy has not."""
 _LISTED = 20  # datasets named where one is missing
+
+#: Attributes that describe the numbers of a dataset. They hold for a target, and so for a prediction of it.
+OF_NUMBERS = (
+    *("units", "long_name", "standard_name", "description", "comment"),
+    *("channel_names", "flag_values", "flag_meanings"),
+)
+#: Most attributes of a file, characters of a text, elements of a list: longer ones are data.
+_MOST, _LONGEST, _ITEMS = 64, 8192, 256
 
 Kind = Literal["channels last", "channels first", "no channels", "vector"]
 """How a dataset is stored: ``(N, *spatial, C)``, ``(N, C, *spatial)``, ``(N, *spatial)`` or ``(N, K)``."""
@@ -263,3 +280,45 @@ def _text(value: Any) -> Any:
 
 def _is_coarser(grid: Sequence[int], fine: Sequence[int]) -> bool:
     return all(0 < g <= f and f % g == 0 for g, f in zip(grid, fine))
+
+
+def plain_attributes(item: h5py.HLObject, wanted: Collection[str] | None = None) -> dict[str, Any]:
+    """Texts, numbers, and lists of them among the attributes of a file or dataset; others are left out. Local.
+
+    Parameters
+    ----------
+    wanted
+        Names; None: all, but those of other libraries (``_NCProperties``).
+    """
+    try:
+        names = [name for name in item.attrs if (name in wanted if wanted is not None else not name.startswith("_"))]
+    except (OSError, RuntimeError, KeyError):
+        return {}
+    found = {name: _attribute(item, name) for name in names[:_MOST]}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _attribute(item: h5py.HLObject, name: str) -> Any:
+    """As plain data; None: it is of another kind, or cannot be read, which is no reason to refuse the numbers."""
+    try:
+        value = item.attrs[name]
+    except HDF5_FAULTS:
+        return None
+    if isinstance(value, np.ndarray):
+        if value.ndim != 1 or not 0 < value.size <= _ITEMS:
+            return None
+        items = [_plain(one) for one in value]
+        return None if any(one is None for one in items) else items
+    return _plain(value)
+
+
+def _plain(value: Any) -> str | int | float | None:
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST and "\0" not in value else None
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | int):
+        return int(value) if abs(value) < 2**63 else None
+    return value if isinstance(value, float) and math.isfinite(value) else None

@@ -1,18 +1,32 @@
-"""Named rules that reduce a value per cell to a value per patch: a network with stride 64 predicts patches."""
+"""Values of targets: the range they may have, numbers that stand for other classes, and reduction to patches.
+
+A label map replaces numbers of a file: ``255`` for "unknown", ``7`` for class 1. A reduction makes one value per patch
+of the values per cell: a network with stride 64 predicts patches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
-from .errors import DataError
+from .disk import DataError
+from .structure import Field
 
-__all__ = ["RULES", "TargetRange", "TargetReduction"]
+__all__ = [
+    "RULES",
+    "LabelMap",
+    "TargetRange",
+    "TargetReduction",
+    "check_numbers",
+    "check_values",
+]
 
 Axes = tuple[int, ...]
 
@@ -47,6 +61,131 @@ class TargetRange(NamedTuple):
             return f"{kind} >= {self.low:g}"
         ignored = "" if self.ignored is None else f", or {self.ignored:g}, which is ignored"
         return f"{'a whole number of ' if self.whole else ''}{self.low:g} .. {self.high:g}{ignored}"
+
+
+def check_values(
+    path: Path,
+    field: Field,
+    limits: TargetRange | None,
+    values: NDArray[Any],
+    indices: Sequence[int],
+    origin: Sequence[int],
+) -> None:
+    """Refuse numbers that were read and cannot be used. Local.
+
+    Parameters
+    ----------
+    path, field
+        Where they are from.
+    limits
+        What a target may be; None for an input, which may be any finite number.
+    values
+        A box of a batch, ``(N, *spatial, C)``.
+    indices
+        Samples of the batch.
+    origin
+        Where the box begins in it.
+
+    Raises
+    ------
+    DataError
+        Naming the first of them, its sample and its place.
+    """
+    good = np.isfinite(values) if limits is None else limits.allows(values)
+    if good.all():
+        return
+    at = tuple(np.argwhere(~good)[0])
+    sample, *where = (int(a + low) for a, low in zip(at, origin))
+    if limits is None:
+        raise DataError(
+            f"{path}: {float(values[at])} in sample {indices[sample]}, {field.channel(where[-1])} at "
+            f"{tuple(where[:-1])}; expected finite numbers: repair or leave out that sample, or set data.invalid to "
+            '"skip" or "fill"'
+        )
+    other = " or choose another loss" if limits.high < np.inf else ""
+    raise DataError(
+        f"{path}: target {float(values[at]):g} in sample {indices[sample]} of {field.dataset!r} at {tuple(where)}; "
+        f"expected {limits}: repair the data{other}"
+    )
+
+
+# -- labels ----------------------------------------------------------------------------------------------
+
+#: Whole numbers up to here are exact in float32, in which files are read.
+_EXACT = 2**24
+
+Table = dict[str, int | dict[str, int]]
+
+
+def check_numbers(labels: Table) -> Table:
+    """Numbers by number, or tables of them by target, as a configuration has them. Raises ValueError for others."""
+    tables = [given for given in labels.values() if isinstance(given, dict)]
+    if tables and len(tables) < len(labels):
+        raise ValueError("expected numbers for numbers, or a table of them per target, got both; use tables")
+    keys = [key for table in tables for key in table] if tables else list(labels)
+    wrong = [key for key in keys if not re.fullmatch("-?[0-9]{1,9}", key)]
+    if wrong:
+        raise ValueError(f"expected whole numbers of the file as keys, got {wrong[0]!r}")
+    return labels
+
+
+class LabelMap:
+    """Replaces some whole numbers by others, all at once; what is not among them stays.
+
+    Parameters
+    ----------
+    numbers
+        By the number in the file.
+
+    Raises
+    ------
+    DataError
+        A number that float32 does not hold exactly.
+
+    >>> values = np.array([0.0, 7.0, 255.0, 1.0])
+    >>> LabelMap({255: -1, 7: 1, 1: 7}).apply(values)
+    >>> values
+    array([ 0.,  1., -1.,  7.])
+    """
+
+    def __init__(self, numbers: Mapping[int, int]) -> None:
+        large = [n for pair in numbers.items() for n in pair if abs(n) > _EXACT]
+        if large:
+            raise DataError(f"data.labels: expected whole numbers of at most {_EXACT}, got {large[0]}")
+        self.numbers = dict(sorted(numbers.items()))
+        self._from = np.array(list(self.numbers), np.float64)
+        self._to = np.array(list(self.numbers.values()), np.float64)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{have} is {made}" for have, made in self.numbers.items())
+
+    def apply(self, values: NDArray[Any]) -> None:
+        """Replace in place; NaN stays. Local."""
+        if not len(self._from):
+            return
+        at = np.minimum(np.searchsorted(self._from, values), len(self._from) - 1)
+        np.copyto(values, self._to[at], where=self._from[at] == values, casting="same_kind")
+
+    def described(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Attributes of a dataset as they hold for the replaced numbers. Local.
+
+        Numbers of flags are replaced too; where two meanings have got one number, both lists are left out.
+
+        >>> LabelMap({10: 1, 20: 0}).described({"flag_values": [10, 20], "flag_meanings": "water land"})
+        {'flag_values': [1, 0], 'flag_meanings': 'water land'}
+        """
+        found = {key: value for key, value in attributes.items() if not key.startswith("flag_")}
+        given = attributes.get("flag_values")
+        if not isinstance(given, list) or any(isinstance(one, str) for one in given):
+            return found
+        values = np.array(given, np.float64)
+        self.apply(values)
+        if len(np.unique(values)) < len(values):
+            return found
+        return {key: [int(one) for one in values] if key == "flag_values" else attributes[key] for key in attributes}
+
+
+# -- patches ---------------------------------------------------------------------------------------------
 
 
 def _center(cells: NDArray[Any], axes: Axes) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from halograd.documents import bytes_text
 from halograd.errors import UserError
 
 from ..data import DataError
-from ..data.atomic import atomic_path, check_writable
+from ..data.disk import atomic_path, check_writable
 from ..data.normalize import CLIP, LARGEST
 from ..layers import Input, Network, Node
 from .export_layers import LAYERS

@@ -30,7 +30,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..data import DataError
-from ..data.atomic import atomic_path, check_writable
+from ..data.disk import atomic_path, check_writable
 from ..layers import Dense, Network, Node
 from .feature_order import Order, feature_orders, torch_of_ours
 from .library import library

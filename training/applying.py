@@ -33,7 +33,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..data import DataError
-from ..data.atomic import atomic_path, check_replaceable
+from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.costs import Judgement

@@ -12,7 +12,7 @@ from halograd.documents import bytes_text, read_json, shown_path
 from halograd.errors import UserError
 from halograd.schema import nearest
 
-from ..data.labels import LabelMap
+from ..data.targets import LabelMap
 from ..layers import Loss, Network
 from ..layers.parameter_blocks import parameter_blocks
 from ..layers.strategy import Strategy, counts_of, cuts_text

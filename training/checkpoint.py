@@ -30,7 +30,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..comm import Communicator
-from ..data.atomic import atomic_path
+from ..data.disk import atomic_path
 from ..device import device_of
 from ..layers import Network
 from ..layers.settings import difference, fingerprint

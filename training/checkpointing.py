@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from ..comm.errors import mark_agreed
-from ..data.errors import DataError
+from ..data.disk import DataError
 from ..data.sampler import Sampler
 from .best import BestScore
 from .checkpoint import Snapshot, TrainingProgress

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from halograd.schema import Below1, Count, FilePath, NotNegative, Table, Text
 
-from ..data.labels import check_numbers
+from ..data.targets import check_numbers
 
 __all__ = ["AugmentConfig", "DataConfig"]
 

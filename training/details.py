@@ -13,7 +13,7 @@ import numpy as np
 from halograd.documents import read_json
 from halograd.errors import UserError
 
-from ..data.atomic import atomic_path, check_writable
+from ..data.disk import atomic_path, check_writable
 
 __all__ = ["by_class", "check_details", "read_details", "write_details"]
 

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from ..data import Batch
-from ..data.atomic import atomic_path, check_replaceable
+from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from .gather import Gather
 from .metrics import judged

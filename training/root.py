@@ -14,7 +14,7 @@ from halograd.errors import UserError
 
 from ..comm import Communicator
 from ..comm.errors import mark_agreed
-from ..data.errors import DataError
+from ..data.disk import DataError
 from .config import Config, check_config, load_config
 
 __all__ = ["agreed_root", "on_root", "read_config"]

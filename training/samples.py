@@ -30,13 +30,10 @@ from ..data import (
     find_files,
     split,
 )
-from ..data.classes import count_classes
 from ..data.files import check_alike
-from ..data.invalid import find_invalid
-from ..data.labels import LabelMap
-from ..data.look import LOOKS, look_at_data
 from ..data.structure import Field, Structure
-from ..data.targets import TargetRange
+from ..data.survey import LOOKS, count_classes, find_invalid, look_at_data
+from ..data.targets import LabelMap, TargetRange
 from ..layers import Input, Network
 from ..models.own import call_own
 from .build import check_batch, datasets_of, label_maps

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..data import DataError, Hdf5Dataset, generate
-from ..data.atomic import atomic_path
+from ..data.disk import atomic_path, open_to_read
 from ..data.mesh_tangling import FORMAT, FORMAT_VERSION, Settings
-from ..data.reading import open_to_read
 from ..errors import UserError
 from ..training.directory import RunLock
 

@@ -18,10 +18,9 @@ import numpy as np
 from .. import __version__
 from ..cli.doctor import probe_mpi
 from ..data import ChannelStatistics, Hdf5Dataset, split
-from ..data.atomic import atomic_path
+from ..data.disk import atomic_path, open_to_read
 from ..data.lagrangian import CHANNELS, UNITS
 from ..data.logistic import LogisticModel, best_threshold, fit, predict
-from ..data.reading import open_to_read
 from ..data.storage import dataset_of
 from ..dtensor.box import Box
 from ..report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html, to_markdown

@@ -13,8 +13,7 @@ import numpy as np
 
 from ..cli.output import cut_text
 from ..data import DataError, open_dataset
-from ..data.atomic import atomic_path
-from ..data.reading import open_file
+from ..data.disk import atomic_path, open_file
 from ..data.storage import Storage
 from ..data.structure import find, looking_into
 from ..documents import to_toml

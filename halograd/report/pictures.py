@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
-from ..data.atomic import atomic_path
+from ..data.disk import atomic_path
 from ..training.metrics import Confusion
 
 __all__ = [

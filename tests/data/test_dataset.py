@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from halograd.data.dataset import Hdf5Dataset
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
+from halograd.data.structure import OF_NUMBERS, plain_attributes
 from halograd.data.targets import TargetRange
 from halograd.dtensor.box import Box
 
@@ -283,3 +284,32 @@ def test_reading_again_allocates_no_arrays(path: Path) -> None:
         scratch = dict(data._scratch)
         data.read("x", [2, 3], box, out)
         assert all(data._scratch[k] is v for k, v in scratch.items())
+
+
+def test_attributes_as_plain_data(tmp_path):
+    """Texts, numbers and lists; what is of another kind is left out, and breaks nothing."""
+    given = {
+        "units": "m",
+        "bytes": np.bytes_(b"abc"),
+        "whole": np.int16(3),
+        "yes": np.bool_(True),
+        "number": 0.5,
+        "list": np.array([1, 2], np.uint8),
+        "names": ["a", "b"],
+    }
+    left_out = {
+        "nan": np.nan,
+        "none": h5py.Empty("f"),
+        "table": np.zeros((2, 2)),
+        "long": "x" * 9000,
+        "many": np.zeros(300),
+        "complex": 1j,
+        "_NCProperties": "version=2",
+    }
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.attrs.update({**given, **left_out})
+        file.attrs["reference"] = file.ref
+        found = plain_attributes(file)
+        assert found == {**given, "bytes": "abc", "whole": 3, "yes": 1, "list": [1, 2]}
+        assert all(type(value) in (str, int, float, list) for value in found.values())
+        assert plain_attributes(file, OF_NUMBERS) == {"units": "m"}

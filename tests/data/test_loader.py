@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from halograd.data.dataset import Hdf5Dataset
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.data.loader import Loader
 from halograd.data.normalize import channel_statistics
 from halograd.data.sampler import Sampler

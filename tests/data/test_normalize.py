@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halograd.data.dataset import Hdf5Dataset
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.data.normalize import ChannelStatistics, channel_statistics, check_transforms
 
 NAMES = ["a", "offset", "oddy", "constant"]

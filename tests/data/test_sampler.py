@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from halograd.data import sampler as module
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.data.sampler import Batch, Sampler, split
 
 

@@ -16,7 +16,7 @@ from h5py import h5p, h5s
 
 from halograd.data import storage
 from halograd.data.dataset import Hdf5Dataset
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.dtensor.box import Box
 
 N, SHAPE = 6, (4, 4, 2)

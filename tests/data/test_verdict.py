@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from halograd.data.quads import Quads
-from halograd.data.verdict import HUGE, METRICS, quad_metrics, scaled_jacobian
+from halograd.data.verdict import HUGE, METRICS, Quads, quad_metrics, scaled_jacobian
 
 VTK_NAMES = {
     "aspectRatio": "QuadAspectRatio",

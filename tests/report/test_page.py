@@ -17,7 +17,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.cli.run import run
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.report.page import read_masks, write_page
 from halograd.report.pictures import best_to_worst, draw_masks, iou

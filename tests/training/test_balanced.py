@@ -13,7 +13,7 @@ from mpi4py import MPI
 import halograd as hg
 from halograd.comm import Communicator
 from halograd.data import ArrayDataset
-from halograd.data.classes import count_classes
+from halograd.data.survey import count_classes
 from halograd.data.targets import TargetReduction
 from halograd.errors import UserError
 from halograd.kernels import get_backend
@@ -201,12 +201,12 @@ def test_refused_weights_of_the_positive_class(comm, one_channel, sets, message)
 
 def test_counts_of_patches_and_of_many_rows(monkeypatch):
     """As the network sees them; what is ignored does not count."""
-    from halograd.data import classes
+    from halograd.data import survey
 
     labels = np.random.default_rng(1).integers(-1, 4, (5, 12, 8, 1))
     data = ArrayDataset({"x": labels, "t": labels}, ("t",))
     for part in (1, 50, 1 << 20):
-        monkeypatch.setattr(classes, "_PART", part)
+        monkeypatch.setattr(survey, "PART", part)
         chosen = labels[[0, 3]]
         assert count_classes(data, "t", 3, [0, 3]).tolist() == [(chosen == c).sum() for c in range(3)]
         found = count_classes(data, "t", 4, [1], TargetReduction("max", (3, 2)))

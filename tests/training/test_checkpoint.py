@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.training.checkpoint import (
     CheckpointReader,

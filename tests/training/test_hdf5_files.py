@@ -10,7 +10,7 @@ import h5py
 import pytest
 
 from halograd.data import split
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.kernels import KernelError, get_backend
 from halograd.training.run import train

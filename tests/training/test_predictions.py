@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.training import predictions, run
 from halograd.training.predictions import check_predictions, write_predictions
 from halograd.training.run import evaluate, train

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from halograd.comm import Communicator
-from halograd.data import reading
-from halograd.data.errors import DataError
+from halograd.data import disk
+from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.layers.strategy import Strategy
 from halograd.training.root import on_root, read_config
@@ -77,7 +77,7 @@ def test_configuration_plan_and_structure_are_read_once(comm, tmp_path, opened, 
     comm.Barrier()
     opened.clear()
     files: list[Path] = []
-    open_file = reading.open_file
+    open_file = disk.open_file
     monkeypatch.setattr("halograd.data.dataset.open_file", lambda path: files.append(path) or open_file(path))
     sets = [f"strategy={{file = '{folder / 'cut.json'}'}}", "data.normalize=false"]
     config = read_config(comm, folder / "run.toml", sets)

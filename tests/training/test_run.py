@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.testing import grids
 from halograd.training.checkpoint import read_header

@@ -11,7 +11,7 @@ import h5py
 import pytest
 from mpi4py import MPI
 
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.report.status import read_record, status_of
 from halograd.training import checkpoint, chunk_file

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.data import ArrayDataset, DataError, Hdf5Dataset
-from halograd.data.invalid import find_invalid
+from halograd.data.survey import find_invalid
 from halograd.data.targets import TargetRange
 from halograd.dtensor import Box
 

@@ -8,12 +8,12 @@ import h5py
 import numpy as np
 import pytest
 
-from halograd.data import look, normalize
+from halograd.data import normalize, survey
 from halograd.data.dataset import Hdf5Dataset
-from halograd.data.errors import DataError
-from halograd.data.look import look_at, look_at_data
+from halograd.data.disk import DataError
 from halograd.data.normalize import channel_statistics
 from halograd.data.structure import Field, numbered
+from halograd.data.survey import look_at, look_at_data
 from halograd.dtensor.box import Box
 
 N, GRID = 200, (6, 5)
@@ -50,8 +50,8 @@ def test_constant_channels_and_the_samples_that_were_looked_at() -> None:
     values[..., 1] = 2.5
     read = Reads(values)
     found = look_at(read, "x")
-    assert (found.samples, found.constant) == (look.LOOKS, {1: 2.5})
-    assert read.samples[0] == 0 and read.samples[-1] == N - 1 and len(set(read.samples)) == look.LOOKS
+    assert (found.samples, found.constant) == (survey.LOOKS, {1: 2.5})
+    assert read.samples[0] == 0 and read.samples[-1] == N - 1 and len(set(read.samples)) == survey.LOOKS
 
 
 def test_a_label_per_sample_differs_between_samples() -> None:
@@ -63,13 +63,13 @@ def test_a_label_per_sample_differs_between_samples() -> None:
 
 def test_parts_of_large_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than a part is read of one sample, and other rows of every sample."""
-    monkeypatch.setattr(look, "PART", 10)
+    monkeypatch.setattr(survey, "PART", 10)
     read = Reads(np.ones((N, *GRID, 1)))
     assert look_at(read, "x").constant == {0: 1.0}
     assert all(box.size == 10 for box in read.boxes)
     rows = [box.start[1] for box in read.boxes]
     assert rows == sorted(rows) and set(rows) == {0, 1, 2, 3, 4}
-    monkeypatch.setattr(look, "PART", 1)
+    monkeypatch.setattr(survey, "PART", 1)
     read = Reads(np.ones((2, *GRID, 1)))
     look_at(read, "x")
     assert [box.size for box in read.boxes] == [5, 5]  # a row is the least
@@ -81,7 +81,7 @@ def test_the_scale_is_the_loss_of_predicting_zero() -> None:
     assert look_at(Reads(values), "x").scale == pytest.approx(0.2)
     values[-1] = [[30.0], [-10.0]]
     assert look_at(Reads(values), "x").scale == pytest.approx(0.2)  # others already differ
-    assert look_at(Reads(values), "x", least=look.LOOKS).scale == pytest.approx(500)
+    assert look_at(Reads(values), "x", least=survey.LOOKS).scale == pytest.approx(500)
 
 
 @pytest.fixture

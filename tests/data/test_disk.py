@@ -14,7 +14,7 @@ import pytest
 
 from halograd.data import structure
 from halograd.data.dataset import Hdf5Dataset
-from halograd.data.errors import DataError
+from halograd.data.disk import DataError
 from halograd.dtensor.box import Box
 from tests.harness.limits import LIMIT
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from halograd.data.flow import Bubble, Flow, FrozenFlow, VelocityField
-from halograd.data.lagrangian import CHANNELS, UNITS, MeshBlock, bubble_fractions
+from halograd.data.lagrangian import (
+    CHANNELS,
+    UNITS,
+    Bubble,
+    Flow,
+    FrozenFlow,
+    MeshBlock,
+    VelocityField,
+    bubble_fractions,
+)
 
 DT, STEPS = 0.025, 12
 

@@ -1,0 +1,287 @@
+"""Files on disk: HDF5 files opened to read, with file locks or without, and files that are written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import h5py
+
+from halograd.errors import UserError
+
+__all__ = [
+    "BeingWritten",
+    "DataError",
+    "NotRegular",
+    "atomic_path",
+    "check_replaceable",
+    "check_writable",
+    "one_line",
+    "open_file",
+    "open_to_read",
+    "reason_of",
+    "regular_size",
+]
+
+_log = logging.getLogger(__name__)
+
+_LOCK = re.compile(r"unable to lock file, errno = (\d+)")
+# This process has it open already, as a file without locks.
+_OPEN_WITHOUT = "flag values don't match"
+# What flock answers when another process holds the lock; anything else means that there are no locks to be had.
+_HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
+_told = False
+
+
+class DataError(UserError):
+    """Data that cannot be used, or a file that cannot be written."""
+
+
+class BeingWritten(OSError):
+    """Another process has the file open to write."""
+
+
+class NotRegular(OSError):
+    """A folder, a pipe, a device: to open a pipe waits for another process, to read a device may never end."""
+
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+
+
+def regular_size(path: Path | str) -> int:
+    """The size of a regular file [B]; symbolic links are followed. Local; opens nothing.
+
+    Raises
+    ------
+    NotRegular
+        It is something else.
+    OSError
+        There is none, or it cannot be looked up.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+        raise NotRegular(errno.EINVAL, f"expected a regular file, got {kind}")
+    return found.st_size
+
+
+def open_file(path: Path) -> h5py.File:
+    """Open to read.
+
+    Raises
+    ------
+    DataError
+        File missing, not a regular one, not HDF5, truncated, being written.
+    """
+    try:
+        size = regular_size(path)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path}: no such file; correct the path (data.path), or generate it (halograd generate)"
+        ) from error
+    except (OSError, ValueError) as error:  # a null character in the name is a ValueError
+        raise DataError(f"{path}: {reason_of(error)}; correct the path") from error
+    try:
+        return open_to_read(path)
+    except BeingWritten as error:
+        raise DataError(
+            f"{path}: cannot be opened, another process is writing to it; wait until it is complete, or end that one"
+        ) from error
+    except PermissionError as error:
+        raise DataError(f"{path}: cannot be opened, permission denied; have it made readable") from error
+    except OSError as error:
+        if size == 0 or not h5py.is_hdf5(path):
+            raise DataError(f"{path}: expected an HDF5 file, got something else; check the path") from error
+        raise DataError(
+            f"{path}: cannot be opened ({one_line(error)}); the file is truncated or damaged: write it again"
+        ) from error
+
+
+def open_to_read(path: Path) -> h5py.File:
+    """Open a file to read, with a lock where the file system has locks, else without one and with a message. Local.
+
+    A lock keeps others from writing while we read. Many Lustre and NFS mounts have none, and answer an attempt with
+    one of several errors; HDF5 itself gets over just one of these. The environment variable ``HDF5_USE_FILE_LOCKING``
+    (``FALSE``: no locks at all) wins over what is done here.
+
+    Raises
+    ------
+    BeingWritten
+        Another process has it open to write.
+    NotRegular
+        It is no regular file.
+    OSError
+        Whatever else h5py says.
+    """
+    regular_size(path)
+    try:
+        return h5py.File(path, "r", locking="best-effort")
+    except OSError as error:
+        found = _LOCK.search(str(error))
+        if found is not None and int(found[1]) in _HELD:
+            raise BeingWritten(int(found[1]), "another process is writing to it") from error
+        if found is not None:
+            _tell(path, int(found[1]))
+        elif _OPEN_WITHOUT not in str(error):
+            raise
+    return h5py.File(path, "r", locking=False)
+
+
+def _tell(path: Path, number: int) -> None:
+    """Say it once in a process; only rank 0 is heard."""
+    global _told
+    if not _told:
+        _log.warning(
+            "%s: this file system has no file locks (%s); reading without: no program may write to it meanwhile "
+            "(HDF5_USE_FILE_LOCKING=FALSE: without this message)",
+            path,
+            errno.errorcode.get(number, number),
+        )
+    _told = True
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a file cannot be used, without a capital."""
+    return (getattr(error, "strerror", None) or one_line(error)).lower()
+
+
+def one_line(said: object) -> str:
+    """The message of an error, or another text, without its line breaks."""
+    return " ".join(str(said).split())
+
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file system does not allow a file of this size",
+}
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]:
+    """Give a path beside `path` to write to; rename it to `path` when the block ends without an error.
+
+    If the block fails, the partial file is removed and what was there before stays.
+
+    Parameters
+    ----------
+    path : path
+        Final name. Its folder must exist.
+    needed : int
+        Size of the file to come [B]; refused beforehand if the disk has less.
+
+    Raises
+    ------
+    DataError
+        When the folder is missing or not writable, or the disk is or becomes full.
+    """
+    final = Path(path)
+    _check_place(final, needed)
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        _to_disk(partial)
+        os.replace(partial, final)
+    except (OSError, RuntimeError) as error:  # h5py raises either for a failed write
+        reason = _reason(error)
+        if reason is None:
+            raise
+        raise DataError(f"cannot write {final}: {reason}; nothing was left behind") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable[[h5py.File], bool]) -> None:
+    """See that a file can be written, long before it is; makes its folder.
+
+    Parameters
+    ----------
+    path : path
+        What :func:`atomic_path` will be given.
+    ours : str
+        What is replaced, for the message.
+    is_ours : function of an open HDF5 file
+        Whether it is that.
+
+    Raises
+    ------
+    DataError
+        If it cannot be written, or if another file is there: that is not replaced.
+    """
+    check_writable(path)
+    try:
+        if regular_size(Path(path)) == 0:
+            return
+        with open_to_read(Path(path)) as file:
+            if is_ours(file):
+                return
+    except FileNotFoundError:
+        return
+    except OSError:
+        pass
+    raise DataError(f"cannot write {path}: expected no file there, or {ours}, got another; give another path")
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Make the folder of `path`, and see that a file can be written there, long before it is. Leaves no file.
+
+    Parameters
+    ----------
+    path : path
+        What :func:`atomic_path` will be given.
+
+    Raises
+    ------
+    DataError
+        When that will not work.
+    """
+    final = Path(path)
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _check_place(final, 0)
+        partial.touch()
+        partial.unlink()
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"cannot write {final}: {reason_of(error)}; give another path") from error
+
+
+def _check_place(final: Path, needed: int) -> None:
+    if final.is_dir():
+        raise DataError(f"cannot write {final}: it is a folder; give the name of a file in it")
+    if not final.parent.is_dir():
+        raise DataError(f"cannot write {final}: the folder {final.parent} does not exist; make it first")
+    free = shutil.disk_usage(final.parent).free
+    if needed > free:
+        raise DataError(
+            f"cannot write {final}: expected {needed / 1e6:,.1f} MB of free disk, got {free / 1e6:,.1f} MB; "
+            "free some space, or ask for fewer or smaller samples"
+        )
+
+
+def _to_disk(path: Path) -> None:
+    # Some file systems report a full disk only here, and a rename may overtake the data otherwise.
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: OSError | RuntimeError) -> str | None:
+    """Why the disk took no more, or None for another error. HDF5 hides the number in its message."""
+    for number, reason in _FULL.items():
+        if getattr(error, "errno", None) == number or f"errno = {number}," in str(error):
+            return reason
+    if isinstance(error, PermissionError):
+        return "permission denied"
+    return None

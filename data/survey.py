@@ -1,0 +1,284 @@
+"""Passes over the data before a run: channels and targets without information, invalid numbers, counts of classes.
+
+The look for channels without information is bounded: whatever the size of the file, it reads a few parts of a few
+samples, and fewer where the first ones already differ. The other passes read all samples that they get.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dtensor.box import Box
+from .disk import DataError
+from .normalize import ChannelStatistics, SampleRows
+from .source import Dataset
+from .targets import TargetRange, TargetReduction
+
+__all__ = [
+    "Look",
+    "count_classes",
+    "find_invalid",
+    "look_at",
+    "look_at_data",
+]
+
+_log = logging.getLogger(__name__)
+
+LOOKS = 64
+"""Samples that are looked at, at most."""
+PART = 1 << 20
+"""Elements of one sample that are read at a time, except for a single row that has more."""
+_NAMED = 6  # channels named in a message
+
+
+def _read(
+    dataset: Dataset, name: str, sample: int, box: Box, reduction: TargetReduction | None = None
+) -> NDArray[np.float32]:
+    """Read a box of one sample, ``(1, *spatial, C)``; with `reduction` a box of patches."""
+    out = np.empty(box.shape, np.float32)
+    if reduction is None:
+        dataset.read(name, [sample], box, out)
+    else:
+        reduction.apply(_read(dataset, name, sample, reduction.fine_box(box)), out)
+    return out
+
+
+# -- channels and targets without information --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Look:
+    """Content of parts of some samples.
+
+    Attributes
+    ----------
+    samples : int
+        Number of samples that were looked at.
+    constant : dict
+        Channel -> its value, for channels with one value everywhere.
+    scale : float
+        Largest mean of |value| or of its square over a part: the order of magnitude of a loss if zero is predicted.
+    """
+
+    samples: int
+    constant: dict[int, float]
+    scale: float
+
+
+def look_at(dataset: Dataset, name: str, least: int = 1) -> Look:
+    """Read parts of samples that lie evenly in the file, until every channel has shown two values. Local.
+
+    Parameters
+    ----------
+    dataset, name
+        Dataset, and the field of it that is read.
+    least : int
+        Number of samples to look at, if there are as many, also where the first ones differ.
+    """
+    samples, shape = len(dataset), dataset.fields[name].shape
+    low, high, scale, seen = np.full(shape[-1], np.inf), np.full(shape[-1], -np.inf), 0.0, 0
+    chosen = np.unique(np.linspace(0, samples - 1, min(samples, LOOKS)).astype(np.int64))
+    for seen, sample in enumerate(chosen, 1):
+        values = _part(dataset, name, int(sample), (seen - 1) / max(1, len(chosen) - 1)).reshape(-1, shape[-1])
+        np.minimum(low, values.min(axis=0), out=low)
+        np.maximum(high, values.max(axis=0), out=high)
+        magnitude = np.abs(values, dtype=np.float64)
+        scale = max(scale, float(magnitude.mean()), float(np.square(magnitude).mean()))
+        if seen >= least and (low < high).all():
+            break
+    alone = samples * math.prod(shape[:-1]) == 1  # one number is no sign of anything
+    constant = {} if alone else {int(k): float(low[k]) for k in np.flatnonzero(low == high)}
+    return Look(seen, constant, scale)
+
+
+def _part(dataset: Dataset, name: str, sample: int, where: float) -> NDArray[np.float32]:
+    """Read some rows of a sample: the first ones for `where` = 0, the last ones for 1."""
+    shape = dataset.fields[name].shape
+    box = Box.of_shape((1, *shape))
+    if len(shape) > 1:
+        rows = min(shape[0], max(1, PART // math.prod(shape[1:])))
+        first = int(where * (shape[0] - rows))
+        box = box.replace(1, first, first + rows)
+    return _read(dataset, name, sample, box)
+
+
+def look_at_data(
+    dataset: Dataset,
+    statistics: Mapping[str, ChannelStatistics] | None,
+    sample: int = 0,
+    least: int = 1,
+    weights: Collection[str] = (),
+) -> float:
+    """Warn of constant inputs, targets with a single value and weights of 0; return the scale of the targets. Local.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        Dataset with targets.
+    statistics : dict of ChannelStatistics, optional
+        Statistics of the training samples by input. An input that has them is not looked at: they contain more.
+    sample : int
+        One of the training samples.
+    least : int
+        Number of samples whose targets are looked at.
+    weights : names
+        Targets that are weights of positions.
+
+    Raises
+    ------
+    DataError
+        As in reading.
+    """
+    scale = 0.0
+    for name, field in dataset.fields.items():
+        if name in weights:
+            _look_at_weights(dataset, name)
+        elif field.is_target:
+            scale = max(scale, _look_at_target(dataset, name, least))
+        else:
+            _look_at_input(dataset, name, (statistics or {}).get(name), sample)
+    return scale
+
+
+def _look_at_input(dataset: Dataset, name: str, statistics: ChannelStatistics | None, sample: int) -> None:
+    if statistics is None:
+        found = look_at(dataset, name)
+        constant, where = found.constant, _looked_at(found.samples, len(dataset))
+    else:
+        values = _part(dataset, name, sample, 0.0).reshape(-1, dataset.fields[name].shape[-1])[0]
+        constant = {int(k): float(values[k]) for k in np.flatnonzero(statistics.std == 0) if statistics.count > 1}
+        where = "in all training samples, to 7 digits, and 0 when normalised"
+    if constant:
+        _log.warning(
+            "%s: %s %s: a network learns nothing from that; check the file, or leave it out",
+            _source(dataset, name, False), _named(constant, dataset.fields[name].channel_names), where,
+        )  # fmt: skip
+
+
+def _look_at_weights(dataset: Dataset, name: str) -> None:
+    found = look_at(dataset, name, LOOKS)
+    if set(found.constant.values()) == {0.0} and len(found.constant) == dataset.fields[name].shape[-1]:
+        _log.warning(
+            "%s: the weights %s are 0 %s: nothing counts where they are; check the file and data.targets",
+            dataset.path, name, _looked_at(found.samples, len(dataset)),
+        )  # fmt: skip
+
+
+def _look_at_target(dataset: Dataset, name: str, least: int) -> float:
+    """Warn of a target with a single value; return the scale of the target."""
+    found = look_at(dataset, name, least)
+    if len(found.constant) == dataset.fields[name].shape[-1]:
+        numbers = ", ".join(f"{v:g}" for v in sorted(set(found.constant.values())))
+        _log.warning(
+            "%s: the targets are %s %s: a network learns that and nothing else; check the file and data.targets",
+            _source(dataset, name, True), numbers, _looked_at(found.samples, len(dataset)),
+        )  # fmt: skip
+    return found.scale
+
+
+def _source(dataset: Dataset, name: str, is_target: bool) -> str:
+    """Return the path of the file, and the name of the field if there are several inputs, or several targets."""
+    several = sum(field.is_target == is_target for field in dataset.fields.values()) > 1
+    return f"{dataset.path}: {name}" if several else f"{dataset.path}"
+
+
+def _looked_at(some: int, samples: int) -> str:
+    return f"in all {samples} samples" if some == samples else f"in all {some} of {samples} samples that were looked at"
+
+
+def _named(constant: dict[int, float], names: Sequence[str]) -> str:
+    """List channels with their values."""
+    named = [f"channel {k} ({names[k]}) is {value:g}" for k, value in list(constant.items())[:_NAMED]]
+    more = len(constant) - len(named)
+    return ", ".join(named) + (f", and {more} more are constant" if more else "")
+
+
+# -- invalid numbers ---------------------------------------------------------------------------------------
+
+
+def find_invalid(dataset: Dataset, ranges: Mapping[str, TargetRange], samples: Iterable[int]) -> dict[int, str]:
+    """Find samples with NaN, infinity or targets out of range, and describe the first such number. Local.
+
+    All of these samples are read.
+
+    Parameters
+    ----------
+    dataset : Dataset
+        Its :attr:`Dataset.lenient` is as before afterwards.
+    ranges : mapping of TargetRange
+        Range of targets by name; a target without a range may be any finite number.
+    samples : iterable of int
+
+    Raises
+    ------
+    DataError
+        A sample that cannot be read.
+    """
+    before, dataset.lenient = dataset.lenient, frozenset(dataset.fields)
+    try:
+        rows = {name: SampleRows(dataset, name) for name in dataset.fields}
+        limits = {name: ranges.get(name, TargetRange()) for name in dataset.fields}
+        found = {int(index): _first_invalid(dataset, int(index), rows, limits) for index in samples}
+    finally:
+        dataset.lenient = before
+    return {index: text for index, text in found.items() if text}
+
+
+def _first_invalid(
+    dataset: Dataset, index: int, rows: Mapping[str, SampleRows], limits: Mapping[str, TargetRange]
+) -> str:
+    for name, field in dataset.fields.items():
+        for block in rows[name].of_sample(index):
+            good = limits[name].allows(block)
+            if not good.all():
+                at = tuple(np.argwhere(~good)[0])
+                where = f"target {field.dataset!r}" if field.is_target else field.channel(int(at[-1]))
+                return f"{block[at]:g} in {where}"
+    return ""
+
+
+# -- classes -----------------------------------------------------------------------------------------------
+
+
+def count_classes(
+    dataset: Dataset, name: str, classes: int, samples: Iterable[int], reduction: TargetReduction | None = None
+) -> NDArray[np.int64]:
+    """Count the positions of each class in a target of these samples, by blocks of rows. Local; reads all of them.
+
+    Parameters
+    ----------
+    dataset, name
+        Dataset, and the target that is read. Class indices outside ``0 .. classes - 1`` (ignored ones) do not count.
+    classes
+        Number of classes.
+    samples
+        Indices of the samples.
+    reduction
+        Reduction of cells to patches; patches count then.
+
+    Raises
+    ------
+    DataError
+        As in reading; a target that is between two classes.
+    """
+    counts, fine = np.zeros(classes, np.int64), dataset.fields[name].shape
+    shape = fine if reduction is None else reduction.coarse_shape(fine)
+    rows = max(1, PART * shape[0] // math.prod(fine))
+    for sample in samples:
+        for first in range(0, shape[0], rows):
+            box = Box.of_shape((1, *shape)).replace(1, first, min(first + rows, shape[0]))
+            labels = _read(dataset, name, int(sample), box, reduction).reshape(-1)
+            labels = labels[(labels >= 0) & (labels < classes)]
+            if np.any(labels != np.rint(labels)):
+                raise DataError(
+                    f"{dataset.path}: sample {sample}: expected numbers of classes in {name!r}, which are counted, got "
+                    f"{labels[labels != np.rint(labels)][0]:g}; give the weights as numbers"
+                )
+            counts += np.bincount(labels.astype(np.int64), minlength=classes)
+    return counts
