@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from halograd.layers import Network, Strategy
-from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.parameter import parameter_blocks
 from halograd.models import build
 from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.network_costs import network_costs

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from halograd.dtensor import plan_exchange
-from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.parameter import parameter_blocks
 from halograd.layers.strategy import Strategy
 from halograd.models import build
 from halograd.program.compiler import Target, compile_program

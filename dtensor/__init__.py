@@ -4,7 +4,7 @@ from .blocks import Blocks, Interval, Intervals, balanced_boundaries, intervals,
 from .box import Box, hull
 from .disttensor import DistTensor, Halo
 from .exchange import End, Exchange
-from .groups import Groups
+from .groups import Groups, group_of, in_group, reductions_in_groups, sample_groups
 from .layout import Layout, axis_names
 from .plan import Piece, plan_exchange
 from .window import Window, input_box, output_box
@@ -24,10 +24,14 @@ __all__ = [
     "Window",
     "axis_names",
     "balanced_boundaries",
+    "group_of",
     "hull",
+    "in_group",
     "input_box",
     "intervals",
     "output_box",
     "plan_exchange",
+    "reductions_in_groups",
+    "sample_groups",
     "shared_boundaries",
 ]

@@ -1,19 +1,35 @@
-"""Groups: the ranks of a grid that share something, such as samples, or a block of a parameter. Pure arithmetic.
+"""Groups: the ranks of a grid that share something, such as samples, or a block of a parameter.
 
 Ranks are numbered row-major over a grid. Those of a group agree along some axes and take all places along others, so a
 group is found by arithmetic, whatever the number of ranks::
 
     grid 2 x 3, agreeing along the first axis: (0 1 2) (3 4 5);  along the second: (0 3) (1 4) (2 5)
+
+:class:`Groups` is pure arithmetic. :func:`group_of` and :func:`in_group` split a communicator into groups, once per
+communicator and grouping.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakKeyDictionary
 
-__all__ = ["Groups"]
+from .blocks import Blocks
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
+    from ..comm.reduction import Reduction, ReductionSpec
+
+__all__ = ["Groups", "group_of", "in_group", "reductions_in_groups", "sample_groups"]
+
+Made = TypeVar("Made")
+
+#: The communicators of the groups, by their parent and the grouping; None on a rank without a group.
+_made: WeakKeyDictionary[Communicator, dict[Groups, Communicator | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -23,8 +39,9 @@ class Groups:
     Attributes
     ----------
     runs
-        ``(parts, place)`` from the slowest axis to the fastest, neighbors of one kind as one: ``"each"`` part has
-        groups of its own, ``"all"`` are of one group, or the ``"first"`` only, and the others of none.
+        ``(parts, place)`` from the slowest axis to the fastest; neighboring axes of one kind are joined. ``"each"``:
+        each part has groups of its own. ``"all"``: all parts are in one group. ``"first"``: the first part is in a
+        group, the others are in none.
     size
         Number of ranks; those beyond the grid are in no group.
 
@@ -40,7 +57,7 @@ class Groups:
 
     @classmethod
     def agreeing(cls, grid: Sequence[int], axes: Collection[int], size: int, first: Collection[int] = ()) -> Groups:
-        """Ranks that agree along `axes` of a grid; along the axes `first`, those at the first place only."""
+        """Return groups of ranks that agree along `axes` of a grid; along `first`, only first places have a group."""
         places = ["each" if d in axes else "first" if d in first else "all" for d in range(len(grid))]
         runs: list[tuple[int, str]] = []
         for parts, place in zip(grid, places):
@@ -53,12 +70,12 @@ class Groups:
 
     @classmethod
     def whole(cls, size: int) -> Groups:
-        """All ranks together."""
+        """Return one group of all ranks."""
         return cls.agreeing((size,), (), size)
 
     @cached_property
     def placed(self) -> int:
-        """Ranks that have a place in the grid."""
+        """Number of ranks that have a place in the grid."""
         return math.prod(parts for parts, _ in self.runs)
 
     @cached_property
@@ -68,16 +85,16 @@ class Groups:
 
     @cached_property
     def members_each(self) -> int:
-        """Ranks of every group."""
+        """Number of ranks of every group."""
         return math.prod(parts for parts, place in self.runs if place == "all")
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks are of one group."""
+        """Whether all ranks are in one group."""
         return self.members_each == self.size
 
     def color(self, rank: int) -> int | None:
-        """Number of the group of a rank; None for a rank that is in none."""
+        """Return the number of the group of a rank; None for a rank without a group."""
         if rank >= self.placed:
             return None
         color, scale = 0, 1
@@ -90,12 +107,12 @@ class Groups:
         return color
 
     def members(self, color: int) -> range:
-        """The ranks of a group, in order.
+        """Return the ranks of a group, in order.
 
         Raises
         ------
         ValueError
-            If they do not follow one another at one distance: of groups that take all places along two axes apart.
+            If they are not equally spaced: a group takes all places along two axes that are not neighbors.
         """
         first, step, count, stride = 0, 1, 1, 1
         for parts, place in reversed(self.runs):
@@ -110,6 +127,79 @@ class Groups:
         return range(first, first + count * step, step)
 
     def leads(self, rank: int) -> bool:
-        """Whether a rank is the first of its group."""
+        """Return whether a rank is the first of its group."""
         color = self.color(rank)
         return color is not None and self.members(color)[0] == rank
+
+
+def sample_groups(boxes: Blocks) -> Groups:
+    """Return groups of ranks with boxes ``(N, *spatial, C)`` of the same samples and channels.
+
+    Sums "per sample" run over these groups.
+
+    >>> groups = sample_groups(Blocks((((0, 2), (2, 3)), ((0, 4), (4, 8)), ((0, 3),)), 5))
+    >>> [groups.color(rank) for rank in range(5)]
+    [0, 0, 1, 1, None]
+    """
+    return Groups.agreeing(boxes.grid, (0, len(boxes.grid) - 1), boxes.size)
+
+
+def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
+    """Return the communicator of this rank's group, None if it has no group. Collective over `comm`.
+
+    It is `comm` itself if all ranks are in one group; else it is made once per communicator and grouping, and `comm`
+    closes it.
+    """
+    if groups.is_whole:
+        return comm
+    made = _made.setdefault(comm, {})
+    if groups not in made:
+        made[groups] = comm.split(groups.color(comm.rank))
+    return made[groups]
+
+
+def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], Made]) -> Made | None:
+    """Call `make` with the communicator of this rank's group; None for a rank without one. Collective over `comm`.
+
+    While operators and reducers are built, groups set up their collectives here and nowhere else. A rank with a fault
+    waits for an agreement of `comm`, and its group would wait for the rank. So all ranks of `comm` agree before the
+    work in groups begins, and after it has ended.
+
+    Parameters
+    ----------
+    groups
+        The same grouping on all ranks.
+    make
+        Function of the group's communicator. Collective over it.
+    """
+    group = group_of(comm, groups)
+    if group is comm:
+        return make(comm)
+    comm.agree(None)
+    with comm.agreement():
+        if group is None:
+            return None
+        with group.agreement():
+            return make(group)
+
+
+def reductions_in_groups(comm: Communicator, specs: Sequence[tuple[Groups, ReductionSpec]]) -> list[Reduction | None]:
+    """Make the sums over the groups of this rank, those of each grouping together. Collective over `comm`.
+
+    Returns
+    -------
+    Sums in the order of `specs`; None where this rank is in none of the groups.
+    """
+    by_groups: dict[Groups, list[int]] = {}
+    for number, (groups, _) in enumerate(specs):
+        by_groups.setdefault(groups, []).append(number)
+    found: dict[int, Reduction] = {}
+    for groups, numbers in by_groups.items():
+        wanted = [specs[number][1] for number in numbers]
+        made = in_group(comm, groups, partial(_reductions, wanted))
+        found.update(zip(numbers, made or ()))
+    return [found.get(number) for number in range(len(specs))]
+
+
+def _reductions(specs: Sequence[ReductionSpec], group: Communicator) -> list[Reduction]:
+    return group.reductions(specs)

@@ -31,6 +31,7 @@ from .local_response_norm import LocalResponseNorm
 from .loss import Loss
 from .losses import AbsoluteError, BinaryCrossEntropyWithLogits, Focal, Huber, MeanSquaredError
 from .merge import Add, BroadcastAdd, Concat, Multiply
+from .needs import Stencil
 from .network import Network
 from .padding import Pad, Slice
 from .parameter import GivenValues, Parameter
@@ -41,7 +42,6 @@ from .reshape import Flatten, Reshape
 from .resize import Resize
 from .scale import PReLU, Scale
 from .softmax_cross_entropy import SoftmaxCrossEntropy
-from .stencil import Stencil
 from .strategy import Strategy
 from .total_loss import training_only
 from .transposed import ConvTranspose

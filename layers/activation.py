@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..kernels.pointwise import reads_input
-from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
 from .pair import Pair
 
 if TYPE_CHECKING:

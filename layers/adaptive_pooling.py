@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .costs import Passes
 from .global_pooling import GlobalAveragePool, GlobalMaxPool, Search, in_wide, number_dtype
-from .layer import Layer, Node
+from .layer import Layer, Node, Passes
 from .reshape import Reshape
 from .resize import Resize
 

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..dtensor import Blocks, Groups
+from ..dtensor import Blocks, Groups, sample_groups
 from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
 from ..kernels.memory import Workspace
 from ..kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from .activation import activated
-from .costs import Passes
-from .groups import sample_groups
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
 from .parameter import Parameter
 
 if TYPE_CHECKING:

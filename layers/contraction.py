@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..dtensor import Blocks, Box, Layout, intervals
-from .parameter_blocks import block_channels
+from .parameter import block_channels
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -11,13 +11,10 @@ from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
 from .activation import activated
 from .contraction import cuts_channels, lower_contraction, masking
-from .costs import Passes
-from .layer import Layer, Shape
-from .needs import all_of, reaching
-from .parameter import Parameter
-from .stencil import Stencil
+from .layer import Layer, Passes, Shape
+from .needs import Stencil, all_of, reaching
+from .parameter import Parameter, lower_weight_norm, with_lengths
 from .strips import lower_strips
-from .weight_norm import lower_weight_norm, with_lengths
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from .activation import activated
 from .contraction import cuts_channels, lower_contraction
-from .costs import Passes
-from .layer import Layer, Shape
-from .parameter import Parameter
+from .layer import Layer, Passes, Shape
+from .parameter import Parameter, lower_weight_norm, with_lengths
 from .replicated_dense import lower_replicated
-from .weight_norm import lower_weight_norm, with_lengths
 
 if TYPE_CHECKING:
     from ..dtensor import Box

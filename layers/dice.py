@@ -10,9 +10,9 @@ import numpy as np
 from ..dtensor import Groups
 from ..kernels.memory import buffer, chunks, masked, on_host, rows
 from ..kernels.memory import total as total_of
-from .costs import Judgement
 from .layer import Shape
 from .loss import LocalLoss, Loss, LossBlock, LossTerm
+from .targets import Judgement
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -12,8 +12,7 @@ import numpy as np
 
 from ..dtensor import Box
 from ..kernels import DropoutMask
-from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
 from .merge import product
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Blocks, Interval, Layout
-from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
+from .needs import without_space
 
 if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.views import View
 
-__all__ = ["GlobalAveragePool", "GlobalMaxPool", "Search", "in_wide", "number_dtype", "without_space"]
+__all__ = ["GlobalAveragePool", "GlobalMaxPool", "Search", "in_wide", "number_dtype"]
 
 
 class _GlobalPool(Layer):
@@ -305,14 +305,3 @@ def _scale(scale: float, environment: Any, x: Any, y: Any) -> Callable[[], None]
             np.multiply(x, scale, out=y, casting="same_kind")
 
     return run
-
-
-def without_space(boxes: Blocks) -> Blocks:
-    """Samples and channels of the boxes of ``(N, *spatial, C)``: what a sum over a block is of. Pure arithmetic.
-
-    >>> without_space(Blocks((((0, 2), (2, 4)), ((0, 3), (3, 3)), ((0, 8),))), ).axes[0]
-    ((0, 2), (0, 0), (2, 4), (2, 2))
-    """
-    samples, *spatial, channels = boxes.axes
-    full = [all(b > a for a, b in place) for place in itertools.product(*spatial)]
-    return Blocks((tuple((a, b if there else a) for a, b in samples for there in full), channels), boxes.size)

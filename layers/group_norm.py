@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..dtensor import sample_groups
 from ..kernels import ChannelNormArrays, GroupNormArrays
 from .activation import activated
 from .batch_norm import affine_parameters, lower_affine
-from .costs import Passes
-from .groups import sample_groups
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
 from .pair import Pair
 from .parameter import Parameter
 

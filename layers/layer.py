@@ -15,25 +15,49 @@ import copy
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box
-from .costs import Passes
-from .needs import all_of, probe, sliding
+from .needs import Shape, Stencil, all_of, probe, sliding
 from .parameter import GivenValues, Parameter, given
-from .stencil import Stencil
-from .targets import Shape, TargetReader
+from .targets import TargetReader
 
 if TYPE_CHECKING:
     from ..program.context import Context
 
-__all__ = ["Input", "Layer", "Node", "Shape"]
+__all__ = ["Input", "Layer", "Node", "Passes", "Shape"]
 
 #: A layer of some kind.
 Some = TypeVar("Some", bound="Layer")
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Number of times that the kernels of a layer pass over all inputs (x) and over the output (y), in memory.
+
+    Weights are read once by every kernel, and their gradient is written once.
+
+    Attributes
+    ----------
+    forward, data
+        Passes ``(x, y)`` of the forward kernels, and of the kernels for the gradient of the inputs (x stands for dx, y
+        for dy too).
+    others
+        Passes over each further input, forward and backward; None: as many as over the first.
+    """
+
+    forward: tuple[float, float] = (1, 1)
+    data: tuple[float, float] = (1, 1)
+    others: tuple[float, float] | None = None
+
+    def inputs(self, backward: bool, sizes: Sequence[int]) -> float:
+        """Return how much of inputs of these sizes is read and written, in the unit of the sizes."""
+        first = (self.data if backward else self.forward)[0]
+        return first * sizes[0] + (first if self.others is None else self.others[backward]) * sum(sizes[1:])
 
 
 class Node:

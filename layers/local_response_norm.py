@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..kernels.memory import Workspace, buffer, chunks, widened
-from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
 
 if TYPE_CHECKING:
     from ..program.context import Context

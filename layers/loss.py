@@ -15,9 +15,9 @@ from ..device import is_low
 from ..dtensor import Blocks, Groups, Layout
 from ..kernels import LossArrays
 from ..kernels.memory import Workspace, buffer
-from .broadcast import is_broadcast, operand_blocks, with_axes
-from .costs import Judgement, Passes
-from .layer import Layer, Node, Shape
+from .layer import Layer, Node, Passes, Shape
+from .needs import is_broadcast, operand_blocks, with_axes
+from .targets import Judgement
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..kernels import LossArrays
 from ..kernels.memory import buffer, chunks, rows, total
-from .costs import Judgement
 from .layer import Shape
 from .loss import BALANCED, HOW_TO_COUNT, LocalLoss, Loss, LossBlock, LossOfKernel, check_counts, check_normalization
+from .targets import Judgement
 
 __all__ = ["AbsoluteError", "BinaryCrossEntropyWithLogits", "Focal", "Huber", "MeanSquaredError"]
 

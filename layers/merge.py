@@ -12,10 +12,9 @@ import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
 from .activation import activated
-from .broadcast import is_broadcast, operand_blocks, with_axes
 from .contraction import masking
-from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
+from .needs import is_broadcast, operand_blocks, with_axes
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -1,33 +1,158 @@
-"""What every rank needs of a layer's inputs and of its output's gradient, as products of intervals. Pure arithmetic.
+"""What every rank needs of a layer's inputs, and of the gradient of its output, as products of intervals.
 
-A layer says what one box needs (`Layer.input_boxes`, `Layer.gradient_box`), or has windows, which say it per axis. Here
-it is asked one axis at a time, and the product that follows is checked against whole boxes of some ranks where the
-layer is the user's; a layer that mixes axes is refused.
+Pure arithmetic, in three forms:
+
+- a :class:`Stencil` gives one window per spatial axis, and windows give the needs axis by axis;
+- a layer with :meth:`Layer.input_boxes` or :meth:`Layer.gradient_box` states the needs of one box. :func:`probe` calls
+  that method for one axis at a time and takes the product; for layers of the user it compares the product with whole
+  boxes of some ranks, and refuses a layer that mixes axes;
+- the small operand of an elementwise operation is cut as far as it has extents to cut: :func:`operand_blocks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 from halograd.errors import UserError
 
 from ..dtensor import Blocks, Box, Interval, Intervals, Window
 
-__all__ = ["ended", "probe", "reaching", "sliding"]
+if TYPE_CHECKING:
+    from ..program.views import View
 
-#: Ranks whose boxes are compared with the product.
+__all__ = [
+    "Shape",
+    "Stencil",
+    "all_of",
+    "ended",
+    "is_broadcast",
+    "operand_blocks",
+    "probe",
+    "reaching",
+    "sliding",
+    "spread",
+    "with_axes",
+    "without_space",
+]
+
+#: Shape of one sample, ``(*spatial, C)``.
+Shape = tuple[int, ...]
+#: Number of ranks whose boxes are compared with the product.
 CHECKS = 6
+
+_PerAxis = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Stencil:
+    """Kernel, stride, padding and dilation of a layer that slides a window over the spatial axes.
+
+    Attributes
+    ----------
+    kernel, stride, dilation
+        One number for all spatial axes or one per axis.
+    padding
+        ``"same"`` (output size ``ceil(n / stride)``, the odd element behind, as TensorFlow and torch do), one
+        number for both sides of all axes, one per axis, or one ``(lo, hi)`` pair per axis.
+    rounding
+        ``"floor"``: windows lie within the padded array. ``"ceil"``: one more may reach beyond its end, if it begins
+        before the padding behind.
+    """
+
+    kernel: _PerAxis
+    stride: _PerAxis = 1
+    padding: str | int | Sequence[int] | Sequence[tuple[int, int]] = 0
+    dilation: _PerAxis = 1
+    rounding: str = "floor"
+
+    def __post_init__(self) -> None:
+        for name in ("kernel", "stride", "padding", "dilation"):
+            object.__setattr__(self, name, _hashable(getattr(self, name)))
+
+    def windows(self, spatial: Sequence[int]) -> tuple[Window, ...]:
+        """Return one window per spatial axis, for inputs of these global spatial sizes."""
+        return self._windows(tuple(spatial))
+
+    @lru_cache(maxsize=16384)  # noqa: B019  (small, and needed many times per layer and cut)
+    def _windows(self, spatial: tuple[int, ...]) -> tuple[Window, ...]:
+        axes = len(spatial)
+        kernel, stride = spread("kernel", self.kernel, axes), spread("stride", self.stride, axes)
+        dilation = spread("dilation", self.dilation, axes)
+        pads = self._pads(spatial, kernel, stride, dilation)
+        found = tuple(Window(k, s, lo, hi, d) for k, s, (lo, hi), d in zip(kernel, stride, pads, dilation))
+        return found if self.rounding == "floor" else tuple(map(_reaching_beyond, found, spatial))
+
+    def _pads(self, spatial, kernel, stride, dilation) -> list[tuple[int, int]]:
+        padding = self.padding
+        if isinstance(padding, str):
+            if padding != "same":
+                raise ValueError(f"padding: expected 'same', numbers or (lo, hi) pairs, got {padding!r}")
+            return [_same(n, k, s, d) for n, k, s, d in zip(spatial, kernel, stride, dilation)]
+        if isinstance(padding, int):
+            return [(padding, padding)] * len(spatial)
+        if len(padding) != len(spatial):
+            raise ValueError(f"padding: expected one entry for each of {len(spatial)} spatial axes, got {padding}")
+        return [(p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in padding]
+
+    def output_spatial(self, spatial: Sequence[int], what: str) -> tuple[int, ...]:
+        """Return the global spatial output sizes. Raises ValueError, naming `what`, if a window does not fit once."""
+        windows = self.windows(spatial)
+        sizes = tuple(w.output_size(n) for w, n in zip(windows, spatial))
+        if min(sizes, default=1) < 1:
+            raise ValueError(
+                f"{what}: a window of extent {[w.extent for w in windows]} does not fit into {tuple(spatial)} with "
+                f"padding {[(w.pad_lo, w.pad_hi) for w in windows]}; enlarge the input or the padding"
+            )
+        return sizes
+
+
+def _hashable(value: Any) -> Any:
+    """Return tuples of Python's numbers for lists and arrays of any numbers."""
+    if isinstance(value, Integral):
+        return int(value)
+    return tuple(map(_hashable, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value
+
+
+def spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:
+    """Return one number per axis. Raises ValueError, naming `what`, for another count of numbers."""
+    if isinstance(value, int):
+        return (value,) * axes
+    if len(value) != axes:
+        raise ValueError(f"{what}: expected one number or {axes}, got {tuple(value)}")
+    return tuple(value)
+
+
+def _reaching_beyond(w: Window, size: int) -> Window:
+    """Return the window with room behind for the last one that begins before the padding there.
+
+    >>> _reaching_beyond(Window(3, 2, 1, 1, 1), 6).pad_hi, _reaching_beyond(Window(2, 2, 1, 1, 1), 5).pad_hi
+    (2, 1)
+    """
+    outputs = -(-(size + w.pad_lo + w.pad_hi - w.extent) // w.stride) + 1
+    outputs -= (outputs - 1) * w.stride >= size + w.pad_lo
+    end = (outputs - 1) * w.stride + w.extent - size - w.pad_lo if outputs > 0 else 0
+    return Window(w.kernel, w.stride, w.pad_lo, max(w.pad_hi, end), w.dilation)
+
+
+def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]:
+    extent = dilation * (kernel - 1) + 1
+    total = max(0, (-(-size // stride) - 1) * stride + extent - size)
+    return total // 2, total - total // 2
 
 
 def sliding(windows: Sequence[Window], output: Blocks, channels: Intervals) -> Blocks:
-    """Inputs that outputs read through windows, with these channels; may reach outside the array."""
+    """Return the inputs that outputs read through windows, with these channels; may reach outside the array."""
     spatial = [_read(w, axis) for w, axis in zip(windows, output.axes[1:-1])]
     return Blocks((output.axes[0], *spatial, channels), output.size)
 
 
 def reaching(windows: Sequence[Window], inputs: Blocks, outputs: Sequence[int], channels: Intervals) -> Blocks:
-    """Outputs, of so many along the axes in space, from which the gradient of inputs follows."""
+    """Return the outputs from which the gradient of inputs follows; `outputs` is their number per spatial axis."""
     spatial = [_reach(w, axis, n) for w, axis, n in zip(windows, inputs.axes[1:-1], outputs)]
     return Blocks((inputs.axes[0], *spatial, channels), inputs.size)
 
@@ -44,12 +169,12 @@ def _reach(window: Window, axis: Intervals, outputs: int) -> Intervals:
 
 @lru_cache(maxsize=16384)
 def all_of(axis: Intervals, size: int) -> Intervals:
-    """The whole of an axis of this size for every part that has anything."""
+    """Return the whole of an axis of this size for every part that is not empty."""
     return tuple((0, size) if b > a else (0, 0) for a, b in axis)
 
 
 def ended(blocks: Blocks, owned: Blocks, slack: Sequence[int]) -> Blocks:
-    """Each interval to the end of what is owned, where that ends at most `slack` later."""
+    """Extend each interval to the end of the owned one, where that ends at most `slack` later."""
     axes = [_ended(axis, own, more) for axis, own, more in zip(blocks.axes, owned.axes, slack, strict=True)]
     return Blocks(axes, blocks.size)
 
@@ -60,10 +185,10 @@ def _ended(axis: Intervals, owned: Intervals, slack: int) -> Intervals:
 
 
 def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check: bool) -> Blocks:
-    """The boxes of `ndim` axes that `of` makes of those of `blocks`, asked for one axis at a time.
+    """Return the boxes of `ndim` axes that `of` makes of the boxes of `blocks`, found one axis at a time.
 
-    Beside the piece of one axis, all of the others is asked for. Samples and channels are the outer axes of both; where
-    the numbers of axes differ, axes in space follow from the whole array alone.
+    `of` is called with an interval of one axis and the whole of the other axes. Samples and channels are the outer axes
+    of both; where the numbers of axes differ, the spatial axes follow from the whole array alone.
 
     Raises
     ------
@@ -86,7 +211,7 @@ def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check:
 
 
 def _along(of: Callable[[Interval], Interval], pieces: Intervals, outer: bool) -> Intervals:
-    """What every piece of one axis becomes; samples and channels mostly stay as they are, or become all of them."""
+    """Map every interval of one axis; samples and channels mostly stay as they are, or become all of them."""
     full = [piece for piece in pieces if piece[1] > piece[0]]
     if outer and len(full) > 2:
         ends = [(piece, of(piece)) for piece in (full[0], full[len(full) // 2], full[-1])]
@@ -103,7 +228,7 @@ def _all(axis: Intervals) -> Interval:
 
 
 def _at(of: Callable[[Box], Box], whole: Sequence[Interval], at: int, axis: int, piece: Interval) -> Interval:
-    """The range on `axis` of what `of` makes of a box with `piece` on axis `at`."""
+    """Return the range on `axis` of what `of` makes of a box with `piece` on axis `at`."""
     if piece[1] <= piece[0]:
         return 0, 0
     return of(Box.of_ranges([*whole[:at], piece, *whole[at + 1 :]])).ranges[axis]
@@ -120,3 +245,51 @@ def _check(of: Callable[[Box], Box], blocks: Blocks, found: Blocks, what: str) -
                 f"{what}: what it needs of its inputs is expected to be a product of what single axes need; for {box} "
                 f"it asks for {want} instead of {have}: cut this layer along samples only"
             )
+
+
+def is_broadcast(small: Shape, whole: Shape) -> bool:
+    """Return whether a sample shape broadcasts to another with as many axes: each extent is 1 or equal.
+
+    >>> is_broadcast((1, 6, 1), (7, 6, 3)), is_broadcast((2, 6, 1), (7, 6, 3))
+    (True, False)
+    """
+    return len(small) == len(whole) and all(n in (1, full) for n, full in zip(small, whole))
+
+
+def operand_blocks(shape: Shape, boxes: Blocks) -> Blocks:
+    """Return, per rank, the part of a small operand that goes with the rank's box of the larger operand.
+
+    Parameters
+    ----------
+    shape
+        Shape of the small operand: ``(N, *spatial, C)`` with 1 for any extent, or ``(N, C)``.
+    boxes
+        Boxes of the larger operand. A rank with an empty box needs nothing.
+    """
+    if len(shape) < len(boxes.axes):
+        boxes = without_space(boxes)
+
+    def of_one(low: int, high: int) -> Interval:
+        return (0, min(1, high - low))
+
+    def same(low: int, high: int) -> Interval:
+        return low, high
+
+    return boxes.map(same, *(of_one if n == 1 else same for n in shape[1:]))
+
+
+def with_axes(view: View, axes: int) -> View:
+    """Return a vector per sample as an array with `axes` axes."""
+    shape = view.shape
+    return view if len(shape) == axes else view.reshape(shape[0], *(1,) * (axes - len(shape)), *shape[1:])
+
+
+def without_space(boxes: Blocks) -> Blocks:
+    """Return samples and channels of boxes of ``(N, *spatial, C)``: the extents of a sum over the block.
+
+    >>> without_space(Blocks((((0, 2), (2, 4)), ((0, 3), (3, 3)), ((0, 8),))), ).axes[0]
+    ((0, 2), (0, 0), (2, 4), (2, 2))
+    """
+    samples, *spatial, channels = boxes.axes
+    full = [all(b > a for a, b in place) for place in itertools.product(*spatial)]
+    return Blocks((tuple((a, b if there else a) for a, b in samples for there in full), channels), boxes.size)

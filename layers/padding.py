@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Blocks, Interval, Layout, axis_names
-from .costs import Passes
-from .layer import Layer, Node, Shape
+from .layer import Layer, Node, Passes, Shape
 from .merge import summing
 
 if TYPE_CHECKING:

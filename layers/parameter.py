@@ -1,16 +1,38 @@
-"""Parameters: shape, initial values by name or from elsewhere, and whether weight decay applies."""
+"""Parameters of layers: their description and initial values, their blocks over the ranks, weight normalization.
+
+A :class:`Parameter` describes a whole array. :class:`ParameterBlocks` says which block of it each rank holds, and which
+ranks hold the same block. Weight normalization replaces weights by directions and lengths.
+"""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-__all__ = ["GivenValues", "Parameter", "given"]
+from ..dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
+
+if TYPE_CHECKING:
+    from ..program.context import Context
+    from .network import Network
+    from .strategy import Strategy
+
+__all__ = [
+    "GivenValues",
+    "Parameter",
+    "ParameterBlocks",
+    "block_channels",
+    "blocks_of",
+    "given",
+    "lower_weight_norm",
+    "parameter_blocks",
+    "with_lengths",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,12 +42,12 @@ class GivenValues:
     Attributes
     ----------
     shape
-        Of the whole array.
+        Shape of the whole array.
     read
-        Makes the array. It is called once by every rank that holds some of it, and the result is not kept: so a rank
-        holds one whole array at a time, beside its own blocks.
+        Returns the array. Every rank that holds some of it calls this once, and does not keep the result: a rank holds
+        one whole array at a time, beside its own blocks.
     source
-        What the values are, for a comparison between ranks: a file and its checksum. Empty for arrays.
+        Origin of the values, for a comparison between ranks: a file and its checksum. Empty for arrays.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +56,7 @@ class GivenValues:
 
 
 def given(values: GivenValues | Any) -> GivenValues:
-    """Initial values of an array, or what is that already."""
+    """Return the initial values of an array; :class:`GivenValues` are returned as they are."""
     if isinstance(values, GivenValues):
         return values
     array = np.asarray(values)
@@ -51,18 +73,17 @@ class Parameter:
         Shape of the array. Convolution weights are ``(K, *kernel, C / groups)``.
     init
         ``"he"`` (normal, variance 2 / fan_in; He et al. 2015), ``"glorot"`` (uniform; Glorot and Bengio
-        2010), ``"zeros"``, ``"ones"``, a number, that of every element, or values that are given, see
-        :meth:`Layer.initialized`.
+        2010), ``"zeros"``, ``"ones"``, a number for every element, or given values, see :meth:`Layer.initialized`.
     fan_in, fan_out
         Number of inputs and outputs of one unit, for ``he`` and ``glorot``.
     decay
         Whether weight decay applies (not to biases and norms).
     channel_axis, input_axis
-        Axes that run along the output's channels and along the input's: where those are cut, a rank holds the
-        block of its channels. None: there is no such axis.
+        Axes of the output's channels and of the input's channels: where those are cut, a rank holds the block of its
+        channels. None: there is no such axis.
     rounded
-        Whether the gradient is computed in the dtype of the activations where that has 16 bits (by a convolution); else
-        in float32.
+        Whether the gradient is computed in the dtype of the activations where that has 16 bits (by a convolution); if
+        not, it is computed in float32.
     """
 
     shape: tuple[int, ...]
@@ -94,9 +115,9 @@ class Parameter:
         return math.prod(self.shape)
 
     def initial(self, name: str, seed: int) -> np.ndarray:
-        """Initial values, a function of `name` and `seed` only, or given: the same on every decomposition.
+        """Return initial values: the given ones, or a function of `name` and `seed` only.
 
-        float64, or as they are given.
+        They are the same on every decomposition. Their dtype is float64, or that of the given values.
         """
         if isinstance(self.init, GivenValues):
             return self.init.read()
@@ -107,3 +128,173 @@ class Parameter:
             return rng.standard_normal(self.shape) * math.sqrt(2.0 / self.fan_in)
         limit = math.sqrt(6.0 / (self.fan_in + self.fan_out))
         return rng.uniform(-limit, limit, self.shape)
+
+
+@dataclass(frozen=True)
+class ParameterBlocks:
+    """The blocks of one parameter over the ranks.
+
+    Attributes
+    ----------
+    boxes
+        Box per rank, in indices of the whole array; empty where the rank holds nothing of it.
+    holders
+        Groups of ranks that hold the same block. Each rank has a summand of the gradient; ranks without a group hold
+        nothing.
+    """
+
+    boxes: Blocks
+    holders: Groups
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank holds the whole parameter."""
+        return self.holders.is_whole
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements in the block of each group."""
+        return tuple(self.boxes[self.holders.members(color)[0]].size for color in range(self.holders.count))
+
+    @cached_property
+    def largest(self) -> int:
+        """Number of elements in the largest block."""
+        return self.boxes.fullest
+
+
+def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[str, ParameterBlocks]:
+    """Return the blocks of all parameters and states by ``layer/parameter``, on `size` ranks. Local.
+
+    A rank that a layer does not use holds nothing of its parameters. Where channels are cut, a rank holds its block of
+    filters, of input channels, or of both. Biases lie with the first part of the sum over the input channels.
+    """
+    result: dict[str, ParameterBlocks] = {}
+    for name, node in network.layers.items():
+        specs = {**network.own_parameters(name), **node.layer.state(*(n.shape for n in node.inputs))}
+        parts = strategy.parts_of(name)
+        result |= {f"{name}/{key}": blocks_of(spec, parts, size) for key, spec in specs.items()}
+    return result
+
+
+def block_channels(channels: int, parts: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Return the output channels of each part of "channel": whole blocks of the output's layout.
+
+    >>> block_channels(10, {"channel": 2, "input_channel": 2})
+    [(0, 6), (6, 10)]
+    """
+    inner = parts["input_channel"]
+    cuts = balanced_boundaries(channels, parts["channel"] * inner)
+    return [(cuts[k * inner], cuts[(k + 1) * inner]) for k in range(parts["channel"])]
+
+
+@lru_cache(maxsize=4096)
+def _repeated(axis: Intervals, times: int) -> Intervals:
+    """Return the intervals repeated for each replica; one object serves all parameters with the same blocks."""
+    return axis * times
+
+
+def blocks_of(spec: Parameter, parts: Mapping[str, int], size: int) -> ParameterBlocks:
+    """Return the blocks of one parameter of a layer that is cut into these parts."""
+    return _blocks_of(spec, parts["channel"], parts["input_channel"], math.prod(parts.values()), size)
+
+
+@lru_cache(maxsize=65536)
+def _blocks_of(spec: Parameter, channel: int, inner: int, used: int, size: int) -> ParameterBlocks:
+    # Row-major: replicas along the first axis of the parameter, then its channels, then its input channels.
+    axes: list[Intervals] = [((0, n),) for n in spec.shape]
+    grid = (used // (channel * inner), channel, inner)
+    agreeing, first, repeats = [], [], used
+    if spec.input_axis is not None:
+        axes[spec.input_axis] = intervals(spec.shape[spec.input_axis], inner)
+        agreeing.append(2)
+        repeats //= inner
+    if spec.channel_axis is not None:
+        own = block_channels(spec.shape[spec.channel_axis], {"channel": channel, "input_channel": inner})
+        agreeing.append(1)
+        repeats //= channel
+        if spec.input_axis is None:  # a bias is added once: by the first part of the sum
+            own = [(a, a if share else b) for a, b in own for share in range(inner)]
+            first.append(2)
+            repeats //= inner
+        axes[spec.channel_axis] = tuple(own)
+    axes[0] = _repeated(axes[0], repeats)
+    return ParameterBlocks(Blocks(axes, size), Groups.agreeing(grid, agreeing, size, first))
+
+
+def with_lengths(specs: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return the parameters of a layer with `w` as directions only, and the length of each filter as `g` ``(K,)``.
+
+    Lengths begin with sqrt(2), the average length of weights that are drawn as by He.
+    """
+    lengths = Parameter(specs["w"].shape[:1], math.sqrt(2.0))
+    return {"w": specs["w"], "g": lengths, **{key: spec for key, spec in specs.items() if key != "w"}}
+
+
+def lower_weight_norm(context: Context, lower: Callable[[Context], Callable[[], None]]) -> Callable[[], None]:
+    """Lower a layer with the weights ``g[k] * w[k] / |w[k]|`` in place of its parameters (Salimans and Kingma 2016).
+
+    Every rank computes the gradients of directions and lengths from its gradient of the weights. They are linear in it,
+    so they are summed over the ranks like those of other parameters. Communication: no more than without it.
+    """
+    given, grads = context.params, context.grads
+    v, g, lengths = given["w"], given["g"], (given["w"].shape[0], *(1 for _ in given["w"].shape[1:]))
+    made = context.scratch(v.shape, v.dtype)
+    norms, sums = context.scratch(lengths, context.wide), context.scratch(lengths, "float64")
+    unit = context.scratch(v.shape, context.wide)
+    views = {"v": v, "g": g.reshape(*lengths), "norms": norms}
+    context.run(context.kernel(_normalizing, **views, w=made, unit=unit, sums=sums))
+    context.params = {**given, "w": made}
+    context.grads = {**grads, "w": context.scratch(v.shape, grads["w"].dtype)}
+    backward = lower(context)
+
+    def both() -> None:
+        backward()
+        if context.frozen:
+            return
+        work = {"unit": context.scratch(v.shape, context.wide), "product": context.scratch(v.shape, context.wide)}
+        work |= {"sums": context.scratch(lengths, "float64"), "factor": context.scratch(lengths, context.wide)}
+        found = {"dw": context.grads["w"], "dv": grads["w"], "dg": grads["g"].reshape(*lengths)}
+        context.run(context.kernel(_gradients, **views, **found, **work))
+        context.grads = grads  # gradients of several calls of the layer are added up
+
+    return both
+
+
+def _others(array: Any) -> tuple[int, ...]:
+    """Return all axes but that of the filters."""
+    return tuple(range(1, array.ndim))
+
+
+def _normalizing(environment: Any, v: Any, g: Any, norms: Any, w: Any, unit: Any, sums: Any) -> Callable[[], None]:
+    """Return the kernel ``w = g * v / |v|``, which writes the norms too."""
+
+    def run() -> None:
+        if v.size:
+            np.multiply(v, v, out=unit)
+            np.add.reduce(unit, axis=_others(v), dtype=np.float64, out=sums, keepdims=True)
+            np.sqrt(sums, out=norms, casting="same_kind")
+            np.divide(v, norms, out=unit)
+            np.multiply(unit, g, out=w)
+
+    return run
+
+
+def _gradients(
+    environment: Any, v: Any, g: Any, norms: Any, dw: Any, dv: Any, dg: Any, **work: Any
+) -> Callable[[], None]:
+    """Return the kernel ``dg = sum dw * u``, ``dv = g / |v| * (dw - dg * u)`` with ``u = v / |v|``."""
+    unit, product, sums, factor = (work[key] for key in ("unit", "product", "sums", "factor"))
+
+    def run() -> None:
+        if not v.size:
+            return
+        np.divide(v, norms, out=unit)
+        np.multiply(dw, unit, out=product)
+        np.add.reduce(product, axis=_others(v), dtype=np.float64, out=sums, keepdims=True)
+        np.copyto(dg, sums, casting="same_kind")
+        np.multiply(unit, dg, out=unit)
+        np.subtract(dw, unit, out=product)
+        np.divide(g, norms, out=factor)
+        np.multiply(product, factor, out=dv)
+
+    return run

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtensor import Window
 from .convolution import local_geometry
-from .costs import Passes
-from .layer import Layer, Node, Shape
+from .layer import Layer, Node, Passes, Shape
+from .needs import Stencil
 from .padding import Pad
 from .pair import Pair
-from .stencil import Stencil
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..dtensor import Blocks, Layout
-from .costs import Passes
-from .layer import Layer
+from .layer import Layer, Passes
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -13,8 +13,7 @@ from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm
 from .layer import Node
 from .network import Network
-from .parameter import Parameter
-from .parameter_blocks import ParameterBlocks
+from .parameter import Parameter, ParameterBlocks
 from .pooling import AveragePool, MaxPool
 from .reduction_scheme import Scheme
 from .replication import dense_layers

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..dtensor import Blocks, Box, Layout
-from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..dtensor import Box
 from ..kernels import Resampled, Resampling
 from ..kernels.geometry import MODES
-from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
 from .pair import Pair
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
 from .merge import product, summing
 from .parameter import Parameter
 

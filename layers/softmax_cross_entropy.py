@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..kernels import ClassTargets, LossArrays
-from .costs import Judgement
 from .layer import Shape
 from .loss import BALANCED, HOW_TO_COUNT, Loss, LossBlock, LossOfKernel, LossPlace, check_counts, check_normalization
+from .targets import Judgement
 
 __all__ = ["SoftmaxCrossEntropy", "balanced"]
 

@@ -18,7 +18,6 @@ from halograd.files import write_whole
 from halograd.schema import STRICT, As, Count, Shares, Size, Table, build, check_fields
 
 from ..dtensor import Layout, axis_names, shared_boundaries
-from .axes import AXES
 from .layer import Node
 from .loss import Loss
 from .network import Network
@@ -28,6 +27,10 @@ __all__ = ["AXES", "Cut", "CutField", "Strategy", "counts_of", "cuts_text", "lay
 
 _log = logging.getLogger(__name__)
 
+#: Axes of the process grid of a layer, the last one fastest. "channel" cuts the output's channels (and the filters that
+#: make them). "input_channel" cuts the sum over the input's channels: its partial sums are added up and spread over the
+#: output's channels, which are cut into channel * input_channel blocks.
+AXES: tuple[str, ...] = ("sample", "depth", "height", "width", "channel", "input_channel")
 
 #: Parts along an axis: their number, for equal ones, or the share of each.
 Cut = int | tuple[int, ...]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Blocks, Layout
-from .broadcast import operand_blocks
-from .costs import Judgement
 from .layer import Node, Shape
 from .loss import Loss, LossNode, LossTerm, loss_timing, weights_view
+from .needs import operand_blocks
+from .targets import Judgement
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..dtensor import Box, Window, input_box, output_box
 from .activation import activated
 from .convolution import conv_data, conv_filter, conv_forward, local_geometry, zeroing
-from .costs import Passes
-from .layer import Layer, Shape
+from .layer import Layer, Passes, Shape
+from .needs import spread
 from .parameter import Parameter
-from .stencil import spread
 
 if TYPE_CHECKING:
     from ..kernels import Geometry

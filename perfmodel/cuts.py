@@ -33,7 +33,7 @@ from halograd.errors import UserError
 
 from ..dtensor import axis_names
 from ..layers import Layer, Network, Node, Strategy
-from ..layers.axes import AXES
+from ..layers.strategy import AXES
 
 __all__ = [
     "BASELINES",

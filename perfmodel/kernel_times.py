@@ -214,7 +214,7 @@ class RooflineTimes(KernelTimes):
     Each kernel takes ``machine.roofline(flops, bytes)``. Layers with weights run three kernels of the same number of
     operations (forward, gradient of the inputs, gradient of the weights); the gradients of others take as
     many operations as their forward. Bytes are passes over inputs and output, see
-    :class:`~halograd.layers.costs.Passes`, and the weights.
+    :class:`~halograd.layers.layer.Passes`, and the weights.
 
     Parameters
     ----------

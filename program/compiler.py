@@ -14,8 +14,7 @@ import numpy as np
 
 from ..device import is_low, wide
 from ..layers import Input, Network, Node, Redistribute
-from ..layers.parameter import Parameter
-from ..layers.parameter_blocks import ParameterBlocks, blocks_of, parameter_blocks
+from ..layers.parameter import Parameter, ParameterBlocks, blocks_of, parameter_blocks
 from ..layers.strategy import Cut, Strategy, counts_of, layout_of
 from .context import Context
 from .operations import KernelSpec, Operation, Run

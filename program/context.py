@@ -9,8 +9,8 @@ import numpy as np
 
 from ..device import wide
 from ..dtensor import Blocks, Box, Groups, plan_exchange
-from ..layers.axes import AXES
 from ..layers.needs import ended
+from ..layers.strategy import AXES
 from .operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
 from .views import Buffer, Region, View
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from ..comm.reduction import ReductionSpec
 from ..comm.sums import METHODS
-from ..dtensor import End, Exchange
+from ..dtensor import End, Exchange, reductions_in_groups
 from ..kernels import KernelError, Substitute
-from ..layers.groups import reductions_in_groups
 from . import operations
 from .mode import Mode
 from .operations import KernelSpec, Operation, Run, Sum, Total, Transfer

@@ -23,7 +23,7 @@ import numpy as np
 
 from halograd.cli.run import run
 from halograd.errors import UserError
-from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.parameter import parameter_blocks
 from halograd.layers.strategy import Strategy
 from halograd.models import mesh
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of

@@ -36,7 +36,7 @@ from ..data import DataError
 from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..dtensor import Blocks, Box
-from ..layers.costs import Judgement
+from ..layers.targets import Judgement
 from ..program.values import Value
 from .probabilities import sigmoid, softmax
 from .session import Session

@@ -14,7 +14,7 @@ from halograd.schema import nearest
 
 from ..data.targets import LabelMap
 from ..layers import Loss, Network
-from ..layers.parameter_blocks import parameter_blocks
+from ..layers.parameter import parameter_blocks
 from ..layers.strategy import Strategy, counts_of, cuts_text
 from ..models import build
 from ..perfmodel.cost import buckets_of, memory_of, program_of

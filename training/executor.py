@@ -16,7 +16,7 @@ from ..comm.errors import is_shared
 from ..device import is_low
 from ..dtensor import Box
 from ..layers import Network
-from ..layers.parameter_blocks import parameter_blocks
+from ..layers.parameter import parameter_blocks
 from ..layers.reduction_scheme import Scheme
 from ..layers.replication import dense_layers, replicable_layers
 from ..layers.strategy import Strategy

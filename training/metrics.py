@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..device import is_low
-from ..layers.broadcast import operand_blocks
-from ..layers.costs import Judgement
+from ..layers.needs import operand_blocks
+from ..layers.targets import Judgement
 from ..program.values import Value
 from ..program.views import View
 from .calibration import Calibration

@@ -6,7 +6,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ..comm import shards
-from ..layers.groups import group_of
+from ..dtensor import group_of
 from .store import Bucket, ParameterStore
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 from ..device import device_of, is_low, wide
 from ..dtensor import Box, End, Exchange, Groups, Layout
 from ..layers import Network, Parameter, Strategy
-from ..layers.parameter_blocks import ParameterBlocks, parameter_blocks
+from ..layers.parameter import ParameterBlocks, parameter_blocks
 from ..layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.settings import fingerprint

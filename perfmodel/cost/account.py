@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...dtensor import Groups
 from ...layers import Network
-from ...layers.parameter_blocks import ParameterBlocks, parameter_blocks
+from ...layers.parameter import ParameterBlocks, parameter_blocks
 from ...layers.replication import dense_layers
 from ...layers.strategy import Strategy
 from ...program.compiler import Target, compile_program

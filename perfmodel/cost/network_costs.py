@@ -26,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...layers import Input, Network, Node, Strategy
-from ...layers.axes import AXES
-from ...layers.parameter_blocks import blocks_of
-from ...layers.strategy import layout_of
+from ...layers.parameter import blocks_of
+from ...layers.strategy import AXES, layout_of
 from ...program.compiler import Target, compile_program, lower_alone
 from ...program.dtypes import dtype_of
 from ...program.program import Step

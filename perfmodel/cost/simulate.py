@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ...layers import Add, Network
-from ...layers.parameter_blocks import parameter_blocks
+from ...layers.parameter import parameter_blocks
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of
 from ...program.compiler import Target

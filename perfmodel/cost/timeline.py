@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from ...dtensor import Groups
 from ...layers import Network, Strategy
-from ...layers.parameter_blocks import ParameterBlocks
+from ...layers.parameter import ParameterBlocks
 from ...layers.reduction_chunks import chunks_of, gradient_layers
 from ...program.traffic import GroupSum
 from .layer_cost import LayerCost

@@ -11,7 +11,7 @@ import numpy as np
 from ...device import device_of, wide
 from ...dtensor import Layout
 from ...layers import Layer
-from ...layers.axes import AXES
+from ...layers.strategy import AXES
 from ...program.compiler import Target, lower_alone
 from ...program.mode import Mode
 from ...program.operations import Run

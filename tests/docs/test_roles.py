@@ -25,7 +25,7 @@ def test_what_docstrings_name_is_there(package):
 @pytest.mark.parametrize(
     ("text", "target", "shown"),
     [
-        (":class:`Stencil`", "halograd.layers.stencil.Stencil", "Stencil"),
+        (":class:`Stencil`", "halograd.layers.needs.Stencil", "Stencil"),
         (":meth:`lower`", "halograd.layers.convolution.Conv.lower", "lower"),
         (":meth:`input_boxes`", "halograd.layers.layer.Layer.input_boxes", "input_boxes"),
         (":class:`~halograd.comm.Communicator`", "halograd.comm.communicator.Communicator", "Communicator"),

@@ -13,8 +13,7 @@ from halograd.comm.reduction import ReductionSpec
 from halograd.dtensor import Box
 from halograd.kernels import Backend
 from halograd.layers import Layer
-from halograd.layers.axes import AXES
-from halograd.layers.strategy import layout_of
+from halograd.layers.strategy import AXES, layout_of
 from halograd.program.compiler import Target, lower_alone
 from halograd.program.mode import Mode
 from halograd.program.operations import Transfer

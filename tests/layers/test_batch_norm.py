@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from halograd.dtensor.groups import group_of, sample_groups
 from halograd.layers import BatchNorm, Input
-from halograd.layers.groups import group_of, sample_groups
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import check_layer, grids, random_array, run_layer
 from tests.layers.geometries import skew

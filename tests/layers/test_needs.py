@@ -20,8 +20,7 @@ from halograd.layers import (
     Resize,
     Stencil,
 )
-from halograd.layers.axes import AXES
-from halograd.layers.strategy import layout_of
+from halograd.layers.strategy import AXES, layout_of
 from tests.layers.geometries import NASTY
 from tests.layers.graphs import Centre, Gate
 

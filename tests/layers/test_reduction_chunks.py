@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_chunks import (
     Gradient,
     GradientLayer,

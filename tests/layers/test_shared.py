@@ -28,7 +28,7 @@ from halograd.layers import (
     SoftmaxCrossEntropy,
     Tanh,
 )
-from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.settings import fingerprint
 from halograd.layers.strategy import Strategy

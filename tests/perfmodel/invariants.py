@@ -19,7 +19,7 @@ from multiprocessing import get_context
 
 from halograd.errors import UserError
 from halograd.layers import Network, Strategy
-from halograd.layers.axes import AXES
+from halograd.layers.strategy import AXES
 from halograd.perfmodel.cost import Pricing, Wires, simulate
 from halograd.perfmodel.cuts import BASELINES, baseline, grids
 from halograd.perfmodel.kernel_times import RooflineTimes

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from halograd.dtensor import Blocks
-from halograd.layers.axes import AXES
-from halograd.layers.strategy import layout_of
+from halograd.layers.strategy import AXES, layout_of
 from halograd.perfmodel.cost import Pricing, Wires
 from halograd.perfmodel.kernel_times import KernelTimes, RooflineTimes
 from halograd.perfmodel.machine import Machine

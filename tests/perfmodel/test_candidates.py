@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from halograd.errors import UserError
 from halograd.layers import AveragePool, Conv, Dense, Flatten, Network, ReLU, Softmax, Strategy
 from halograd.layers import Input as Placeholder
-from halograd.layers.axes import AXES
+from halograd.layers.strategy import AXES
 from halograd.models import build
 from halograd.perfmodel.cuts import CHANNELS, UNEVEN, candidates, divisors
 from tests.perfmodel.pricing import cut

@@ -27,9 +27,8 @@ from halograd.layers import (
     Resize,
     SoftmaxCrossEntropy,
 )
-from halograd.layers.axes import AXES
-from halograd.layers.parameter_blocks import parameter_blocks
-from halograd.layers.strategy import Strategy
+from halograd.layers.parameter import parameter_blocks
+from halograd.layers.strategy import AXES, Strategy
 from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of
 from halograd.perfmodel.cuts import candidates
 from halograd.program.compiler import Target

@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of

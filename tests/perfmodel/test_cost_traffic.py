@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.dtensor import Blocks, plan_exchange
-from halograd.layers.axes import AXES
+from halograd.layers.strategy import AXES
 from halograd.program.traffic import Move
 from tests.perfmodel.pricing import cut
 

@@ -26,7 +26,7 @@ from halograd.layers import (
     SoftmaxCrossEntropy,
     StochasticDepth,
 )
-from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of

@@ -7,7 +7,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator, shards
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers.parameter_blocks import parameter_blocks
+from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_chunks import chunks_of, gradient_layers
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy

@@ -12,7 +12,7 @@ from halograd.errors import UserError
 
 from ...comm import Communicator, Reduction
 from ...comm.reduction import ReductionSpec
-from ...layers.groups import group_of, reductions_in_groups
+from ...dtensor import group_of, reductions_in_groups
 from ...layers.reduction_scheme import BY_NODES, KINDS, Scheme
 from ...layers.replicated_dense import ReplicatedDense
 from ..store import Bucket, ParameterStore

@@ -1,24 +1,23 @@
 """Groups of ranks by color: made once, the communicator itself where all are of one color."""
 
-import doctest
-
 import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.comm.errors import is_agreed
-from halograd.dtensor import Groups
-from halograd.layers import groups
-from halograd.layers.groups import group_of, in_group
+from halograd.dtensor import Groups, group_of, in_group
+
+
+@pytest.fixture
+def ranks(comm):
+    """A `Communicator` of all ranks of the test."""
+    with Communicator(comm) as made:
+        yield made
 
 
 def alternating(size):
     """Two groups, even and odd ranks, with one rank left over at times."""
     return Groups.agreeing((max(1, size // 2), min(2, size)), (1,), size)
-
-
-def test_examples():
-    assert doctest.testmod(groups).failed == 0
 
 
 @pytest.mark.mpi
