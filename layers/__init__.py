@@ -17,7 +17,6 @@ from .activation import (
     Softplus,
     Tanh,
 )
-from .adaptive_pooling import AdaptiveAveragePool, AdaptiveMaxPool
 from .batch_norm import BatchNorm
 from .composed import Crop, Sequential, Split
 from .convolution import Conv
@@ -35,10 +34,8 @@ from .needs import Stencil
 from .network import Network
 from .padding import Pad, Slice
 from .parameter import GivenValues, Parameter
-from .pixel_shuffle import ChannelShuffle, PixelShuffle, PixelUnshuffle
-from .pooling import AveragePool, MaxPool
-from .redistribute import Redistribute
-from .reshape import Flatten, Reshape
+from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, MaxPool
+from .reshape import ChannelShuffle, Flatten, PixelShuffle, PixelUnshuffle, Redistribute, Reshape
 from .resize import Resize
 from .scale import PReLU, Scale
 from .softmax_cross_entropy import SoftmaxCrossEntropy

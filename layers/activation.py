@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kernels.pointwise import reads_input
 from .layer import Layer, Passes, Shape
-from .pair import Pair
+from .lowering import Pair
 
 if TYPE_CHECKING:
     from ..program.context import Context

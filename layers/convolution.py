@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
 from .activation import activated
-from .contraction import cuts_channels, lower_contraction, masking
 from .layer import Layer, Passes, Shape
+from .lowering import cuts_channels, lower_contraction, lower_strips, masking
 from .needs import Stencil, all_of, reaching
 from .parameter import Parameter, lower_weight_norm, with_lengths
-from .strips import lower_strips
 
 if TYPE_CHECKING:
     from ..program.context import Context
@@ -48,7 +47,7 @@ class Conv(Layer):
     Notes
     -----
     Weights ``(K, *kernel, C / groups)``, whole on every rank; input and output are cut in samples and space. With
-    channels cut too (see :mod:`halograd.layers.contraction`) a rank holds the block of its filters and input channels.
+    channels cut too (see :mod:`halograd.layers.lowering`) a rank holds the block of its filters and input channels.
     Forward: halo of `x`, one kernel; it is kept for the filter gradient. Backward: while the halo of `dy`
     travels, the filter gradient runs; then the data gradient (Dryden et al. 2019, Sections III-A and IV-A).
     Communication per process: the halo, twice; the sum of the filter gradients over all ranks.

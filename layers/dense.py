@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .activation import activated
-from .contraction import cuts_channels, lower_contraction
 from .layer import Layer, Passes, Shape
+from .lowering import cuts_channels, lower_contraction
 from .parameter import Parameter, lower_weight_norm, with_lengths
 from .replicated_dense import lower_replicated
 
@@ -36,7 +36,7 @@ class Dense(Layer):
     -----
     Weights ``(units, F)``, whole on every rank; the samples are spread over all ranks.
     Communication per process: none but the sum of the weights' gradients over all ranks, or the all-gathers in its
-    place (:mod:`halograd.layers.replicated_dense`). With units or features cut (:mod:`halograd.layers.contraction`) a
+    place (:mod:`halograd.layers.replicated_dense`). With units or features cut (:mod:`halograd.layers.lowering`) a
     rank holds a block of the weights, and the samples are spread over the other parts only.
     """
 

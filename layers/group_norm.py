@@ -14,7 +14,7 @@ from ..kernels import ChannelNormArrays, GroupNormArrays
 from .activation import activated
 from .batch_norm import affine_parameters, lower_affine
 from .layer import Layer, Passes, Shape
-from .pair import Pair
+from .lowering import Pair
 from .parameter import Parameter
 
 if TYPE_CHECKING:

@@ -336,7 +336,7 @@ class Layer(TargetReader):
         -------
         What adds those of the backward pass, when the gradient of the output has its place; None: there are none.
         """
-        from .generic import lower_local
+        from .lowering import lower_local
 
         return lower_local(self, context)
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
 from .activation import activated
-from .contraction import masking
 from .layer import Layer, Passes, Shape
+from .lowering import masking
 from .needs import is_broadcast, operand_blocks, with_axes
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Max and average pooling, cut along samples and space, overlapping windows included."""
+"""Max and average pooling over windows, cut along samples and space: of a fixed stride, or adaptive.
+
+Adaptive windows cover the input and follow from the number of outputs. Windows may overlap.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,27 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..dtensor import Window
 from .convolution import local_geometry
+from .global_pooling import GlobalAveragePool, GlobalMaxPool, Search, in_wide, number_dtype
 from .layer import Layer, Node, Passes, Shape
+from .lowering import Pair
 from .needs import Stencil
 from .padding import Pad
-from .pair import Pair
+from .reshape import Reshape
+from .resize import Resize
 
 if TYPE_CHECKING:
     from ..program.context import Context
+    from ..program.views import View
 
-__all__ = ["AveragePool", "MaxPool"]
+__all__ = ["AdaptiveAveragePool", "AdaptiveMaxPool", "AveragePool", "MaxPool"]
 
 
 class _Pool(Layer, ABC):
-    """What both kinds of pooling share: the window, and the refusal of windows that hold only padding."""
+    """Pooling with a stencil; refuses windows that hold only padding."""
 
     cuts_channels = "channelwise"
 
@@ -58,16 +67,16 @@ class _Pool(Layer, ABC):
 
     @abstractmethod
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
-        """Forward and backward kernel of the backend."""
+        """Return the forward and the backward kernel of the backend."""
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """Halo of `x`, one kernel; backward one kernel, then the adjoint of the halo exchange.
+        """Add the halo exchange of `x` and one kernel; backward one kernel and the adjoint of the exchange.
 
-        The gathered box ends at the border of the global array, so what the kernel takes for padding is padding of the
-        global array: counts are right without any care.
+        The gathered box ends at the border of the global array, so the padding of the kernel is padding of the global
+        array, and its counts are right.
         """
         windows = self.windows(context.shapes[0])
-        # A fill value would only be needed for boxes that reach outside the array; these are clipped.
+        # Boxes are clipped at the border of the array, so no fill value is needed.
         boxes = context.clipped(0, [0, *(w.stride - 1 for w in windows), 0])
         x = context.gather(0, boxes)
         geometry = local_geometry(windows, x.box, context.box)
@@ -80,7 +89,7 @@ class _Pool(Layer, ABC):
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
             kernel.add(dy=context.dy, dx=returned.view)
-            # Of the maxima forward has remembered the places.
+            # Forward has stored the places of the maxima.
             context.run(kernel, "backward", uses=("dy", "dx"), timing=context.timing("backward_data"))
             returned.start()
             returned.finish()
@@ -119,7 +128,7 @@ class MaxPool(_Pool):
     backward, added to the gradients of its owners.
     """
 
-    # The place of each maximum is kept.
+    # The place of each maximum is stored.
     passes = Passes((1, 1.25), (1, 1.25))
 
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
@@ -137,8 +146,8 @@ class AveragePool(_Pool):
     ----------
     count_include_pad
         True: `count` is the number of taps of the kernel, padding counts as zeros. False: `count` is the number
-        of taps inside the (global) array. What `ceil_mode` reads beyond the padding never counts: where it does and
-        there is padding that counts, that is made of :class:`Pad` before.
+        of taps inside the (global) array. Elements that `ceil_mode` reads beyond the padding never count. If there are
+        any, and padding counts, a :class:`Pad` before this layer makes the padding.
     """
 
     passes = Passes()
@@ -178,7 +187,7 @@ class AveragePool(_Pool):
 
 
 def _only_padding(w: Window, size: int, outputs: int) -> int | None:
-    """The first of `outputs` windows that has no tap inside ``[0, size)``, or None."""
+    """Return the first of `outputs` windows that has no tap inside ``[0, size)``, or None."""
     for o in range(outputs):
         first = o * w.stride - w.pad_lo
         # The first tap at or behind 0 is the only candidate: later ones lie further behind.
@@ -186,3 +195,136 @@ def _only_padding(w: Window, size: int, outputs: int) -> int | None:
         if inside >= size or inside >= first + w.extent:
             return o
     return None
+
+
+class _Adaptive(Resize):
+    """Pooling whose output `o` reads the inputs from ``floor(o * n / size)`` to ``ceil((o + 1) * n / size) - 1``."""
+
+    #: The layer that makes one output per sample and channel.
+    whole: type[Layer]
+
+    def __init__(self, size: int | Sequence[int], name: str | None = None) -> None:
+        super().__init__(size=size, mode="area", name=name)
+
+    def __call__(self, *inputs: Node) -> Node:
+        self._refuse_others(inputs)
+        sizes = self.output_shape(*(node.shape for node in inputs))[:-1]
+        if max(sizes) > 1:
+            return super().__call__(*inputs)
+        pooled = self.whole(name=self.name and f"{self.name}_global")(*inputs)
+        return Reshape((*sizes, pooled.shape[-1]), name=self.name)(pooled)
+
+
+class AdaptiveAveragePool(_Adaptive):
+    """Mean over windows that cover the input, of any extent: ``(*spatial, C)`` -> ``(*size, C)``, as torch has it.
+
+    Output `o` of an axis is the mean of the inputs from ``floor(o * n / size)`` to ``ceil((o + 1) * n / size) - 1``:
+    :class:`Resize` in the mode ``"area"``. If there is one output in all, :class:`GlobalAveragePool` and
+    :class:`Reshape` make it: no rank needs a whole sample.
+
+    Parameters
+    ----------
+    size
+        Outputs per spatial axis: one number for all or one per axis.
+
+    Notes
+    -----
+    Communication per process: the inputs of its windows that other ranks own; as much backward.
+    """
+
+    whole = GlobalAveragePool
+
+
+class AdaptiveMaxPool(_Adaptive):
+    """The largest element of windows that cover the input: ``(*spatial, C)`` -> ``(*size, C)``, as torch has it.
+
+    Windows, arguments and communication as of :class:`AdaptiveAveragePool`. Of equal elements the first in row-major
+    order receives the gradient; a NaN is larger than all, and has none.
+    """
+
+    whole = GlobalMaxPool
+    passes = Passes((8, 1), (5, 1))
+
+    def lower(self, context: Context) -> Callable[[], None]:
+        """Search one axis after another, the last axis first: the first of equal elements is that of the lowest row."""
+        resamplings = self.resamplings(context.shapes[0])
+        boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])
+        x = context.gather(0, boxes)
+        x.start()
+        x.finish()
+        if not context.box.size:
+            return lambda: _return_nothing(context, boxes)
+        searches = []
+        for axis, r in enumerate(resamplings, start=1):
+            first = x.box.start[axis]
+            ranges = [r.input_range(o, o + 1) for o in range(*context.box.ranges[axis])]
+            searches.append(Search(axis, [(a - first, b - first) for a, b in ranges]))
+        stages: list[_Stage] = []
+        source = in_wide(context, x.view)
+        for search in reversed(searches):
+            stages.append(_Stage(context, search, source, "forward" if not stages else None))
+            source = stages[-1].y
+        context.copy((source, context.y))
+
+        def backward() -> None:
+            returned = context.return_gradient(0, boxes)
+            gradient = in_wide(context, context.dy)
+            for stage in stages[:0:-1]:
+                gradient = stage.lower_backward(context, gradient, context.scratch(stage.x.shape, context.wide))
+            direct = returned.view.dtype == context.wide
+            dx = returned.view if direct else context.scratch(returned.view.shape, context.wide)
+            stages[0].lower_backward(context, gradient, dx, "backward_data")
+            context.copy(*([] if direct else [(dx, returned.view)]))
+            returned.start()
+            returned.finish()
+
+        return backward
+
+
+def _return_nothing(context: Context, boxes: Any) -> None:
+    returned = context.return_gradient(0, boxes)
+    returned.start()
+    returned.finish()
+
+
+class _Stage:
+    """Search along one axis, and its backward kernel."""
+
+    def __init__(self, context: Context, search: Search, x: View, phase: str | None) -> None:
+        self.search, self.x, axis = search, x, search.axis
+        shape = (*x.shape[:axis], len(search.windows), *x.shape[axis + 1 :])
+        numbers = number_dtype(context, x.shape[axis])
+        self.y, self.number = context.scratch(shape, context.wide), context.scratch(shape, numbers)
+        views = {"x": x, "y": self.y, "number": self.number, "before": None, "work": self._work(context)}
+        context.run(context.kernel(search, **views), timing=context.timing(phase) if phase else None)
+
+    def _work(self, context: Context) -> View:
+        axis = self.search.axis
+        return context.scratch(
+            (*self.x.shape[:axis], self.search.longest, *self.x.shape[axis + 1 :]), self.number.dtype
+        )
+
+    def lower_backward(self, context: Context, dy: View, dx: View, phase: str | None = None) -> View:
+        """Add the kernel that writes the gradient of the searched array to `dx`, and return `dx`."""
+        views = {"dy": dy, "number": self.number, "dx": dx, "work": self._work(context)}
+        kernel = context.kernel(partial(_to_first, self.search), **views)
+        context.run(kernel, timing=context.timing(phase) if phase else None)
+        return dx
+
+
+def _to_first(search: Search, environment: Any, dy: Any, number: Any, dx: Any, work: Any) -> Callable[[], None]:
+    """Return the kernel that sums, per element, the gradients of the windows whose first largest element it was."""
+    numbers = np.arange(dx.shape[search.axis]).reshape(-1, *(1 for _ in dx.shape[search.axis + 1 :]))
+    ramp, steps = environment.kernels.device.array(numbers, number.dtype), []
+    for o, (a, b) in enumerate(search.windows):
+        made = [search.part(o, o + 1, array) for array in (dy, number)]
+        steps.append((*made, ramp[a:b], search.part(0, b - a, work), search.part(a, b, dx)))
+
+    def run() -> None:
+        dx.fill(0)
+        for gradient, lowest, own, here, target in steps:
+            np.equal(own, lowest, out=here)
+            np.multiply(here, gradient, out=here)
+            np.add(target, here, out=target)
+
+    return run

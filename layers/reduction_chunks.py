@@ -1,34 +1,41 @@
-"""Which gradients are summed together, and in which order: pure arithmetic, shared by runtime and cost model."""
+"""Gradients that are summed together, and the order of their sums; dense layers whose gradients need no sum.
+
+Pure arithmetic, shared by runtime and cost model.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from halograd.errors import UserError
 
-from .adaptive_pooling import AdaptiveAveragePool, AdaptiveMaxPool
 from .batch_norm import BatchNorm
+from .dense import Dense
 from .global_pooling import GlobalAveragePool, GlobalMaxPool
 from .group_norm import GroupNorm
 from .layer import Node
 from .network import Network
 from .parameter import Parameter, ParameterBlocks
-from .pooling import AveragePool, MaxPool
+from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, MaxPool
 from .reduction_scheme import Scheme
-from .replication import dense_layers
 from .scale import PReLU, Scale
+from .strategy import Strategy
 
 __all__ = [
     "Gradient",
     "GradientChunk",
     "GradientLayer",
+    "check_replicated",
     "check_scheme",
     "chunks_of",
     "decayed_first",
     "gradient_layers",
     "kinds_of",
+    "replicable_layers",
     "replicated_layers",
+    "saves_traffic",
 ]
 
 
@@ -39,11 +46,11 @@ class Gradient:
     Attributes
     ----------
     name
-        Of the parameter; ``layer/parameter`` in the store.
+        Name of the parameter, ``layer/parameter`` in the store.
     sharing
-        Which ranks hold the same block: equal for parameters that can be summed together.
+        Ranks that hold the same block: equal for parameters that can be summed together.
     size
-        Elements of the largest block.
+        Number of elements in the largest block.
     """
 
     name: str
@@ -53,16 +60,16 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientLayer:
-    """What one layer gives to sum.
+    """Gradients of one layer.
 
     Attributes
     ----------
     name
-        Of the layer.
+        Name of the layer.
     kind
         ``"dense"``, ``"weights"`` (other layers with weights), ``"pooling"``, or ``"other"`` (norms, activations, ...).
     gradients
-        Of its parameters, those subject to weight decay first.
+        Gradients of its parameters, those subject to weight decay first.
     """
 
     name: str
@@ -77,13 +84,13 @@ class GradientChunk:
     Attributes
     ----------
     sharing
-        Which ranks sum it.
+        Ranks that sum it.
     gradients
-        What it holds.
+        Its gradients.
     layers
-        Whose, each once.
+        Names of their layers, each once.
     replicated
-        Every rank computes the gradient of the whole batch: there is nothing to sum.
+        Whether every rank computes the gradient of the whole batch, so that there is nothing to sum.
     """
 
     sharing: Hashable
@@ -93,10 +100,10 @@ class GradientChunk:
 
 
 def kinds_of(network: Network) -> dict[str, str]:
-    """Kinds of all layers by name, as in :class:`GradientLayer`, in order of computation.
+    """Return the kinds of all layers by name, as in :class:`GradientLayer`, in order of computation.
 
     Norms and factors have parameters, but no weights in the sense of Lee et al. (Section II): they go with the layers
-    around them. Dense are those alone whose gradients may be replicated.
+    around them. Only layers whose gradients may be replicated have the kind "dense".
     """
     dense = dense_layers(network)
     return {name: "dense" if name in dense else _kind(node) for name, node in network.layers.items()}
@@ -114,14 +121,14 @@ _FACTORS = (BatchNorm, GroupNorm, Scale, PReLU)
 
 
 def decayed_first(specs: Mapping[str, Parameter]) -> list[str]:
-    """Names of a layer's parameters in the order in which they lie in memory."""
+    """Return the names of a layer's parameters in the order in which they lie in memory."""
     return sorted(specs, key=lambda name: not specs[name].decay)
 
 
 def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> list[GradientLayer]:
-    """The layers of a network in the order in which backward finishes them; `blocks` by ``layer/parameter``.
+    """Return the layers of a network in the order in which backward finishes them.
 
-    Layers that backward does not reach have no gradients.
+    Layers that backward does not reach have no gradients. `blocks` are those of the parameters, by ``layer/parameter``.
     """
     result = []
     for layer, kind in reversed(kinds_of(network).items()):
@@ -133,12 +140,12 @@ def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> 
 
 
 def check_scheme(scheme: Scheme, network: Network) -> None:
-    """Refuse counts of layers that the network does not have. Local.
+    """Check that the network has as many layers as the scheme counts. Local.
 
     Raises
     ------
     UserError
-        In one line: what was expected, what came.
+        One line with the expected and the given number.
     """
     kinds = list(kinds_of(network).values())
     counted = len(kinds) - kinds.count("other")
@@ -155,7 +162,7 @@ def check_scheme(scheme: Scheme, network: Network) -> None:
 
 
 def replicated_layers(layers: Sequence[GradientLayer], scheme: Scheme) -> frozenset[str]:
-    """Names of the first `replicated_dense` dense layers, first in the order of computation."""
+    """Return the names of the first `replicated_dense` dense layers in the order of computation."""
     dense = [layer.name for layer in layers if layer.kind == "dense"]
     return frozenset(dense[len(dense) - scheme.replicated_dense :]) if scheme.replicated_dense else frozenset()
 
@@ -167,77 +174,57 @@ def chunks_of(
     itemsize: int,
     apart: frozenset[str] = frozenset(),
 ) -> list[GradientChunk]:
-    """All chunks of a scheme, in the order in which their sums are issued.
+    """Return all chunks of a scheme, in the order in which their sums are issued.
 
-    Every chunk is a run of the gradients that the same ranks share, in the order of `layers`: what the ranks share
-    may lie in one array, of which chunks are ranges. Replicated layers have chunks of their own.
+    Every chunk is a run of the gradients that the same ranks share, in the order of `layers`. So all gradients that
+    these ranks share may lie in one array, of which chunks are ranges. Replicated layers have chunks of their own.
 
     Parameters
     ----------
     layers
-        In the order in which backward finishes them.
+        Layers in the order in which backward finishes them.
     scheme
-        ``"auto"`` begins with buckets.
+        Scheme of the reduction; ``"auto"`` begins with buckets.
     bucket_bytes
-        A bucket is closed when it holds at least so much [B], on the rank that has most of it.
+        Size at which a bucket is closed [B], on the rank that has most of it.
     itemsize
-        Of one element [B].
+        Size of one element [B].
     apart
-        Layers whose gradients lie apart from all others, in chunks of their own: those that may be replicated at
-        another time.
+        Names of layers that may be replicated at another time: their gradients have chunks of their own.
 
     References
     ----------
     Lee et al. 2017, Algorithm 2 (two chunks); Le et al. 2018, Section 4.1 (chunks of equal numbers of layers, except
     for the last ones of backward).
     """
-    ends = _RULES[scheme.kind.chunks](scheme, layers, bucket_bytes, itemsize)
+    ends = _rule(scheme, layers, bucket_bytes, itemsize)
     replicated = replicated_layers(layers, scheme)
     return _Filling(ends, replicated, apart).run(layers)
 
 
-#: Whether what the ranks share is closed, now that it holds these elements and this layer is done (its number).
+#: Whether a chunk that holds so many elements is closed when the layer of this number is done.
 _Ends = Callable[[int, int], bool]
 
 
-def _never(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
-    return lambda elements, layer: False
-
-
-def _always(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
-    return lambda elements, layer: True
-
-
-def _by_bytes(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
-    return lambda elements, layer: elements * itemsize >= bucket_bytes
-
-
-def _two(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
-    """The first chunk ends with the k-th layer that backward reaches."""
-    counted = [i for i, layer in enumerate(layers) if layer.kind != "other"]
-    last = counted[min(scheme.first_layers, len(counted)) - 1] if counted else -1
-    return lambda elements, layer: layer == last
-
-
-def _by_layers(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
-    """Chunks of equal numbers of layers; the last ones of backward, whose sums little hides, by themselves."""
-    weighted = [i for i, layer in enumerate(layers) if layer.kind in ("weights", "dense")]
-    chunked = (len(weighted) - 1) // scheme.chunk * scheme.chunk
-    lasts = frozenset([*weighted[scheme.chunk - 1 : chunked : scheme.chunk], *weighted[chunked:]])
-    return lambda elements, layer: layer in lasts
-
-
-_RULES = {
-    "never": _never,
-    "layer": _always,
-    "bytes": _by_bytes,
-    "first": _two,
-    "weights": _by_layers,
-}
+def _rule(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
+    """Return where the chunks of a scheme end."""
+    chunks = scheme.kind.chunks
+    if chunks == "bytes":
+        return lambda elements, layer: elements * itemsize >= bucket_bytes
+    if chunks == "first":  # the first chunk ends with the k-th layer that backward reaches
+        counted = [i for i, layer in enumerate(layers) if layer.kind != "other"]
+        last = counted[min(scheme.first_layers, len(counted)) - 1] if counted else -1
+        return lambda elements, layer: layer == last
+    if chunks == "weights":  # equal numbers of layers; the last layers, whose sums little hides, have a chunk each
+        weighted = [i for i, layer in enumerate(layers) if layer.kind in ("weights", "dense")]
+        chunked = (len(weighted) - 1) // scheme.chunk * scheme.chunk
+        lasts = frozenset([*weighted[scheme.chunk - 1 : chunked : scheme.chunk], *weighted[chunked:]])
+        return lambda elements, layer: layer in lasts
+    return lambda elements, layer: chunks == "layer"
 
 
 class _Filling:
-    """Chunks under way, one per way of sharing (and one more for layers that lie apart)."""
+    """Chunks that still grow: one per set of ranks that share gradients, and one more for layers that lie apart."""
 
     def __init__(self, ends: _Ends, replicated: frozenset[str], apart: frozenset[str]) -> None:
         self._ends, self._replicated, self._apart = ends, replicated, apart
@@ -254,7 +241,7 @@ class _Filling:
                     key = gradient.sharing, layer.name in self._apart
                     self._growing.setdefault(key, []).append((layer.name, gradient))
                     self._elements[key] = self._elements.get(key, 0) + gradient.size
-            # A layer without parameters may end a chunk as well (the k-th may be one of pooling).
+            # A layer without parameters may end a chunk as well: the k-th layer may be a pooling.
             for key in list(self._growing):
                 if self._ends(self._elements[key], i):
                     self._close(key)
@@ -272,3 +259,55 @@ class _Filling:
         for sharing in dict.fromkeys(g.sharing for g in layer.gradients):
             own = tuple(g for g in layer.gradients if g.sharing == sharing)
             self._done.append(GradientChunk(sharing, own, (layer.name,), replicated=True))
+
+
+def dense_layers(network: Network) -> dict[str, Node]:
+    """Return the trained dense layers without weight normalization that are called once, in order of computation."""
+    found = {name: n for name, n in network.layers.items() if isinstance(n.layer, Dense) and not n.layer.weight_norm}
+    return {name: node for name, node in found.items() if name in network.trained and not network.is_shared(name)}
+
+
+def check_replicated(strategy: Strategy, network: Network) -> None:
+    """Check that every layer with a replicated gradient is whole on every rank. Local, the same on every rank.
+
+    Raises
+    ------
+    UserError
+        Names the layer and the alternatives.
+    """
+    asked = strategy.reduction.replicated_dense
+    for i, name in enumerate(list(dense_layers(network))[:asked]):
+        blocks = _blocks(strategy, name)
+        if blocks > 1:
+            instead = f"replicated_dense = {i}" if i else "no replicated_dense"
+            raise UserError(
+                f"reduction.replicated_dense: expected the first {asked} dense layers whole on every rank, got "
+                f"{name!r} in {blocks} blocks of channels; use {instead} (blocks sum little), or cut its samples"
+            )
+
+
+def replicable_layers(strategy: Strategy, network: Network, batch: int) -> list[str]:
+    """Return the first dense layers that may be replicated and save traffic by it, in order of computation."""
+    found: list[str] = []
+    for name, node in dense_layers(network).items():
+        several = math.prod(strategy.parts_of(name).values()) > 1
+        if not several or _blocks(strategy, name) > 1 or not saves_traffic(node, batch):
+            break
+        found.append(name)
+    return found
+
+
+def saves_traffic(node: Node, batch: int) -> bool:
+    """Return whether activations and errors of a batch are fewer than the weights of a dense layer.
+
+    References
+    ----------
+    Lee et al. 2017, Section III-C2: ``(K_b + K_c) N < K_b K_c``.
+    """
+    (features,), (units,) = node.inputs[0].shape, node.shape
+    return (features + units) * batch < features * units
+
+
+def _blocks(strategy: Strategy, name: str) -> int:
+    parts = strategy.parts_of(name)
+    return parts["channel"] * parts["input_channel"]

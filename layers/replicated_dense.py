@@ -1,4 +1,4 @@
-"""Dense layers whose weight gradient every rank computes of the whole batch, so that it need not be summed.
+"""Dense layers whose weight gradient every rank computes from the whole batch, so that it is not summed.
 
 Instead of summing ``units * F`` gradients, the ranks gather ``(F + units) * N`` activations and errors, and each of
 them computes the gradient of all `N` samples. ::
@@ -14,21 +14,20 @@ References: Lee et al. 2017, Section III-C2 and Algorithm 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..dtensor import Groups
-from .row_gather import RowGather, padded_rows
 
 if TYPE_CHECKING:
     from ..program.context import Context
 
-__all__ = ["ReplicatedDense", "lower_replicated"]
+__all__ = ["ReplicatedDense", "RowGather", "lower_replicated", "padded_rows"]
 
 
 def lower_replicated(context: Context) -> Callable[[], None]:
-    """A dense layer on its own samples, with the means to gather those of the other ranks."""
+    """Lower a dense layer on its own samples, with the all-gathers of the other ranks' samples."""
     layout, (features,), units = context.output.layout, context.shapes[0], context.output.layout.shape[1]
     # The ranks that the layer's parts need hold the weights.
     ranks = math.prod(context.parts.values())
@@ -59,20 +58,20 @@ def lower_replicated(context: Context) -> Callable[[], None]:
 class ReplicatedDense:
     """Kernels of a dense layer whose gradients are those of the whole batch.
 
-    Which gradient `backward` makes is chosen with `replicates`: False, and it is that of the own samples, to be summed
-    over the ranks as any other; True, and :meth:`gather_errors` and :meth:`whole_gradient` have to follow.
+    `replicates` chooses the gradient that `backward` makes. False: that of the own samples, which is summed over the
+    ranks as any other. True: that of the whole batch; :meth:`gather_errors` and :meth:`whole_gradient` must follow.
 
     Attributes
     ----------
     name
-        Of the layer.
+        Name of the layer.
     replicates
         Whether the gradient of the whole batch is computed here; may change between steps, on all ranks alike.
 
     Notes
     -----
-    Gradients of parameters are added up in the order of the samples by one matrix product, on every rank the same one
-    on the same data: with the same kernels and number of threads all ranks get the same bits.
+    One matrix product adds up the gradients of parameters in the order of the samples. It is the same product on the
+    same data on every rank: with the same kernels and number of threads all ranks get the same bits.
     Memory per process beside the layer's own: about ``(F + units) * N`` elements, ``"replicated gradient"``.
     """
 
@@ -99,7 +98,7 @@ class ReplicatedDense:
 
     def forward(self) -> None:
         if self.rows is not None:
-            # Those of a step that was given up arrive first.
+            # Rows of an abandoned step arrive first.
             self.rows.finish()
             if self.replicates and self.mode.training:
                 self.rows.put()
@@ -115,10 +114,10 @@ class ReplicatedDense:
             self.data()
 
     def _keep_errors(self) -> None:
-        """Copy `dy`, whose memory serves other layers soon."""
+        """Copy `dy`: other layers overwrite its memory soon."""
         if self.rows is None or self.errors is None:
             return
-        if not self.rows.under_way:  # the forward pass was one of evaluation
+        if not self.rows.under_way:  # the forward pass did not train
             self.rows.put()
             self.rows.start()
         self.errors.put()
@@ -135,7 +134,7 @@ class ReplicatedDense:
             self.whole()
 
     def abandon(self) -> None:
-        """Wait for what is under way, and leave it at that. Collective."""
+        """Wait for gathers under way, and drop their result. Collective."""
         for gather in (self.rows, self.errors):
             if gather is not None:
                 gather.finish()
@@ -145,3 +144,78 @@ class ReplicatedDense:
         for kernel in (self.kernel, self.filter, self.data, self.whole):
             if kernel is not None:
                 kernel.close()
+
+
+_LINE = 64  # [B]: parts of an all-gather are whole cache lines
+
+
+class RowGather:
+    """All-gather of the rows ``(n, features)`` of all ranks of a group. Running it is collective over the group.
+
+    ::
+
+        gather.put()       # copy the own rows; their source may be overwritten afterwards
+        gather.start()     # send them; does not wait
+        ...                # compute
+        gather.finish()    # `array` holds the rows of all ranks
+
+    Parameters
+    ----------
+    array
+        Array ``(ranks * rows, features)``: the rows of rank r begin at ``r * rows``, with zeros behind them. Written by
+        `put` and `finish`.
+    gather
+        All-gather of the flat array.
+    own
+        This rank's rows, ``(n, features)`` with ``n <= rows``, packed; read by :meth:`put` only.
+    first
+        Index of this rank's first row in the array.
+
+    Notes
+    -----
+    Communication per process: one message of ``rows * features * itemsize`` bytes, booked under
+    ``"replicated_dense"``; it receives ``size - 1`` times as much.
+    """
+
+    def __init__(self, array: Any, gather: Any, own: Any, first: int) -> None:
+        self.array, self._gather, self._own = array, gather, own
+        self._place = array[first : first + own.shape[0]]
+
+    def put(self) -> None:
+        """Copy this rank's rows into the array. Local."""
+        self._place[...] = self._own
+
+    def start(self) -> None:
+        """Send this rank's rows. Does not wait."""
+        self._gather.start()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether rows have been sent and :meth:`finish` has not run yet."""
+        return self._gather.under_way
+
+    def finish(self) -> None:
+        """Wait until all rows are there; return at once if nothing is under way."""
+        self._gather.finish()
+
+
+def padded_rows(most: int, features: Sequence[int], itemsize: int) -> int:
+    """Return the number of rows per rank with which each rank's rows fill whole cache lines. Pure arithmetic.
+
+    Parameters
+    ----------
+    most
+        Largest number of rows of a rank.
+    features
+        Lengths of the rows of all arrays that are gathered with this number of rows.
+    itemsize
+        Size of one element [B].
+
+    Examples
+    --------
+    >>> padded_rows(3, [25088, 1000], 4)
+    4
+    """
+    line = max(1, _LINE // itemsize)
+    step = math.lcm(*(line // math.gcd(line, n) for n in features))
+    return -(-most // step) * step

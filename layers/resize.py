@@ -12,7 +12,7 @@ from ..dtensor import Box
 from ..kernels import Resampled, Resampling
 from ..kernels.geometry import MODES
 from .layer import Layer, Passes, Shape
-from .pair import Pair
+from .lowering import Pair
 
 if TYPE_CHECKING:
     from ..program.context import Context

@@ -172,8 +172,10 @@ class Strategy:
         return f"{cuts_text(self.cuts_of(most))}{f' of layer {most!r}' if most else ''}"
 
     def _check_reduction(self, network: Network) -> None:
-        from .reduction_chunks import check_scheme  # not at the top: layers know strategies
-        from .replication import check_replicated
+        from .reduction_chunks import (
+            check_replicated,
+            check_scheme,  # not at the top: layers know strategies
+        )
 
         check_scheme(self.reduction, network)
         check_replicated(self, network)

@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ..layers import Network, Strategy
-from ..layers.reduction_chunks import kinds_of
+from ..layers.reduction_chunks import kinds_of, replicable_layers
 from ..layers.reduction_scheme import Scheme
-from ..layers.replication import replicable_layers
 from .cost.layer_cost import Pricing
 from .cost.simulate import Simulation, Training
 from .cost.wires import Wires
@@ -35,7 +34,7 @@ def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[
     """Schemes that may be tried while training, the simplest first. Pure arithmetic.
 
     Buckets, and two chunks of several sizes, each with the gradients of the first 0, 1, ... dense layers replicated, as
-    far as that saves traffic (:func:`halograd.layers.replication.replicable_layers`).
+    far as that saves traffic (:func:`halograd.layers.reduction_chunks.replicable_layers`).
     """
     most = len(replicable_layers(strategy, network, batch))
     sizes = first_chunks(network)

@@ -17,8 +17,8 @@ from ..device import is_low
 from ..dtensor import Box
 from ..layers import Network
 from ..layers.parameter import parameter_blocks
+from ..layers.reduction_chunks import dense_layers, replicable_layers
 from ..layers.reduction_scheme import Scheme
-from ..layers.replication import dense_layers, replicable_layers
 from ..layers.strategy import Strategy
 from ..program.compiler import Target, compile_program
 from ..program.mode import Mode

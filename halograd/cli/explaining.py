@@ -216,7 +216,7 @@ class Explainer:
 
     def _reducing(self, strategy: Strategy) -> Strategy:
         """With the plan's scheme of gradient reduction, as far as these cuts can have it."""
-        from ..layers.replication import replicable_layers
+        from ..layers.reduction_chunks import replicable_layers
 
         scheme = self.plan.strategy.reduction
         most = len(replicable_layers(strategy, self.asked.network, self.plan.batch))

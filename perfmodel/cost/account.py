@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ...dtensor import Groups
 from ...layers import Network
 from ...layers.parameter import ParameterBlocks, parameter_blocks
-from ...layers.replication import dense_layers
+from ...layers.reduction_chunks import dense_layers
 from ...layers.strategy import Strategy
 from ...program.compiler import Target, compile_program
 from ...program.counts import Ledger, messages_of, sums_of

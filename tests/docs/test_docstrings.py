@@ -28,4 +28,6 @@ def test_examples_of_a_module(name: str):
 
 
 def test_examples_are_found():
-    assert {"halograd.dtensor.box", "halograd.layers.row_gather", "halograd.documents"} <= set(modules_with_examples())
+    assert {"halograd.dtensor.box", "halograd.layers.replicated_dense", "halograd.documents"} <= set(
+        modules_with_examples()
+    )

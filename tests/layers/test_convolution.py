@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from halograd.dtensor import Box, Window
 from halograd.layers import Conv, Input, Layer, MaxPool, Network, Strategy
 from halograd.layers.convolution import local_geometry
+from halograd.layers.lowering import boundary_boxes
 from halograd.layers.parameter import Parameter, parameter_blocks
-from halograd.layers.strips import boundary_boxes
 from halograd.testing import check_layer
 from tests.layers.geometries import CROWDED, NASTY, drawn, every, skew
 from tests.layers.oracle import check_torch, torch, weights

@@ -14,9 +14,9 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers import BatchNorm, Conv, Dense, Flatten, GroupNorm, Input, Network
-from halograd.layers.contraction import partial_boxes, read_boxes
+from halograd.layers.lowering import partial_boxes, read_boxes
 from halograd.layers.parameter import block_channels, parameter_blocks
-from halograd.layers.replication import dense_layers
+from halograd.layers.reduction_chunks import dense_layers
 from halograd.layers.strategy import AXES, Strategy, layout_of
 from halograd.testing import check_layer
 from tests.layers.cuts import drawn_parts

@@ -1,20 +1,25 @@
-"""Chunks of gradients against the rules in words, on real networks and on random ones."""
+"""Chunks of gradients against the rules in words and in papers, on real and on random networks; replicated layers."""
+
+from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from halograd.errors import UserError
 from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_chunks import (
     Gradient,
     GradientLayer,
     chunks_of,
     gradient_layers,
+    replicable_layers,
     replicated_layers,
+    saves_traffic,
 )
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
-from halograd.models import resnet, vgg_a
+from halograd.models import resnet, resnet50, vgg_a
 
 ITEM = 4
 
@@ -119,3 +124,107 @@ def test_a_bucket_is_closed_by_the_layer_that_fills_it(described, bucket_bytes):
             assert sum(g.size for g in chunk.gradients) * ITEM >= bucket_bytes
     closed = [number[c.layers[-1]] for c in chunks if c is not last[c.sharing]]
     assert closed == sorted(closed), "sums are issued in the order in which backward passes the layers"
+
+
+def chain(count, dense=0):
+    """Layers in the order of backward: `dense` dense ones, then others; every second one followed by a norm."""
+    layers = []
+    for i in range(count):
+        kind = "dense" if i < dense else "weights"
+        layers.append(GradientLayer(f"layer{i}", kind, (Gradient(f"layer{i}/w", 0, 10),)))
+        if i % 2:
+            layers.append(GradientLayer(f"norm{i}", "other", (Gradient(f"norm{i}/scale", 0, 1),)))
+    return layers
+
+
+def sizes_of_the_paper(layers, k):
+    """Le et al. 2018, Section 4.2, of `layers` layers; in the order of backward."""
+    if layers % k == 0:
+        return [k] * (layers // k - 1) + [1] * k
+    return [k] * (layers // k) + [1] * (layers - k * (layers // k))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 12])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 7, 12, 20])
+def test_chunks_of_layers_are_those_of_the_paper(count, k):
+    chunks = chunks_of(chain(count), Scheme("host_accumulate", chunk=k), 1 << 20, 4)
+    found = [sum(name.startswith("layer") for name in chunk.layers) for chunk in chunks]
+    trailing = found[-1:] == [0]  # a norm behind the last layer with weights
+    assert found[: len(found) - trailing] == sizes_of_the_paper(count, k)
+
+
+@pytest.mark.parametrize("replicated", [0, 1, 2])
+@pytest.mark.parametrize(
+    "scheme", [{}, {"name": "blocking"}, {"name": "two_chunks", "first_layers": 4}, {"name": "per_layer"}]
+)
+def test_layers_that_lie_apart_are_in_chunks_of_their_own(scheme, replicated):
+    """However many of them are replicated now: dense1 and dense2 are the first two in the order of computation."""
+    layers, apart = chain(8, dense=3), frozenset({"layer1", "layer2"})
+    chunks = chunks_of(layers, Scheme(**scheme, replicated_dense=replicated), 100, 4, apart)
+    names = [g.name for chunk in chunks for g in chunk.gradients]
+    assert sorted(names) == sorted(g.name for layer in layers for g in layer.gradients)
+    for chunk in chunks:
+        assert set(chunk.layers) <= apart or not set(chunk.layers) & apart
+    assert [c.layers for c in chunks if c.replicated] == [("layer1",), ("layer2",)][2 - replicated :]
+    order = [g.name for layer in layers if layer.name not in apart for g in layer.gradients]
+    assert [n for n in names if n.partition("/")[0] not in apart] == order
+
+
+VGG_A = vgg_a()
+
+
+def test_traffic_of_vgg_a_as_in_the_paper():
+    """Lee et al., Section III-C2: 102,760,448 gradients against 7,471,104 activations and errors of 256 images."""
+    (features,), (units,) = VGG_A.layers["dense1"].inputs[0].shape, VGG_A.layers["dense1"].shape
+    assert (features * units, (features + units) * 256) == (102_760_448, 7_471_104)
+    assert saves_traffic(VGG_A.layers["dense1"], 256) and not saves_traffic(VGG_A.layers["dense3"], 1024)
+
+
+@pytest.mark.parametrize(
+    "strategy, batch, names",
+    [
+        (Strategy({"sample": 4}), 256, ["dense1", "dense2", "dense3"]),
+        (Strategy({"sample": 4}), 1024, ["dense1", "dense2"]),
+        (Strategy({"sample": 4}), 4096, []),
+        (Strategy({"height": 2, "width": 2}), 256, ["dense1", "dense2", "dense3"]),
+        (Strategy({"sample": 1}), 256, []),
+        (Strategy({"sample": 4}, {"dense2": {"channel": 4}}), 256, ["dense1"]),
+        (Strategy({"sample": 4}, {"dense1": {"input_channel": 4}}), 256, []),
+        (Strategy({"sample": 4}, {"dense1": {"sample": 1}}), 256, []),
+    ],
+)
+def test_first_layers_that_save_traffic(strategy, batch, names):
+    assert replicable_layers(strategy, VGG_A, batch) == names
+
+
+@pytest.mark.parametrize(
+    "layers, count, text",
+    [
+        ({"dense1": {"channel": 4}}, 1, "'dense1' in 4 blocks of channels; use no replicated_dense"),
+        (
+            {"dense2": {"channel": 2, "input_channel": 2}},
+            3,
+            "'dense2' in 4 blocks of channels; use replicated_dense = 1",
+        ),
+        ({}, 4, "expected at most the 3 dense layers of 'vgg_a', got 4"),
+    ],
+)
+def test_replicated_layers_that_are_refused(layers, count, text):
+    strategy = Strategy({"sample": 4}, layers, reduction={"replicated_dense": count})
+    with pytest.raises(UserError, match=r"^reduction\.replicated_dense: expected") as refused:
+        strategy.validate(VGG_A, 4)
+    assert text in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_cut_layer_behind_the_replicated_ones_is_fine():
+    Strategy({"sample": 4}, {"dense3": {"channel": 4}}, reduction={"replicated_dense": 2}).validate(VGG_A, 4)
+
+
+def test_a_network_with_one_dense_layer():
+    with pytest.raises(UserError, match="at most the 1 dense layers"):
+        Strategy({"sample": 4}, reduction={"replicated_dense": 2}).validate(resnet50(), 4)
+
+
+def test_auto_chooses_the_layers_itself():
+    with pytest.raises(UserError, match='expected none with name = "auto", which chooses it, got 1'):
+        Strategy(reduction={"name": "auto", "replicated_dense": 1})

@@ -24,7 +24,7 @@ from halograd.layers import (
     MeanSquaredError,
     Network,
 )
-from halograd.layers import strips as strips_module
+from halograd.layers import lowering as lowering_module
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.program import program as program_module
@@ -130,7 +130,7 @@ STAGES = {
     "dense kernel": (OnednnBackend, "_dense_forward", 1),
     "filter gradient": (OnednnBackend, "_conv_backward_filter", 1),
     "data gradient": (OnednnBackend, "_conv_backward_data", 2),
-    "strips": (strips_module, "boundary_boxes", 1),
+    "strips": (lowering_module, "boundary_boxes", 1),
     "exchange": (Exchange, "_set_up", 2),
     "views of an exchange": (Exchange, "_bind", 3),
     "channel": (Communicator, "channels", 1),

@@ -11,7 +11,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.parameter import parameter_blocks
-from halograd.layers.replication import dense_layers
+from halograd.layers.reduction_chunks import dense_layers
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost.account import layers_memory
 from halograd.program.compiler import Target, compile_program

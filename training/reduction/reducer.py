@@ -76,8 +76,9 @@ class Reducer:
     Notes
     -----
     Communication per process and step: one sum per bucket that it holds something of, as its method is booked
-    (`Communicator.reduction`); per replicated layer two all-gathers of its rows (`halograd.layers.row_gather`). What
-    rounding takes away lies in `Bucket.errors`, and with the sums until `settle`.
+    (`Communicator.reduction`); per replicated layer two all-gathers of its rows
+    (`halograd.layers.replicated_dense`). What rounding takes away lies in `Bucket.errors`, and with the sums until
+    `settle`.
 
     References
     ----------

@@ -20,7 +20,7 @@ from halograd.layers import (
     Network,
     ReLU,
 )
-from halograd.layers.contraction import partial_boxes, read_boxes
+from halograd.layers.lowering import partial_boxes, read_boxes
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import check_layer, random_array
 from halograd.training.executor import Executor

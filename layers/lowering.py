@@ -1,0 +1,277 @@
+"""Ways in which several layers lower themselves.
+
+- :func:`lower_local`: any layer that is written as `forward` and `backward` on plain local arrays;
+- :func:`lower_contraction`: convolutions and dense layers whose channels are cut;
+- :func:`lower_strips`: convolutions that compute their interior while halos travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ..dtensor import Blocks, Box, Layout, Window, input_box, intervals
+from .parameter import block_channels
+
+if TYPE_CHECKING:
+    from ..program.context import Context, Gathered
+    from .layer import Layer
+
+__all__ = [
+    "Pair",
+    "boundary_boxes",
+    "cuts_channels",
+    "lower_contraction",
+    "lower_local",
+    "lower_strips",
+    "masking",
+    "partial_boxes",
+    "read_boxes",
+]
+
+
+def lower_local(layer: Layer, context: Context) -> Callable[[], None]:
+    """Gather the boxes that a layer needs, call it, and return gradients to their owners.
+
+    Forward: exchange (assign), `layer.forward`. Backward: `layer.backward`, exchange (sum), the adjoint. The result is
+    exact for every layer and every cut; layers with kernels of their own overlap more.
+    Communication per process: the needed box less the owned box, forward and backward.
+    """
+    boxes = [context.needed(i) for i in range(len(context.inputs))]
+    inputs = [context.gather(i, blocks, layer.pad_value) for i, blocks in enumerate(boxes)]
+    for gathered in inputs:
+        gathered.start()
+    for gathered in inputs:
+        gathered.finish()
+    views = {"y": context.y} | {f"x{i}": gathered.view for i, gathered in enumerate(inputs)}
+    views |= {f"param {key}": view for key, view in context.params.items()}
+    kernel = context.kernel(partial(_LocalKernel, layer, context.box), **views)
+    kernel.recordable = False  # it allocates its arrays in every step
+    context.run(kernel, "forward", uses=tuple(views), timing=context.timing("forward"))
+
+    def backward() -> None:
+        wanted = [i for i in range(len(boxes)) if context.needs_gradient(i)]
+        returned = {i: context.return_gradient(i, boxes[i]) for i in wanted}
+        kernel.add(dy=context.dy, **{f"dx{i}": some.view for i, some in returned.items()})
+        kernel.add(**{f"grad {key}": view for key, view in context.grads.items()})
+        used = tuple(name for name in kernel.views if name != "y")
+        context.run(kernel, "backward", uses=used, timing=context.timing("backward_data"))
+        for some in returned.values():
+            some.start()
+        for some in returned.values():
+            some.finish()
+
+    return backward
+
+
+class _LocalKernel:
+    """Kernel that calls a layer on its arrays, and copies the results into place."""
+
+    def __init__(self, layer: Layer, box: Box, environment: Any, y: Any, dy: Any = None, **arrays: Any) -> None:
+        self.layer, self.box, self.name, self.y, self.dy = layer, box, environment.name, y, dy
+        self.device = environment.kernels.device
+        self.inputs = [arrays[f"x{i}"] for i in range(sum(key[0] == "x" for key in arrays))]
+        self.dxs = {int(key[2:]): array for key, array in arrays.items() if key.startswith("dx")}
+        self.params = {key[6:]: array for key, array in arrays.items() if key.startswith("param ")}
+        self.grads = {key[5:]: array for key, array in arrays.items() if key.startswith("grad ")}
+
+    def forward(self) -> None:
+        if not self.box.size:
+            return
+        y = self.layer.forward(self.inputs, self.params, self.box)
+        self._check("forward()", y, self.box.shape)
+        np.copyto(self.y, y)
+
+    def backward(self) -> None:
+        if not self.box.size:
+            for array in (*self.grads.values(), *self.dxs.values()):
+                array.fill(0)
+            return
+        dxs, grads = self.layer.backward(self.dy, self.inputs, self.params, self.box)
+        for i, target in self.dxs.items():
+            self._check(f"gradient {i} of backward()", dxs[i], target.shape)
+            np.copyto(target, dxs[i])
+        for key, array in self.grads.items():
+            self._check(f"gradient of {key!r}", grads[key], array.shape)
+            np.copyto(array, grads[key])
+
+    def _check(self, what: str, array: Any, shape: Sequence[int]) -> None:
+        """Raise ValueError for an array of another shape, or on the host where the arrays of the layer are not."""
+        if np.shape(array) != tuple(shape):
+            raise ValueError(f"{self.name}: {what}: expected an array of shape {tuple(shape)}, got {np.shape(array)}")
+        if not self.device.owns(array):
+            raise ValueError(
+                f"{self.name}: {what}: expected an array on {self.device.name} as those of the layer are, got "
+                f"{type(array).__module__}.{type(array).__name__}; make arrays by np.zeros_like(x) and the like"
+            )
+
+
+class Pair:
+    """Kernels of the two passes, made together because the second uses what the first remembers."""
+
+    def __init__(self, forward: Any, backward: Any) -> None:
+        self.forward, self.backward = forward, backward
+
+    def close(self) -> None:
+        """Free both."""
+        for kernel in (self.forward, self.backward):
+            if kernel is not None:
+                kernel.close()
+
+
+def cuts_channels(parts: Mapping[str, int]) -> bool:
+    """Return whether filters or input channels are cut."""
+    return parts["channel"] * parts["input_channel"] > 1
+
+
+def partial_boxes(output: Layout, parts: Mapping[str, int]) -> Blocks:
+    """Return, per rank, the box of the output of which it computes a summand: all its filters. Pure arithmetic."""
+    filters, inner = block_channels(output.shape[-1], parts), parts["input_channel"]
+    return output.boxes.replace(-1, tuple(own for own in filters for _ in range(inner)))
+
+
+def read_boxes(needed: Blocks, channels: int, parts: Mapping[str, int]) -> Blocks:
+    """Return, per rank, its block of the input channels of the `needed` box (all of them). Pure arithmetic."""
+    return needed.replace(-1, intervals(channels, parts["input_channel"]) * parts["channel"])
+
+
+class ContractionKernels(Protocol):
+    """Makers of a layer's kernels on blocks: the box `x` is read, and a summand of the box `y` is computed.
+
+    The kernels take the arrays ``x, w, b, y``; ``x, dy, dw, db``; ``dy, w, dx``.
+    """
+
+    def forward(self, x: Box, y: Box, relu: bool) -> Callable[..., Any]: ...
+    def filter(self, x: Box, y: Box) -> Callable[..., Any]: ...
+    def data(self, x: Box, y: Box) -> Callable[..., Any]: ...
+
+
+def lower_contraction(context: Context, kernels: ContractionKernels, relu: bool = False) -> Callable[[], None]:
+    """Lower a layer that contracts channels, on its blocks of filters and input channels. It waits for halos.
+
+    A rank has a block of filters and a block of input channels. It gathers its block of input channels from the ranks
+    that own parts of it. With its block of the weights it computes a partial sum for all its filters. The partial sums
+    are added up at the owners, each of which has a part of the filters. ::
+
+        forward    x    gather over the ranks with other filters        (nothing to do if only the sum is cut)
+                   y    sum over the ranks with other input channels    (nothing to do if only the filters are cut)
+        backward   dy   gather, adjoint of the sum of y
+                   dw   local; summed over the ranks with the same block of weights only
+                   dx   sum at the owners, adjoint of the gather of x, halo included
+
+    References
+    ----------
+    Dryden et al. 2019, Section III-D; Jia et al. 2018, Section 4 (channel cuts).
+    """
+    layout, parts = context.output.layout, context.parts
+    channels = context.inputs[0].layout.shape[-1]
+    boxes, read = partial_boxes(layout, parts), read_boxes(context.clipped(0), channels, parts)
+    box, x = boxes[context.rank], context.gather(0, read)
+    summed = parts["input_channel"] > 1
+    # Biases are added once, by the ranks that hold them.
+    bias = context.params.get("b")
+    bias = None if bias is None or not bias.size else bias
+    y = context.scratch(box.shape) if summed else context.y
+    inputs = ((*context.timing("forward").inputs[0][:-1], int(read.extents[-1].max())),)
+    timed = partial(context.timing, inputs=inputs, filters=int(boxes.extents[-1].max()))
+    forward = kernels.forward(x.box, box, relu and not summed)
+    x.start()
+    x.finish()
+    context.run(context.kernel(forward, x=x.view, w=context.params["w"], b=bias, y=y), timing=timed("forward"))
+    if summed:
+        total = context.exchange(boxes, layout.boxes, y, context.y, combine="sum", kind="channel")
+        context.start(total)
+        context.finish(total)
+        if relu:
+            context.run(context.kernel(_rectifying, y=context.y))
+
+    def backward() -> None:
+        masked = None
+        if relu:
+            masked = context.scratch(context.box.shape)
+            context.run(context.kernel(masking, y=context.y_again(), dy=context.dy, dx=masked))
+        dy = context.gather_gradient(boxes, masked, kind="channel")
+        dy.start()
+        dy.finish()
+        returned = None
+        if context.needs_gradient(0):
+            returned = context.return_gradient(0, read)
+            data = context.kernel(kernels.data(x.box, box), dy=dy.view, w=context.params["w"], dx=returned.view)
+            context.run(data, timing=timed("backward_data"))
+            returned.start()
+        grads = {"dw": context.grads["w"], "db": None if bias is None else context.grads["b"]}
+        weights = context.kernel(kernels.filter(x.box, box), x=x.view, dy=dy.view, **grads)
+        context.run(weights, timing=timed("backward_filter"))
+        if returned is not None:
+            returned.finish()
+
+    return backward
+
+
+def _rectifying(environment: Any, y: Any) -> Any:
+    return environment.kernels.activation("relu", y, y, None, None)[0]
+
+
+def masking(environment: Any, y: Any, dy: Any, dx: Any) -> Any:
+    """Return the kernel ``dx = dy where y > 0``."""
+    return environment.kernels.activation("relu", y, y, dy, dx)[1]
+
+
+def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Sequence[int]) -> list[Box]:
+    """Return disjoint boxes of the outputs in `out` that need inputs outside `owned`. Pure arithmetic.
+
+    `shape` is the input's global shape: elements outside of it are padding, and no halo holds them.
+    """
+    boxes = []
+    rest = out
+    for axis, w in enumerate(windows, start=1):
+        start, stop = rest.ranges[axis]
+        first, last = start, stop
+        size, (a, b) = shape[axis], owned.ranges[axis]
+        while first < stop and max(0, w.input_range(first, first + 1)[0]) < a:
+            first += 1
+        while last > first and min(size, w.input_range(last - 1, last)[1]) > b:
+            last -= 1
+        boxes += [rest.replace(axis, start, first), rest.replace(axis, last, stop)]
+        rest = rest.replace(axis, first, last)
+    return [box for box in boxes if box.size]
+
+
+def lower_strips(context: Context, windows: Sequence[Window], x: Gathered, groups: int, relu: bool) -> None:
+    """Compute the boundary strips of a convolution: the outputs that need a halo. Local.
+
+    A kernel that ran before the halos arrived got these outputs wrong. ::
+
+        +---------------+
+        |     top       |      interior: outputs whose inputs this rank owns
+        +---+-------+---+      strips: the others, computed again when the halo has arrived
+        |lef|interio|rig|
+        +---+-------+---+
+        |    bottom     |
+        +---------------+
+    """
+    from .convolution import conv_forward, local_geometry
+
+    value = context.inputs[0]
+    shape, y, origin = value.layout.shape, context.y, context.box.start
+    before, kernels, behind = [], [], []
+    for box in boundary_boxes(windows, context.box, value.box, shape):
+        need = input_box(windows, box, shape[-1]) & Box.of_shape(shape)
+        source = x.view.part([a - o for a, o in zip(need.start, x.box.start)], need.shape)
+        target = y.part([a - o for a, o in zip(box.start, origin)], box.shape)
+        xs = source if source.packed else context.scratch(need.shape, value.dtype)
+        ys = target if target.packed else context.scratch(box.shape)
+        before += [] if xs is source else [(source, xs)]
+        behind += [] if ys is target else [(ys, target)]
+        geometry = local_geometry(windows, need, box, groups)
+        w, b = context.params["w"], context.params.get("b")
+        timing = context.timing("forward", inputs=(need.shape,), outputs=box.shape[1:-1])
+        kernels.append((context.kernel(partial(conv_forward, geometry, relu), x=xs, w=w, b=b, y=ys), timing))
+    # One copy serves all strips: each has arrays of its own.
+    context.copy(*before)
+    for kernel, timing in kernels:
+        context.run(kernel, timing=timing)
+    context.copy(*behind)
