@@ -1,8 +1,8 @@
-"""Samples that are turned, mirrored, shifted and altered at random in training: the same on every decomposition.
+"""Augmentation: samples are turned, mirrored, shifted and altered at random in training.
 
-What becomes of a sample is drawn from the seed, the epoch and the number of the sample, never from a rank. A rank reads
-the box of the file that its own box shows: of a sample that is mirrored, the mirrored one. So no rank reads more than
-without augmentation, and nothing travels.
+The change of a sample is drawn from the seed, the epoch and the index of the sample, never from a rank, so that it is
+the same on every decomposition. A rank reads the box of the file that its own box shows: for a mirrored sample, the
+mirrored box. So no rank reads more than without augmentation, and there is no communication.
 
 ::
 
@@ -36,7 +36,7 @@ _PLACE, _ALTER, _NOISE = 3, 4, 5  # keep the random streams apart from each othe
 
 @dataclass(frozen=True)
 class Rules:
-    """How samples are varied in training.
+    """Rules of random changes of samples in training.
 
     Attributes
     ----------
@@ -49,9 +49,9 @@ class Rules:
     crop
         Whether samples may be larger than the network reads: a window at random in training, the middle one else.
     noise
-        Standard deviation of what is added to every number of an input, after normalization.
+        Standard deviation of the noise that is added to every number of an input, after normalization.
     brightness
-        What is added to every channel of an input, after normalization, is at most so much.
+        Largest magnitude of the offset that is added to every channel of an input, after normalization.
     contrast
         Every channel is multiplied by a factor of ``1 - contrast`` to ``1 + contrast``, after normalization.
     vectors
@@ -71,7 +71,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class SamplePlacement:
-    """Which element of a file an element of a sample shows; per axis of the sample.
+    """Map from elements of a sample to elements of a file; per axis of the sample.
 
     Attributes
     ----------
@@ -106,22 +106,23 @@ _Piece = tuple[tuple[int, int], tuple[int, int]]
 
 
 class Augmentation:
-    """Reads samples as rules vary them. Local; every rank draws the same.
+    """Reader of samples with random changes. Local; every rank draws the same.
 
     Parameters
     ----------
     rules
-        What may happen.
+        Changes that are drawn.
     fields
-        Of the data set. Those with spatial axes are moved alike, each on its own grid; vectors per sample are not.
+        Fields of the data set. Those with spatial axes are moved alike, each on its own grid; vectors per sample are
+        not moved.
     wanted : mapping of shapes
-        What the network reads of the inputs, by name: the size of the window where `crop` is set.
+        Shapes that the network reads, by name of the input: the size of the window if `crop` is set.
     seed : int
 
     Attributes
     ----------
     fields : dict of Field
-        As they are after cropping.
+        Fields after cropping.
 
     Raises
     ------
@@ -155,7 +156,7 @@ class Augmentation:
     # -- what fits -----------------------------------------------------------------------------------
 
     def _cropped(self, name: str, field: Field) -> Field:
-        """The field within the window."""
+        """Return the field within the window."""
         if not self.rules.crop or name not in self._moved:
             return field
         first = self._files[self._moved[0]].shape
@@ -190,7 +191,7 @@ class Augmentation:
                 )
 
     def _components(self, field: Field) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Axis of each channel that is a component of a vector, and the channels of all components."""
+        """Find the axis of each channel that is a component of a vector, and the channels of all components."""
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for vector in self.rules.vectors:
             if set(vector) <= set(field.channel_names):
@@ -201,7 +202,7 @@ class Augmentation:
     # -- what is drawn -------------------------------------------------------------------------------
 
     def placement(self, batch: Batch, index: int) -> SamplePlacement:
-        """Where a sample of a batch lies in the file."""
+        """Return the place of a sample of a batch in the file."""
         axes, free = tuple(range(self._rank)), self._free()
         if not batch.augmented:
             return SamplePlacement(axes, (False,) * self._rank, tuple(n // 2 for n in free))
@@ -215,14 +216,14 @@ class Augmentation:
         return SamplePlacement(axes, tuple(mirrored), tuple(starts))
 
     def _free(self) -> list[int]:
-        """How far the window may move, in units of all grids, per axis of the file."""
+        """Return the range of positions of the window, in units of all grids, per axis of the file."""
         whole = self._files[self._moved[0]].shape
         return [unit - unit * window // n for unit, window, n in zip(self._units, self._window, whole)]
 
     # -- reading -------------------------------------------------------------------------------------
 
     def read(self, dataset: Dataset, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """As :meth:`Dataset.read`, of the samples of a batch as they are varied."""
+        """Read as :meth:`Dataset.read`, with the samples of a batch varied."""
         if name not in self._moved or not (batch.augmented or self.rules.crop):
             return dataset.read(name, batch.indices, box, out)
         part = box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
@@ -265,7 +266,7 @@ class Augmentation:
         where: tuple[Sequence[tuple[int, int]], tuple[int, int]],
         out: NDArray[Any],
     ) -> None:
-        """The box of a sample and channels of the file -> `out`, of its shape."""
+        """Copy a box of a sample and of channels of the file to `out`, which has its shape."""
         ranges, channels = where
         whole, extents = self._files[name].shape, self.fields[name].shape
         pieces = []
@@ -284,7 +285,7 @@ class Augmentation:
     # -- numbers -------------------------------------------------------------------------------------
 
     def alter(self, name: str, batch: Batch, box: Box, part: NDArray[Any]) -> None:
-        """Noise, brightness and contrast of an input, in place: `part` is what lies within the samples. Local."""
+        """Apply noise, brightness and contrast to an input, in place; `part` lies within the samples. Local."""
         rules = self.rules
         alters = rules.noise or rules.brightness or rules.contrast
         if not alters or not batch.augmented or self._files[name].is_target:
@@ -303,7 +304,7 @@ class Augmentation:
     def _add_noise(
         self, sample: NDArray[Any], ranges: Sequence[tuple[int, int]], shape: Sequence[int], key: Sequence[int]
     ) -> None:
-        """Every row of a sample has its own stream, of which each rank takes what it has of it."""
+        """Add noise. Every row of a sample has its own random stream, of which each rank takes its columns."""
         if len(shape) == 1:
             sample, ranges, shape = sample[None], [(0, 1), *ranges], (1, *shape)
         *leading, columns, channels = ranges
@@ -314,7 +315,7 @@ class Augmentation:
 
 
 def _turned(axes: tuple[int, ...], mirrored: Sequence[bool], quarters: int) -> tuple[tuple[int, ...], list[bool]]:
-    """Turned by quarters as `numpy.rot90` does in the last two axes, and then mirrored.
+    """Turn by quarters as `numpy.rot90` does in the last two axes, then mirror.
 
     >>> _turned((0, 1), [False, False], 1)
     ((1, 0), [True, False])

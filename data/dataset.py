@@ -35,7 +35,7 @@ Names = str | Mapping[str, str] | None
 
 
 def named(given: Names, alone: str) -> dict[str, str]:
-    """Datasets by the name of the network's input; of a single one that is called `alone`.
+    """Return datasets by the name of the network's input; a single dataset gets the name `alone`.
 
     >>> named("fields", "x"), named({"mask": "label"}, "target"), named(None, "target")
     ({'x': 'fields'}, {'mask': 'label'}, {})
@@ -46,7 +46,7 @@ def named(given: Names, alone: str) -> dict[str, str]:
 
 
 class Hdf5Dataset:
-    """Inputs and targets of one HDF5 file, read by boxes. Local; every rank opens its own.
+    """Inputs and targets of one HDF5 file, read by boxes. Local; every rank opens its own file object.
 
     Parameters
     ----------
@@ -57,10 +57,10 @@ class Hdf5Dataset:
     layout : {"NHWC", "NCHW"}, optional
         Order of axes on disk, for any number of spatial axes. Default: the attribute ``layout`` of the first input.
     ranges : mapping of TargetRange, optional
-        By name: targets outside, and fractions where they are numbers of classes, are refused when they are read.
+        Ranges by name. Targets outside, and fractions in place of class indices, are refused when they are read.
     structure : Structure, optional
-        What another rank found in this file (:attr:`structure`); it is then not looked at before it is first read, and
-        `inputs`, `targets` and `layout` do not count.
+        Structure that another rank found in this file (:attr:`structure`). The file is then opened at the first read,
+        and `inputs`, `targets` and `layout` do not count.
     allow_external : bool
         Whether virtual datasets, external links and external files may take numbers from outside the folder of the
         file (:class:`Storage`).
@@ -68,7 +68,7 @@ class Hdf5Dataset:
     Attributes
     ----------
     structure : Structure
-        All there is to know of the file, as plain data.
+        Content of the file, as plain data.
     fields : dict of Field
         By name, the inputs first: shapes of one sample and names of channels.
     groups : int64 array ``(N,)`` or None
@@ -76,7 +76,7 @@ class Hdf5Dataset:
     lenient : frozenset of str
         Names of fields whose NaN, infinity and targets out of range are passed on; none at first.
     labels : mapping of LabelMap
-        By name: values of the file that stand for others, replaced before anything is checked; none at first.
+        Label maps by name, applied before values are checked; none at first.
     bytes_read : int
         Bytes requested of the file so far, as stored.
 
@@ -134,7 +134,7 @@ class Hdf5Dataset:
         Parameters
         ----------
         name : str
-            Of `fields`.
+            Key of `fields`.
         indices : sequence of int
             Samples of the whole (global) batch, in order.
         box : Box
@@ -173,7 +173,7 @@ class Hdf5Dataset:
         return self.structure.attributes
 
     def place(self, index: int) -> str:
-        """Where a sample lies, for messages."""
+        """Return the place of a sample, for messages."""
         return f"{self.path}, sample {index}"
 
     def _examine(
@@ -190,7 +190,7 @@ class Hdf5Dataset:
         return found
 
     def _dataset(self, name: str) -> h5py.Dataset:
-        """One of the datasets; opened now, where another rank has examined the file."""
+        """Return one of the datasets; open it now if another rank has examined the file."""
         if self._file is None:
             file = open_file(self.path)
             try:
@@ -204,7 +204,7 @@ class Hdf5Dataset:
         return self._datasets[name]
 
     def _find_again(self, file: h5py.File, field: Field) -> h5py.Dataset:
-        """A dataset, no attribute of which is read."""
+        """Find a dataset without reading its attributes."""
         found = find(file, self.path, field.dataset)
         shape = (len(found), *shape_of(found, field.kind)) if found.ndim else ()
         wanted = (self.structure.samples, *field.shape)
@@ -261,7 +261,7 @@ class Hdf5Dataset:
         out[destination] = scratch
 
     def _scratch_array(self, source: h5py.Dataset, out: NDArray[Any], extent: tuple[int, ...]) -> NDArray[Any]:
-        """A reused array of this shape: reading must not allocate in every step."""
+        """Return a reused array of this shape: reading must not allocate in every step."""
         # HDF5 converts between numbers, but knows neither NumPy's bool nor bfloat16.
         boolean = source.dtype.kind == "b"
         dtype = source.dtype if boolean else out.dtype if out.dtype.kind == "f" else np.dtype(np.float32)
@@ -277,7 +277,7 @@ class Hdf5Dataset:
 
 
 def _selection(kind: Kind, index: int, where: tuple[slice, ...]) -> tuple[int | slice, ...]:
-    """Slices on disk of the part `where` ``(*spatial, C)`` of one sample."""
+    """Return the slices on disk of the part `where` ``(*spatial, C)`` of one sample."""
     *spatial, channels = where
     if kind == "channels first":
         return (index, channels, *spatial)
@@ -287,5 +287,5 @@ def _selection(kind: Kind, index: int, where: tuple[slice, ...]) -> tuple[int | 
 
 
 def _is_direct(source: h5py.Dataset, out: NDArray[Any]) -> bool:
-    """Whether HDF5 can write straight into `out`."""
+    """Return whether HDF5 can write straight into `out`."""
     return bool(out.flags.c_contiguous) and out.dtype.kind == "f" and source.dtype.kind != "b"

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _LOCK = re.compile(r"unable to lock file, errno = (\d+)")
 # This process has it open already, as a file without locks.
 _OPEN_WITHOUT = "flag values don't match"
-# What flock answers when another process holds the lock; anything else means that there are no locks to be had.
+# Results of flock when another process holds the lock; any other error means that there are no locks.
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 _told = False
 
@@ -45,18 +45,18 @@ class DataError(UserError):
 
 
 class BeingWritten(OSError):
-    """Another process has the file open to write."""
+    """Error for a file that another process has open to write."""
 
 
 class NotRegular(OSError):
-    """A folder, a pipe, a device: to open a pipe waits for another process, to read a device may never end."""
+    """Error for a folder, a pipe or a device: opening a pipe blocks, reading a device may never end."""
 
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
 
 def regular_size(path: Path | str) -> int:
-    """The size of a regular file [B]; symbolic links are followed. Local; opens nothing.
+    """Return the size of a regular file [B]; symbolic links are followed. Local; opens nothing.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def open_to_read(path: Path) -> h5py.File:
     NotRegular
         It is no regular file.
     OSError
-        Whatever else h5py says.
+        Any other error of h5py.
     """
     regular_size(path)
     try:
@@ -135,7 +135,7 @@ def open_to_read(path: Path) -> h5py.File:
 
 
 def _tell(path: Path, number: int) -> None:
-    """Say it once in a process; only rank 0 is heard."""
+    """Warn once in a process; only messages of rank 0 are shown."""
     global _told
     if not _told:
         _log.warning(
@@ -148,12 +148,12 @@ def _tell(path: Path, number: int) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a file cannot be used, without a capital."""
+    """Return the reason of an error of a file, without a capital."""
     return (getattr(error, "strerror", None) or one_line(error)).lower()
 
 
 def one_line(said: object) -> str:
-    """The message of an error, or another text, without its line breaks."""
+    """Return the message of an error, or another text, without its line breaks."""
     return " ".join(str(said).split())
 
 
@@ -199,21 +199,21 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]
 
 
 def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable[[h5py.File], bool]) -> None:
-    """See that a file can be written, long before it is; makes its folder.
+    """Check early that a file can be written, and replaces nothing else; make its folder.
 
     Parameters
     ----------
     path : path
-        What :func:`atomic_path` will be given.
+        Later argument of :func:`atomic_path`.
     ours : str
-        What is replaced, for the message.
+        Description of the file that may be replaced, for the message.
     is_ours : function of an open HDF5 file
-        Whether it is that.
+        Returns whether the file may be replaced.
 
     Raises
     ------
     DataError
-        If it cannot be written, or if another file is there: that is not replaced.
+        If it cannot be written, or if another file exists there, which is not replaced.
     """
     check_writable(path)
     try:
@@ -230,17 +230,17 @@ def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Make the folder of `path`, and see that a file can be written there, long before it is. Leaves no file.
+    """Check early that a file can be written at `path`, and make its folder. Leaves no file.
 
     Parameters
     ----------
     path : path
-        What :func:`atomic_path` will be given.
+        Later argument of :func:`atomic_path`.
 
     Raises
     ------
     DataError
-        When that will not work.
+        If it cannot be written.
     """
     final = Path(path)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
@@ -278,7 +278,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _reason(error: OSError | RuntimeError) -> str | None:
-    """Why the disk took no more, or None for another error. HDF5 hides the number in its message."""
+    """Return why the disk took no more data, None for another error. HDF5 hides the number in its message."""
     for number, reason in _FULL.items():
         if getattr(error, "errno", None) == number or f"errno = {number}," in str(error):
             return reason

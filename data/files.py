@@ -28,7 +28,7 @@ _WILD = "*?["
 
 
 def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files that a path, a pattern, a folder, or a list of these stands for, in order. Local.
+    """Find the files of a path, a pattern, a folder, or a list of these, in order. Local.
 
     A pattern (``runs/*/fields.h5``; ``**`` for any folders) and a folder give files in the order of their names.
 
@@ -69,7 +69,7 @@ def _expanded(text: str) -> list[Path]:
 def open_dataset(
     given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *arguments: Any, **options: Any
 ) -> Hdf5Dataset | FileSet:
-    """The samples of all files that `given` stands for, each examined. Local.
+    """Open the samples of all files of `given`, and examine each file. Local.
 
     Other arguments are those of :class:`Hdf5Dataset`.
 
@@ -112,7 +112,7 @@ def check_alike(paths: Sequence[Path], structures: Sequence[Structure]) -> None:
 
 
 class FileSet:
-    """The samples of several HDF5 files, one file after the other; a :class:`Dataset`. Local.
+    """Samples of several HDF5 files, one file after the other; a :class:`Dataset`. Local.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class FileSet:
     Attributes
     ----------
     path
-        Of the first file, and how many more there are.
+        Path of the first file, and the number of further files.
     groups
         As in the files, numbered anew so that no two files share a group; a file without them counts as samples that
         do not belong together. None if no file has any.
@@ -190,7 +190,7 @@ class FileSet:
         return {name: v for name, v in first.items() if all(other.get(name) == v for other in others)}
 
     def place(self, index: int) -> str:
-        """Where a sample lies, for messages."""
+        """Return the place of a sample, for messages."""
         file, local = self._place(index)
         return self.parts[file].place(local)
 
@@ -225,7 +225,7 @@ class FileSet:
         return filled
 
     def _place(self, index: int) -> tuple[int, int]:
-        """File, and number in it, of a sample."""
+        """Return the file of a sample, and its index there."""
         if not 0 <= index < len(self):
             raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
         file = int(self.file_of[index])

@@ -1,4 +1,4 @@
-"""The regular selections that virtual datasets are made of, as arithmetic.
+"""Arithmetic of regular selections, of which virtual datasets consist.
 
 An axis of a selection takes `count` blocks of `block` indices, whose starts are `stride` apart::
 
@@ -51,19 +51,19 @@ class Hyperslab:
         return math.prod(n * b for n, b in zip(counts, self.block))
 
     def within(self, shape: Indices) -> Hyperslab:
-        """The same with as many blocks as begin within an array of this shape."""
+        """Return the same selection with only the blocks that begin within an array of this shape."""
         begins = (max(0, -(-(n - a) // s)) for n, a, s in zip(shape, self.start, self.stride))
         return replace(self, count=tuple(min(n, most) for n, most in zip(self.count, begins)))
 
     def selected(self, shape: Indices) -> Indices:
-        """Number of indices that are selected within an array of this shape, per axis."""
+        """Return the number of indices that are selected within an array of this shape, per axis."""
         inside = self.within(shape)
         full = (n * b for n, b in zip(inside.count, self.block))
         beyond = (max(0, end - n) if end is not None else 0 for end, n in zip(inside.stop, shape))
         return tuple(max(0, n - out) for n, out in zip(full, beyond))
 
     def part(self, axis: int, number: int) -> Hyperslab:
-        """Block `number` along an axis alone."""
+        """Return block `number` along an axis alone."""
         start = self.start[axis] + number * self.stride[axis]
         return replace(
             self,
@@ -72,12 +72,14 @@ class Hyperslab:
         )
 
     def size(self, shape: Indices) -> int:
-        """Number of elements that are selected within an array of this shape."""
+        """Return the number of elements that are selected within an array of this shape."""
         return math.prod(self.selected(shape))
 
 
 def hyperslabs(space: h5s.SpaceID, shape: Indices) -> list[Hyperslab]:
-    """A selection as regular ones; an irregular one block by block. `shape` is that of an array selected whole.
+    """Return a selection as regular ones; an irregular one block by block.
+
+    `shape` is the shape of the array, for a selection of all of it.
 
     Raises
     ------

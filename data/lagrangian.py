@@ -59,7 +59,7 @@ SLICE = 16384
 SUBCELLS = 8
 """Samples per axis that measure how much of a cell is bubble."""
 LEAST_AREA = 0.1
-"""Least area of a cell, of its initial one, in the density: a tangled cell has none or less."""
+"""Least area of a cell for the density, relative to its initial area: a tangled cell has no area or a negative one."""
 HIGHEST_WAVE = 7
 CELLS = 8
 SOUNDS = 2
@@ -89,7 +89,7 @@ class Bubble:
 
     @classmethod
     def draw(cls, rng: np.random.Generator) -> Bubble:
-        """A bubble 2 to 8 times lighter or heavier than what surrounds it."""
+        """Draw a bubble 2 to 8 times lighter or heavier than its surroundings."""
         x, y = rng.uniform(0.3, 0.7, 2)
         ratio = float(rng.choice([-1, 1])) * rng.uniform(np.log(2.0), np.log(8.0))
         return cls(float(x), float(y), float(rng.uniform(0.12, 0.24)), float(np.exp(ratio)))
@@ -143,12 +143,12 @@ class Flow:
         self._tracks = self._track(start, 2 * steps)
 
     def freeze(self, half_step: int) -> FrozenFlow:
-        """The flow at time ``half_step * dt / 2``."""
+        """Return the flow at time ``half_step * dt / 2``."""
         weights = self._weights(half_step * self._half)
         return FrozenFlow(*weights, self._tracks[half_step], self.strength, self.width)
 
     def _weights(self, t: float) -> tuple[Array, Array]:
-        """Coefficients of ``S_m(x) C_n(y)`` in u and of ``C_m(x) S_n(y)`` in v, ``(M + 1, M + 1)`` each."""
+        """Compute coefficients of ``S_m(x) C_n(y)`` in u and of ``C_m(x) S_n(y)`` in v, ``(M + 1, M + 1)`` each."""
         u = np.zeros((HIGHEST_WAVE + 1, HIGHEST_WAVE + 1))
         v = np.zeros_like(u)
         c, s = self._cells, self._sounds
@@ -159,7 +159,7 @@ class Flow:
         return u, v
 
     def _track(self, start: Array, half_steps: int) -> Array:
-        """Vortex centres ``(half_steps + 1, 2, 2)``, moved by the cells and the sound (RK4)."""
+        """Compute vortex centres ``(half_steps + 1, 2, 2)``, moved by the cells and the sound (RK4)."""
         field = VelocityField(len(start))
         empty = np.zeros(0)
 
@@ -192,7 +192,7 @@ class FrozenFlow:
 
 
 class VelocityField:
-    """Evaluates frozen flows at `n` points without allocating; one per thread."""
+    """Evaluator of frozen flows at `n` points, without allocations; one per thread."""
 
     def __init__(self, n: int) -> None:
         shape = (HIGHEST_WAVE + 1, n)
@@ -200,7 +200,7 @@ class VelocityField:
         self._work = np.empty((6, n))
 
     def evaluate(self, flow: FrozenFlow, at: Array, out: Array) -> None:
-        """out <- velocity [m/s] at `at`; both ``(2, n)``, C-contiguous rows. Local."""
+        """Compute out <- velocity [m/s] at `at`; both ``(2, n)``, C-contiguous rows. Local."""
         self._harmonics(at[0], self._sx, self._cx)
         self._harmonics(at[1], self._sy, self._cy)
         out[:] = 0.0
@@ -217,7 +217,7 @@ class VelocityField:
             self._add_vortex(at, out, cx, cy, strength, flow.width)
 
     def _harmonics(self, x: Array, s: Array, c: Array) -> None:
-        """``sin(m pi x)`` and ``cos(m pi x)`` for all m, by the addition theorem: two trigonometric calls."""
+        """Compute ``sin(m pi x)`` and ``cos(m pi x)`` for all m, by the addition theorem: two trigonometric calls."""
         term = self._work[0]
         s[0], c[0] = 0.0, 1.0
         np.multiply(x, np.pi, out=term)
@@ -262,7 +262,7 @@ class VelocityField:
 
 
 def _draw_cells(rng: np.random.Generator) -> Waves:
-    """Standing vortices with a root-mean-square velocity of 0.35 to 0.5 m/s together."""
+    """Draw standing vortices with a root-mean-square velocity of 0.35 to 0.5 m/s together."""
     pairs = [(m, n) for m in range(1, HIGHEST_WAVE + 1) for n in range(1, HIGHEST_WAVE + 1) if 4 <= np.hypot(m, n) <= 7]
     chosen = rng.choice(len(pairs), CELLS, replace=False)
     m, n = np.array([pairs[k] for k in chosen]).T
@@ -276,7 +276,7 @@ def _draw_cells(rng: np.random.Generator) -> Waves:
 
 
 def _draw_sounds(rng: np.random.Generator) -> Waves:
-    """Compressions that change the density of matter at rest by 5 to 15 % each."""
+    """Draw compressions that change the density of matter at rest by 5 to 15 % each."""
     pairs = [(1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2)]
     m, n = np.array([pairs[k] for k in rng.choice(len(pairs), SOUNDS, replace=False)]).T
     omega = rng.uniform(3.0, 6.0, SOUNDS)
@@ -339,11 +339,11 @@ class MeshBlock:
         self.step += 1
 
     def quality(self) -> Array:
-        """Scaled Jacobian ``(rows, resolution)`` against +z: negative in tangled and inverted cells."""
+        """Compute the scaled Jacobian ``(rows, resolution)`` against +z: negative in tangled and inverted cells."""
         return scaled_jacobian(Quads(self.nodes, normal="up"))
 
     def channels(self, out: NDArray[np.float32]) -> None:
-        """out ``(rows, resolution, 18)`` <- the state now, see :data:`CHANNELS`."""
+        """Compute out ``(rows, resolution, 18)`` <- the state now, see :data:`CHANNELS`."""
         quads = Quads(self.nodes)
         out[..., 0], out[..., 1] = self._density_and_pressure()
         out[..., 2] = self._average_velocity()
@@ -352,7 +352,7 @@ class MeshBlock:
             out[..., 4 + k] = metric(quads)
 
     def volume_fractions(self) -> Array:
-        """Share of bubble per cell: constant in time, because matter does not leave a Lagrangian cell."""
+        """Compute the share of bubble per cell: constant in time, as matter does not leave a Lagrangian cell."""
         return bubble_fractions(self._flow.bubble, self._resolution, self._first, self._first + self._rows)
 
     def _density_and_pressure(self) -> tuple[Array, Array]:
@@ -365,7 +365,7 @@ class MeshBlock:
         return density, INITIAL_PRESSURE * compression**gamma
 
     def _average_velocity(self) -> Array:
-        """Mean of the x velocity [m/s] over the four nodes of each cell."""
+        """Compute the mean of the x velocity [m/s] over the four nodes of each cell."""
         frozen, total = self._flow.freeze(2 * self.step), self._at.shape[1]
         u = np.empty(total)
         for start in range(0, total, SLICE):
@@ -384,7 +384,7 @@ class MeshBlock:
 
 
 def bubble_fractions(bubble: Bubble, resolution: int, first: int, last: int) -> Array:
-    """Share of the cells of rows ``[first, last)`` that lies in the bubble, by 8 x 8 samples per cell."""
+    """Compute the share of bubble of the cells of rows ``[first, last)``, by 8 x 8 points per cell."""
     centre = (np.arange(resolution) + 0.5) / resolution
     dx = centre[None, :] - bubble.x
     dy = centre[first:last, None] - bubble.y

@@ -25,19 +25,19 @@ __all__ = ["Ahead", "LoadedBatch", "Loader"]
 
 
 class LoadRecorder(Protocol):
-    """Called after every read: seconds of ``time.perf_counter``."""
+    """Recorder that is called after every read, with seconds of ``time.perf_counter``."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None: ...
 
 
 class Ahead(Protocol):
-    """Takes what was read further, from the thread that reads, while the step computes (to a device)."""
+    """Consumer that moves a batch further (to a device) from the reading thread, while the step computes."""
 
     def before_fill(self, slot: int) -> None:
         """Return when the buffers of a slot may be written again."""
 
     def after_fill(self, slot: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """The buffers of a slot hold a batch."""
+        """Take the batch that the buffers of a slot hold now."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LoadedBatch:
     ----------
     arrays : dict
         By the name of the network's input, of the shape of its box: inputs are normalised, and 0 outside the sample
-        (padding); targets are reduced to patches where asked for.
+        (padding); targets with a reduction are reduced to patches.
     batch : Batch
     slot : int
         Number of the set of buffers.
@@ -60,24 +60,24 @@ class LoadedBatch:
 
 
 class Loader:
-    """Delivers the local boxes of global batches, in order, read ahead by a thread. Local.
+    """Loader of the local boxes of global batches, in order, read ahead by a thread. Local.
 
-    Buffers are made once: what :meth:`iterate` yields is overwritten when the batch after it is asked for.
+    Buffers are made once: a batch that :meth:`iterate` yields is overwritten when the next batch is requested.
 
     Parameters
     ----------
     dataset : Dataset
         Used by the thread only, while a loop runs.
     boxes : dict of Box
-        By name, of the global batch ``(N, *spatial, C)``: the owned box with the halo the first layer needs. May reach
-        outside. Of a target in patches, where there is a reduction.
+        Boxes of the global batch ``(N, *spatial, C)`` by name: the owned box with the halo that the first layer needs.
+        They may reach outside. The box of a target with a reduction counts patches.
     statistics : dict of ChannelStatistics, optional
-        By name, applied to inputs within the sample.
+        Statistics by name, applied to inputs within the sample.
     reductions : dict of TargetReduction, optional
-        By name: reduce targets from cells to patches.
+        Reductions of targets from cells to patches, by name.
     dtype : float32 or float64
     augmentation : optional
-        How samples are varied.
+        Random changes of samples.
     depth : int
         Sets of buffers: one is in use, the others are being filled.
     recorder : optional
@@ -85,7 +85,7 @@ class Loader:
     allocate
         Makes the buffers, as `numpy.zeros` does (pinned, where a device copies from them).
     ahead : optional
-        Who takes batches further.
+        Consumer that moves batches further, from the thread.
 
     Attributes
     ----------
@@ -132,9 +132,10 @@ class Loader:
         self.close()
 
     def iterate(self, batches: Iterable[Batch | Sequence[int]]) -> Generator[LoadedBatch, None, None]:
-        """Load these batches in order, which the thread asks for one by one. An error of it is raised when due.
+        """Load these batches in order; the thread requests them one by one.
 
-        Ends its thread when the loop ends, breaks or fails. One loop at a time.
+        An error of the thread is raised when its batch is due. The thread ends when the loop ends, breaks or fails.
+        One loop at a time.
         """
         if self._running is not None:
             raise DataError("this loader is already in a loop; end that one first, or make another loader")
@@ -200,7 +201,7 @@ class Loader:
 
 
 class _Worker:
-    """The thread of one loop and its two queues of slots: `free` to fill, `ready` to use."""
+    """Thread of one loop and its two queues of slots: `free` to fill, `ready` to use."""
 
     def __init__(self, loader: Loader, batches: Iterable[Batch | Sequence[int]]) -> None:
         self._loader, self._batches = loader, batches

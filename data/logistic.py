@@ -1,4 +1,4 @@
-"""Logistic regression per cell: the baseline a network must beat, on the same channels and nothing else."""
+"""Logistic regression per cell: a baseline for networks, on the same channels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LogisticModel:
 
 
 def fit(blocks: Blocks, ridge: float = 1e-6, iterations: int = 30, tolerance: float = 1e-8) -> LogisticModel:
-    """Maximum likelihood by Newton's method (iteratively re-weighted least squares). Local.
+    """Fit by maximum likelihood, with Newton's method (iteratively re-weighted least squares). Local.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def fit(blocks: Blocks, ridge: float = 1e-6, iterations: int = 30, tolerance: fl
 
 
 def predict(model: LogisticModel, x: ArrayLike) -> Array:
-    """Probability of a 1 for each cell: x ``(..., C)`` -> ``(...)``, float64. Local."""
+    """Compute the probability of a 1 for each cell: x ``(..., C)`` -> ``(...)``, float64. Local."""
     values = np.asarray(x, dtype=np.float64)
     if values.shape[-1] != len(model.weights):
         raise ValueError(
@@ -86,14 +86,14 @@ def predict(model: LogisticModel, x: ArrayLike) -> Array:
 
 
 def intersection_over_union(probability: ArrayLike, y: ArrayLike, threshold: float = 0.5) -> float:
-    """``|P & Y| / |P | Y|`` of the cells above `threshold` and the true ones; 1 where both are empty."""
+    """Compute ``|P & Y| / |P | Y|`` of the cells above `threshold` and the true ones; 1 where both are empty."""
     positive, true = np.asarray(probability) > threshold, np.asarray(y) > 0.5
     union = np.count_nonzero(positive | true)
     return 1.0 if union == 0 else np.count_nonzero(positive & true) / union
 
 
 def best_threshold(model: LogisticModel, blocks: Blocks) -> tuple[float, float]:
-    """The threshold out of 0.01, 0.02, ... 0.99 with the highest intersection over union, and that value."""
+    """Find the threshold of 0.01, 0.02, ... 0.99 with the highest intersection over union, and that value."""
     both, positive, true = np.zeros(len(THRESHOLDS)), np.zeros(len(THRESHOLDS)), 0.0
     for x, y in blocks():
         probability = predict(model, x).ravel()
@@ -121,7 +121,7 @@ def _width(blocks: Blocks) -> int:
 def _line_search(
     blocks: Blocks, theta: Array, step: Array, loss: float, ridge: float
 ) -> tuple[Array, tuple[float, Array, Array]] | None:
-    """The first of theta - step, theta - step / 2, ... with a lower loss, and its derivatives."""
+    """Find the first of theta - step, theta - step / 2, ... with a lower loss, and its derivatives."""
     for halvings in range(12):
         trial = theta - step * 0.5**halvings
         derivatives = _derivatives(blocks, trial, ridge)
@@ -131,7 +131,7 @@ def _line_search(
 
 
 def _derivatives(blocks: Blocks, theta: Array, ridge: float) -> tuple[float, Array, Array]:
-    """Mean loss, gradient and Hessian with respect to (weights, bias)."""
+    """Compute mean loss, gradient and Hessian with respect to (weights, bias)."""
     loss, count = 0.0, 0
     gradient = np.zeros_like(theta)
     hessian = np.zeros((len(theta), len(theta)))

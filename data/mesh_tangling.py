@@ -49,7 +49,7 @@ PILOT = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a data set.
+    """Settings that determine a data set.
 
     Attributes
     ----------
@@ -119,12 +119,12 @@ class MeshSimulation:
         self.steps = self._choose_steps(rng)
 
     def mesh(self, first: int = 0, last: int | None = None) -> MeshBlock:
-        """The mesh at rest, cell rows ``[first, last)``."""
+        """Return the mesh at rest, cell rows ``[first, last)``."""
         last = self.settings.resolution if last is None else last
         return MeshBlock(self.flow, self.settings.resolution, first, last, self.settings.time_step)
 
     def sample_rows(self, first: int, last: int, taken: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-        """Cell rows ``[first, last)`` of the first `taken` samples.
+        """Compute cell rows ``[first, last)`` of the first `taken` samples.
 
         Returns
         -------
@@ -146,7 +146,7 @@ class MeshSimulation:
         return inputs, mask
 
     def _choose_steps(self, rng: np.random.Generator) -> list[int]:
-        """Instants, in order: one from each equal part of the stretch with the wanted share of masked cells."""
+        """Choose instants, in order: one from each equal part of the steps with the wanted share of masked cells."""
         s = self.settings
         share = self._pilot()
         wanted = np.flatnonzero((share >= s.least_masked) & (share <= s.most_masked))
@@ -158,7 +158,7 @@ class MeshSimulation:
         return [int(rng.choice(part)) for part in np.array_split(wanted, s.samples_per_simulation)]
 
     def _pilot(self) -> NDArray[np.float64]:
-        """Share of masked cells of the coarse mesh, per step at which an interval may begin."""
+        """Compute the share of masked cells of the coarse mesh, per step at which an interval may begin."""
         s = self.settings
         mesh = MeshBlock(self.flow, PILOT, 0, PILOT, s.time_step)
         recent: deque[NDArray[np.bool_]] = deque(maxlen=s.interval_steps + 1)
@@ -215,7 +215,7 @@ def generate(
 
 @contextlib.contextmanager
 def _hdf5(path: Path) -> Iterator[h5py.File]:
-    """A new HDF5 file; the first error wins over those that closing a broken file adds."""
+    """Open a new HDF5 file; the first error wins over those that closing a broken file adds."""
     # No chunk cache: every write reaches the file at once, so that a full disk is noticed by the write that met it.
     file = h5py.File(path, "w", libver="v110", rdcc_nbytes=0, locking=False)
     try:
@@ -254,7 +254,7 @@ class _Task:
 
 
 def _tasks(settings: Settings) -> Iterator[_Task]:
-    """All row blocks of all simulations, in the order of the file."""
+    """Yield all row blocks of all simulations, in the order of the file."""
     per = settings.samples_per_simulation
     for index in range(settings.simulations):
         simulation = MeshSimulation(settings, index)

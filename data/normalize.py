@@ -1,8 +1,8 @@
 """Per-channel normalisation, computed once in parallel and the same for every number of ranks.
 
 A channel is first transformed by a named rule, then its mean is subtracted and it is divided by its standard
-deviation. Of what spreads over orders of magnitude a mean says little: densities and pressures take ``log`` by default.
-Quality metrics explode where a cell tangles (Verdict clamps them to 1e30): they take ``metric``.
+deviation. The mean of values that spread over orders of magnitude says little: densities and pressures take ``log`` by
+default. Quality metrics explode where a cell tangles (Verdict clamps them to 1e30): they take ``metric``.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _LONG = 8e9  # bytes that one rank reads in ten seconds or more
 
 
 def _log(x: NDArray[Any]) -> None:
-    """sign(x) log(1 + |x|)."""
+    """Compute x <- sign(x) log(1 + |x|)."""
     magnitude = np.log1p(np.abs(x))
     np.copysign(magnitude, x, out=x)
 
 
 def _metric(x: NDArray[Any]) -> None:
-    """As log, of what is no larger than a metric of a cell can be."""
+    """Clip to the largest metric that a cell can have, then compute as `_log`."""
     np.clip(x, -LARGEST, LARGEST, out=x)
     _log(x)
 
@@ -68,7 +68,7 @@ def _asinh(x: NDArray[Any]) -> None:
 
 
 def _identity(x: NDArray[Any]) -> None:
-    """Leaves x alone."""
+    """Leave x unchanged."""
 
 
 TRANSFORMS: dict[str, Callable[[NDArray[Any]], None]] = {
@@ -82,14 +82,14 @@ TRANSFORMS: dict[str, Callable[[NDArray[Any]], None]] = {
 
 
 def transform(x: NDArray[Any], rules: Sequence[str]) -> None:
-    """x ``(..., C)`` <- transformed channel by channel by these rules, in place. Local."""
+    """Transform x ``(..., C)`` channel by channel by these rules, in place. Local."""
     for k, rule in enumerate(rules):
         if TRANSFORMS[rule] is not _identity:
             TRANSFORMS[rule](x[..., k])
 
 
 def mark_absent(x: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where x is NaN or infinite; there it is NaN afterwards, which no transform changes. Local."""
+    """Find where x is NaN or infinite, and set it to NaN there, which no transform changes. Local."""
     absent = ~np.isfinite(x)
     x[absent] = np.nan
     return absent
@@ -97,12 +97,12 @@ def mark_absent(x: NDArray[Any]) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """Mean and standard deviation of the transformed channels, and how to apply them.
+    """Mean and standard deviation of the transformed channels, and their application.
 
     Attributes
     ----------
     mean, std : float64 arrays ``(C,)``
-        Of the transformed values; a constant channel has std 0 and becomes 0.
+        Mean and standard deviation of the transformed values; a constant channel has std 0 and becomes 0.
     transforms : tuple of str
         Keys of :data:`TRANSFORMS`, one per channel.
     count : int
@@ -115,7 +115,7 @@ class ChannelStatistics:
     count: int
 
     def apply(self, x: NDArray[Any], first_channel: int = 0) -> None:
-        """x ``(N, *spatial, C')`` <- normalised, in place; its channels begin at global `first_channel`. Local."""
+        """Normalise x ``(N, *spatial, C')``, whose channels begin at global `first_channel`, in place. Local."""
         mine = slice(first_channel, first_channel + x.shape[-1])
         rules = self.transforms[mine]
         std = self.std[mine]
@@ -133,7 +133,7 @@ class ChannelStatistics:
                         np.clip(rows[..., k], -CLIP, CLIP, out=rows[..., k])
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for a checkpoint."""
+        """Return plain lists and numbers, for a checkpoint."""
         return {
             "mean": self.mean.tolist(),
             "std": self.std.tolist(),
@@ -156,12 +156,12 @@ def _raise(fault: Exception | None) -> None:
 
 
 def check_transforms(dataset: Dataset, transforms: Mapping[str, str]) -> None:
-    """Refuse rules that there are not, and names that neither an input nor a channel of one has. Local.
+    """Refuse unknown rules, and names that neither an input nor a channel of one has. Local.
 
     Raises
     ------
     DataError
-        Naming those that there are.
+        Names the valid ones.
     """
     inputs = {name: field for name, field in dataset.fields.items() if not field.is_target}
     channels = dict.fromkeys(channel for field in inputs.values() for channel in field.channel_names)
@@ -177,7 +177,7 @@ def check_transforms(dataset: Dataset, transforms: Mapping[str, str]) -> None:
 
 
 def _rule(transforms: Mapping[str, str], name: str, channel: str) -> str:
-    """That of a channel, else of its input, else the default."""
+    """Return the rule of a channel, else that of its input, else the default."""
     common = transforms.get(name, DEFAULT_RULES.get(channel, "none"))
     return transforms.get(channel, common)
 
@@ -193,7 +193,7 @@ def channel_statistics(
     agree: Callable[[Exception | None], None] = _raise,
     transforms: Mapping[str, str] | None = None,
 ) -> ChannelStatistics:
-    """Mean and standard deviation per channel of one input over these samples.
+    """Compute mean and standard deviation per channel of one input over these samples.
 
     Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, then one array of 3 C
     numbers is summed. The result differs between numbers of ranks by rounding only (1e-12): sums are taken in float64
@@ -203,7 +203,7 @@ def channel_statistics(
     ----------
     dataset : Dataset
     name : str
-        Of the input.
+        Name of the input.
     indices : sequence of int
         The training samples; the same on every rank.
     rank, size : int
@@ -250,7 +250,7 @@ def channel_statistics(
 
 
 def _announce(dataset: Dataset, name: str, samples: int, size: int) -> None:
-    """Say what takes long before it does."""
+    """Warn before what takes long."""
     nbytes = samples * math.prod(dataset.fields[name].shape) * np.dtype(np.float32).itemsize
     if nbytes > _LONG * size:
         _logger.warning(
@@ -266,7 +266,7 @@ def _mean(x: NDArray[Any]) -> Array:
 
 
 def _add_up(buffer: SampleRows, indices: Sequence[int] | NDArray[np.int64], shift: Array, total: Array) -> None:
-    """total ``(3, C)`` += cells, sums and sums of squares of the shifted channels of these samples. Local."""
+    """Add cells, sums and sums of squares of the shifted channels of these samples to total ``(3, C)``. Local."""
     channels = len(shift)
     for index in indices:
         for block in buffer.of_sample(int(index)):
@@ -279,23 +279,23 @@ def _add_up(buffer: SampleRows, indices: Sequence[int] | NDArray[np.int64], shif
 
 
 class SampleRows:
-    """Transformed blocks of rows of one sample at a time, in one buffer. Numbers that are passed on are NaN."""
+    """Transformed blocks of rows of one sample at a time, in one buffer. Invalid numbers become NaN."""
 
     def __init__(self, dataset: Dataset, name: str, rules: tuple[str, ...] = ()) -> None:
         self._dataset, self._name, self._rules = dataset, name, rules
         self._shape = dataset.fields[name].shape
-        #: Of a vector per sample, all of it.
+        #: Number of rows; a vector per sample is one block.
         self._rows = self._shape[0] if len(self._shape) > 1 else self._shape[-1]
         step = min(_ROWS, self._rows) if len(self._shape) > 1 else self._rows
         self._buffer = np.empty((1, step, *self._shape[1:]), np.float32)
 
     def of_sample(self, index: int) -> Any:
-        """Its blocks of rows ``(1, rows, ..., C)``, one after the other in the same memory."""
+        """Yield blocks of rows ``(1, rows, ..., C)`` of a sample, one after the other in the same memory."""
         for first in range(0, self._rows, self._buffer.shape[1]):
             yield self._read(index, first, min(first + self._buffer.shape[1], self._rows))
 
     def first(self, index: int) -> NDArray[np.float32]:
-        """The first of them."""
+        """Return the first block of rows of a sample."""
         return self._read(index, 0, self._buffer.shape[1])
 
     def _read(self, index: int, first: int, last: int) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Which samples, in which order: decided by seed and epoch alone, so that it is the same on every decomposition."""
+"""Order of samples: decided by seed and epoch alone, so that it is the same on every decomposition."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Batch:
     indices : tuple of int
         Dataset indices, one per sample of the global batch.
     valid : int
-        The first so many count; the rest repeats the last one, to fill a batch of fixed size.
+        Number of samples that count; the rest repeats the last one, to fill a batch of fixed size.
     epoch, position : int
         Where in the sequence this batch stands.
     augmented : bool
@@ -44,7 +44,7 @@ class Batch:
     augmented: bool = False
 
     def parts(self, count: int) -> Iterator[Batch]:
-        """So many equal parts of it, in order. Local."""
+        """Yield `count` equal parts of the batch, in order. Local."""
         size = len(self.indices) // count
         for first in range(0, size * count, size):
             some, valid = self.indices[first : first + size], min(size, max(0, self.valid - first))
@@ -93,19 +93,19 @@ def split(
 
 
 def _distinct(labels: NDArray[Any]) -> NDArray[Any]:
-    """Sorted, each once. ``np.unique`` takes a hash table, which is slow where most are different."""
+    """Return the distinct values, sorted. ``np.unique`` takes a hash table, which is slow for many of them."""
     names = np.sort(labels)
     return names[np.concatenate(([True], names[1:] != names[:-1]))] if len(names) else names
 
 
 def _announce(samples: int) -> None:
-    """Say what takes long before it does."""
+    """Warn before what takes long."""
     if samples >= _MANY:
         _log.warning("drawing the order of %s samples, %.1f GB on every rank", f"{samples:,}", 16e-9 * samples)
 
 
 class Batches(Sequence[Batch]):
-    """Batches of samples in a given order, each made when it is asked for.
+    """Batches of samples in a given order, each made on access.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class Batches(Sequence[Batch]):
         Samples per batch; the last one is filled up with copies of its last sample that do not count.
     epoch : int
     positions : range
-        Of the batches in that epoch.
+        Positions of the batches in that epoch.
     augmented : bool
         Whether their samples are varied.
     """
@@ -159,7 +159,7 @@ class Sampler:
     shuffle : {"epoch", "never"}
         A new order every epoch, or the order of `indices`.
     remainder : {"drop", "fill"}
-        What becomes of samples that do not fill a batch: left out (training; others next epoch), or the batch is
+        Treatment of samples that do not fill a batch: left out (training; others next epoch), or the batch is
         filled with copies of its last sample that do not count (evaluation).
     augmented : bool
         Whether samples are varied, see :class:`Batch`.
@@ -190,19 +190,19 @@ class Sampler:
         self.position = 0
 
     def __len__(self) -> int:
-        """Batches per epoch."""
+        """Return the number of batches per epoch."""
         n = len(self._indices)
         return n // self.batch if self.remainder == "drop" else -(-n // self.batch)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """All samples in the order of this epoch."""
+        """Return all samples in the order of this epoch."""
         if self.shuffle == "never":
             return self._indices
         _announce(len(self._indices))
         return np.random.default_rng([self.seed, _SHUFFLE, epoch]).permutation(self._indices)
 
     def rest_of_epoch(self) -> Batches:
-        """The batches of the current epoch that have not been taken. Does not move the position."""
+        """Return the batches of the current epoch that have not been taken. Does not move the position."""
         rest = range(self.position, len(self))
         return Batches(self.order(self.epoch), self.batch, self.epoch, rest, self.augmented)
 
@@ -213,13 +213,13 @@ class Sampler:
             self.epoch, self.position = self.epoch + 1, 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """The rest of the current epoch; the position follows as batches are handed out."""
+        """Yield the rest of the current epoch; the position follows as batches are handed out."""
         for batch in self.rest_of_epoch():
             self.advance()
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers that, given to :meth:`load_state_dict`, continue the same sequence."""
+        """Return plain numbers that, given to :meth:`load_state_dict`, continue the same sequence."""
         return {
             "epoch": self.epoch, "position": self.position, "seed": self.seed, "batch": self.batch,
             "samples": len(self._indices), "shuffle": self.shuffle,

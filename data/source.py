@@ -47,11 +47,11 @@ class Dataset(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Requested so far [B]."""
+        """Bytes that were requested so far [B]."""
         ...
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         ...
 
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
@@ -63,15 +63,15 @@ class Dataset(Protocol):
         ...
 
     def place(self, index: int) -> str:
-        """Where a sample lies, for messages."""
+        """Return the place of a sample, for messages."""
         ...
 
     def close(self) -> None:
-        """Free what is open; what is read afterwards opens it again."""
+        """Close open files; a later read opens them again."""
 
 
 class ArrayDataset:
-    """Inputs and targets that lie in arrays, of which each process reads only its own box; a :class:`Dataset`. Local.
+    """Inputs and targets in arrays, of which each process reads only its own box; a :class:`Dataset`. Local.
 
     Parameters
     ----------
@@ -79,9 +79,9 @@ class ArrayDataset:
         By the name of the network's input: ``(N, *spatial, C)``, or ``(N,)``, a number per sample. An array has
         ``shape`` and is read as ``array[index, a:b, c:d, ...]``, by the thread that reads ahead.
     targets : collection of str
-        Names of those that predictions are compared with.
+        Names of the arrays that predictions are compared with.
     channel_names : mapping, optional
-        Of the channels, by the name of the array.
+        Names of the channels, by the name of the array.
     groups : int array ``(N,)``, optional
         Samples of equal number belong together.
     path : path
@@ -94,7 +94,7 @@ class ArrayDataset:
     Raises
     ------
     DataError
-        Arrays of different length, names that are none of theirs; in reading as :class:`Hdf5Dataset`.
+        Arrays of different length, unknown names; in reading as :class:`Hdf5Dataset`.
     """
 
     def __init__(
@@ -161,4 +161,4 @@ class ArrayDataset:
         return filled
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""

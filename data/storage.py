@@ -1,9 +1,9 @@
-"""Where the numbers of an HDF5 dataset lie: followed and checked before they are trusted.
+"""Storage of an HDF5 dataset: the places of its numbers are followed and checked before they are read.
 
 HDF5 reads the fill value, as a rule zero, without an error where the source of a virtual dataset cannot be opened,
 where a chunk was never written, and behind the end of an external file. It crashes on a virtual dataset of itself,
-waits for ever for a named pipe, and reads any file of the machine that a dataset names. So all of this is looked up
-first, once.
+waits for ever for a named pipe, and reads any file of the machine that a dataset names. So all of this is checked once,
+first.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def check_files(path: Path, files: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """A part of a virtual dataset, `filled` by what is `taken` of a dataset of another file.
+    """Part of a virtual dataset, `filled` by what is `taken` of a dataset of another file.
 
     `taken` is None for all of that dataset, which then has this many `elements`.
     """
@@ -79,9 +79,9 @@ class _Source:
 
 
 class Storage:
-    """Follows datasets of one open file to everything that their numbers come from. Local.
+    """Check of where the numbers of datasets of one open file come from. Local.
 
-    What is legal but hardly meant (some chunks never written) is logged as a warning.
+    Legal but suspicious storage (some chunks never written) is logged as a warning.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class Storage:
             return isinstance(found, h5py.Dataset)
 
     def _follow(self, file: h5py.File, name: str, stack: ExitStack) -> h5py.HLObject | None:
-        """What is at the end of the links; files of external links stay open as long as `stack`."""
+        """Follow links to their end; files of external links stay open as long as `stack`."""
         ahead, found, links = deque(name.split("/")), file["/"], 0
         while ahead:
             word = ahead.popleft()
@@ -220,7 +220,7 @@ class Storage:
         self._report_gap(dataset, missing, missing == size, f"{missing:,} of its {size:,} elements have no source")
 
     def _sources(self, dataset: h5py.Dataset) -> Iterator[_Source]:
-        """The parts of a virtual dataset; a pattern like ``part-%b.h5`` gives one for each block that is there."""
+        """Yield the parts of a virtual dataset; a pattern like ``part-%b.h5`` gives one for each existing block."""
         for entry in dataset.virtual_sources():
             whole = entry.src_space.get_select_type() == h5s.SEL_ALL
             taken = None if whole else hyperslabs(entry.src_space, ())
@@ -243,7 +243,7 @@ class Storage:
                 yield other
 
     def _check_source(self, dataset: h5py.Dataset, other: h5py.File, part: _Source) -> None:
-        """Whether the dataset is there with as many numbers as the virtual one takes from it."""
+        """Check that a source has as many numbers as the virtual dataset takes from it."""
         what = f"{self._where(dataset)}: its source {part.dataset!r} in {other.filename}"
         with ExitStack() as stack:
             found = self._follow(other, part.dataset, stack)
@@ -261,7 +261,7 @@ class Storage:
             self._check_storage(found)
 
     def _check_external(self, dataset: h5py.Dataset) -> None:
-        """External files, which are as long as the numbers in them: HDF5 reads zeros behind their end."""
+        """Check that external files are as long as the numbers in them: HDF5 reads zeros behind their end."""
         needed = dataset.size * dataset.id.get_type().get_size()
         for name, offset, size in dataset.external:
             own = os.path.dirname(os.path.abspath(dataset.file.filename))
@@ -277,14 +277,14 @@ class Storage:
             needed -= here
 
     def _open(self, file: h5py.File, name: str, variable: str, what: str) -> h5py.File:
-        """Another file that `file` refers to, as HDF5 finds it."""
+        """Open another file that `file` refers to, as HDF5 finds it."""
         places = list(_places(file.filename, name, variable))
         path = next((place for place in places if os.path.exists(place)), places[0])
         self._admit(path, f"{file.filename}: {what} {name}, which")
         return open_file(Path(path))
 
     def _admit(self, path: str, what: str) -> int:
-        """The size of another file that numbers come from [B], if it may be used."""
+        """Return the size of another file that numbers come from [B], if it may be used."""
         try:
             size = regular_size(path)
         except OSError as error:
@@ -303,7 +303,10 @@ class Storage:
 
 
 def _link(group: h5py.Group, word: str) -> h5py.HardLink | h5py.SoftLink | h5py.ExternalLink | None:
-    """What a name in a group is, None if there is none. ``group.get(word, getlink=True)`` would open external files."""
+    """Return the link of this name in a group, None if there is none.
+
+    ``group.get(word, getlink=True)`` would open external files.
+    """
     links, key = group.id.links, word.encode("utf-8", "surrogateescape")
     if not links.exists(key):
         return None
@@ -317,7 +320,7 @@ def _link(group: h5py.Group, word: str) -> h5py.HardLink | h5py.SoftLink | h5py.
 
 
 def _holds(shape: tuple[int, ...], slab: Hyperslab, filled: Hyperslab, whole: tuple[int, ...]) -> bool:
-    """Whether a source of this shape holds what is taken from it to fill a part of the dataset `whole`."""
+    """Return whether a source of this shape holds all that is taken from it for a part of the dataset `whole`."""
     if len(shape) != len(slab.start):
         return False
     axis, grows = slab.growing, filled.growing
@@ -339,13 +342,13 @@ def _type_of(dataset: h5py.Dataset) -> str:
 
 
 def _numbered(pattern: str, block: int | None = None) -> str:
-    """A name of a source, in which ``%b`` is the number of a block and ``%%`` a percent sign."""
+    """Return the name of a source, in which ``%b`` is the number of a block and ``%%`` a percent sign."""
     number = "%b" if block is None else str(block)
     return "%".join(part.replace("%b", number) for part in pattern.split("%%"))
 
 
 def _places(own: str, name: str, variable: str) -> Iterator[str]:
-    """Where HDF5 looks for a file that another one names, in this order; `variable` may add folders."""
+    """Yield the places where HDF5 looks for a file that another one names, in order; `variable` may add folders."""
     if os.path.isabs(name):
         yield name
         name = os.path.basename(name)
@@ -358,7 +361,7 @@ def _places(own: str, name: str, variable: str) -> Iterator[str]:
 
 
 def dataset_of(file: h5py.File, name: str) -> h5py.Dataset:
-    """The dataset of this name, which is known to be one. Local."""
+    """Return the dataset of this name, which is known to be one. Local."""
     found = file[name]
     assert isinstance(found, h5py.Dataset), f"{name!r} is no dataset"
     return found

@@ -33,7 +33,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 HDF5_FAULTS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, MemoryError)
-"""What h5py raises for files that are damaged, or hold what NumPy has not."""
+"""Errors of h5py for files that are damaged, or hold types that NumPy does not have."""
 _LISTED = 20  # datasets named where one is missing
 
 #: Attributes that describe the numbers of a dataset. They hold for a target, and so for a prediction of it.
@@ -45,7 +45,7 @@ OF_NUMBERS = (
 _MOST, _LONGEST, _ITEMS = 64, 8192, 256
 
 Kind = Literal["channels last", "channels first", "no channels", "vector"]
-"""How a dataset is stored: ``(N, *spatial, C)``, ``(N, C, *spatial)``, ``(N, *spatial)`` or ``(N, K)``."""
+"""Storage order of a dataset: ``(N, *spatial, C)``, ``(N, C, *spatial)``, ``(N, *spatial)`` or ``(N, K)``."""
 
 _LAYOUTS: dict[str, Kind] = {
     **dict.fromkeys(("NHWC", "NWC", "NDHWC"), "channels last"),
@@ -55,7 +55,7 @@ _LAYOUTS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Field:
-    """One dataset, which becomes one input of a network.
+    """Dataset that becomes one input of a network.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Field:
     is_target : bool
         Whether predictions are compared with it.
     attributes : dict
-        What the file says of its numbers: units, long_name, ...
+        Attributes that describe the numbers: units, long_name, ...
     """
 
     dataset: str
@@ -80,14 +80,14 @@ class Field:
     attributes: dict[str, Any] = attribute(default_factory=dict)
 
     def channel(self, k: int) -> str:
-        """Number and name of a channel, for messages."""
+        """Return number and name of a channel, for messages."""
         name = self.channel_names[k]
         return name if name == f"channel {k}" else f"channel {k} ({name})"
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a file holds, as plain data: one rank examines it and tells the others, who then need not.
+    """Content of a file as plain data: one rank examines the file and sends this to the others.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class Structure:
     files : dict
         Other files that the numbers come from, with their sizes [B].
     attributes : dict
-        Of the file itself: title, history, ...
+        Attributes of the file: title, history, ...
     """
 
     fields: dict[str, Field]
@@ -116,7 +116,7 @@ def examine(
     layout: str | None,
     allow_external: bool = False,
 ) -> Structure:
-    """Look at an open file: which axes its datasets have, whether they fit each other, and where they lie. Local.
+    """Examine an open file: axes of its datasets, whether they fit each other, and where they lie. Local.
 
     The first of the inputs has the grid by which the others, and targets, are judged.
 
@@ -145,7 +145,7 @@ def examine(
 
 @contextmanager
 def looking_into(path: Path) -> Iterator[None]:
-    """Every error of HDF5 as a DataError of one line."""
+    """Turn every error of HDF5 into a DataError of one line."""
     try:
         yield
     except DataError:
@@ -158,7 +158,7 @@ def looking_into(path: Path) -> Iterator[None]:
 
 
 def find(file: h5py.File, path: Path, name: str, storage: Storage | None = None) -> h5py.Dataset:
-    """The dataset of this name, an array; `storage` checks that it is of numbers, and where they lie."""
+    """Find the dataset of this name, an array; `storage` checks its type and where its numbers lie."""
     there = file.get(name) if storage is None else file[name] if storage.check(file, name) else None
     if not isinstance(there, h5py.Dataset):
         raise DataError(f"{path}: expected a dataset {name!r}, got {_listed(file)}; name one of these")
@@ -168,7 +168,7 @@ def find(file: h5py.File, path: Path, name: str, storage: Storage | None = None)
 
 
 def _listed(file: h5py.File) -> str:
-    """The datasets that there are."""
+    """List the datasets of a file."""
     found: list[str] = []
 
     def note(name: str, item: Any) -> bool | None:
@@ -181,7 +181,7 @@ def _listed(file: h5py.File) -> str:
 
 
 def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
-    """Order of the axes of the inputs: as given, else by their attribute ``layout``."""
+    """Return the order of the axes of the inputs: as given, else by their attribute ``layout``."""
     shape = inputs.shape
     if not 3 <= len(shape) <= 5:
         raise DataError(
@@ -202,7 +202,7 @@ def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
 
 
 def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Kind) -> Kind:
-    """How another dataset than the first of the inputs is stored: by its attribute ``layout``, else by their grid."""
+    """Return how a dataset other than the first input is stored: by its attribute ``layout``, else by the grid."""
     shape, samples, spatial = dataset.shape, inputs.shape[0], shape_of(inputs, kind)[:-1]
     if len(shape) < 1 or shape[0] != samples:
         raise DataError(
@@ -227,7 +227,7 @@ def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Ki
 
 
 def shape_of(dataset: h5py.Dataset, kind: Kind) -> tuple[int, ...]:
-    """``(*spatial, C)`` of one sample."""
+    """Return ``(*spatial, C)`` of one sample."""
     shape = tuple(dataset.shape)
     if kind == "channels first":
         return (*shape[2:], shape[1])
@@ -235,7 +235,7 @@ def shape_of(dataset: h5py.Dataset, kind: Kind) -> tuple[int, ...]:
 
 
 def channel_names(inputs: h5py.Dataset, path: Path, channels: int) -> list[str]:
-    """From the attribute of that name, where there is one."""
+    """Return names of channels: those of the attribute ``channel_names``, if there is one."""
     found = inputs.attrs.get("channel_names")
     if found is None:
         return numbered(channels)
@@ -249,12 +249,12 @@ def channel_names(inputs: h5py.Dataset, path: Path, channels: int) -> list[str]:
 
 
 def numbered(channels: int) -> list[str]:
-    """Names of channels that have none."""
+    """Return names for channels that have none."""
     return [f"channel {k}" for k in range(channels)]
 
 
 def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArray[np.int64] | None:
-    """The dataset ``simulation``, if there is one: samples of one simulation belong together."""
+    """Return the dataset ``simulation``, if there is one: samples of one simulation belong together."""
     if not storage.check(file, "simulation"):
         return None
     found = dataset_of(file, "simulation")
@@ -274,7 +274,7 @@ def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArr
 
 
 def _text(value: Any) -> Any:
-    """A text of an attribute as a str; anything else as it is."""
+    """Return a text of an attribute as a str; anything else as it is."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
@@ -283,7 +283,9 @@ def _is_coarser(grid: Sequence[int], fine: Sequence[int]) -> bool:
 
 
 def plain_attributes(item: h5py.HLObject, wanted: Collection[str] | None = None) -> dict[str, Any]:
-    """Texts, numbers, and lists of them among the attributes of a file or dataset; others are left out. Local.
+    """Return texts, numbers and lists of them among the attributes of a file or dataset. Local.
+
+    Other attributes are left out.
 
     Parameters
     ----------
@@ -299,7 +301,10 @@ def plain_attributes(item: h5py.HLObject, wanted: Collection[str] | None = None)
 
 
 def _attribute(item: h5py.HLObject, name: str) -> Any:
-    """As plain data; None: it is of another kind, or cannot be read, which is no reason to refuse the numbers."""
+    """Return an attribute as plain data, None if it has another type or cannot be read.
+
+    An attribute that cannot be read is no reason to refuse the numbers.
+    """
     try:
         value = item.attrs[name]
     except HDF5_FAULTS:

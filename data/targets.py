@@ -32,7 +32,7 @@ Axes = tuple[int, ...]
 
 
 class TargetRange(NamedTuple):
-    """What a target may be: ``low .. high``, or `ignored`; `whole`: numbers of classes only."""
+    """Range of a target: ``low .. high``, or the value `ignored`; `whole`: class indices only."""
 
     low: float = -np.inf
     high: float = np.inf
@@ -44,7 +44,7 @@ class TargetRange(NamedTuple):
         return self.low > -np.inf
 
     def allows(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Which of these are finite numbers that a target may be."""
+        """Return which values are finite numbers that a target may be."""
         # A comparison with NaN is false, so that NaN counts as wrong here.
         good = (values >= self.low) & (values <= self.high) & np.isfinite(values)
         if self.whole:
@@ -71,14 +71,14 @@ def check_values(
     indices: Sequence[int],
     origin: Sequence[int],
 ) -> None:
-    """Refuse numbers that were read and cannot be used. Local.
+    """Refuse numbers that were read and are invalid. Local.
 
     Parameters
     ----------
     path, field
         Where they are from.
     limits
-        What a target may be; None for an input, which may be any finite number.
+        Range of a target; None for an input, which may be any finite number.
     values
         A box of a batch, ``(N, *spatial, C)``.
     indices
@@ -89,7 +89,7 @@ def check_values(
     Raises
     ------
     DataError
-        Naming the first of them, its sample and its place.
+        Names the first invalid number, its sample and its place.
     """
     good = np.isfinite(values) if limits is None else limits.allows(values)
     if good.all():
@@ -118,7 +118,10 @@ Table = dict[str, int | dict[str, int]]
 
 
 def check_numbers(labels: Table) -> Table:
-    """Numbers by number, or tables of them by target, as a configuration has them. Raises ValueError for others."""
+    """Check numbers by number, or tables of them by target, of a configuration.
+
+    Raises ValueError for others.
+    """
     tables = [given for given in labels.values() if isinstance(given, dict)]
     if tables and len(tables) < len(labels):
         raise ValueError("expected numbers for numbers, or a table of them per target, got both; use tables")
@@ -130,12 +133,12 @@ def check_numbers(labels: Table) -> Table:
 
 
 class LabelMap:
-    """Replaces some whole numbers by others, all at once; what is not among them stays.
+    """Map of whole numbers to others, applied to all at once; numbers that are not in it stay.
 
     Parameters
     ----------
     numbers
-        By the number in the file.
+        New number by the number in the file.
 
     Raises
     ------
@@ -167,7 +170,7 @@ class LabelMap:
         np.copyto(values, self._to[at], where=self._from[at] == values, casting="same_kind")
 
     def described(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """Attributes of a dataset as they hold for the replaced numbers. Local.
+        """Return attributes of a dataset as they hold for the replaced numbers. Local.
 
         Numbers of flags are replaced too; where two meanings have got one number, both lists are left out.
 
@@ -189,7 +192,7 @@ class LabelMap:
 
 
 def _center(cells: NDArray[Any], axes: Axes) -> NDArray[Any]:
-    """The value of the cell in the middle of the patch (the lower one of two)."""
+    """Return the value of the cell in the middle of the patch (the lower one of two)."""
     for axis in sorted(axes, reverse=True):
         cells = np.take(cells, (cells.shape[axis] - 1) // 2, axis=axis)
     return cells
@@ -208,7 +211,7 @@ RULES: dict[str, Callable[[NDArray[Any], Axes], Any]] = {
 
 @dataclass(frozen=True)
 class TargetReduction:
-    """A rule and the size of a patch.
+    """Rule and size of patches.
 
     Attributes
     ----------
@@ -232,7 +235,7 @@ class TargetReduction:
             raise DataError(f"cells per patch: expected 1 or more on every spatial axis, got {self.factors}")
 
     def coarse_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """``(*spatial, C)`` of the patches, for cells of that shape; refuses a grid that does not divide."""
+        """Return ``(*spatial, C)`` of the patches, for cells of that shape; refuse a grid that does not divide."""
         *spatial, channels = shape
         if len(spatial) != len(self.factors) or any(n % f for n, f in zip(spatial, self.factors)):
             raise DataError(
@@ -242,12 +245,12 @@ class TargetReduction:
         return (*(n // f for n, f in zip(spatial, self.factors)), channels)
 
     def fine_box(self, box: Box) -> Box:
-        """The cells ``(N, *spatial, C)`` of a box of patches."""
+        """Return the cells ``(N, *spatial, C)`` of a box of patches."""
         scale = (1, *self.factors, 1)
         return Box(tuple(a * s for a, s in zip(box.start, scale)), tuple(b * s for b, s in zip(box.stop, scale)))
 
     def apply(self, cells: NDArray[Any], out: NDArray[Any]) -> None:
-        """out ``(N, *patches, C)`` <- cells ``(N, *spatial, C)`` reduced patch by patch. Local.
+        """Reduce cells ``(N, *spatial, C)`` patch by patch to out ``(N, *patches, C)``. Local.
 
         A patch depends on its own cells only, so that any cut along patches gives the same values.
         """

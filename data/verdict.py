@@ -166,28 +166,28 @@ def _corners(a: Array) -> list[Array]:
 
 
 def minimum(arrays: Sequence[Array]) -> Array:
-    """Elementwise over the four corners or edges."""
+    """Return the elementwise minimum over the four corners or edges."""
     return np.minimum(np.minimum(arrays[0], arrays[1]), np.minimum(arrays[2], arrays[3]))
 
 
 def maximum(arrays: Sequence[Array]) -> Array:
-    """Elementwise over the four corners or edges."""
+    """Return the elementwise maximum over the four corners or edges."""
     return np.maximum(np.maximum(arrays[0], arrays[1]), np.maximum(arrays[2], arrays[3]))
 
 
 def unit(z: Array) -> Array:
-    """Sign of a normal along z; 0 where it is too short to be normalised."""
+    """Return the sign of a normal along z; 0 where it is too short to be normalised."""
     return np.where(np.abs(z) > 2 * TINY, np.sign(z), 0.0)
 
 
 def aspect_ratio(q: Quads) -> Array:
-    """Longest edge times perimeter over the sum of the corner Jacobians; 1 for a square."""
+    """Compute the longest edge times the perimeter over the sum of the corner Jacobians; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return _clamp(maximum(q.lengths) * sum(q.lengths) / sum(q.areas))
 
 
 def condition_number(q: Quads) -> Array:
-    """Largest condition number of the Jacobian matrix at the corners; 1 for a square."""
+    """Compute the largest condition number of the Jacobian matrix at the corners; 1 for a square."""
     worst = np.zeros_like(q.scale)
     for k in range(4):
         flat = q.areas[k] < TINY
@@ -203,7 +203,7 @@ def condition_number(q: Quads) -> Array:
 
 
 def distortion(q: Quads) -> Array:
-    """Smallest Jacobian over the corners and 2x2 Gauss points times parent area over area; 1 for a square."""
+    """Compute the smallest Jacobian over corners and 2x2 Gauss points times parent area over area; 1 for a square."""
     corner = [c / 4 for c in q.cross]
     units = [unit(c) for c in corner]
     face = _face_sign([unit(c) for c in q.cross])
@@ -222,7 +222,7 @@ def distortion(q: Quads) -> Array:
 
 
 def jacobian(q: Quads) -> Array:
-    """Smallest Jacobian at the corners [m^2]."""
+    """Compute the smallest Jacobian at the corners [m^2]."""
     result = _clamp(minimum(q.corner_areas))
     if q.collapsed.any():
         result[q.collapsed] = q.triangle[1]
@@ -230,20 +230,20 @@ def jacobian(q: Quads) -> Array:
 
 
 def largest_angle(q: Quads) -> Array:
-    """Largest included angle [degree], above 180 where a corner is reflex."""
+    """Compute the largest included angle [degree], above 180 where a corner is reflex."""
     angle = np.degrees(np.arccos(minimum(q.cosines)))
     angle = np.where(minimum(q.corner_areas) < 0, 360 - angle, angle)
     return _angles(q, np.where(q.short, 0.0, angle), np.minimum)
 
 
 def smallest_angle(q: Quads) -> Array:
-    """Smallest included angle [degree]."""
+    """Compute the smallest included angle [degree]."""
     angle = np.degrees(np.arccos(maximum(q.cosines)))
     return _angles(q, np.where(q.short, 360.0, angle), np.maximum)
 
 
 def oddy(q: Quads) -> Array:
-    """General distortion from the left Cauchy-Green tensor, worst corner; 0 for a square."""
+    """Compute the general distortion from the left Cauchy-Green tensor, worst corner; 0 for a square."""
     worst = np.zeros_like(q.scale)
     square = q.scale * q.scale
     for k in range(4):
@@ -258,7 +258,7 @@ def oddy(q: Quads) -> Array:
 
 
 def scaled_jacobian(q: Quads) -> Array:
-    """Smallest corner Jacobian over the lengths of its two edges: the sine of the angle; 1 for a square."""
+    """Compute the smallest corner Jacobian over the lengths of its two edges: the sine of the angle; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
         least = minimum([q.areas[k] / (q.lengths[k] * q.lengths[k - 1]) for k in range(4)])
     result = np.where(minimum(q.lengths) < TINY, 0.0, _clamp(least))
@@ -271,7 +271,7 @@ def scaled_jacobian(q: Quads) -> Array:
 
 
 def shape(q: Quads) -> Array:
-    """2 over the condition number of the weighted Jacobian matrix, worst corner; 1 for a square."""
+    """Compute 2 over the condition number of the weighted Jacobian matrix, worst corner; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
         s = q.lengths_squared
         least = 2 * minimum([q.areas[k] / (s[k] + s[k - 1]) for k in range(4)])
@@ -279,13 +279,13 @@ def shape(q: Quads) -> Array:
 
 
 def shear(q: Quads) -> Array:
-    """The scaled Jacobian where it is positive, else 0."""
+    """Compute the scaled Jacobian where it is positive, else 0."""
     value = scaled_jacobian(q)
     return np.where(value <= TINY, 0.0, value)
 
 
 def skew(q: Quads) -> Array:
-    """Cosine of the angle between the principal axes, as absolute value; 0 for a rectangle."""
+    """Compute the absolute cosine of the angle between the principal axes; 0 for a rectangle."""
     x1, y1, x2, y2 = q.axes
     first, second = np.hypot(x1, y1), np.hypot(x2, y2)
     flat = (first <= 2 * TINY) | (second <= 2 * TINY)
@@ -293,7 +293,7 @@ def skew(q: Quads) -> Array:
 
 
 def stretch(q: Quads) -> Array:
-    """sqrt(2) times the shortest edge over the longest diagonal; 1 for a square."""
+    """Compute sqrt(2) times the shortest edge over the longest diagonal; 1 for a square."""
     square = q.scale * q.scale
     diagonal = [(q.x[k + 2] - q.x[k]) ** 2 + (q.y[k + 2] - q.y[k]) ** 2 for k in range(2)]
     longest = np.maximum(*diagonal) / square
@@ -302,7 +302,7 @@ def stretch(q: Quads) -> Array:
 
 
 def taper(q: Quads) -> Array:
-    """Cross derivative over the shorter principal axis; 0 for a parallelogram."""
+    """Compute the cross derivative over the shorter principal axis; 0 for a parallelogram."""
     x1, y1, x2, y2 = q.axes
     shortest = np.minimum(np.hypot(x1, y1), np.hypot(x2, y2))
     cross = np.hypot(q.ex[0] + q.ex[2], q.ey[0] + q.ey[2]) / q.scale
@@ -311,7 +311,7 @@ def taper(q: Quads) -> Array:
 
 
 def volume(q: Quads) -> Array:
-    """Area of the cell [m^2]: the mean of its corner Jacobians."""
+    """Compute the area of the cell [m^2]: the mean of its corner Jacobians."""
     a = q.corner_areas
     return _clamp(0.25 * (a[0] + a[1] + a[2] + a[3]))
 
@@ -336,7 +336,7 @@ METRICS: dict[str, Callable[[Quads], Array]] = {
 
 
 def quad_metrics(nodes: ArrayLike, names: Sequence[str] = tuple(METRICS)) -> dict[str, Array]:
-    """Metrics of all cells of a mesh. Local.
+    """Compute metrics of all cells of a mesh. Local.
 
     Parameters
     ----------
@@ -365,20 +365,20 @@ def _clamp(value: Array) -> Array:
 
 
 def _face_sign(corner: Sequence[Array]) -> Array:
-    """Orientation by majority of corners 0, 2 and, where these disagree, 1."""
+    """Return the orientation by majority of corners 0, 2 and, where these disagree, 1."""
     zero, one, two = corner[0], corner[1], corner[2]
     return np.where((zero * two > 0) | (zero * one > 0), zero, np.sign(one + two))
 
 
 def _gauss_weights() -> list[list[float]]:
-    """Bilinear weights of the four corners at each of the 2x2 Gauss points."""
+    """Compute bilinear weights of the four corners at each of the 2x2 Gauss points."""
     signs = ((-1, -1), (1, -1), (1, 1), (-1, 1))
     points = [(a * _GAUSS, b * _GAUSS) for a, b in signs]
     return [[(1 + a * xi) * (1 + b * eta) / 4 for a, b in signs] for xi, eta in points]
 
 
 def _angles(q: Quads, angle: Array, extreme: Callable[[Array, Array], Array]) -> Array:
-    """`angle`, with the collapsed cells replaced by their triangle's; `extreme` acts on cosines."""
+    """Return `angle`, with collapsed cells replaced by their triangle's; `extreme` acts on cosines."""
     if q.collapsed.any():
         (a, b, c), _ = q.triangle
         empty = (a == 0) | (b == 0) | (c == 0)
