@@ -1,4 +1,4 @@
-"""From and to other frameworks: ONNX files, and weights under torch's names."""
+"""Exchange with other frameworks: ONNX files, and weights under torch's names."""
 
 from .onnx_export import save
 from .onnx_import import load

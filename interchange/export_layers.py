@@ -1,4 +1,4 @@
-"""Our layers as nodes of ONNX: one function each, in a table that is easy to add to.
+"""Export of layers as nodes of ONNX: one function per layer, in a table.
 
 A function gets the writer and a node of the network, writes nodes, and returns the name of the value that they make.
 Arrays are ``(N, *spatial, C)`` here and ``(N, C, *spatial)`` there.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -64,18 +64,20 @@ from ..layers import (
     Tanh,
 )
 from ..layers.padding import PadAxis
-from .onnx_writer import Writer
+
+if TYPE_CHECKING:
+    from .onnx_export import Writer
 
 __all__ = ["LAYERS", "first_axes"]
 
 
 def first_axes(axes: int) -> list[int]:
-    """Order of axes from channels last to channels first, for arrays with so many axes."""
+    """Return the order of axes from channels last to channels first, for arrays with `axes` axes."""
     return [0, axes - 1, *range(1, axes - 1)]
 
 
 def _weights(w: Writer, node: Node, order: Callable[[np.ndarray], np.ndarray] = np.asarray) -> list[str]:
-    """Weights, as they are computed with, and, if there is one, bias."""
+    """Write the effective weights and, if there is one, the bias."""
     bias, lengths = w.parameter(node, "b"), w.parameter(node, "g")
     weights = np.asarray(w.parameter(node, "w"))
     if lengths is not None:
@@ -91,7 +93,7 @@ def _channels_second(array: np.ndarray) -> np.ndarray:
 
 
 def _activated(w: Writer, layer: Any, value: str) -> str:
-    """With the activation that a layer has inside."""
+    """Apply the fused activation of a layer."""
     return value if layer.activation is None else w.add("Relu", [value], f"{value} relu")
 
 
@@ -115,7 +117,7 @@ def _conv(w: Writer, node: Node) -> str:
 
 
 def _conv_transpose(w: Writer, node: Node) -> str:
-    """What reaches beyond the result is padding here, and output padding there."""
+    """Export a transposed convolution; padding beyond the result becomes output padding in ONNX."""
     layer: Any = node.layer
     windows = layer.windows(node.inputs[0].shape)
     given = _window(windows)
@@ -146,7 +148,7 @@ def _global_pool(kind: str) -> Callable[[Writer, Node], str]:
 
 
 def _means(w: Writer, node: Node) -> str:
-    """Means over windows, which ONNX has not: the product with a matrix, axis by axis."""
+    """Export means over windows, which ONNX does not have: the product with a matrix, axis by axis."""
     layer: Any = node.layer
     (value,), shape, name = w.inputs(node), node.inputs[0].shape, w.name(node)
     axes = "dhw"[4 - len(shape) :]
@@ -176,7 +178,7 @@ _MODES: dict[str, dict[str, Any]] = {
 
 
 def _resize(w: Writer, node: Node) -> str:
-    """By sizes where these say the scale exactly, else by scales."""
+    """Export a resize, by sizes if they give the scale exactly, else by scales."""
     layer: Any = node.layer
     shape, name = node.inputs[0].shape, w.name(node)
     resamplings = layer.resamplings(shape)
@@ -201,7 +203,7 @@ def _dense(w: Writer, node: Node) -> str:
 
 
 def _affine(w: Writer, node: Node, channels: int, shape: tuple[int, ...]) -> list[str]:
-    """Factor and summand per channel; ones and zeros where the layer has none."""
+    """Write factor and summand per channel; ones and zeros for a layer without them."""
     name, found = w.name(node), []
     for key, label, number in (("gamma", "weight", 1), ("beta", "bias", 0)):
         array = w.parameter(node, key)
@@ -225,7 +227,7 @@ def _batch_norm(w: Writer, node: Node) -> str:
 
 
 def _group_norm(w: Writer, node: Node) -> str:
-    """As torch exports it: an instance norm of what has a group for a channel, then a factor and a summand."""
+    """Export as torch does: an instance norm over groups as channels, then a factor and a summand."""
     layer: Any = node.layer
     name, (*spatial, channels) = w.name(node), node.shape
     groups = layer.group_count(channels)
@@ -270,7 +272,7 @@ def _local_response_norm(w: Writer, node: Node) -> str:
 
 
 def _pointwise(kind: str, **attributes: str | float) -> Callable[[Writer, Node], str]:
-    """An operator; attributes that are texts are those of the layer under that name."""
+    """Return the exporter of an operator; attributes that are texts are those of the layer under that name."""
 
     def write(w: Writer, node: Node) -> str:
         given = {k: getattr(node.layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
@@ -327,7 +329,7 @@ def _clip(w: Writer, node: Node) -> str:
 
 
 def _same(w: Writer, node: Node) -> str:
-    """What does nothing in evaluation, or on one process."""
+    """Export a layer that does nothing in evaluation, or on one process."""
     return w.inputs(node)[0]
 
 
@@ -342,7 +344,7 @@ def _add(w: Writer, node: Node) -> str:
 
 
 def _of_two(kind: str, w: Writer, node: Node) -> str:
-    """A vector per sample becomes a number at every position."""
+    """Export a layer of two inputs; a vector per sample becomes a number at every position."""
     (x, g), name = w.inputs(node), w.name(node)
     if len(node.inputs[1].shape) < len(node.shape):
         shape = w.numbers(f"{name}::shape", [0, -1, *(1 for _ in node.shape[:-1])], np.int64)
@@ -355,7 +357,7 @@ def _concat(w: Writer, node: Node) -> str:
 
 
 def _flatten(w: Writer, node: Node) -> str:
-    """In our order: channels vary fastest."""
+    """Export Flatten in our order: channels vary fastest."""
     axes, name = len(node.inputs[0].shape) + 1, w.name(node)
     (value,) = w.inputs(node)
     if axes > 2:
@@ -364,7 +366,7 @@ def _flatten(w: Writer, node: Node) -> str:
 
 
 def _reshape(w: Writer, node: Node) -> str:
-    """From our order: channels vary fastest."""
+    """Export Reshape from our order: channels vary fastest."""
     name, axes = w.name(node), len(node.shape) + 1
     shape = w.numbers(f"{name}::shape", [0, *node.shape], np.int64)
     value = w.add("Reshape", [*w.inputs(node), shape], f"{name}::last")
@@ -372,7 +374,7 @@ def _reshape(w: Writer, node: Node) -> str:
 
 
 def _pixels(w: Writer, node: Node) -> str:
-    """Positions in a cell become axes of their own, which are moved."""
+    """Export a pixel shuffle: positions in a cell become axes of their own, which are moved."""
     layer: Any = node.layer
     (value,), name, d = w.inputs(node), w.name(node), len(node.shape) - 1
     fine, coarse = sorted((node.inputs[0].shape, node.shape), key=lambda shape: shape[-1])
@@ -389,7 +391,7 @@ def _pixels(w: Writer, node: Node) -> str:
 
 
 def _shuffle(w: Writer, node: Node) -> str:
-    """Groups become an axis of their own, which is moved."""
+    """Export a channel shuffle: groups become an axis of their own, which is moved."""
     layer: Any = node.layer
     (value,), name, (*spatial, channels) = w.inputs(node), w.name(node), node.shape
     split = [0, layer.groups, channels // layer.groups, *spatial]
@@ -400,7 +402,7 @@ def _shuffle(w: Writer, node: Node) -> str:
 
 
 def _padded(w: Writer, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
-    """Rows around the spatial axes."""
+    """Add rows around the spatial axes."""
     every = [(0, 0), (0, 0), *amounts]
     name = w.name(node)
     pads = w.numbers(f"{name}::pads", [low for low, _ in every] + [high for _, high in every], np.int64)

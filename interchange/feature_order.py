@@ -1,4 +1,4 @@
-"""The order of features: which feature of torch's network is which one of ours, behind Flatten and before Reshape.
+"""Order of features behind Flatten and before Reshape: it differs between torch and here.
 
 torch flattens ``(C, *spatial)`` and we flatten ``(*spatial, C)``. So the features of a value are pieces, one after the
 other: one per Flatten, inside of which the orders differ, and pieces of plain features, whose order is the same.
@@ -54,7 +54,7 @@ def pieces(*shapes: tuple[int, ...]) -> Order:
 
 
 def is_plain(order: Order) -> bool:
-    """Whether torch has the features in our order."""
+    """Return whether torch has the features in our order."""
     return len(order) < 2 and all(len(piece) == 1 for piece in order)
 
 
@@ -111,7 +111,7 @@ def _flattens(node: Node) -> bool:
 
 
 def _keeps_places(node: Node) -> bool:
-    """Whether every feature of the output depends on the same feature of the inputs, or on all of them alike."""
+    """Return whether every output feature depends on the same feature of the inputs, or on all of them alike."""
     layer = node.layer
     if isinstance(layer, (Concat, Slice)):
         return False
@@ -123,7 +123,7 @@ def _keeps_places(node: Node) -> bool:
 
 
 def _alike(node: Node) -> list[Node]:
-    """Inputs with as many features as the output: others have one number for all of them."""
+    """Return the inputs with as many features as the output: others have one number for all of them."""
     return [one for one in node.inputs if one.shape[-1:] == node.shape[-1:]]
 
 
@@ -140,7 +140,7 @@ def _forwards(node: Node, orders: dict[Node, Order]) -> None:
 
 
 def _made(node: Node, orders: dict[Node, Order]) -> Order | None:
-    """The order that a layer makes of those of its inputs; None if it mixes features by their place."""
+    """Return the order that a layer makes of those of its inputs; None if it mixes features by their place."""
     given = [orders[one] for one in node.inputs]
     if isinstance(node.layer, Concat):
         return pieces(*(piece for order in given for piece in order))
@@ -150,7 +150,7 @@ def _made(node: Node, orders: dict[Node, Order]) -> Order | None:
 
 
 def _part(order: Order, low: int, high: int) -> Order | None:
-    """The order of the features ``low .. high - 1``; None if they begin or end within a piece.
+    """Return the order of the features ``low .. high - 1``; None if they begin or end within a piece.
 
     >>> _part(((2, 3), (4,)), 0, 8), _part(((2, 3), (4,)), 6, 9), _part(((2, 3), (4,)), 1, 9)
     (((2, 3), (2,)), ((3,),), None)
@@ -177,7 +177,7 @@ def _backwards(node: Node, orders: dict[Node, Order]) -> None:
 
 
 def _agrees(node: Node, orders: dict[Node, Order]) -> bool:
-    """Whether the inputs have orders from which the layer makes that of the node."""
+    """Return whether the inputs have orders from which the layer makes that of the node."""
     if _flattens(node) or isinstance(node.layer, Dense):
         return True
     if isinstance(node.layer, Reshape):

@@ -1,31 +1,49 @@
-"""The graph of an ONNX file as the importer works on it: operations on activations; everything else is constants."""
+"""Graph of an ONNX file as the importer works on it, and the builder of the network.
+
+The graph has operations on activations; everything else is constants.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Graph", "OnnxConstant", "OnnxNode", "Shape"]
+from halograd.errors import UserError
+
+from ..layers import GivenValues, Layer, Node
+from ..layers.settings import settings_of
+
+__all__ = [
+    "Activation",
+    "Builder",
+    "Graph",
+    "NeedsPositions",
+    "OnnxConstant",
+    "OnnxNode",
+    "Shape",
+]
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class OnnxConstant:
-    """Numbers that no activation changes: a weight of the file, or computed of such.
+    """Numbers that do not depend on the data: a weight of the file, or a result computed from weights.
 
     Attributes
     ----------
     shape, dtype
-        Of the array.
+        Shape and type of the array.
     read
         Makes the array; from the file, if it is large.
     name
-        Of the weight that it is, in other axis order at most; empty for numbers that the exporter has made.
+        Name of the weight, whose axes may be in another order; empty for numbers that the exporter has made.
     """
 
     shape: Shape
@@ -35,34 +53,34 @@ class OnnxConstant:
 
     @classmethod
     def of(cls, array: np.ndarray, name: str = "") -> OnnxConstant:
-        """An array that is there already."""
+        """Make a constant of an array in memory."""
         return cls(array.shape, array.dtype, lambda: array, name)
 
     def is_all(self, number: float) -> bool:
-        """Whether the exporter has made it, of this number alone: it stands for a parameter that is not there."""
+        """Return whether the exporter made it of this number alone: it stands for a parameter that does not exist."""
         return not self.name and bool(np.all(self.read() == number))
 
     def scalar(self) -> float | None:
-        """The number, if it is one."""
+        """Return the number of a constant with one element, else None."""
         return float(self.read().reshape(())) if int(np.prod(self.shape)) == 1 else None
 
 
 @dataclass(frozen=True)
 class OnnxNode:
-    """A node of the graph.
+    """Node of the graph.
 
     Attributes
     ----------
     name
-        As the file has it, for messages.
+        Name in the file, for messages.
     kind
-        Name of the operator; of this package's own where a pattern was recognized.
+        Name of the operator; one of this package's own if a pattern was recognized.
     inputs, outputs
         Names of values; an input that is left out has an empty name.
     attributes
-        By name, as Python has them.
+        Python values by name.
     scope
-        Name of the torch module whose node it is, where the file says it.
+        Name of its torch module, if the file has it.
     """
 
     name: str
@@ -78,7 +96,7 @@ class OnnxNode:
         return re.sub(r"_\d+$", "", self.scope)
 
     def changed(self, **settings: Any) -> OnnxNode:
-        """A copy with other settings."""
+        """Return a copy with other settings."""
         return replace(self, **settings)
 
 
@@ -89,13 +107,13 @@ class Graph:
     Attributes
     ----------
     operations
-        On activations.
+        Operations on activations.
     constants, shapes
         By name of the value; shapes are those of ONNX, ``(N, C, *spatial)``, of constants too.
     inputs, outputs
         Names of values.
     batch
-        What stands for the number of samples in `shapes`.
+        Placeholder for the number of samples in `shapes`.
     source
         The file and its checksum.
     """
@@ -109,20 +127,20 @@ class Graph:
     source: str = ""
 
     def readers(self, value: str) -> list[OnnxNode]:
-        """Operations that read a value, once per input that is it."""
+        """Return the operations that read a value, once per input that is it."""
         return [op for op in self.operations for name in op.inputs if name == value]
 
     def only_reader(self, value: str) -> OnnxNode | None:
-        """The operation that reads a value, if it is the only one and the value is no output."""
+        """Return the operation that reads a value, if it is the only one and the value is no output."""
         found = self.readers(value)
         return found[0] if len(found) == 1 and value not in self.outputs else None
 
     def maker(self, value: str) -> OnnxNode | None:
-        """The operation that makes a value; None for inputs and constants."""
+        """Return the operation that makes a value; None for inputs and constants."""
         return next((op for op in self.operations if value in op.outputs), None)
 
     def rename(self, old: str, new: str) -> None:
-        """Call a value otherwise."""
+        """Rename a value."""
 
         def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(new if name == old else name for name in names)
@@ -135,7 +153,7 @@ class Graph:
         ]
 
     def leave_out(self, op: OnnxNode, value: str) -> None:
-        """Take away an operation that does nothing: what it makes is its input `value`."""
+        """Remove an operation that does nothing: its output becomes its input `value`."""
         self.operations = [other for other in self.operations if other is not op]
         made = op.outputs[0]
         if made in self.outputs and value not in (*self.inputs, *self.outputs):
@@ -151,3 +169,176 @@ class Graph:
         self.operations[places[-1]] = new
         for i in reversed(places[:-1]):
             del self.operations[i]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Value of the graph, and the node of the network for it.
+
+    Attributes
+    ----------
+    node
+        Samples ``(*spatial, C)``, or vectors ``(F,)``.
+    last
+        Whether ONNX has the channels last, too: behind a Transpose.
+    pooled
+        Whether ONNX has the shape ``(N, C, 1, 1)``, where the node has ``(C,)``.
+    pool
+        Name of the value that the pooling makes.
+    spatial
+        Extents ``(*spatial)`` of a value before it was flattened: its features are in another order in ONNX, which has
+        channels first.
+    """
+
+    node: Node
+    last: bool = False
+    pooled: bool = False
+    pool: str = ""
+    spatial: Shape = ()
+
+    def of(self, node: Node) -> Activation:
+        """Return the same properties for another node."""
+        return replace(self, node=node)
+
+
+class NeedsPositions(Exception):
+    """Signal that a pooled value is read as one with spatial axes: the pooling has to keep them.
+
+    Attributes
+    ----------
+    pool
+        Name of the value that the pooling makes.
+    """
+
+    def __init__(self, pool: str) -> None:
+        super().__init__(pool)
+        self.pool = pool
+
+
+class Builder:
+    """Builder of the network: values of the graph, and nodes of the network so far.
+
+    Parameters
+    ----------
+    path
+        The file, for messages.
+    graph
+        Its graph.
+    keeping
+        Names of values of global poolings that keep their spatial axes.
+    """
+
+    def __init__(self, path: Path, graph: Graph, keeping: frozenset[str]) -> None:
+        self.path, self.graph, self.keeping = path, graph, keeping
+        self.values: dict[str, Activation] = {}
+        self._names: set[str] = set(graph.inputs)
+        #: By names of weights the first node that has them, its layer and the names of all its weights.
+        self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def value(self, op: OnnxNode, i: int = 0) -> Activation:
+        """Return input `i`, which has to be an activation."""
+        name = op.inputs[i]
+        if name not in self.values:
+            raise self.refused(op, f"input {i} to depend on the data", "a constant")
+        return self.values[name]
+
+    def samples(self, op: OnnxNode, i: int = 0) -> Activation:
+        """Return input `i`, channels first in ONNX, with spatial axes or none, and not flattened."""
+        value = self.value(op, i)
+        if value.spatial:
+            raise self.refused(op, "samples with spatial axes, or a dense layer behind Flatten", "a flattened value")
+        if value.last:
+            raise self.refused(op, "channels at axis 1", "channels at the last axis")
+        return value
+
+    def with_positions(self, op: OnnxNode, i: int = 0) -> Activation:
+        """Return input `i`, with its spatial axes."""
+        value = self.samples(op, i)
+        if not value.pooled:
+            return value
+        if value.pool:
+            raise NeedsPositions(value.pool)
+        raise self.refused(op, "samples with spatial axes", "vectors")
+
+    def constant(self, op: OnnxNode, i: int) -> OnnxConstant | None:
+        """Return input `i`, which has to be a constant; None if there is none."""
+        if i >= len(op.inputs) or not op.inputs[i]:
+            return None
+        if op.inputs[i] not in self.graph.constants:
+            raise self.refused(op, f"a constant as input {i}", "a value that depends on the data")
+        return self.graph.constants[op.inputs[i]]
+
+    def numbers(self, op: OnnxNode, i: int, attribute: str = "") -> list[Any] | None:
+        """Return the numbers of input `i`, or of an attribute in its place; None if there are none."""
+        constant = self.constant(op, i)
+        if constant is not None:
+            return constant.read().reshape(-1).tolist()
+        return op.attributes.get(attribute)
+
+    def shape(self, name: str) -> Shape:
+        """Return the extents of a value in ONNX."""
+        return self.graph.shapes[name]
+
+    # -- making --------------------------------------------------------------------------------
+
+    def add(self, op: OnnxNode, layer: Layer, *inputs: Node, weights: Sequence[OnnxConstant | None] = ()) -> Node:
+        """Add a node to the network. Its name is that of the torch module, if the file has it.
+
+        A module that is called again becomes another call of its layer.
+        """
+        layer = self._called_before(op, layer, inputs, weights) or layer
+        layer.name = layer.name or self.name(op, weights)
+        try:
+            return layer(*inputs)
+        except ValueError as error:
+            raise UserError(f"{self.title(op)}: {error}") from error
+
+    def _called_before(
+        self, op: OnnxNode, layer: Layer, inputs: Sequence[Node], weights: Sequence[OnnxConstant | None]
+    ) -> Layer | None:
+        """Return the layer of a module that is used again; None for a new module.
+
+        Two norms may have one weight: an exporter joins those that are equal. Refuses a node that shares some weights
+        but is another layer, and one with running statistics.
+        """
+        names = tuple(one.name for one in weights if one is not None and one.name)
+        matrices = tuple(one.name for one in weights if one is not None and one.name and len(one.shape) > 1)
+        if not names:
+            return None
+        owner, before, its = self._owners.setdefault(matrices or names, (op, layer, names))
+        if owner is op or not (matrices or op.module == names[0].rpartition(".")[0]):
+            return None
+        shapes = [node.shape for node in inputs]
+        alike = (owner.kind, owner.attributes, its) == (op.kind, op.attributes, names)
+        alike = alike and settings_of(before, shapes[0]) == settings_of(layer, shapes[0])
+        if not alike or layer.state(*shapes):
+            raise self.refused(
+                op, "weights of its own", f"those of node {owner.name!r} again", "use a second module in its place"
+            )
+        return before
+
+    def name(self, op: OnnxNode, weights: Sequence[OnnxConstant | None] = ()) -> str:
+        """Return a unique name: that of the weights, else of the module, else of the node."""
+        named = [one.name for one in weights if one is not None and "." in one.name]
+        scope = op.scope or re.sub(r"[^\w.]+", ".", op.name).strip(".") or op.kind.lower()
+        wanted = named[0].rpartition(".")[0] if named else scope
+        candidates = itertools.chain([wanted], (f"{wanted}_{i}" for i in itertools.count(2)))
+        name = next(name for name in candidates if name not in self._names)
+        self._names.add(name)
+        return name
+
+    def given(self, constant: OnnxConstant, order: Callable[[np.ndarray], np.ndarray], shape: Shape) -> GivenValues:
+        """Return initial values of a weight, in the layer's order of axes; read from the file when needed."""
+        return GivenValues(shape, lambda: np.ascontiguousarray(order(constant.read())), self.graph.source)
+
+    # -- refusing ------------------------------------------------------------------------------
+
+    def title(self, op: OnnxNode) -> str:
+        return f"{self.path}: node {op.name!r} ({op.kind})"
+
+    def refused(self, op: OnnxNode, expected: str, got: str, remedy: str = "") -> UserError:
+        """Make the error of one line that refuses a node."""
+        remedy = remedy or "change the model, or write this part of it with halograd's layers"
+        return UserError(f"{self.title(op)}: expected {expected}, got {got}; {remedy}")

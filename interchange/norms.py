@@ -1,4 +1,4 @@
-"""Norms of ONNX, and what `patterns` makes of several operators that are one."""
+"""Import of norms: those of ONNX, and those that `patterns` recognizes in several operators."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..layers import BatchNorm, GroupNorm, InstanceNorm, Layer, LayerNorm
-from .builder import Activation, Builder
-from .graph import OnnxConstant, OnnxNode
+from .graph import Activation, Builder, OnnxConstant, OnnxNode
 from .patterns import permuted
 from .sliding import activation_of
 
@@ -17,7 +16,7 @@ __all__ = ["NORMS"]
 
 
 def _affine(build: Builder, op: OnnxNode, first: int, channels: int) -> tuple[OnnxConstant, OnnxConstant] | None:
-    """Factor and summand per channel, inputs `first` and the next; None where the module has none."""
+    """Return factor and summand per channel, inputs `first` and the next; None if the module has none."""
     scale, shift = build.constant(op, first), build.constant(op, first + 1)
     if (scale is None or scale.is_all(1)) and (shift is None or shift.is_all(0)):
         return None
@@ -35,7 +34,7 @@ def _affine(build: Builder, op: OnnxNode, first: int, channels: int) -> tuple[On
 
 
 def _made(build: Builder, op: OnnxNode, make: Callable[[bool], Layer], value: Activation, first: int) -> Activation:
-    """The norm that `make(affine)` makes, with the parameters of the operation."""
+    """Build the norm that `make(affine)` makes, with the parameters of the operation."""
     channels = value.node.shape[-1]
     affine = _affine(build, op, first, channels)
     layer = make(affine is not None)
@@ -50,7 +49,10 @@ def _eps(op: OnnxNode) -> float:
 
 
 def _batch_norm(build: Builder, op: OnnxNode) -> Activation:
-    """In ONNX momentum is what is kept of the running statistics. A further input is a shortcut to be added."""
+    """Import a batch norm. A further input is a shortcut to be added.
+
+    In ONNX momentum is the share of the running statistics that is kept.
+    """
     value, channels = build.value(op), build.value(op).node.shape[-1]
     if value.last:
         raise build.refused(op, "channels at axis 1", "channels at the last axis")
@@ -89,7 +91,7 @@ def _instance_norm(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
-    """Over the channels, which are then the last axis; or over whole samples, without parameters per position."""
+    """Import a norm over the channels (the last axis), or over whole samples, without parameters per position."""
     value = build.value(op)
     axes = len(build.shape(op.inputs[0]))
     axis = op.attributes.get("axis", -1) % axes

@@ -1,8 +1,11 @@
-"""To ONNX: a network and its parameters become a file that other programs run. Losses and targets are left out."""
+"""Export to ONNX: a network and its parameters become a file that other programs run.
+
+Losses and targets are left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,111 @@ import numpy as np
 from halograd.documents import bytes_text
 from halograd.errors import UserError
 
-from ..data import DataError
-from ..data.disk import atomic_path, check_writable
+from ..data.disk import atomic_path
 from ..data.normalize import CLIP, LARGEST
-from ..layers import Input, Network, Node
+from ..layers import Input, Layer, Network, Node
 from .export_layers import LAYERS
-from .library import library
-from .onnx_writer import PRODUCER, Writer
+from .files import check_place, library
 
-__all__ = ["check_onnx_place", "save"]
+__all__ = [
+    "PRODUCER",
+    "Writer",
+    "check_onnx_place",
+    "save",
+]
+
+#: Producer name in every file.
+PRODUCER = "halograd"
+#: Version of the operators that are written: it has Gelu, and padding from the other end.
+OPSET = 20
+
+
+class Writer:
+    """Writer of an ONNX graph; values have the names of our layers, parameters those of torch: ``conv1.weight``.
+
+    Other constants have two colons in their names, as in files of torch's exporters, so that they are not read as
+    parameters.
+
+    Parameters
+    ----------
+    network
+        Network that is written.
+    parameters
+        Whole arrays of parameters and states by ``layer/name``.
+    dtype
+        Type of all numbers.
+    """
+
+    def __init__(self, network: Network, parameters: Mapping[str, Any], dtype: np.dtype) -> None:
+        self.network, self.parameters, self.dtype = network, parameters, dtype
+        self.onnx = library("onnx")
+        self.nodes: list[Any] = []
+        self.weights: dict[str, np.ndarray] = {}
+        self.values: dict[Node, str] = {}
+
+    # -- what is read ----------------------------------------------------------------------------
+
+    def name(self, node: Node) -> str:
+        return self.network.names[node]
+
+    def parameter(self, node: Node, key: str) -> np.ndarray | None:
+        """Return a parameter or state of a layer, None if it has none of this name."""
+        return self.parameters.get(f"{self.network.owners[self.name(node)]}/{key}")
+
+    def inputs(self, node: Node) -> list[str]:
+        """Return the names of the inputs of a layer."""
+        return [self.values[one] for one in node.inputs]
+
+    def type_of(self, node: Node) -> int:
+        """Return ONNX's number of the element type of a value."""
+        dtype = self.dtype
+        if isinstance(node, Input):
+            dtype = node.array_dtype(self.dtype)
+        return int(self.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+    # -- what is written -------------------------------------------------------------------------
+
+    def add(self, kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
+        """Add a node; return the name of its output."""
+        self.nodes.append(self.onnx.helper.make_node(kind, list(inputs), [output], f"{output} {kind}", **attributes))
+        return output
+
+    def numbers(self, name: str, values: Any, dtype: Any = None) -> str:
+        """Add a constant: weights of the dtype of the graph, or of an integer `dtype`."""
+        self.weights[name] = np.ascontiguousarray(values, dtype or self.dtype)
+        return name
+
+    def weight(self, node: Node, label: str, values: Any) -> str:
+        """Add a parameter of a layer, ``layer.label``: once for all calls that need it in one shape."""
+        owner, array = self.network.owners[self.name(node)], np.ascontiguousarray(values, self.dtype)
+        name = f"{owner}.{label}"
+        written = self.weights.get(name, array)
+        return self.numbers(name if written.shape == array.shape else f"{self.name(node)}.{label}", array)
+
+    def model(self, name: str) -> Any:
+        """Return the whole file, checked."""
+        helper, numpy_helper = self.onnx.helper, self.onnx.numpy_helper
+        outputs = {key: node for key, node in self.network.outputs.items() if node in self.values}
+        for key, node in outputs.items():
+            self.add("Identity", [self.values[node]], key)
+        given = [self._described(key, node) for key, node in self.network.inputs.items() if node in self.values]
+        weights = [numpy_helper.from_array(array, key) for key, array in self.weights.items()]
+        made = [self._described(key, node) for key, node in outputs.items()]
+        graph = helper.make_graph(self.nodes, name, given, made, weights)
+        version = helper.make_opsetid("", OPSET)
+        return helper.make_model(graph, opset_imports=[version], producer_name=PRODUCER, ir_version=10)
+
+    def _described(self, name: str, node: Node) -> Any:
+        *spatial, channels = node.shape
+        return self.onnx.helper.make_tensor_value_info(name, self.type_of(node), ["batch", channels, *spatial])
+
+    def refused(self, node: Node, expected: str, got: str) -> UserError:
+        """Make the error of one line that refuses a layer."""
+        layer: Layer = node.layer
+        return UserError(
+            f"layer {self.name(node)!r} ({layer.kind}): expected {expected}, got {got}; write the network without it"
+        )
+
 
 #: A file is one message, whose length has 31 bits.
 _MOST = 2**31 - 2**20
@@ -41,10 +140,10 @@ def save(
     parameters
         Whole arrays of parameters and states, by ``layer/name``; None: those that the network begins with.
     normalization
-        Statistics of channels (`halograd.data.ChannelStatistics`) by input: what is done to the data before the network
-        becomes a part of the graph.
+        Statistics of channels (`halograd.data.ChannelStatistics`) by input: the normalization of the data becomes a
+        part of the graph.
     dtype
-        Of all numbers: ``"float32"``, or ``"float64"``, for which few programs have all operators.
+        Type of all numbers: ``"float32"``, or ``"float64"``, for which few programs have all operators.
 
     Raises
     ------
@@ -75,24 +174,17 @@ def save(
 
 
 def check_onnx_place(path: Path) -> None:
-    """See that a network can be written, and replace none but ours. Local. Raises DataError."""
+    """Check that a network can be written, and replaces only a network of this library. Local. Raises DataError."""
     onnx = library("onnx")
-    check_writable(path)
-    if not path.exists():
-        return
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-        ours = model.producer_name == PRODUCER
-    except Exception:  # whatever it is, it is not ours
-        ours = False
-    if not ours:
-        raise DataError(
-            f"cannot write {path}: expected no file there, or a network of ours, got another; give another path"
-        )
+    check_place(
+        path,
+        "a network of ours",
+        lambda: onnx.load(str(path), load_external_data=False).producer_name == PRODUCER,
+    )
 
 
 def _needed(network: Network) -> list[Node]:
-    """Nodes that predictions depend on, in order of computation."""
+    """Return the nodes that predictions depend on, in order of computation."""
     loss = network.outputs.get("loss")
     predictions = [node for node in network.outputs.values() if node is not loss]
     if not predictions:
@@ -118,7 +210,7 @@ def _check(network: Network, arrays: Mapping[str, Any]) -> None:
 
 
 def _normalize(w: Writer, node: Node, statistics: Any) -> None:
-    """What `ChannelStatistics.apply` does to the samples of an input."""
+    """Write what `ChannelStatistics.apply` does to the samples of an input."""
     if statistics is None:
         return
     name, shape = w.name(node), (1, node.shape[-1], *(1 for _ in node.shape[:-1]))
@@ -144,7 +236,7 @@ _TRANSFORMS = {"log": ("log",), "metric": ("Clip", "log"), "asinh": ("Asinh",)}
 def _of_some(
     w: Writer, title: str, value: str, kinds: tuple[str, ...], mask: np.ndarray, limit: float = LARGEST
 ) -> str:
-    """A rule for the channels of a mask; others stay as they are."""
+    """Apply a rule to the channels of a mask; others stay as they are."""
     made = value
     for kind in kinds:
         if kind == "Clip":

@@ -1,4 +1,4 @@
-"""Reading an ONNX file: its graph with fixed shapes, shape arithmetic computed, weights left where they are."""
+"""Reader of ONNX files: the graph with fixed shapes, shape arithmetic computed, weights left in the file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 from halograd.documents import shown
 from halograd.errors import UserError
 
+from ..data.disk import one_line, reason_of
+from .files import library, tensor_places
 from .graph import Graph, OnnxConstant, OnnxNode, Shape
-from .library import library
-from .tensor_places import tensor_places
 
 __all__ = ["read_onnx"]
 
-#: Stands for the number of samples where a file leaves it open: a prime, so that no product of extents is one of it.
+#: Number of samples if a file leaves it open: a prime, so that no product of other extents is a multiple of it.
 _BATCH = 1_000_003
-#: Of the oldest exporters whose operators are known here.
+#: Oldest version of operators that is known here.
 _OPSET = 13
 #: Constants with more elements are computed when they are needed.
 _LARGE = 4096
@@ -44,7 +44,7 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
         model = onnx.load_model_from_string(content)
         places = tensor_places(path)
     except OSError as error:
-        raise UserError(f"{path}: expected an ONNX file, got none: {(error.strerror or str(error)).lower()}") from error
+        raise UserError(f"{path}: expected an ONNX file, got none: {reason_of(error)}") from error
     except Exception as error:  # of the decoder, whose errors differ from version to version
         raise UserError(f"{path}: expected an ONNX file, got one that cannot be read: {_line(error)}") from error
     source = f"{path.name} {zlib.crc32(content):08x}"
@@ -69,11 +69,11 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error)[:200] or type(error).__name__
 
 
 class _Folding:
-    """Walks the nodes in order: computes what depends on constants alone, and shapes of the rest."""
+    """Pass over the nodes in order: computes what depends on constants alone, and shapes of the rest."""
 
     def __init__(self, path: Path, model: Any, places: Mapping[str, tuple[int, int]], source: str) -> None:
         self.path, self.model, self.places, self.source = path, model, places, source
@@ -140,7 +140,7 @@ class _Folding:
     # -- weights ---------------------------------------------------------------------------------
 
     def _weight(self, tensor: Any) -> OnnxConstant:
-        """A weight of the file: read at once if it is small, else when it is needed."""
+        """Return a weight of the file: read at once if it is small, else when it is needed."""
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
         shape = tuple(tensor.dims)
         size = int(np.prod(shape)) * dtype.itemsize
@@ -184,7 +184,7 @@ class _Folding:
                 self._operation(node)
 
     def _branch(self, node: Any) -> None:
-        """Follow the branch that is taken, where a constant says which."""
+        """Follow the branch that a constant selects."""
         if node.input[0] not in self.constants:
             raise self._refused(node, "a branch that depends on the data")
         taken = "then_branch" if bool(self.constants[node.input[0]].read()) else "else_branch"
@@ -200,7 +200,7 @@ class _Folding:
                 self.types[outer] = self.types[inner.name]
 
     def _cast(self, node: Any) -> None:
-        """A constant of the type of another value: its numbers are the same."""
+        """Convert a constant to the type of another value: its numbers are the same."""
         constant, other = self.constants[node.input[0]], node.input[1]
         kind = self.types[other].tensor_type.elem_type if other in self.types else None
         dtype = self.constants[other].dtype if kind is None else self.onnx.helper.tensor_dtype_to_np_dtype(kind)
@@ -208,7 +208,7 @@ class _Folding:
         self._keep(node.output[0], OnnxConstant(constant.shape, dtype, lambda: read().astype(dtype), constant.name))
 
     def _element(self, node: Any, split: Any) -> Any:
-        """A part of a value that was split, as a slice of it."""
+        """Return a part of a value that was split, as a slice of it."""
         parts, index = self.constants.get(split.input[1]), self.constants.get(node.input[1])
         if parts is None or index is None:
             raise self._refused(node, "parts whose sizes depend on the data")
@@ -269,7 +269,7 @@ class _Folding:
         )
 
     def _inferred(self, node: Any) -> dict[str, Any]:
-        """Types of the outputs."""
+        """Infer the types of the outputs."""
         known = {name: _type_of(self.onnx, self.constants[name]) for name in node.input if name in self.constants}
         known |= {name: self.types[name] for name in node.input if name in self.types}
         numbers = self.onnx.numpy_helper
@@ -304,7 +304,7 @@ class _Folding:
 def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
     """Have outputs that are other values under a second name made under it: the first name is the module's own.
 
-    Of several outputs that are one value, the others copy the first.
+    If several outputs are one value, the others copy the first.
     """
     now: dict[str, str] = {}
     for output in graph.outputs:
@@ -320,19 +320,19 @@ def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 
 def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
-    """Numbers of a file. Raises UserError if they are no longer there."""
+    """Read numbers of a file. Raises UserError if they are no longer there."""
     count = int(np.prod(shape))
     try:
         array = np.fromfile(file, dtype.newbyteorder("<"), count, offset=offset)
     except OSError as error:
-        raise UserError(f"{file}: expected weights, got none: {(error.strerror or str(error)).lower()}") from error
+        raise UserError(f"{file}: expected weights, got none: {reason_of(error)}") from error
     if array.size != count:
         raise UserError(f"{file}: expected {count} numbers at {offset}, got {array.size}; the file is cut off")
     return array.reshape(shape)
 
 
 def _is_named(name: str) -> bool:
-    """Whether a weight has a name of the module's, and not one that an exporter gives: ``onnx::Conv_11``, ``val_3``."""
+    """Return whether a weight has a name of the module, not one of the exporter: ``onnx::Conv_11``, ``val_3``."""
     return not re.fullmatch(r"val_\d+|scalar_tensor_default(_\d+)?|\d+|.*::.*", name)
 
 
@@ -341,7 +341,7 @@ def _title(node: Any) -> str:
 
 
 def _scope(node: Any) -> str:
-    """The torch module of a node: the new exporter writes it down, the old one makes names of nodes of it.
+    """Return the torch module of a node: the new exporter stores it, the old one makes names of nodes of it.
 
     Both have every module on the way: ``/layer1/layer1.0/conv1/Conv`` is of ``layer1.0.conv1``.
     """
@@ -373,7 +373,7 @@ def _type_of(onnx: Any, constant: OnnxConstant) -> Any:
 
 
 def _shape_of(kind: Any) -> Shape | None:
-    """The extents of a type, if all are known."""
+    """Return the extents of a type, if all are known."""
     if not kind.tensor_type.HasField("shape"):
         return None
     dims = kind.tensor_type.shape.dim

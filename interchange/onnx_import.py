@@ -1,38 +1,80 @@
-"""From ONNX: what torch has exported becomes a network with inputs of its own, whose layers begin with its weights."""
+"""Import from ONNX: a model that torch has exported becomes a network, whose layers begin with its weights.
+
+An operator becomes layers by one function in a table. The function gets the builder and an operation, and returns the
+:class:`Activation` of its first output, or a list of those of all. It refuses by `Builder.refused` what it cannot
+express. Layers on windows, norms, and changes of shape are in files of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from halograd.errors import UserError
 
-from ..layers import Input, Network
-from .builder import Activation, Builder, NeedsPositions
-from .graph import Graph
+from ..layers import (
+    ELU,
+    GELU,
+    Add,
+    Affine,
+    BroadcastAdd,
+    Clamp,
+    Concat,
+    Conv,
+    Dense,
+    Dropout,
+    HardSigmoid,
+    HardSwish,
+    Input,
+    Layer,
+    LeakyReLU,
+    LocalResponseNorm,
+    LogSoftmax,
+    Mish,
+    Multiply,
+    Network,
+    PReLU,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Softplus,
+    Tanh,
+)
+from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode
+from .norms import NORMS
 from .onnx_file import read_onnx
-from .operators import OPERATORS
-from .patterns import recognize
+from .patterns import is_hard_sigmoid, permuted, recognize
+from .shaping import SHAPING
+from .sliding import SLIDING, activation_of
 
-__all__ = ["load"]
+__all__ = [
+    "OPERATORS",
+    "load",
+]
 
 
 def load(path: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
-    """The network of an ONNX file that torch has exported. Local; every rank calls it.
+    """Make a network of an ONNX file that torch has exported. Local; every rank calls it.
 
     Parameters
     ----------
     path
         The file. Weights outside of it (``external_data``) lie in its folder.
     shapes
-        Of samples, ``(*spatial, C)``, by input: needed where the file leaves extents open, else in place of its own.
+        Shapes of samples, ``(*spatial, C)``, by input. They are needed if the file leaves extents open, and replace its
+        own otherwise.
 
     Returns
     -------
     Network
         Inputs and outputs have their names in the file, and samples ``(*spatial, C)``: channels last. Layers have the
-        names of torch's modules, where the file says them. There is no loss: make one of an output, and a network of
-        both. Parameters and running statistics begin with those of the file, wherever its nodes go
+        names of torch's modules, if the file has them. There is no loss: make one of an output, and a network of both.
+        Parameters and running statistics begin with those of the file, in any network with these nodes
         (`Network.initial_values` has them as arrays): each is read from the file when a rank needs it.
 
     Raises
@@ -71,3 +113,226 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
         return Network({name: build.values[name].node for name in graph.outputs}, name=path.stem)
     except ValueError as error:
         raise UserError(f"{path}: no network was made of it: {error}") from error
+
+
+def _pointwise(make: Callable[[OnnxNode], Layer]) -> Callable[[Builder, OnnxNode], Activation]:
+    """Return the importer of an elementwise function: the order of axes does not matter."""
+
+    def operator(build: Builder, op: OnnxNode) -> Activation:
+        value = build.value(op)
+        return value.of(build.add(op, make(op), value.node))
+
+    return operator
+
+
+def _gelu(build: Builder, op: OnnxNode) -> Activation:
+    return _pointwise(lambda _: GELU(op.attributes.get("approximate", "none")))(build, op)
+
+
+def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
+    if not is_hard_sigmoid(op):
+        raise build.refused(op, "torch's slope 1 / 6 and offset 1 / 2", f"{op.attributes}")
+    return _pointwise(lambda _: HardSigmoid())(build, op)
+
+
+def _prelu(build: Builder, op: OnnxNode) -> Activation:
+    value, slope = build.value(op), build.constant(op, 1)
+    axes = len(build.shape(op.inputs[0]))
+    shape = () if slope is None else (1,) * (axes - len(slope.shape)) + slope.shape
+    channels, count = axes - 1 if value.last else 1, math.prod(shape)
+    fits = count == 1 or (len(shape) == axes and shape[channels] == count == value.node.shape[-1])
+    if slope is None or not fits:
+        raise build.refused(op, f"one slope, or one per channel along axis {channels}", f"slopes {shape}")
+
+    def order(array: np.ndarray) -> np.ndarray:
+        return permuted(np.ravel(array), value.spatial) if value.spatial and count > 1 else np.ravel(array)
+
+    layer = PReLU("one" if count == 1 else "channel").initialized(slope=build.given(slope, order, (count,)))
+    return value.of(build.add(_flattened_as(op, value), layer, value.node, weights=(slope,)))
+
+
+def _flattened_as(op: OnnxNode, value: Activation) -> OnnxNode:
+    """Return the operation with the order of features as an attribute.
+
+    It then differs from one with the same weights whose features had another order when flattened.
+    """
+    return op.changed(attributes={**op.attributes, "spatial": value.spatial})
+
+
+def _clip(build: Builder, op: OnnxNode) -> Activation:
+    """Import Clip; limits that are the largest numbers of float32 are none."""
+    most = float(np.finfo(np.float32).max)
+    low, high = (float((build.numbers(op, i, key) or [n])[0]) for i, key, n in ((1, "min", -most), (2, "max", most)))
+    if low == 0 and high >= most:
+        return _pointwise(lambda _: ReLU())(build, op)
+    return _pointwise(lambda _: Clamp(low if low > -most else -math.inf, high if high < most else math.inf))(build, op)
+
+
+def _dropout(build: Builder, op: OnnxNode) -> Activation:
+    """Import Dropout, which is in files of modules in training only; evaluation leaves an Identity."""
+    rate = (build.numbers(op, 1) or [op.attributes.get("ratio", 0.5)])[0]
+    # The file has the rate in float32; the shortest decimal number that gives it is meant.
+    return _pointwise(lambda _: Dropout(float(str(np.float32(rate)))))(build, op)
+
+
+def _softmax(build: Builder, op: OnnxNode, kind: type[Layer] = Softmax) -> Activation:
+    value = build.value(op)
+    axes = len(build.shape(op.inputs[0]))
+    channels = axes - 1 if value.last else 1
+    if op.attributes.get("axis", -1) % axes != channels:
+        raise build.refused(op, "a softmax over the channels", f"axis {op.attributes.get('axis', -1)}")
+    return value.of(build.add(op, kind(), value.node))
+
+
+def _local_response_norm(build: Builder, op: OnnxNode) -> Activation:
+    value = build.samples(op)
+    size = op.attributes["size"]
+    if size % 2 == 0:
+        raise build.refused(op, "windows of an odd number of channels", f"{size}")
+    given = {name: op.attributes.get(key, default) for name, key, default in _LRN}
+    return value.of(build.add(op, LocalResponseNorm(size, **given), value.node))
+
+
+_LRN = (("alpha", "alpha", 1e-4), ("beta", "beta", 0.75), ("k", "bias", 1.0))
+
+# -- several inputs --------------------------------------------------------------------------------
+
+
+def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
+    """Return all inputs, in one order of axes; pooled ones among others keep their positions."""
+    values = [build.value(op, i) for i in range(len(op.inputs))]
+    if len({value.pooled for value in values}) > 1:
+        pools = [value.pool for value in values if value.pooled]
+        if pools[0]:
+            raise NeedsPositions(pools[0])
+    if len({(value.last, value.pooled, value.spatial) for value in values}) > 1:
+        raise build.refused(op, "inputs in one order of axes", "channels first and last, or flattened, side by side")
+    return values
+
+
+def _add(build: Builder, op: OnnxNode) -> Activation:
+    if any(name in build.graph.constants for name in op.inputs):
+        raise build.refused(op, "a number, or a sum of two values that depend on the data", "an array of constants")
+    if len({build.shape(name) for name in op.inputs}) > 1:
+        return _of_two(build, op, BroadcastAdd)
+    values = _alike(build, op)
+    layer = Add(activation=activation_of(op))
+    return values[0].of(build.add(op, layer, *(value.node for value in values)))
+
+
+def _subtract(build: Builder, op: OnnxNode) -> Activation:
+    """Import Sub as the sum with the second value times -1."""
+    if any(name in build.graph.constants for name in op.inputs):
+        return _add(build, op)
+    second, name = build.value(op, 1), f"{op.outputs[0]}::negative"
+    build.values[name] = second.of(build.add(op, Affine(-1.0), second.node))
+    build.graph.shapes[name] = build.shape(op.inputs[1])
+    return _add(build, op.changed(inputs=(op.inputs[0], name)))
+
+
+def _multiply(build: Builder, op: OnnxNode) -> Activation:
+    if any(name in build.graph.constants for name in op.inputs):
+        raise build.refused(
+            op, "a number, a factor per channel, or one that depends on the data", "another constant factor"
+        )
+    return _of_two(build, op, Multiply)
+
+
+def _of_two(build: Builder, op: OnnxNode, kind: type[Layer]) -> Activation:
+    """Import an operation of two values, one of which may have 1 for some of its extents."""
+    large, small = sorted((build.value(op, i) for i in (0, 1)), key=lambda v: -int(np.prod(v.node.shape)))
+    if large.last != small.last or large.spatial != small.spatial:
+        raise build.refused(op, "values in one order of axes", "channels first and last, or flattened, side by side")
+    if len(small.node.shape) == 1 and len(large.node.shape) > 1 and not small.pooled:
+        raise build.refused(op, "a value (N, C, 1, 1)", "one of two axes")
+    return large.of(build.add(op, kind(), large.node, small.node))
+
+
+def _concat(build: Builder, op: OnnxNode) -> Activation:
+    values = _alike(build, op)
+    axes = len(build.shape(op.inputs[0]))
+    if values[0].spatial:
+        raise build.refused(op, "samples with spatial axes", "flattened values")
+    if op.attributes["axis"] % axes != (axes - 1 if values[0].last else 1):
+        raise build.refused(op, "values that are joined along the channels", f"axis {op.attributes['axis']}")
+    return values[0].of(build.add(op, Concat(), *(value.node for value in values)))
+
+
+# -- dense layers ----------------------------------------------------------------------------------
+
+
+def _gemm(build: Builder, op: OnnxNode) -> Activation:
+    numbers = op.attributes
+    if numbers.get("alpha", 1.0) != 1 or numbers.get("beta", 1.0) != 1 or numbers.get("transA", 0):
+        raise build.refused(op, "x w^T + b", f"{numbers}")
+    return _dense(build, op, transposed=bool(numbers.get("transB", 0)))
+
+
+def _linear(build: Builder, op: OnnxNode) -> Activation:
+    """Import torch's Linear, which contracts the last axis: behind a Transpose a convolution of one position."""
+    return _dense(build, op, transposed=False)
+
+
+def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
+    """Import a dense layer; `transposed`: the weights are (units, features), as ours are."""
+    value, weights, bias = build.value(op), build.constant(op, 1), build.constant(op, 2)
+    if weights is None or len(weights.shape) != 2:
+        raise build.refused(op, "a matrix of weights", "none")
+    bias = None if bias is None or bias.is_all(0) else bias
+    units, features = weights.shape if transposed else weights.shape[::-1]
+    if len(value.node.shape) > 1 and not value.last:
+        raise build.refused(op, "channels at the last axis", "a spatial axis there")
+
+    def order(array: np.ndarray) -> np.ndarray:
+        matrix = array if transposed else array.T
+        return permuted(matrix, value.spatial) if value.spatial else matrix
+
+    layer: Layer = Dense(units, bias=bias is not None)
+    if len(value.node.shape) > 1:
+        ones = (1,) * (len(value.node.shape) - 1)
+        layer = Conv(units, ones, bias=bias is not None)
+        given = {
+            "w": build.given(weights, lambda a: order(a).reshape(units, *ones, features), (units, *ones, features))
+        }
+    else:
+        given = {"w": build.given(weights, order, (units, features))}
+    if bias is not None:
+        given["b"] = build.given(bias, np.ravel, (units,))
+    node = build.add(_flattened_as(op, value), layer.initialized(**given), value.node, weights=(weights, bias))
+    return Activation(node, value.last, value.pooled, value.pool)
+
+
+Operator = Callable[[Builder, OnnxNode], "Activation | Sequence[Activation]"]
+
+#: By name of the operator in ONNX, and of those that `patterns` makes.
+OPERATORS: dict[str, Operator] = {
+    "Identity": lambda build, op: build.value(op),
+    "Relu": _pointwise(lambda op: ReLU()),
+    "LeakyRelu": _pointwise(lambda op: LeakyReLU(op.attributes.get("alpha", 0.01))),
+    "Sigmoid": _pointwise(lambda op: Sigmoid()),
+    "Tanh": _pointwise(lambda op: Tanh()),
+    "Elu": _pointwise(lambda op: ELU(op.attributes.get("alpha", 1.0))),
+    "Silu": _pointwise(lambda op: SiLU()),
+    "Swish": _pointwise(lambda op: SiLU()),
+    "HardSwish": _pointwise(lambda op: HardSwish()),
+    "HardSigmoid": _hard_sigmoid,
+    "Gelu": _gelu,
+    "Clip": _clip,
+    "PRelu": _prelu,
+    "Dropout": _dropout,
+    "Softmax": _softmax,
+    "LogSoftmax": partial(_softmax, kind=LogSoftmax),
+    "Softplus": _pointwise(lambda op: Softplus()),
+    "Mish": _pointwise(lambda op: Mish()),
+    "Affine": _pointwise(lambda op: Affine(**op.attributes)),
+    "LRN": _local_response_norm,
+    "Add": _add,
+    "Sub": _subtract,
+    "Mul": _multiply,
+    "Concat": _concat,
+    "Gemm": _gemm,
+    "Linear": _linear,
+    **SLIDING,
+    **NORMS,
+    **SHAPING,
+}

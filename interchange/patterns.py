@@ -1,4 +1,4 @@
-"""Several operators that are one layer: what exporters make of norms, GELU, SiLU and dense layers; fused activations.
+"""Patterns of several operators that are one layer: norms, GELU, SiLU and dense layers of exporters; fusion.
 
 A rule looks at one operation, follows it forward, and puts one operation in the place of all it has recognized.
 """
@@ -31,7 +31,7 @@ def recognize(graph: Graph) -> None:
 
 
 def _nothing(graph: Graph, op: OnnxNode) -> None:
-    """A factor of 1, or a summand of 0."""
+    """Remove a factor of 1, or a summand of 0."""
     neutral = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}.get(op.kind)
     if neutral is None or (op.kind in ("Div", "Sub") and op.inputs[0] in graph.constants):
         return
@@ -42,7 +42,7 @@ def _nothing(graph: Graph, op: OnnxNode) -> None:
 
 
 def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
-    """All elements in a row, picked in that order into the shape they had: what as_strided becomes."""
+    """Remove as_strided in the same shape: all elements in a row, picked in order into the shape they had."""
     picked = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
     if picked is None or picked.kind != "Gather" or picked.inputs[1] not in graph.constants:
         return
@@ -54,7 +54,7 @@ def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
 
 
 def _pixels(graph: Graph, op: OnnxNode) -> None:
-    """Positions within a cell as axes of their own, which are moved to the channels, or from there."""
+    """Recognize a pixel shuffle: positions in a cell are axes that move to the channels, or from there."""
     moved = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
     whole = None if moved is None or moved.kind != "Transpose" else graph.only_reader(moved.outputs[0])
     if moved is None or whole is None or whole.kind != "Reshape":
@@ -77,7 +77,7 @@ def _pixels(graph: Graph, op: OnnxNode) -> None:
 
 
 def _channel_shuffle(graph: Graph, op: OnnxNode) -> None:
-    """Groups of channels as an axis of their own, which is moved behind the channels of a group."""
+    """Recognize a channel shuffle: groups of channels are an axis that moves behind the channels of a group."""
     moved = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
     whole = None if moved is None or moved.kind != "Transpose" else graph.only_reader(moved.outputs[0])
     if moved is None or whole is None or whole.kind != "Reshape":
@@ -92,7 +92,7 @@ def _channel_shuffle(graph: Graph, op: OnnxNode) -> None:
 
 
 def _group_norm(graph: Graph, op: OnnxNode) -> None:
-    """Reshape to (N, G, -1), instance norm without scale, the shape as it was, then a factor and a summand."""
+    """Recognize a group norm: reshape to (N, G, -1), instance norm without scale, reshape back, factor, summand."""
     if op.kind != "Reshape" or len(graph.shapes[op.outputs[0]]) != 3:
         return
     norm = graph.only_reader(op.outputs[0])
@@ -121,13 +121,13 @@ def _group_norm(graph: Graph, op: OnnxNode) -> None:
 
 
 def _is_plain(graph: Graph, norm: OnnxNode) -> bool:
-    """Whether a norm has ones and zeros for its parameters."""
+    """Return whether a norm has ones and zeros for its parameters."""
     scale, shift = (graph.constants.get(name) for name in norm.inputs[1:3])
     return scale is not None and shift is not None and scale.is_all(1) and shift.is_all(0)
 
 
 def per_channel(graph: Graph, name: str, axes: int, channels: int) -> bool:
-    """Whether a constant has one number for each of the channels of a value (N, C, *spatial)."""
+    """Return whether a constant has one number for each of the channels of a value (N, C, *spatial)."""
     constant = graph.constants.get(name)
     if constant is None:
         return False
@@ -136,7 +136,7 @@ def per_channel(graph: Graph, name: str, axes: int, channels: int) -> bool:
 
 
 def _gated_by_itself(graph: Graph, op: OnnxNode) -> None:
-    """x * sigmoid(x) and x * hard_sigmoid(x)."""
+    """Recognize x * sigmoid(x) and x * hard_sigmoid(x)."""
     kinds = {"Sigmoid": "Silu", "HardSigmoid": "HardSwish"}
     product = graph.only_reader(op.outputs[0]) if op.kind in kinds else None
     if product is None or product.kind != "Mul" or op.inputs[0] not in product.inputs:
@@ -147,13 +147,13 @@ def _gated_by_itself(graph: Graph, op: OnnxNode) -> None:
 
 
 def is_hard_sigmoid(op: OnnxNode) -> bool:
-    """Whether a slope and offset are those of torch: 1 / 6 and 1 / 2."""
+    """Return whether a slope and offset are those of torch: 1 / 6 and 1 / 2."""
     slope, offset = op.attributes.get("alpha", 0.2), op.attributes.get("beta", 0.5)
     return math.isclose(slope, 1 / 6, rel_tol=1e-6) and offset == 0.5
 
 
 def _gelu(graph: Graph, op: OnnxNode) -> None:
-    """x * (1 + erf(x / sqrt(2))) / 2, in whatever order it is multiplied."""
+    """Recognize x * (1 + erf(x / sqrt(2))) / 2, in any order of factors."""
     before = graph.maker(op.inputs[0]) if op.kind == "Erf" else None
     if before is None or before.kind not in ("Div", "Mul") or graph.only_reader(before.outputs[0]) is not op:
         return
@@ -191,13 +191,13 @@ def _end_gelu(graph: Graph, x: str, chain: list[OnnxNode]) -> None:
 
 
 def _has_number(graph: Graph, op: OnnxNode, number: float) -> bool:
-    """Whether one input of an operation is this number."""
+    """Return whether one input of an operation is this number."""
     constants = [graph.constants[name] for name in op.inputs if name in graph.constants]
     return any(one.scalar() == number for one in constants)
 
 
 def _linear(graph: Graph, op: OnnxNode) -> None:
-    """A product with a matrix, and a vector that is added: a dense layer, at every position."""
+    """Recognize a product with a matrix, and a vector that is added: a dense layer, at every position."""
     if op.kind != "MatMul" or op.inputs[1] not in graph.constants or op.inputs[0] in graph.constants:
         return
     summed = graph.only_reader(op.outputs[0])
@@ -211,7 +211,7 @@ def _linear(graph: Graph, op: OnnxNode) -> None:
 
 
 def _affine(graph: Graph, op: OnnxNode) -> None:
-    """Products and sums with numbers of the exporter, several in a row as one."""
+    """Join products and sums with numbers of the exporter, several in a row, into one."""
     if op.kind == "Neg":
         graph.replace([op], op.changed(kind="Affine", attributes={"factor": -1.0, "shift": 0.0}))
         return
@@ -241,7 +241,7 @@ def _affine(graph: Graph, op: OnnxNode) -> None:
 
 
 def _channel_scale(graph: Graph, op: OnnxNode) -> None:
-    """A factor per channel, and a summand per channel behind it."""
+    """Recognize a factor per channel, and a summand per channel behind it."""
     if op.kind != "Mul":
         return
     constants = [name for name in op.inputs if name in graph.constants]
@@ -261,7 +261,7 @@ def _channel_scale(graph: Graph, op: OnnxNode) -> None:
 
 
 def _residual(graph: Graph, op: OnnxNode) -> None:
-    """A shortcut that is added to what a batch norm makes, with a ReLU behind: one kernel does all of it."""
+    """Fuse a shortcut that is added to the output of a batch norm, with a ReLU behind: one kernel does all of it."""
     if op.kind != "Add" or any(name in graph.constants for name in op.inputs):
         return
     after = graph.only_reader(op.outputs[0])
@@ -280,7 +280,7 @@ def _residual(graph: Graph, op: OnnxNode) -> None:
 
 
 def _relu(graph: Graph, op: OnnxNode) -> None:
-    """A ReLU behind a layer that has it inside."""
+    """Fuse a ReLU into the layer before it."""
     if op.kind not in _FUSES_RELU or (op.kind == "Add" and not _are_alike(graph, op)):
         return
     after = graph.only_reader(op.outputs[0])
@@ -291,12 +291,12 @@ def _relu(graph: Graph, op: OnnxNode) -> None:
 
 
 def _are_alike(graph: Graph, op: OnnxNode) -> bool:
-    """Whether all inputs depend on the data, and have one shape."""
+    """Return whether all inputs depend on the data, and have one shape."""
     return not graph.constants.keys() & set(op.inputs) and len({graph.shapes[name] for name in op.inputs}) == 1
 
 
 def _calls(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
-    """Other nodes of the same module, with weights of the same names: they become calls of one layer."""
+    """Find other nodes of the same module, with weights of the same names: they become calls of one layer."""
 
     def weights(one: OnnxNode) -> set[str]:
         return {graph.constants[name].name for name in one.inputs if name in graph.constants} - {""}
@@ -329,7 +329,7 @@ RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
 
 
 def permuted(array: np.ndarray, spatial: Sequence[int]) -> np.ndarray:
-    """Numbers along the last axis of `array` in the order of torch's flatten, in that of ours.
+    """Return numbers along the last axis of `array`, given in the order of torch's flatten, in our order.
 
     torch flattens ``(C, *spatial)``, we ``(*spatial, C)``.
 

@@ -1,4 +1,4 @@
-"""Operators that move or cut: reshapes, transposes, padding, slices."""
+"""Import of operators that move or cut: reshapes, transposes, padding, slices."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 
 from ..layers import ChannelShuffle, Flatten, Pad, PixelShuffle, PixelUnshuffle, Slice
-from .builder import Activation, Builder
-from .graph import OnnxNode, Shape
+from .graph import Activation, Builder, OnnxNode, Shape
 
 __all__ = ["SHAPING"]
 
 
 def _transpose(build: Builder, op: OnnxNode) -> Activation:
-    """From channels first to channels last and back: here the channels are always last."""
+    """Import a move of channels from first to last, or back: here the channels are always last."""
     value = build.value(op)
     axes = len(build.shape(op.inputs[0]))
     order = tuple(op.attributes.get("perm", range(axes - 1, -1, -1)))
@@ -30,7 +29,7 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _reshape(build: Builder, op: OnnxNode) -> Activation:
-    """What keeps the order of elements of a sample: flattening, and axes of one position."""
+    """Import a reshape that keeps the order of elements of a sample: flattening, and axes of one position."""
     value, before, after = build.value(op), build.shape(op.inputs[0]), build.shape(op.outputs[0])
     if before == after:
         return value
@@ -81,7 +80,7 @@ def _pad(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _slice(build: Builder, op: OnnxNode) -> Activation:
-    """Channels, or rows at the ends of a spatial axis, in order."""
+    """Import a slice of channels, or rows at the ends of a spatial axis, in order."""
     value, shape = build.with_positions(op), build.shape(op.inputs[0])
     starts, ends = build.numbers(op, 1) or [], build.numbers(op, 2) or []
     axes = [int(axis) % len(shape) for axis in build.numbers(op, 3) or range(len(starts))]
@@ -95,7 +94,7 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _part(build: Builder, op: OnnxNode, value: Activation, ranges: list[tuple[int, int]]) -> Activation:
-    """The box of these ranges of ``(N, C, *spatial)``."""
+    """Return the box of these ranges of ``(N, C, *spatial)``."""
     samples, (first, last), *spatial = ranges
     shape = (build.shape(op.inputs[0])[0], value.node.shape[-1], *value.node.shape[:-1])
     if samples != (0, shape[0]):
@@ -110,7 +109,7 @@ def _part(build: Builder, op: OnnxNode, value: Activation, ranges: list[tuple[in
 
 
 def _split(build: Builder, op: OnnxNode) -> list[Activation]:
-    """Ranges of the channels."""
+    """Import a split into ranges of the channels."""
     value, shape = build.with_positions(op), build.shape(op.inputs[0])
     axis = op.attributes.get("axis", 0) % len(shape)
     if axis != 1:
@@ -126,7 +125,7 @@ def _split(build: Builder, op: OnnxNode) -> list[Activation]:
 
 
 def _depth_to_space(build: Builder, op: OnnxNode) -> Activation:
-    """torch's PixelShuffle: blocks of channels beside one another in space."""
+    """Import torch's PixelShuffle: blocks of channels beside one another in space."""
     mode, factor = op.attributes.get("mode", "DCR"), int(op.attributes["blocksize"])
     mode = mode.decode() if isinstance(mode, bytes) else mode
     if mode != "CRD":

@@ -1,4 +1,4 @@
-"""Operators that slide a window over space: convolutions, poolings; and resizing."""
+"""Import of operators that slide a window over space: convolutions, poolings; and resizing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from ..layers import (
     ReLU,
     Resize,
 )
-from .builder import Activation, Builder
-from .graph import OnnxConstant, OnnxNode
+from .graph import Activation, Builder, OnnxConstant, OnnxNode
 
 __all__ = ["SLIDING", "activation_of", "ceil_padding"]
 
@@ -31,12 +30,12 @@ Pads = tuple[tuple[int, int], ...]
 
 
 def activation_of(op: OnnxNode) -> str | None:
-    """The activation that a layer has inside."""
+    """Return the fused activation of an operation."""
     return "relu" if op.attributes.get("relu") else None
 
 
 def _window(build: Builder, op: OnnxNode, axes: int) -> dict[str, Any]:
-    """Kernel, stride, dilation and padding of an operator, for `axes` spatial axes."""
+    """Return kernel, stride, dilation and padding of an operator, for `axes` spatial axes."""
     given = op.attributes
     kernel = tuple(given["kernel_shape"])
     found: dict[str, Any] = {"kernel": kernel, "stride": tuple(given.get("strides", (1,) * axes))}
@@ -50,7 +49,10 @@ def _window(build: Builder, op: OnnxNode, axes: int) -> dict[str, Any]:
 
 
 def _weights_first(array: np.ndarray) -> np.ndarray:
-    """(K, C / groups, *kernel) -> (K, *kernel, C / groups); of transposed convolutions (C, K / groups, *kernel)."""
+    """Return (K, C / groups, *kernel) as (K, *kernel, C / groups).
+
+    Transposed convolutions have (C, K / groups, *kernel).
+    """
     return np.moveaxis(array, 1, -1)
 
 
@@ -63,7 +65,7 @@ def _with_weights(build: Builder, weights: OnnxConstant, bias: OnnxConstant | No
 
 
 def _weights(build: Builder, op: OnnxNode) -> tuple[OnnxConstant, OnnxConstant | None]:
-    """Weights, and a bias that is one: exporters put zeros where there is none."""
+    """Return weights, and the bias unless it is zero: exporters put zeros for a missing bias."""
     weights, bias = build.constant(op, 1), build.constant(op, 2)
     assert weights is not None
     return weights, None if bias is None or bias.is_all(0) else bias
@@ -90,7 +92,7 @@ def _conv(build: Builder, op: OnnxNode) -> Activation:
 def _conv_of_vectors(
     build: Builder, op: OnnxNode, value: Activation, weights: OnnxConstant, bias: OnnxConstant | None
 ) -> Activation:
-    """A convolution of one position is a dense layer; others keep the positions that were pooled away."""
+    """Import a convolution of one position as a dense layer; others keep the positions that were pooled."""
     if math.prod(weights.shape[2:]) > 1 or op.attributes.get("group", 1) > 1:
         build.with_positions(op)
     units, features = weights.shape[:2]
@@ -122,7 +124,7 @@ def _conv_transpose(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
-    """A learned factor per channel: a convolution of one position with as many groups as channels."""
+    """Import a learned factor per channel: a convolution of one position with as many groups as channels."""
     value = build.samples(op)
     if value.pooled:
         value = build.with_positions(op)
@@ -139,7 +141,7 @@ def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _named_after(op: OnnxNode, weights: OnnxConstant) -> OnnxNode:
-    """The operation, with the whole name of a weight that is a parameter of a block itself."""
+    """Return the operation with the name of its weight, which is a parameter of a block itself."""
     return op.changed(scope=weights.name) if weights.name else op
 
 
@@ -147,7 +149,7 @@ def _named_after(op: OnnxNode, weights: OnnxConstant) -> OnnxNode:
 
 
 def ceil_padding(size: int, kernel: int, stride: int, low: int, high: int) -> int:
-    """The padding behind, by which rounding down gives as many outputs as rounding up.
+    """Return the high padding with which rounding down gives as many outputs as rounding up.
 
     As in torch, no window begins behind the array and its padding before it.
 
@@ -161,7 +163,7 @@ def ceil_padding(size: int, kernel: int, stride: int, low: int, high: int) -> in
 
 
 def _rounded_up(build: Builder, op: OnnxNode, window: dict[str, Any], shape: tuple[int, ...]) -> Pads:
-    """Padding by which a pooling that rounds sizes up has its outputs."""
+    """Return the padding for the outputs of a pooling that rounds sizes up."""
     padding = window["padding"]
     if not op.attributes.get("ceil_mode") or padding == "same":
         return padding
@@ -194,7 +196,7 @@ def _average_pool(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _global_pool(build: Builder, op: OnnxNode, whole: type[Layer], windows: Callable[..., Layer]) -> Activation:
-    """Where a layer with spatial axes follows, as the last of an image pyramid, one window over everything."""
+    """Import a global pooling; one window over everything if a layer with spatial axes follows."""
     value = build.with_positions(op)
     if op.outputs[0] in build.keeping:
         node = build.add(op, windows(value.node.shape[:-1], 1), value.node)
@@ -211,7 +213,7 @@ def _global_max_pool(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _reduce_mean(build: Builder, op: OnnxNode) -> Activation:
-    """The mean over all of space."""
+    """Import the mean over all of space."""
     value = build.value(op)
     shape = build.shape(op.inputs[0])
     axes = sorted(axis % len(shape) for axis in build.numbers(op, 1, "axes") or range(len(shape)))

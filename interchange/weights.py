@@ -15,10 +15,14 @@ parameter of a layer          ours                        torch's
 
 Flattened features are ``(*spatial, C)`` here and ``(C, *spatial)`` there: :mod:`halograd.interchange.feature_order`.
 Weight norm of torch's older function, ``weight_g`` and ``weight_v``, is read too.
+
+Layers have their own names in torch, except those of some of our models, which have torchvision's names: `vgg_a` is
+torchvision's ``vgg11``. GoogLeNet has batch norms there and none in its paper and here, so no file fits.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -29,17 +33,107 @@ import numpy as np
 
 from halograd.errors import UserError
 
-from ..data import DataError
-from ..data.disk import atomic_path, check_writable
+from ..data.disk import atomic_path, one_line, reason_of
 from ..layers import Dense, Network, Node
 from .feature_order import Order, feature_orders, torch_of_ours
-from .library import library
-from .names import module_names
+from .files import check_place, library
 
-__all__ = ["Arrangement", "WeightsFile", "arrangements", "check_weights_place", "load_weights", "save_weights"]
+__all__ = [
+    "Arrangement",
+    "WeightsFile",
+    "arrangements",
+    "check_weights_place",
+    "load_weights",
+    "save_weights",
+]
 
-#: Says in the metadata of a file what has written it.
+#: Metadata of files that this library writes.
 WRITTEN_BY = {"written_by": "halograd", "format": "pt"}
+
+# -- names in torch ---------------------------------------------------------------------------------------
+
+Rules = tuple[tuple[str, str], ...]
+
+_RESNET_PARTS = {"a": "1", "b": "2", "c": "3"}
+#: Pattern of our names, and torchvision's name in its place, for Inception-v3; the rest is in `_inception`.
+_INCEPTION: Rules = (
+    (r"1a", "Conv2d_1a_3x3"),
+    (r"2a", "Conv2d_2a_3x3"),
+    (r"2b", "Conv2d_2b_3x3"),
+    (r"3b", "Conv2d_3b_1x1"),
+    (r"4a", "Conv2d_4a_3x3"),
+    (r"_aux_1", "AuxLogits.conv0"),
+    (r"_aux_2", "AuxLogits.conv1"),
+    (r"7a_7x7_(\d)", r"Mixed_7a.branch7x7x3_\1"),
+    (r"(\w\w)_(1x1|5x5_\d|7x7_\d)", r"Mixed_\1.branch\2"),
+    (r"(\w\w)_pool", r"Mixed_\1.branch_pool"),
+    (r"(5[bcd])_3x3_(\d)", r"Mixed_\1.branch3x3dbl_\2"),
+    (r"(7a)_3x3_(\d)", r"Mixed_\1.branch3x3_\2"),
+    (r"6a_3x3", "Mixed_6a.branch3x3"),
+    (r"6a_double_(\d)", r"Mixed_6a.branch3x3dbl_\1"),
+    (r"(6[b-e])_double_(\d)", r"Mixed_\1.branch7x7dbl_\2"),
+    (r"(7[bc])_3x3", r"Mixed_\1.branch3x3_1"),
+    (r"(7[bc])_1x3", r"Mixed_\1.branch3x3_2a"),
+    (r"(7[bc])_3x1", r"Mixed_\1.branch3x3_2b"),
+    (r"(7[bc])_double_1x3", r"Mixed_\1.branch3x3dbl_3a"),
+    (r"(7[bc])_double_3x1", r"Mixed_\1.branch3x3dbl_3b"),
+    (r"(7[bc])_double_(\d)", r"Mixed_\1.branch3x3dbl_\2"),
+)
+
+
+def module_names(network: Network) -> Callable[[str], tuple[str, ...]]:
+    """Return a function from a layer's name to the names of its module in torch; the first one is written."""
+    kind = re.sub(r"\d.*|_a$", "", network.name)
+    table = {"resnet": _resnet, "vgg": _vgg(network), "inception_v": _inception}.get(kind)
+
+    def names(layer: str) -> tuple[str, ...]:
+        other = None if table is None else table(layer)
+        return (layer,) if other is None else (other, layer)
+
+    return names
+
+
+def _resnet(layer: str) -> str | None:
+    """Return torchvision's name of a layer of a ResNet: ``conv3_2b`` is ``layer2.1.conv2``."""
+    if layer == "dense":
+        return "fc"
+    found = re.fullmatch(r"(conv|bn)(\d+)_(\d+)([abcs])", layer)
+    if found is None:
+        return None
+    kind, stage, block, part = found.groups()
+    module = f"layer{int(stage) - 1}.{int(block) - 1}"
+    if part == "s":
+        return f"{module}.downsample.{0 if kind == 'conv' else 1}"
+    return f"{module}.{kind}{_RESNET_PARTS[part]}"
+
+
+def _vgg(network: Network) -> Callable[[str], str | None]:
+    """Return a function from names to torchvision's: features are numbered with their ReLUs and the poolings."""
+    places, number = {}, 0
+    for layer in network.layers:
+        if re.fullmatch(r"conv\d+_\d+", layer):
+            places[layer] = f"features.{number}"
+            number += 2
+        elif re.fullmatch(r"pool\d+", layer):
+            number += 1
+    places |= {f"dense{i}": f"classifier.{3 * (i - 1)}" for i in (1, 2, 3)}
+    return places.get
+
+
+def _inception(layer: str) -> str | None:
+    heads = {"dense": "fc", "dense_aux": "AuxLogits.fc"}
+    found = re.fullmatch(r"(conv|bn)(\w+)", layer)
+    if found is None:
+        return heads.get(layer)
+    for pattern, module in _INCEPTION:
+        matched = re.fullmatch(pattern, found[2])
+        if matched is not None:
+            return f"{matched.expand(module)}.{found[1]}"
+    return None
+
+
+# -- order of axes in torch -------------------------------------------------------------------------------
+
 _KEYS = {
     **{"w": "weight", "b": "bias", "gamma": "weight", "beta": "bias", "slope": "weight"},
     **{"mean": "running_mean", "var": "running_var"},
@@ -53,7 +147,7 @@ _NORMED = {
 
 @dataclass(frozen=True)
 class Arrangement:
-    """One parameter or state, as torch has it.
+    """Layout of one parameter or state in torch.
 
     Attributes
     ----------
@@ -62,7 +156,7 @@ class Arrangement:
     shape, torch_shape
         Extents of our array, and of torch's.
     orders
-        By axis, the order of the features along it, where torch may have another one.
+        Order of the features by axis, for axes where torch may have another one.
     ones
         Number of axes with one element that torch has behind ours.
     """
@@ -78,14 +172,14 @@ class Arrangement:
         return (*moved, *(1,) * self.ones)
 
     def to_torch(self, array: np.ndarray) -> np.ndarray:
-        """Our whole array in torch's order."""
+        """Return our whole array in torch's order."""
         for axis, order in self.orders.items():
             array = array.take(torch_of_ours(order), axis)
         array = array if array.ndim < 3 else np.moveaxis(array, -1, 1)
         return np.ascontiguousarray(array.reshape(self.torch_shape))
 
     def from_torch(self, array: np.ndarray) -> np.ndarray:
-        """Torch's array in our order."""
+        """Return torch's array in our order."""
         array = array.reshape(array.shape[: array.ndim - self.ones])
         array = array if array.ndim < 3 else np.moveaxis(array, 1, -1)
         for axis, order in self.orders.items():
@@ -94,7 +188,7 @@ class Arrangement:
 
 
 def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arrangement]:
-    """How torch has the parameters and states of a network, by our names. Pure arithmetic.
+    """Return the layout in torch of the parameters and states of a network, by our names. Pure arithmetic.
 
     Parameters
     ----------
@@ -127,7 +221,7 @@ def _shapes(node: Node) -> list[tuple[int, ...]]:
 
 
 def _torch_keys(node: Node, key: str) -> tuple[str, ...]:
-    """Names of a parameter in torch's module; its own where two parameters of a layer would have one name."""
+    """Return names of a parameter in torch's module; its own name if two parameters would share one."""
     if getattr(node.layer, "weight_norm", False) and key in _NORMED:
         return _NORMED[key]
     own = {**node.layer.parameters(*_shapes(node)), **node.layer.state(*_shapes(node))}
@@ -136,7 +230,7 @@ def _torch_keys(node: Node, key: str) -> tuple[str, ...]:
 
 
 def _orders_of(node: Node, key: str, shape: tuple[int, ...], orders: Mapping[Node, Order]) -> dict[int, Order]:
-    """By axis of a parameter, the order of the features that it belongs to; nothing where torch has the same one."""
+    """Return the order of features by axis of a parameter; nothing for axes where torch has the same one."""
     along = {}
     if isinstance(node.layer, Dense):
         along = {0: orders[node], 1: orders[node.inputs[0]]} if key == "w" else {0: orders[node]}
@@ -146,7 +240,7 @@ def _orders_of(node: Node, key: str, shape: tuple[int, ...], orders: Mapping[Nod
 
 
 def _ones(node: Node, keys: tuple[str, ...]) -> int:
-    """Axes with one element that torch has behind ours: lengths have as many axes as the directions."""
+    """Count the axes with one element that torch has behind ours: lengths have as many axes as the directions."""
     return len(node.layer.parameters(*_shapes(node))["w"].shape) - 1 if keys == _NORMED["g"] else 0
 
 
@@ -171,6 +265,9 @@ def _refused(network: Network, node: Node, got: str) -> UserError:
         f"layer {_titled(network, node)}: expected features that torch has too, in the order behind its Flatten, got "
         f"{got}; put a GlobalAveragePool in place of the Flatten, or write ONNX"
     )
+
+
+# -- files ------------------------------------------------------------------------------------------------
 
 
 def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: str | Path) -> None:
@@ -203,12 +300,12 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
 
 
 def load_weights(network: Network, path: str | Path, fresh: Collection[str] = ()) -> dict[str, np.ndarray]:
-    """Whole arrays of all parameters and states of a network, by our names, from a safetensors file. Local.
+    """Read all parameters and states of a network, whole arrays by our names, from a safetensors file. Local.
 
     Parameters
     ----------
     fresh
-        Layers of which the file has nothing, or other sizes: they are left out.
+        Layers that the file does not have, or has in other sizes: they are left out.
 
     Raises
     ------
@@ -220,17 +317,17 @@ def load_weights(network: Network, path: str | Path, fresh: Collection[str] = ()
 
 
 class WeightsFile:
-    """A safetensors file that holds the weights of a network; they are read one by one. Local.
+    """Safetensors file with the weights of a network, which are read one by one. Local.
 
     Parameters
     ----------
     network, path, fresh
-        As of :func:`load_weights`, whose errors are raised here: nothing is read that does not fit.
+        See :func:`load_weights`; its errors are raised here, before anything is read.
 
     Attributes
     ----------
     names
-        Parameters and states that it has, by our names.
+        Parameters and states in the file, by our names.
     """
 
     def __init__(self, network: Network, path: str | Path, fresh: Collection[str] = ()) -> None:
@@ -240,27 +337,26 @@ class WeightsFile:
         if strange:
             raise UserError(f"expected layers of network {network.name!r} to begin anew, got {strange[0]!r}")
         self._wanted = arrangements(network, fresh)
-        self._places = {name: self._place(name, one) for name, one in self._found().items()}
+        self._shapes = self._read_shapes()
+        self._places = {name: self._place(name, one) for name, one in self._wanted.items()}
         self.names = list(self._wanted)
 
-    def _found(self) -> dict[str, Arrangement]:
+    def _read_shapes(self) -> dict[str, tuple[int, ...]]:
         try:
             with self._open(self.path, framework="numpy") as file:
-                keys = file.keys()
-                self._shapes = {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+                return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise UserError(f"weights {self.path}: expected a safetensors file, got none: {reason}") from error
-        except Exception as error:  # the library has an error of its own for each version
-            said = " ".join(str(error).split())
             raise UserError(
-                f"weights {self.path}: expected a safetensors file, got another ({said}); make one of a state_dict by "
-                "safetensors.torch.save_file"
+                f"weights {self.path}: expected a safetensors file, got none: {reason_of(error)}"
             ) from error
-        return self._wanted
+        except Exception as error:  # the library has an error of its own for each version
+            raise UserError(
+                f"weights {self.path}: expected a safetensors file, got another ({one_line(error)}); make one of a "
+                "state_dict by safetensors.torch.save_file"
+            ) from error
 
     def _place(self, name: str, one: Arrangement) -> str:
-        """Under which name the file has a parameter."""
+        """Return the name of a parameter in the file."""
         key = next((key for key in one.names if key in self._shapes), None)
         if key is None:
             raise UserError(
@@ -275,7 +371,7 @@ class WeightsFile:
         return key
 
     def read(self, name: str) -> np.ndarray:
-        """A whole array, in our order."""
+        """Read a whole array, in our order."""
         with self._open(self.path, framework="numpy") as file:
             return self._wanted[name].from_torch(file.get_tensor(self._places[name]))
 
@@ -289,16 +385,11 @@ class WeightsFile:
 
 
 def check_weights_place(path: Path) -> None:
-    """See that weights can be written, and replace none but ours. Local. Raises DataError."""
-    check_writable(path)
-    if not path.exists():
-        return
-    try:
-        with library("safetensors").safe_open(path, framework="numpy") as file:
-            if (file.metadata() or {}).get("written_by") == WRITTEN_BY["written_by"]:
-                return
-    except UserError:
-        raise
-    except Exception:  # whatever it is, it is not ours
-        pass
-    raise DataError(f"cannot write {path}: expected no file there, or weights of ours, got another; give another path")
+    """Check that weights can be written, and replace only weights of this library. Local. Raises DataError."""
+    safe_open = library("safetensors").safe_open
+
+    def is_ours() -> bool:
+        with safe_open(path, framework="numpy") as file:
+            return (file.metadata() or {}).get("written_by") == WRITTEN_BY["written_by"]
+
+    check_place(path, "weights of ours", is_ours)

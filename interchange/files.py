@@ -1,0 +1,130 @@
+"""Files of other frameworks: the libraries for them, the check before writing, and the places of tensors in a file.
+
+An ONNX file is one Protocol Buffers message. Only the lengths of its fields are parsed here. The numbers of a tensor
+are one field, ``raw_data``, whose place in the file is remembered, so that weights are read one by one when needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+from halograd.errors import UserError
+
+from ..data.disk import DataError, check_writable
+
+__all__ = [
+    "check_place",
+    "library",
+    "tensor_places",
+]
+
+
+def library(name: str) -> ModuleType:
+    """Import the module `name`, of the extra ``interchange``; only exchange with other frameworks needs it.
+
+    Raises
+    ------
+    UserError
+        If it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise UserError(
+            f"expected the library {package}, got none ({error}); install it by: pip install 'halograd[interchange]'"
+        ) from error
+
+
+def check_place(path: Path, ours: str, is_ours: Callable[[], bool]) -> None:
+    """Check early that a file can be written, and replaces only a file of this library. Local.
+
+    Parameters
+    ----------
+    path
+        File that will be written.
+    ours
+        Description of the file that may be replaced, for the message.
+    is_ours
+        Returns whether the file that exists may be replaced. Any error of it means that it may not.
+
+    Raises
+    ------
+    DataError
+        If it cannot be written, or if another file exists there.
+    """
+    check_writable(path)
+    if not path.exists():
+        return
+    with suppress(Exception):  # an unreadable file is not one of ours
+        if is_ours():
+            return
+    raise DataError(f"cannot write {path}: expected no file there, or {ours}, got another; give another path")
+
+
+#: Numbers of fields: ModelProto.graph, GraphProto.initializer, TensorProto.name and TensorProto.raw_data.
+_GRAPH, _INITIALIZER, _NAME, _RAW = 7, 5, 8, 9
+_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+
+Span = tuple[int, int]
+
+
+def tensor_places(path: Path) -> dict[str, Span]:
+    """Find offset and length [B] of the numbers of the initializers that lie raw in the file, by name. Local.
+
+    Raises
+    ------
+    ValueError
+        If the file is not a message of Protocol Buffers.
+    """
+    found: dict[str, Span] = {}
+    if not path.stat().st_size:
+        return found
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for graph in _fields(content, (0, len(content)), _GRAPH):
+            for tensor in _fields(content, graph, _INITIALIZER):
+                raw = list(_fields(content, tensor, _RAW))
+                for low, high in _fields(content, tensor, _NAME):
+                    if raw:
+                        found[content[low:high].decode()] = raw[-1][0], raw[-1][1] - raw[-1][0]
+    return found
+
+
+def _fields(content: mmap.mmap, span: Span, wanted: int) -> Iterator[Span]:
+    """Yield begin and end of the fields of a message that have this number and a length."""
+    at, stop = span
+    while at < stop:
+        key, at = _varint(content, at)
+        number, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            _, at = _varint(content, at)
+        elif kind in (_EIGHT, _FOUR):
+            at += 8 if kind == _EIGHT else 4
+        elif kind == _BYTES:
+            length, at = _varint(content, at)
+            if at + length > stop:
+                raise ValueError(f"a field of {length} bytes at {at} reaches beyond its message, which ends at {stop}")
+            if number == wanted:
+                yield at, at + length
+            at += length
+        else:
+            raise ValueError(f"a field of kind {kind} at {at}")
+
+
+def _varint(content: mmap.mmap, at: int) -> tuple[int, int]:
+    """Read a number of seven bits per byte, the lowest first; return it and the place behind it."""
+    value, shift = 0, 0
+    while True:
+        byte = content[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError(f"a number of more than ten bytes at {at}")
